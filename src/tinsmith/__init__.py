@@ -1,0 +1,1 @@
+"""Tinsmith: RL post-training of language models on the Tinker API, whole."""

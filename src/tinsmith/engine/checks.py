@@ -1,0 +1,203 @@
+"""What a request must be before it counts: pure arithmetic on the records of `engine.base`, no torch.
+
+The service calls these at submission, so a bad request is refused with a sentence and never reaches an engine. Here is
+also the table of losses: which inputs each takes, which settings it knows and their defaults (semantics of the public
+Tinker documentation; where that is silent, the value is ours and the note says so).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+
+import numpy as np
+
+from tinsmith.engine.base import AdamParams, Datum, LoraSpec, ModelCard, Pass, SampleRequest
+from tinsmith.errors import BadRequest, Unsupported
+
+MAX_SAMPLES = 1024
+MAX_RANK = 512
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossSpec:
+    """Inputs a loss needs, inputs it may have, and its settings with their defaults."""
+
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+    config: Mapping[str, float] = field(default_factory=dict)
+
+
+_RL = ("logprobs", "advantages")
+_CLIPS = ("clip_low_threshold", "clip_high_threshold")
+
+LOSSES: Mapping[str, LossSpec] = {
+    "cross_entropy": LossSpec(optional=("weights",)),
+    "importance_sampling": LossSpec(required=_RL),
+    "ppo": LossSpec(required=_RL, optional=_CLIPS, config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    "cispo": LossSpec(required=_RL, optional=_CLIPS, config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
+    # beta has no published default: 0.05 is the documentation's example.
+    "dro": LossSpec(required=_RL, config={"beta": 0.05}),
+    # The clips have no published default: these are the GSPO paper's (arXiv 2507.18071), 3e-4 below and 4e-4 above 1.
+    "gspo": LossSpec(
+        required=(*_RL, "sequence_ratio_mask"),
+        optional=_CLIPS,
+        config={"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+    ),
+}
+
+_REFUSED_LOSSES = {
+    "stable_reinforce": "Its objective is not published; pass loss_fn=importance_sampling (or ppo, cispo) instead.",
+    "custom": "Uploaded losses are not run on this server; use forward_backward_custom, which evaluates the loss "
+    "in the client and works with any function of the logprobs.",
+}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "Did you mean …?" when there is something near, else what there is."""
+    known = sorted(known)
+    if close := get_close_matches(name, known, n=1):
+        return f"Did you mean '{close[0]}'?"
+    return f"Known: {', '.join(known)}." if known else "There are none."
+
+
+def check_lora(lora: LoraSpec) -> None:
+    """Raises BadRequest unless the adapter can be made."""
+    if not 1 <= lora.rank <= MAX_RANK:
+        raise BadRequest(f"lora_config.rank is {lora.rank}.", f"Give a rank from 1 to {MAX_RANK}.")
+    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+        raise BadRequest(
+            "lora_config trains nothing.", "Set at least one of train_attn, train_mlp, train_unembed to true."
+        )
+
+
+def check_adam(adam: AdamParams) -> None:
+    """Raises BadRequest unless the six parameters make an AdamW step."""
+    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+        value = getattr(adam, name)
+        if not (np.isfinite(value) and value >= 0):
+            raise BadRequest(f"adam_params.{name} is {value}.", "Give a finite number that is not negative.")
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(adam, name) < 1:
+            raise BadRequest(f"adam_params.{name} is {getattr(adam, name)}.", "Give a number from 0 to below 1.")
+
+
+def check_pass(request: Pass, card: ModelCard) -> None:
+    """Raises BadRequest or Unsupported unless every datum can be scored by this base model."""
+    if cure := _REFUSED_LOSSES.get(request.loss_fn):
+        raise Unsupported(f"loss_fn '{request.loss_fn}' is not served here.", cure)
+    spec = LOSSES.get(request.loss_fn)
+    if spec is None:
+        raise BadRequest(f"There is no loss_fn '{request.loss_fn}'.", nearest(request.loss_fn, LOSSES))
+    for key, value in request.loss_config.items():
+        if key not in spec.config:
+            raise BadRequest(f"loss_fn_config has no '{key}' for {request.loss_fn}.", nearest(key, spec.config))
+        if not np.isfinite(value):
+            raise BadRequest(f"loss_fn_config.{key} is {value}.", "Give a finite number.")
+    if not request.data:
+        raise BadRequest("forward_backward got no data.", "Send at least one datum.")
+    for index, datum in enumerate(request.data):
+        _check_datum(index, datum, request.loss_fn, spec, card)
+
+
+def _check_datum(index: int, datum: Datum, loss_fn: str, spec: LossSpec, card: ModelCard) -> None:
+    where = f"data[{index}]"
+    length = len(datum.tokens)
+    if length == 0:
+        raise BadRequest(f"{where}.model_input is empty.", "Give at least one token.")
+    if length > card.context_length:
+        raise BadRequest(
+            f"{where}.model_input has {length} tokens; the context of {card.source} is {card.context_length}.",
+            "Cut the sequence.",
+        )
+    _check_ids(f"{where}.model_input", datum.tokens, card)
+    if datum.targets.ndim not in (1, 2) or len(datum.targets) != length or datum.targets.size == 0:
+        raise BadRequest(
+            f"{where}: target_tokens has shape {datum.targets.shape}, model_input has {length} tokens.",
+            "Give (N,) or (N, K) targets for N tokens; position i predicts target i, already shifted.",
+        )
+    if datum.targets.ndim == 2 and loss_fn != "cross_entropy":
+        raise BadRequest(
+            f"{where}: {loss_fn} takes one target per position, got shape {datum.targets.shape}.",
+            "Only cross_entropy takes (N, K) targets.",
+        )
+    _check_ids(f"{where}.target_tokens", datum.targets, card)
+    for name in spec.required:
+        if name not in datum.inputs:
+            raise BadRequest(f"{where}: {loss_fn} needs loss_fn_inputs['{name}'].", f"Inputs: {_inputs_of(spec)}.")
+    for name, values in datum.inputs.items():
+        if name not in (*spec.required, *spec.optional):
+            raise BadRequest(
+                f"{where}: {loss_fn} does not read loss_fn_inputs['{name}'].",
+                f"Leave it out; inputs: {_inputs_of(spec)}.",
+            )
+        if values.shape != datum.targets.shape:
+            raise BadRequest(
+                f"{where}: {name} has shape {values.shape}, target_tokens has {datum.targets.shape}.",
+                "Give both the same shape.",
+            )
+        if not np.isfinite(values).all():
+            raise BadRequest(f"{where}: {name} holds a NaN or an infinity.", "Send finite numbers.")
+
+
+def check_sample(request: SampleRequest, card: ModelCard) -> None:
+    """Raises BadRequest unless the prompt fits and every parameter has a meaning."""
+    length, context = len(request.prompt), card.context_length
+    if length == 0:
+        raise BadRequest("The prompt is empty.", "Give at least one token.")
+    if length + (request.max_tokens or 1) - 1 > context:
+        raise BadRequest(
+            f"A prompt of {length} tokens with max_tokens {request.max_tokens} does not fit: the context of "
+            f"{card.source} is {context}.",
+            "Shorten the prompt or lower max_tokens.",
+        )
+    _check_ids("prompt", request.prompt, card)
+    if not 1 <= request.num_samples <= MAX_SAMPLES:
+        raise BadRequest(f"num_samples is {request.num_samples}.", f"Give a number from 1 to {MAX_SAMPLES}.")
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise BadRequest(f"max_tokens is {request.max_tokens}.", "Give at least 1, or leave it out.")
+    if not (np.isfinite(request.temperature) and request.temperature >= 0):
+        raise BadRequest(f"temperature is {request.temperature}.", "Give 0 (greedy) or a positive number.")
+    if request.top_k != -1 and request.top_k < 1:
+        raise BadRequest(f"top_k is {request.top_k}.", "Give -1 (off) or at least 1.")
+    if not 0 < request.top_p <= 1:
+        raise BadRequest(f"top_p is {request.top_p}.", "Give a number above 0 and up to 1.")
+    _check_prompt_asks(request, card)
+
+
+def _check_prompt_asks(request: SampleRequest, card: ModelCard) -> None:
+    length = len(request.prompt)
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+        if not 0 <= getattr(request, name) <= card.vocab_size:
+            raise BadRequest(f"{name} is {getattr(request, name)}.", f"Give a number from 0 to {card.vocab_size}.")
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and not (request.prompt_logprobs and 1 <= last_n <= length - 1):
+        raise BadRequest(
+            f"prompt_logprobs_last_n is {last_n} for a prompt of {length} tokens.",
+            "Set prompt_logprobs and give a number from 1 to the prompt's length less 1.",
+        )
+    targets = request.target_prompt_logprobs
+    if targets is not None:
+        if targets.ndim != 2 or len(targets) != length - 1:
+            raise BadRequest(
+                f"target_prompt_logprobs has shape {targets.shape} for a prompt of {length} tokens.",
+                f"Give ({length - 1}, K): row i asks about prompt position i + 1.",
+            )
+        _check_ids("target_prompt_logprobs", targets[targets != -1], card)
+    for token in request.stop_tokens or ():
+        if not 0 <= token < card.vocab_size:
+            raise BadRequest(f"stop token {token} is not in the vocabulary of {card.vocab_size}.", "Give its ids.")
+
+
+def _check_ids(where: str, ids: np.ndarray, card: ModelCard) -> None:
+    if ids.size and not (ids.min() >= 0 and ids.max() < card.vocab_size):
+        bad = ids[(ids < 0) | (ids >= card.vocab_size)].flat[0]
+        raise BadRequest(
+            f"{where} holds token id {bad}; {card.source} has {card.vocab_size} tokens.",
+            "Use the tokenizer of the model that you train.",
+        )
+
+
+def _inputs_of(spec: LossSpec) -> str:
+    return ", ".join(("target_tokens", *spec.required, *(f"{name} (optional)" for name in spec.optional)))
