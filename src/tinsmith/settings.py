@@ -77,7 +77,7 @@ def _parse(file: Path) -> dict[str, Any]:
         if file.suffix == ".toml":
             return tomllib.loads(file.read_text())
         return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file)))
-    except Exception as error:  # noqa: BLE001  (each parser has its own tree; all mean: not readable as configuration)
+    except Exception as error:  # each parser has its own tree; all mean: not readable
         raise ConfigError(f"{file} cannot be read: {error}", "Mend the file; .toml is TOML, all else YAML.") from error
 
 

@@ -43,7 +43,7 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """A LoRA adapter as `create_model` asks for it. The seed is always set: the service draws one if the client did not."""
+    """A LoRA adapter as `create_model` asks for it; the service draws a seed where the client gave none."""
 
     rank: int
     seed: int

@@ -123,6 +123,10 @@ def _check_datum(index: int, datum: Datum, loss_fn: str, spec: LossSpec, card: M
             "Only cross_entropy takes (N, K) targets.",
         )
     _check_ids(f"{where}.target_tokens", datum.targets, card)
+    _check_inputs(where, datum, loss_fn, spec)
+
+
+def _check_inputs(where: str, datum: Datum, loss_fn: str, spec: LossSpec) -> None:
     for name in spec.required:
         if name not in datum.inputs:
             raise BadRequest(f"{where}: {loss_fn} needs loss_fn_inputs['{name}'].", f"Inputs: {_inputs_of(spec)}.")
