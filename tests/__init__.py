@@ -1,0 +1,1 @@
+"""The tests mirror the tree: tests/<room>/test_<module>.py."""

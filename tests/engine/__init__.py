@@ -1,0 +1,1 @@
+"""The engine against independent references: plain transformers, PEFT and torch."""
