@@ -1,0 +1,58 @@
+"""Random requests for every loss: the awkward values included, reproducible from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tinsmith.engine.base import Datum, Pass
+
+RL_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
+LOSSES = ("cross_entropy", *RL_LOSSES)
+LENGTHS = (9, 1, 23, 14)
+
+
+def tokens_of(draw: np.random.Generator, length: int, vocabulary: int = 512) -> np.ndarray:
+    """int32 [length]."""
+    return draw.integers(3, vocabulary, length, dtype=np.int32)
+
+
+def datum_for(loss_fn: str, draw: np.random.Generator, length: int, tokens: np.ndarray | None = None) -> Datum:
+    """One datum with the inputs that `loss_fn` takes; about a third of an RL datum's positions are prompt."""
+    tokens = tokens_of(draw, length) if tokens is None else tokens
+    targets = np.append(tokens[1:], draw.integers(3, 512)).astype(np.int64)
+    if loss_fn == "cross_entropy":
+        weights = draw.normal(size=len(tokens)).astype(np.float32)  # of any sign, and fractional
+        weights[draw.random(len(tokens)) < 0.3] = 0.0
+        return Datum(tokens=tokens, targets=targets, inputs={"weights": weights})
+    sampled = (np.arange(len(tokens)) >= len(tokens) // 3).astype(np.float32)
+    advantages = (draw.normal(size=len(tokens)) * sampled).astype(np.float32)
+    # Near what the tiny models answer, so that ratios fall on both sides of every clip.
+    logprobs = (draw.normal(-6.0, 1.5, size=len(tokens)) * sampled).astype(np.float32)
+    inputs = {"logprobs": logprobs, "advantages": advantages}
+    if loss_fn == "dro":  # every position counts in its quadratic term
+        inputs = {"logprobs": draw.normal(-6.0, 1.5, size=len(tokens)).astype(np.float32), "advantages": advantages}
+    if loss_fn == "gspo":
+        inputs["sequence_ratio_mask"] = sampled
+    return Datum(tokens=tokens, targets=targets, inputs=inputs)
+
+
+def pass_for(
+    loss_fn: str,
+    model_id: str = "m",
+    *,
+    seed: int = 0,
+    lengths: Sequence[int] = LENGTHS,
+    config: Mapping[str, float] | None = None,
+    forward_only: bool = False,
+) -> Pass:
+    """A request of several datums, one of length 1 among them."""
+    draw = np.random.default_rng(seed)
+    data = tuple(datum_for(loss_fn, draw, length) for length in lengths)
+    return Pass(model_id=model_id, data=data, loss_fn=loss_fn, loss_config=config or {}, forward_only=forward_only)
+
+
+def replace_inputs(datum: Datum, **inputs: np.ndarray) -> Datum:
+    """The datum with some inputs put in place of its own."""
+    return Datum(tokens=datum.tokens, targets=datum.targets, inputs={**datum.inputs, **inputs})

@@ -1,0 +1,204 @@
+"""The oracle: plain transformers with PEFT, right-padded, every loss written out from the mathematics, torch's AdamW.
+
+Slow and simple on purpose, and it shares no code with the engine. Default float64, where rounding does not blur what is
+compared; the norms and the rotary angles stay float32 inside transformers, as they do in the engine.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass
+
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP = ("gate_proj", "up_proj", "down_proj")
+UNEMBED = ("lm_head",)
+
+
+def target_modules(lora: LoraSpec) -> list[str]:
+    """What the three flags adapt, by transformers' names."""
+    chosen: tuple[str, ...] = ()
+    chosen += ATTENTION if lora.train_attn else ()
+    chosen += MLP if lora.train_mlp else ()
+    chosen += UNEMBED if lora.train_unembed else ()
+    return list(chosen)
+
+
+def plain_model(base: Path, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    """The base model as transformers loads it."""
+    return AutoModelForCausalLM.from_pretrained(base, dtype=dtype, attn_implementation="eager").eval()
+
+
+def write_adapter(base: Path, folder: Path, lora: LoraSpec, *, size: float = 0.05) -> Path:
+    """An adapter folder written by PEFT itself, float32, with A and B both random from the spec's seed."""
+    config = LoraConfig(r=lora.rank, lora_alpha=int(lora.alpha), target_modules=target_modules(lora))
+    with _tied_embeddings_are_meant():
+        model = get_peft_model(plain_model(base, torch.float32), config)
+    draw = torch.Generator().manual_seed(lora.seed)
+    with torch.no_grad():
+        for parameter in _trainable(model).values():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw) * size)
+    model.save_pretrained(folder, save_embedding_layers=False)
+    return folder
+
+
+class Reference:
+    """One adapter on one base model, trained as the definitions say and nothing more."""
+
+    def __init__(self, base: Path, adapter: Path, dtype: torch.dtype = torch.float64) -> None:
+        with _tied_embeddings_are_meant():
+            self.model = PeftModel.from_pretrained(plain_model(base, dtype), adapter, is_trainable=True)
+        self.parameters = _trainable(self.model)
+        self.optimizer: torch.optim.AdamW | None = None
+
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """[N, V] of one sequence."""
+        with torch.no_grad():
+            return self.model(input_ids=torch.tensor([list(tokens)])).logits[0].numpy()
+
+    def logprobs(self, data: Sequence[Datum]) -> list[Tensor]:
+        """Of each datum's targets, in their shape, with gradients."""
+        longest = max(len(datum.tokens) for datum in data)
+        ids = torch.zeros(len(data), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, datum in enumerate(data):
+            ids[row, : len(datum.tokens)] = torch.from_numpy(np.asarray(datum.tokens, dtype=np.int64))
+            mask[row, : len(datum.tokens)] = 1
+        all_logprobs = self.model(input_ids=ids, attention_mask=mask).logits.log_softmax(dim=-1)
+        return [_pick(all_logprobs[row, : len(datum.tokens)], datum) for row, datum in enumerate(data)]
+
+    def loss(self, request: Pass) -> tuple[Tensor, list[Tensor]]:
+        """The request's objective, a sum over everything, and its logprobs."""
+        logprobs = self.logprobs(request.data)
+        terms = [objective(p, datum, request) for p, datum in zip(logprobs, request.data, strict=True)]
+        return torch.stack(terms).sum(), logprobs
+
+    def backward(self, *requests: Pass) -> list[float]:
+        """Add these requests' gradients to what is there; returns their losses."""
+        losses = []
+        for request in requests:
+            loss, _ = self.loss(request)
+            loss.backward()
+            losses.append(float(loss.detach()))
+        return losses
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """By PEFT's names, as in the adapter's file; zeros where nothing has arrived."""
+        return {name: _array(p.grad if p.grad is not None else torch.zeros_like(p)) for name, p in self._named()}
+
+    def weights(self) -> dict[str, np.ndarray]:
+        """By PEFT's names, as in the adapter's file."""
+        return {name: _array(parameter.detach()) for name, parameter in self._named()}
+
+    def step(self, adam: AdamParams) -> float:
+        """One torch AdamW step; moments live on over calls. Returns the gradient's norm before clipping."""
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(self.parameters.values())
+        for group in self.optimizer.param_groups:
+            group.update(lr=adam.learning_rate, betas=(adam.beta1, adam.beta2), eps=adam.eps)
+            group.update(weight_decay=adam.weight_decay)
+        for parameter in self.parameters.values():
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        limit = adam.grad_clip_norm or float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), limit)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def _named(self) -> list[tuple[str, torch.nn.Parameter]]:
+        return [(name.replace(".default", ""), parameter) for name, parameter in self.parameters.items()]
+
+
+def assert_same(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], tolerance: float = 1e-4) -> None:
+    """Each tensor within `tolerance` of the wanted one, relative to its length; what should be zero is zero."""
+    assert sorted(found) == sorted(wanted)
+    for name, target in wanted.items():
+        assert found[name].shape == target.shape, name
+        distance, size = np.linalg.norm(found[name] - target), np.linalg.norm(target)
+        assert distance <= tolerance * size, f"{name}: off by {distance:.3g} of {size:.3g}"
+
+
+def objective(p: Tensor, datum: Datum, request: Pass) -> Tensor:
+    """What the request's loss_fn sums for one datum whose targets have logprobs `p`."""
+    inputs = {name: torch.from_numpy(np.asarray(values)).to(p.dtype) for name, values in datum.inputs.items()}
+    if request.loss_fn == "cross_entropy":
+        weights = inputs.get("weights", torch.ones_like(p))
+        return -(weights * p).sum()
+    q, advantages = inputs["logprobs"], inputs["advantages"]
+    low, high = _clips(p, inputs, request)
+    total = p.new_zeros(())
+    shift = _sequence_shift(p, q, inputs.get("sequence_ratio_mask"))
+    for t in range(len(p)):  # one position at a time: no mask can leak into another
+        a = advantages[t]
+        if request.loss_fn == "dro":
+            beta = request.loss_config.get("beta", 0.05)
+            total = total - (p[t] * a - 0.5 * beta * (p[t] - q[t]) ** 2)
+            continue
+        if a == 0:
+            continue  # its term is 0 whatever the ratio
+        log_ratio = shift + p[t] - p[t].detach() if request.loss_fn == "gspo" else p[t] - q[t]
+        ratio = torch.exp(log_ratio)
+        clipped = torch.minimum(torch.maximum(ratio, low[t]), high[t])
+        if request.loss_fn == "importance_sampling":
+            total = total - ratio * a
+        elif request.loss_fn in ("ppo", "gspo"):
+            total = total - torch.minimum(ratio * a, clipped * a)
+        elif request.loss_fn == "cispo":
+            total = total - clipped.detach() * p[t] * a
+        else:
+            raise AssertionError(f"the oracle has no loss {request.loss_fn}")
+    return total
+
+
+_DEFAULT_CLIPS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 + 4e-4)}
+
+
+def _clips(p: Tensor, inputs: dict[str, Tensor], request: Pass) -> tuple[Tensor, Tensor]:
+    """Bounds per position: the datum's own, else the request's, else the default."""
+    low, high = _DEFAULT_CLIPS.get(request.loss_fn, (0.0, float("inf")))
+    low = request.loss_config.get("clip_low_threshold", low)
+    high = request.loss_config.get("clip_high_threshold", high)
+    return (
+        inputs.get("clip_low_threshold", torch.full_like(p, low)),
+        inputs.get("clip_high_threshold", torch.full_like(p, high)),
+    )
+
+
+def _sequence_shift(p: Tensor, q: Tensor, mask: Tensor | None) -> Tensor:
+    """GSPO's mean log-ratio over the positions that the mask marks."""
+    if mask is None or not (mask != 0).any():
+        return p.new_zeros(())
+    return (p.detach() - q)[mask != 0].mean()
+
+
+def _pick(logprobs: Tensor, datum: Datum) -> Tensor:
+    targets = torch.from_numpy(np.asarray(datum.targets, dtype=np.int64))
+    columns = targets if targets.ndim == 2 else targets[:, None]
+    return logprobs.gather(-1, columns).reshape(targets.shape)
+
+
+def _trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return tensor.detach().cpu().numpy().copy()
+
+
+@contextmanager
+def _tied_embeddings_are_meant() -> Iterator[None]:
+    """PEFT warns that adapting a tied lm_head leaves the embeddings alone: that is what Tinker's unembed means."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+        warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
+        yield
