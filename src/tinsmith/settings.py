@@ -18,17 +18,19 @@ from __future__ import annotations
 import tomllib
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from tinsmith.errors import ConfigError
+
+COMMAND_LINE = "the command line"
 
 
 class Settings(BaseModel):
@@ -42,72 +44,130 @@ S = TypeVar("S", bound=Settings)
 
 def read(kind: type[S], file: Path | None = None, overrides: Sequence[str] = ()) -> S:
     """A validated configuration. Raises ConfigError that names the file (or the override), the key and the cure."""
-    place = str(file) if file else "the command line"
-    return build(kind, raw(file, overrides), place)
+    return build(kind, raw(file, overrides), str(file) if file else COMMAND_LINE, overrides)
 
 
 def raw(file: Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The file's mapping with overrides laid on and `${…}` resolved, not yet validated."""
-    place = str(file) if file else "the command line"
-    try:
-        tree = OmegaConf.merge(OmegaConf.create(_parse(file) if file else {}), OmegaConf.from_dotlist(list(overrides)))
-        values = OmegaConf.to_container(tree, resolve=True)
-    except OmegaConfBaseException as error:
-        raise ConfigError(
-            f"{place}: {error}".strip(), "Set the variable or give a default: ${oc.env:NAME,default}."
-        ) from error
+    place = str(file) if file else COMMAND_LINE
+    values = _parse(file) if file else {}
     if not isinstance(values, dict):
         raise ConfigError(f"{place} holds a {type(values).__name__}, not keys and values.", "Write key: value lines.")
-    return typing.cast(dict[str, Any], values)
+    tree = OmegaConf.create(values)
+    for override in overrides:
+        _lay(tree, override)
+    try:
+        return typing.cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
+    except OmegaConfBaseException as error:
+        fault = str(error).splitlines()[0].rpartition("interpolation: ")[2]
+        raise ConfigError(
+            f"{place}: {fault}.", "Set the variable or give a default: ${oc.env:NAME,default}."
+        ) from error
 
 
-def build(kind: type[S], values: Mapping[str, Any], place: str) -> S:
-    """`kind` from plain values; every fault found is told, a line each."""
+def build(kind: type[S], values: Mapping[str, Any], place: str, overrides: Sequence[str] = ()) -> S:
+    """`kind` from plain values; every fault found is told, a line each, at the place where it was written."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        faults = [_sentence(kind, fault) for fault in error.errors()]
-        raise ConfigError(f"{place}: " + "\n".join(faults)) from error
+        given = [override.partition("=")[0] for override in overrides]
+        lines = []
+        for fault in error.errors():
+            key, sentence = _sentence(kind, fault)
+            lines.append(f"{COMMAND_LINE if _within(key, given) else place}: {sentence}")
+        raise ConfigError("\n".join(lines)) from error
 
 
-def _parse(file: Path) -> dict[str, Any]:
+def _parse(file: Path) -> Any:
     if not file.is_file():
         raise ConfigError(f"There is no file {file}.", "Check the path.")
     try:
         if file.suffix == ".toml":
             return tomllib.loads(file.read_text())
-        return typing.cast(dict[str, Any], OmegaConf.to_container(OmegaConf.load(file)))
+        return OmegaConf.to_container(OmegaConf.load(file))
     except Exception as error:  # each parser has its own tree; all mean: not readable
         raise ConfigError(f"{file} cannot be read: {error}", "Mend the file; .toml is TOML, all else YAML.") from error
 
 
-def _sentence(kind: type[BaseModel], fault: ErrorDetails) -> str:
-    path = [str(part) for part in fault["loc"]]
-    key = ".".join(path)
-    if fault["type"] != "extra_forbidden":
-        return (
-            f"'{key}': {fault['msg']} (got {fault['input']!r})."
-            if fault["type"] != "missing"
-            else f"'{key}' is missing."
-        )
-    known = list(_fields_at(kind, path[:-1]))
-    near = get_close_matches(path[-1], known, n=1)
-    cure = f"Did you mean '{near[0]}'?" if near else f"Known here: {', '.join(sorted(known))}."
-    return f"there is no key '{key}'. {cure}"
+def _lay(tree: DictConfig, override: str) -> None:
+    key, equals, _ = override.partition("=")
+    if not (key and equals):
+        raise ConfigError(f"{COMMAND_LINE}: '{override}' is no override.", "Write key=value, as in steps=20.")
+    try:
+        value = OmegaConf.from_dotlist([f"value={override.partition('=')[2]}"])["value"]
+        OmegaConf.update(tree, key, value, force_add=True)
+    except (OmegaConfBaseException, TypeError, ValueError, IndexError) as error:
+        fault = str(error).splitlines()[0]
+        raise ConfigError(f"{COMMAND_LINE}: '{override}' cannot be laid on: {fault}.", "Check the key.") from error
 
 
-def _fields_at(kind: type[BaseModel], path: Sequence[str]) -> dict[str, Any]:
-    """The fields known at a place in the tree; a union's members are told apart by the path pydantic gives."""
-    kinds: list[type[BaseModel]] = [kind]
-    for part in path:
-        found = [
-            _models_in(field.annotation) for one in kinds for name, field in one.model_fields.items() if name == part
-        ]
-        if found:
-            kinds = [model for models in found for model in models]
-        else:  # a list index, or the tag of a union member
-            kinds = [one for one in kinds if part in (_tag(one), one.__name__)] or kinds
-    return {name: field for one in kinds for name, field in one.model_fields.items()}
+def _within(key: str, given: Sequence[str]) -> bool:
+    """Whether the value at `key` came from one of the overrides."""
+    return any(key == one or key.startswith(f"{one}.") or one.startswith(f"{key}.") for one in given)
+
+
+def _sentence(kind: type[BaseModel], fault: ErrorDetails) -> tuple[str, str]:
+    """The key at fault as one would write it, and what is wrong with it."""
+    parts, parents = _walk(kind, [str(part) for part in fault["loc"]])
+    key = ".".join(parts)
+    match fault["type"]:
+        case "missing":
+            return key, f"'{key}' is missing."
+        case "extra_forbidden":
+            return key, f"there is no key '{key}'. {_cure(kind, parts, parents)}"
+        case "union_tag_not_found":
+            choices = [model for one in parents for model in _models_under(one, parts[-1])] or parents
+            return key, f"'{key}' has no type. Add type: one of {', '.join(_tag(one) for one in choices)}."
+        case "union_tag_invalid":
+            return key, _no_such_type(key, fault)
+        case _:
+            return key, f"'{key}': {fault['msg']} (got {fault['input']!r})."
+
+
+def _no_such_type(key: str, fault: ErrorDetails) -> str:
+    context = fault.get("ctx", {})
+    known = [tag.strip(" '") for tag in str(context.get("expected_tags", "")).split(",")]
+    near = get_close_matches(str(context.get("tag")), known, n=1)
+    cure = f"Did you mean '{near[0]}'?" if near else f"Known here: {', '.join(known)}."
+    return f"'{key}' has no type '{context.get('tag')}'. {cure}"
+
+
+def _cure(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[BaseModel]]) -> str:
+    """The nearest name beside the misspelt one; else the place where such a key is known; else all that is known."""
+    known = sorted({name for one in parents for name in one.model_fields})
+    near = get_close_matches(parts[-1], known, n=1)
+    if near:
+        return f"Did you mean '{'.'.join([*parts[:-1], near[0]])}'?"
+    elsewhere = [path for path in _paths(kind) if path.rpartition(".")[2] == parts[-1]]
+    if elsewhere:
+        return f"Did you mean '{elsewhere[0]}'?"
+    return f"Known here: {', '.join(known)}."
+
+
+def _walk(kind: type[BaseModel], path: Sequence[str]) -> tuple[list[str], list[type[BaseModel]]]:
+    """The path without the union tags that pydantic puts in, and the models that own its last key."""
+    models, parts = [kind], []
+    for index, part in enumerate(path):
+        last = index == len(path) - 1
+        found = [model for one in models for model in _models_under(one, part)]
+        tagged = [one for one in models if part == _tag(one)]
+        if any(part in one.model_fields for one in models) or last or not tagged:
+            parts.append(part)
+        if not last:
+            models = found or tagged or models
+    return parts, models
+
+
+def _paths(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name in kind.model_fields:
+        yield prefix + name
+        for model in _models_under(kind, name):
+            yield from _paths(model, f"{prefix}{name}.")
+
+
+def _models_under(kind: type[BaseModel], name: str) -> list[type[BaseModel]]:
+    field = kind.model_fields.get(name)
+    return _models_in(field.annotation) if field else []
 
 
 def _tag(kind: type[BaseModel]) -> str:
