@@ -1,0 +1,168 @@
+"""The one attention function given to transformers, in its two forms.
+
+`packed`: all rows of a pass stand in one sequence without padding; each job of the forest is one call that looks at the
+runs of its shared prefix and at itself. `cached`: one new token of every running sequence, each against its own
+rows of the sampler's cache. Which of the two is meant, and its plan, travels with the call as `context`.
+
+The kernel is PyTorch's flash attention for CPUs, forward and backward called by hand so that gradients of a shared
+prefix add up in place; elsewhere it is `scaled_dot_product_attention` with its own backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from tinsmith.engine.batch import Forest
+
+NAME = "tinsmith"
+
+_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+
+class Context(Protocol):
+    """What a forward pass knows that transformers does not."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
+        ...
+
+
+def register() -> None:
+    """Make the function known to transformers under NAME; doing it twice changes nothing."""
+    AttentionInterface.register(NAME, _attention)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float,
+    context: Context,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    return context.attend(int(module.layer_idx), query, key, value, scaling), None  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True, slots=True)
+class PackedJob:
+    """A job of the forest with its mask as the kernel wants it: None (causal) or additive [Q, P + Q]."""
+
+    start: int
+    stop: int
+    prefix: tuple[tuple[int, int], ...]
+    mask: Tensor | None
+
+
+@dataclass(slots=True)
+class Packed:
+    """Attention over a forest. With `keep`, keys and values stay: [1, Hkv, T, D] for each layer, in order."""
+
+    jobs: Sequence[PackedJob]
+    keep: bool = False
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        if self.keep:
+            self.kept.append((key, value))
+        if torch.is_grad_enabled():
+            return _PackedAttention.apply(query, key, value, self.jobs, scale).transpose(1, 2)  # type: ignore[no-any-return]
+        return _packed_forward(query, key, value, self.jobs, scale)[0].transpose(1, 2)
+
+
+def packed(forest: Forest, dtype: torch.dtype, device: torch.device, keep: bool = False) -> Packed:
+    """The context of a pass over `forest`; masks are made once and serve every layer."""
+    jobs = [
+        PackedJob(job.start, job.stop, job.prefix, None if job.mask is None else additive(job.mask, dtype, device))
+        for job in forest.jobs
+    ]
+    return Packed(jobs, keep)
+
+
+def additive(mask: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """True -> 0, False -> -inf."""
+    allowed = torch.as_tensor(mask, device=device)
+    return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, float("-inf"))
+
+
+def attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """One call without gradients; query heads share key heads in groups. Mask None is causal."""
+    if query.device.type == "cpu":
+        return _flash(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)[0]
+    return torch.nn.functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+    )
+
+
+def _visible(tensor: Tensor, job: PackedJob) -> Tensor:
+    """The keys (or values) of a job: its prefix runs, then its own."""
+    own = tensor[:, :, job.start : job.stop]
+    if not job.prefix:
+        return own
+    return torch.cat([*(tensor[:, :, start:stop] for start, stop in job.prefix), own], dim=2)
+
+
+def _packed_forward(
+    query: Tensor, key: Tensor, value: Tensor, jobs: Sequence[PackedJob], scale: float
+) -> tuple[Tensor, list[Tensor]]:
+    # [1, T, Hq, D] in memory, so that the output projection reads it as it stands.
+    output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    sums: list[Tensor] = []
+    for job in jobs:
+        own, keys, values = query[:, :, job.start : job.stop], _visible(key, job), _visible(value, job)
+        if query.device.type == "cpu":
+            result, logsumexp = _flash(own, keys, values, 0.0, job.mask is None, attn_mask=job.mask, scale=scale)
+            sums.append(logsumexp)
+        else:
+            result = attend_once(own, keys, values, job.mask, scale)
+        output[:, :, job.start : job.stop] = result
+    return output, sums
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, jobs: Sequence[PackedJob], scale: float) -> Tensor:
+        output, sums = _packed_forward(query, key, value, jobs, scale)
+        ctx.save_for_backward(query, key, value, output, *sums)
+        ctx.jobs, ctx.scale = jobs, scale
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        query, key, value, output, *sums = ctx.saved_tensors
+        into = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+        for number, job in enumerate(ctx.jobs):
+            own = slice(job.start, job.stop)
+            saved = (query[:, :, own], _visible(key, job), _visible(value, job))
+            if query.device.type == "cpu":
+                d_query, d_key, d_value = _flash_backward(
+                    grads[0][:, :, own], *saved, output[:, :, own], sums[number], 0.0, job.mask is None,
+                    attn_mask=job.mask, scale=ctx.scale,
+                )  # fmt: skip
+            else:
+                d_query, d_key, d_value = _recomputed(grads[0][:, :, own], saved, job.mask, ctx.scale)
+            into[0][:, :, own] = d_query
+            at = 0
+            for start, stop in (*job.prefix, (job.start, job.stop)):
+                into[1][:, :, start:stop] += d_key[:, :, at : at + stop - start]
+                into[2][:, :, start:stop] += d_value[:, :, at : at + stop - start]
+                at += stop - start
+        return into[0], into[1], into[2], None, None
+
+
+def _recomputed(
+    grad: Tensor, saved: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, scale: float
+) -> tuple[Tensor, ...]:
+    """Gradients through PyTorch's own attention, where no kernel is called by hand."""
+    leaves = [tensor.detach().requires_grad_() for tensor in saved]
+    with torch.enable_grad():
+        output = attend_once(leaves[0], leaves[1], leaves[2], mask, scale)
+    return torch.autograd.grad(output, leaves, grad)
