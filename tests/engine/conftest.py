@@ -1,0 +1,97 @@
+"""Engines under test, one for each tiny base model, and a loop to drive them in."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tinsmith.engine.base import LoraSpec
+from tinsmith.engine.config import EngineConfig
+
+Wait = Callable[[Coroutine[Any, Any, Any]], Any]
+
+_numbers = count()
+
+
+@pytest.fixture(scope="session")
+def wait() -> Iterator[Wait]:
+    """Runs a coroutine to its end; always in the same event loop, as a service would."""
+    with asyncio.Runner() as runner:
+        yield runner.run
+
+
+@pytest.fixture(scope="session")
+def engine_of(tiny: Callable[[str], Path], wait: Wait) -> Iterator[Callable[..., Any]]:
+    """A float32 engine on the CPU by the kind of its tiny base model, made once; settings make another one."""
+    from tinsmith.engine.build import build  # imports torch
+
+    made: dict[Any, Any] = {}
+
+    def engine(kind: str, **settings: Any) -> Any:
+        key = (kind, *sorted(settings.items()))
+        if key not in made:
+            chosen = {"dtype": "float32", "device": "cpu", "threads": 1, **settings}
+            made[key] = build(EngineConfig(source=str(tiny(kind)), **chosen))
+        return made[key]
+
+    yield engine
+    for one in made.values():
+        wait(one.close())
+
+
+@pytest.fixture(scope="session")
+def engine(engine_of: Callable[..., Any]) -> Any:
+    """The engine on the tiny Llama."""
+    return engine_of("llama")
+
+
+@pytest.fixture
+def model_id() -> str:
+    """A name that no other test uses."""
+    return f"model-{next(_numbers)}"
+
+
+@pytest.fixture(scope="session")
+def adapter_of(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """A folder with a random adapter that PEFT wrote; made once for each base model and spec."""
+    from tests.engine.reference import write_adapter
+
+    made: dict[Any, Path] = {}
+
+    def adapter(kind: str = "llama", lora: LoraSpec | None = None) -> Path:
+        key = (kind, lora := lora or LoraSpec(rank=4, seed=1))
+        if key not in made:
+            made[key] = write_adapter(tiny(kind), tmp_path_factory.mktemp("adapter"), lora)
+        return made[key]
+
+    return adapter
+
+
+@pytest.fixture
+def pair(
+    engine_of: Callable[..., Any],
+    tiny: Callable[[str], Path],
+    adapter_of: Callable[..., Path],
+    wait: Wait,
+    model_id: str,
+) -> Iterator[Callable[..., Any]]:
+    """The same random adapter twice: as a model of the engine, and in the oracle. Returns engine, model id, oracle."""
+    from tests.engine.reference import Reference
+
+    opened: list[tuple[Any, str]] = []
+
+    def make(kind: str = "llama", lora: LoraSpec | None = None, **settings: Any) -> Any:
+        folder, engine = adapter_of(kind, lora), engine_of(kind, **settings)
+        name = f"{model_id}-{len(opened)}"
+        wait(engine.load(name, folder, optimizer=False))
+        opened.append((engine, name))
+        return engine, name, Reference(tiny(kind), folder)
+
+    yield make
+    for engine, name in opened:
+        wait(engine.drop(name))

@@ -1,0 +1,155 @@
+"""Each loss as a function of logprobs, in float64, against the oracle's position-by-position one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.data import LOSSES, RL_LOSSES, datum_for, replace_inputs
+from tests.engine.reference import objective
+from tinsmith.engine.base import Datum, Pass
+from tinsmith.engine.checks import LOSSES as SPECS
+from tinsmith.engine.losses import LOSS_FUNCTIONS
+
+CLIPPED = ("ppo", "cispo", "gspo")
+Config = Mapping[str, float]
+
+
+def ours(p: list[np.ndarray], data: list[Datum], loss_fn: str, config: Config) -> tuple[float, list[np.ndarray]]:
+    """The engine's function over the flattened datums, and its gradient by datum."""
+    flat = torch.tensor(np.concatenate([row.ravel() for row in p]), dtype=torch.float64, requires_grad=True)
+    names = data[0].inputs
+    inputs = {
+        name: torch.tensor(np.concatenate([datum.inputs[name].ravel() for datum in data]), dtype=torch.float64)
+        for name in names
+    }
+    sequence = torch.tensor(np.repeat(np.arange(len(p)), [row.size for row in p]))
+    loss = LOSS_FUNCTIONS[loss_fn](flat, inputs, sequence, {**SPECS[loss_fn].config, **config})
+    (gradient,) = torch.autograd.grad(loss, flat)
+    cuts = np.cumsum([row.size for row in p])[:-1]
+    parts = np.split(gradient.numpy(), cuts)
+    return float(loss.detach()), [part.reshape(row.shape) for part, row in zip(parts, p, strict=True)]
+
+
+def oracle(p: list[np.ndarray], data: list[Datum], loss_fn: str, config: Config) -> tuple[float, list[np.ndarray]]:
+    request = Pass(model_id="m", data=tuple(data), loss_fn=loss_fn, loss_config=config)
+    rows = [torch.tensor(row, dtype=torch.float64, requires_grad=True) for row in p]
+    loss = torch.stack([objective(row, datum, request) for row, datum in zip(rows, data, strict=True)]).sum()
+    gradients = torch.autograd.grad(loss, rows, allow_unused=True)
+    zeros = [np.zeros(row.shape) for row in p]
+    found = [zero if g is None else g.numpy() for g, zero in zip(gradients, zeros, strict=True)]
+    return float(loss.detach()), found
+
+
+def assert_agree(p: list[np.ndarray], data: list[Datum], loss_fn: str, config: Config | None = None) -> None:
+    loss, gradients = ours(p, data, loss_fn, config or {})
+    wanted, wanted_gradients = oracle(p, data, loss_fn, config or {})
+    assert np.isfinite(loss)
+    assert loss == pytest.approx(wanted, rel=1e-6)
+    for gradient, target in zip(gradients, wanted_gradients, strict=True):
+        np.testing.assert_allclose(gradient, target, rtol=1e-6, atol=1e-9)
+
+
+def example(loss_fn: str, seed: int = 0) -> tuple[list[np.ndarray], list[Datum]]:
+    draw = np.random.default_rng(seed)
+    data = [datum_for(loss_fn, draw, length) for length in (40, 1, 25)]
+    return [draw.normal(-6.0, 1.5, len(datum.tokens)) for datum in data], data
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_value_and_gradient_are_the_definition(loss_fn: str, seed: int) -> None:
+    assert_agree(*example(loss_fn, seed), loss_fn)
+
+
+@pytest.mark.parametrize("loss_fn", CLIPPED)
+def test_clips_of_the_request_are_used(loss_fn: str) -> None:
+    assert_agree(*example(loss_fn), loss_fn, {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0})
+
+
+@pytest.mark.parametrize("loss_fn", CLIPPED)
+def test_clips_of_a_token_come_before_those_of_the_request(loss_fn: str) -> None:
+    p, data = example(loss_fn)
+    draw = np.random.default_rng(7)
+    data = [
+        replace_inputs(
+            datum,
+            clip_low_threshold=draw.uniform(0, 1, len(datum.tokens)).astype(np.float32),
+            clip_high_threshold=draw.uniform(1, 3, len(datum.tokens)).astype(np.float32),
+        )
+        for datum in data
+    ]
+    assert_agree(p, data, loss_fn, {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1})
+
+
+def test_dro_uses_its_beta() -> None:
+    assert_agree(*example("dro"), "dro", {"beta": 0.4})
+
+
+def test_missing_weights_are_one() -> None:
+    p, data = example("cross_entropy")
+    bare = [Datum(tokens=datum.tokens, targets=datum.targets) for datum in data]
+    assert_agree(p, bare, "cross_entropy")
+
+
+def test_several_targets_at_a_position_each_have_their_weight() -> None:
+    draw = np.random.default_rng(2)
+    tokens = np.arange(6, dtype=np.int32)
+    weights = draw.normal(size=(6, 3)).astype(np.float32)
+    datum = Datum(tokens=tokens, targets=draw.integers(0, 512, (6, 3)), inputs={"weights": weights})
+    p = draw.normal(-4, 1, (6, 3))
+    assert_agree([p], [datum], "cross_entropy")
+    loss, (gradient,) = ours([p], [datum], "cross_entropy", {})
+    assert loss == pytest.approx(-(weights * p).sum(), rel=1e-6)
+    np.testing.assert_allclose(gradient, -weights, rtol=1e-6)
+
+
+@pytest.mark.parametrize("loss_fn", [name for name in RL_LOSSES if name != "dro"])
+@pytest.mark.parametrize("absurd", [-1e4, -300.0, 0.0, 1e4])
+def test_a_position_without_advantage_is_silent_whatever_its_logprob(loss_fn: str, absurd: float) -> None:
+    p, data = example(loss_fn)
+    masked = [
+        replace_inputs(
+            datum,
+            logprobs=np.where(datum.inputs["advantages"] == 0, np.float32(absurd), datum.inputs["logprobs"]),
+        )
+        for datum in data
+    ]
+    clean, clean_gradients = ours(p, data, loss_fn, {})
+    loss, gradients = ours(p, masked, loss_fn, {})
+    assert loss == clean
+    for gradient, target in zip(gradients, clean_gradients, strict=True):
+        np.testing.assert_array_equal(gradient, target)
+
+
+def test_a_sequence_without_any_advantage_has_no_gradient() -> None:
+    for loss_fn in ("importance_sampling", "ppo", "cispo", "gspo"):
+        p, data = example(loss_fn)
+        zeros = [replace_inputs(datum, advantages=np.zeros(len(datum.tokens), np.float32)) for datum in data]
+        loss, gradients = ours(p, zeros, loss_fn, {})
+        assert loss == 0.0
+        assert all((gradient == 0).all() for gradient in gradients)
+
+
+def test_gspo_ratio_is_the_sequence_s_own() -> None:
+    p, data = example("gspo")
+    together, _ = ours(p, data, "gspo", {})
+    alone = [ours([row], [datum], "gspo", {})[0] for row, datum in zip(p, data, strict=True)]
+    assert together == pytest.approx(sum(alone), rel=1e-9)
+
+
+def test_gspo_without_a_mask_anywhere_stays_finite() -> None:
+    p, data = example("gspo")
+    blank = [replace_inputs(datum, sequence_ratio_mask=np.zeros(len(datum.tokens), np.float32)) for datum in data]
+    assert_agree(p, blank, "gspo")
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_losses_are_sums_over_datums(loss_fn: str) -> None:
+    p, data = example(loss_fn)
+    once, _ = ours(p, data, loss_fn, {})
+    twice, _ = ours(p + p, data + data, loss_fn, {})
+    assert twice == pytest.approx(2 * once, rel=1e-12)

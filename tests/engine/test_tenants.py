@@ -1,0 +1,114 @@
+"""Several models in one pass: each gets what it would get alone, and one's fault is nobody else's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.data import datum_for, pass_for, replace_inputs, tokens_of
+from tests.engine.reference import assert_same
+from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult
+from tinsmith.errors import TinsmithError
+
+SPECS = (
+    LoraSpec(rank=4, seed=1),
+    LoraSpec(rank=7, seed=2, train_unembed=False),
+    LoraSpec(rank=1, seed=3, train_attn=False, train_mlp=False),
+)
+
+
+def shared_requests() -> list[Pass]:
+    """A request for each spec: other losses and lengths, and one prompt that all of them share."""
+    draw = np.random.default_rng(4)
+    prompt, requests = tokens_of(draw, 15), []
+    for loss_fn in ("cross_entropy", "ppo", "importance_sampling"):
+        rows = [np.append(prompt, tokens_of(draw, length)).astype(np.int32) for length in (3, 8, 3)] + [prompt]
+        data = tuple(datum_for(loss_fn, draw, len(row), row) for row in rows)
+        requests.append(Pass(model_id="", data=(*data, datum_for(loss_fn, draw, 6)), loss_fn=loss_fn))
+    return requests
+
+
+def test_together_each_model_gets_what_it_gets_alone(pair: Any, wait: Any):
+    models = [pair(lora=lora) for lora in SPECS]
+    engine = models[0][0]
+    requests = [replace(r, model_id=name) for r, (_, name, _) in zip(shared_requests(), models, strict=True)]
+    alone, gradients = [], []
+    for request in requests:
+        alone += wait(engine.run([request]))
+        gradients.append(engine.gradients(request.model_id))
+        wait(engine.step(request.model_id, AdamParams(learning_rate=0.0)))  # forget the gradient
+    together = wait(engine.run(requests))
+    for request, found, wanted, gradient in zip(requests, together, alone, gradients, strict=True):
+        assert found.metrics["loss:sum"] == pytest.approx(wanted.metrics["loss:sum"], rel=1e-6, abs=1e-6)
+        for one, two in zip(found.logprobs, wanted.logprobs, strict=True):
+            np.testing.assert_allclose(one, two, atol=2e-6)  # two roundings of a float32 near 10
+        assert_same(engine.gradients(request.model_id), gradient, tolerance=1e-5)
+
+
+def test_together_each_model_agrees_with_the_oracle(pair: Any, wait: Any):
+    models = [pair(lora=lora) for lora in SPECS]
+    requests = [replace(r, model_id=name) for r, (_, name, _) in zip(shared_requests(), models, strict=True)]
+    for request, result, (engine, name, oracle) in zip(requests, wait(models[0][0].run(requests)), models, strict=True):
+        (loss,) = oracle.backward(request)
+        assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
+        assert_same(engine.gradients(name), oracle.gradients())
+
+
+def test_models_step_apart(pair: Any, wait: Any):
+    (engine, one, _), (_, two, oracle) = pair(lora=SPECS[0]), pair(lora=SPECS[0])
+    request = pass_for("cross_entropy", one)
+    wait(engine.run([request, replace(request, model_id=two)]))
+    before = engine.gradients(two)
+    wait(engine.step(one, AdamParams(learning_rate=0.1)))
+    assert_same(engine.gradients(two), before, tolerance=0)
+    (result,) = wait(engine.run([replace(request, model_id=two, forward_only=True)]))
+    for found, wanted in zip(result.logprobs, oracle.logprobs(request.data), strict=True):
+        np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-5)
+
+
+def test_many_models_at_once(pair: Any, wait: Any):
+    models = [pair(lora=LoraSpec(rank=1 + index % 5, seed=index)) for index in range(12)]
+    requests = [pass_for("cross_entropy", name, seed=index) for index, (_, name, _) in enumerate(models)]
+    results = wait(models[0][0].run(requests))
+    for request, result, (engine, name, oracle) in zip(requests, results, models, strict=True):
+        assert isinstance(result, PassResult)
+        oracle.backward(request)
+        assert_same(engine.gradients(name), oracle.gradients())
+
+
+def bad_requests(model_id: str) -> dict[str, Pass]:
+    good = pass_for("importance_sampling", model_id)
+    overflow = [replace_inputs(datum, logprobs=np.full(len(datum.tokens), -9e4, np.float32)) for datum in good.data]
+    return {
+        "no such model": replace(good, model_id="nobody"),
+        "no such loss": replace(good, loss_fn="nothing"),
+        "a loss without its inputs": replace(pass_for("cross_entropy", model_id), loss_fn="ppo"),
+        "a token beyond the vocabulary": replace(
+            good, data=(replace(good.data[0], tokens=np.full_like(good.data[0].tokens, 4000)),)
+        ),
+        "a loss that overflows": replace(good, data=tuple(overflow)),
+    }
+
+
+@pytest.mark.parametrize("fault", bad_requests("m"))
+def test_a_request_that_fails_fails_alone(fault: str, pair: Any, wait: Any):
+    (engine, one, oracle), (_, two, other) = pair(lora=SPECS[0]), pair(lora=SPECS[1])
+    good, fine = pass_for("cross_entropy", one, seed=1), pass_for("ppo", two, seed=2)
+    results = wait(engine.run([good, bad_requests(two)[fault], fine]))
+    assert [isinstance(result, TinsmithError) for result in results] == [False, True, False], results
+    oracle.backward(good)
+    other.backward(fine)
+    assert_same(engine.gradients(one), oracle.gradients())
+    assert_same(engine.gradients(two), other.gradients())
+
+
+def test_an_error_is_made_of_strings(engine: Any, wait: Any):
+    import pickle
+
+    (error,) = wait(engine.run([pass_for("ppo", "nobody")]))
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)

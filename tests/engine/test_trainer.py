@@ -1,0 +1,250 @@
+"""Logprobs, losses, gradients and AdamW steps against the oracle, for every loss, every flag and every base model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.data import LOSSES, datum_for, pass_for, replace_inputs, tokens_of
+from tests.engine.reference import assert_same
+from tests.models import KINDS
+from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
+from tinsmith.errors import TinsmithError
+
+FLAGS = [flags for flags in product((True, False), repeat=3) if any(flags)]
+SMOOTH = AdamParams(learning_rate=1e-2, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.1, grad_clip_norm=1.0)
+
+
+def spec(flags: tuple[bool, bool, bool], rank: int = 4) -> LoraSpec:
+    return LoraSpec(rank=rank, seed=1, train_attn=flags[0], train_mlp=flags[1], train_unembed=flags[2])
+
+
+def assert_agrees(trained: tuple[Any, str, Any], wait: Any, *requests: Pass) -> None:
+    """The engine's answers to the requests, in one pass, are the oracle's; so are the gradients afterwards."""
+    engine, model_id, oracle = trained
+    requests = tuple(replace(request, model_id=model_id) for request in requests)
+    results = wait(engine.run(list(requests)))
+    for request, result in zip(requests, results, strict=True):
+        assert isinstance(result, PassResult), result
+        loss, logprobs = oracle.loss(request)
+        loss.backward()
+        assert result.metrics["loss:sum"] == pytest.approx(float(loss.detach()), rel=1e-5, abs=1e-5)
+        assert all(name.count(":") == 1 for name in result.metrics)
+        for found, wanted in zip(result.logprobs, logprobs, strict=True):
+            assert found.dtype == np.float32
+            assert found.shape == tuple(wanted.shape)
+            np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-5)
+    assert_same(engine.gradients(model_id), oracle.gradients())
+
+
+@pytest.mark.parametrize("flags", FLAGS, ids=str)
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_every_loss_with_every_choice_of_layers(loss_fn: str, flags: tuple[bool, bool, bool], pair: Any, wait: Any):
+    assert_agrees(pair(lora=spec(flags)), wait, pass_for(loss_fn))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "ppo"])
+def test_every_base_model(loss_fn: str, kind: str, pair: Any, wait: Any):
+    assert_agrees(pair(kind), wait, pass_for(loss_fn))
+
+
+@pytest.mark.parametrize("rank", [1, 3, 32, 130])
+def test_any_rank(rank: int, pair: Any, wait: Any):
+    assert_agrees(pair(lora=LoraSpec(rank=rank, seed=2)), wait, pass_for("cross_entropy"))
+
+
+@pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
+def test_clips_of_the_request_and_of_single_tokens(loss_fn: str, pair: Any, wait: Any):
+    request = pass_for(loss_fn, config={"clip_low_threshold": 0.6, "clip_high_threshold": 1.7})
+    draw = np.random.default_rng(5)
+    own = [
+        replace_inputs(
+            datum,
+            clip_low_threshold=draw.uniform(0.2, 1.0, len(datum.tokens)).astype(np.float32),
+            clip_high_threshold=draw.uniform(1.0, 3.0, len(datum.tokens)).astype(np.float32),
+        )
+        for datum in request.data
+    ]
+    assert_agrees(pair(), wait, request, replace(request, data=(own[0], request.data[1], *own[2:])))
+
+
+def test_dro_with_its_own_beta(pair: Any, wait: Any):
+    assert_agrees(pair(), wait, pass_for("dro", config={"beta": 0.3}))
+
+
+def test_cross_entropy_without_weights(pair: Any, wait: Any):
+    data = tuple(Datum(tokens=datum.tokens, targets=datum.targets) for datum in pass_for("cross_entropy").data)
+    assert_agrees(pair(), wait, Pass(model_id="", data=data, loss_fn="cross_entropy"))
+
+
+def test_several_targets_at_a_position(pair: Any, wait: Any):
+    draw = np.random.default_rng(3)
+    data = []
+    for length, targets in ((11, 3), (1, 5), (6, 1)):
+        weights = draw.normal(size=(length, targets)).astype(np.float32)
+        weights[0] = 0.0
+        ids = draw.integers(0, 512, (length, targets))
+        data.append(Datum(tokens=tokens_of(draw, length), targets=ids, inputs={"weights": weights}))
+    assert_agrees(pair(), wait, Pass(model_id="", data=tuple(data), loss_fn="cross_entropy"))
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "gspo"])
+def test_masked_positions_with_absurd_logprobs_do_no_harm(loss_fn: str, pair: Any, wait: Any):
+    request = pass_for(loss_fn)
+    data = [
+        replace_inputs(d, logprobs=np.where(d.inputs["advantages"] == 0, np.float32(-9e4), d.inputs["logprobs"]))
+        for d in request.data
+    ]
+    assert_agrees(pair(), wait, replace(request, data=tuple(data)))
+
+
+def test_a_request_without_any_gradient_still_answers(pair: Any, wait: Any):
+    request = pass_for("importance_sampling")
+    data = [replace_inputs(datum, advantages=np.zeros(len(datum.tokens), np.float32)) for datum in request.data]
+    assert_agrees(pair(), wait, replace(request, data=tuple(data)))
+
+
+@pytest.mark.parametrize("lengths", [(1,), (1, 1, 1), (256,), (2, 255)], ids=str)
+def test_the_shortest_and_the_longest_sequences(lengths: tuple[int, ...], pair: Any, wait: Any):
+    assert_agrees(pair(), wait, pass_for("cross_entropy", lengths=lengths))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_shared_by_a_group(kind: str, pair: Any, wait: Any):
+    draw = np.random.default_rng(8)
+    prompt, other = tokens_of(draw, 17), tokens_of(draw, 12)
+    rows = [np.concatenate([prompt, tokens_of(draw, length)]) for length in (5, 3, 9, 1)]
+    rows += [np.concatenate([other, tokens_of(draw, length)]) for length in (4, 6)]
+    data = tuple(datum_for("importance_sampling", draw, len(row), row) for row in rows)
+    assert_agrees(pair(kind), wait, Pass(model_id="", data=data, loss_fn="importance_sampling"))
+
+
+def test_rows_that_are_equal_or_prefixes_of_each_other(pair: Any, wait: Any):
+    draw = np.random.default_rng(9)
+    row = tokens_of(draw, 20)
+    rows = [row, row, row[:7], row[:1], np.append(row, row), row[:19], np.append(row[:7], tokens_of(draw, 5))]
+    data = tuple(datum_for("cross_entropy", draw, len(one), one.astype(np.int32)) for one in rows)
+    assert_agrees(pair(), wait, Pass(model_id="", data=data, loss_fn="cross_entropy"))
+
+
+def test_a_request_larger_than_one_micro_batch(pair: Any, wait: Any):
+    draw = np.random.default_rng(10)
+    prompt = tokens_of(draw, 30)
+    lengths = draw.integers(1, 40, 24)
+    rows = [np.concatenate([prompt[: draw.integers(0, 31)], tokens_of(draw, int(length))]) for length in lengths]
+    data = tuple(datum_for("ppo", draw, len(row), row) for row in rows)
+    assert_agrees(pair(pass_tokens=64), wait, Pass(model_id="", data=data, loss_fn="ppo"))
+
+
+def test_gspo_sequences_keep_their_ratio_over_micro_batches(pair: Any, wait: Any):
+    assert_agrees(pair(pass_tokens=32), wait, pass_for("gspo", lengths=(31, 7, 100, 12, 3)))
+
+
+def test_gradients_add_up_over_requests_and_passes(pair: Any, wait: Any):
+    trained = pair()
+    assert_agrees(trained, wait, pass_for("cross_entropy", seed=1))
+    assert_agrees(trained, wait, pass_for("ppo", seed=2), pass_for("cispo", seed=3), pass_for("cross_entropy", seed=1))
+
+
+def test_forward_only_gives_the_same_numbers_and_leaves_gradients_alone(pair: Any, wait: Any):
+    engine, model_id, _ = pair()
+    request = pass_for("ppo", model_id)
+    (trained,) = wait(engine.run([request]))
+    before = engine.gradients(model_id)
+    (looked,) = wait(engine.run([replace(request, forward_only=True)]))
+    assert looked.metrics["loss:sum"] == pytest.approx(trained.metrics["loss:sum"], rel=1e-6)
+    for found, wanted in zip(looked.logprobs, trained.logprobs, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    assert_same(engine.gradients(model_id), before, tolerance=0)
+
+
+def test_forward_only_beside_training_of_the_same_model(pair: Any, wait: Any):
+    engine, model_id, oracle = pair()
+    looked, trained = pass_for("ppo", model_id, seed=1, forward_only=True), pass_for("ppo", model_id, seed=2)
+    results = wait(engine.run([looked, trained]))
+    assert results[0].metrics["loss:sum"] == pytest.approx(float(oracle.loss(looked)[0].detach()), rel=1e-5)
+    oracle.backward(trained)
+    assert_same(engine.gradients(model_id), oracle.gradients())
+
+
+@pytest.mark.parametrize(
+    "adam",
+    [
+        SMOOTH,
+        AdamParams(),
+        AdamParams(learning_rate=3e-3, beta1=0.0, beta2=0.0, eps=1e-4),
+        AdamParams(learning_rate=1e-3, beta1=0.95, beta2=0.999, eps=1e-8, weight_decay=0.5),
+        AdamParams(learning_rate=1e-3, eps=1e-8, grad_clip_norm=0.01),
+        AdamParams(learning_rate=0.0, weight_decay=0.1),
+    ],
+    ids=["all six", "defaults", "no memory", "decay", "clipped", "no rate"],
+)
+def test_adamw_steps_are_torchs(adam: AdamParams, pair: Any, wait: Any, tmp_path: Any):
+    engine, model_id, oracle = pair()
+    for count in range(3):
+        before = oracle.weights()
+        request = pass_for("cross_entropy", model_id, seed=count)
+        wait(engine.run([request]))
+        oracle.backward(request)
+        metrics = wait(engine.step(model_id, adam))
+        assert metrics["grad_norm"] == pytest.approx(oracle.step(adam), rel=1e-4)
+        found, wanted = weights_of(engine, model_id, wait, tmp_path / str(count)), oracle.weights()
+        assert_same(found, wanted, tolerance=1e-5)
+        moved = {name: wanted[name] - before[name] for name in wanted}
+        assert_same({name: found[name] - before[name] for name in found}, moved, tolerance=5e-3)
+
+
+def test_the_parameters_of_a_step_may_change_from_step_to_step(pair: Any, wait: Any, tmp_path: Any):
+    engine, model_id, oracle = pair()
+    for count, adam in enumerate((SMOOTH, replace(SMOOTH, beta1=0.5, beta2=0.99), replace(SMOOTH, learning_rate=1e-3))):
+        request = pass_for("cross_entropy", model_id, seed=count)
+        wait(engine.run([request]))
+        oracle.backward(request)
+        wait(engine.step(model_id, adam))
+        oracle.step(adam)
+    assert_same(weights_of(engine, model_id, wait, tmp_path), oracle.weights(), tolerance=1e-5)
+
+
+def test_a_step_clears_the_gradient_and_one_without_gradient_moves_on_momentum(pair: Any, wait: Any, tmp_path: Any):
+    engine, model_id, oracle = pair()
+    request = pass_for("cross_entropy", model_id)
+    wait(engine.run([request]))
+    oracle.backward(request)
+    for _ in range(2):
+        wait(engine.step(model_id, SMOOTH))
+        oracle.step(SMOOTH)
+    assert all((gradient == 0).all() for gradient in engine.gradients(model_id).values())
+    assert_same(weights_of(engine, model_id, wait, tmp_path), oracle.weights(), tolerance=1e-5)
+
+
+def test_a_step_before_any_gradient_does_not_fail(engine: Any, model_id: str, wait: Any):
+    wait(engine.create(model_id, LoraSpec(rank=2, seed=0)))
+    assert wait(engine.step(model_id, AdamParams()))["grad_norm"] == 0.0
+
+
+def test_the_same_pass_twice_gives_the_same_bits(pair: Any, wait: Any):
+    engine, model_id, _ = pair()
+    request = pass_for("ppo", model_id, forward_only=True)
+    first, second = wait(engine.run([request])), wait(engine.run([request]))
+    for one, two in zip(first[0].logprobs, second[0].logprobs, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+def test_a_model_that_is_not_there_is_a_tinsmith_error(engine: Any, wait: Any):
+    (result,) = wait(engine.run([pass_for("ppo", "nobody")]))
+    assert isinstance(result, TinsmithError)
+    with pytest.raises(TinsmithError):
+        wait(engine.step("nobody", AdamParams()))
+
+
+def weights_of(engine: Any, model_id: str, wait: Any, folder: Any) -> dict[str, np.ndarray]:
+    """The adapter as its file holds it."""
+    from safetensors.numpy import load_file
+
+    wait(engine.save(model_id, folder, optimizer=False))
+    return load_file(folder / "adapter_model.safetensors")
