@@ -1,0 +1,299 @@
+"""An engine in arithmetic: numpy alone, no torch, no download, ready at once. For tests and for trying the service.
+
+It is a bigram model. The hidden state of a position is a fixed random vector of its token, logits are a fixed random
+matrix times that vector, and a LoRA adapter (A from the seed, B zero) adds to the matrix. So losses, gradients, AdamW,
+seeds, versions and files are all real and deterministic; only the language is not. Token id 2 ends a sequence, and for
+stop strings a token spells the character of its id.
+
+Passes are computed datum by datum, so what is packed beside a request never changes its result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from tinsmith.engine.base import (
+    AdamParams,
+    Datum,
+    LoraSpec,
+    ModelCard,
+    Pass,
+    PassResult,
+    Sampled,
+    SampledSequence,
+    SampleRequest,
+    TopK,
+)
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.fakefiles import Weights, read_folder, write_folder
+from tinsmith.engine.fakemath import draw, loss_of, normalized, topk
+from tinsmith.errors import BadRequest, EngineError, Gone, TinsmithError
+
+HIDDEN = 16
+ROWS = 256
+"""Positions whose logits are in memory at once."""
+
+
+@dataclass(slots=True)
+class _Model:
+    """An adapter in training: weights, the gradient since the last step, moments, steps taken."""
+
+    weights: Weights
+    grad: list[np.ndarray] = field(default_factory=list)
+    moments: list[np.ndarray] = field(default_factory=list)
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self.grad = [np.zeros_like(self.weights.a), np.zeros_like(self.weights.b)]
+        if not self.moments:
+            self.moments = [np.zeros_like(g) for g in self.grad for _ in range(2)]
+
+
+class FakeEngine:
+    """Engine in full. A source that is a folder with a config.json lends its vocabulary size and tokenizer."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        folder = Path(config.source)
+        vocab, eos = 512, (2,)
+        if (folder / "config.json").is_file():
+            vocab = int(json.loads((folder / "config.json").read_text())["vocab_size"])
+        self._card = ModelCard(
+            source=config.source,
+            tokenizer=str(folder.resolve()) if folder.is_dir() else config.source,
+            arch="fake",
+            vocab_size=vocab,
+            context_length=32768,
+            eos_token_ids=eos,
+            dtype="float32",
+            device="cpu",
+        )
+        rng = np.random.default_rng(zlib.crc32(config.source.encode()))
+        self._embed = rng.standard_normal((vocab, HIDDEN), dtype=np.float32)
+        self._out = rng.standard_normal((vocab, HIDDEN), dtype=np.float32) * np.float32(0.5)
+        self._models: dict[str, _Model] = {}
+        self._versions: dict[str, Weights | Path] = {}
+        self._cancelled: set[str] = set()
+
+    @property
+    def card(self) -> ModelCard:
+        """What is loaded."""
+        return self._card
+
+    async def close(self) -> None:
+        """Forget everything."""
+        self._models.clear()
+        self._versions.clear()
+
+    # Trainer ------------------------------------------------------------------------------------------------------
+
+    async def create(self, model_id: str, lora: LoraSpec) -> None:
+        """A fresh adapter: A uniform from the seed, B zero."""
+        rng = np.random.default_rng(lora.seed & (2**64 - 1))
+        bound = np.sqrt(3.0 / HIDDEN)
+        a = rng.uniform(-bound, bound, (lora.rank, HIDDEN)).astype(np.float32)
+        b = np.zeros((self._card.vocab_size, lora.rank), dtype=np.float32)
+        self._models[model_id] = _Model(Weights(lora=lora, a=a, b=b))
+
+    async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
+        """Each request by itself, in order."""
+        results: list[PassResult | TinsmithError] = []
+        for request in passes:
+            await asyncio.sleep(0)
+            try:
+                results.append(self._run_one(request))
+            except TinsmithError as error:
+                results.append(error)
+        return results
+
+    async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        """AdamW as torch's, on A and B; the norm is from before clipping."""
+        model = self._model(model_id)
+        norm = float(np.sqrt(sum(float((g.astype(np.float64) ** 2).sum()) for g in model.grad)))
+        clip = adam.grad_clip_norm / (norm + 1e-6) if 0 < adam.grad_clip_norm < norm else 1.0
+        model.steps += 1
+        fix1, fix2 = 1 - adam.beta1**model.steps, 1 - adam.beta2**model.steps
+        new, moments = [], []
+        for index, value in enumerate((model.weights.a, model.weights.b)):
+            g = model.grad[index] * np.float32(clip)
+            first, second = model.moments[2 * index : 2 * index + 2]
+            first = first * np.float32(adam.beta1) + g * np.float32(1 - adam.beta1)
+            second = second * np.float32(adam.beta2) + g * g * np.float32(1 - adam.beta2)
+            update = (first / np.float32(fix1)) / (np.sqrt(second / np.float32(fix2)) + np.float32(adam.eps))
+            kept = value * np.float32(1 - adam.learning_rate * adam.weight_decay)
+            new.append(kept - np.float32(adam.learning_rate) * update)
+            moments += [first, second]
+        model.weights = replace(model.weights, a=new[0], b=new[1])  # replaced, never written into: versions share it
+        model.moments = moments
+        model.grad = [np.zeros_like(g) for g in model.grad]
+        return {"grad_norm": norm}
+
+    async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
+        """A PEFT-like folder."""
+        model = self._model(model_id)
+        moments = [*model.moments, np.asarray([model.steps], dtype=np.int64)] if optimizer else None
+        return write_folder(to, model.weights, moments)
+
+    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
+        """A saved adapter into a model that may be new."""
+        weights, moments = read_folder(source)
+        if not optimizer:
+            self._models[model_id] = _Model(weights)
+            return
+        if moments is None:
+            raise BadRequest(f"{source.name} holds no optimizer state.", "Load it without the optimizer.")
+        self._models[model_id] = _Model(weights, moments=moments[:4], steps=int(moments[4][0]))
+
+    async def drop(self, model_id: str) -> None:
+        """Forget the model."""
+        self._models.pop(model_id, None)
+
+    def _model(self, model_id: str) -> _Model:
+        if model_id not in self._models:
+            raise EngineError(f"The engine does not hold model {model_id}.")
+        return self._models[model_id]
+
+    def _run_one(self, request: Pass) -> PassResult:
+        model = self._model(request.model_id)
+        loss, logprobs, grads = 0.0, [], [np.zeros_like(g) for g in model.grad]
+        for datum in request.data:
+            scores = self._score(datum, model.weights)
+            value, slope = loss_of(request.loss_fn, scores, datum, dict(request.loss_config))
+            loss += value
+            logprobs.append(scores.astype(np.float32))
+            if not request.forward_only:
+                self._backward(datum, slope, model.weights, grads)
+        for total, grad in zip(model.grad, grads, strict=True):  # all data were fine: now it counts
+            total += grad
+        return PassResult(logprobs=tuple(logprobs), metrics={"loss:sum": loss})
+
+    def _logprobs(self, tokens: np.ndarray, weights: Weights | None) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
+        """(positions, hidden [n, D], log-softmax [n, V]) in pieces of ROWS."""
+        for start in range(0, len(tokens), ROWS):
+            rows = slice(start, min(start + ROWS, len(tokens)))
+            hidden = self._embed[tokens[rows]]
+            logits = hidden @ self._out.T
+            if weights is not None:
+                logits += np.float32(weights.scale) * ((hidden @ weights.a.T) @ weights.b.T)
+            logits -= logits.max(axis=1, keepdims=True)
+            logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+            yield rows, hidden, logits
+
+    def _score(self, datum: Datum, weights: Weights) -> np.ndarray:
+        targets = datum.targets.reshape(len(datum.targets), -1)
+        found = np.empty(targets.shape, dtype=np.float64)
+        for rows, _, logp in self._logprobs(datum.tokens, weights):
+            found[rows] = np.take_along_axis(logp, targets[rows], axis=1)
+        return found.reshape(datum.targets.shape)
+
+    def _backward(self, datum: Datum, slope: np.ndarray, weights: Weights, grads: list[np.ndarray]) -> None:
+        targets = datum.targets.reshape(len(datum.targets), -1)
+        slopes = slope.reshape(targets.shape).astype(np.float32)
+        scale = np.float32(weights.scale)
+        for rows, hidden, logp in self._logprobs(datum.tokens, weights):
+            by_logit = -np.exp(logp) * slopes[rows].sum(axis=1, keepdims=True)
+            for column in range(targets.shape[1]):
+                by_logit[np.arange(len(by_logit)), targets[rows, column]] += slopes[rows, column]
+            grads[0] += scale * (by_logit @ weights.b).T @ hidden
+            grads[1] += scale * by_logit.T @ (hidden @ weights.a.T)
+
+    # Sampler ------------------------------------------------------------------------------------------------------
+
+    async def capture(self, model_id: str, version: str) -> None:
+        """Weights are never written into, so keeping them is a copy."""
+        self._versions[version] = self._model(model_id).weights
+
+    async def persist(self, version: str, to: Path) -> int:
+        """A captured version as a folder."""
+        return write_folder(to, self._version(version), None)
+
+    async def attach(self, version: str, source: Path) -> None:
+        """A folder known as a version, read when first needed."""
+        self._versions[version] = source
+
+    async def detach(self, version: str) -> None:
+        """Forget a version."""
+        self._versions.pop(version, None)
+
+    async def cancel(self, request_id: str) -> None:
+        """The request's sample call raises Gone at its next token."""
+        self._cancelled.add(request_id)
+
+    async def sample(self, request: SampleRequest) -> Sampled:
+        """Token by token, yielding to other callers."""
+        weights = None if request.version is None else self._version(request.version)
+        sequences = []
+        for index in range(request.num_samples):
+            sequences.append(await self._continue(request, weights, index))
+        return self._about_prompt(Sampled(sequences=tuple(sequences)), request, weights)
+
+    def _version(self, version: str) -> Weights:
+        held = self._versions.get(version)
+        if held is None:
+            raise Gone(f"The engine does not hold adapter version {version}.", "Attach it again.")
+        if isinstance(held, Path):
+            held = self._versions[version] = read_folder(held)[0]
+        return held
+
+    async def _continue(self, request: SampleRequest, weights: Weights | None, index: int) -> SampledSequence:
+        seed = request.seed if request.seed is not None else zlib.crc32(request.request_id.encode())
+        rng = np.random.default_rng([seed & (2**64 - 1), index, zlib.crc32(request.prompt.tobytes())])
+        stops = self._card.eos_token_ids if request.stop_tokens is None else request.stop_tokens
+        room = self._card.context_length - len(request.prompt) + 1
+        tokens, logprobs, tops, text = [], [], [], ""
+        last, reason = int(request.prompt[-1]), "length"
+        while len(tokens) < (request.max_tokens or room):
+            if len(tokens) % 16 == 0:
+                await asyncio.sleep(0)
+            if request.request_id in self._cancelled:
+                self._cancelled.discard(request.request_id)
+                raise Gone(f"Request {request.request_id} was cancelled.")
+            logp = next(self._logprobs(np.asarray([last]), weights))[2][0]
+            if request.temperature > 0:
+                logp = normalized(logp / np.float32(request.temperature))
+            last = draw(logp, request, rng)
+            tokens.append(last)
+            logprobs.append(logp[last])
+            tops.append(logp)
+            text += chr(last)
+            if last in stops or any(stop in text for stop in request.stop_strings):
+                reason = "stop"
+                break
+        top = topk(np.stack(tops), request.topk_sample_logprobs) if request.topk_sample_logprobs else None
+        return SampledSequence(
+            tokens=np.asarray(tokens, dtype=np.int32),
+            logprobs=np.asarray(logprobs, dtype=np.float32),
+            stop_reason="stop" if reason == "stop" else "length",
+            topk=top,
+        )
+
+    def _about_prompt(self, answer: Sampled, request: SampleRequest, weights: Weights | None) -> Sampled:
+        asked, k = request.target_prompt_logprobs, request.topk_prompt_logprobs
+        if not (request.prompt_logprobs or k or asked is not None):
+            return answer
+        prompt, n = request.prompt, len(request.prompt)
+        own = np.full(n, np.nan, dtype=np.float32)
+        top = TopK(token_ids=np.zeros((n, k), np.int32), logprobs=np.full((n, k), -99999.0, np.float32))
+        targets = None if asked is None else np.full(asked.shape, np.nan, dtype=np.float32)
+        for rows, _, logp in self._logprobs(prompt[:-1], weights):
+            after = slice(rows.start + 1, rows.stop + 1)
+            own[after] = np.take_along_axis(logp, prompt[after, None], axis=1)[:, 0]
+            piece = topk(logp, k)
+            top.token_ids[after], top.logprobs[after] = piece.token_ids, piece.logprobs
+            if asked is not None and targets is not None:
+                found = np.take_along_axis(logp, np.maximum(asked[rows], 0), axis=1)
+                targets[rows] = np.where(asked[rows] >= 0, found, np.nan)
+        if request.prompt_logprobs_last_n is not None:
+            own[: n - request.prompt_logprobs_last_n] = np.nan
+        return replace(
+            answer,
+            prompt_logprobs=own if request.prompt_logprobs else None,
+            topk_prompt=top if k else None,
+            target_prompt_logprobs=targets,
+        )
