@@ -1,0 +1,100 @@
+"""Rewards give the numbers that their docstrings promise."""
+
+from __future__ import annotations
+
+import pytest
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.rewards import Closeness, Format, MathVerify, Number, ReasoningGymScore, Rewards
+from tinsmith.rl.sources import ReasoningGym
+from tinsmith.rl.types import Task
+
+
+def answer(right: str) -> Task:
+    return Task(id="t/0", messages=(), answer=right)
+
+
+@pytest.mark.parametrize(
+    ("text", "worth"),
+    [
+        ("52", 1.0),
+        (" 52\n", 1.0),
+        ("50", 0.5 * (1 - 2 / 52)),
+        ("104", 0.0),
+        ("-3", 0.0),
+        ("1000", 0.0),
+        ("51.5", 0.0),
+        ("52.", 0.0),
+        ("The answer is 52", 0.0),
+        ("39 + 13 = 52", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_closeness_is_one_for_the_number_and_a_ramp_for_bare_integers(text, worth):
+    assert Closeness().score(answer("52"), text) == pytest.approx(worth, abs=1e-12)
+
+
+def test_closeness_to_zero_is_relative_to_one():
+    assert Closeness().score(answer("0"), "0") == 1.0
+    assert Closeness().score(answer("0"), "1") == 0.0
+
+
+@pytest.mark.parametrize(
+    ("where", "text", "worth"),
+    [
+        ("reply", "1,000", 1),
+        ("reply", "1000.0", 1),
+        ("reply", "it is 1000", 0),
+        ("last", "500 + 500 = 1000.", 1),
+        ("last", "1000 is more than 3", 0),
+        ("last", "none", 0),
+        ("boxed", r"so 7, \boxed{1000}", 1),
+        ("boxed", "1000", 0),
+    ],
+)
+def test_number_looks_where_it_is_told(where, text, worth):
+    assert Number(where=where).score(answer("1000"), text) == worth
+
+
+def test_a_minus_between_numbers_is_no_sign():
+    assert Number().score(answer("3"), "5-3") == 1.0
+    assert Number().score(answer("-3"), "x = -3") == 1.0
+
+
+def test_math_verify_compares_as_mathematics():
+    reward = MathVerify()
+    assert reward.score(answer(r"\frac{1}{2}"), r"Thus $x = 0.5$.") == 1.0
+    assert reward.score(answer("52"), r"\boxed{52}") == 1.0
+    assert reward.score(answer("52"), "it is 53") == 0.0
+
+
+def test_format_matches_the_whole_reply():
+    reward = Format(pattern=r"<think>.*</think>\s*\d+")
+    assert reward.score(answer("1"), "<think>a\nb</think> 12\n") == 1.0
+    assert reward.score(answer("1"), "well, <think>a</think> 12") == 0.0
+
+
+def test_reasoning_gym_scores_its_own_tasks():
+    task = ReasoningGym(dataset="basic_arithmetic", size=3).load()[1]
+    assert ReasoningGymScore().score(task, f" {task.answer}\n") == 1.0
+    assert ReasoningGymScore(tag="answer").score(task, f"so <answer>{task.answer}</answer>") == 1.0
+    assert ReasoningGymScore(tag="answer").score(task, task.answer) == 0.0
+    with pytest.raises(ValueError, match="no task of reasoning-gym"):
+        ReasoningGymScore().score(answer("1"), "1")
+
+
+def test_the_reward_is_the_weighted_sum_and_parts_stay_apart():
+    rewards = Rewards([Number(where="reply"), Format(pattern=r"\d+", weight=0.1, name="bare")])
+    assert rewards.score(answer("52"), "52") == (pytest.approx(1.1), {"number": 1.0, "bare": 1.0})
+    assert rewards.score(answer("52"), "53") == (pytest.approx(0.1), {"number": 0.0, "bare": 1.0})
+
+
+@pytest.mark.parametrize("configs", [[], [Number(), Number(where="reply")], [Format(pattern="(")]])
+def test_rewards_that_cannot_be_told_apart_or_read_are_refused(configs):
+    with pytest.raises(ConfigError, match="rewards"):
+        Rewards(configs)
+
+
+def test_an_answer_that_is_no_number_is_named():
+    with pytest.raises(ValueError, match="'Paris' of t/0 is no number"):
+        Number().score(answer("Paris"), "3")

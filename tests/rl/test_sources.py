@@ -1,0 +1,110 @@
+"""Sources give the same tasks each time, and say what is wrong with data."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.sources import Addition, Hub, Jsonl, Largest, ReasoningGym
+
+
+def test_addition_asks_every_pair_once():
+    tasks = Addition().load()
+    assert len(tasks) == 90 * 90
+    assert tasks[29 * 90 + 3].messages[0].content == "What is 39 + 13? Answer with the number only."
+    assert tasks[29 * 90 + 3].answer == "52"
+    assert len({task.messages for task in tasks[:200]}) == 200
+
+
+def test_largest_is_the_same_each_time_and_right():
+    first, again = Largest().load()[7], Largest().load()[7]
+    assert first == again
+    assert first != Largest(seed=1).load()[7]
+    numbers = [int(word.strip(",?")) for word in first.messages[0].content.split() if word[0].isdigit()]
+    assert len(set(numbers)) == 4
+    assert first.answer == str(max(numbers))
+
+
+def test_a_sequence_of_tasks_ends():
+    tasks = Largest(size=3).load()
+    assert [task.id for task in tasks] == ["largest/0", "largest/1", "largest/2"]
+    assert tasks[-1] == tasks[2]
+    with pytest.raises(IndexError):
+        tasks[3]
+
+
+def test_reasoning_gym_keeps_the_entry_for_its_scorer():
+    source = ReasoningGym(dataset="basic_arithmetic", size=5, config={"max_terms": 2}, prompt="{question} Go.")
+    task = source.load()[2]
+    assert task == source.load()[2]
+    assert task.extra["answer"] == task.answer
+    assert task.messages[0].content == f"{task.extra['question']} Go."
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (ReasoningGym(dataset="basic_aritmetic"), "Did you mean 'basic_arithmetic'"),
+        (ReasoningGym(dataset="basic_arithmetic", config={"max_term": 2}), "refuses its config"),
+        (ReasoningGym(dataset="basic_arithmetic", config={"min_terms": 0}), "refuses its config"),
+        (Addition(low=5, high=4), "high 4 is below low 5"),
+        (Jsonl(path="/no/such.jsonl"), "There is no task file"),
+    ],
+)
+def test_a_source_that_cannot_be_loaded_says_why(source, sentence):
+    with pytest.raises(ConfigError) as caught:
+        source.load()
+    assert sentence in str(caught.value)
+
+
+def test_a_template_with_an_unknown_field_is_named():
+    with pytest.raises(ConfigError, match=r"addition: .* cannot be filled: 'c'") as caught:
+        Addition(prompt="{a} + {c}").load()[0]
+    assert "a, b" in caught.value.hint
+
+
+def write(path, rows):
+    path.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
+    return str(path)
+
+
+def test_jsonl_takes_fields_and_the_part_after_a_mark(tmp_path):
+    path = write(
+        tmp_path / "gsm.jsonl",
+        [{"question": "2+2?", "answer": "Two and two.\n#### 4"}, {"question": "q", "answer": "#### 5"}],
+    )
+    tasks = Jsonl(path=path, answer_after="####", prompt="Q: {question}").load()
+    assert [(task.id, task.answer) for task in tasks] == [("gsm/0", "4"), ("gsm/1", "5")]
+    assert tasks[0].messages[0].content == "Q: 2+2?"
+
+
+def test_jsonl_takes_a_chat_as_it_stands(tmp_path):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
+    task = Jsonl(path=write(tmp_path / "c.jsonl", [{"messages": chat}]), prompt="{messages}", answer="").load()[0]
+    assert [(message.role, message.content) for message in task.messages] == [("system", "Be brief."), ("user", "2+2?")]
+    assert task.answer == ""
+
+
+def test_jsonl_faults_name_the_row(tmp_path):
+    with pytest.raises(ConfigError, match=r"x/0: .*cannot be filled: 'question'") as caught:
+        Jsonl(path=write(tmp_path / "x.jsonl", [{"problem": "p", "answer": "1"}])).load()
+    assert "answer, problem" in caught.value.hint
+    (tmp_path / "y.jsonl").write_text('{"question": "q", "answer": "a"}\n{"question"\n')
+    with pytest.raises(ConfigError, match="object 2"):
+        Jsonl(path=str(tmp_path / "y.jsonl")).load()
+    (tmp_path / "z.jsonl").write_text("[1]\n")
+    with pytest.raises(ConfigError, match="no JSON object"):
+        Jsonl(path=str(tmp_path / "z.jsonl")).load()
+
+
+def test_hub_reads_a_local_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "sums").mkdir()
+    write(tmp_path / "sums" / "train.jsonl", [{"question": "1+1?", "answer": "2"}, {"question": "1+2?", "answer": "3"}])
+    tasks = Hub(name=str(tmp_path / "sums")).load()
+    assert [task.answer for task in tasks] == ["2", "3"]
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        Hub(name=str(tmp_path / "none")).load()
