@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from tinsmith.engine.base import LoraSpec
+from tests.engine.data import pass_for
+from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.engine.config import EngineConfig
 
 Wait = Callable[[Coroutine[Any, Any, Any]], Any]
@@ -57,16 +58,22 @@ def model_id() -> str:
 
 
 @pytest.fixture(scope="session")
-def adapter_of(tiny: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """A folder with a random adapter that PEFT wrote; made once for each base model and spec."""
-    from tests.engine.reference import write_adapter
-
+def adapter_of(
+    engine_of: Callable[..., Any], wait: Wait, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
+    """A folder with an adapter that has trained a little, so that B is no longer zero; made once for each spec."""
     made: dict[Any, Path] = {}
 
     def adapter(kind: str = "llama", lora: LoraSpec | None = None) -> Path:
         key = (kind, lora := lora or LoraSpec(rank=4, seed=1))
         if key not in made:
-            made[key] = write_adapter(tiny(kind), tmp_path_factory.mktemp("adapter"), lora)
+            engine, made[key] = engine_of(kind), tmp_path_factory.mktemp("adapter") / "saved"
+            wait(engine.create("apprentice", lora))
+            for seed in range(3):
+                wait(engine.run([pass_for("cross_entropy", "apprentice", seed=1000 + seed)]))
+                wait(engine.step("apprentice", AdamParams(learning_rate=0.02, eps=1e-8)))
+            wait(engine.save("apprentice", made[key], optimizer=False))
+            wait(engine.drop("apprentice"))
         return made[key]
 
     return adapter
@@ -80,7 +87,7 @@ def pair(
     wait: Wait,
     model_id: str,
 ) -> Iterator[Callable[..., Any]]:
-    """The same random adapter twice: as a model of the engine, and in the oracle. Returns engine, model id, oracle."""
+    """The same adapter twice: as a model of the engine, and in the oracle. Returns engine, model id, oracle."""
     from tests.engine.reference import Reference
 
     opened: list[tuple[Any, str]] = []

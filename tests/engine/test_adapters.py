@@ -15,8 +15,9 @@ from peft import PeftModel
 from safetensors.numpy import load_file, save_file
 
 from tests.engine.data import pass_for
-from tests.engine.reference import assert_same, plain_model
-from tests.engine.test_trainer import FLAGS, spec, weights_of
+from tests.engine.looks import gradients_of, weights_of
+from tests.engine.reference import assert_same, plain_model, write_adapter
+from tests.engine.test_trainer import FLAGS, spec
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.errors import TinsmithError
@@ -121,7 +122,7 @@ def test_loading_replaces_what_a_model_was(engine: Any, wait: Any, model_id: str
     wait(engine.create(model_id, LoraSpec(rank=9, seed=2, train_mlp=False)))
     wait(engine.run([pass_for("cross_entropy", model_id)]))
     wait(engine.load(model_id, adapter_of(), optimizer=False))
-    assert all((gradient == 0).all() for gradient in engine.gradients(model_id).values())
+    assert all((gradient == 0).all() for gradient in gradients_of(engine, model_id).values())
     assert_same(weights_of(engine, model_id, wait, tmp_path), load_file(adapter_of() / "adapter_model.safetensors"), 0)
 
 
@@ -172,11 +173,11 @@ def test_a_broken_folder_changes_nothing(
     wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
     train(engine, model_id, wait, 1)
     wait(engine.run([pass_for("cross_entropy", model_id, seed=2)]))
-    before, gradients = weights_of(engine, model_id, wait, tmp_path / "before"), engine.gradients(model_id)
+    before, gradients = weights_of(engine, model_id, wait, tmp_path / "before"), gradients_of(engine, model_id)
     with pytest.raises(TinsmithError):
         wait(engine.load(model_id, broken(adapter_of(), fault, tmp_path / "broken"), optimizer=False))
     assert_same(weights_of(engine, model_id, wait, tmp_path / "after"), before, tolerance=0)
-    assert_same(engine.gradients(model_id), gradients, tolerance=0)
+    assert_same(gradients_of(engine, model_id), gradients, tolerance=0)
     with pytest.raises(TinsmithError):
         wait(engine.load(f"{model_id}-new", tmp_path / "broken", optimizer=False))
     with pytest.raises(TinsmithError):  # and no half-made model is left behind
@@ -217,3 +218,11 @@ def test_dropping_twice_is_fine(engine: Any, wait: Any, model_id: str):
     wait(engine.drop(model_id))
     with pytest.raises(TinsmithError):
         wait(engine.step(model_id, ADAM))
+
+
+def test_an_adapter_that_peft_wrote_can_be_loaded(
+    engine: Any, tiny_llama: Path, wait: Any, model_id: str, tmp_path: Path
+):
+    folder = write_adapter(tiny_llama, tmp_path / "peft", LoraSpec(rank=6, seed=3, train_mlp=False))
+    wait(engine.load(model_id, folder, optimizer=False))
+    np.testing.assert_allclose(logprobs(engine, model_id, wait), peft_logprobs(tiny_llama, folder), atol=1e-5)

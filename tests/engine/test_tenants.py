@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engine.data import datum_for, pass_for, replace_inputs, tokens_of
+from tests.engine.looks import gradients_of
 from tests.engine.reference import assert_same
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult
 from tinsmith.errors import TinsmithError
@@ -38,14 +39,14 @@ def test_together_each_model_gets_what_it_gets_alone(pair: Any, wait: Any):
     alone, gradients = [], []
     for request in requests:
         alone += wait(engine.run([request]))
-        gradients.append(engine.gradients(request.model_id))
+        gradients.append(gradients_of(engine, request.model_id))
         wait(engine.step(request.model_id, AdamParams(learning_rate=0.0)))  # forget the gradient
     together = wait(engine.run(requests))
     for request, found, wanted, gradient in zip(requests, together, alone, gradients, strict=True):
         assert found.metrics["loss:sum"] == pytest.approx(wanted.metrics["loss:sum"], rel=1e-6, abs=1e-6)
         for one, two in zip(found.logprobs, wanted.logprobs, strict=True):
             np.testing.assert_allclose(one, two, atol=2e-6)  # two roundings of a float32 near 10
-        assert_same(engine.gradients(request.model_id), gradient, tolerance=1e-5)
+        assert_same(gradients_of(engine, request.model_id), gradient, tolerance=1e-5)
 
 
 def test_together_each_model_agrees_with_the_oracle(pair: Any, wait: Any):
@@ -54,16 +55,16 @@ def test_together_each_model_agrees_with_the_oracle(pair: Any, wait: Any):
     for request, result, (engine, name, oracle) in zip(requests, wait(models[0][0].run(requests)), models, strict=True):
         (loss,) = oracle.backward(request)
         assert result.metrics["loss:sum"] == pytest.approx(loss, rel=1e-5)
-        assert_same(engine.gradients(name), oracle.gradients())
+        assert_same(gradients_of(engine, name), oracle.gradients())
 
 
 def test_models_step_apart(pair: Any, wait: Any):
     (engine, one, _), (_, two, oracle) = pair(lora=SPECS[0]), pair(lora=SPECS[0])
     request = pass_for("cross_entropy", one)
     wait(engine.run([request, replace(request, model_id=two)]))
-    before = engine.gradients(two)
+    before = gradients_of(engine, two)
     wait(engine.step(one, AdamParams(learning_rate=0.1)))
-    assert_same(engine.gradients(two), before, tolerance=0)
+    assert_same(gradients_of(engine, two), before, tolerance=0)
     (result,) = wait(engine.run([replace(request, model_id=two, forward_only=True)]))
     for found, wanted in zip(result.logprobs, oracle.logprobs(request.data), strict=True):
         np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-5)
@@ -76,12 +77,15 @@ def test_many_models_at_once(pair: Any, wait: Any):
     for request, result, (engine, name, oracle) in zip(requests, results, models, strict=True):
         assert isinstance(result, PassResult)
         oracle.backward(request)
-        assert_same(engine.gradients(name), oracle.gradients())
+        assert_same(gradients_of(engine, name), oracle.gradients())
 
 
 def bad_requests(model_id: str) -> dict[str, Pass]:
     good = pass_for("importance_sampling", model_id)
-    overflow = [replace_inputs(datum, logprobs=np.full(len(datum.tokens), -9e4, np.float32)) for datum in good.data]
+    overflow, steep = (
+        [replace_inputs(datum, logprobs=np.full(len(datum.tokens), q, np.float32)) for datum in good.data]
+        for q in (-9e4, -200.0)
+    )
     return {
         "no such model": replace(good, model_id="nobody"),
         "no such loss": replace(good, loss_fn="nothing"),
@@ -90,6 +94,7 @@ def bad_requests(model_id: str) -> dict[str, Pass]:
             good, data=(replace(good.data[0], tokens=np.full_like(good.data[0].tokens, 4000)),)
         ),
         "a loss that overflows": replace(good, data=tuple(overflow)),
+        "a gradient that overflows": replace(good, data=tuple(steep)),
     }
 
 
@@ -101,8 +106,8 @@ def test_a_request_that_fails_fails_alone(fault: str, pair: Any, wait: Any):
     assert [isinstance(result, TinsmithError) for result in results] == [False, True, False], results
     oracle.backward(good)
     other.backward(fine)
-    assert_same(engine.gradients(one), oracle.gradients())
-    assert_same(engine.gradients(two), other.gradients())
+    assert_same(gradients_of(engine, one), oracle.gradients())
+    assert_same(gradients_of(engine, two), other.gradients())
 
 
 def test_an_error_is_made_of_strings(engine: Any, wait: Any):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.engine.data import LOSSES, datum_for, pass_for, replace_inputs, tokens_of
+from tests.engine.looks import gradients_of, weights_of
 from tests.engine.reference import assert_same
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
@@ -38,7 +39,7 @@ def assert_agrees(trained: tuple[Any, str, Any], wait: Any, *requests: Pass) -> 
             assert found.dtype == np.float32
             assert found.shape == tuple(wanted.shape)
             np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-5)
-    assert_same(engine.gradients(model_id), oracle.gradients())
+    assert_same(gradients_of(engine, model_id), oracle.gradients())
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
@@ -155,12 +156,12 @@ def test_forward_only_gives_the_same_numbers_and_leaves_gradients_alone(pair: An
     engine, model_id, _ = pair()
     request = pass_for("ppo", model_id)
     (trained,) = wait(engine.run([request]))
-    before = engine.gradients(model_id)
+    before = gradients_of(engine, model_id)
     (looked,) = wait(engine.run([replace(request, forward_only=True)]))
     assert looked.metrics["loss:sum"] == pytest.approx(trained.metrics["loss:sum"], rel=1e-6)
     for found, wanted in zip(looked.logprobs, trained.logprobs, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-6)
-    assert_same(engine.gradients(model_id), before, tolerance=0)
+    assert_same(gradients_of(engine, model_id), before, tolerance=0)
 
 
 def test_forward_only_beside_training_of_the_same_model(pair: Any, wait: Any):
@@ -169,7 +170,7 @@ def test_forward_only_beside_training_of_the_same_model(pair: Any, wait: Any):
     results = wait(engine.run([looked, trained]))
     assert results[0].metrics["loss:sum"] == pytest.approx(float(oracle.loss(looked)[0].detach()), rel=1e-5)
     oracle.backward(trained)
-    assert_same(engine.gradients(model_id), oracle.gradients())
+    assert_same(gradients_of(engine, model_id), oracle.gradients())
 
 
 @pytest.mark.parametrize(
@@ -218,7 +219,7 @@ def test_a_step_clears_the_gradient_and_one_without_gradient_moves_on_momentum(p
     for _ in range(2):
         wait(engine.step(model_id, SMOOTH))
         oracle.step(SMOOTH)
-    assert all((gradient == 0).all() for gradient in engine.gradients(model_id).values())
+    assert all((gradient == 0).all() for gradient in gradients_of(engine, model_id).values())
     assert_same(weights_of(engine, model_id, wait, tmp_path), oracle.weights(), tolerance=1e-5)
 
 
@@ -240,11 +241,3 @@ def test_a_model_that_is_not_there_is_a_tinsmith_error(engine: Any, wait: Any):
     assert isinstance(result, TinsmithError)
     with pytest.raises(TinsmithError):
         wait(engine.step("nobody", AdamParams()))
-
-
-def weights_of(engine: Any, model_id: str, wait: Any, folder: Any) -> dict[str, np.ndarray]:
-    """The adapter as its file holds it."""
-    from safetensors.numpy import load_file
-
-    wait(engine.save(model_id, folder, optimizer=False))
-    return load_file(folder / "adapter_model.safetensors")
