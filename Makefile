@@ -1,0 +1,54 @@
+# Everything a checkout is asked to do. `make` alone says what there is.
+
+VENV ?= .venv
+PYTHON ?= python3
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+CODE := src tests benchmarks examples
+
+.PHONY: help install demo test test-all check bench gpu-check clean
+.DEFAULT_GOAL := help
+
+help:  ## what there is
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+install: $(INSTALLED)  ## make $(VENV) with what demo, tests and checks need; the others do this first
+
+# Made anew when what is to be installed has changed. Torch goes first and alone: everything else fits itself to it.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hub]'
+	touch $@
+
+demo: install  ## train SmolLM2-135M to add two-digit numbers and show it: at most 10 minutes on 2 cores
+	$(BIN)/tinsmith demo
+
+test: install  ## the tests that take seconds each
+	$(BIN)/python -m pytest
+
+test-all: install  ## also the slow ones: real models, whole runs, an unmodified cookbook
+	$(BIN)/python -m pytest -m 'not gpu'
+
+check: install  ## style, types, walls between folders, and the gates of tests/test_gates.py
+	$(BIN)/ruff format --check $(CODE)
+	$(BIN)/ruff check $(CODE)
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest -q tests/test_gates.py
+
+bench: install  ## speed and memory against the common ways, into benchmarks/results
+	$(BIN)/python -m benchmarks.first_light
+
+gpu-check: install  ## the tests that need a GPU; without one, says what it would run
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
+	    $(BIN)/python -m pytest -m gpu; \
+	else \
+	    echo "PyTorch finds no GPU here, so nothing was checked. With one, this runs:"; \
+	    echo "    $(BIN)/python -m pytest -m gpu"; \
+	    $(BIN)/python -m pytest -m gpu --collect-only -q -W ignore | sed 's/^/    /'; \
+	fi
+
+clean:  ## remove what the others made, the venv included
+	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
+	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
