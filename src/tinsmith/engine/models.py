@@ -1,7 +1,7 @@
 """Load a base model: a hub id, a folder or a GGUF file, through transformers' own model code.
 
-What is served is a causal language model whose layers are plain full attention with q/k/v/o projections and a gated
-MLP (Llama, Qwen2, Qwen3, Mistral and their kin). At load, a short forked text is run through the packed path and through
+What is served: causal language models whose layers are full attention with q/k/v/o projections and a gated MLP
+(Llama, Qwen2, Qwen3, Mistral and their kin). At load, a short forked text is run through the packed path and through
 transformers' own eager attention; a model for which the two disagree is refused by name, as is one whose projections
 LoRA does not know. Left out: images, mixtures of experts, sliding windows, quantized weights at run time.
 

@@ -1,0 +1,115 @@
+"""Adapters and their optimizer's state <-> folders in PEFT's own layout.
+
+    adapter_config.json          what PEFT and vLLM read: r, lora_alpha, target_modules
+    adapter_model.safetensors    base_model.model.<module>.lora_A.weight (r, in), .lora_B.weight (out, r), float32
+    optimizer.safetensors        exp_avg and exp_avg_sq, flat, and the step count; only in training states
+    tinsmith.json                the LoraSpec, written last
+
+A folder is written beside its place and renamed into it: it is there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tinsmith.engine.base import LoraSpec
+from tinsmith.engine.lora import Layout
+from tinsmith.errors import NotFound
+
+_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """AdamW's state: flat float32 tensors of the adapter's size, and how many steps they have seen."""
+
+    average: Tensor
+    square: Tensor
+    steps: int
+
+
+def write(folder: Path, layout: Layout, master: Tensor, source: str, moments: Moments | None) -> int:
+    """The adapter in `master` (float32 [size]) as a folder; an older one of that name is replaced. Returns bytes."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    scratch = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    tensors = {}
+    for name, pair in layout.pairs(master.cpu()).items():
+        tensors[f"{_PREFIX}{name}.lora_A.weight"] = pair.a.contiguous()
+        tensors[f"{_PREFIX}{name}.lora_B.weight"] = pair.b.contiguous()
+    save_file(tensors, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
+    if moments is not None:
+        state = {
+            "exp_avg": moments.average.cpu(),
+            "exp_avg_sq": moments.square.cpu(),
+            "steps": torch.tensor(moments.steps),
+        }
+        save_file(state, scratch / "optimizer.safetensors")
+    (scratch / "adapter_config.json").write_text(json.dumps(_peft_config(layout, source), indent=2))
+    (scratch / "tinsmith.json").write_text(json.dumps(asdict(layout.spec)))
+    size = sum(file.stat().st_size for file in scratch.iterdir())
+    if folder.exists():
+        aside = folder.with_name(f".{folder.name}.replaced")
+        shutil.rmtree(aside, ignore_errors=True)
+        folder.rename(aside)
+        scratch.rename(folder)
+        shutil.rmtree(aside)
+    else:
+        scratch.rename(folder)
+    return size
+
+
+def read_spec(folder: Path) -> LoraSpec:
+    """What kind of adapter a folder holds. Raises NotFound when it is not one of ours."""
+    try:
+        return LoraSpec(**json.loads((folder / "tinsmith.json").read_text()))
+    except (OSError, ValueError, TypeError) as error:
+        raise NotFound(f"{folder} does not hold an adapter: {error}", "Save it again.") from error
+
+
+def read(folder: Path, layout: Layout) -> Tensor:
+    """The flat float32 [size] tensor of a folder whose spec gave `layout`."""
+    flat = torch.zeros(layout.size)
+    try:
+        tensors = load_file(folder / "adapter_model.safetensors")
+        for name, pair in layout.pairs(flat).items():
+            pair.a.copy_(tensors[f"{_PREFIX}{name}.lora_A.weight"])
+            pair.b.copy_(tensors[f"{_PREFIX}{name}.lora_B.weight"])
+    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
+        raise NotFound(f"{folder} does not hold this base model's adapter: {error}", "Save it again.") from error
+    return flat
+
+
+def read_moments(folder: Path) -> Moments:
+    """Raises NotFound for a folder saved without its optimizer."""
+    try:
+        state = load_file(folder / "optimizer.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise NotFound(
+            f"{folder} holds no optimizer state.", "Load it without the optimizer, or use a path of save_state."
+        ) from error
+    return Moments(state["exp_avg"], state["exp_avg_sq"], int(state["steps"]))
+
+
+def _peft_config(layout: Layout, source: str) -> dict[str, object]:
+    leaves = sorted({name.rpartition(".")[2] for name, _, _ in layout.shapes})
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "r": layout.spec.rank,
+        "lora_alpha": layout.spec.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": leaves,
+        "inference_mode": True,
+    }

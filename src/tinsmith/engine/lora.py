@@ -1,0 +1,203 @@
+"""Many LoRA adapters on one base model, in one pass.
+
+Every projection of the base becomes a LoraLinear; the head stays bare (`head.py` adds its adapter). Which packed
+positions belong to which adapter is told to the shared Router before a pass. Gradients are taken for adapters alone:
+the backward of a projection adds them straight into the adapter's gradient buffer and passes on the input's gradient,
+and no weight gradient of the base is ever formed.
+
+An adapter's matrices stand in one flat float32 tensor (the layout says where), so an optimizer step, a copy and a norm
+are one operation each. W' = W + (alpha / rank) B A; A is Kaiming-uniform from the seed, B zero, as PEFT makes them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinsmith.engine.base import LoraSpec
+from tinsmith.engine.batch import Span
+from tinsmith.engine.models import PROJECTIONS, BaseModel
+
+HEAD = "lm_head"
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A [rank, in] and B [out, rank] of one projection, or their gradients."""
+
+    a: Tensor
+    b: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where each projection's A and B stand in an adapter's flat tensor; the head's come last."""
+
+    spec: LoraSpec
+    shapes: tuple[tuple[str, int, int], ...]
+    """(module name, in, out), in order."""
+
+    @property
+    def scale(self) -> float:
+        return self.spec.alpha / self.spec.rank
+
+    @property
+    def size(self) -> int:
+        return sum(self.spec.rank * (width + height) for _, width, height in self.shapes)
+
+    @property
+    def body_size(self) -> int:
+        """Elements before the head's."""
+        return sum(self.spec.rank * (width + height) for name, width, height in self.shapes if name != HEAD)
+
+    def pairs(self, flat: Tensor) -> dict[str, Pair]:
+        """Views of `flat` by module name."""
+        rank, at, pairs = self.spec.rank, 0, {}
+        for name, width, height in self.shapes:
+            middle, end = at + rank * width, at + rank * (width + height)
+            pairs[name] = Pair(flat[at:middle].view(rank, width), flat[middle:end].view(height, rank))
+            at = end
+        return pairs
+
+    def initial(self) -> Tensor:
+        """A fresh adapter, the same for the same seed on every machine: float32 [size] on the CPU."""
+        generator = torch.Generator().manual_seed(self.spec.seed & (2**63 - 1))
+        flat = torch.zeros(self.size)
+        for pair in self.pairs(flat).values():
+            bound = 1 / math.sqrt(pair.a.shape[1])
+            pair.a.uniform_(-bound, bound, generator=generator)
+        return flat
+
+
+@dataclass(slots=True)
+class Weights:
+    """An adapter as a pass reads it: pairs in the base's dtype (the head's in float32), and where gradients go."""
+
+    scale: float
+    pairs: dict[str, Pair]
+    gradients: dict[str, Pair] = field(default_factory=dict)
+    """float32; empty when none are wanted."""
+
+
+def weights_of(layout: Layout, master: Tensor, dtype: torch.dtype) -> Weights:
+    """A frozen reading of `master` (float32 [size]) of this moment; copies, so that later steps don't show."""
+    body, head = master[: layout.body_size].to(dtype, copy=True), master[layout.body_size :].clone()
+    pairs = {}
+    for name, pair in layout.pairs(master).items():
+        rank, width = pair.a.shape
+        source, at = (head, 0) if name == HEAD else (body, pair.a.storage_offset() - master.storage_offset())
+        middle, end = at + rank * width, at + rank * width + pair.b.numel()
+        pairs[name] = Pair(source[at:middle].view_as(pair.a), source[middle:end].view_as(pair.b))
+    return Weights(layout.scale, pairs)
+
+
+Placed = tuple[Weights, int, int]
+"""An adapter and the packed positions start..stop that it serves."""
+
+
+class Router:
+    """Tells the projections which adapter serves which packed positions of the pass at hand."""
+
+    def __init__(self) -> None:
+        self.placed: tuple[Placed, ...] = ()
+
+    @contextmanager
+    def using(self, placed: Sequence[Placed]) -> Iterator[None]:
+        """For the passes made inside."""
+        self.placed = tuple(placed)
+        try:
+            yield
+        finally:
+            self.placed = ()
+
+
+def place(spans: Sequence[Span], adapters: Sequence[Weights | None]) -> list[Placed]:
+    """Spans with their adapters; those of the bare base model need no one."""
+    found = [(adapters[span.adapter], span.start, span.stop) for span in spans]
+    return [(weights, start, stop) for weights, start, stop in found if weights is not None]
+
+
+class LoraLinear(nn.Module):
+    """A frozen projection plus what the router's adapters add to it."""
+
+    def __init__(self, base: nn.Linear, name: str, router: Router) -> None:
+        super().__init__()
+        self.weight, self.bias, self.name, self.router = base.weight, base.bias, name, router
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        placed = [(weights, start, stop) for weights, start, stop in self.router.placed if self.name in weights.pairs]
+        if torch.is_grad_enabled() and inputs.requires_grad:
+            return _LoraProduct.apply(inputs, self.weight, self.bias, self.name, placed)  # type: ignore[no-any-return]
+        return _product(inputs, self.weight, self.bias, self.name, placed)[0]
+
+
+def _product(
+    inputs: Tensor, weight: Tensor, bias: Tensor | None, name: str, placed: Sequence[Placed]
+) -> tuple[Tensor, list[Tensor]]:
+    """inputs [1, T, in] -> [1, T, out], and each adapter's A x [its positions, rank]."""
+    output = nn.functional.linear(inputs, weight, bias)
+    inner = []
+    for weights, start, stop in placed:
+        pair = weights.pairs[name]
+        narrow = inputs[0, start:stop] @ pair.a.T
+        output[0, start:stop].addmm_(narrow, pair.b.T, alpha=weights.scale)
+        inner.append(narrow)
+    return output, inner
+
+
+class _LoraProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, name: str, placed: Sequence[Placed]
+    ) -> Tensor:
+        output, inner = _product(inputs, weight, bias, name, placed)
+        trained = any(weights.gradients for weights, _, _ in placed)
+        ctx.save_for_backward(weight, *((inputs, *inner) if trained else ()))
+        ctx.name, ctx.placed, ctx.trained = name, placed, trained
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        weight, *saved = ctx.saved_tensors
+        outer = grads[0]
+        result = outer @ weight
+        for number, (weights, start, stop) in enumerate(ctx.placed):
+            pair = weights.pairs[ctx.name]
+            piece = outer[0, start:stop]
+            narrow = piece @ pair.b
+            result[0, start:stop].addmm_(narrow, pair.a, alpha=weights.scale)
+            if ctx.trained and weights.gradients:
+                gradient = weights.gradients[ctx.name]
+                gradient.a.add_(narrow.T @ saved[0][0, start:stop], alpha=weights.scale)
+                gradient.b.add_(piece.T @ saved[1 + number], alpha=weights.scale)
+        return result, None, None, None, None
+
+
+def adapt(base: BaseModel) -> Router:
+    """Put LoraLinear in place of every projection of the base; returns what steers them."""
+    router = Router()
+    wanted = {name for names in PROJECTIONS.values() for name in names}
+    for path, module in list(base.model.named_modules()):
+        parent, _, leaf = path.rpartition(".")
+        if leaf in wanted and isinstance(module, nn.Linear):
+            setattr(base.model.get_submodule(parent), leaf, LoraLinear(module, path, router))
+    return router
+
+
+def layout_for(base: BaseModel, spec: LoraSpec) -> Layout:
+    """The layout of an adapter on an adapted base, for the parts that the spec trains."""
+    leaves = (*(PROJECTIONS["attn"] if spec.train_attn else ()), *(PROJECTIONS["mlp"] if spec.train_mlp else ()))
+    shapes = [
+        (module.name, module.weight.shape[1], module.weight.shape[0])
+        for module in base.model.modules()
+        if isinstance(module, LoraLinear) and module.name.rpartition(".")[2] in leaves
+    ]
+    if spec.train_unembed:
+        shapes.append((HEAD, base.head.shape[1], base.head.shape[0]))
+    return Layout(spec, tuple(shapes))
