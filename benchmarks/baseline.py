@@ -1,0 +1,75 @@
+"""The common way: transformers with PEFT, rows padded on the right eight at a time, `generate` prompt by prompt.
+
+It does the same work as the engine: logprobs of every target in float32, gradients for the adapter, one AdamW step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+ROWS = 8
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+
+
+class Baseline:
+    """A base model under a LoRA adapter, in PEFT's hands; PEFT is told to leave the adapter in the base's dtype."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype, rank: int) -> None:
+        base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+        config = LoraConfig(r=rank, lora_alpha=32, target_modules=TARGETS)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+            self.model = get_peft_model(base, config, autocast_adapter_dtype=False)
+        self.optimizer = torch.optim.AdamW((p for p in self.model.parameters() if p.requires_grad), lr=1e-4)
+
+    def train(self, rows: Sequence[np.ndarray], prompts: Sequence[int]) -> list[np.ndarray]:
+        """One batch with importance sampling's loss after each prompt, and a step; returns each row's logprobs."""
+        self.model.train()
+        found: list[np.ndarray] = []
+        for first in range(0, len(rows), ROWS):
+            some = rows[first : first + ROWS]
+            width = max(len(row) for row in some) - 1
+            ids, labels = (
+                torch.zeros(len(some), width, dtype=torch.long),
+                torch.zeros(len(some), width, dtype=torch.long),
+            )
+            mask, advantages = torch.zeros_like(ids), torch.zeros(len(some), width)
+            for index, row in enumerate(some):
+                length = len(row) - 1
+                ids[index, :length], labels[index, :length] = torch.from_numpy(row[:-1]), torch.from_numpy(row[1:])
+                mask[index, :length] = 1
+                advantages[index, prompts[first + index] - 1 : length] = 0.5
+            logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
+            logprobs = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+            ratio = torch.exp(logprobs - logprobs.detach())
+            (-(ratio * advantages.flatten())).sum().backward()
+            values = logprobs.detach().view(len(some), width).numpy()
+            found += [values[index, : len(row) - 1].copy() for index, row in enumerate(some)]
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return found
+
+    @torch.inference_mode()
+    def sample(self, prompts: Sequence[np.ndarray], samples: int, tokens: int) -> None:
+        """`samples` continuations of exactly `tokens` tokens for each prompt, one prompt after the other."""
+        self.model.eval()
+        for prompt in prompts:
+            ids = torch.from_numpy(prompt.astype(np.int64))[None]
+            out = self.model.generate(
+                input_ids=ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=True,
+                top_k=0,
+                num_return_sequences=samples,
+                max_new_tokens=tokens,
+                min_new_tokens=tokens,
+                pad_token_id=0,
+            )
+            assert out.shape == (samples, len(prompt) + tokens)
