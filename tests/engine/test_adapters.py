@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from tests.engine.data import pass_for
 from tests.engine.looks import gradients_of, weights_of
-from tests.engine.reference import assert_same, plain_model, write_adapter
+from tests.engine.reference import assert_same, plain_model, tied_embeddings_are_meant, write_adapter
 from tests.engine.test_trainer import FLAGS, spec
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams, LoraSpec
@@ -38,8 +37,7 @@ def logprobs(engine: Any, model_id: str, wait: Any) -> np.ndarray:
 
 def peft_logprobs(base: Path, adapter: Path) -> np.ndarray:
     """Plain transformers under plain PEFT, one row at a time, nothing of ours."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
+    with tied_embeddings_are_meant():
         model = PeftModel.from_pretrained(plain_model(base), adapter)
     rows = []
     for datum in pass_for("cross_entropy", seed=99).data:
