@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -32,3 +34,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def tiny_llama(tiny: Callable[[str], Path]) -> Path:
     """The folder of the tiny Llama."""
     return tiny("llama")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Path:
+    """The folder of SmolLM2-135M-Instruct, as `tinsmith serve` finds it: converted once and cached."""
+    program = (
+        "from tinsmith.engine.config import DEFAULT_MODEL; from tinsmith.engine.models import locate;"
+        "print(locate(DEFAULT_MODEL))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    return Path(done.stdout.split()[-1])

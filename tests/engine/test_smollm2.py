@@ -1,0 +1,139 @@
+"""The same comparisons on a real model: SmolLM2-135M-Instruct, float32 and bfloat16. Minutes, so only in test-all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.looks import gradients_of
+from tests.engine.reference import Reference, assert_same, plain_model
+from tests.engine.sampling import ask, trained_logprobs
+from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass
+from tinsmith.engine.config import EngineConfig
+
+pytestmark = pytest.mark.slow
+
+QUESTIONS = (
+    "What is 39 + 13? Answer with the number only.",
+    "Why is the sky blue?",
+    "Write two sentences about a smith who works with tin.",
+)
+ANSWERS = ("52", "Because of the air.", "He is old. His hands know the work better than he does.")
+
+
+@pytest.fixture(scope="module")
+def engine_in(smollm2: Path, wait: Any) -> Iterator[Callable[[str], Any]]:
+    """The engine on SmolLM2 by the base model's dtype, one at a time."""
+    from tinsmith.engine.build import build
+
+    made: dict[str, Any] = {}
+
+    def engine(dtype: str) -> Any:
+        if dtype not in made:
+            for one in made.values():
+                wait(one.close())
+            made.clear()
+            made[dtype] = build(EngineConfig(source=str(smollm2), dtype=dtype, device="cpu"))  # type: ignore[arg-type]
+        return made[dtype]
+
+    yield engine
+    for one in made.values():
+        wait(one.close())
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2: Path) -> list[list[int]]:
+    """The questions through the chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    return [
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": question}], add_generation_prompt=True, return_dict=False
+        )
+        for question in QUESTIONS
+    ]
+
+
+@pytest.fixture(scope="module")
+def lesson(smollm2: Path, prompts: list[list[int]]) -> Pass:
+    """Answers to learn, their questions masked."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    data = []
+    for prompt, answer in zip(prompts, ANSWERS, strict=True):
+        row = np.array(prompt + tokenizer(answer, add_special_tokens=False).input_ids + [2])
+        weights = (np.arange(len(row) - 1) >= len(prompt) - 1).astype(np.float32)
+        data.append(Datum(tokens=row[:-1].astype(np.int32), targets=row[1:], inputs={"weights": weights}))
+    return Pass(model_id="pupil", data=tuple(data), loss_fn="cross_entropy")
+
+
+def teach(engine: Any, wait: Any, lesson: Pass, steps: int = 3) -> None:
+    """The model `pupil`, trained a little."""
+    wait(engine.create("pupil", LoraSpec(rank=8, seed=1)))
+    for _ in range(steps):
+        wait(engine.run([lesson]))
+        wait(engine.step("pupil", AdamParams(learning_rate=2e-3, eps=1e-8)))
+
+
+def test_greedy_text_is_transformers(engine_in: Any, smollm2: Path, prompts: Any, wait: Any):
+    engine, model = engine_in("float32"), plain_model(smollm2, torch.float32)
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, pad_token_id=2
+        )
+        found = wait(engine.sample(ask(prompt, temperature=0.0, max_tokens=48, stop_tokens=None)))
+        assert found.sequences[0].tokens.tolist() == out[0, len(prompt) :].tolist()
+
+
+def test_training_is_the_oracle_s(engine_in: Any, smollm2: Path, lesson: Pass, wait: Any, tmp_path: Path):
+    engine = engine_in("float32")
+    teach(engine, wait, lesson)
+    wait(engine.save("pupil", tmp_path / "saved", optimizer=False))
+    (result,) = wait(engine.run([lesson]))
+    oracle = Reference(smollm2, tmp_path / "saved")
+    loss, logprobs = oracle.loss(lesson)
+    loss.backward()
+    assert result.metrics["loss:sum"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    for found, wanted in zip(result.logprobs, logprobs, strict=True):
+        np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-4)
+        assert np.abs(found - wanted.detach().numpy()).mean() < 1e-5
+    assert_same(gradients_of(engine, "pupil"), oracle.gradients(), tolerance=2e-4)
+
+
+@pytest.mark.parametrize(("dtype", "mean", "most"), [("float32", 1e-5, 1e-4), ("bfloat16", 0.08, 1.5)])
+def test_sampled_logprobs_are_the_trainer_s(
+    dtype: str, mean: float, most: float, engine_in: Any, prompts: Any, lesson: Pass, wait: Any
+):
+    engine = engine_in(dtype)
+    wait(engine.create("base", LoraSpec(rank=1, seed=0)))
+    teach(engine, wait, lesson)
+    wait(engine.capture("pupil", "taught"))
+    for model_id, version in (("base", None), ("pupil", "taught")):
+        gaps = []
+        for prompt in prompts:
+            found = wait(engine.sample(ask(prompt, version=version, num_samples=4, max_tokens=48)))
+            for sequence in found.sequences:
+                trained = trained_logprobs(engine, wait, model_id, prompt, sequence.tokens)
+                gaps.append(np.abs(sequence.logprobs - trained))
+        assert np.concatenate(gaps).mean() < mean
+        assert np.concatenate(gaps).max() < most
+    wait(engine.detach("taught"))
+
+
+def test_bfloat16_stays_near_float32(engine_in: Any, smollm2: Path, lesson: Pass, wait: Any, tmp_path: Path):
+    teach(engine_in("float32"), wait, lesson)
+    wait(engine_in("float32").save("pupil", tmp_path / "saved", optimizer=False))
+    (exact,) = wait(engine_in("float32").run([lesson]))
+    engine = engine_in("bfloat16")
+    wait(engine.load("pupil", tmp_path / "saved", optimizer=False))
+    (rounded,) = wait(engine.run([lesson]))
+    gaps = np.abs(np.concatenate(exact.logprobs) - np.concatenate(rounded.logprobs))
+    assert gaps.mean() < 0.08
