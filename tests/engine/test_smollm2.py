@@ -98,14 +98,16 @@ def test_training_is_the_oracle_s(engine_in: Any, smollm2: Path, lesson: Pass, w
     teach(engine, wait, lesson)
     wait(engine.save("pupil", tmp_path / "saved", optimizer=False))
     (result,) = wait(engine.run([lesson]))
-    oracle = Reference(smollm2, tmp_path / "saved")
+    oracle = Reference(smollm2, tmp_path / "saved", torch.float32)  # float64 is 7e-4 from either
     loss, logprobs = oracle.loss(lesson)
     loss.backward()
-    assert result.metrics["loss:sum"] == pytest.approx(float(loss.detach()), rel=1e-5)
+    learned = sum(int(datum.inputs["weights"].sum()) for datum in lesson.data)
+    assert result.metrics["loss:sum"] == pytest.approx(float(loss.detach()), abs=1e-5 * learned)
     for found, wanted in zip(result.logprobs, logprobs, strict=True):
-        np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-4)
-        assert np.abs(found - wanted.detach().numpy()).mean() < 1e-5
-    assert_same(gradients_of(engine, "pupil"), oracle.gradients(), tolerance=2e-4)
+        gaps = np.abs(found - wanted.detach().numpy())
+        assert gaps.mean() < 1e-5
+        assert gaps.max() < 1e-4  # float32 is itself 3e-5 from float64 here
+    assert_same(gradients_of(engine, "pupil"), oracle.gradients())
 
 
 @pytest.mark.parametrize(("dtype", "mean", "most"), [("float32", 1e-5, 1e-4), ("bfloat16", 0.08, 1.5)])
