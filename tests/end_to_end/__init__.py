@@ -1,0 +1,1 @@
+"""Whole programs: servers in processes of their own, unmodified clients, real models."""
