@@ -1,0 +1,248 @@
+"""The app: its parts put together, its errors turned into answers, and how it is served until a signal ends it.
+
+The port opens at once. `GET /api/v1/healthz` answers 503 until every engine is loaded, then 200; requests that need a
+loading engine wait for it. An engine that cannot be loaded at start ends the server with its error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import resource
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import IO
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from rich.console import Console
+from rich.logging import RichHandler
+from starlette.exceptions import HTTPException
+
+from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.service.bodies import sentence
+from tinsmith.service.checkpoints import Checkpoints
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.deps import Service, key_of
+from tinsmith.service.engines import EngineHost, Start, start_engine
+from tinsmith.service.futures import Futures
+from tinsmith.service.journal import Journal
+from tinsmith.service.records import Model, Session
+from tinsmith.service.routes import checkpoints, futures, sampling, sessions, training
+from tinsmith.service.sampling import Sampling
+from tinsmith.service.sessions import Sessions
+from tinsmith.service.store import Store, open_store
+from tinsmith.service.worker import Worker
+
+log = logging.getLogger(__name__)
+
+GRACE_S = 4
+"""For answers that are under way when the server is told to end."""
+
+
+def create_app(service: Service) -> FastAPI:
+    """The whole API over a running service."""
+    app = FastAPI(title="Tinsmith", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.service = service
+    for module in (sessions, training, sampling, futures, checkpoints):
+        app.include_router(module.router, prefix="/api/v1")
+    app.add_exception_handler(TinsmithError, _of_ours)
+    app.add_exception_handler(HTTPException, _of_routing)
+    app.add_exception_handler(RequestValidationError, _of_parameters)
+    return app
+
+
+@asynccontextmanager
+async def running(
+    config: ServeConfig, start: Start, on_end: Callable[[TinsmithError | None], None]
+) -> AsyncIterator[Service]:
+    """The parts at work. `on_end` hears of the engines' start: None when all are loaded, else why one is not.
+
+    Raises ConfigError if another server uses the data folder.
+    """
+    config.data.mkdir(parents=True, exist_ok=True)
+    with _alone(config.data):
+        store = await open_store(config.data)
+        service = _assemble(config, store, start)
+        await _take_up(service)
+        workers = list({id(worker): worker for worker in service.workers.values()}.values())
+        tasks = [asyncio.create_task(_work(workers, on_end)), asyncio.create_task(service.sessions.run())]
+        try:
+            yield service
+        finally:
+            service.futures.close()
+            await service.sampling.close()
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(worker.host.down() for worker in workers))
+            await store.close()
+
+
+def _assemble(config: ServeConfig, store: Store, start: Start) -> Service:
+    key, made = key_of(config)
+    if made:
+        log.info("Made a key, kept in %s: TINKER_API_KEY=%s", config.data / "api-key", key)
+    promises = Futures(config.hold_s, config.retention_s)
+    saved = Checkpoints(store, config.data / "checkpoints")
+    journal = Journal(store, config.data / "journal", config.capture_every)
+    workers: dict[str, Worker] = {}
+    for source, names in config.sources().items():
+        host = EngineHost(config.engine_config(source), names, start)
+        worker = Worker(host, store, promises, journal, saved, config.batch_tokens)
+        workers |= dict.fromkeys(names, worker)
+    return Service(
+        config=config,
+        key=key,
+        store=store,
+        futures=promises,
+        checkpoints=saved,
+        journal=journal,
+        sessions=Sessions(store, saved, workers, config.session_timeout_s, config.retention_s),
+        sampling=Sampling(store, promises, saved, workers),
+        workers=workers,
+    )
+
+
+async def _take_up(service: Service) -> None:
+    """What an earlier process promised is promised still."""
+    await service.checkpoints.sweep()
+    await service.journal.sweep()
+    for model_id, (accepted, finished) in (await service.store.highest()).items():
+        model = service.store.find(Model, model_id)
+        worker = service.workers.get(model.base_model) if model else None
+        if worker is not None:
+            line = worker.line(model_id)
+            line.accepted, line.begun = accepted, finished
+    for row in await service.store.pending():
+        model = service.store.find(Model, row.model_id)
+        worker = service.workers.get(model.base_model) if model else None
+        if worker is not None:
+            service.futures.open(row.id, row.owner, stored=True)
+            worker.add(row)
+    for model in service.store.all(Model):
+        session, worker = service.store.find(Session, model.session_id), service.workers.get(model.base_model)
+        if worker is not None and model.state != "ended" and (session is None or session.ended is not None):
+            worker.drop(model)
+
+
+async def _work(workers: list[Worker], on_end: Callable[[TinsmithError | None], None]) -> None:
+    try:
+        await asyncio.gather(*(worker.host.up() for worker in workers))
+    except TinsmithError as error:
+        on_end(error)
+        return
+    on_end(None)
+    await asyncio.gather(*(worker.run() for worker in workers))
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[IO[str]]:
+    """Two servers on one folder would undo each other's work."""
+    with (folder / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise ConfigError(f"Another server uses {folder}.", "End it, or give this one its own --data.") from error
+        yield lock
+
+
+async def _of_ours(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, TinsmithError)
+    return JSONResponse({"detail": str(error), "category": error.category}, status_code=error.status)
+
+
+async def _of_routing(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    detail = f"{request.method} {request.url.path} is not served here: {error.detail}."
+    return JSONResponse({"detail": detail}, status_code=error.status_code)
+
+
+async def _of_parameters(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return JSONResponse({"detail": sentence(error.errors())}, status_code=400)
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to `serve`, which ends open polls before it asks uvicorn to stop."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def serve(
+    config: ServeConfig, *, start: Start = start_engine, on_ready: Callable[[str, str], None] | None = None
+) -> None:
+    """Serve until SIGTERM or SIGINT. Calls `on_ready(url, key)` when models are ready.
+
+    Raises ConfigError if the port or the folder is taken, and what an engine's start raises.
+    """
+    _log_to_console()
+    _many_files()
+    asyncio.run(_serve(config, start, on_ready))
+
+
+async def _serve(config: ServeConfig, start: Start, on_ready: Callable[[str, str], None] | None) -> None:
+    listener = _listen(config)
+    url = f"http://{config.host}:{listener.getsockname()[1]}"
+    loaded: asyncio.Future[TinsmithError | None] = asyncio.get_running_loop().create_future()
+    async with running(config, start, loaded.set_result) as service:
+        options = uvicorn.Config(
+            create_app(service), log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S, lifespan="off"
+        )
+        server = _Server(options)
+
+        def end() -> None:
+            server.force_exit = server.should_exit  # a second signal does not wait
+            server.should_exit = True
+            service.futures.close()
+
+        def tell(outcome: asyncio.Future[TinsmithError | None]) -> None:
+            if outcome.cancelled() or outcome.result() is not None:
+                end()
+                return
+            log.info("Ready: TINKER_BASE_URL=%s serves %s", url, ", ".join(service.workers))
+            if on_ready is not None:
+                on_ready(url, service.key)
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, end)
+        log.info("Loading %s; listening on %s", ", ".join(config.sources()), url)
+        loaded.add_done_callback(tell)
+        await server.serve(sockets=[listener])
+    if loaded.done() and not loaded.cancelled() and (error := loaded.result()) is not None:
+        raise error
+
+
+def _listen(config: ServeConfig) -> socket.socket:
+    try:
+        return socket.create_server((config.host, config.port), backlog=2048, reuse_port=False)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot listen on {config.host}:{config.port}: {error}.", "Give another --port; 0 takes a free one."
+        ) from error
+
+
+def _log_to_console() -> None:
+    if sys.stderr.isatty():
+        console = RichHandler(console=Console(stderr=True), show_path=False)
+        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[console])
+    else:  # a file: no colours, no wrapping
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+
+
+def _many_files() -> None:
+    """Hundreds of polls are open at once; the usual soft limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(65536, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

@@ -1,0 +1,122 @@
+"""tinker:// names <-> folders.
+
+A checkpoint's folder carries its id, so a name can be given anew while an old session still samples from what it meant
+before. Engines write the folders, whole or not at all; this file decides their names and how long they live.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import time
+from pathlib import Path
+
+from tinsmith.errors import BadRequest, NotFound
+from tinsmith.service.records import Checkpoint, Sampler, Session
+from tinsmith.service.store import Store
+
+TTL_RANGE = (3600, 315_360_000)
+"""One hour to ten years, as the protocol says."""
+_NAME = re.compile(r"[A-Za-z0-9._=@+-]{1,200}")
+_PATH = re.compile(r"tinker://(?P<run>[^/]+)/(?P<kind>weights|sampler_weights)/(?P<name>[^/]+)")
+
+
+class Checkpoints:
+    """The saved adapters of one data folder."""
+
+    def __init__(self, store: Store, root: Path) -> None:
+        self._store = store
+        self._root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    def folder(self, checkpoint_id: str) -> Path:
+        """Where it is, or is to be, on disk; absolute."""
+        return (self._root / checkpoint_id).resolve()
+
+    def find(self, path: str, owner: str) -> Checkpoint:
+        """By its tinker:// path. Raises BadRequest for what is no such path, NotFound for what is not there."""
+        parts = _PATH.fullmatch(path)
+        if parts is None:
+            raise BadRequest(
+                f"{path} is not a checkpoint's path.", "tinker://RUN/weights/NAME or …/sampler_weights/NAME."
+            )
+        found = self.named(parts["run"], parts["kind"], parts["name"])
+        if found is None or found.owner != owner:
+            raise NotFound(f"There is no checkpoint {path}.", "It may have been deleted, or its time is over.")
+        return found
+
+    def named(self, run: str, kind: str, name: str) -> Checkpoint | None:
+        """The checkpoint that has this name now."""
+        wanted = (run, kind, name)
+        for one in self._store.all(Checkpoint):
+            if (one.run, one.kind, one.name) == wanted and not (one.deleted or _over(one)):
+                return one
+        return None
+
+    def of_run(self, run: str) -> list[Checkpoint]:
+        """A run's named checkpoints, oldest first."""
+        return [
+            one
+            for one in self._store.all(Checkpoint)
+            if one.run == run and one.kind != "ephemeral" and not (one.deleted or _over(one))
+        ]
+
+    async def delete(self, checkpoint: Checkpoint) -> None:
+        """Its name goes now; its folder when no living sampling session uses it."""
+        if self.used(checkpoint.id):
+            await self._store.change(Checkpoint, checkpoint.id, deleted=True)
+            return
+        await self._store.remove(checkpoint)
+        await asyncio.to_thread(shutil.rmtree, self.folder(checkpoint.id), ignore_errors=True)
+
+    async def release(self, version: str) -> bool:
+        """After a sampling session ended: whether nothing uses the version any more; then what is unnamed is gone."""
+        if self.used(version):
+            return False
+        checkpoint = self._store.find(Checkpoint, version)
+        if checkpoint is not None and (checkpoint.kind == "ephemeral" or checkpoint.deleted):
+            await self.delete(checkpoint)
+        return True
+
+    def used(self, version: str) -> bool:
+        """A living sampling session samples from it."""
+        users = (one for one in self._store.all(Sampler) if one.version == version)
+        sessions = (self._store.find(Session, one.session_id) for one in users)
+        return any(session is not None and session.ended is None for session in sessions)
+
+    async def expire(self) -> None:
+        """Delete what is over its time."""
+        for one in self._store.all(Checkpoint):
+            if _over(one) and not one.deleted:
+                await self.delete(one)
+
+    def next_expiry(self) -> float | None:
+        """When the next one is over, in seconds since 1970."""
+        return min(
+            (one.expires for one in self._store.all(Checkpoint) if one.expires and not one.deleted), default=None
+        )
+
+    async def sweep(self) -> None:
+        """At start: folders that no record knows were being written when the process died."""
+        known = {one.id for one in self._store.all(Checkpoint)}
+        for folder in list(self._root.iterdir()):
+            if folder.name not in known:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+
+def check_name(name: str) -> None:
+    """Raises BadRequest unless the name can be the last part of a tinker:// path."""
+    if not _NAME.fullmatch(name) or set(name) == {"."}:
+        raise BadRequest(f"'{name}' cannot name a checkpoint.", "Use letters, digits and . _ = @ + - (at most 200).")
+
+
+def check_ttl(ttl_seconds: int | None) -> None:
+    """Raises BadRequest for a time to live that the protocol does not allow."""
+    low, high = TTL_RANGE
+    if ttl_seconds is not None and not low <= ttl_seconds <= high:
+        raise BadRequest(f"ttl_seconds is {ttl_seconds}.", f"Give {low} to {high}, or leave it out to keep it.")
+
+
+def _over(checkpoint: Checkpoint) -> bool:
+    return checkpoint.expires is not None and checkpoint.expires <= time.time()

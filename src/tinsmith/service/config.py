@@ -1,0 +1,116 @@
+"""What `tinsmith serve` is told: one frozen record, from options or from a YAML or TOML file.
+
+Example: ServeConfig(models=("HuggingFaceTB/SmolLM2-135M-Instruct",), port=8000, data=Path("served"))
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Literal
+
+from pydantic import field_validator, model_validator
+
+from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig
+from tinsmith.settings import Settings
+
+KEY_PREFIX = "tml-"
+"""The SDK refuses to send any other key."""
+
+
+class ServeConfig(Settings):
+    """A service on one machine."""
+
+    models: tuple[str, ...] = (DEFAULT_MODEL,)
+    """Base models as NAME or NAME=SOURCE; names with one source share one set of weights."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+
+    port: int = 8000
+    """Port to listen on; 0 takes a free one."""
+
+    data: Path = Path.home() / ".tinsmith"
+    """Folder of the database, the checkpoints and the key."""
+
+    api_key: str | None = None
+    """The key clients send, tml-…; without it one is made, shown once and kept in the data folder."""
+
+    engine: Literal["torch", "fake"] = "torch"
+    """`fake` answers in arithmetic instead of a model: for tests and for trying the API."""
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the base models; auto is bfloat16 where the hardware is fast at it."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the tensors live; auto is a GPU if there is one."""
+
+    threads: int = 0
+    """CPU threads for tensor work; 0 is one for each core."""
+
+    pass_tokens: int = 2048
+    """Packed tokens in one micro-batch of training; bounds the memory that activations take."""
+
+    cache_tokens: int = 65536
+    """Tokens that a sampler's cache may hold; requests beyond it wait."""
+
+    batch_tokens: int = 8192
+    """Tokens of waiting forward_backward requests that are handed to an engine together."""
+
+    capture_every: int = 10
+    """Optimizer steps after which a model's state is written down, so that a restart replays no more than these."""
+
+    hold_s: float = 25.0
+    """How long a poll for a result is held open; the client gives up at 45 s."""
+
+    session_timeout_s: float = 6 * 3600.0
+    """Silence after which a session, its models and its sampling sessions end."""
+
+    retention_s: float = 3600.0
+    """How long a finished result can still be fetched."""
+
+    @field_validator("models")
+    @classmethod
+    def _names_are_distinct(cls, models: tuple[str, ...]) -> tuple[str, ...]:
+        names = [entry.partition("=")[0] for entry in models]
+        if not names or not all(names) or any(entry.endswith("=") for entry in models):
+            raise ValueError("give at least one NAME or NAME=SOURCE")
+        if len(set(names)) != len(names):
+            raise ValueError("each NAME may be given once")
+        return models
+
+    @model_validator(mode="after")
+    def _key_is_sane(self) -> ServeConfig:
+        if self.api_key is not None and not self.api_key.startswith(KEY_PREFIX):
+            raise ValueError(f"api_key must start with {KEY_PREFIX}, the SDK sends no other")
+        if self.api_key is None and not self.is_loopback:
+            raise ValueError(f"host {self.host} can be reached from elsewhere: give an api_key of your own")
+        return self
+
+    @property
+    def is_loopback(self) -> bool:
+        """Only this machine can connect."""
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"
+
+    def sources(self) -> dict[str, list[str]]:
+        """source -> the names it is served under, in the order given."""
+        grouped: dict[str, list[str]] = {}
+        for entry in self.models:
+            name, _, source = entry.partition("=")
+            grouped.setdefault(source or name, []).append(name)
+        return grouped
+
+    def engine_config(self, source: str) -> EngineConfig:
+        """What the engine of one source is made from."""
+        return EngineConfig(
+            source=source,
+            kind=self.engine,
+            dtype=self.dtype,
+            device=self.device,
+            threads=self.threads,
+            pass_tokens=self.pass_tokens,
+            cache_tokens=self.cache_tokens,
+        )

@@ -1,0 +1,124 @@
+"""What routes are given: the service's parts, the tenant behind a key, bodies within their limits.
+
+A route may touch only what its tenant owns: whatever is another's answers as if it did not exist.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import Depends, Header, Request
+
+from tinsmith.engine.checks import nearest
+from tinsmith.errors import BadRequest, NotFound, TooLarge, Unauthorized
+from tinsmith.service.checkpoints import Checkpoints
+from tinsmith.service.config import KEY_PREFIX, ServeConfig
+from tinsmith.service.futures import Futures
+from tinsmith.service.journal import Journal
+from tinsmith.service.records import Model, Sampler
+from tinsmith.service.sampling import Sampling
+from tinsmith.service.sessions import Sessions
+from tinsmith.service.store import Store
+from tinsmith.service.wire import BODY_CAP
+from tinsmith.service.worker import Worker
+
+OWNER = "local"
+"""Whose everything is while there is one key. Not derived from the key: a new key keeps the old work."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Service:
+    """The parts of a running service."""
+
+    config: ServeConfig
+    key: str
+    store: Store
+    futures: Futures
+    checkpoints: Checkpoints
+    journal: Journal
+    sessions: Sessions
+    sampling: Sampling
+    workers: dict[str, Worker]
+    """Served name -> the worker of its engine."""
+
+    def worker(self, base_model: str) -> Worker:
+        """The worker of a base model. Raises NotFound with the nearest name."""
+        if base_model not in self.workers:
+            raise NotFound(f"Base model {base_model} is not served here.", nearest(base_model, self.workers))
+        return self.workers[base_model]
+
+    def model(self, model_id: str, owner: str) -> Model:
+        """A model of this tenant, in whatever state. Raises NotFound."""
+        model = self.store.find(Model, model_id)
+        if model is None or model.owner != owner:
+            raise NotFound(f"There is no model {model_id}.", "Create one, or load a checkpoint.")
+        return model
+
+    def training(self, model_id: str, owner: str) -> Model:
+        """A model that can take requests; its session stays alive by this. Raises NotFound or BadRequest."""
+        model = self.model(model_id, owner)
+        self.sessions.alive(model.session_id, owner)
+        if model.state in ("failed", "ended"):
+            raise BadRequest(f"Model {model_id} is {model.state}.", "Create another and load a checkpoint into it.")
+        return model
+
+    def sampler(self, sampler_id: str, owner: str) -> Sampler:
+        """A sampling session of this tenant. Raises NotFound."""
+        sampler = self.store.find(Sampler, sampler_id)
+        if sampler is None or sampler.owner != owner:
+            raise NotFound(f"There is no sampling session {sampler_id}.", "Create one.")
+        return sampler
+
+
+def key_of(config: ServeConfig) -> tuple[str, bool]:
+    """(the key, whether it was made just now): the given one, else the one kept in the data folder, else a new one."""
+    if config.api_key is not None:
+        return config.api_key, False
+    kept = config.data / "api-key"
+    if kept.is_file():
+        return kept.read_text().strip(), False
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    _write_private(kept, key)
+    return key, True
+
+
+def _write_private(file: Path, text: str) -> None:
+    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+        out.write(text + "\n")
+
+
+async def service_of(request: Request) -> Service:
+    """The service behind the app."""
+    return request.app.state.service
+
+
+ServiceDep = Annotated[Service, Depends(service_of)]
+
+
+async def tenant(service: ServiceDep, x_api_key: Annotated[str, Header()] = "") -> str:
+    """The owner behind the X-API-Key header. Raises Unauthorized."""
+    if not hmac.compare_digest(x_api_key.encode(), service.key.encode()):
+        what = "The X-API-Key is not known here." if x_api_key else "There is no X-API-Key."
+        raise Unauthorized(what, "Set TINKER_API_KEY to the key that the server was started with.")
+    return OWNER
+
+
+Tenant = Annotated[str, Depends(tenant)]
+
+
+async def raw_body(request: Request) -> bytes:
+    """The body as it came. Raises TooLarge before it is read whole."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > BODY_CAP:
+            raise TooLarge(f"The body is over {BODY_CAP} bytes.", "Send fewer data per request.")
+    return bytes(body)
+
+
+RawBody = Annotated[bytes, Depends(raw_body)]

@@ -1,0 +1,128 @@
+"""What each training request but forward_backward does: to the engine, to the records, and what it answers.
+
+Raises TinsmithError when the request fails; then nothing changed. The worker calls this in each model's order.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tinsmith.engine.base import Engine
+from tinsmith.errors import BadRequest, NotFound
+from tinsmith.service.checkpoints import Checkpoints
+from tinsmith.service.journal import Journal
+from tinsmith.service.records import Answer, Checkpoint, Create, Load, Model, Row, Sampler, SaveSampler, SaveState, Step
+from tinsmith.service.store import Held, Store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Done:
+    """A request that succeeded: its answer, the records that it made or changed, and what is still to be done."""
+
+    answer: Answer
+    records: tuple[Held, ...] = ()
+    replaced: Checkpoint | None = None
+    """A checkpoint whose name was given anew."""
+    behind: Checkpoint | None = None
+    """A version to be written to disk behind the answer."""
+
+
+class Effects:
+    """Carries requests out on an engine and describes what came of it."""
+
+    def __init__(self, store: Store, checkpoints: Checkpoints, journal: Journal) -> None:
+        self._store = store
+        self._checkpoints = checkpoints
+        self._journal = journal
+
+    async def perform(self, row: Row, model: Model, engine: Engine) -> Done:
+        """Run one barrier row. Raises TinsmithError if it fails."""
+        work = row.work
+        if isinstance(work, Create):
+            await engine.create(model.id, model.lora)
+            return Done(
+                answer=Answer.of({"model_id": model.id, "type": "create_model"}),
+                records=(replace(model, state="live"),),
+            )
+        if isinstance(work, Step):
+            return Done(answer=Answer.of({"metrics": await engine.step(model.id, work.adam)}))
+        if isinstance(work, Load):
+            return await self._load(row, work, model, engine)
+        if isinstance(work, SaveState):
+            return await self._save_state(row, work, model, engine)
+        if isinstance(work, SaveSampler):
+            return await self._save_sampler(row, work, model, engine)
+        raise TypeError(f"{type(work).__name__} is no barrier")
+
+    async def _load(self, row: Row, work: Load, model: Model, engine: Engine) -> Done:
+        """The loaded folder is the model's captured state from here on: it may be deleted by its owner meanwhile."""
+        checkpoint = self._store.find(Checkpoint, work.checkpoint)
+        if checkpoint is None:
+            raise NotFound(f"Checkpoint {work.path} was deleted before it could be loaded.", "Load another.")
+        folder = self._checkpoints.folder(checkpoint.id)
+        await engine.load(model.id, folder, optimizer=work.optimizer)
+        captured = self._journal.link(model, folder, row.seq)
+        answer = Answer.of({"path": work.path, "model_id": model.id, "type": "load_weights"})
+        model = replace(model, state="live", captured=captured, captured_optimizer=work.optimizer, covered=row.seq)
+        return Done(answer=answer, records=(model,))
+
+    async def _save_state(self, row: Row, work: SaveState, model: Model, engine: Engine) -> Done:
+        standing = self._checkpoints.named(model.id, "weights", work.name)
+        if standing is not None and not work.overwrite:
+            raise BadRequest(f"{standing.path} exists.", "Choose another name or pass overwrite=True.")
+        made = _checkpoint(row, model, kind="weights", name=work.name, optimizer=True, **_kept(work))
+        size = await engine.save(model.id, self._checkpoints.folder(made.id), optimizer=True)
+        made = replace(made, size_bytes=size)
+        return Done(answer=Answer.of({"path": made.path, "type": "save_weights"}), records=(made,), replaced=standing)
+
+    async def _save_sampler(self, row: Row, work: SaveSampler, model: Model, engine: Engine) -> Done:
+        if work.name is None:
+            return await self._save_unnamed(row, work, model, engine)
+        standing = self._checkpoints.named(model.id, "sampler_weights", work.name)
+        if standing is not None:
+            raise BadRequest(f"{standing.path} exists.", "Choose another name or delete it first.")
+        made = _checkpoint(row, model, kind="sampler_weights", name=work.name, **_kept(work))
+        await engine.capture(model.id, made.id)
+        size = await engine.persist(made.id, self._checkpoints.folder(made.id))
+        made = replace(made, size_bytes=size)
+        answer = Answer.of({"path": made.path, "type": "save_weights_for_sampler"})
+        return Done(answer=answer, records=(made,))
+
+    async def _save_unnamed(self, row: Row, work: SaveSampler, model: Model, engine: Engine) -> Done:
+        """Usable at once from the engine's memory; the folder follows."""
+        sampler_id = work.sampler_id or ""
+        if self._store.find(Sampler, sampler_id) is not None:
+            raise BadRequest(f"Sampling session {sampler_id} exists.", "Give each its own sampling_session_seq_id.")
+        made = _checkpoint(row, model, kind="ephemeral", name=sampler_id, ready=False)
+        await engine.capture(model.id, made.id)
+        sampler = Sampler(
+            id=sampler_id,
+            owner=row.owner,
+            session_id=model.session_id,
+            base_model=model.base_model,
+            created=time.time(),
+            version=made.id,
+        )
+        answer = Answer.of({"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"})
+        return Done(answer=answer, records=(made, sampler), behind=made)
+
+
+def _kept(work: SaveState | SaveSampler) -> dict[str, Any]:
+    expires = time.time() + work.ttl_seconds if work.ttl_seconds is not None else None
+    return {"expires": expires, "metadata": work.metadata}
+
+
+def _checkpoint(row: Row, model: Model, **values: Any) -> Checkpoint:
+    return Checkpoint(
+        id=uuid.uuid4().hex,
+        owner=row.owner,
+        run=model.id,
+        base_model=model.base_model,
+        lora=model.lora,
+        created=time.time(),
+        made_by=row.id,
+        **values,
+    )

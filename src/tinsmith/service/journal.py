@@ -1,0 +1,131 @@
+"""How a model comes back: its last captured state, then the requests since, in order.
+
+A captured state is a folder (weights and moments, as an engine saves them) that holds the effect of every request up to
+`Model.covered`; requests after that keep their payloads in the store. States are captured by itself every N optimizer
+steps, and whenever a save or a load put one on disk anyway: that costs a hard link. Gradients are in no state, so a
+state covers up to the last step or load, never the forward_backward requests after it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import groupby
+from pathlib import Path
+
+from tinsmith.engine.base import Engine, Pass
+from tinsmith.errors import EngineDied, EngineError, TinsmithError
+from tinsmith.service.payloads import restored
+from tinsmith.service.records import Checkpoint, Model, Past, SaveSampler, Step
+from tinsmith.service.store import Store
+
+log = logging.getLogger(__name__)
+
+
+class Journal:
+    """The captured states of one data folder, and replay from them."""
+
+    def __init__(self, store: Store, root: Path, every: int) -> None:
+        self._store = store
+        self._root = root
+        self.every = every
+        """Optimizer steps between captures."""
+        root.mkdir(parents=True, exist_ok=True)
+
+    def link(self, model: Model, source: Path, seq: int) -> str:
+        """A folder's files under the journal's own name, so that deleting the original takes nothing away."""
+        name = self._name(model, seq)
+        shutil.copytree(source, self._root / name, copy_function=_link)
+        return name
+
+    async def capture(self, model: Model, seq: int, engine: Engine) -> None:
+        """Save the model's state of this moment, which holds everything up to `seq`."""
+        name = self._name(model, seq)
+        await engine.save(model.id, (self._root / name).resolve(), optimizer=True)
+        await self.adopt(replace(model, captured=name, captured_optimizer=True, covered=seq))
+
+    async def adopt(self, model: Model) -> None:
+        """Make `model.captured` what the model comes back from; older states and covered payloads go."""
+        await self._store.cover(model)
+        keep = self._root / model.captured if model.captured else None
+        home = self._home(model.id)
+        for folder in list(home.iterdir()) if home.is_dir() else []:
+            if folder != keep:
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    async def forget(self, model: Model) -> None:
+        """Of a model that has ended nothing is kept."""
+        await self._store.cover(replace(model, state="ended", captured=None, covered=2**62))
+        await asyncio.to_thread(shutil.rmtree, self._home(model.id), ignore_errors=True)
+
+    async def revive(self, model: Model, engine: Engine) -> tuple[int, list[Checkpoint]]:
+        """Have the model in the engine as its last finished request left it.
+
+        Returns the seq_id of its last step or load, and the unnamed versions made again on the way, which are to be
+        written to disk. Raises EngineError if a replayed request fails.
+        """
+        past = await self._store.past(model)
+        if model.captured is not None:
+            folder = (self._root / model.captured).resolve()
+            await engine.load(model.id, folder, optimizer=model.captured_optimizer)
+        else:
+            await engine.create(model.id, model.lora)
+        if past:
+            log.info("Replaying %d requests of model %s.", len(past), model.id)
+        updated, versions = model.covered, []
+        for _, group in groupby(past, key=lambda one: (one.kind, one.batch or one.seq)):
+            rows = list(group)
+            if rows[0].kind == "forward_backward":
+                await self._replay_passes(model, rows, engine)
+            elif rows[0].kind == "step":
+                work = restored("step", model.id, rows[0].payload)
+                assert isinstance(work, Step)
+                await engine.step(model.id, work.adam)
+                updated = rows[0].seq
+            elif rows[0].kind == "save_sampler":
+                versions += await self._replay_version(model, rows[0], engine)
+        return updated, versions
+
+    async def _replay_passes(self, model: Model, rows: Sequence[Past], engine: Engine) -> None:
+        """Packed as they were, so that on a CPU sums are the same to the bit."""
+        works = [restored(row.kind, model.id, row.payload) for row in rows]
+        for row, result in zip(rows, await engine.run([work for work in works if isinstance(work, Pass)]), strict=True):
+            if isinstance(result, EngineDied):
+                raise result
+            if isinstance(result, TinsmithError):
+                raise EngineError(f"Request {row.id} cannot be replayed: {result}")
+
+    async def _replay_version(self, model: Model, row: Past, engine: Engine) -> list[Checkpoint]:
+        work = restored(row.kind, model.id, row.payload)
+        made = [one for one in self._store.all(Checkpoint) if one.made_by == row.id and not one.ready]
+        if isinstance(work, SaveSampler):
+            for checkpoint in made:
+                await engine.capture(model.id, checkpoint.id)
+        return made
+
+    async def sweep(self) -> None:
+        """At start: states of models that have ended, and of writes that the process did not finish."""
+        keep = {self._root / model.captured for model in self._store.all(Model) if model.captured}
+        for home in list(self._root.iterdir()):
+            for folder in list(home.iterdir()):
+                if folder not in keep:
+                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _name(self, model: Model, seq: int) -> str:
+        """Never one that is in use: the standing state must stay until the new one counts."""
+        return f"{self._home(model.id).name}/{seq}-{uuid.uuid4().hex[:8]}"
+
+    def _home(self, model_id: str) -> Path:
+        return self._root / model_id.replace(":", "-")
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)

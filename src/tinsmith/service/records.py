@@ -1,0 +1,203 @@
+"""What the service remembers: frozen records, each with its owner. No I/O here.
+
+Session > Model (an adapter in training) > Request (one call on it); Session > Sampler (a sampling session) > version.
+A Checkpoint is a saved adapter; its `id` is also the name of its folder and of its version in the engine.
+Times are seconds since 1970, UTC.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tinsmith.engine.base import AdamParams, LoraSpec, Pass
+from tinsmith.errors import TinsmithError
+
+PROTOBUF = "application/x-protobuf"
+JSON = "application/json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Session:
+    """One client's connection; everything it made ends with it, but for named checkpoints."""
+
+    id: str
+    owner: str
+    created: float
+    seen: float
+    idempotency_key: str | None = None
+    tags: list[str] = field(default_factory=list)
+    metadata: dict[str, Any] = field(default_factory=dict)
+    ended: str | None = None
+    """Why it ended: success, errored, interrupted, silence; None while it lives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """An adapter in training; `id` is `{session}:train:{n}`, which the client computes by itself."""
+
+    id: str
+    owner: str
+    session_id: str
+    base_model: str
+    lora: LoraSpec
+    created: float
+    metadata: dict[str, Any] | None = None
+    state: Literal["pending", "live", "failed", "ended"] = "pending"
+    captured: str | None = None
+    """Folder (under the journal) of its last captured state; None: it is made anew from `lora`."""
+    captured_optimizer: bool = False
+    covered: int = 0
+    """The captured state holds the effect of every request up to this seq_id."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampler:
+    """A sampling session; `version` is the checkpoint it samples from, None for the base model. Never changes."""
+
+    id: str
+    owner: str
+    session_id: str
+    base_model: str
+    created: float
+    model_path: str | None = None
+    version: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """A saved adapter. Unnamed ones (kind `ephemeral`) live as long as their session and are not listed."""
+
+    id: str
+    owner: str
+    run: str
+    kind: Literal["weights", "sampler_weights", "ephemeral"]
+    name: str
+    base_model: str
+    lora: LoraSpec
+    created: float
+    made_by: str
+    """The request that saved it."""
+    optimizer: bool = False
+    ready: bool = True
+    """Its folder is on disk; False while an unnamed version is still only in the engine's memory."""
+    deleted: bool = False
+    """No longer to be had by its path; the folder stays while a living sampling session uses it."""
+    size_bytes: int = 0
+    expires: float | None = None
+    metadata: dict[str, str] | None = None
+
+    @property
+    def path(self) -> str:
+        """Its tinker:// name."""
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Create:
+    """Make the model from its LoraSpec."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """Put a checkpoint into the model; `creates` when it takes the place of Create."""
+
+    path: str
+    checkpoint: str
+    optimizer: bool
+    creates: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """optim_step."""
+
+    adam: AdamParams
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveState:
+    """save_weights."""
+
+    name: str
+    overwrite: bool = False
+    ttl_seconds: int | None = None
+    metadata: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSampler:
+    """save_weights_for_sampler: named into a checkpoint, unnamed into a sampling session."""
+
+    name: str | None = None
+    sampler_id: str | None = None
+    ttl_seconds: int | None = None
+    metadata: dict[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drop:
+    """The end of a model, queued behind what is still waiting. Never stored."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revive:
+    """Have the model in the engine again, for a version that only its replay can bring back. Never stored."""
+
+
+Work = Create | Load | Pass | Step | SaveState | SaveSampler | Drop | Revive
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A request waiting for its engine, as the scheduler sees it."""
+
+    id: str
+    owner: str
+    model_id: str
+    seq: int
+    order: int
+    """Arrival: larger is later."""
+    work: Work
+    tokens: int = 0
+    alone: bool = False
+    """An engine died while it ran: run it by itself, so that it can take no other down."""
+
+    @property
+    def packs(self) -> bool:
+        """Rows that pack share a pass; all others are barriers for their own model."""
+        return isinstance(self.work, Pass)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Past:
+    """A finished request as the journal replays it."""
+
+    id: str
+    seq: int
+    kind: str
+    batch: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The final body of a future."""
+
+    body: bytes
+    media: str = JSON
+    status: int = 200
+    failed: bool = False
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any]) -> Answer:
+        """A JSON result."""
+        return cls(body=json.dumps(values).encode())
+
+    @classmethod
+    def failure(cls, error: TinsmithError) -> Answer:
+        """How the protocol fails a request: 200 with the error and its category, which no client retries."""
+        body = json.dumps({"error": str(error), "category": error.category}).encode()
+        return cls(body=body, failed=True)

@@ -1,0 +1,79 @@
+"""Sampling sessions and asample."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+
+from tinsmith.engine.checks import check_sample
+from tinsmith.errors import BadRequest
+from tinsmith.service.asample import decode_sample
+from tinsmith.service.bodies import SamplingSessionBody, parse
+from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.records import Sampler
+
+router = APIRouter()
+
+
+@router.post("/create_sampling_session")
+async def create_sampling_session(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, str]:
+    """A sampling session on a base model or on a checkpoint, training or sampler. It never changes afterwards."""
+    asked = parse(SamplingSessionBody, body)
+    session = service.sessions.alive(asked.session_id, tenant)
+    sampler_id = f"{session.id}:sample:{asked.sampling_session_seq_id}"
+    if service.store.find(Sampler, sampler_id) is None:
+        await service.store.put(_sampler(service, tenant, asked, sampler_id))
+    return {"sampling_session_id": sampler_id, "type": "create_sampling_session"}
+
+
+def _sampler(service: Service, tenant: str, asked: SamplingSessionBody, sampler_id: str) -> Sampler:
+    version = None
+    base_model = asked.base_model
+    if asked.model_path is not None:
+        checkpoint = service.checkpoints.find(asked.model_path, tenant)
+        version = checkpoint.id
+        base_model = base_model or checkpoint.base_model
+        if service.worker(base_model) is not service.worker(checkpoint.base_model):
+            raise BadRequest(
+                f"{asked.model_path} belongs to {checkpoint.base_model}, not to {base_model}.", "Leave base_model out."
+            )
+    if base_model is None:
+        raise BadRequest("create_sampling_session has neither model_path nor base_model.", "Give one of them.")
+    service.worker(base_model)
+    return Sampler(
+        id=sampler_id,
+        owner=tenant,
+        session_id=asked.session_id,
+        base_model=base_model,
+        created=time.time(),
+        model_path=asked.model_path,
+        version=version,
+    )
+
+
+@router.get("/samplers/{sampler_id}")
+async def get_sampler(sampler_id: str, tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
+    """What a sampling session samples from; clients load a tokenizer by `base_model`."""
+    sampler = service.sampler(sampler_id, tenant)
+    name = sampler.base_model
+    card = await service.worker(name).host.card()
+    if service.config.is_loopback and card.tokenizer.startswith("/"):
+        # A client of this machine can read the folder, while the name may be an alias that nothing else knows. The last
+        # part is for the SDK, which cuts names with exactly two slashes.
+        name = f"{card.tokenizer}/."
+    return {"sampler_id": sampler.id, "base_model": name, "model_path": sampler.model_path}
+
+
+@router.post("/asample")
+async def asample(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+    """Begin sampling; the ids of the sequences are given now, one for each."""
+    ask = decode_sample(body)
+    sampler = service.sampler(ask.sampler_id, tenant)
+    service.sessions.alive(sampler.session_id, tenant)
+    check_sample(ask.request, await service.worker(sampler.base_model).host.card())
+    request_id = f"{sampler.id}:{ask.seq}"
+    service.sampling.submit(sampler, ask, request_id)
+    ids = [f"{request_id}:{index}" for index in range(ask.request.num_samples)]
+    return {"request_id": request_id, "sample_sequence_ids": ids}

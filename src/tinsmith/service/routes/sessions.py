@@ -1,0 +1,103 @@
+"""Bootstrap and sessions: client/config, create_session, heartbeats, finish, telemetry, capabilities."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header, Response
+
+from tinsmith.errors import Gone
+from tinsmith.service.bodies import FinishBody, HeartbeatBody, SessionBody, parse
+from tinsmith.service.deps import RawBody, ServiceDep, Tenant
+
+router = APIRouter()
+
+CLIENT_CONFIG = {
+    "pjwt_auth_enabled": False,
+    "credential_default_source": "api_key",
+    # One chunk after another: arrival is seq_id order, and a gap is a number that will never come.
+    "parallel_fwdbwd_chunks": False,
+    "proto_compress_fwdbwd": False,
+    "sample_use_retrieve_futures": False,
+    "sample_join_sampling_session": False,
+    "custom_loss_server_side": False,
+    "sample_max_concurrent_requests": 2000,
+    # SDKs before 0.25 and before 0.38 take the same path with these.
+    "proto_write_fwdbwd": True,
+    "fwd_via_fwdbwd": True,
+    "create_model_via_load_weights": True,
+}
+
+
+@router.post("/client/config")
+async def client_config(_tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
+    """Flags that steer the client; compression pays only where a network lies between."""
+    return {**CLIENT_CONFIG, "proto_compress_fwdbwd": not service.config.is_loopback}
+
+
+@router.post("/client/dynamic_config")
+async def dynamic_config(_tenant: Tenant) -> dict[str, Any]:
+    """Flags that the client asks for again every five minutes."""
+    return {"refresh_interval_sec": 300, "sample_cancel_enabled": True, "sample_cancel_max_batch_size": 64}
+
+
+@router.post("/create_session")
+async def create_session(
+    tenant: Tenant, service: ServiceDep, body: RawBody, x_idempotency_key: Annotated[str | None, Header()] = None
+) -> dict[str, Any]:
+    """A session; the same X-Idempotency-Key gives the same one."""
+    asked = parse(SessionBody, body)
+    session = await service.sessions.begin(tenant, x_idempotency_key, asked.tags, asked.user_metadata or {})
+    return {"session_id": session.id, "type": "create_session"}
+
+
+@router.post("/session_heartbeat")
+async def session_heartbeat(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, str]:
+    """Keep a session alive; 410 tells the client to stop."""
+    session_id = parse(HeartbeatBody, body).session_id
+    session = service.sessions.find(session_id, tenant)
+    if session.ended is not None:
+        raise Gone(f"Session {session_id} has ended ({session.ended}).", "Create another.")
+    await service.sessions.heartbeat(session_id, tenant)
+    return {"type": "session_heartbeat"}
+
+
+@router.post("/sessions/{session_id}/finish")
+async def finish_session(session_id: str, tenant: Tenant, service: ServiceDep, body: RawBody) -> Response:
+    """End a session: what is queued still runs, then its models leave."""
+    reason = parse(FinishBody, body or b"{}").reason.type
+    await service.sessions.end(service.sessions.find(session_id, tenant), reason)
+    return Response(status_code=204)
+
+
+@router.post("/telemetry")
+async def telemetry(_tenant: Tenant) -> dict[str, str]:
+    """Taken and not kept: it holds tracebacks and paths of the client's machine."""
+    return {"status": "accepted"}
+
+
+@router.get("/get_server_capabilities")
+async def get_server_capabilities(_tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
+    """Every served name and its context."""
+    models = []
+    for name, worker in service.workers.items():
+        card = await worker.host.card()
+        models.append(
+            {
+                "model_name": name,
+                "max_context_length": card.context_length,
+                "trainable": True,
+                "sampleable": True,
+            }
+        )
+    return {"supported_models": models}
+
+
+@router.get("/healthz")
+async def healthz(service: ServiceDep, response: Response) -> dict[str, Any]:
+    """200 once every engine runs, 503 while one is loading or being started again. Needs no key."""
+    waiting = [name for name, worker in service.workers.items() if not worker.host.is_up]
+    if waiting:
+        response.status_code = 503
+        return {"status": "loading", "waiting_for": waiting}
+    return {"status": "ok"}

@@ -1,0 +1,254 @@
+"""Training requests: parse, refuse what is not in order, write it down, promise. The worker does the rest."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Header
+
+from tinsmith.engine.base import AdamParams, LoraSpec
+from tinsmith.engine.checks import check_adam, check_lora, check_pass
+from tinsmith.errors import BadRequest, Unsupported
+from tinsmith.service.bodies import (
+    CreateModelBody,
+    GetInfoBody,
+    LoadBody,
+    LoraBody,
+    OptimizerBody,
+    SaveBody,
+    StepBody,
+    parse,
+)
+from tinsmith.service.checkpoints import check_name, check_ttl
+from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.payloads import stored
+from tinsmith.service.records import Checkpoint, Create, Load, Model, SaveSampler, SaveState, Step, Work
+from tinsmith.service.wire import decode_pass, decompressed
+
+router = APIRouter()
+
+
+@router.post("/create_model")
+async def create_model(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+    """A fresh adapter; a seed is drawn where the client gave none."""
+    asked = parse(CreateModelBody, body)
+    session = service.sessions.alive(asked.session_id, tenant)
+    model_id = _model_id(asked.session_id, asked.model_seq_id)
+    if service.store.find(Model, model_id) is not None:
+        return {"request_id": _request_id(model_id, 0), "model_id": model_id}
+    service.worker(asked.base_model)
+    _only_adamw(asked.optimizer_config)
+    config = asked.lora_config or LoraBody(rank=32)
+    lora = LoraSpec(
+        rank=config.rank,
+        seed=config.seed if config.seed is not None else secrets.randbits(63),
+        train_attn=config.train_attn,
+        train_mlp=config.train_mlp,
+        train_unembed=config.train_unembed,
+    )
+    check_lora(lora)
+    model = _model(model_id, session.id, asked.base_model, lora, tenant, asked.user_metadata)
+    promise = await _promise(service, model, 0, Create(), stored(Create()), new=True)
+    return {**promise, "model_id": model_id}
+
+
+@router.post("/get_info")
+async def get_info(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+    """What a model is; `tokenizer_id` is what loads on this machine, whatever name it is served under."""
+    model = service.model(parse(GetInfoBody, body).model_id, tenant)
+    card = await service.worker(model.base_model).host.card()
+    return {
+        "type": "get_info",
+        "model_id": model.id,
+        "model_name": model.base_model,
+        "model_data": {"arch": card.arch, "model_name": model.base_model, "tokenizer_id": card.tokenizer},
+        "is_lora": True,
+        "lora_rank": model.lora.rank,
+        "optimizer_config": {"type": "adamw"},
+    }
+
+
+@router.post("/forward_backward")
+async def forward_backward(
+    tenant: Tenant, service: ServiceDep, body: RawBody, content_encoding: Annotated[str | None, Header()] = None
+) -> dict[str, Any]:
+    """A pass, with or without gradients; the body is kept as it came."""
+    plain = decompressed(body, content_encoding)
+    seq, work = decode_pass(plain)
+    model = service.training(work.model_id, tenant)
+    if await _promised(service, model, seq):
+        return _promise_of(model, seq)
+    check_pass(work, await service.worker(model.base_model).host.card())
+    return await _promise(service, model, seq, work, plain)
+
+
+@router.post("/optim_step")
+async def optim_step(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+    """One AdamW step."""
+    asked = parse(StepBody, body)
+    model = service.training(asked.model_id, tenant)
+    if await _promised(service, model, asked.seq_id):
+        return _promise_of(model, asked.seq_id)
+    _only_adamw(asked.optimizer_params)
+    if asked.adam_params is None:
+        raise BadRequest("optim_step has no adam_params.", "Send all six, or {} for the defaults.")
+    adam = AdamParams(**asked.adam_params.model_dump())
+    check_adam(adam)
+    work = Step(adam=adam)
+    return await _promise(service, model, asked.seq_id, work, stored(work))
+
+
+@router.post("/save_weights")
+async def save_weights(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+    """Weights and optimizer into a named checkpoint."""
+    asked = parse(SaveBody, body)
+    model = service.training(asked.model_id, tenant)
+    if await _promised(service, model, asked.seq_id):
+        return _promise_of(model, asked.seq_id)
+    name = asked.path if asked.path is not None else f"{asked.seq_id:06d}"
+    check_name(name)
+    check_ttl(asked.ttl_seconds)
+    standing = service.checkpoints.named(model.id, "weights", name)
+    if standing is not None and not asked.overwrite:
+        raise BadRequest(f"{standing.path} exists.", "Choose another name or pass overwrite=True.")
+    work = SaveState(name=name, overwrite=asked.overwrite, ttl_seconds=asked.ttl_seconds, metadata=asked.user_metadata)
+    return await _promise(service, model, asked.seq_id, work, stored(work))
+
+
+@router.post("/save_weights_for_sampler")
+async def save_weights_for_sampler(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+    """Weights for sampling: into a named checkpoint, or unnamed into a sampling session.
+
+    kind="inflight" is served as a snapshot, which the protocol allows: it runs on the saved weights or newer.
+    """
+    asked = parse(SaveBody, body)
+    model = service.training(asked.model_id, tenant)
+    if await _promised(service, model, asked.seq_id):
+        return _promise_of(model, asked.seq_id)
+    check_ttl(asked.ttl_seconds)
+    if asked.path is not None:
+        check_name(asked.path)
+        standing = service.checkpoints.named(model.id, "sampler_weights", asked.path)
+        if standing is not None:
+            raise BadRequest(f"{standing.path} exists.", "Choose another name or delete it first.")
+        work = SaveSampler(name=asked.path, ttl_seconds=asked.ttl_seconds, metadata=asked.user_metadata)
+    elif asked.sampling_session_seq_id is not None:
+        work = SaveSampler(sampler_id=f"{model.session_id}:sample:{asked.sampling_session_seq_id}")
+    else:
+        raise BadRequest("save_weights_for_sampler has neither path nor sampling_session_seq_id.", "Give one of them.")
+    return await _promise(service, model, asked.seq_id, work, stored(work))
+
+
+@router.post("/load_weights")
+async def load_weights(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+    """A checkpoint into a model: a new one (session_id, model_seq_id) or one that is there (model_id, seq_id)."""
+    asked = parse(LoadBody, body)
+    if asked.weights_access_token is not None:
+        raise Unsupported("weights_access_token is not served here.", "Load checkpoints of your own key.")
+    if asked.model_id is None:
+        return await _create_by_load(service, tenant, asked)
+    model = service.training(asked.model_id, tenant)
+    if asked.seq_id is None:
+        raise BadRequest("load_weights with model_id has no seq_id.", "Send the next one.")
+    if await _promised(service, model, asked.seq_id):
+        return _promise_of(model, asked.seq_id)
+    checkpoint = _loadable(service, tenant, asked, model.base_model)
+    if replace(checkpoint.lora, seed=model.lora.seed) != model.lora:
+        raise BadRequest(
+            f"{asked.path} holds {checkpoint.lora}; the model has {model.lora}.", "Create a model from it."
+        )
+    work = Load(path=asked.path, checkpoint=checkpoint.id, optimizer=asked.optimizer)
+    return await _promise(service, model, asked.seq_id, work, stored(work))
+
+
+async def _create_by_load(service: Service, tenant: str, asked: LoadBody) -> dict[str, Any]:
+    if asked.session_id is None or asked.model_seq_id is None:
+        raise BadRequest("load_weights says no model.", "Send session_id and model_seq_id, or model_id and seq_id.")
+    session = service.sessions.alive(asked.session_id, tenant)
+    model_id = _model_id(asked.session_id, asked.model_seq_id)
+    if service.store.find(Model, model_id) is not None:
+        return {"request_id": _request_id(model_id, 0), "model_id": model_id}
+    checkpoint = _loadable(service, tenant, asked, asked.base_model)
+    base_model = asked.base_model or checkpoint.base_model
+    model = _model(model_id, session.id, base_model, checkpoint.lora, tenant, asked.user_metadata)
+    work = Load(path=asked.path, checkpoint=checkpoint.id, optimizer=asked.optimizer, creates=True)
+    promise = await _promise(service, model, 0, work, stored(work), new=True)
+    return {**promise, "model_id": model_id}
+
+
+def _loadable(service: Service, tenant: str, asked: LoadBody, base_model: str | None) -> Checkpoint:
+    """The checkpoint, if it fits the base model and holds what is asked of it."""
+    _only_adamw(asked.optimizer_config)
+    checkpoint = service.checkpoints.find(asked.path, tenant)
+    if asked.optimizer and not checkpoint.optimizer:
+        raise BadRequest(f"{asked.path} holds no optimizer state.", "Load it without, or load one of save_state.")
+    wanted = base_model or checkpoint.base_model
+    if service.worker(wanted) is not service.worker(checkpoint.base_model):
+        raise BadRequest(f"{asked.path} belongs to {checkpoint.base_model}, not to {wanted}.", "Leave base_model out.")
+    return checkpoint
+
+
+async def _promised(service: Service, model: Model, seq: int) -> bool:
+    """Whether this number was accepted before: a client that repeats itself must not train twice.
+
+    Payloads are not compared: a repeated save carries a new sampling_session_seq_id.
+    """
+    line = service.worker(model.base_model).line(model.id)
+    if seq < 1:
+        raise BadRequest(f"seq_id is {seq}.", "The first request of a model has 1.")
+    if seq > line.accepted:
+        return False
+    request_id = _request_id(model.id, seq)
+    if service.futures.knows(request_id, model.owner) or await service.store.answer(request_id, model.owner):
+        return True
+    if seq < line.begun:
+        raise BadRequest(f"seq_id {seq} came after {line.begun} had run.", "Send requests in the order of seq_id.")
+    return False
+
+
+async def _promise(
+    service: Service, model: Model, seq: int, work: Work, payload: bytes, *, new: bool = False
+) -> dict[str, Any]:
+    """Write it down, then promise it, then queue it."""
+    worker = service.worker(model.base_model)
+    row = worker.row(_request_id(model.id, seq), model.owner, model.id, seq, work)
+    if await service.store.accept(row, payload, *([model] if new else [])):
+        service.futures.open(row.id, model.owner, stored=True)
+        worker.line(model.id).accepted = max(worker.line(model.id).accepted, seq)
+        worker.add(row)
+    return {"request_id": row.id}  # refused by the store: the same request was accepted a moment ago
+
+
+def _promise_of(model: Model, seq: int) -> dict[str, Any]:
+    return {"request_id": _request_id(model.id, seq)}
+
+
+def _model_id(session_id: str, number: int) -> str:
+    """The client computes the same string by itself."""
+    return f"{session_id}:train:{number}"
+
+
+def _request_id(model_id: str, seq: int) -> str:
+    return f"{model_id}:{seq}"
+
+
+def _model(
+    model_id: str, session_id: str, base_model: str, lora: LoraSpec, owner: str, metadata: dict[str, Any] | None
+) -> Model:
+    return Model(
+        id=model_id,
+        owner=owner,
+        session_id=session_id,
+        base_model=base_model,
+        lora=lora,
+        created=time.time(),
+        metadata=metadata,
+    )
+
+
+def _only_adamw(optimizer: OptimizerBody | None) -> None:
+    if optimizer is not None and optimizer.type != "adamw":
+        raise Unsupported(f"Optimizer '{optimizer.type}' is not served here.", "Use adamw: AdamParams in optim_step.")

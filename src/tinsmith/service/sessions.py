@@ -1,0 +1,145 @@
+"""Sessions: how they begin, what they hold, how they end. And the clock of everything that ends by itself.
+
+A session ends when its client finishes it or falls silent for long. Then its models leave the engine once all that they
+promised is done, and its unnamed versions are deleted; named checkpoints stay.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Mapping
+from typing import Any
+
+from tinsmith.errors import BadRequest, NotFound
+from tinsmith.service.checkpoints import Checkpoints
+from tinsmith.service.records import Model, Sampler, Session
+from tinsmith.service.store import Store
+from tinsmith.service.worker import Worker
+
+SEEN_WRITE_S = 60.0
+"""A heartbeat comes every 10 s; writing each down would be noise."""
+PRUNE_S = 600.0
+RETURN_S = 600.0
+
+
+class Sessions:
+    """The sessions of one store."""
+
+    def __init__(
+        self,
+        store: Store,
+        checkpoints: Checkpoints,
+        workers: Mapping[str, Worker],
+        timeout_s: float,
+        retention_s: float,
+    ) -> None:
+        self._store = store
+        self._checkpoints = checkpoints
+        self._workers = workers
+        self._timeout_s = timeout_s
+        self._retention_s = retention_s
+        # After a restart clients get a while to come back, however long this server was down.
+        back_by = time.time() - timeout_s + min(timeout_s, RETURN_S)
+        self._seen = {one.id: back_by for one in store.all(Session) if one.ended is None}
+        self._by_idempotency = {one.idempotency_key: one.id for one in store.all(Session) if one.idempotency_key}
+        self._changed = asyncio.Event()
+
+    async def begin(
+        self, owner: str, idempotency_key: str | None, tags: list[str], metadata: dict[str, Any]
+    ) -> Session:
+        """A new session, or the one that the same key made before."""
+        known = self._store.find(Session, self._by_idempotency.get(idempotency_key or "", ""))
+        if known is not None and known.owner == owner:
+            return known
+        now = time.time()
+        session = Session(
+            id=str(uuid.uuid4()),
+            owner=owner,
+            created=now,
+            seen=now,
+            idempotency_key=idempotency_key,
+            tags=tags,
+            metadata=metadata,
+        )
+        await self._store.put(session)
+        if idempotency_key:
+            self._by_idempotency[idempotency_key] = session.id
+        self._changed.set()
+        return session
+
+    def find(self, session_id: str, owner: str) -> Session:
+        """The session, ended or not. Raises NotFound."""
+        session = self._store.find(Session, session_id)
+        if session is None or session.owner != owner:
+            raise NotFound(f"There is no session {session_id}.", "Create one.")
+        return session
+
+    def alive(self, session_id: str, owner: str) -> Session:
+        """The session, which this call keeps alive. Raises BadRequest if it has ended."""
+        session = self.find(session_id, owner)
+        if session.ended is not None:
+            raise BadRequest(
+                f"Session {session_id} has ended ({session.ended}).", "Create another and load a checkpoint into it."
+            )
+        self._seen[session_id] = time.time()
+        return session
+
+    async def heartbeat(self, session_id: str, owner: str) -> None:
+        """As `alive`; now and then it is written down, for the case of a restart."""
+        session = self.alive(session_id, owner)
+        if time.time() - session.seen > SEEN_WRITE_S:
+            await self._store.change(Session, session_id, seen=time.time())
+
+    async def end(self, session: Session, reason: str) -> None:
+        """The first reason counts."""
+        if session.ended is not None:
+            return
+        await self._store.change(Session, session.id, ended=reason)
+        self._seen.pop(session.id, None)
+        for model in self._store.all(Model):
+            worker = self._workers.get(model.base_model)
+            if model.session_id == session.id and model.state != "ended" and worker is not None:
+                worker.drop(model)
+        for sampler in self._store.all(Sampler):
+            if sampler.session_id != session.id:
+                continue
+            if sampler.version is not None and await self._checkpoints.release(sampler.version):
+                worker = self._workers.get(sampler.base_model)
+                if worker is not None:
+                    await worker.host.detach(sampler.version)
+
+    async def run(self) -> None:
+        """For ever: end what is silent, delete what is over, forget what is old; sleep until the next of these."""
+        pruned = time.time()
+        while True:
+            self._changed.clear()
+            await self._checkpoints.expire()
+            now = time.time()
+            for session in self._store.all(Session):
+                if session.ended is None and self._last_seen(session) + self._timeout_s <= now:
+                    await self.end(session, "silence")
+            if pruned + PRUNE_S <= now:
+                pruned = now
+                ended = [model.id for model in self._store.all(Model) if model.state == "ended"]
+                await self._store.prune(now - self._retention_s, ended)
+            await self._sleep(pruned + PRUNE_S)
+
+    async def _sleep(self, until: float) -> None:
+        ends: list[float] = [
+            self._last_seen(session) + self._timeout_s for session in self._store.all(Session) if session.ended is None
+        ]
+        expiry = self._checkpoints.next_expiry()
+        wake = min([until, *ends, until if expiry is None else expiry])
+        try:
+            await asyncio.wait_for(self._changed.wait(), max(wake - time.time(), 0.01))
+        except TimeoutError:
+            return
+
+    def changed(self) -> None:
+        """Something may end sooner than was known."""
+        self._changed.set()
+
+    def _last_seen(self, session: Session) -> float:
+        return max(session.seen, self._seen.get(session.id, 0.0))

@@ -1,0 +1,241 @@
+"""The durable store: SQLAlchemy over SQLite in the data folder.
+
+What is small (sessions, models, sampling sessions, checkpoints) is held in memory as well, so reading it costs nothing;
+requests' payloads and results are only in the database. Every method that writes is one transaction, and memory changes
+only after its commit. One process owns the folder.
+
+WAL with synchronous=NORMAL: what is committed survives the death of any process; a power cut may cost the last moments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from sqlalchemy import Row as SqlRow
+from sqlalchemy import Table, and_, delete, event, func, select, update
+from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from tinsmith.engine.base import LoraSpec
+from tinsmith.service.payloads import restored, row_of, stored_kind
+from tinsmith.service.records import Answer, Checkpoint, Model, Past, Row, Sampler, Session
+from tinsmith.service.tables import CHECKPOINTS, META, MODELS, REQUESTS, SAMPLERS, SESSIONS
+
+Held = Session | Model | Sampler | Checkpoint
+H = TypeVar("H", Session, Model, Sampler, Checkpoint)
+
+_TABLES: dict[type[Held], Table] = {
+    Session: SESSIONS,
+    Model: MODELS,
+    Sampler: SAMPLERS,
+    Checkpoint: CHECKPOINTS,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """One request's end: its answer, and the pass it ran in."""
+
+    row: Row
+    answer: Answer
+    batch: int = 0
+
+
+class Store:
+    """Made by `open_store`."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._writing = asyncio.Lock()
+        self._held: dict[type[Held], dict[str, Any]] = {kind: {} for kind in _TABLES}
+
+    async def load(self) -> None:
+        """Make the tables that are missing and read what is held in memory."""
+        async with self._engine.begin() as db:
+            await db.run_sync(META.create_all)
+            for kind, table in _TABLES.items():
+                for found in await db.execute(select(table)):
+                    record = _record(kind, found)
+                    self._held[kind][record.id] = record
+
+    async def close(self) -> None:
+        """Close the database."""
+        await self._engine.dispose()
+
+    def find(self, kind: type[H], key: str) -> H | None:
+        """The record, or None."""
+        return self._held[kind].get(key)
+
+    def all(self, kind: type[H]) -> list[H]:
+        """Every record of a kind, oldest first."""
+        return list(self._held[kind].values())
+
+    async def put(self, *records: Held) -> None:
+        """Write records, new or changed, together."""
+        async with self._writing, self._engine.begin() as db:
+            await _write(db, records)
+        self._keep(records)
+
+    async def change(self, kind: type[H], key: str, **changes: Any) -> H | None:
+        """The record as it is now, with changes; None if it is gone. For records that more than one task writes."""
+        async with self._writing:
+            held = self.find(kind, key)
+            if held is None:
+                return None
+            held = replace(held, **changes)
+            async with self._engine.begin() as db:
+                await _write(db, [held])
+            self._keep([held])
+            return held
+
+    async def remove(self, *records: Held) -> None:
+        """Forget records."""
+        async with self._writing, self._engine.begin() as db:
+            for record in records:
+                table = _TABLES[type(record)]
+                await db.execute(delete(table).where(table.c.id == record.id))
+        for record in records:
+            self._held[type(record)].pop(record.id, None)
+
+    async def accept(self, row: Row, payload: bytes, *records: Held) -> bool:
+        """A request and its payload, with records that come into being by it. After this the promise may be given.
+
+        False, and nothing is written, if a request of this id was accepted before.
+        """
+        values = {
+            "id": row.id,
+            "owner": row.owner,
+            "model_id": row.model_id,
+            "seq": row.seq,
+            "kind": stored_kind(row.work),
+            "created": time.time(),
+            "state": "pending",
+            "payload": payload,
+            "batch": 0,
+        }
+        async with self._writing, self._engine.begin() as db:
+            if (await db.execute(insert(REQUESTS).values(values).on_conflict_do_nothing())).rowcount == 0:
+                return False
+            await _write(db, records)
+        self._keep(records)
+        return True
+
+    async def finish(self, ends: Sequence[Finished], *records: Held) -> None:
+        """Results of requests, with records that changed by them."""
+        async with self._writing, self._engine.begin() as db:
+            for end in ends:
+                values = {
+                    "state": "failed" if end.answer.failed else "done",
+                    "batch": end.batch,
+                    "done": time.time(),
+                    "status": end.answer.status,
+                    "media": end.answer.media,
+                    "body": end.answer.body,
+                }
+                await db.execute(update(REQUESTS).where(REQUESTS.c.id == end.row.id).values(values))
+            await _write(db, records)
+        self._keep(records)
+
+    async def cover(self, model: Model) -> None:
+        """The model with its newly captured state; requests which that state covers lose their payloads."""
+        done = and_(REQUESTS.c.model_id == model.id, REQUESTS.c.seq <= model.covered, REQUESTS.c.state != "pending")
+        async with self._writing, self._engine.begin() as db:
+            await _write(db, [model])
+            await db.execute(update(REQUESTS).where(done).values(payload=None))
+        self._keep([model])
+
+    async def answer(self, request_id: str, owner: str) -> tuple[str, Answer | None] | None:
+        """(state, answer) of a request, or None if there is none; the answer is None while pending and once too old."""
+        found = select(REQUESTS).where(REQUESTS.c.id == request_id, REQUESTS.c.owner == owner)
+        async with self._engine.connect() as db:
+            row = (await db.execute(found)).first()
+        if row is None:
+            return None
+        if row.body is None:
+            return row.state, None
+        return row.state, Answer(status=row.status, media=row.media, body=row.body, failed=row.state == "failed")
+
+    async def pending(self) -> list[Row]:
+        """Requests that were promised and have no result, oldest first; `order` is their place."""
+        async with self._engine.connect() as db:
+            waiting = select(REQUESTS).where(REQUESTS.c.state == "pending").order_by(REQUESTS.c.created, REQUESTS.c.seq)
+            found = (await db.execute(waiting)).all()
+        rows = []
+        for order, one in enumerate(found):
+            work = restored(one.kind, one.model_id, one.payload)
+            rows.append(row_of(one.id, one.owner, one.model_id, one.seq, order, work))
+        return rows
+
+    async def highest(self) -> dict[str, tuple[int, int]]:
+        """model -> (highest seq_id accepted, highest seq_id with a result)."""
+        finished = func.max(REQUESTS.c.seq).filter(REQUESTS.c.state != "pending")
+        query = select(REQUESTS.c.model_id, func.max(REQUESTS.c.seq), finished).group_by(REQUESTS.c.model_id)
+        async with self._engine.connect() as db:
+            return {model: (top, done if done is not None else -1) for model, top, done in await db.execute(query)}
+
+    async def past(self, model: Model) -> list[Past]:
+        """What the model's captured state does not hold: finished requests after it, in order, without the failed."""
+        r = REQUESTS.c
+        query = select(r.id, r.seq, r.kind, r.batch, r.payload).where(
+            r.model_id == model.id, r.seq > model.covered, r.state == "done"
+        )
+        async with self._engine.connect() as db:
+            found = (await db.execute(query.order_by(r.seq))).all()
+        return [Past(id=one.id, seq=one.seq, kind=one.kind, batch=one.batch, payload=one.payload) for one in found]
+
+    async def last_used(self, model: Model) -> float:
+        """When its last request came."""
+        query = select(func.max(REQUESTS.c.created)).where(REQUESTS.c.model_id == model.id)
+        async with self._engine.connect() as db:
+            return (await db.execute(query)).scalar() or model.created
+
+    async def prune(self, before: float, ended_models: Iterable[str]) -> None:
+        """Results older than `before` go; of models that ended, the whole request."""
+        old = and_(REQUESTS.c.state != "pending", REQUESTS.c.done < before)
+        async with self._writing, self._engine.begin() as db:
+            await db.execute(update(REQUESTS).where(old, REQUESTS.c.body.is_not(None)).values(body=None))
+            for model in ended_models:
+                await db.execute(delete(REQUESTS).where(old, REQUESTS.c.model_id == model))
+
+    def _keep(self, records: Iterable[Held]) -> None:
+        for record in records:
+            self._held[type(record)][record.id] = record
+
+
+async def open_store(folder: Path) -> Store:
+    """The store of a data folder, made if it is not there."""
+    engine = create_async_engine(f"sqlite+aiosqlite:///{folder / 'tinsmith.db'}")
+    event.listen(engine.sync_engine, "connect", _configure)
+    store = Store(engine)
+    await store.load()
+    return store
+
+
+def _configure(connection: Any, _record: Any) -> None:
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+async def _write(db: AsyncConnection, records: Iterable[Held]) -> None:
+    for record in records:
+        table = _TABLES[type(record)]
+        values = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
+        await db.execute(insert(table).values(values).on_conflict_do_update(index_elements=["id"], set_=values))
+
+
+def _plain(value: Any) -> Any:
+    return {field.name: getattr(value, field.name) for field in fields(value)} if isinstance(value, LoraSpec) else value
+
+
+def _record(kind: type[Held], found: SqlRow[Any]) -> Held:
+    values = dict(found._mapping)
+    if "lora" in values:
+        values["lora"] = LoraSpec(**values["lora"])
+    return kind(**values)

@@ -1,0 +1,91 @@
+"""The database's tables, a column for each field of a record. Ids and seq_ids are 64 bit: asample counts to 10^18."""
+
+from __future__ import annotations
+
+from sqlalchemy import JSON, BigInteger, Boolean, Column, Float, Index, LargeBinary, MetaData, String, Table
+
+META = MetaData()
+
+SESSIONS = Table(
+    "sessions",
+    META,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("seen", Float, nullable=False),
+    Column("idempotency_key", String),
+    Column("tags", JSON, nullable=False),
+    Column("metadata", JSON, nullable=False),
+    Column("ended", String),
+)
+
+MODELS = Table(
+    "models",
+    META,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("session_id", String, nullable=False),
+    Column("base_model", String, nullable=False),
+    Column("lora", JSON, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("metadata", JSON),
+    Column("state", String, nullable=False),
+    Column("captured", String),
+    Column("captured_optimizer", Boolean, nullable=False),
+    Column("covered", BigInteger, nullable=False),
+)
+
+SAMPLERS = Table(
+    "samplers",
+    META,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("session_id", String, nullable=False),
+    Column("base_model", String, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("model_path", String),
+    Column("version", String),
+)
+
+CHECKPOINTS = Table(
+    "checkpoints",
+    META,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("run", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("name", String, nullable=False),
+    Column("base_model", String, nullable=False),
+    Column("lora", JSON, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("made_by", String, nullable=False),
+    Column("optimizer", Boolean, nullable=False),
+    Column("ready", Boolean, nullable=False),
+    Column("deleted", Boolean, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("expires", Float),
+    Column("metadata", JSON),
+)
+
+REQUESTS = Table(
+    "requests",
+    META,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("model_id", String, nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("created", Float, nullable=False),
+    # pending | done | failed
+    Column("state", String, nullable=False),
+    # Until a captured state covers the request; then it is no longer needed.
+    Column("payload", LargeBinary),
+    # Requests that ran in one pass share it, so that a replay packs them alike.
+    Column("batch", BigInteger, nullable=False),
+    Column("done", Float),
+    Column("status", BigInteger),
+    Column("media", String),
+    # The result, until it is too old to be fetched.
+    Column("body", LargeBinary),
+    Index("requests_of_model", "model_id", "seq"),
+)

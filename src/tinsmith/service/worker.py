@@ -1,0 +1,300 @@
+"""Take, run, complete: one loop for each engine. It sleeps until there is something to do.
+
+A request that fails says so in its own result and blocks nothing. When the engine dies, what was running stays
+promised: the engine is started again, each model comes back through the journal when next needed, and the loop goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from tinsmith.engine.base import Pass, PassResult
+from tinsmith.errors import BadRequest, EngineDied, EngineError, TinsmithError
+from tinsmith.service.checkpoints import Checkpoints
+from tinsmith.service.effects import Done, Effects
+from tinsmith.service.engines import EngineHost
+from tinsmith.service.futures import Futures
+from tinsmith.service.journal import Journal
+from tinsmith.service.payloads import row_of
+from tinsmith.service.records import PROTOBUF, Answer, Checkpoint, Drop, Load, Model, Revive, Row, SaveState, Step, Work
+from tinsmith.service.scheduler import next_batch
+from tinsmith.service.store import Finished, Store
+from tinsmith.service.wire import encode_pass
+
+log = logging.getLogger(__name__)
+
+DEATHS = 3
+"""Engines that one request may take down before it is given up."""
+
+
+@dataclass(slots=True)
+class Line:
+    """One model's place in the queue: what was accepted, what has begun, and since when nothing was captured."""
+
+    accepted: int = -1
+    begun: int = -1
+    updated: int = 0
+    """seq_id of the last step or load."""
+    steps: int = 0
+    """Steps since the last capture."""
+    warm: asyncio.Event = field(default_factory=asyncio.Event)
+    """The living engine has the model, or never will."""
+    broken: TinsmithError | None = None
+    """Why the living engine cannot have the model."""
+
+
+class Worker:
+    """The loop of one engine."""
+
+    def __init__(
+        self,
+        host: EngineHost,
+        store: Store,
+        futures: Futures,
+        journal: Journal,
+        checkpoints: Checkpoints,
+        batch_tokens: int,
+    ) -> None:
+        self.host = host
+        self._store = store
+        self._futures = futures
+        self._journal = journal
+        self._checkpoints = checkpoints
+        self._effects = Effects(store, checkpoints, journal)
+        self._batch_tokens = batch_tokens
+        self._rows: dict[str, Row] = {}
+        self._lines: dict[str, Line] = {}
+        self._deaths: Counter[str] = Counter()
+        self._order = 0
+        self._wake = asyncio.Event()
+        self._behind: set[asyncio.Task[None]] = set()
+
+    def line(self, model_id: str) -> Line:
+        """The model's place, made when first asked for."""
+        return self._lines.setdefault(model_id, Line())
+
+    def row(self, request_id: str, owner: str, model_id: str, seq: int, work: Work) -> Row:
+        """A row that stands behind all others."""
+        self._order += 1
+        return row_of(request_id, owner, model_id, seq, self._order, work)
+
+    def add(self, row: Row) -> None:
+        """Queue a row. Its promise is the caller's matter."""
+        self._order = max(self._order, row.order)
+        self._rows[row.id] = row
+        self._wake.set()
+
+    def drop(self, model: Model) -> None:
+        """End a model after all that waits for it."""
+        self.add(self.row(f"{model.id}:drop", model.owner, model.id, 2**62, Drop()))
+
+    async def revived(self, model: Model) -> None:
+        """Wait until the living engine has the model."""
+        line = self.line(model.id)
+        if not line.warm.is_set():
+            self.add(self.row(f"{model.id}:revive", model.owner, model.id, -1, Revive()))
+            await line.warm.wait()
+        if line.broken is not None:
+            raise line.broken
+
+    async def run(self) -> None:
+        """For ever. The engine's first start is the caller's; later ones are made here."""
+        last_owner = ""
+        watch = self._watch()
+        try:
+            while True:
+                if not self.host.is_up:
+                    watch.cancel()
+                    await self._start_again()
+                    watch = self._watch()
+                self._wake.clear()
+                batch = next_batch(self._rows.values(), self._batch_tokens, last_owner)
+                if batch:
+                    last_owner = batch[0].owner
+                    await self._attempt(batch)
+                else:
+                    await self._wake.wait()
+        finally:
+            watch.cancel()
+
+    def _watch(self) -> asyncio.Task[None]:
+        async def wake_when_dead() -> None:
+            await self.host.died.wait()
+            self._wake.set()
+
+        return asyncio.create_task(wake_when_dead())
+
+    async def _start_again(self) -> None:
+        log.warning("The engine of %s died; starting it again.", self.host.config.source)
+        await self.host.down()
+        for line in self._lines.values():
+            line.warm.clear()
+            line.broken = None
+        await self.host.up_again()
+
+    async def _attempt(self, batch: Sequence[Row]) -> None:
+        try:
+            batch = await self._warm(batch)
+            if batch:
+                await (self._run_passes(batch) if batch[0].packs else self._run_barrier(batch[0]))
+        except EngineDied:
+            self._suspect(batch)
+            await self.host.down()
+        except TinsmithError as error:
+            for row in batch:
+                await self._fail(row, error)
+        except Exception as error:  # a fault of ours, or of the disk: the rows fail, the loop goes on
+            log.exception("Requests %s failed.", ", ".join(row.id for row in batch))
+            for row in batch:
+                self._rows.pop(row.id, None)
+                self._futures.keep(row.id, Answer.failure(EngineError(f"Internal error: {type(error).__name__}.")))
+
+    async def _warm(self, batch: Sequence[Row]) -> list[Row]:
+        """The rows whose models the engine has, brought back if need be; rows of models that cannot be fail."""
+        ready = []
+        for row in batch:
+            model, line = self._store.find(Model, row.model_id), self.line(row.model_id)
+            if isinstance(row.work, Drop):
+                ready.append(row)
+                continue
+            line.begun = max(line.begun, row.seq)
+            if model is None or model.state == "failed":
+                await self._fail(row, BadRequest(f"Model {row.model_id} could not be made.", "Create another."))
+                continue
+            if model.state == "live" and not line.warm.is_set():
+                await self._revive(model, line)
+            if line.broken is not None:
+                await self._fail(row, line.broken)
+                continue
+            ready.append(row)
+        return ready
+
+    async def _revive(self, model: Model, line: Line) -> None:
+        try:
+            line.updated, versions = await self._journal.revive(model, self.host.engine)
+        except EngineDied:
+            raise
+        except TinsmithError as error:
+            log.exception("Model %s cannot be brought back.", model.id)
+            line.broken, versions = EngineError(f"Model {model.id} cannot be brought back: {error}"), []
+        for version in versions:
+            self._persist_behind(version)
+        line.warm.set()
+
+    async def _run_passes(self, batch: Sequence[Row]) -> None:
+        works = [row.work for row in batch if isinstance(row.work, Pass)]
+        results = await self.host.engine.run(works)
+        stamp = time.time_ns()
+        ends = [
+            Finished(row=row, answer=_answer(result), batch=stamp) for row, result in zip(batch, results, strict=True)
+        ]
+        await self._store.finish(ends)
+        self._close(ends)
+
+    async def _run_barrier(self, row: Row) -> None:
+        model = self._store.find(Model, row.model_id)
+        assert model is not None
+        if isinstance(row.work, Revive):
+            self._rows.pop(row.id, None)
+            return
+        if isinstance(row.work, Drop):
+            await self.host.engine.drop(model.id)
+            await self._journal.forget(model)
+            self._rows.pop(row.id, None)
+            self._lines.pop(row.model_id, None)
+            return
+        try:
+            done = await self._effects.perform(row, model, self.host.engine)
+        except EngineDied:
+            raise
+        except TinsmithError as error:
+            failed = replace(model, state="failed") if model.state == "pending" else model
+            await self._fail(row, error, failed)
+            return
+        end = Finished(row=row, answer=done.answer)
+        await self._store.finish([end], *done.records)
+        self._close([end])
+        await self._after(row, done)
+
+    async def _after(self, row: Row, done: Done) -> None:
+        """What follows from a barrier once it is answered: old names go, versions are written, states are captured."""
+        line = self.line(row.model_id)
+        line.warm.set()
+        if done.replaced is not None:
+            await self._checkpoints.delete(done.replaced)
+        if done.behind is not None:
+            self.host.known.add(done.behind.id)
+            self._persist_behind(done.behind)
+        model = self._store.find(Model, row.model_id)
+        assert model is not None
+        if isinstance(row.work, Load):
+            line.updated, line.steps = row.seq, 0
+            await self._journal.adopt(model)
+        elif isinstance(row.work, Step):
+            line.updated, line.steps = row.seq, line.steps + 1
+            if line.steps >= self._journal.every and not self._unwritten(model):
+                await self._journal.capture(model, line.updated, self.host.engine)
+                line.steps = 0
+        elif isinstance(row.work, SaveState) and not self._unwritten(model):
+            [made] = [one for one in done.records if isinstance(one, Checkpoint)]
+            linked = self._journal.link(model, self._checkpoints.folder(made.id), line.updated)
+            captured = replace(model, captured=linked, captured_optimizer=True, covered=line.updated)
+            await self._journal.adopt(captured)
+            line.steps = 0
+
+    def _unwritten(self, model: Model) -> bool:
+        """A version is not on disk yet: only a replay of its request could bring it back, so nothing may cover that."""
+        return any(one.run == model.id and not one.ready for one in self._store.all(Checkpoint))
+
+    def _persist_behind(self, version: Checkpoint) -> None:
+        self.host.known.add(version.id)
+        task = asyncio.create_task(self._persist(version))
+        self._behind.add(task)
+        task.add_done_callback(self._behind.discard)
+
+    async def _persist(self, version: Checkpoint) -> None:
+        try:
+            size = await self.host.engine.persist(version.id, self._checkpoints.folder(version.id))
+        except TinsmithError as error:
+            log.warning("Version %s is not on disk yet: %s", version.name, error)
+            return
+        if await self._store.change(Checkpoint, version.id, ready=True, size_bytes=size) is None:
+            await self._checkpoints.delete(version)  # its session ended meanwhile
+
+    def _suspect(self, batch: Sequence[Row]) -> None:
+        """After a death: each row of the batch runs alone from now on, and one that kills again and again fails."""
+        for row in (row for row in batch if row.id in self._rows):
+            self._deaths[row.id] += 1
+            self._rows[row.id] = replace(row, alone=True)
+            if self._deaths[row.id] >= DEATHS:
+                error = EngineError(f"The engine died {DEATHS} times while it ran this request.", "Send fewer tokens.")
+                task = asyncio.create_task(self._fail(row, error))
+                self._behind.add(task)
+                task.add_done_callback(self._behind.discard)
+
+    async def _fail(self, row: Row, error: TinsmithError, *records: Model) -> None:
+        if isinstance(row.work, Drop | Revive):
+            self._rows.pop(row.id, None)
+            return
+        end = Finished(row=row, answer=Answer.failure(error))
+        await self._store.finish([end], *records)
+        self._close([end])
+
+    def _close(self, ends: Sequence[Finished]) -> None:
+        for end in ends:
+            self._rows.pop(end.row.id, None)
+            self._deaths.pop(end.row.id, None)
+            self._futures.keep(end.row.id, end.answer)
+
+
+def _answer(result: PassResult | TinsmithError) -> Answer:
+    if isinstance(result, EngineDied):
+        raise result
+    if isinstance(result, TinsmithError):
+        return Answer.failure(result)
+    return Answer(body=encode_pass(result), media=PROTOBUF)
