@@ -113,7 +113,8 @@ class ReasoningGymScore(Reward):
         if self.tag:
             found = re.findall(rf"<{self.tag}>(.*?)</{self.tag}>", text, re.DOTALL)
             answer = found[-1].strip() if found else ""
-        return float(get_score_answer_fn(dataset)(answer, dict(task.extra))) if answer else 0.0
+        scorer = cast(Any, get_score_answer_fn(dataset))  # its type is that of an unbound method
+        return float(scorer(answer, dict(task.extra))) if answer else 0.0
 
 
 RewardConfig = Annotated[

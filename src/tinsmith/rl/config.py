@@ -1,0 +1,88 @@
+"""RunConfig: what a run file holds. Each part's settings stand beside its code; this gathers them.
+
+Example:
+
+    model: {name: HuggingFaceTB/SmolLM2-135M-Instruct, rank: 16}
+    tasks: {train: {type: addition}}
+    rewards: [{type: closeness}]
+    sampling: {max_tokens: 8}
+    steps: 60
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from tinsmith.rl.algorithms import AlgorithmConfig
+from tinsmith.rl.algorithms.grpo import GrpoConfig
+from tinsmith.rl.evaluate import EvalConfig
+from tinsmith.rl.monitors import MonitorConfig
+from tinsmith.rl.monitors.console import ConsoleConfig
+from tinsmith.rl.monitors.report import ReportConfig
+from tinsmith.rl.policy import ModelConfig, OptimizerConfig, SamplingConfig
+from tinsmith.rl.resume import CheckpointConfig
+from tinsmith.rl.rewards import RewardConfig
+from tinsmith.rl.tasks import TasksConfig
+from tinsmith.rl.workflows import WorkflowConfig
+from tinsmith.rl.workflows.single_turn import SingleTurnConfig
+from tinsmith.settings import Settings
+
+
+class OwnService(Settings):
+    """The service that is started for a run where no base URL is given; with one, the server decides all this."""
+
+    source: str = ""
+    """A hub id, folder or GGUF file to serve as model.name; empty: model.name itself."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the base model."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where it runs."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads; 0 is one for each core."""
+
+
+class RunConfig(Settings):
+    """One run, from tasks to better weights."""
+
+    model: ModelConfig
+    tasks: TasksConfig
+    rewards: tuple[RewardConfig, ...] = Field(min_length=1)
+    """What an answer is worth: the weighted sum of these."""
+    steps: int = Field(ge=1)
+    """Updates to make."""
+    groups_per_step: int = Field(default=16, ge=1)
+    """Tasks asked in each step."""
+    group_size: int = Field(default=8, ge=2)
+    """Answers to each task, to be compared with each other."""
+    staleness: int = Field(default=0, ge=0)
+    """Batches that are sampled ahead of the one in training: 0 is synchronous, 1 overlaps sampling and training."""
+    sampling: SamplingConfig = SamplingConfig()
+    workflow: WorkflowConfig = SingleTurnConfig()
+    algorithm: AlgorithmConfig = GrpoConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    eval: EvalConfig = EvalConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitors: tuple[MonitorConfig, ...] = (ConsoleConfig(), ReportConfig())
+    """Besides the run folder's own files: console and report."""
+    seed: int = Field(default=0, ge=0)
+    """Of the adapter, the order of tasks and every sampling request."""
+    concurrency: int = Field(default=256, ge=1)
+    """Sampling requests under way at a time."""
+    name: str = ""
+    """Of the run; empty: the run file's name."""
+    description: str = ""
+    """A sentence for the report."""
+    folder: str = ""
+    """Where the run's files go; empty: runs/NAME."""
+    resume: bool = True
+    """Go on with the run that the folder holds; false refuses such a folder."""
+    service: OwnService = OwnService()
+
+    @model_validator(mode="after")
+    def _evaluation_has_tasks(self) -> RunConfig:
+        wanted = self.eval.model_fields_set
+        if wanted and self.tasks.eval is None and self.tasks.held_out == 0:
+            raise ValueError("eval wants held-out tasks: set tasks.held_out or tasks.eval, or leave out eval")
+        return self

@@ -1,0 +1,39 @@
+"""The loop: sample, score, update, log, save. Synchronous is staleness 0; there is no other loop."""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.resume import RunFolder, State
+from tinsmith.rl.run import Clock, Connect, Run, assemble, folder_of
+from tinsmith.rl.samples import samples
+
+
+async def train(config: RunConfig, connect: Connect, console: Console) -> State:
+    """Begins the run, or goes on with the one in its folder; returns where it ended. A finished run is left alone."""
+    folder = RunFolder.open(folder_of(config), config.model_dump(mode="json"), resume=config.resume)
+    try:
+        if folder.state is not None and folder.state.step >= config.steps:
+            return folder.state
+        async with assemble(config, folder, connect, console) as run:
+            return await loop(run)
+    finally:
+        folder.close()
+
+
+async def loop(run: Run) -> State:
+    """Every step that is still to do."""
+    await run.begin()
+    for step in run.steps():
+        clock = Clock()
+        groups = await run.rollouts.next(step)
+        clock.lap("rollouts")
+        advantages = await run.algorithm.score(groups)
+        version = run.policy.version
+        numbers = await run.update(step, samples(groups, advantages, merge=run.algorithm.merge))
+        clock.lap("update")
+        run.log(step, groups, version, numbers, clock)
+        await run.save_and_evaluate(step)
+    assert run.folder.state is not None  # the last step saves
+    return run.folder.state

@@ -1,0 +1,68 @@
+"""The numbers of a step, from its rollouts, its rows and what the update answered. Pure arithmetic.
+
+Estimates over the policy's tokens, with q the sampler's logprobs and p the trainer's from before the step:
+optim/kl_sample_train_v1 = mean(q - p), optim/kl_sample_train_v2 = mean((q - p)^2) / 2, optim/entropy = -mean(q).
+On the step's own weights (staleness 0) p and q agree to rounding, so v2 far above 1e-3 means that the sampler does not
+run what the trainer trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from tinsmith.rl.policy import Updated
+from tinsmith.rl.samples import Sample, spoken
+from tinsmith.rl.types import Group, Rollout
+
+
+def of_groups(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Rewards, lengths and faults of a batch that weights of `version` are about to train on."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    good = [rollout for rollout in rollouts if not rollout.error]
+    lengths = [spoken(rollout) for rollout in good]
+    staleness = [version - group.version for group in groups]
+    return {
+        **of_rewards("reward", good),
+        "groups/constant": _mean([group.constant for group in groups]),
+        "rollouts/failed": len(rollouts) - len(good),
+        "rollouts/cut": _mean([rollout.turns[-1].stop == "length" for rollout in good]),
+        "tokens/sampled": sum(lengths),
+        "tokens/reply": _mean(lengths),
+        "policy/staleness": _mean(staleness),
+        "policy/staleness_max": max(staleness, default=0),
+    }
+
+
+def of_rewards(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean and deviation of the reward, and the mean of each part."""
+    values = {f"{prefix}/mean": _mean([rollout.reward for rollout in rollouts])}
+    values[f"{prefix}/std"] = float(np.std([rollout.reward for rollout in rollouts])) if rollouts else 0.0
+    for name in rollouts[0].reward_parts if rollouts else ():
+        values[f"{prefix}/{name}"] = _mean([rollout.reward_parts[name] for rollout in rollouts])
+    return values
+
+
+def of_update(rows: Sequence[Sample], updated: Updated) -> dict[str, float]:
+    """How far trainer and sampler are apart, and what the server told of loss and step."""
+    q_T = np.concatenate([row.logprobs[row.mask] for row in rows]).astype(np.float64)
+    p_T = np.concatenate([p[row.mask] for row, p in zip(rows, updated.logprobs, strict=True)]).astype(np.float64)
+    weight_T = np.concatenate([np.full(int(row.mask.sum()), row.count) for row in rows])
+    return {
+        "optim/kl_sample_train_v1": float(np.average(q_T - p_T, weights=weight_T)),
+        "optim/kl_sample_train_v2": float(np.average((q_T - p_T) ** 2, weights=weight_T)) / 2,
+        "optim/entropy": -float(np.average(q_T, weights=weight_T)),
+        "tokens/trained": int(sum(len(row.tokens) for row in rows)),
+        "optim/rows": len(rows),
+        **_servers(updated.metrics),
+    }
+
+
+def _servers(metrics: Mapping[str, float]) -> dict[str, float]:
+    """name:reduction becomes optim/name; loss:sum stays the loss."""
+    return {f"optim/{name.partition(':')[0]}": float(value) for name, value in metrics.items()}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values)) if len(values) else 0.0

@@ -1,0 +1,93 @@
+"""A run in the terminal: a line now and then, and a progress bar with the time left where the terminal has one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from pydantic import Field
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from tinsmith.rl.monitors.base import Kind, RunInfo
+from tinsmith.rl.types import Group
+from tinsmith.settings import Settings
+
+_LINES = 30
+_BAR = 20
+
+
+class ConsoleConfig(Settings):
+    """Lines and a progress bar."""
+
+    type: Literal["console"] = "console"
+    every: int = Field(default=0, ge=0)
+    """A line every so many steps; 0 is about 30 lines in a run."""
+
+
+class ConsoleMonitor:
+    """Writes to the console it is given."""
+
+    def __init__(self, config: ConsoleConfig, info: RunInfo, console: Console) -> None:
+        self._console, self._info = console, info
+        self._every = config.every or max(1, info.steps // _LINES)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TextColumn("[dim]took"),
+            TimeElapsedColumn(),
+            TextColumn("[dim]left"),
+            TimeRemainingColumn(elapsed_when_finished=False),
+            console=console,
+            transient=True,
+            expand=True,
+        )
+        self._bar = self._progress.add_task(info.name, total=info.steps, completed=info.start)
+        if console.is_terminal:
+            self._progress.start()
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Evaluations always have their line."""
+        if "eval/pass@1" in values:
+            self._console.print(_evaluation(step, values), highlight=False)
+        if "reward/mean" not in values:
+            return
+        speed = values.get("speed/tokens_per_second", 0.0)
+        text = f"{self._info.name}  reward {values['reward/mean']:.3f}  {speed:,.0f} tok/s"
+        self._progress.update(self._bar, completed=step, description=text)
+        if step % self._every == 0 or step in (1, self._info.steps):
+            self._console.print(self._line(step, values), highlight=False)
+
+    def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
+        """Not shown."""
+
+    def close(self) -> None:
+        """Takes the bar away."""
+        self._progress.stop()
+
+    def _line(self, step: int, values: Mapping[str, float]) -> str:
+        reward = values["reward/mean"]
+        filled = round(_BAR * min(max(reward, 0.0), 1.0))
+        width = len(str(self._info.steps))
+        parts = [
+            f"step {step:>{width}}/{self._info.steps}",
+            f"reward {reward:6.3f} [green]{'█' * filled}[/][dim]{'░' * (_BAR - filled)}[/]",
+            f"{values.get('speed/tokens_per_second', 0.0):>6,.0f} tok/s",
+            f"{values.get('time/step', 0.0):>5.1f} s",
+        ]
+        if values.get("rollouts/failed"):
+            parts.append(f"[red]{values['rollouts/failed']:.0f} failed[/]")
+        if values.get("optim/skipped"):
+            parts.append("[yellow]nothing to learn: all groups constant[/]")
+        return "  ".join(parts)
+
+
+def _evaluation(step: int, values: Mapping[str, float]) -> str:
+    passes = "  ".join(
+        f"{name.removeprefix('eval/')} [bold]{value:.3f}[/]" for name, value in values.items() if "/pass@" in name
+    )
+    constant = values.get("eval/constant_pass@1")
+    beside = f"  [dim](the best constant answer: {constant:.3f})[/]" if constant is not None else ""
+    when = f"after step {step}" if step else "before training"
+    return f"[cyan]held out[/] {when}: {passes}  of {values['eval/tasks']:.0f} tasks{beside}"

@@ -1,0 +1,214 @@
+"""A run as one page: curves, sample rollouts before and after, settings. Made from the run folder's own files.
+
+The page stands alone: no script, font or picture from elsewhere. It is written again while the run goes on, and at its
+end.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+import jinja2
+from pydantic import Field
+
+from tinsmith.rl.monitors.base import Kind, RunInfo
+from tinsmith.rl.monitors.charts import Curve, smooth, svg
+from tinsmith.rl.types import Group
+from tinsmith.settings import Settings
+
+_SHOWN = 12
+"""Held-out tasks shown with their answers before and after."""
+
+Row = Mapping[str, float]
+
+
+class ReportConfig(Settings):
+    """report.html in the run folder."""
+
+    type: Literal["report"] = "report"
+    seconds: float = Field(default=15.0, gt=0)
+    """Write it again after so long."""
+
+
+class ReportMonitor:
+    """Writes the page now and then, and at the end."""
+
+    def __init__(self, config: ReportConfig, info: RunInfo) -> None:
+        self._seconds, self._info = config.seconds, info
+        self._written = 0.0
+
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes if the page is old."""
+        if time.monotonic() - self._written > self._seconds:
+            write(self._info, refresh=self._seconds)
+            self._written = time.monotonic()
+
+    def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
+        """Read from their files."""
+
+    def close(self) -> None:
+        """The last page does not load itself again."""
+        write(self._info)
+
+
+def write(info: RunInfo, refresh: float = 0.0) -> Path:
+    """report.html from metrics.jsonl and rollouts/; `refresh` seconds make an open page load itself again."""
+    rows = _rows(info.folder / "metrics.jsonl")
+    page = _template().render(
+        info=info,
+        settings=_settings(info.settings),
+        refresh=round(refresh),
+        cards=_cards(info, rows),
+        charts=[chart for chart in _charts(rows) if chart["svg"]],
+        answers=_answers(info.folder / "rollouts"),
+        lesson=_lesson(info.folder / "rollouts"),
+        written=time.strftime("%Y-%m-%d %H:%M:%S"),
+    )
+    target = info.folder / "report.html"
+    draft = target.with_suffix(".part")
+    draft.write_text(page, encoding="utf-8")
+    return draft.replace(target)
+
+
+def _template() -> jinja2.Template:
+    text = files("tinsmith.rl.monitors").joinpath("report.html.j2").read_text(encoding="utf-8")
+    return jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
+
+
+def _rows(file: Path) -> list[Row]:
+    """One row for each step, oldest first; training and evaluation of a step are joined."""
+    rows: dict[int, dict[str, float]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        row = json.loads(line)
+        rows.setdefault(row["step"], {}).update(row)
+    return [rows[step] for step in sorted(rows)]
+
+
+def _points(rows: Sequence[Row], name: str) -> tuple[tuple[float, float], ...]:
+    return tuple((row["step"], row[name]) for row in rows if name in row)
+
+
+def _cards(info: RunInfo, rows: Sequence[Row]) -> list[dict[str, str]]:
+    """The few numbers that matter, first and last."""
+    cards = []
+    if held_out := _points(rows, "eval/pass@1"):
+        constant = _points(rows, "eval/constant_pass@1")
+        note = (
+            f"best constant answer {constant[-1][1]:.3f}" if constant else f"{rows[0].get('eval/tasks', 0):.0f} tasks"
+        )
+        cards.append({"name": "held-out pass@1", "value": _span(held_out, 3), "note": note})
+    if reward := _points(rows, "reward/mean"):
+        constant = _points(rows, "eval/constant_reward")
+        note = f"best constant answer {constant[-1][1]:.3f}" if constant else "mean over the step's rollouts"
+        cards.append({"name": "reward", "value": _span(reward, 3), "note": note})
+    done = int(rows[-1]["step"]) if rows else 0
+    cards.append({"name": "steps", "value": f"{done} / {info.steps}", "note": _state(done, info.steps)})
+    seconds = sum(row.get("time/step", 0.0) + row.get("time/eval", 0.0) for row in rows)
+    tokens = sum(row.get("tokens/sampled", 0.0) for row in rows)
+    cards.append({"name": "time", "value": _duration(seconds), "note": f"{tokens:,.0f} tokens sampled"})
+    return cards
+
+
+def _charts(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    reward, passed = _points(rows, "reward/mean"), sorted({name for row in rows for name in row if "/pass@" in name})
+    held_out = [
+        Curve(name=name.removeprefix("eval/"), points=_points(rows, name), color=color, dots=True)
+        for color, name in enumerate([name for name in passed if name.startswith("eval/pass@")][:4], 1)
+    ]
+    constant = _points(rows, "eval/constant_pass@1")
+    last = float(rows[-1]["step"]) if rows else 0.0
+    level = ((0.0, constant[-1][1]), (max(last, 1.0), constant[-1][1])) if constant else ()
+    return [
+        _chart(
+            "Reward",
+            [Curve(name="each step", points=reward, faint=True), Curve(name="mean", points=smooth(reward))],
+            (0, 1),
+        ),
+        _chart(
+            "Held-out accuracy",
+            [*held_out, Curve(name="best constant answer", points=level, color=4, dashed=True)],
+            (0, 1),
+        ),
+        _noisy("Entropy (estimate, nats per token)", rows, "optim/entropy", floor=0.0),
+        _noisy("KL sampler to trainer (v2)", rows, "optim/kl_sample_train_v2", floor=0.0),
+        _noisy("Loss (sum)", rows, "optim/loss"),
+        _noisy("Gradient norm before clipping", rows, "optim/grad_norm", floor=0.0),
+        _noisy("Groups without a signal (share)", rows, "groups/constant", floor=0.0, ceiling=1.0),
+        _noisy("Tokens sampled per second", rows, "speed/tokens_per_second", floor=0.0),
+    ]
+
+
+def _noisy(
+    title: str, rows: Sequence[Row], name: str, floor: float | None = None, ceiling: float | None = None
+) -> dict[str, Any]:
+    points = _points(rows, name)
+    curves = [Curve(name="each step", points=points, faint=True), Curve(name="mean", points=smooth(points))]
+    return _chart(title, curves, (floor, ceiling))
+
+
+def _chart(title: str, curves: Sequence[Curve], limits: tuple[float | None, float | None]) -> dict[str, Any]:
+    legend = [curve for curve in curves if curve.points and not curve.faint]
+    return {
+        "title": title,
+        "svg": svg(curves, floor=limits[0], ceiling=limits[1]),
+        "legend": legend if len(legend) > 1 else [],
+    }
+
+
+def _answers(folder: Path) -> dict[str, Any] | None:
+    """The first and last evaluation side by side, for the first held-out tasks."""
+    found = sorted(folder.glob("eval-*.jsonl"))
+    if not found:
+        return None
+    before, after = _first_of_each(found[0]), _first_of_each(found[-1])
+    pairs = [(one, after[task]) for task, one in before.items() if task in after][:_SHOWN]
+    return {"pairs": pairs, "first": int(found[0].stem[5:]), "last": int(found[-1].stem[5:])}
+
+
+def _lesson(folder: Path) -> dict[str, Any] | None:
+    """One group of the last step that has something to compare."""
+    found = sorted(folder.glob("train-*.jsonl"))
+    if not found:
+        return None
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for rollout in _lines(found[-1]):
+        groups.setdefault(rollout["task"], []).append(rollout)
+    spread = max(groups.values(), key=lambda group: len({one["reward"] for one in group}))
+    return {"step": int(found[-1].stem[6:]), "group": sorted(spread, key=lambda one: -one["reward"])}
+
+
+def _first_of_each(file: Path) -> dict[str, dict[str, Any]]:
+    first: dict[str, dict[str, Any]] = {}
+    for rollout in _lines(file):
+        first.setdefault(rollout["task"], rollout)
+    return first
+
+
+def _lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def _settings(settings: Mapping[str, Any]) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(dict(settings)))
+
+
+def _span(points: Sequence[tuple[float, float]], digits: int) -> str:
+    first, last = points[0][1], points[-1][1]
+    return f"{first:.{digits}f} → {last:.{digits}f}" if len(points) > 1 else f"{first:.{digits}f}"
+
+
+def _state(done: int, steps: int) -> str:
+    return "finished" if done >= steps else "under way, or broken off"
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

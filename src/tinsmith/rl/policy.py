@@ -1,0 +1,177 @@
+"""What a policy is to the rest of the harness: two protocols, and the settings of model, sampling and optimizer.
+
+A Policy is weights in training; a Snapshot is those weights as they were at one version, to sample from. The policy of
+a run is `tinker_policy.TinkerPolicy`; `scripted.ScriptedPolicy` is the same in arithmetic, for tests without a server.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from pydantic import Field, field_validator, model_validator
+
+from tinsmith.rl.samples import Sample
+from tinsmith.rl.types import Message, Turn
+from tinsmith.settings import Settings
+
+
+class ModelConfig(Settings):
+    """The base model, the adapter on it, and where they are served."""
+
+    name: str
+    """The base model under the name that the server gives it."""
+    rank: int = Field(default=32, ge=1)
+    """Of the LoRA adapter."""
+    seed: int | None = None
+    """Of the adapter's first weights; the run's seed if not set."""
+    train_attn: bool = True
+    """Adapt the attention layers."""
+    train_mlp: bool = True
+    """Adapt the MLP layers."""
+    train_unembed: bool = True
+    """Adapt the output layer."""
+    base_url: str = ""
+    """A server of the Tinker API; empty: TINKER_BASE_URL, and without that a service started for this run."""
+    tokenizer: str = ""
+    """A hub id or folder in place of the tokenizer that the server names."""
+    load_from: str = ""
+    """A tinker:// state path whose weights to start from, with a fresh optimizer; empty: a fresh adapter."""
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> ModelConfig:
+        shape = {"rank", "seed", "train_attn", "train_mlp", "train_unembed"} & self.model_fields_set
+        if self.load_from and shape:
+            raise ValueError(f"load_from brings its own adapter; leave out {', '.join(sorted(shape))}")
+        return self
+
+
+class SamplingConfig(Settings):
+    """How replies are drawn."""
+
+    max_tokens: int = Field(default=512, ge=1)
+    """Longest reply."""
+    temperature: float = Field(default=1.0, ge=0)
+    """0 is greedy. Training wants 1, where sampled logprobs are the trainer's own."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    """Keep the likeliest tokens that make up this share."""
+    top_k: int = Field(default=-1, ge=-1)
+    """Keep this many likeliest tokens; -1 is all."""
+    stop: tuple[str | int, ...] | None = None
+    """Strings, or token ids, that end a reply; not set: the model's own end; empty: nothing but max_tokens."""
+
+    @field_validator("stop")
+    @classmethod
+    def _one_kind(cls, stop: tuple[str | int, ...] | None) -> tuple[str | int, ...] | None:
+        if stop and len({type(one) for one in stop}) > 1:
+            raise ValueError("stop takes strings or token ids, not both")
+        return stop
+
+
+class OptimizerConfig(Settings):
+    """AdamW and the course of its learning rate."""
+
+    learning_rate: float = Field(default=1e-4, gt=0)
+    """At its highest."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """After warm-up: level, or falling to 0 at the end of the run."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps over which it rises from 0."""
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled."""
+    grad_clip_norm: float = Field(default=0.0, ge=0)
+    """Largest norm of the whole gradient; 0 is no clipping. Losses are sums over tokens, so norms are large."""
+
+    def rate(self, step: int, steps: int) -> float:
+        """The learning rate of step `step` of `steps`, counted from 1."""
+        if step <= self.warmup_steps:
+            return self.learning_rate * step / self.warmup_steps
+        done = (step - 1 - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        match self.schedule:
+            case "constant":
+                return self.learning_rate
+            case "linear":
+                return self.learning_rate * max(0.0, 1.0 - done)
+            case "cosine":
+                return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loss:
+    """What an algorithm asks of the trainer.
+
+    Example: Loss(name="ppo", config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
+    """
+
+    name: str
+    config: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Updated:
+    """What an update answered."""
+
+    logprobs: tuple[np.ndarray, ...]
+    """float32 [N] for each sample's targets, from before the step."""
+    metrics: Mapping[str, float]
+    """The server's, from the loss and from the optimizer."""
+
+
+class Snapshot(Protocol):
+    """The policy as it was at one version; it does not change."""
+
+    @property
+    def version(self) -> int:
+        """Updates seen."""
+        ...
+
+    async def sample(
+        self, prompt: Sequence[Message] | Sequence[int], *, count: int, seed: int, sampling: SamplingConfig
+    ) -> tuple[Turn, ...]:
+        """`count` replies to a chat or to tokens; the same seed again gives the same replies."""
+        ...
+
+
+class Policy(Protocol):
+    """Weights in training. `update` adds 1 to the version."""
+
+    @property
+    def version(self) -> int:
+        """Updates made."""
+        ...
+
+    async def snapshot(self) -> Snapshot:
+        """The weights of this moment, to sample from."""
+        ...
+
+    async def update(
+        self, samples: Sequence[Sample], loss: Loss, optimizer: OptimizerConfig, learning_rate: float
+    ) -> Updated:
+        """One gradient over all samples and one optimizer step."""
+        ...
+
+    async def save(self, name: str, ttl_seconds: int | None) -> str:
+        """Keep weights and optimizer on the server; returns the path to go on from."""
+        ...
+
+    async def save_for_sampling(self, name: str) -> str:
+        """Keep the weights alone, for good; returns the path to sample from."""
+        ...
+
+    async def close(self) -> None:
+        """End the session."""
+        ...
+
+
+def request_seed(run_seed: int, *place: int) -> int:
+    """A seed of its own for each sampling request: 31 bits from the run's seed and the request's place in the run."""
+    return int(np.random.SeedSequence((run_seed, *place)).generate_state(1)[0] & 0x7FFFFFFF)

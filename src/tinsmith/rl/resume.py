@@ -1,0 +1,184 @@
+"""The run folder: what is written when, and how a run goes on after it was broken off.
+
+    run.yaml        the settings, written at the start
+    metrics.jsonl   a row for each step; rollouts/ has every rollout (monitors/jsonl.py)
+    state.json      where to go on from: written last of all at each checkpoint, whole or not at all
+    report.html     the run as a page (monitors/report.py)
+
+What was logged after the last checkpoint is taken back when a run goes on, since it will be done again. With staleness
+0 a run broken off anywhere ends as one never broken off.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from omegaconf import OmegaConf
+from pydantic import Field, TypeAdapter
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.rollouts import Batch
+from tinsmith.settings import Settings
+
+_MAY_CHANGE = (
+    "name", "description", "folder", "steps", "eval", "checkpoint", "monitors", "service", "concurrency", "resume",
+    "model.base_url", "model.tokenizer",
+)  # fmt: skip
+"""Keys that may differ when a run goes on: none of them makes what was learned so far untrue."""
+
+
+class CheckpointConfig(Settings):
+    """When to save what a broken-off run needs to go on."""
+
+    every: int = Field(default=10, ge=0)
+    """Every so many steps; 0 is only at the end."""
+    ttl_seconds: int | None = Field(default=604_800, ge=3600)
+    """How long the server keeps them (a week); null is for good. The last one is kept for good."""
+
+
+class RandomStates(Settings):
+    """Of Python's and numpy's global generators, which rewards of users may draw from."""
+
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: tuple[str, tuple[int, ...], int, int, float]
+
+    @classmethod
+    def capture(cls) -> RandomStates:
+        """As they are now."""
+        name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
+        words = tuple(int(key) for key in keys)
+        return cls(python=random.getstate(), numpy=(str(name), words, int(position), int(has_gauss), float(gauss)))
+
+    def restore(self) -> None:
+        """As they were."""
+        random.setstate(self.python)
+        name, keys, position, has_gauss, gauss = self.numpy
+        np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, gauss))
+
+
+class State(Settings):
+    """Everything but the weights, which are on the server at `path`."""
+
+    step: int
+    """Steps done."""
+    version: int
+    """Updates made: steps in which there was nothing to learn are not among them."""
+    path: str
+    """The tinker:// state, with optimizer."""
+    cursor: int
+    """Training tasks drawn."""
+    random: RandomStates
+    batches: tuple[Batch, ...] = ()
+    """Sampled ahead and not yet trained on; empty with staleness 0."""
+    sampling_path: str = ""
+    """Weights to sample from; only after the last step."""
+
+
+_STATE = TypeAdapter(State)
+
+
+class RunFolder:
+    """One run's files, held by one process at a time."""
+
+    def __init__(self, path: Path, lock: IO[str], state: State | None) -> None:
+        self.path, self.state = path, state
+        self._lock = lock
+
+    @classmethod
+    def open(cls, path: Path, settings: Mapping[str, Any], *, resume: bool = True) -> RunFolder:
+        """Makes the folder, or goes on in it. Raises ConfigError where it holds another run or is in use."""
+        path.mkdir(parents=True, exist_ok=True)
+        lock = (path / ".lock").open("w")
+        try:
+            _hold(lock, path)
+            _same_run(path, settings, resume)
+            state = _read(path / "state.json")
+        except BaseException:
+            lock.close()
+            raise
+        (path / "run.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(settings))), encoding="utf-8")
+        _take_back(path, state.step if state else -1)
+        return cls(path, lock, state)
+
+    def save(self, state: State) -> None:
+        """On disk, whole, when this returns."""
+        _write_whole(self.path / "state.json", _STATE.dump_json(state))
+        self.state = state
+
+    def close(self) -> None:
+        """Others may have the folder."""
+        self._lock.close()
+
+
+def _hold(lock: IO[str], path: Path) -> None:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        raise ConfigError(f"A run is under way in {path}.", "Wait for it, or set another folder.") from error
+
+
+def _same_run(path: Path, settings: Mapping[str, Any], resume: bool) -> None:
+    file = path / "run.yaml"
+    if not file.exists():
+        return
+    if not resume:
+        raise ConfigError(
+            f"{path} holds a run already.", "Set another folder, or leave out resume=false to go on with it."
+        )
+    before, now = _flat(OmegaConf.to_container(OmegaConf.load(file))), _flat(dict(settings))
+    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and not _free(key))
+    if changed:
+        raise ConfigError(
+            f"{path} holds a run with other settings: {', '.join(changed)}.",
+            "Put them back to go on with it, or set another folder, as in folder=runs/another.",
+        )
+
+
+def _free(key: str) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in _MAY_CHANGE)
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings and lists as dotted keys."""
+    pairs = enumerate(tree) if isinstance(tree, list | tuple) else tree.items() if isinstance(tree, Mapping) else None
+    if pairs is None:
+        return {prefix[:-1]: tree}
+    return {key: value for name, part in pairs for key, value in _flat(part, f"{prefix}{name}.").items()}
+
+
+def _read(file: Path) -> State | None:
+    return _STATE.validate_json(file.read_bytes()) if file.exists() else None
+
+
+def _take_back(path: Path, step: int) -> None:
+    """Forgets what was logged after `step`."""
+    metrics = path / "metrics.jsonl"
+    if metrics.exists():
+        lines = [line for line in metrics.read_bytes().splitlines(keepends=True) if _up_to(line, step)]
+        _write_whole(metrics, b"".join(lines))
+    for file in (path / "rollouts").glob("*-*.jsonl"):
+        if int(file.stem.rpartition("-")[2]) > step:
+            file.unlink()
+
+
+def _up_to(line: bytes, step: int) -> bool:
+    try:
+        return json.loads(line)["step"] <= step
+    except ValueError:  # the line that was being written when the process was killed
+        return False
+
+
+def _write_whole(target: Path, content: bytes) -> None:
+    draft = target.with_suffix(".part")
+    with draft.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.replace(target)

@@ -1,0 +1,183 @@
+"""A run put together: its parts, and the steps that the loop names.
+
+`assemble` makes the parts from a RunConfig; it is handed a way to connect to a policy, so it knows no server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from tinsmith.rl import algorithms, metrics, monitors, workflows
+from tinsmith.rl.algorithms.base import Algorithm
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.evaluate import Evaluator
+from tinsmith.rl.monitors.base import Monitors, RunInfo
+from tinsmith.rl.policy import Policy
+from tinsmith.rl.resume import RandomStates, RunFolder, State
+from tinsmith.rl.rewards import Rewards
+from tinsmith.rl.rollouts import Plan, Rollouts
+from tinsmith.rl.samples import Sample
+from tinsmith.rl.tasks import Deck, split
+from tinsmith.rl.types import Group
+
+Connect = Callable[[str, int], Awaitable[Policy]]
+"""From a state path (empty: a fresh adapter) and its version to the policy."""
+
+
+class Clock:
+    """Seconds of a step's parts."""
+
+    def __init__(self) -> None:
+        self._begin = self._last = time.perf_counter()
+        self.parts: dict[str, float] = {}
+
+    def lap(self, part: str) -> None:
+        """The time since the last lap belongs to `part`."""
+        now = time.perf_counter()
+        self.parts[f"time/{part}"] = now - self._last
+        self._last = now
+
+    def total(self) -> float:
+        """Since the beginning."""
+        return time.perf_counter() - self._begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Parts that live as long as the run."""
+
+    config: RunConfig
+    folder: RunFolder
+    policy: Policy
+    deck: Deck
+    rollouts: Rollouts
+    algorithm: Algorithm
+    evaluator: Evaluator
+    rewards: Rewards
+    monitors: Monitors
+
+    def steps(self) -> range:
+        """Those still to do, counted from 1."""
+        done = self.folder.state.step if self.folder.state else 0
+        return range(done + 1, self.config.steps + 1)
+
+    async def begin(self) -> None:
+        """Evaluates before the first step, with what a constant answer would score."""
+        if self.folder.state is None and self.evaluator.due(0, self.config.steps):
+            await self._evaluate(0, self.evaluator.baseline(self.rewards))
+
+    async def update(self, step: int, rows: Sequence[Sample]) -> dict[str, float]:
+        """One update, or none where there is nothing to learn from; its numbers."""
+        rate = self.config.optimizer.rate(step, self.config.steps)
+        if not rows:
+            return {"optim/skipped": 1.0, "optim/lr": rate}
+        updated = await self.policy.update(rows, self.algorithm.loss, self.config.optimizer, rate)
+        return {**metrics.of_update(rows, updated), "optim/lr": rate}
+
+    def log(self, step: int, groups: Sequence[Group], version: int, numbers: Mapping[str, float], clock: Clock) -> None:
+        """Tells the monitors of a step that weights of `version` trained on."""
+        batch = metrics.of_groups(groups, version)
+        seconds = clock.total()
+        speed = {"speed/tokens_per_second": batch["tokens/sampled"] / seconds, "time/step": seconds}
+        self.monitors.rollouts(step, "train", groups)
+        self.monitors.metrics(step, {**batch, **numbers, **speed, **clock.parts})
+
+    async def save_and_evaluate(self, step: int) -> None:
+        """What is due after a step; the state is written last, when all that belongs to the step is on disk."""
+        last = step == self.config.steps
+        if self.evaluator.due(step, self.config.steps):
+            await self._evaluate(step, {})
+        every = self.config.checkpoint.every
+        if last or (every and step % every == 0):
+            await self._save(step, last)
+
+    async def _evaluate(self, step: int, beside: Mapping[str, float]) -> None:
+        clock = Clock()
+        groups, values = await self.evaluator.run(step, await self.policy.snapshot())
+        self.monitors.rollouts(step, "eval", groups)
+        self.monitors.metrics(step, {**values, **beside, "time/eval": clock.total()})
+
+    async def _save(self, step: int, last: bool) -> None:
+        batches = await self.rollouts.settle()
+        name = "final" if last else f"step-{step:06}"
+        path = await self.policy.save(name, None if last else self.config.checkpoint.ttl_seconds)
+        sampling_path = await self.policy.save_for_sampling(name) if last else ""
+        state = State(
+            step=step,
+            version=self.policy.version,
+            path=path,
+            cursor=self.deck.cursor,
+            random=RandomStates.capture(),
+            batches=batches,
+            sampling_path=sampling_path,
+        )
+        self.folder.save(state)
+
+
+@asynccontextmanager
+async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> AsyncIterator[Run]:
+    """The parts of a run, ended in order whatever happens. Raises ConfigError before anything is asked of a server."""
+    state = folder.state
+    rewards = Rewards(config.rewards)
+    deck, held_out = split(config.tasks, config.seed)
+    gate = asyncio.Semaphore(config.concurrency)
+    judge = Rewards(config.eval.rewards or config.rewards)
+    eval_workflow = workflows.build(config.workflow, config.eval.sampling(config.sampling), judge)
+    info = RunInfo(
+        name=config.name,
+        folder=folder.path,
+        steps=config.steps,
+        start=state.step if state else 0,
+        settings=config.model_dump(mode="json"),
+    )
+    policy = await connect(state.path if state else "", state.version if state else 0)
+    plan = Plan(
+        steps=config.steps,
+        groups=config.groups_per_step,
+        size=config.group_size,
+        staleness=config.staleness,
+        seed=config.seed,
+    )
+    rollouts = Rollouts(workflows.build(config.workflow, config.sampling, rewards), deck, policy, plan, gate)
+    _go_on(state, deck, rollouts, config.seed)
+    told = monitors.build(config.monitors, info, console)
+    try:
+        yield Run(
+            config=config,
+            folder=folder,
+            policy=policy,
+            deck=deck,
+            rollouts=rollouts,
+            algorithm=algorithms.build(config.algorithm),
+            evaluator=Evaluator(config.eval, held_out, eval_workflow, config.seed, gate),
+            rewards=judge,
+            monitors=told,
+        )
+    finally:
+        await rollouts.close()
+        told.close()
+        await policy.close()
+
+
+def _go_on(state: State | None, deck: Deck, rollouts: Rollouts, seed: int) -> None:
+    if state is None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        return
+    state.random.restore()
+    deck.cursor = state.cursor
+    rollouts.restore(state.batches)
+
+
+def folder_of(config: RunConfig) -> Path:
+    """Where the run's files go."""
+    return Path(config.folder or f"runs/{config.name}").expanduser()

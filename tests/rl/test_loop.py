@@ -1,0 +1,119 @@
+"""The loop takes a policy from chance to skill, with any staleness, and logs what it did."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.rl.small import rows, run, scripted, settings
+from tinsmith.errors import TinsmithError
+from tinsmith.rl.scripted import ScriptedPolicy
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_reward_rises_whatever_the_staleness(tmp_path, staleness):
+    state = run(settings(tmp_path, steps=30, staleness=staleness))
+    reward = [row["reward/mean"] for row in rows(tmp_path) if "reward/mean" in row]
+    assert state.step == 30
+    assert len(reward) == 30
+    assert sum(reward[:3]) / 3 < 0.6
+    assert sum(reward[-5:]) / 5 > 0.9
+
+
+def test_staleness_is_bounded_by_the_one_number(tmp_path):
+    run(settings(tmp_path, staleness=2, algorithm={"type": "grpo", "drop_constant": False}))
+    lags = [row["policy/staleness_max"] for row in rows(tmp_path) if "reward/mean" in row]
+    assert lags == [0, 1, 2, 2, 2, 2, 2, 2]
+
+
+def test_synchronous_steps_train_on_their_own_samples(finished):
+    for row in rows(finished):
+        if "optim/kl_sample_train_v2" in row:
+            assert row["policy/staleness"] == 0
+            assert row["optim/kl_sample_train_v1"] == pytest.approx(0, abs=1e-6)
+            assert row["optim/kl_sample_train_v2"] == pytest.approx(0, abs=1e-9)
+
+
+def test_each_step_logs_what_the_issue_asks_for(finished):
+    row = next(row for row in rows(finished, timeless=False) if row.get("optim/rows"))
+    wanted = {
+        "reward/mean", "groups/constant", "optim/kl_sample_train_v1", "optim/kl_sample_train_v2", "optim/entropy",
+        "optim/grad_norm", "optim/lr", "optim/loss", "speed/tokens_per_second", "time/rollouts", "time/update",
+        "time/step", "policy/staleness", "rollouts/failed", "tokens/sampled",
+    }  # fmt: skip
+    assert wanted <= row.keys()
+
+
+def test_evaluation_comes_before_during_and_after(finished):
+    steps = [row["step"] for row in rows(finished) if "eval/pass@1" in row]
+    assert steps == [0, 4, 8]
+    assert {file.name for file in (finished / "rollouts").glob("eval-*")} == {
+        "eval-000000.jsonl", "eval-000004.jsonl", "eval-000008.jsonl",
+    }  # fmt: skip
+
+
+def test_every_rollout_is_kept_with_tokens_text_and_reward_parts(finished):
+    lines = [json.loads(line) for line in (finished / "rollouts" / "train-000001.jsonl").read_text().splitlines()]
+    assert len(lines) == 3 * 4
+    turn = lines[0]["turns"][0]
+    assert len(turn["tokens"]) == len(turn["logprobs"]) > 0
+    assert turn["prompt"]
+    assert lines[0]["text"] in ("no", "yes", "perhaps")
+    assert lines[0]["reward_parts"] == {"format": lines[0]["reward"]}
+
+
+def test_a_step_without_a_signal_is_passed_over_and_told(tmp_path):
+    run(settings(tmp_path, rewards=[{"type": "format", "pattern": "never"}], steps=2))
+    trained = [row for row in rows(tmp_path) if "reward/mean" in row]
+    assert [row["optim/skipped"] for row in trained] == [1.0, 1.0]
+    assert [row["groups/constant"] for row in trained] == [1.0, 1.0]
+
+
+def test_rewards_that_raise_are_data_until_all_do(tmp_path):
+    config = settings(tmp_path, rewards=[{"type": "reasoning_gym"}])
+    with pytest.raises(TinsmithError, match=r"Every rollout of step 1 failed; .*no task of reasoning-gym"):
+        run(config)
+
+
+def test_a_server_that_fails_at_times_costs_rollouts_not_the_run(tmp_path):
+    class Flaky(ScriptedPolicy):
+        async def snapshot(self):
+            snapshot = await super().snapshot()
+            sample = snapshot.sample
+
+            async def flaky(prompt, *, count, seed, sampling):
+                if seed % 3 == 0:
+                    raise ConnectionError("gone for a moment")
+                return await sample(prompt, count=count, seed=seed, sampling=sampling)
+
+            snapshot.sample = flaky
+            return snapshot
+
+    async def connect(state, version):
+        return Flaky(("no", "yes"), tmp_path / "weights", state=state, version=version)
+
+    run(settings(tmp_path, groups_per_step=6), connect)
+    failed = sum(row["rollouts/failed"] for row in rows(tmp_path) if "reward/mean" in row)
+    assert failed > 0
+    assert failed % 4 == 0
+    lines = (tmp_path / "rollouts" / "train-000001.jsonl").read_text() + (
+        tmp_path / "rollouts" / "train-000002.jsonl"
+    ).read_text()
+    assert "ConnectionError: gone for a moment" in lines
+
+
+def test_a_finished_run_is_left_as_it_is(finished):
+    before = (finished / "metrics.jsonl").read_text()
+
+    async def connect(state, version):
+        raise AssertionError("nothing to connect for")
+
+    assert run(settings(finished), connect).step == 8
+    assert (finished / "metrics.jsonl").read_text() == before
+
+
+def test_the_end_leaves_weights_to_go_on_from_and_to_sample_from(tmp_path):
+    state = run(settings(tmp_path, steps=1), scripted(tmp_path))
+    assert "final" in state.path
+    assert "final-sampling" in state.sampling_path

@@ -1,0 +1,150 @@
+"""A run broken off anywhere and begun again ends as one that never was."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from tests.rl.small import REPLIES, rows, run, scripted, settings
+from tinsmith.errors import ConfigError
+from tinsmith.rl.loop import train
+from tinsmith.rl.resume import RandomStates, RunFolder
+from tinsmith.rl.scripted import ScriptedPolicy
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches SIGKILL."""
+
+
+def breaking(folder: Path, *, calls: int, at: str):
+    """A policy that is killed at the given call of one of its methods."""
+    left = [calls]
+
+    async def connect(state: str, version: int):
+        policy = ScriptedPolicy(REPLIES, folder / "weights", state=state, version=version)
+        method = getattr(policy, at)
+
+        async def deadly(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return await method(*args, **kwargs)
+
+        setattr(policy, at, deadly)
+        return policy
+
+    return connect
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("at", "calls"),
+    [
+        ("update", 0),
+        ("update", 2),
+        ("update", 4),
+        ("update", 5),
+        ("save", 0),
+        ("save", 1),
+        ("save_for_sampling", 0),
+        ("snapshot", 5),
+    ],
+)
+def test_a_run_killed_anywhere_ends_with_the_same_metrics(tmp_path, staleness, at, calls):
+    run(settings(tmp_path / "whole", staleness=staleness))
+    broken = settings(tmp_path / "broken", staleness=staleness)
+    with pytest.raises(Killed):
+        run(broken, breaking(tmp_path / "broken", calls=calls, at=at))
+    assert run(broken).step == 8
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+    for file in (tmp_path / "whole" / "rollouts").iterdir():
+        assert (tmp_path / "broken" / "rollouts" / file.name).read_text() == file.read_text()
+
+
+def test_global_random_states_are_restored():
+    random.seed(3)
+    np.random.seed(4)
+    states = RandomStates.capture()
+    drawn = random.random(), float(np.random.normal())
+    RandomStates.model_validate_json(states.model_dump_json()).restore()
+    assert (random.random(), float(np.random.normal())) == drawn
+
+
+def test_a_half_written_line_is_taken_back(tmp_path):
+    run(settings(tmp_path, steps=3))
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 4, "rew')
+    assert run(settings(tmp_path, steps=6)).step == 6
+    assert sorted({row["step"] for row in rows(tmp_path)}) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_more_steps_go_on_from_a_finished_run(tmp_path):
+    run(settings(tmp_path, steps=4, eval={"every": 0, "after": False}))
+    run(settings(tmp_path, steps=8, eval={"every": 0, "after": False}))
+    run(settings(tmp_path / "whole", steps=8, eval={"every": 0, "after": False}))
+    assert rows(tmp_path) == rows(tmp_path / "whole")
+
+
+def test_other_settings_are_refused_by_name(tmp_path):
+    run(settings(tmp_path, steps=1))
+    with pytest.raises(ConfigError, match=r"other settings: group_size, optimizer\.learning_rate\.") as caught:
+        run(settings(tmp_path, steps=1, group_size=5, optimizer={"learning_rate": 0.3}))
+    assert "folder=" in caught.value.hint
+
+
+def test_a_run_may_refuse_to_go_on(tmp_path):
+    run(settings(tmp_path, steps=1))
+    with pytest.raises(ConfigError, match="holds a run already"):
+        run(settings(tmp_path, steps=2, resume=False))
+
+
+def test_two_processes_may_not_share_a_folder(tmp_path):
+    folder = RunFolder.open(tmp_path, {"seed": 0})
+    with pytest.raises(ConfigError, match="under way"):
+        RunFolder.open(tmp_path, {"seed": 0})
+    folder.close()
+    RunFolder.open(tmp_path, {"seed": 0}).close()
+
+
+def test_what_was_sampled_ahead_is_in_the_state(tmp_path):
+    with pytest.raises(Killed):
+        run(settings(tmp_path, staleness=2), breaking(tmp_path, calls=4, at="update"))
+    state = json.loads((tmp_path / "state.json").read_text())
+    assert state["step"] == 3
+    assert [batch["step"] for batch in state["batches"]] == [4, 5]
+    assert state["cursor"] == 5 * 3
+
+
+def test_interrupting_a_run_leaves_a_folder_to_go_on_in(tmp_path):
+    config = settings(tmp_path, steps=500)
+
+    saved = asyncio.Event()
+
+    async def connect(state: str, version: int):
+        policy = await scripted(tmp_path)(state, version)
+        save = policy.save
+
+        async def telling(name, ttl_seconds):
+            saved.set()
+            return await save(name, ttl_seconds)
+
+        policy.save = telling
+        return policy
+
+    async def interrupted():
+        task = asyncio.create_task(train(config, connect, Console(quiet=True)))
+        await saved.wait()
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(interrupted())
+    done = json.loads((tmp_path / "state.json").read_text())["step"]
+    assert run(settings(tmp_path, steps=done + 2)).step == done + 2
