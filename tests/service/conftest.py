@@ -1,0 +1,82 @@
+"""A served fake engine for a module's tests, the SDK's client to it, and raw requests beside it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import tinker
+from tinker import types
+
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A running service."""
+
+    url: str
+    key: str
+    data: Path
+
+    @contextmanager
+    def raw(self, key: str | None = None) -> Iterator[Callable[..., httpx.Response]]:
+        """post(path, body) with plain HTTP; a body of None is a GET."""
+        headers = {"X-API-Key": self.key if key is None else key}
+        with httpx.Client(base_url=f"{self.url}/api/v1/", headers=headers, timeout=40) as http:
+
+            def call(path: str, body: object = None, **options) -> httpx.Response:
+                if body is None:
+                    return http.get(path, **options)
+                content = body if isinstance(body, bytes) else json.dumps(body).encode()
+                return http.post(path, content=content, **options)
+
+            yield call
+
+
+SDK_LEAKS = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
+"""The SDK never closes the connection by which it asks for its flags."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collect_what_the_sdk_leaks() -> Iterator[None]:
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    data = tmp_path_factory.mktemp("served")
+    config = ServeConfig(models=("toy", "alias=toy", "other/model=else"), engine="fake", data=data)
+    with embedded(config) as (url, key):
+        yield Served(url, key, data)
+
+
+@pytest.fixture
+def client(served: Served) -> Iterator[tinker.ServiceClient]:
+    made = tinker.ServiceClient(base_url=served.url, api_key=served.key)
+    yield made
+    made.close("success").result()
+
+
+def datum(tokens: list[int], **inputs: list[float]) -> types.Datum:
+    """A datum that predicts each next token; inputs beyond target_tokens are given."""
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": tokens[1:], **inputs},
+    )
+
+
+@pytest.fixture
+def train(client: tinker.ServiceClient) -> tinker.TrainingClient:
+    return client.create_lora_training_client("toy", rank=4, seed=1).result()
