@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError
-from tinker.proto import tinker_public_pb2 as pb
 
 from tinsmith.engine.base import Datum, Pass, PassResult, Sampled, TopK
 from tinsmith.engine.checks import LOSSES
 from tinsmith.errors import BadRequest, TooLarge, Unsupported
+from tinsmith.service.schema import pb
 
 BODY_CAP = 256 * 2**20
 """Bytes of a body after decompression."""
