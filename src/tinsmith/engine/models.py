@@ -79,13 +79,13 @@ def load(config: EngineConfig) -> BaseModel:
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     except (OSError, ValueError) as error:
         raise ConfigError(f"'{config.source}' cannot be loaded: {error}", "Give a causal language model.") from error
-    model = model.to(device).eval().requires_grad_(False)
+    model.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
     tokenizer = AutoTokenizer.from_pretrained(folder)
     base = BaseModel(
         card=_card(config.source, folder, model, tokenizer, dtype, device),
         model=model,
         body=model.base_model,
-        head=model.get_output_embeddings().weight.detach().float(),
+        head=model.get_output_embeddings().weight.detach().float(),  # pyright: ignore[reportOptionalMemberAccess]
         tokenizer=tokenizer,
     )
     _check_projections(base)

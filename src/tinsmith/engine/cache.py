@@ -1,0 +1,190 @@
+"""The sampler's keys and values: rows in banks, a bank for each capacity.
+
+A running sequence owns one row of the smallest bank (128, 256, 512 … tokens) that holds it, and moves up a bank when it
+outgrows its own, so at most half of a row is idle and copying is paid once per doubling. A bank's rows are dense: who
+leaves is replaced by the last. So a decoding step is one attention call per bank over plain slices, with no gathering.
+
+Left out: what to keep after a sequence has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from tinsmith.engine.attention import attend_once
+
+SMALLEST = 128
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheShape:
+    """What one token takes."""
+
+    layers: int
+    heads: int
+    """Of keys and values."""
+    width: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(eq=False, slots=True)
+class Row:
+    """One sequence's place: `bank.keys[:, row, :, :length]` are its keys."""
+
+    bank: Bank
+    row: int
+    length: int = 0
+
+
+class Bank:
+    """Rows of one capacity; keys and values [layers, rows, heads, capacity, width]."""
+
+    def __init__(self, shape: CacheShape, capacity: int) -> None:
+        self.shape, self.capacity = shape, capacity
+        self.rows: list[Row] = []
+        self.keys, self.values = self._tensors(0), self._tensors(0)
+
+    def add(self) -> Row:
+        """A fresh row at the end."""
+        if len(self.rows) == self.keys.shape[1]:
+            self._resize(max(4, 2 * len(self.rows)))
+        self.rows.append(Row(self, len(self.rows)))
+        return self.rows[-1]
+
+    def remove(self, row: Row) -> None:
+        """Free a row; the last one takes its place. An empty bank gives its memory back."""
+        last = self.rows.pop()
+        if last is not row:
+            for tensor in (self.keys, self.values):
+                tensor[:, row.row, :, : last.length] = tensor[:, last.row, :, : last.length]
+            last.row = row.row
+            self.rows[row.row] = last
+        if not self.rows:
+            self.keys, self.values = self._tensors(0), self._tensors(0)
+
+    def _resize(self, rows: int) -> None:
+        for name, old in (("keys", self.keys), ("values", self.values)):
+            new = self._tensors(rows)
+            new[:, : old.shape[1]] = old
+            setattr(self, name, new)
+
+    def _tensors(self, rows: int) -> Tensor:
+        shape = self.shape
+        # Zeroed: what a row has not written yet is masked, but a NaN there would still reach the sums.
+        return torch.zeros(
+            (shape.layers, rows, shape.heads, self.capacity, shape.width), dtype=shape.dtype, device=shape.device
+        )
+
+
+class Cache:
+    """All banks. `tokens` is what their rows could hold."""
+
+    def __init__(self, shape: CacheShape) -> None:
+        self._shape = shape
+        self._banks: dict[int, Bank] = {}
+
+    @property
+    def tokens(self) -> int:
+        return sum(bank.capacity * len(bank.rows) for bank in self._banks.values())
+
+    @staticmethod
+    def capacity(length: int) -> int:
+        """Of the smallest bank for so many tokens."""
+        return max(SMALLEST, 1 << (length - 1).bit_length())
+
+    def insert(self, keys: Sequence[Tensor], values: Sequence[Tensor], index: Tensor, room: int) -> Row:
+        """A row holding the positions `index` of a packed pass (per layer [1, heads, T, width]), with room for more."""
+        row = self._bank(self.capacity(max(room, len(index)))).add()
+        for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
+            row.bank.keys[layer, row.row, :, : len(index)] = key[0, :, index]
+            row.bank.values[layer, row.row, :, : len(index)] = value[0, :, index]
+        row.length = len(index)
+        return row
+
+    def copy(self, source: Row) -> Row:
+        """Another row with the same content."""
+        row = source.bank.add()
+        self._fill(row, source)
+        return row
+
+    def ensure(self, row: Row) -> Row:
+        """A row with room for one more token: the same, or its content in the next bank."""
+        if row.length < row.bank.capacity:
+            return row
+        larger = self._bank(2 * row.bank.capacity).add()
+        self._fill(larger, row)
+        self.remove(row)
+        return larger
+
+    def remove(self, row: Row) -> None:
+        """Free a row."""
+        row.bank.remove(row)
+
+    def _bank(self, capacity: int) -> Bank:
+        if capacity not in self._banks:
+            self._banks[capacity] = Bank(self._shape, capacity)
+        return self._banks[capacity]
+
+    @staticmethod
+    def _fill(row: Row, source: Row) -> None:
+        length = source.length
+        row.bank.keys[:, row.row, :, :length] = source.bank.keys[:, source.row, :, :length]
+        row.bank.values[:, row.row, :, :length] = source.bank.values[:, source.row, :, :length]
+        row.length = length
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """One bank's part in a step: which of the step's tokens are its rows', and what each may see."""
+
+    bank: Bank
+    tokens: Tensor
+    """int64 [rows of the bank]: place in the step of row 0, 1, …"""
+    at: Tensor
+    """int64 [rows]: where each row's new token goes."""
+    mask: Tensor
+    """Additive [rows, 1, 1, longest]."""
+
+
+@dataclass(slots=True)
+class Cached:
+    """The attention context of a decoding step: token b of the step belongs to `rows[b]`, which has room for it."""
+
+    rows: Sequence[Row]
+    _slices: list[_Slice] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        places = {id(row): place for place, row in enumerate(self.rows)}
+        for bank in {id(row.bank): row.bank for row in self.rows}.values():
+            tokens = torch.tensor([places[id(row)] for row in bank.rows])
+            at = torch.tensor([row.length for row in bank.rows])
+            seen = torch.arange(int(at.max()) + 1)[None] <= at[:, None]
+            mask = torch.zeros(seen.shape, dtype=bank.shape.dtype).masked_fill_(~seen, float("-inf"))
+            device = bank.shape.device
+            self._slices.append(_Slice(bank, tokens.to(device), at.to(device), mask[:, None, None].to(device)))
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query [1, Hq, B, D], key and value [1, Hkv, B, D] -> [1, B, Hq, D]."""
+        output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+        for part in self._slices:
+            count, longest = len(part.tokens), part.mask.shape[-1]
+            order = torch.arange(count, device=query.device)
+            keys, values = part.bank.keys[layer], part.bank.values[layer]
+            keys[order, :, part.at] = key[0, :, part.tokens].transpose(0, 1)
+            values[order, :, part.at] = value[0, :, part.tokens].transpose(0, 1)
+            # Query heads that share a key head stand as rows of one small matrix: [rows, Hkv, Hq / Hkv, D].
+            queries = query[0, :, part.tokens].transpose(0, 1).unflatten(1, (keys.shape[1], -1))
+            mask = part.mask.expand(-1, 1, queries.shape[2], -1)
+            found = attend_once(queries, keys[:count, :, :longest], values[:count, :, :longest], mask, scale)
+            output[0, part.tokens] = found.flatten(1, 2)
+        return output
+
+    def advance(self) -> None:
+        """After the pass: every row is one token longer."""
+        for row in self.rows:
+            row.length += 1

@@ -1,0 +1,213 @@
+"""An engine in a process of its own, so that Python in a model's forward never delays an answer.
+
+The parent keeps a RemoteEngine: every method is one message over a socket pair and one answer, matched by number.
+The child (`python -m tinsmith.engine.process FD`) builds the engine and answers until the socket closes, so it never
+outlives its parent. A child that dies ends every call with EngineDied and sets `died`; starting another is the
+caller's business.
+
+Messages are pickles with a length before them: both ends are ours, on one machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tinsmith.engine.base import AdamParams, Engine, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
+from tinsmith.engine.config import EngineConfig
+from tinsmith.errors import EngineDied, EngineError, TinsmithError
+
+_LENGTH = struct.Struct("<Q")
+_BUFFER = 1 << 24
+
+
+class RemoteEngine:
+    """Implements `engine.base.Engine` for an engine in a child process; make one with `start`."""
+
+    def __init__(
+        self,
+        card: ModelCard,
+        child: asyncio.subprocess.Process,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        self.card = card
+        self.died = asyncio.Event()
+        self._child, self._reader, self._writer = child, reader, writer
+        self._numbers = itertools.count()
+        self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._listener = asyncio.create_task(self._listen())
+
+    @classmethod
+    async def start(cls, config: EngineConfig) -> RemoteEngine:
+        """A child with its model loaded. Raises what the child raised while loading."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            child = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                __name__,
+                str(theirs.fileno()),
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        reader, writer = await asyncio.open_connection(sock=ours, limit=_BUFFER)
+        try:
+            await _send(writer, config)
+            card = await _receive(reader)
+        except (asyncio.IncompleteReadError, OSError) as error:
+            raise EngineDied(
+                f"The engine for {config.source} ended while loading (exit {await child.wait()})."
+            ) from error
+        if isinstance(card, Exception):
+            await child.wait()
+            raise card
+        return cls(card, child, reader, writer)
+
+    @property
+    def pid(self) -> int:
+        """The child's."""
+        return self._child.pid
+
+    async def create(self, model_id: str, lora: LoraSpec) -> None:
+        await self._call("create", model_id, lora)
+
+    async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
+        return await self._call("run", list(passes))
+
+    async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        return await self._call("step", model_id, adam)
+
+    async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
+        return await self._call("save", model_id, to, optimizer=optimizer)
+
+    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
+        await self._call("load", model_id, source, optimizer=optimizer)
+
+    async def drop(self, model_id: str) -> None:
+        await self._call("drop", model_id)
+
+    async def capture(self, model_id: str, version: str) -> None:
+        await self._call("capture", model_id, version)
+
+    async def persist(self, version: str, to: Path) -> int:
+        return await self._call("persist", version, to)
+
+    async def attach(self, version: str, source: Path) -> None:
+        await self._call("attach", version, source)
+
+    async def detach(self, version: str) -> None:
+        await self._call("detach", version)
+
+    async def sample(self, request: SampleRequest) -> Sampled:
+        return await self._call("sample", request)
+
+    async def cancel(self, request_id: str) -> None:
+        await self._call("cancel", request_id)
+
+    async def close(self) -> None:
+        """End the child and wait for it."""
+        self._writer.close()
+        try:
+            await asyncio.wait_for(self._child.wait(), 5)
+        except TimeoutError:
+            self._child.kill()
+            await self._child.wait()
+        await self._listener
+
+    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+        if self.died.is_set():
+            raise EngineDied("The engine's process is gone.", "It is being started again; try later.")
+        number = next(self._numbers)
+        self._calls[number] = asyncio.get_running_loop().create_future()
+        try:
+            await _send(self._writer, (number, method, args, options))
+            return await self._calls[number]
+        except ConnectionError as error:
+            raise EngineDied("The engine's process is gone.", "It is being started again; try later.") from error
+        finally:
+            self._calls.pop(number, None)
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                number, ok, value = await _receive(self._reader)
+                call = self._calls.get(number)
+                if call is not None and not call.done():
+                    call.set_result(value) if ok else call.set_exception(value)
+        except (asyncio.IncompleteReadError, OSError):
+            self.died.set()
+            for call in self._calls.values():
+                if not call.done():
+                    call.set_exception(EngineDied("The engine's process ended.", "It is being started again."))
+
+
+async def _send(writer: asyncio.StreamWriter, message: Any) -> None:
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    writer.write(_LENGTH.pack(len(data)))
+    writer.write(data)
+    await writer.drain()
+
+
+async def _receive(reader: asyncio.StreamReader) -> Any:
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    return pickle.loads(await reader.readexactly(size))
+
+
+async def _serve(connection: socket.socket) -> None:
+    """The child's life: load, then answer each message in a task of its own, until the parent hangs up."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=_BUFFER)
+    config: EngineConfig = await _receive(reader)
+    try:
+        from tinsmith.engine.build import build
+
+        engine = build(config)
+    except TinsmithError as error:
+        await _send(writer, error)
+        return
+    await _send(writer, engine.card)
+    tasks: set[asyncio.Task[None]] = set()
+    try:
+        while True:
+            message = await _receive(reader)
+            task = asyncio.create_task(_answer(engine, writer, *message))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        os._exit(0)  # the parent is gone; nothing here is worth waiting for
+
+
+async def _answer(
+    engine: Engine,
+    writer: asyncio.StreamWriter,
+    number: int,
+    method: str,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    try:
+        answer = (number, True, await getattr(engine, method)(*args, **options))
+    except TinsmithError as error:
+        answer = (number, False, error)
+    except Exception as error:  # noqa: BLE001 - a boundary between processes: the caller must hear of any fault
+        answer = (number, False, EngineError(f"{method} failed in the engine: {type(error).__name__}: {error}"))
+    await _send(writer, answer)
+
+
+def main() -> None:
+    """Entry of the child: the socket's file descriptor is the one argument."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then hangs up
+    asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
+
+
+if __name__ == "__main__":
+    main()

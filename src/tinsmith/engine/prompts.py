@@ -1,0 +1,62 @@
+"""What a request asks about its prompt: logprobs of its own tokens, the likeliest ones, and of given targets.
+
+The distribution over prompt position i + 1 comes from the hidden state at position i, untempered. Position 0 has no
+context: NaN, or empty cells. Rows of logits are made a block at a time and dropped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.engine.base import SampleRequest, TopK
+from tinsmith.engine.head import ROWS, Head
+from tinsmith.engine.lora import Weights
+
+EMPTY_LOGPROB = -99999.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptAnswers:
+    """The prompt fields of `engine.base.Sampled`."""
+
+    logprobs: np.ndarray | None
+    topk: TopK | None
+    targets: np.ndarray | None
+
+
+def asks(request: SampleRequest) -> bool:
+    """Whether the prompt's logits are needed at all."""
+    return request.prompt_logprobs or request.topk_prompt_logprobs > 0 or request.target_prompt_logprobs is not None
+
+
+@torch.no_grad()
+def answer(request: SampleRequest, head: Head, hidden: Tensor, weights: Weights | None) -> PromptAnswers:
+    """`hidden` [N, D] are the prompt's last hidden states."""
+    length, k = len(request.prompt), request.topk_prompt_logprobs
+    logprobs = np.full(length, np.nan, np.float32)
+    best = TopK(token_ids=np.zeros((length, k), np.int32), logprobs=np.full((length, k), EMPTY_LOGPROB, np.float32))
+    wanted = request.target_prompt_logprobs
+    targets = None if wanted is None else np.full(wanted.shape, np.nan, np.float32)
+    first_scored = 1 if request.prompt_logprobs_last_n is None else length - request.prompt_logprobs_last_n
+    for first in range(0 if targets is not None else first_scored - 1, length - 1, ROWS):
+        rows = slice(first, min(first + ROWS, length - 1))
+        scores = torch.log_softmax(head.logits(hidden[rows], weights), dim=1)
+        scored = slice(max(rows.start + 1, first_scored), rows.stop + 1)
+        mine = scores[scored.start - 1 - rows.start :]
+        if request.prompt_logprobs and len(mine):
+            ids = torch.as_tensor(request.prompt[scored].astype(np.int64), device=scores.device)
+            logprobs[scored] = mine.gather(1, ids[:, None])[:, 0].cpu().numpy()
+        if k and len(mine):
+            values, ids = mine.topk(k, dim=1)
+            best.token_ids[scored], best.logprobs[scored] = ids.cpu().numpy(), values.cpu().numpy()
+        if targets is not None and wanted is not None:
+            ids = torch.as_tensor(wanted[rows], device=scores.device)
+            found = scores.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, float("nan"))
+            targets[rows] = found.cpu().numpy()
+    return PromptAnswers(
+        logprobs=logprobs if request.prompt_logprobs else None, topk=best if k else None, targets=targets
+    )

@@ -1,0 +1,77 @@
+"""The engine in plain torch, CPU or GPU: a trainer and a sampler over the same weights, in one process.
+
+Neither computes while the other does: each hands the turn over between micro-batches and between tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from tinsmith.engine import lora, models
+from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.sampler import TorchSampler
+from tinsmith.engine.trainer import TorchTrainer
+from tinsmith.errors import TinsmithError
+
+
+class TorchEngine:
+    """Implements `engine.base.Engine`. Sets torch's thread count and matmul precision for its whole process."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        base = models.load(config)
+        # The head's float32 product: where the base is bfloat16, multiply as bfloat16 (its values are), sum as float32.
+        precision = "bf16" if base.dtype == torch.bfloat16 else "ieee"
+        torch.backends.mkldnn.matmul.fp32_precision = precision  # pyright: ignore[reportAttributeAccessIssue]
+        router = lora.adapt(base)
+        self._card = base.card
+        self.trainer = TorchTrainer(base, router, config.pass_tokens)
+        self.sampler = TorchSampler(base, router, config.pass_tokens, config.cache_tokens)
+
+    @property
+    def card(self) -> ModelCard:
+        return self._card
+
+    async def create(self, model_id: str, lora: LoraSpec) -> None:
+        await self.trainer.create(model_id, lora)
+
+    async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
+        return await self.trainer.run(passes)
+
+    async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        return await self.trainer.step(model_id, adam)
+
+    async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
+        return await self.trainer.save(model_id, to, optimizer=optimizer)
+
+    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
+        await self.trainer.load(model_id, source, optimizer=optimizer)
+
+    async def drop(self, model_id: str) -> None:
+        await self.trainer.drop(model_id)
+
+    async def capture(self, model_id: str, version: str) -> None:
+        self.sampler.versions.capture(version, *self.trainer.snapshot(model_id))
+
+    async def persist(self, version: str, to: Path) -> int:
+        return self.sampler.versions.persist(version, to)
+
+    async def attach(self, version: str, source: Path) -> None:
+        self.sampler.versions.attach(version, source)
+
+    async def detach(self, version: str) -> None:
+        self.sampler.versions.detach(version)
+
+    async def sample(self, request: SampleRequest) -> Sampled:
+        return await self.sampler.sample(request)
+
+    async def cancel(self, request_id: str) -> None:
+        await self.sampler.cancel(request_id)
+
+    async def close(self) -> None:
+        """Memory is freed with the object."""

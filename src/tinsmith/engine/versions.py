@@ -1,0 +1,86 @@
+"""Adapter versions for sampling: frozen when made, whatever is trained or deleted later.
+
+A captured version is in memory at once; when it has been written to a folder it may leave memory again, and is read
+back when it is next asked for. Sequences that are running hold their weights themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from tinsmith.engine import adapters
+from tinsmith.engine.lora import Layout, Weights, layout_for, weights_of
+from tinsmith.engine.models import BaseModel
+from tinsmith.errors import Gone
+
+RESIDENT = 16
+"""Versions kept in memory though a folder holds them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Version:
+    """`captured` (layout and float32 master) until it is on disk; `folder` from then on; `weights` while resident."""
+
+    captured: tuple[Layout, Tensor] | None = None
+    folder: Path | None = None
+    weights: Weights | None = None
+
+
+class Versions:
+    """By name, most recently used last."""
+
+    def __init__(self, base: BaseModel) -> None:
+        self._base = base
+        self._known: dict[str, _Version] = {}
+
+    def capture(self, name: str, layout: Layout, master: Tensor) -> None:
+        """`master` must be a copy: it is kept."""
+        weights = weights_of(layout, master, self._base.dtype)
+        self._known[name] = _Version(captured=(layout, master), weights=weights)
+
+    def persist(self, name: str, to: Path) -> int:
+        """Write a captured version; returns its bytes."""
+        version = self._get(name)
+        if version.captured is None:
+            raise Gone(f"Version '{name}' is no longer in memory.", "It was written before; use its folder.")
+        layout, master = version.captured
+        size = adapters.write(to, layout, master, self._base.card.source, None)
+        self._known[name] = replace(version, captured=None, folder=to)
+        self._evict()
+        return size
+
+    def attach(self, name: str, source: Path) -> None:
+        """Know a folder as a version."""
+        adapters.read_spec(source)
+        self._known[name] = _Version(folder=source)
+
+    def detach(self, name: str) -> None:
+        """Forget it."""
+        self._known.pop(name, None)
+
+    def weights(self, name: str) -> Weights:
+        """Read if need be. Raises Gone for a version that is not known, or whose folder was removed."""
+        version = self._get(name)
+        if version.weights is None:
+            assert version.folder is not None
+            layout = layout_for(self._base, adapters.read_spec(version.folder))
+            master = adapters.read(version.folder, layout).to(self._base.device)
+            version = replace(version, weights=weights_of(layout, master, self._base.dtype))
+        del self._known[name]
+        self._known[name] = version
+        self._evict()
+        assert version.weights is not None
+        return version.weights
+
+    def _get(self, name: str) -> _Version:
+        if name not in self._known:
+            raise Gone(f"The engine holds no version '{name}'.", "Save the weights again.")
+        return self._known[name]
+
+    def _evict(self) -> None:
+        resident = [name for name, version in self._known.items() if version.weights is not None and version.folder]
+        for name in resident[:-RESIDENT]:
+            self._known[name] = replace(self._known[name], weights=None)
