@@ -1,0 +1,102 @@
+"""A service in a process that tests may kill: `python -m tests.service.process`, told by its standard input.
+
+Its fake engine takes `delay` seconds for each training call, so that something is always in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tinsmith.engine.base import AdamParams, SampleRequest
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.fake import FakeEngine
+from tinsmith.service.app import serve
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.engines import Start, Started
+
+
+class SlowEngine(FakeEngine):
+    """Waits before passes, steps and samples."""
+
+    delay = 0.0
+
+    async def run(self, passes):
+        await asyncio.sleep(self.delay)
+        return await super().run(passes)
+
+    async def step(self, model_id: str, adam: AdamParams):
+        await asyncio.sleep(self.delay)
+        return await super().step(model_id, adam)
+
+    async def sample(self, request: SampleRequest):
+        await asyncio.sleep(self.delay)
+        return await super().sample(request)
+
+
+def slow(delay: float, boot: float = 0.0) -> Start:
+    async def start(config: EngineConfig) -> Started:
+        await asyncio.sleep(boot)
+        engine = SlowEngine(config)
+        engine.delay = delay
+        return Started(engine=engine, died=asyncio.Event())
+
+    return start
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as made:
+        return made.getsockname()[1]
+
+
+@dataclass
+class Child:
+    """The process, and its address when it is ready."""
+
+    popen: subprocess.Popen
+    url: str
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+
+@contextmanager
+def child(config: ServeConfig, delay: float = 0.0, boot: float = 0.0, wait: bool = True) -> Iterator[Child]:
+    config.data.mkdir(parents=True, exist_ok=True)
+    with (config.data / "log").open("ab") as log:
+        popen = subprocess.Popen(
+            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+        )
+    assert popen.stdin is not None
+    assert popen.stdout is not None
+    try:
+        popen.stdin.write(json.dumps({"config": config.model_dump(mode="json"), "delay": delay, "boot": boot}).encode())
+        popen.stdin.close()
+        url = f"http://127.0.0.1:{config.port}"
+        if wait and not (url := popen.stdout.readline().decode().strip()):
+            raise AssertionError((config.data / "log").read_text())
+        yield Child(popen, url)
+    finally:
+        popen.kill()
+        popen.wait()
+        popen.stdout.close()
+
+
+def main() -> None:
+    told = json.load(sys.stdin)
+
+    def tell(url: str, _key: str) -> None:
+        print(url, flush=True)
+
+    serve(ServeConfig(**told["config"]), start=slow(told["delay"], told["boot"]), on_ready=tell)
+
+
+if __name__ == "__main__":
+    main()

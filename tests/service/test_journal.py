@@ -1,0 +1,131 @@
+"""Nothing acknowledged is lost: kill -9 at any moment, start again, and an unmodified client sees only a pause."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import tinker
+from tinker import types
+
+from tests.service.conftest import SDK_LEAKS, datum
+from tests.service.process import child, free_port
+from tinsmith.service.config import ServeConfig
+
+pytestmark = SDK_LEAKS
+
+TOKENS = [5, 6, 7, 8, 9]
+ADAM = types.AdamParams(learning_rate=0.02)
+PROMPT = types.ModelInput.from_ints(TOKENS)
+
+
+def data(step: int) -> list[types.Datum]:
+    return [datum([step + i, *TOKENS], weights=[1.0, 0.5, 1.0, 1.0, 1.0]) for i in range(3)]
+
+
+def losses(model: tinker.TrainingClient, steps: range) -> list[float]:
+    """All steps submitted before a result is read, as clients do."""
+    futures = [(model.forward_backward(data(step), "cross_entropy"), model.optim_step(ADAM)) for step in steps]
+    return [(passed.result().metrics["loss:sum"], stepped.result())[0] for passed, stepped in futures]
+
+
+def test_kill_in_the_middle_of_training_changes_nothing(tmp_path: Path) -> None:
+    config = ServeConfig(
+        models=("toy",), engine="fake", data=tmp_path, port=free_port(), api_key="tml-x", capture_every=3
+    )
+    steps = range(11)
+    with child(config, delay=0.05) as first:
+        client = tinker.ServiceClient(base_url=first.url, api_key="tml-x")
+        straight = client.create_lora_training_client("toy", rank=4, seed=1).result()
+        expected = losses(straight, steps)
+        broken = client.create_lora_training_client("toy", rank=4, seed=1).result()
+        early = losses(broken, steps[:4])
+        unnamed = broken.save_weights_and_get_sampling_client().result()
+        sampled = unnamed.compute_logprobs(PROMPT).result()
+        broken.save_state("kept").result()
+        found: list[float] = []
+        run = threading.Thread(target=lambda: found.extend(losses(broken, steps[4:])))
+        run.start()
+        time.sleep(0.33)
+        in_flight = unnamed.compute_logprobs(PROMPT)
+        first.kill()
+    with child(config, delay=0.05):
+        run.join(60)
+        assert early + found == expected
+        final = [
+            model.save_weights_and_get_sampling_client().result().compute_logprobs(PROMPT).result()
+            for model in (straight, broken)
+        ]
+        assert final[0] == final[1]
+        assert unnamed.compute_logprobs(PROMPT).result() == sampled
+        assert in_flight.result() == sampled
+        client.close("success").result()
+
+
+def test_kill_between_a_gradient_and_its_step(tmp_path: Path) -> None:
+    config = ServeConfig(
+        models=("toy",), engine="fake", data=tmp_path, port=free_port(), api_key="tml-x", capture_every=1
+    )
+    with child(config) as first:
+        client = tinker.ServiceClient(base_url=first.url, api_key="tml-x")
+        models = [client.create_lora_training_client("toy", rank=4, seed=1).result() for _ in range(2)]
+        for model in models:
+            losses(model, range(2))
+            model.forward_backward(data(7), "cross_entropy").result()
+            # A save covers up to the last step: the gradient since then is only in the journal.
+            model.save_state("mid").result()
+            model.forward_backward(data(8), "cross_entropy").result()
+        whole = models[0].optim_step(ADAM).result().metrics
+        first.kill()
+    with child(config):
+        assert models[1].optim_step(ADAM).result().metrics == whole
+        assert losses(models[0], range(3)) == losses(models[1], range(3))
+        client.close("success").result()
+
+
+def test_versions_that_were_only_in_memory_come_back(tmp_path: Path) -> None:
+    """The unnamed sampler is killed before it is on disk; its replay makes the same version again."""
+    config = ServeConfig(models=("toy",), engine="fake", data=tmp_path, port=free_port(), api_key="tml-x")
+    with child(config) as first:
+        client = tinker.ServiceClient(base_url=first.url, api_key="tml-x")
+        model = client.create_lora_training_client("toy", rank=4, seed=1).result()
+        losses(model, range(2))
+        sampler = model.save_weights_and_get_sampling_client().result()
+        before = sampler.compute_logprobs(PROMPT).result()
+        losses(model, range(2))
+        first.kill()
+    for folder in (tmp_path / "checkpoints").iterdir():
+        folder.rename(tmp_path / f"gone-{folder.name}")
+    mark_unwritten(tmp_path)
+    with child(config):
+        assert sampler.compute_logprobs(PROMPT).result() == before
+        client.close("success").result()
+
+
+def mark_unwritten(folder: Path) -> None:
+    import sqlite3
+
+    db = sqlite3.connect(folder / "tinsmith.db")
+    db.execute("update checkpoints set ready = 0")
+    db.commit()
+    db.close()
+
+
+def test_sessions_that_ended_take_their_states_with_them(tmp_path: Path) -> None:
+    config = ServeConfig(
+        models=("toy",), engine="fake", data=tmp_path, port=free_port(), api_key="tml-x", capture_every=1
+    )
+    with child(config) as running:
+        client = tinker.ServiceClient(base_url=running.url, api_key="tml-x")
+        model = client.create_lora_training_client("toy", rank=4).result()
+        losses(model, range(2))
+        model.save_weights_and_get_sampling_client().result()
+        kept = model.save_state("kept").result().path
+        assert len(list((tmp_path / "journal").iterdir())) == 1
+        client.close("success").result()
+        other = tinker.ServiceClient(base_url=running.url, api_key="tml-x")
+        other.create_training_client_from_state(kept).result()
+        assert len(list((tmp_path / "journal").iterdir())) == 1
+        assert len(list((tmp_path / "checkpoints").iterdir())) == 1
+        other.close("success").result()
