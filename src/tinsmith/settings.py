@@ -120,6 +120,8 @@ def _sentence(kind: type[BaseModel], fault: ErrorDetails) -> tuple[str, str]:
             return key, f"'{key}' has no type. Add type: one of {', '.join(_tag(one) for one in choices)}."
         case "union_tag_invalid":
             return key, _no_such_type(key, fault)
+        case "value_error":  # a check of ours: it speaks for itself, and the input may hold a key
+            return key, (f"'{key}': " if key else "") + fault["msg"].removeprefix("Value error, ") + "."
         case _:
             return key, f"'{key}': {fault['msg']} (got {fault['input']!r})."
 

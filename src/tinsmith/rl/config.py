@@ -35,6 +35,8 @@ class OwnService(Settings):
 
     source: str = ""
     """A hub id, folder or GGUF file to serve as model.name; empty: model.name itself."""
+    engine: Literal["torch", "fake"] = "torch"
+    """`fake` answers in arithmetic instead of a model: for tests."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the base model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

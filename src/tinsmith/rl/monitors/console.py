@@ -50,14 +50,14 @@ class ConsoleMonitor:
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Evaluations always have their line."""
         if "eval/pass@1" in values:
-            self._console.print(_evaluation(step, values), highlight=False)
+            self._console.print(_evaluation(step, values), highlight=False, soft_wrap=True)
         if "reward/mean" not in values:
             return
         speed = values.get("speed/tokens_per_second", 0.0)
         text = f"{self._info.name}  reward {values['reward/mean']:.3f}  {speed:,.0f} tok/s"
         self._progress.update(self._bar, completed=step, description=text)
         if step % self._every == 0 or step in (1, self._info.steps):
-            self._console.print(self._line(step, values), highlight=False)
+            self._console.print(self._line(step, values), highlight=False, soft_wrap=True)
 
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
         """Not shown."""
@@ -79,7 +79,7 @@ class ConsoleMonitor:
         if values.get("rollouts/failed"):
             parts.append(f"[red]{values['rollouts/failed']:.0f} failed[/]")
         if values.get("optim/skipped"):
-            parts.append("[yellow]nothing to learn: all groups constant[/]")
+            parts.append("[yellow]no signal[/]")
         return "  ".join(parts)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from tinsmith.rl.monitors.base import Kind, RunInfo
@@ -37,6 +38,16 @@ class JsonlMonitor:
     def close(self) -> None:
         """Closes the metrics file."""
         self._metrics.close()
+
+
+def read_metrics(folder: Path) -> list[dict[str, float]]:
+    """One row for each step so far, oldest first; training and evaluation of a step are joined."""
+    file = folder / "metrics.jsonl"
+    rows: dict[int, dict[str, float]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
+        row = json.loads(line)
+        rows.setdefault(row["step"], {}).update(row)
+    return [rows[step] for step in sorted(rows)]
 
 
 def _line(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any]:

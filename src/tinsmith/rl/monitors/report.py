@@ -18,6 +18,7 @@ from pydantic import Field
 
 from tinsmith.rl.monitors.base import Kind, RunInfo
 from tinsmith.rl.monitors.charts import Curve, smooth, svg
+from tinsmith.rl.monitors.jsonl import read_metrics
 from tinsmith.rl.types import Group
 from tinsmith.settings import Settings
 
@@ -58,7 +59,7 @@ class ReportMonitor:
 
 def write(info: RunInfo, refresh: float = 0.0) -> Path:
     """report.html from metrics.jsonl and rollouts/; `refresh` seconds make an open page load itself again."""
-    rows = _rows(info.folder / "metrics.jsonl")
+    rows = read_metrics(info.folder)
     page = _template().render(
         info=info,
         settings=_settings(info.settings),
@@ -78,15 +79,6 @@ def write(info: RunInfo, refresh: float = 0.0) -> Path:
 def _template() -> jinja2.Template:
     text = files("tinsmith.rl.monitors").joinpath("report.html.j2").read_text(encoding="utf-8")
     return jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(text)
-
-
-def _rows(file: Path) -> list[Row]:
-    """One row for each step, oldest first; training and evaluation of a step are joined."""
-    rows: dict[int, dict[str, float]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        row = json.loads(line)
-        rows.setdefault(row["step"], {}).update(row)
-    return [rows[step] for step in sorted(rows)]
 
 
 def _points(rows: Sequence[Row], name: str) -> tuple[tuple[float, float], ...]:

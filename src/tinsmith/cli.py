@@ -1,0 +1,229 @@
+"""The command `tinsmith`: thin. It reads settings, puts the two wings together and prints errors as sentences.
+
+Imports stand inside the commands, so that --help is quick and serving needs nothing of the harness.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import App, CycloptsError, Parameter
+
+from tinsmith.errors import ConfigError, TinsmithError, UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tinsmith.rl.config import RunConfig
+    from tinsmith.rl.resume import State
+
+app = App(
+    name="tinsmith",
+    help="RL post-training of language models on the Tinker API: the service, and the harness.",
+    help_epilogue="--debug with any command shows the traceback of an error.",
+    help_format="plaintext",
+)
+
+Overrides = Annotated[
+    str, Parameter(help="Settings laid on top, as steps=20 or model.rank=8.", allow_leading_hyphen=False)
+]
+
+
+@app.command
+def serve(
+    *overrides: Overrides,
+    config: Path | None = None,
+    model: Annotated[tuple[str, ...] | None, Parameter(negative="", consume_multiple=False)] = None,
+    host: str | None = None,
+    port: int | None = None,
+    data: Path | None = None,
+    api_key: str | None = None,
+    dtype: Literal["auto", "float32", "bfloat16"] | None = None,
+    device: Literal["auto", "cpu", "cuda"] | None = None,
+    threads: int | None = None,
+) -> None:
+    """Serve the Tinker API on this machine until interrupted.
+
+    Parameters
+    ----------
+    config
+        A YAML or TOML file of settings; options here lie on top of it.
+    model
+        A base model as NAME or NAME=SOURCE, repeated for several. SOURCE is a hub id, a folder or a GGUF file; names
+        with one source share one set of weights. Without it: HuggingFaceTB/SmolLM2-135M-Instruct.
+    host
+        Address to listen on; 127.0.0.1 if not given.
+    port
+        Port to listen on; 8000 if not given, 0 for a free one.
+    data
+        Folder of the database, the checkpoints and the key; ~/.tinsmith if not given.
+    api_key
+        The key that clients send, tml-…; without it one is made, shown once and kept in the data folder.
+    dtype
+        Of the base models; auto is bfloat16 where the hardware is fast at it.
+    device
+        auto is a GPU if there is one.
+    threads
+        CPU threads for tensor work; 0 is one for each core.
+    """
+    from tinsmith.service.app import serve as serve_until_signal
+    from tinsmith.service.config import ServeConfig
+    from tinsmith.settings import COMMAND_LINE, build, raw
+
+    options = {
+        "models": model, "host": host, "port": port, "data": data, "api_key": api_key, "dtype": dtype,
+        "device": device, "threads": threads,
+    }  # fmt: skip
+    given = {name: value for name, value in options.items() if value is not None}
+    place = str(config) if config else COMMAND_LINE
+    serve_until_signal(build(ServeConfig, {**raw(config, overrides), **given}, place, overrides))
+
+
+@app.command
+def run(
+    *words: Annotated[str, Parameter(name="FILE [KEY=VALUE]", allow_leading_hyphen=False)], config: Path | None = None
+) -> None:
+    """Train as a run file says, or go on with the run that its folder holds.
+
+    The server is the file's model.base_url, else TINKER_BASE_URL (with TINKER_API_KEY); without either, a service is
+    started on this machine for as long as the run takes.
+
+    Parameters
+    ----------
+    words
+        The run file (YAML or TOML), then settings laid on top, as steps=20 or model.rank=8.
+    config
+        The run file, in place of the first word.
+    """
+    from rich.console import Console
+
+    from tinsmith.rl.config import RunConfig
+    from tinsmith.settings import read
+
+    if config is None and not words:
+        raise ConfigError("tinsmith run needs a run file.", "As in: tinsmith run examples/addition.yaml")
+    file, overrides = (config, words) if config else (Path(words[0]), words[1:])
+    settings = read(RunConfig, file, overrides)
+    if not settings.name:
+        settings = settings.model_copy(update={"name": file.stem})
+    console = Console()
+    state = _train(settings, console)
+    console.print(f"{_plain(settings.name)} is finished: {state.step} steps", highlight=False)
+    _tell_where(settings, state, console)
+
+
+@app.command
+def demo(*overrides: Overrides, quick: bool = False, seed: int = 0, out: Path | None = None) -> None:
+    """Watch a small model learn on this machine: two-digit addition, from no right answer to most.
+
+    Parameters
+    ----------
+    quick
+        The largest of four numbers instead: a third of the time.
+    seed
+        Another seed is another run.
+    out
+        Folder of the run; a new one under runs/ if not given.
+    """
+    from rich.console import Console
+
+    from tinsmith.rl import demo as built_in
+    from tinsmith.rl.run import folder_of
+
+    console = Console()
+    settings = built_in.settings(quick=quick, seed=seed, out=out, overrides=overrides)
+    built_in.introduce(settings, console)
+    state = _train(settings, console)
+    built_in.conclude(folder_of(settings), console)
+    _tell_where(settings, state, console)
+
+
+def main() -> None:
+    """Runs the command line and exits: 0 done, 1 our fault, 2 the user can mend it, 130 interrupted."""
+    words = [word for word in sys.argv[1:] if word != "--debug"]
+    debug = len(words) < len(sys.argv) - 1
+    from rich.console import Console
+
+    console = Console(stderr=True, soft_wrap=True)
+    try:
+        app(words, exit_on_error=False, print_error=True, error_console=console)
+    except CycloptsError:
+        sys.exit(2)
+    except TinsmithError as error:
+        if debug:
+            raise
+        console.print(f"[bold red]error:[/] {_plain(error.what)}", highlight=False)
+        if error.hint:
+            console.print(f"[dim]{_plain(error.hint)}[/]", highlight=False)
+        sys.exit(2 if isinstance(error, UserError) else 1)
+    except KeyboardInterrupt:
+        console.print("interrupted; the same command goes on from the last checkpoint", highlight=False)
+        sys.exit(130)
+
+
+def _train(settings: RunConfig, console: Console) -> State:
+    """The run of `settings`, on the server that it names or on one of its own that ends with it."""
+    import asyncio
+
+    from tinsmith.rl.loop import train
+    from tinsmith.rl.tinker_policy import TinkerPolicy
+
+    with ExitStack() as stack:
+
+        async def connect(state: str, version: int) -> TinkerPolicy:
+            with console.status(f"Connecting to {settings.model.name}"):
+                base_url, api_key = await asyncio.to_thread(stack.enter_context, _server(settings))
+                return await TinkerPolicy.connect(
+                    settings.model, base_url, api_key, seed=settings.seed, state=state, version=version
+                )
+
+        return asyncio.run(train(settings, connect, console))
+
+
+@contextmanager
+def _server(settings: RunConfig) -> Iterator[tuple[str, str]]:
+    """(base_url, api_key) of the server to use."""
+    import os
+
+    base_url = settings.model.base_url or os.environ.get("TINKER_BASE_URL", "")
+    if base_url:
+        api_key = os.environ.get("TINKER_API_KEY", "")
+        if not api_key:
+            raise ConfigError(f"There is no key for {base_url}.", "Set TINKER_API_KEY.")
+        yield base_url, api_key
+        return
+    from tinsmith.rl.run import folder_of
+    from tinsmith.service.config import ServeConfig
+    from tinsmith.service.embedded import embedded
+
+    own = settings.service
+    config = ServeConfig(
+        models=(f"{settings.model.name}={own.source}" if own.source else settings.model.name,),
+        data=folder_of(settings) / "service",
+        engine=own.engine,
+        dtype=own.dtype,
+        device=own.device,
+        threads=own.threads,
+    )
+    with embedded(config) as (url, key):
+        yield url, key
+
+
+def _tell_where(settings: RunConfig, state: State, console: Console) -> None:
+    from tinsmith.rl.run import folder_of
+
+    folder = folder_of(settings)
+    places: list[tuple[str, Any]] = [("report", folder / "report.html"), ("metrics", folder / "metrics.jsonl")]
+    places += [("weights", state.sampling_path), ("go on from", state.path)]
+    for name, place in places:
+        console.print(f"[dim]{name:>10}[/]  {_plain(str(place))}", highlight=False, soft_wrap=True)
+
+
+def _plain(text: str) -> str:
+    from rich.markup import escape
+
+    return escape(text)
