@@ -55,7 +55,7 @@ def samples(groups: Sequence[Group], advantages: Sequence[Sequence[np.ndarray]],
             continue
         mine: list[Sample] = []
         for rollout, advantages_T in zip(group.rollouts, advantages_G, strict=True):
-            mine += _rows(rollout, advantages_T)
+            mine += [] if rollout.error else _rows(rollout, advantages_T)
         rows += _merged(mine) if merge else mine
     return rows
 

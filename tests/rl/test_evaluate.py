@@ -1,0 +1,75 @@
+"""pass@k is unbiased, and evaluations come when they are due."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import pytest
+from pydantic import ValidationError
+
+from tests.rl.small import rows, run, settings
+from tinsmith.rl.evaluate import EvalConfig, pass_at
+from tinsmith.rl.policy import SamplingConfig
+from tinsmith.rl.types import Group, Rollout, Task
+
+
+def group(*rewards: float) -> Group:
+    rollouts = tuple(Rollout(rewards={"policy": reward}) for reward in rewards)
+    return Group(task=Task(id="t", messages=()), rollouts=rollouts)
+
+
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
+    rewards = (1.0, 0.0, 0.4, 1.0, 0.0)
+    values = pass_at([group(*rewards)], threshold=1.0)
+    assert list(values) == ["eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/pass@5"]
+    for k in (1, 2, 4, 5):
+        subsets = [any(one >= 1.0 for one in subset) for subset in combinations(rewards, k)]
+        assert values[f"eval/pass@{k}"] == pytest.approx(sum(subsets) / len(subsets))
+
+
+def test_pass_at_k_is_averaged_over_tasks_and_failures_are_not_right():
+    failed = Group(task=Task(id="t", messages=()), rollouts=(Rollout(error="x", rewards={"policy": 1.0}),))
+    assert pass_at([group(1.0), group(0.5), failed, failed], threshold=0.5) == {"eval/pass@1": 0.5}
+
+
+def test_evaluation_is_due_before_during_and_after():
+    def due(config: EvalConfig) -> list[int]:
+        return [step for step in range(11) if config.due(step, 10)]
+
+    assert due(EvalConfig(every=4)) == [0, 4, 8, 10]
+    assert due(EvalConfig(every=5, before=False, after=False)) == [5]
+    assert due(EvalConfig(every=0)) == [0, 10]
+
+
+def test_many_greedy_samples_are_refused():
+    with pytest.raises(ValidationError, match="greedy answers are all the same"):
+        EvalConfig(num_samples=4)
+
+
+def test_evaluation_samples_as_training_but_for_temperature_and_length():
+    training = SamplingConfig(max_tokens=8, stop=("\n",), temperature=1.0)
+    assert EvalConfig().sampling(training) == SamplingConfig(max_tokens=8, stop=("\n",), temperature=0.0)
+    assert EvalConfig(max_tokens=3, temperature=0.7).sampling(training).max_tokens == 3
+
+
+def test_pass_at_k_and_a_judge_of_its_own(tmp_path):
+    change = {"num_samples": 4, "temperature": 1.0, "limit": 3, "rewards": [{"type": "format", "pattern": "no|yes"}]}
+    run(settings(tmp_path, steps=1, eval=change))
+    first = rows(tmp_path)[0]
+    assert {"eval/pass@1", "eval/pass@2", "eval/pass@4"} <= first.keys()
+    assert first["eval/tasks"] == 3
+    assert first["eval/pass@4"] > 0.5
+
+
+def test_the_best_constant_answer_is_told_beside_the_first_evaluation(tmp_path):
+    change = {"baseline": 100, "rewards": [{"type": "closeness"}]}
+    run(settings(tmp_path, steps=1, tasks={"train": {"type": "largest", "size": 500}, "held_out": 50}, eval=change))
+    first, *rest = [row for row in rows(tmp_path) if "eval/pass@1" in row]
+    assert 0 < first["eval/constant_pass@1"] < 0.3
+    assert 0.3 < first["eval/constant_reward"] < 0.6
+    assert all("eval/constant_pass@1" not in row for row in rest)
+
+
+def test_no_held_out_tasks_no_evaluation(tmp_path):
+    run(settings(tmp_path, steps=1, tasks={"train": {"type": "addition"}, "held_out": 0}, eval={}))
+    assert not any("eval/pass@1" in row for row in rows(tmp_path))

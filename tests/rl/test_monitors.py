@@ -1,0 +1,126 @@
+"""Monitors show a run and never stop it."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from rich.console import Console
+
+from tests.rl.small import rows, run, settings
+from tinsmith.rl.monitors import charts
+from tinsmith.rl.monitors.base import Monitors
+from tinsmith.rl.monitors.jsonl import read_metrics
+
+
+def shown(tmp_path, *, terminal: bool = False, **changes) -> str:
+    console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
+    run(settings(tmp_path, monitors=[{"type": "console"}], **changes), console=console)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_the_console_tells_steps_and_evaluations(tmp_path):
+    text = shown(tmp_path)
+    assert "held out before training: pass@1 0.000  of 5 tasks" in text
+    assert "held out after step 8: pass@1 1.000  of 5 tasks" in text
+    assert re.search(r"step 8/8  reward  \d\.\d{3} █", text)
+    assert "tok/s" in text
+
+
+def test_the_console_has_a_bar_with_the_time_left_in_a_terminal(tmp_path):
+    text = shown(tmp_path, terminal=True)
+    assert "8/8" in text
+    assert "left" in text
+
+
+def test_long_runs_have_about_thirty_lines(tmp_path):
+    text = shown(tmp_path, steps=100, eval={"every": 0, "before": False, "after": False})
+    assert 30 <= text.count("tok/s") <= 40
+
+
+def test_a_monitor_that_fails_is_named_and_the_others_are_told(caplog):
+    told = []
+
+    class Broken:
+        def metrics(self, step, values):
+            raise OSError("disk full")
+
+        def rollouts(self, step, kind, groups): ...
+
+        def close(self): ...
+
+    class Good(Broken):
+        def metrics(self, step, values):
+            told.append(step)
+
+    with caplog.at_level(logging.WARNING):
+        Monitors([Broken(), Good()]).metrics(3, {})
+    assert told == [3]
+    assert "The monitor Broken failed: OSError: disk full" in caplog.text
+
+
+def test_rows_of_a_step_are_joined(finished):
+    joined = read_metrics(finished)
+    assert [row["step"] for row in joined] == list(range(9))
+    assert {"reward/mean", "eval/pass@1"} <= joined[4].keys()
+    assert len(joined) < len(rows(finished))
+
+
+def test_the_report_stands_alone_and_shows_the_run(finished):
+    page = (finished / "report.html").read_text()
+    assert not re.search(r"(src|href)\s*=|@import|url\(", page)
+    assert 'http-equiv="refresh"' not in page
+    for words in (
+        "Reward",
+        "Held-out accuracy",
+        "Entropy",
+        "KL sampler to trainer",
+        "Gradient norm",
+        "before training",
+    ):
+        assert words in page
+    assert "0.000 → 1.000" in page
+    assert "learning_rate: 0.2" in page
+    for chart in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(chart)
+
+
+def test_the_report_escapes_what_models_say(tmp_path):
+    from tinsmith.rl.monitors.base import RunInfo
+    from tinsmith.rl.monitors.report import write
+
+    config = settings(tmp_path, steps=2)
+    run(config)
+    file = tmp_path / "rollouts" / "eval-000000.jsonl"
+    lines = [{**json.loads(line), "text": "<script>alert(1)</script>"} for line in file.read_text().splitlines()]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    write(RunInfo(name="small", folder=tmp_path, steps=2, settings=config.model_dump(mode="json")))
+    page = (tmp_path / "report.html").read_text()
+    assert "<script>alert" not in page
+    assert "&lt;script&gt;alert" in page
+
+
+@pytest.mark.parametrize(
+    "points", [((1.0, 0.5),), ((1.0, 0.0), (2.0, 0.0)), ((0.0, 1e-9), (50.0, 3e-9)), ((1.0, -5e6), (2.0, 7e6))]
+)
+def test_charts_hold_any_numbers_inside_their_frame(points):
+    drawn = charts.svg([charts.Curve(name="x", points=points, dots=True)], floor=0.0)
+    root = ElementTree.fromstring(drawn)
+    for circle in root.iter("circle"):
+        assert 0 <= float(circle.attrib["cx"]) <= charts.WIDTH
+        assert 0 <= float(circle.attrib["cy"]) <= charts.HEIGHT
+
+
+def test_a_chart_without_points_is_nothing():
+    assert charts.svg([charts.Curve(name="x", points=())]) == ""
+    assert charts.svg([charts.Curve(name="x", points=((1.0, float("nan")),))]) == ""
+
+
+def test_smoothing_keeps_level_and_ends():
+    level = tuple((float(x), 2.0) for x in range(50))
+    assert charts.smooth(level) == level
