@@ -1,0 +1,234 @@
+"""The policy through the real SDK, against a served fake engine: whatever it says, trains and saves, the server did."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import socket
+import warnings
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from tinsmith.errors import ConfigError, TinsmithError, UserError
+from tinsmith.rl.algorithms.grpo import Grpo, GrpoConfig
+from tinsmith.rl.metrics import of_update
+from tinsmith.rl.policy import Loss, ModelConfig, OptimizerConfig, SamplingConfig
+from tinsmith.rl.samples import samples
+from tinsmith.rl.tinker_policy import TinkerPolicy
+from tinsmith.rl.types import Group, Message, Rollout, Task
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK's first connection
+
+ASK = (Message(role="user", content="What is 39 + 13?"),)
+SAMPLING = SamplingConfig(max_tokens=5)
+MODEL = ModelConfig(name="tiny", rank=4)
+T = TypeVar("T")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collect_what_the_sdk_leaks() -> Iterator[None]:
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+@pytest.fixture(scope="module")
+def served(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    data = tmp_path_factory.mktemp("served")
+    with embedded(ServeConfig(models=(f"tiny={tiny_llama}",), engine="fake", data=data)) as address:
+        yield address
+
+
+def with_policy(served, use: Callable[[TinkerPolicy], Awaitable[T]], config: ModelConfig = MODEL, **options) -> T:
+    async def main() -> T:
+        policy = await TinkerPolicy.connect(config, *served, **{"seed": 1, **options})
+        try:
+            return await use(policy)
+        finally:
+            await policy.close()
+
+    return asyncio.run(main())
+
+
+def group_of(turns) -> Group:
+    rollouts = tuple(Rollout(turns=(turn,), rewards={"policy": float(turn.tokens[0] % 2)}) for turn in turns)
+    return Group(task=Task(id="t", messages=ASK), rollouts=rollouts)
+
+
+async def teach(policy: TinkerPolicy, *, seed: int, loss: Loss | None = None) -> dict[str, float]:
+    """One update on one group of eight; returns its numbers."""
+    turns = await (await policy.snapshot()).sample(ASK, count=8, seed=seed, sampling=SAMPLING)
+    group = group_of(turns)
+    rows = samples([group], await Grpo(GrpoConfig(drop_constant=False)).score([group]), merge=True)
+    loss = loss or Loss(name="importance_sampling", config={})
+    return of_update(rows, await policy.update(rows, loss, OptimizerConfig(), 1e-2))
+
+
+def test_replies_have_the_chat_prompt_tokens_logprobs_and_text(served, tiny_llama):
+    from transformers import AutoTokenizer
+
+    async def use(policy: TinkerPolicy):
+        return await (await policy.snapshot()).sample(ASK, count=3, seed=7, sampling=SAMPLING)
+
+    turns = with_policy(served, use)
+    tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
+    prompt = "<|im_start|>user\nWhat is 39 + 13?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.decode(turns[0].prompt) == prompt
+    assert len({turn.tokens for turn in turns}) == 3
+    for turn in turns:
+        assert 1 <= len(turn.tokens) == len(turn.logprobs) <= 5
+        assert turn.text == tokenizer.decode(turn.tokens, skip_special_tokens=True)
+        assert (turn.stop, turn.version) == ("stop" if turn.tokens[-1] == 2 else "length", 0)
+
+
+def test_the_same_seed_gives_the_same_replies_and_another_gives_others(served):
+    async def use(policy: TinkerPolicy):
+        snapshot = await policy.snapshot()
+        return [await snapshot.sample(ASK, count=4, seed=seed, sampling=SAMPLING) for seed in (1, 1, 2)]
+
+    one, again, other = with_policy(served, use)
+    assert one == again != other
+
+
+def test_tokens_may_be_asked_as_they_are(served):
+    async def use(policy: TinkerPolicy):
+        return await (await policy.snapshot()).sample([5, 6, 7], count=1, seed=1, sampling=SAMPLING)
+
+    assert with_policy(served, use)[0].prompt == (5, 6, 7)
+
+
+def test_on_its_own_samples_trainer_and_sampler_agree_and_learning_goes_on(served):
+    async def use(policy: TinkerPolicy):
+        return [await teach(policy, seed=seed) for seed in range(3)], policy.version
+
+    numbers, version = with_policy(served, use)
+    assert version == 3
+    for one in numbers:
+        assert one["optim/kl_sample_train_v2"] < 1e-9
+        assert {"optim/loss", "optim/grad_norm"} <= one.keys()
+    assert numbers[-1]["optim/grad_norm"] > 0
+
+
+def test_a_snapshot_does_not_change_with_the_policy(served):
+    async def use(policy: TinkerPolicy):
+        old = await policy.snapshot()
+        before = await old.sample(ASK, count=2, seed=3, sampling=SAMPLING)
+        await teach(policy, seed=0)
+        new = await policy.snapshot()
+        return before, await old.sample(ASK, count=2, seed=3, sampling=SAMPLING), old.version, new.version
+
+    before, after, old_version, new_version = with_policy(served, use)
+    assert before == after
+    assert (old_version, new_version) == (0, 1)
+
+
+def test_saved_weights_and_moments_go_on_as_if_never_broken_off(served):
+    async def whole(policy: TinkerPolicy):
+        await teach(policy, seed=0)
+        path = await policy.save("half", 3600)
+        return path, await teach(policy, seed=1), await teach(policy, seed=2)
+
+    async def second(policy: TinkerPolicy):
+        return policy.version, await teach(policy, seed=1), await teach(policy, seed=2)
+
+    path, *numbers = with_policy(served, whole)
+    version, *again = with_policy(served, second, state=path, version=1)
+    assert path.startswith("tinker://")
+    assert version == 1
+    assert again == numbers
+
+
+def test_a_run_may_begin_from_saved_weights_without_their_moments(served):
+    async def first(policy: TinkerPolicy):
+        await teach(policy, seed=0)
+        return await policy.save("seed-weights", None), await reply(policy)
+
+    async def reply(policy: TinkerPolicy):
+        turns = await (await policy.snapshot()).sample(ASK, count=4, seed=9, sampling=SAMPLING)
+        return [turn.tokens for turn in turns]
+
+    path, tokens = with_policy(served, first)
+    assert with_policy(served, reply, ModelConfig(name="tiny", load_from=path)) == tokens
+
+
+def test_the_last_weights_can_be_sampled_by_their_path(served):
+    import tinker
+
+    async def use(policy: TinkerPolicy):
+        await teach(policy, seed=0)
+        return await policy.save_for_sampling("kept")
+
+    path = with_policy(served, use)
+    with tinker.ServiceClient(base_url=served[0], api_key=served[1]) as service:
+        client = service.create_sampling_client(model_path=path).result()
+        answer = client.sample(tinker.ModelInput.from_ints([1, 2]), 1, tinker.SamplingParams(max_tokens=2)).result()
+    assert len(answer.sequences) == 1
+
+
+def test_a_reply_ends_before_its_stop_string(served, tiny_llama):
+    from transformers import AutoTokenizer
+
+    from tinsmith.rl.tinker_policy import Chat
+
+    chat = Chat(AutoTokenizer.from_pretrained(tiny_llama))
+    tokens = AutoTokenizer.from_pretrained(tiny_llama).encode("one\nUser: two")
+    assert chat.text(tokens, ("\nUser:",)) == "one"
+    assert chat.text(tokens, None) == "one\nUser: two"
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        (ModelConfig(name="tny", rank=4), "tiny"),
+        (ModelConfig(name="tiny", load_from="tinker://no/weights/such"), "tinker://no/weights/such"),
+        (ModelConfig(name="tiny", rank=4, tokenizer="/no/such/folder"), "model.tokenizer"),
+    ],
+)
+def test_what_the_server_refuses_is_a_users_error_at_the_start(served, config, sentence):
+    async def use(policy: TinkerPolicy): ...
+
+    with pytest.raises(UserError) as caught:
+        with_policy(served, use, config)
+    assert sentence in str(caught.value)
+
+
+def test_a_wrong_key_and_a_wrong_address_are_told_at_once(served):
+    async def use(policy: TinkerPolicy): ...
+
+    with pytest.raises(UserError, match="refused the key"):
+        with_policy((served[0], "tml-wrong"), use)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match="No server answers at"):
+            with_policy((url, "tml-x"), use)
+    with pytest.raises(ConfigError, match="no address of a server"):
+        with_policy(("localhost:8000", "tml-x"), use)
+
+
+def test_a_refused_update_names_the_loss(served):
+    async def use(policy: TinkerPolicy):
+        return await teach(policy, seed=0, loss=Loss(name="ppo", config={"clip_low": 0.5}))
+
+    with pytest.raises(TinsmithError, match=r"training with the loss ppo.*clip_low"):
+        with_policy(served, use)
+
+
+def test_rows_come_back_in_their_order(served):
+    async def use(policy: TinkerPolicy):
+        turns = await (await policy.snapshot()).sample(ASK, count=6, seed=4, sampling=SAMPLING)
+        group = group_of(turns)
+        rows = samples([group], await Grpo(GrpoConfig(drop_constant=False)).score([group]), merge=False)
+        loss = Loss(name="importance_sampling", config={})
+        return rows, await policy.update(rows, loss, OptimizerConfig(), 1e-3)
+
+    rows, updated = with_policy(served, use)
+    for row, logprobs in zip(rows, updated.logprobs, strict=True):
+        np.testing.assert_allclose(logprobs[row.mask], row.logprobs[row.mask], atol=1e-5)
