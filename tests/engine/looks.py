@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 def gradients_of(engine: Any, model_id: str) -> dict[str, np.ndarray]:
     """What the model has accumulated since its last step."""
     named = {}
-    for module, (a, b) in engine.gradients(model_id).items():
+    for module, (a, b) in engine.trainer.gradients(model_id).items():
         named[f"base_model.model.{module}.lora_A.weight"] = a
         named[f"base_model.model.{module}.lora_B.weight"] = b
     return named

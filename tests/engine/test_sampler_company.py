@@ -204,6 +204,19 @@ def test_a_folder_that_cannot_be_read_fails_its_own_requests(engine: Any, wait: 
     wait(engine.detach("nowhere"))
 
 
+def test_a_request_that_breaks_a_pass_fails_alone_and_at_once(engine: Any, wait: Any):
+    """The service refuses such an id before it gets here; if one slips through, nobody may wait for ever."""
+
+    async def both() -> list[Any]:
+        asked = (engine.sample(ask((*PROMPT[:4], 99_999))), engine.sample(ask()))
+        return await asyncio.gather(*(asyncio.wait_for(one, timeout=20) for one in asked), return_exceptions=True)
+
+    bad, good = wait(both())
+    assert isinstance(bad, TinsmithError), bad
+    assert isinstance(good, Sampled), good
+    assert wait(engine.sample(ask())).sequences
+
+
 def test_a_cancelled_request_is_gone_and_the_others_go_on(engine: Any, wait: Any):
     wanted = wait(engine.sample(ask(max_tokens=100)))
 
