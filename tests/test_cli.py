@@ -1,0 +1,189 @@
+"""The command line as a user meets it: a run from one file, killed and gone on with, and errors as sentences."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tinsmith.cli import main
+
+RUN_FILE = """
+model: {{name: tiny, rank: 4}}
+tasks:
+  train: {{type: addition}}
+  held_out: 6
+rewards:
+  - {{type: format, pattern: ".*[aeiou].*"}}
+sampling: {{max_tokens: 4}}
+optimizer: {{learning_rate: 0.05}}
+steps: 8
+groups_per_step: 4
+group_size: 4
+eval: {{every: 4}}
+checkpoint: {{every: 2}}
+service: {{engine: fake, source: {source}}}
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "small.yaml").write_text(RUN_FILE.format(source=tiny_llama))
+    return folder
+
+
+def environment() -> dict[str, str]:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
+    return {**clean, "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
+
+
+def tinsmith(work: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tinsmith", *words]
+    return subprocess.run(
+        command, cwd=work, capture_output=True, text=True, timeout=100, check=False, env={**environment(), **extra}
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(work: Path) -> subprocess.CompletedProcess[str]:
+    """A run to its end, without a break."""
+    return tinsmith(work, "run", "small.yaml")
+
+
+def metrics(folder: Path) -> list[dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(("time/", "speed/"))} for row in rows]
+
+
+def test_a_file_is_all_a_run_needs(work, whole):
+    assert whole.returncode == 0, whole.stderr
+    assert "small is finished: 8 steps" in whole.stdout
+    assert "held out before training" in whole.stdout
+    folder = work / "runs" / "small"
+    assert {"run.yaml", "state.json", "metrics.jsonl", "report.html", "rollouts", "service"} <= {
+        path.name for path in folder.iterdir()
+    }
+    reward = [row["reward/mean"] for row in metrics(folder) if "reward/mean" in row]
+    assert len(reward) == 8
+    assert reward[-1] > reward[0]
+
+
+def test_a_run_killed_in_the_middle_ends_with_the_same_metrics(work, whole):
+    folder = work / "runs" / "broken"
+    command = [sys.executable, "-m", "tinsmith", "run", "small.yaml", "folder=runs/broken"]
+    with (work / "log").open("w") as log:
+        process = subprocess.Popen(command, cwd=work, stdout=log, stderr=log, env=environment())
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            lines = (folder / "metrics.jsonl").read_text().count("\n") if (folder / "metrics.jsonl").exists() else 0
+            if lines >= 5:
+                break
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert json.loads((folder / "state.json").read_text())["step"] < 8
+    resumed = tinsmith(work, "run", "small.yaml", "folder=runs/broken")
+    assert resumed.returncode == 0, resumed.stderr
+    assert metrics(folder) == metrics(work / "runs" / "small")
+
+
+def test_a_server_that_is_there_is_used(work, tiny_llama):
+    from tinsmith.service.config import ServeConfig
+    from tinsmith.service.embedded import embedded
+
+    with embedded(ServeConfig(models=(f"tiny={tiny_llama}",), engine="fake", data=work / "served")) as (url, key):
+        words = ("run", "--config", "small.yaml", "steps=1", "folder=runs/there")
+        done = tinsmith(work, *words, TINKER_BASE_URL=url, TINKER_API_KEY=key)
+        assert done.returncode == 0, done.stderr
+        assert not (work / "runs" / "there" / "service").exists()
+        refused = tinsmith(work, *words[:-1], "folder=runs/other", TINKER_BASE_URL=url, TINKER_API_KEY="tml-wrong")
+    assert refused.returncode == 2
+    assert "refused the key" in refused.stderr
+    assert "Traceback" not in refused.stderr
+
+
+def test_the_demo_tells_where_it_began_and_ended(work, tiny_llama):
+    small = ("service.engine=fake", f"service.source={tiny_llama}", "steps=2", "tasks.held_out=8", "groups_per_step=2")
+    done = tinsmith(work, "demo", "--quick", "--seed", "3", "--out", "runs/demo", *small)
+    assert done.returncode == 0, done.stderr
+    assert "asked: Which is the largest of" in done.stdout
+    assert "held-out exact match 0.000 → 0.000 on 8 tasks never trained on" in done.stdout
+    assert "runs/demo/report.html" in done.stdout
+    assert "0.25" in (work / "runs" / "demo" / "report.html").read_text()
+
+
+def test_serve_answers_until_it_is_told_to_end(work, tiny_llama):
+    command = [sys.executable, "-m", "tinsmith", "serve", "engine=fake", "--model", f"tiny={tiny_llama}"]
+    command += ["--model", "other=toy", "--port", "0", "--data", str(work / "data"), "--api-key", "tml-mine"]
+    with (work / "serve.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=work, stdout=log, stderr=log, env=environment())
+    deadline = time.monotonic() + 60
+    while "http://" not in (work / "serve.log").read_text() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    url = next(word for word in (work / "serve.log").read_text().split() if "http://" in word).rpartition("=")[2]
+    with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=10) as answer:
+        assert answer.status == 200
+    process.terminate()
+    assert process.wait(10) == 0
+
+
+def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
+    """Exit status and what went to the error stream."""
+    monkeypatch.setattr(sys, "argv", ["tinsmith", *words])
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("TINKER_API_KEY", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0), " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("run",), "error: tinsmith run needs a run file. As in: tinsmith run"),
+        (("run", "none.yaml"), "error: There is no file none.yaml. Check the path."),
+        (("run", "small.yaml", "stepz=3"), "the command line: there is no key 'stepz'. Did you mean 'steps'?"),
+        (("run", "small.yaml", "model.rnk=3"), "there is no key 'model.rnk'. Did you mean 'model.rank'?"),
+        (("run", "small.yaml", "group_size=1"), "'group_size': Input should be greater than or equal to 2 (got 1)"),
+        (("run", "small.yaml", "tasks.held_out=0"), "eval wants held-out tasks"),
+        (
+            ("run", "small.yaml", "model.base_url=http://127.0.0.1:9", "folder=x"),
+            "There is no key for http://127.0.0.1:9.",
+        ),
+        (("serve", "portt=3"), "there is no key 'portt'. Did you mean 'port'?"),
+        (("serve", "--host", "0.0.0.0"), "give an api_key of your own"),
+        (("serve", "--prt", "3"), "Did you mean --port?"),
+        (("rn",), 'Unknown command "rn". Did you mean "run"?'),
+        (("demo", "stepz=3"), "Did you mean 'steps'?"),
+    ],
+)
+def test_a_mistake_is_told_in_a_sentence(work, capsys, monkeypatch, words, sentence):
+    monkeypatch.chdir(work)
+    status, text = said(capsys, monkeypatch, *words)
+    assert status == 2
+    assert sentence in text
+    assert "Traceback" not in text
+
+
+def test_debug_shows_the_traceback(work, monkeypatch):
+    from tinsmith.errors import ConfigError
+
+    monkeypatch.chdir(work)
+    monkeypatch.setattr(sys, "argv", ["tinsmith", "--debug", "run", "none.yaml"])
+    with pytest.raises(ConfigError, match=r"There is no file none\.yaml"):
+        main()
+
+
+def test_a_service_that_cannot_start_is_told_with_its_reason(work):
+    done = tinsmith(work, "run", "small.yaml", "service.engine=torch", "service.source=/no/such.gguf", "folder=runs/no")
+    assert done.returncode == 1
+    assert "before it was ready" in done.stderr
+    assert "Traceback" not in done.stderr
