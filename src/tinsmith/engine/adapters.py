@@ -3,7 +3,6 @@
     adapter_config.json          what PEFT and vLLM read: r, lora_alpha, target_modules
     adapter_model.safetensors    base_model.model.<module>.lora_A.weight (r, in), .lora_B.weight (out, r), float32
     optimizer.safetensors        exp_avg and exp_avg_sq, flat, and the step count; only in training states
-    tinsmith.json                the LoraSpec, written last
 
 A folder is written beside its place and renamed into it: it is there whole or not at all.
 """
@@ -12,7 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,10 +20,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinsmith.engine.base import LoraSpec
-from tinsmith.engine.lora import Layout
-from tinsmith.errors import NotFound
+from tinsmith.engine.lora import HEAD, Layout
+from tinsmith.engine.models import PROJECTIONS
+from tinsmith.errors import NotFound, Unsupported
 
 _PREFIX = "base_model.model."
+_OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform")
+"""Settings of PEFT that change what the matrices mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +57,6 @@ def write(folder: Path, layout: Layout, master: Tensor, source: str, moments: Mo
         }
         save_file(state, scratch / "optimizer.safetensors")
     (scratch / "adapter_config.json").write_text(json.dumps(_peft_config(layout, source), indent=2))
-    (scratch / "tinsmith.json").write_text(json.dumps(asdict(layout.spec)))
     size = sum(file.stat().st_size for file in scratch.iterdir())
     if folder.exists():
         aside = folder.with_name(f".{folder.name}.replaced")
@@ -69,11 +70,22 @@ def write(folder: Path, layout: Layout, master: Tensor, source: str, moments: Mo
 
 
 def read_spec(folder: Path) -> LoraSpec:
-    """What kind of adapter a folder holds. Raises NotFound when it is not one of ours."""
+    """What kind of adapter a folder holds, also one that PEFT wrote. Raises NotFound, Unsupported for other kinds."""
     try:
-        return LoraSpec(**json.loads((folder / "tinsmith.json").read_text()))
-    except (OSError, ValueError, TypeError) as error:
-        raise NotFound(f"{folder} does not hold an adapter: {error}", "Save it again.") from error
+        config = json.loads((folder / "adapter_config.json").read_text())
+        rank, alpha, modules = int(config["r"]), float(config["lora_alpha"]), set(config["target_modules"])
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise NotFound(f"{folder} does not hold an adapter: {error!r}", "Save it again.") from error
+    parts = {"train_attn": set(PROJECTIONS["attn"]), "train_mlp": set(PROJECTIONS["mlp"]), "train_unembed": {HEAD}}
+    flags = {flag: leaves <= modules for flag, leaves in parts.items()}
+    covered = {leaf for flag, leaves in parts.items() if flags[flag] for leaf in leaves}
+    unknown = [key for key in _OTHER_KINDS if config.get(key)]
+    if config.get("peft_type", "LORA") != "LORA" or unknown or covered != modules or not covered:
+        raise Unsupported(
+            f"{folder} holds a {config.get('peft_type')} adapter of {sorted(modules)} {unknown or ''}.",
+            "Served are plain LoRA adapters over all of attention, all of the MLP, the head, or any of these together.",
+        )
+    return LoraSpec(rank=rank, seed=0, alpha=alpha, **flags)
 
 
 def read(folder: Path, layout: Layout) -> Tensor:
@@ -82,11 +94,20 @@ def read(folder: Path, layout: Layout) -> Tensor:
     try:
         tensors = load_file(folder / "adapter_model.safetensors")
         for name, pair in layout.pairs(flat).items():
-            pair.a.copy_(tensors[f"{_PREFIX}{name}.lora_A.weight"])
-            pair.b.copy_(tensors[f"{_PREFIX}{name}.lora_B.weight"])
-    except (OSError, KeyError, RuntimeError, SafetensorError) as error:
-        raise NotFound(f"{folder} does not hold this base model's adapter: {error}", "Save it again.") from error
+            pair.a.copy_(_shaped(tensors.pop(f"{_PREFIX}{name}.lora_A.weight"), pair.a))
+            pair.b.copy_(_shaped(tensors.pop(f"{_PREFIX}{name}.lora_B.weight"), pair.b))
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise NotFound(f"{folder} does not hold this base model's adapter: {error!r}", "Save it again.") from error
+    if tensors or not bool(torch.isfinite(flat).all()):
+        fault = f"has {len(tensors)} tensors too many" if tensors else "holds numbers that are not finite"
+        raise NotFound(f"The adapter in {folder} {fault}.", "Save it again.")
     return flat
+
+
+def _shaped(tensor: Tensor, like: Tensor) -> Tensor:
+    if tensor.shape != like.shape:
+        raise ValueError(f"shape {tuple(tensor.shape)} instead of {tuple(like.shape)}")
+    return tensor
 
 
 def read_moments(folder: Path) -> Moments:

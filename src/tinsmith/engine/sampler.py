@@ -96,44 +96,59 @@ class TorchSampler:
     async def cancel(self, request_id: str) -> None:
         """Takes effect before the next token."""
         asks = {id(ask): ask for ask in [*self._waiting, *(sequence.ask for sequence in self._running)]}
-        for ask in asks.values():
-            if ask.request.request_id == request_id:
-                self._fail([ask], Gone(f"Request {request_id} was cancelled.", "Submit it again."))
+        cancelled = [ask for ask in asks.values() if ask.request.request_id == request_id]
+        self._leave(cancelled)
+        self._fail(cancelled, Gone(f"Request {request_id} was cancelled.", "Submit it again."))
 
     async def _drive(self) -> None:
         """Rounds until nothing is left to do."""
         while self._waiting or self._running:
             with torch.no_grad():
-                self._guarded(self._admit_some())
-                if self._running:
-                    self._guarded(None)
+                self._admit(self._next_asks())
+                self._advance()
             await asyncio.sleep(0)
 
-    def _guarded(self, admitted: list[_Ask] | None) -> None:
-        """A fault fails those whose work it was, and no one else."""
-        asks = [sequence.ask for sequence in self._running] if admitted is None else admitted
+    def _admit(self, asks: Sequence[_Ask]) -> None:
+        """A fault stays with the one request that caused it: the others of its pass are admitted without it."""
         try:
-            if admitted is None:
-                self._step()
-            elif admitted:
-                self._prefill(admitted)
-        except TinsmithError as error:
-            self._fail(asks, error)
-        except RuntimeError as error:
-            self._fail(asks, EngineError(f"Sampling failed: {error}"))
+            if asks:
+                self._prefill(asks)
+        except Exception as error:  # noqa: BLE001 - whatever it was, the batch must go on
+            self._leave(asks)
+            if len(asks) == 1:
+                self._fail(asks, error)
+            else:
+                for ask in asks:
+                    self._admit([ask])
 
-    def _fail(self, asks: Sequence[_Ask], error: TinsmithError) -> None:
-        failed = {id(ask) for ask in asks}
-        self._waiting = [ask for ask in self._waiting if id(ask) not in failed]
-        for sequence in self._running:
-            if id(sequence.ask) in failed and sequence.row is not None:
+    def _advance(self) -> None:
+        """A fault in a step everyone shares fails all of it; those who wait are not touched."""
+        try:
+            if self._running:
+                self._step()
+        except Exception as error:  # noqa: BLE001 - whatever it was, those who wait must be served
+            asks = list({id(sequence.ask): sequence.ask for sequence in self._running}.values())
+            self._leave(asks)
+            self._fail(asks, error)
+
+    def _leave(self, asks: Sequence[_Ask]) -> None:
+        """Take requests out of the batch, as if they had never been in it."""
+        for sequence in [sequence for ask in asks for sequence in ask.sequences]:
+            if sequence.row is not None:
                 self._cache.remove(sequence.row)
-        self._running = [sequence for sequence in self._running if id(sequence.ask) not in failed]
+            sequence.row, sequence.stop_reason = None, None
+            sequence.tokens, sequence.logprobs, sequence.tops = [], [], []
+        gone = {id(ask) for ask in asks}
+        self._running = [sequence for sequence in self._running if id(sequence.ask) not in gone]
+        self._waiting = [ask for ask in self._waiting if id(ask) not in gone]
+
+    def _fail(self, asks: Sequence[_Ask], error: Exception) -> None:
         for ask in asks:
             if not ask.result.done():
-                ask.result.set_exception(error)
+                told = error if isinstance(error, TinsmithError) else EngineError(f"Sampling failed: {error!r}")
+                ask.result.set_exception(told)
 
-    def _admit_some(self) -> list[_Ask]:
+    def _next_asks(self) -> list[_Ask]:
         """As many of those who wait, oldest first, as fit a pass, the cache and the step; one at least when idle."""
         admitted: list[_Ask] = []
         passed, cached, running = 0, self._cache.tokens, len(self._running)
@@ -247,6 +262,7 @@ class TorchSampler:
         for sequence in finished:
             if sequence.row is not None:
                 self._cache.remove(sequence.row)
+                sequence.row = None
         for ask in {id(sequence.ask): sequence.ask for sequence in finished}.values():
             if all(sequence.stop_reason for sequence in ask.sequences) and not ask.result.done():
                 ask.result.set_result(_sampled(ask))
@@ -282,7 +298,7 @@ def _cache_shape(base: BaseModel) -> CacheShape:
     return CacheShape(
         layers=config.num_hidden_layers,
         heads=config.num_key_value_heads,
-        width=config.head_dim or config.hidden_size // config.num_attention_heads,
+        width=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         dtype=base.dtype,
         device=base.device,
     )

@@ -9,7 +9,7 @@ passes are run again one by one, so that one bad request fails alone. Between mi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,10 +155,10 @@ class TorchTrainer:
     async def _run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
         try:
             return [*await self._together(passes)]
-        except (TinsmithError, RuntimeError) as error:
+        except Exception as error:  # noqa: BLE001 - whatever it was, it is the fault of one pass and must stay with it
             if len(passes) > 1:
                 return [(await self._run([one]))[0] for one in passes]
-            return [error if isinstance(error, TinsmithError) else EngineError(f"The pass failed: {error}")]
+            return [error if isinstance(error, TinsmithError) else EngineError(f"The pass failed: {error!r}")]
 
     async def _together(self, passes: Sequence[Pass]) -> list[PassResult]:
         names = sorted({one.model_id for one in passes})
@@ -245,9 +245,9 @@ class _Work:
 
     def finish(self) -> list[PassResult]:
         """The results; only now do the models' gradients change."""
+        if not all(bool(torch.isfinite(pending.sum())) for pending in self._pending):
+            raise BadRequest("The gradient of this request is not finite; it was discarded.", _NOT_FINITE)
         for model, pending in zip(self._models, self._pending, strict=False):
-            if not bool(torch.isfinite(pending.sum())):
-                raise BadRequest("The gradient of this request is not finite; it was discarded.", _NOT_FINITE)
             model.gradient.add_(pending)
         return [
             PassResult(logprobs=tuple(found), metrics={"loss:sum": loss})
@@ -260,19 +260,17 @@ class _Work:
         leaf = torch.cat(list(pieces)).double().requires_grad_()
         data = [self.items[key].datum for key in keys]
         sizes = [datum.targets.size for datum in data]
+        config = {**LOSSES[one.loss_fn].config, **one.loss_config}
         inputs = {
-            name: torch.as_tensor(
-                np.concatenate([datum.inputs[name].reshape(-1) for datum in data]), dtype=leaf.dtype, device=leaf.device
-            )
-            for name in data[0].inputs
+            name: torch.as_tensor(_gathered(name, data, config), dtype=leaf.dtype, device=leaf.device)
+            for name in {name for datum in data for name in datum.inputs}
         }
         sequence = torch.repeat_interleave(torch.arange(len(data)), torch.tensor(sizes)).to(leaf.device)
-        config = {**LOSSES[one.loss_fn].config, **one.loss_config}
         with torch.enable_grad():
             loss = LOSS_FUNCTIONS[one.loss_fn](leaf, inputs, sequence, config)
         (slope,) = torch.autograd.grad(loss, leaf)
         if not bool(torch.isfinite(loss)) or not bool(torch.isfinite(slope).all()):
-            raise BadRequest(f"The {one.loss_fn} loss of this request is {float(loss)}.", _NOT_FINITE)
+            raise BadRequest(f"The {one.loss_fn} loss of this request is {float(loss.detach())}.", _NOT_FINITE)
         self._losses[number] += float(loss.detach())
         return slope.float().split(sizes)
 
@@ -289,6 +287,17 @@ class _Work:
 
 
 _NOT_FINITE = "Check logprobs and advantages: the ratio exp(p - q) may have overflowed."
+
+
+def _gathered(name: str, data: Sequence[Datum], config: Mapping[str, float]) -> np.ndarray:
+    """One input of all data, flat; where a datum leaves an optional one out, its default: a clip, or a weight of 1."""
+    default = config.get(name, 1.0)
+    return np.concatenate(
+        [
+            datum.inputs[name].reshape(-1) if name in datum.inputs else np.full(datum.targets.size, default)
+            for datum in data
+        ]
+    )
 
 
 def _learns(one: Pass, datum: Datum) -> bool:
