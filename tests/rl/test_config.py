@@ -1,0 +1,72 @@
+"""Run files: the examples are good ones, and no key is accepted and then ignored."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+import tinsmith.rl
+from tests.rl.reference import PAGE, members, written
+from tinsmith.errors import ConfigError
+from tinsmith.rl import demo
+from tinsmith.rl.config import RunConfig
+from tinsmith.settings import Settings, read
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(file for file in (ROOT / "examples").iterdir() if file.suffix in (".yaml", ".toml"))
+
+
+@pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
+def test_an_example_is_a_run_file(file):
+    config = read(RunConfig, file)
+    assert config.steps > 0
+
+
+def test_there_is_an_example_of_each_kind_of_file():
+    assert {file.suffix for file in EXAMPLES} == {".yaml", ".toml"}
+
+
+def parts(kind: type[Settings]) -> set[type[Settings]]:
+    """Every settings class that a run file may hold."""
+    found = {kind}
+    for field in kind.model_fields.values():
+        for one in members(field.annotation):
+            found |= parts(one)
+    return found
+
+
+def test_every_key_is_read_somewhere_and_has_its_help():
+    folder = Path(tinsmith.rl.__file__).parent
+    source = "\n".join(file.read_text() for file in [*folder.rglob("*.py"), folder.parent / "cli.py"])
+    for kind in parts(RunConfig):
+        for name, field in kind.model_fields.items():
+            assert re.search(rf"\.{name}\b", source), f"{kind.__name__}.{name} is read nowhere"
+            assert field.description or name == "type" or members(field.annotation), (
+                f"{kind.__name__}.{name} has no help"
+            )
+
+
+def test_the_reference_in_the_documentation_is_of_today():
+    page = PAGE.read_text()
+    assert page == written(page), "run: python -m tests.rl.reference"
+
+
+def test_evaluation_without_tasks_is_refused():
+    base = {"model": {"name": "m"}, "rewards": [{"type": "number"}], "steps": 1}
+    with pytest.raises(ValueError, match="eval wants held-out tasks"):
+        RunConfig.model_validate(
+            {**base, "tasks": {"train": {"type": "addition"}, "held_out": 0}, "eval": {"every": 5}}
+        )
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_the_demos_are_run_files_in_folders_of_their_own(quick, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = demo.settings(quick=quick, seed=5, out=None, overrides=["steps=3"])
+    assert (config.seed, config.steps, config.tasks.held_out) == (5, 3, 200)
+    Path(config.folder).mkdir(parents=True)
+    assert demo.settings(quick=quick, seed=5, out=None, overrides=[]).folder == f"{config.folder}-2"
+    with pytest.raises(ConfigError, match="Did you mean 'steps'"):
+        demo.settings(quick=quick, seed=5, out=None, overrides=["stepz=3"])
