@@ -39,6 +39,8 @@ def introduce(config: RunConfig, console: Console) -> None:
 def conclude(folder: Path, console: Console) -> None:
     """Held-out accuracy before and after, beside what no learning would give."""
     rows = [row for row in read_metrics(folder) if "eval/pass@1" in row]
+    if not rows:
+        return
     first, last = rows[0], rows[-1]
     constant = max(row.get("eval/constant_pass@1", 0.0) for row in rows)
     console.print(

@@ -7,8 +7,9 @@ asked of whom.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from typing import Any, cast
 from urllib.parse import urlsplit
 
@@ -19,6 +20,8 @@ from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl.policy import Loss, ModelConfig, OptimizerConfig, SamplingConfig, Updated
 from tinsmith.rl.samples import Sample
 from tinsmith.rl.types import Message, Turn
+
+log = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
@@ -105,20 +108,13 @@ class TinkerPolicy:
         await _reach(base_url)
         async with _boundary(f"making the model {config.name} at {base_url}"):
             service = await asyncio.to_thread(tinker.ServiceClient, base_url=base_url, api_key=api_key)
-            if state:
-                client = await service.create_training_client_from_state_with_optimizer(state)
-            elif config.load_from:
-                client = await service.create_training_client_from_state(config.load_from)
-            else:
-                client = await service.create_lora_training_client(
-                    base_model=config.name,
-                    rank=config.rank,
-                    seed=seed if config.seed is None else config.seed,
-                    train_attn=config.train_attn,
-                    train_mlp=config.train_mlp,
-                    train_unembed=config.train_unembed,
-                )
-        return cls(service, client, Chat(await asyncio.to_thread(_tokenizer, config, client)), version)
+            try:
+                client = await _training_client(service, config, seed, state)
+                chat = Chat(await asyncio.to_thread(_tokenizer, config, client))
+            except BaseException:
+                service.close("errored")
+                raise
+        return cls(service, client, chat, version)
 
     @property
     def version(self) -> int:
@@ -166,9 +162,28 @@ class TinkerPolicy:
 
     async def close(self) -> None:
         """Ends the session at the server; its checkpoints stay. A server that is gone is not waited for."""
-        with suppress(TimeoutError):
+        try:
             async with _boundary("ending the session"), asyncio.timeout(CLOSE_SECONDS):
                 await self._service.close("success")
+        except (TinsmithError, TimeoutError) as error:  # whatever ended the run is the thing to tell
+            log.warning("The session could not be ended: %s", error)
+
+
+async def _training_client(
+    service: tinker.ServiceClient, config: ModelConfig, seed: int, state: str
+) -> tinker.TrainingClient:
+    if state:
+        return await service.create_training_client_from_state_with_optimizer(state)
+    if config.load_from:
+        return await service.create_training_client_from_state(config.load_from)
+    return await service.create_lora_training_client(
+        base_model=config.name,
+        rank=config.rank,
+        seed=seed if config.seed is None else config.seed,
+        train_attn=config.train_attn,
+        train_mlp=config.train_mlp,
+        train_unembed=config.train_unembed,
+    )
 
 
 @asynccontextmanager
