@@ -112,7 +112,8 @@ class EngineHost:
             return
         started.died.set()
         try:
-            await asyncio.wait_for(started.engine.close(), CLOSE_S)
+            async with asyncio.timeout(CLOSE_S):
+                await started.engine.close()
         except (TinsmithError, OSError, TimeoutError) as error:
             log.warning("The engine of %s did not close: %s", self.config.source, error)
 

@@ -10,6 +10,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 from tinsmith.errors import BadRequest, NotFound
@@ -132,10 +133,11 @@ class Sessions:
         ]
         expiry = self._checkpoints.next_expiry()
         wake = min([until, *ends, until if expiry is None else expiry])
-        try:
-            await asyncio.wait_for(self._changed.wait(), max(wake - time.time(), 0.01))
-        except TimeoutError:
-            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(
+                max(wake - time.time(), 0.01)
+            ):  # wait_for of Python 3.11 may lose a cancellation
+                await self._changed.wait()
 
     def changed(self) -> None:
         """Something may end sooner than was known."""

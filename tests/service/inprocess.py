@@ -1,0 +1,144 @@
+"""The API in the test's own process and event loop, over an engine that the test can make fail."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+
+from tinsmith.engine.base import AdamParams, Pass, SampleRequest
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.fake import FakeEngine
+from tinsmith.errors import EngineDied
+from tinsmith.service.app import create_app, running
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.deps import Service
+from tinsmith.service.engines import Started
+
+KEY = "tml-test"
+Hook = Callable[[str, object], Awaitable[None] | None]
+
+
+class MortalEngine(FakeEngine):
+    """Dies as a process does: every call after that raises EngineDied. `hook(call, argument)` may kill it."""
+
+    def __init__(self, config: EngineConfig, hook: Hook, died: asyncio.Event) -> None:
+        super().__init__(config)
+        self._hook = hook
+        self._died = died
+        self.calls: list[str] = []
+
+    async def _live(self, call: str, argument: object) -> None:
+        self.calls.append(call)
+        if (waiting := self._hook(call, argument)) is not None:
+            await waiting
+        await asyncio.sleep(0)
+        if self._died.is_set():
+            raise EngineDied("The engine is dead.")
+
+    async def run(self, passes: Sequence[Pass]):
+        await self._live("run", passes)
+        return await super().run(passes)
+
+    async def step(self, model_id: str, adam: AdamParams):
+        await self._live("step", model_id)
+        return await super().step(model_id, adam)
+
+    async def capture(self, model_id: str, version: str) -> None:
+        await self._live("capture", model_id)
+        await super().capture(model_id, version)
+
+    async def persist(self, version: str, to: Path) -> int:
+        await self._live("persist", version)
+        return await super().persist(version, to)
+
+    async def sample(self, request: SampleRequest):
+        await self._live("sample", request)
+        return await super().sample(request)
+
+
+class Factory:
+    """Starts engines and remembers them."""
+
+    def __init__(self) -> None:
+        self.made: list[Started] = []
+        self.hook: Hook = lambda call, argument: None
+
+    async def __call__(self, config: EngineConfig) -> Started:
+        died = asyncio.Event()
+        engine = MortalEngine(config, lambda call, argument: self.hook(call, argument), died)
+        self.made.append(Started(engine=engine, died=died))
+        return self.made[-1]
+
+    def kill(self) -> None:
+        self.made[-1].died.set()
+
+
+class Api:
+    """Raw calls to the app."""
+
+    def __init__(self, http: httpx.AsyncClient, service: Service) -> None:
+        self.http = http
+        self.service = service
+
+    async def post(self, path: str, body: object) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.http.post(f"/api/v1/{path}", content=content)
+
+    async def result(self, promise: dict) -> httpx.Response:
+        return await self.post("retrieve_future", {"request_id": promise["request_id"]})
+
+    async def call(self, path: str, body: object) -> dict:
+        """Submit, then fetch the JSON result."""
+        promise = await self.post(path, body)
+        assert promise.status_code == 200, promise.text
+        return (await self.result(promise.json())).json()
+
+    async def model(self, session: str | None = None, number: int = 0, **lora) -> str:
+        if session is None:
+            session = (await self.post("create_session", {"tags": []})).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": number, "base_model": "toy", "lora_config": {"rank": 4, **lora}}
+        return (await self.call("create_model", body))["model_id"]
+
+    async def step(self, model: str, seq: int, rate: float = 0.02) -> dict:
+        return await self.call("optim_step", {"model_id": model, "seq_id": seq, "adam_params": {"learning_rate": rate}})
+
+
+@asynccontextmanager
+async def api(data: Path, start: Factory | None = None, **config) -> AsyncIterator[Api]:
+    settings = ServeConfig(engine="fake", data=data, api_key=KEY, **{"models": ("toy",), "hold_s": 5.0, **config})
+    loaded = asyncio.Event()
+    async with running(settings, start or Factory(), lambda error: loaded.set()) as service:
+        await loaded.wait()
+        transport = httpx.ASGITransport(create_app(service))
+        headers = {"X-API-Key": KEY}
+        async with httpx.AsyncClient(transport=transport, base_url="http://t", headers=headers, timeout=30) as http:
+            yield Api(http, service)
+
+
+def pass_body(model: str, seq: int, tokens: Sequence[int] = (5, 6, 7, 8), **options) -> bytes:
+    """A forward_backward body as the SDK sends it."""
+    import numpy as np
+
+    from tinsmith.service.schema import pb
+
+    message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq, **{"loss_fn": "cross_entropy", **options})
+    one = message.data.add()
+    one.model_input.add().encoded_text.tokens = np.asarray(tokens[:-1], "<i4").tobytes()
+    target = one.loss_fn_inputs["target_tokens"]
+    target.dense, target.dtype = np.asarray(tokens[1:], "<i8").tobytes(), pb.DTYPE_INT64
+    target.shape.append(len(tokens) - 1)
+    return message.SerializeToString()
+
+
+def loss_in(response: httpx.Response) -> float:
+    from tinsmith.service.schema import pb
+
+    assert response.headers["content-type"] == "application/x-protobuf", response.text
+    message = pb.ForwardBackwardOutput()
+    message.ParseFromString(response.content)
+    return message.metrics["loss:sum"]

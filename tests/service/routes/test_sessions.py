@@ -1,0 +1,110 @@
+"""Bootstrap, sessions, keys, and what is not served."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tests.service.inprocess import Factory, api
+
+
+def test_client_config_makes_the_client_send_chunks_in_order(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            flags = (await on.post("client/config", {"sdk_version": "0.38.0"})).json()
+            assert flags["parallel_fwdbwd_chunks"] is False
+            assert flags["custom_loss_server_side"] is False
+            dynamic = (await on.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
+            assert dynamic["sample_cancel_enabled"] is True
+
+    asyncio.run(main())
+
+
+def test_every_route_but_healthz_needs_the_key(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            on.http.headers["X-API-Key"] = "tml-other"
+            for path in ("client/config", "create_session", "optim_step", "retrieve_future", "telemetry"):
+                answer = await on.post(path, {})
+                assert answer.status_code == 401
+                assert "X-API-Key" in answer.json()["detail"]
+            del on.http.headers["X-API-Key"]
+            assert (await on.post("asample", {})).status_code == 401
+            assert (await on.http.get("/api/v1/healthz")).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_unknown_routes_are_json(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            for answer in (await on.post("save_weights_external", {}), await on.http.get("/api/v1/create_session")):
+                assert answer.status_code in (404, 405)
+                assert "is not served here" in answer.json()["detail"]
+
+    asyncio.run(main())
+
+
+def test_an_idempotency_key_gives_one_session(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            headers = {"X-Idempotency-Key": "k"}
+            one, two = [
+                (await on.http.post("/api/v1/create_session", content=b"{}", headers=headers)).json() for _ in range(2)
+            ]
+            assert one == two
+            assert (await on.post("create_session", {})).json() != one
+
+    asyncio.run(main())
+
+
+def test_heartbeats_and_the_end(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            session = (await on.post("create_session", {"tags": ["a"], "user_metadata": None})).json()["session_id"]
+            assert (await on.post("session_heartbeat", {"session_id": session})).json()["type"] == "session_heartbeat"
+            assert (await on.post("session_heartbeat", {"session_id": "no"})).status_code == 404
+            for _ in range(2):  # the first reason counts
+                answer = await on.post(f"sessions/{session}/finish", {"reason": {"type": "errored"}, "detail": "x"})
+                assert answer.status_code == 204
+            assert (await on.post("session_heartbeat", {"session_id": session})).status_code == 410
+            assert (await on.post("telemetry", {"events": [], "anything": 1})).json() == {"status": "accepted"}
+
+    asyncio.run(main())
+
+
+def test_a_silent_session_ends_and_its_model_leaves_the_engine(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start, session_timeout_s=0.3) as on:
+            model = await on.model()
+            await on.step(model, 1)
+            body = {"session_id": model.split(":")[0], "sampling_session_seq_id": 0, "base_model": "toy"}
+            sampler = (await on.post("create_sampling_session", body)).json()["sampling_session_id"]
+            engine = start.made[0].engine
+            assert model in engine._models  # type: ignore[attr-defined]
+            for _ in range(100):
+                await asyncio.sleep(0.02)
+                if model not in engine._models:  # type: ignore[attr-defined]
+                    break
+            assert model not in engine._models  # type: ignore[attr-defined]
+            refused = await on.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+            assert "silence" in refused.json()["detail"]
+            assert "silence" in (await on.post("asample", _ask(sampler))).json()["detail"]
+
+    asyncio.run(main())
+
+
+def _ask(sampler: str) -> dict:
+    return {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
+
+
+def test_a_session_that_beats_lives(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path, session_timeout_s=0.4) as on:
+            session = (await on.post("create_session", {})).json()["session_id"]
+            for _ in range(6):
+                await asyncio.sleep(0.15)
+                assert (await on.post("session_heartbeat", {"session_id": session})).status_code == 200
+
+    asyncio.run(main())

@@ -1,0 +1,165 @@
+"""Training requests over raw HTTP: what the SDK repeats, leaves out or sends in its own order."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from tests.service.inprocess import Api, Factory, api, loss_in, pass_body
+
+
+def run(coroutine) -> None:
+    asyncio.run(coroutine)
+
+
+def test_a_repeated_request_runs_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as on:
+            model = await on.model()
+            bodies = {
+                "forward_backward": pass_body(model, 1),
+                "optim_step": {"model_id": model, "seq_id": 2, "adam_params": {}},
+                "save_weights": {"model_id": model, "seq_id": 3, "path": "a"},
+                "save_weights_for_sampler": {"model_id": model, "seq_id": 4, "sampling_session_seq_id": 0},
+            }
+            for path, body in bodies.items():
+                first = (await on.post(path, body)).json()
+                answer = await on.result(first)
+                if path == "save_weights_for_sampler":
+                    body["sampling_session_seq_id"] = 1  # as the SDK repeats it
+                again = [(await on.post(path, body)).json() for _ in range(2)]
+                assert again == [first, first]
+                assert (await on.result(first)).content == answer.content
+            engine = start.made[0].engine
+            assert [engine.calls.count(call) for call in ("run", "step", "capture")] == [1, 1, 1]  # type: ignore[attr-defined]
+
+    run(main())
+
+
+def test_repeats_that_cross_each_other_run_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as on:
+            model = await on.model()
+            body = {"model_id": model, "seq_id": 1, "adam_params": {}}
+            answers = await asyncio.gather(*(on.post("optim_step", body) for _ in range(5)))
+            assert len({answer.json()["request_id"] for answer in answers}) == 1
+            assert "metrics" in (await on.result(answers[0].json())).json()
+            assert start.made[0].engine.calls.count("step") == 1  # type: ignore[attr-defined]
+
+    run(main())
+
+
+def test_a_repeat_after_a_restart_runs_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            model = await on.model()
+            promise = (await on.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})).json()
+            answer = (await on.result(promise)).json()
+        start = Factory()
+        async with api(tmp_path, start) as on:
+            again = await on.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+            assert again.json() == promise
+            assert (await on.result(promise)).json() == answer
+            assert start.made[0].engine.calls == []  # type: ignore[attr-defined]
+            late = await on.post("create_model", {
+                "session_id": model.split(":")[0], "model_seq_id": 0, "base_model": "toy", "lora_config": {"rank": 4},
+            })  # fmt: skip
+            assert (await on.result(late.json())).json()["model_id"] == model
+
+    run(main())
+
+
+def test_gaps_in_seq_id_block_nothing_and_stragglers_are_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            model = await on.model()
+            assert "metrics" in await on.step(model, 5)
+            assert "metrics" in await on.step(model, 90)
+            late = await on.post("optim_step", {"model_id": model, "seq_id": 7, "adam_params": {}})
+            assert late.status_code == 400
+            assert "order of seq_id" in late.json()["detail"]
+            assert (await on.post("optim_step", {"model_id": model, "seq_id": 0, "adam_params": {}})).status_code == 400
+            assert "metrics" in await on.step(model, 91)
+
+    run(main())
+
+
+def test_bodies_may_be_compressed_and_never_explode(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            model = await on.model()
+            body = zstandard.compress(pass_body(model, 1))
+            headers = {"Content-Encoding": "zstd"}
+            promise = await on.http.post("/api/v1/forward_backward", content=body, headers=headers)
+            plain = (await on.post("forward_backward", pass_body(model, 2, forward_only=True))).json()
+            assert loss_in(await on.result(promise.json())) == loss_in(await on.result(plain))
+            bomb = zstandard.compress(bytes(300 * 2**20))
+            refused = await on.http.post("/api/v1/forward_backward", content=bomb, headers=headers)
+            assert refused.status_code == 413
+            for content, coding in ((b"not zstd", "zstd"), (b"\xff\xff", None), (pass_body(model, 3), "br")):
+                extra = {"Content-Encoding": coding} if coding else {}
+                refused = await on.http.post("/api/v1/forward_backward", content=content, headers=extra)
+                assert refused.status_code == 400, refused.text
+
+    run(main())
+
+
+def test_unknown_fields_are_ignored_and_known_ones_checked(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            model = await on.model(new_lora_option=3)
+            body = {"model_id": model, "seq_id": 1, "adam_params": {"learning_rate": 0.1, "nu": 1}, "future": [1]}
+            assert "metrics" in await on.call("optim_step", body)
+            refused = await on.post("optim_step", {"model_id": model, "seq_id": "two", "adam_params": {}})
+            assert refused.status_code == 400
+            assert "'seq_id'" in refused.json()["detail"]
+            refused = await on.post("optim_step", b"{not json")
+            assert refused.status_code == 400
+
+    run(main())
+
+
+@pytest.mark.parametrize("path", ["optim_step", "save_weights", "save_weights_for_sampler", "load_weights", "get_info"])
+def test_unknown_models_are_not_found(tmp_path: Path, path: str) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            body = {"model_id": "s:train:0", "seq_id": 1, "adam_params": {}, "path": "tinker://a/weights/b"}
+            answer = await on.post(path, body)
+            assert answer.status_code == 404
+            assert "no model s:train:0" in answer.json()["detail"]
+
+    run(main())
+
+
+def test_info_tells_the_served_name_and_a_tokenizer(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            model = await on.model()
+            info = (await on.post("get_info", {"model_id": model})).json()
+            assert info["model_data"] == {"arch": "fake", "model_name": "toy", "tokenizer_id": "toy"}
+            assert (info["is_lora"], info["lora_rank"]) == (True, 4)
+
+    run(main())
+
+
+async def _ended(on: Api, model: str) -> None:
+    await on.post(f"sessions/{model.split(':')[0]}/finish", {"reason": {"type": "success"}, "detail": None})
+
+
+def test_a_finished_session_does_what_it_promised_and_takes_nothing_more(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            model = await on.model()
+            promise = (await on.post("save_weights", {"model_id": model, "seq_id": 1, "path": "last"})).json()
+            await _ended(on, model)
+            assert (await on.result(promise)).json()["path"] == f"tinker://{model}/weights/last"
+            refused = await on.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+            assert refused.status_code == 400
+            assert "has ended (success)" in refused.json()["detail"]
+
+    run(main())

@@ -1,0 +1,124 @@
+"""How the server starts and ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.service.process import child, free_port
+from tinsmith.service.config import ServeConfig
+
+
+def config(data: Path, **changes) -> ServeConfig:
+    return ServeConfig(models=("toy",), engine="fake", data=data, api_key="tml-x", **{"port": free_port(), **changes})
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_cleanly_with_polls_open(tmp_path: Path, number: int) -> None:
+    with (
+        child(config(tmp_path), delay=60) as running,
+        httpx.Client(base_url=f"{running.url}/api/v1", headers={"X-API-Key": "tml-x"}, timeout=40) as http,
+    ):
+        session = http.post("/create_session", json={}).json()["session_id"]
+        sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+        sampler_id = http.post("/create_sampling_session", json=sampler).json()["sampling_session_id"]
+        made = {"session_id": session, "model_seq_id": 0, "base_model": "toy"}
+        promise = http.post("/create_model", json=made).json()
+        http.post("/retrieve_future", json=promise)
+        ask = {"sampling_session_id": sampler_id, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
+        promises = [
+            http.post("/optim_step", json={"model_id": promise["model_id"], "seq_id": 1, "adam_params": {}}).json(),
+            http.post("/asample", json=ask).json(),
+        ]
+        answers: list[int] = []
+
+        def poll(one: dict) -> None:
+            answer = httpx.post(
+                f"{running.url}/api/v1/retrieve_future", json=one, headers={"X-API-Key": "tml-x"}, timeout=40
+            )
+            answers.append(answer.status_code)
+
+        polls = [threading.Thread(target=poll, args=(one,)) for one in promises * 5]
+        for one in polls:
+            one.start()
+        time.sleep(0.5)
+        began = time.monotonic()
+        running.popen.send_signal(number)
+        assert running.popen.wait(10) == 0
+        assert time.monotonic() - began < 10
+        for one in polls:
+            one.join()
+        assert answers == [408] * 10
+
+
+def test_healthz_tells_when_models_are_ready(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    with child(settings, boot=1.0, wait=False) as running:
+        url = f"http://127.0.0.1:{settings.port}/api/v1"
+        seen = set()
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline and 200 not in seen:
+            try:
+                seen.add(httpx.get(f"{url}/healthz").status_code)
+            except httpx.ConnectError:
+                time.sleep(0.05)
+        assert seen == {503, 200}
+        assert running.popen.stdout.readline()
+
+
+def test_a_request_that_needs_a_loading_model_waits_for_it(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    with child(settings, boot=1.0, wait=False):
+        with httpx.Client(base_url=f"http://127.0.0.1:{settings.port}/api/v1", timeout=20) as http:
+            deadline = time.monotonic() + 20
+            while time.monotonic() < deadline:
+                try:
+                    answer = http.get("/get_server_capabilities", headers={"X-API-Key": "tml-x"})
+                    break
+                except httpx.ConnectError:
+                    time.sleep(0.05)
+        assert answer.json()["supported_models"][0]["max_context_length"] == 32768
+
+
+def test_one_folder_and_one_port_serve_one_server(tmp_path: Path) -> None:
+    first = config(tmp_path)
+    with child(first):
+        same_folder = config(tmp_path)
+        same_port = config(tmp_path / "other", port=first.port)
+        for settings, says in ((same_folder, "Another server uses"), (same_port, "Cannot listen on")):
+            code = f"""
+from tinsmith.service.app import serve
+from tinsmith.service.config import ServeConfig
+serve(ServeConfig.model_validate_json({settings.model_dump_json()!r}))
+"""
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+            assert done.returncode != 0
+            assert says in done.stderr
+
+
+def test_the_api_process_never_loads_torch_or_the_sdk() -> None:
+    code = "import sys, tinsmith.service.app as a; print([m for m in ('torch', 'tinker') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_key_is_made_once_told_once_and_kept_for_its_owner_alone(tmp_path: Path) -> None:
+    settings = config(tmp_path).model_copy(update={"api_key": None})
+    keys = []
+    for _ in range(2):
+        with child(settings) as running:
+            kept = tmp_path / "api-key"
+            keys.append(kept.read_text().strip())
+            assert kept.stat().st_mode & 0o777 == 0o600
+            answer = httpx.post(f"{running.url}/api/v1/create_session", json={}, headers={"X-API-Key": keys[-1]})
+            assert answer.status_code == 200
+    assert keys[0] == keys[1]
+    assert keys[0].startswith("tml-")
+    assert (tmp_path / "log").read_text().count(keys[0]) == 1

@@ -1,0 +1,74 @@
+"""A service for a block of code: it starts, it ends, it never outlives its parent."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tinsmith.errors import EngineError
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+
+
+def children() -> set[int]:
+    return {one.pid for one in psutil.Process().children(recursive=True)}
+
+
+def test_it_is_ready_when_the_block_begins_and_gone_after_it(tmp_path: Path) -> None:
+    before = children()
+    began = time.monotonic()
+    with embedded(ServeConfig(models=("toy",), engine="fake", data=tmp_path)) as (url, key):
+        assert httpx.get(f"{url}/api/v1/healthz").json() == {"status": "ok"}
+        answer = httpx.post(f"{url}/api/v1/create_session", json={}, headers={"X-API-Key": key})
+        assert answer.status_code == 200
+        assert len(children() - before) == 1
+        ending = time.monotonic()
+    assert time.monotonic() - ending < 10
+    assert children() == before
+    assert time.monotonic() - began < 30
+    assert "Ready" in (tmp_path / "serve.log").read_text()
+    assert not (tmp_path / "api-key").exists()
+
+
+def test_a_start_that_fails_shows_why(tmp_path: Path) -> None:
+    config = ServeConfig(models=("toy",), engine="fake", data=tmp_path)
+    with embedded(config), pytest.raises(EngineError, match="Another server uses"), embedded(config):
+        pass
+
+
+def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+    code = f"""
+import os, sys, time
+from pathlib import Path
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+import psutil
+with embedded(ServeConfig(models=("toy",), engine="fake", data=Path({str(tmp_path)!r}))):
+    print(psutil.Process().children()[0].pid, flush=True)
+    time.sleep(60)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 15
+    while time.monotonic() < deadline and alive(pid):
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE

@@ -1,0 +1,190 @@
+"""The loop between the queue and the engine: failures, deaths, barriers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from tests.service.inprocess import Api, Factory, api, loss_in, pass_body
+from tinsmith.engine.base import Pass
+from tinsmith.errors import BadRequest, EngineError
+from tinsmith.service.app import running
+from tinsmith.service.config import ServeConfig
+
+
+async def train(on: Api, model: str, seq: int, steps: int) -> list[float]:
+    found = []
+    for _ in range(steps):
+        promise = (await on.post("forward_backward", pass_body(model, seq))).json()
+        stepped = (await on.post("optim_step", {"model_id": model, "seq_id": seq + 1, "adam_params": {}})).json()
+        found.append(loss_in(await on.result(promise)))
+        assert "metrics" in (await on.result(stepped)).json()
+        seq += 2
+    return found
+
+
+@pytest.mark.parametrize("call", ["run", "step", "capture", "persist", "sample"])
+def test_an_engine_that_dies_is_started_again_and_replayed(tmp_path: Path, call: str) -> None:
+    async def main() -> None:
+        start, calls = Factory(), 0
+
+        def hook(name: str, _argument: object) -> None:
+            nonlocal calls
+            calls += name == call
+            if name == call and calls == (3 if call in ("run", "step") else 1):
+                start.kill()
+
+        async with api(tmp_path / "a", capture_every=2) as calm, api(tmp_path / "b", start, capture_every=2) as shaken:
+            start.hook = hook
+            answers = []
+            for one in (calm, shaken):
+                model = await one.model(seed=1)
+                losses = await train(one, model, 1, 3)
+                save = {"model_id": model, "seq_id": 7, "sampling_session_seq_id": 0}
+                sampler = (await one.call("save_weights_for_sampler", save))["sampling_session_id"]
+                losses += await train(one, model, 8, 2)
+                answers.append((losses, await sampled(one, sampler)))
+            assert answers[0] == answers[1]
+            assert len(start.made) == 2
+
+    asyncio.run(main())
+
+
+async def sampled(on: Api, sampler: str) -> bytes:
+    """As the SDK does: a sample that was lost is submitted again under the next number."""
+    for number in range(3):
+        body = {
+            "sampling_session_id": sampler,
+            "seq_id": number,
+            "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]},
+            "sampling_params": {"max_tokens": 4, "seed": 3},
+            "prompt_logprobs": True,
+        }
+        answer = await on.result((await on.post("asample", body)).json())
+        if answer.status_code != 410:
+            assert answer.status_code == 200, answer.text
+            return answer.content
+    raise AssertionError("lost three times")
+
+
+def test_an_idle_engine_that_dies_is_started_again_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as on:
+            model = await on.model()
+            start.kill()
+            for _ in range(50):
+                await asyncio.sleep(0.01)
+            assert len(start.made) == 2
+            assert (await on.http.get("/api/v1/healthz")).status_code == 200
+            assert len(await train(on, model, 1, 1)) == 1
+
+    asyncio.run(main())
+
+
+def test_a_request_that_kills_every_engine_fails_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+
+        def hook(name: str, argument: object) -> None:
+            if name == "run" and any(len(one.data[0].tokens) == 9 for one in argument if isinstance(one, Pass)):  # type: ignore[union-attr]
+                start.kill()
+
+        start.hook = hook
+        async with api(tmp_path, start) as on:
+            session = (await on.post("create_session", {"tags": []})).json()["session_id"]
+            good, bad = await on.model(session, 0), await on.model(session, 1)
+            promises = [
+                (await on.post("forward_backward", body)).json()
+                for body in (pass_body(good, 1), pass_body(bad, 1, range(10)), pass_body(bad, 2), pass_body(good, 2))
+            ]
+            answers = [await on.result(promise) for promise in promises]
+            failed = answers.pop(1).json()
+            assert failed["category"] == "server"
+            assert "died 3 times" in failed["error"]
+            assert len({loss_in(answer) for answer in answers}) == 1
+
+    asyncio.run(main())
+
+
+def test_failures_are_answers_and_block_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+
+        def hook(name: str, argument: object) -> None:
+            if name == "step" and start.made[-1].engine.calls.count("step") == 1:  # type: ignore[attr-defined]
+                raise BadRequest("No such step.", "Try another.")
+            if name == "step" and start.made[-1].engine.calls.count("step") == 2:  # type: ignore[attr-defined]
+                raise ZeroDivisionError
+
+        start.hook = hook
+        async with api(tmp_path, start) as on:
+            model = await on.model()
+            assert await on.step(model, 1) == {"error": "No such step. Try another.", "category": "user"}
+            assert (await on.step(model, 2))["category"] == "server"
+            assert "metrics" in await on.step(model, 4)
+
+    asyncio.run(main())
+
+
+def test_one_bad_request_in_a_packed_pass_fails_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        gate, entered = asyncio.Event(), asyncio.Event()
+        sizes = []
+
+        def hook(name: str, argument: object):
+            if name == "run":
+                entered.set()
+                sizes.append(len(argument))  # type: ignore[arg-type]
+                return gate.wait()
+            return None
+
+        start.hook = hook
+        async with api(tmp_path, start) as on:
+            session = (await on.post("create_session", {"tags": []})).json()["session_id"]
+            models = [await on.model(session, number) for number in range(3)]
+            promises = [(await on.post("forward_backward", pass_body(models[0], 1))).json()]
+            await entered.wait()
+            promises += [(await on.post("forward_backward", pass_body(model, 2))).json() for model in models]
+            start.made[-1].engine._models.pop(models[1])  # type: ignore[attr-defined]
+            gate.set()
+            answers = [await on.result(promise) for promise in promises]
+            assert sizes == [1, 3]
+            assert "does not hold" in answers[2].json()["error"]
+            assert loss_in(answers[1]) == loss_in(answers[3])
+
+    asyncio.run(main())
+
+
+def test_a_model_that_cannot_come_back_says_so(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start, capture_every=1) as on:
+            session = (await on.post("create_session", {"tags": []})).json()["session_id"]
+            model, other = await on.model(session, 0), await on.model(session, 1)
+            await on.step(model, 1)
+            [state] = (tmp_path / "journal").glob("*/*/adapter_model.safetensors")
+            state.unlink()
+            start.kill()
+            answer = await on.step(model, 2)
+            assert answer["category"] == "server"
+            assert "cannot be brought back" in answer["error"]
+            assert "metrics" in await on.step(other, 1)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_does_not_start_is_reported(tmp_path: Path) -> None:
+    async def refuse(_config):
+        raise EngineError("No memory.", "Take a smaller model.")
+
+    async def main() -> None:
+        told = asyncio.get_running_loop().create_future()
+        config = ServeConfig(models=("toy",), engine="fake", data=tmp_path)
+        async with running(config, refuse, told.set_result):
+            assert "No memory" in str(await told)
+
+    asyncio.run(main())
