@@ -1,103 +1,82 @@
-"""Packing as arithmetic: every row comes back whole, every shared prefix stands once, everyone sees their own past."""
-
-from __future__ import annotations
+"""Packing rows into a forest of shared prefixes, against the plain meaning: every row sees its own past and no more."""
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.engine.batch import Forest, Row, micro_batches, pack
-
-# Few symbols, so that prefixes are shared, nested and equal all the time.
-sequences = st.lists(st.integers(0, 2), min_size=1, max_size=14)
-forests = st.lists(st.tuples(st.integers(0, 2), sequences), min_size=1, max_size=14)
+from tinsmith.engine.batch import MERGED_QUERIES, Forest, Job, Row, micro_batches, pack
 
 
-def rows_of(drawn: list[tuple[int, list[int]]]) -> list[Row]:
+def rows_of(*tokens: list[int], adapters: list[int] | None = None) -> list[Row]:
     return [
-        Row(key=key, adapter=adapter, tokens=np.array(tokens, dtype=np.int32))
-        for key, (adapter, tokens) in enumerate(drawn)
+        Row(key=key, adapter=adapters[key] if adapters else 0, tokens=np.array(row, np.int32))
+        for key, row in enumerate(tokens)
     ]
 
 
+some_rows = st.lists(
+    st.tuples(st.integers(0, 2), st.lists(st.integers(0, 2), min_size=1, max_size=130)), min_size=1, max_size=12
+)
+
+
 def seen_by(forest: Forest) -> dict[int, set[int]]:
-    """Packed position -> the packed positions it may look at, as the jobs say."""
+    """Packed position -> the packed positions that its query looks at, as the jobs say."""
     seen: dict[int, set[int]] = {}
     for job in forest.jobs:
-        keys = [position for start, stop in (*job.prefix, (job.start, job.stop)) for position in range(start, stop)]
-        for query in range(job.start, job.stop):
-            if job.mask is None:
-                allowed = [key for key in keys if key <= query]
-                assert not job.prefix
-            else:
-                assert job.mask.shape == (job.stop - job.start, len(keys))
-                allowed = [key for key, sees in zip(keys, job.mask[query - job.start], strict=True) if sees]
-            assert query not in seen, "two jobs compute one position"
-            seen[query] = set(allowed)
+        keys = [position for start, stop in job.prefix for position in range(start, stop)]
+        keys += range(job.start, job.stop)
+        mask = np.tri(job.stop - job.start, dtype=bool) if job.mask is None else job.mask
+        assert mask.shape == (job.stop - job.start, len(keys))
+        for query in range(job.stop - job.start):
+            seen[job.start + query] = {keys[column] for column in np.flatnonzero(mask[query])}
     return seen
 
 
-@settings(max_examples=300, deadline=None)
-@given(forests)
-def test_every_row_comes_back_whole(drawn: list[tuple[int, list[int]]]) -> None:
-    rows = rows_of(drawn)
-    forest = pack(rows)
-    for row in rows:
-        np.testing.assert_array_equal(forest.tokens[forest.index[row.key]], row.tokens)
-        np.testing.assert_array_equal(forest.positions[forest.index[row.key]], np.arange(len(row.tokens)))
-
-
-@settings(max_examples=300, deadline=None)
-@given(forests)
-def test_every_position_sees_its_own_row_s_past_and_nothing_else(drawn: list[tuple[int, list[int]]]) -> None:
-    rows = rows_of(drawn)
+@settings(max_examples=150, deadline=None)
+@given(some_rows)
+def test_every_position_sees_exactly_its_own_past(data: list[tuple[int, list[int]]]) -> None:
+    rows = rows_of(*(tokens for _, tokens in data), adapters=[adapter for adapter, _ in data])
     forest = pack(rows)
     seen = seen_by(forest)
-    assert sorted(seen) == list(range(len(forest.tokens)))
     for row in rows:
-        path = forest.index[row.key].tolist()
-        for depth, position in enumerate(path):
-            assert seen[position] == set(path[: depth + 1])
+        index = forest.index[row.key]
+        assert forest.tokens[index].tolist() == row.tokens.tolist()
+        assert forest.positions[index].tolist() == list(range(len(index)))
+        for position, packed in enumerate(index):
+            assert seen[packed] == set(index[: position + 1].tolist())
 
 
-@settings(max_examples=200, deadline=None)
-@given(forests)
-def test_a_shared_prefix_stands_once(drawn: list[tuple[int, list[int]]]) -> None:
-    rows = rows_of(drawn)
-    prefixes = {(row.adapter, tuple(row.tokens[: end + 1].tolist())) for row in rows for end in range(len(row.tokens))}
-    assert len(pack(rows).tokens) == len(prefixes)
-
-
-@settings(max_examples=200, deadline=None)
-@given(forests)
-def test_spans_give_every_position_to_its_row_s_adapter(drawn: list[tuple[int, list[int]]]) -> None:
-    rows = rows_of(drawn)
+@settings(max_examples=100, deadline=None)
+@given(some_rows)
+def test_what_is_shared_stands_once_and_never_across_adapters(data: list[tuple[int, list[int]]]) -> None:
+    rows = rows_of(*(tokens for _, tokens in data), adapters=[adapter for adapter, _ in data])
     forest = pack(rows)
-    owners = [span.adapter for span in forest.spans for _ in range(span.start, span.stop)]
-    assert len(owners) == len(forest.tokens)
+    prefixes = {(row.adapter, tuple(row.tokens[: end + 1])) for row in rows for end in range(len(row.tokens))}
+    assert len(forest.tokens) == len(prefixes)
     for row in rows:
-        assert {owners[position] for position in forest.index[row.key]} == {row.adapter}
-    assert len({span.adapter for span in forest.spans}) == len(forest.spans)
+        (span,) = [span for span in forest.spans if span.adapter == row.adapter]
+        assert all(span.start <= packed < span.stop for packed in forest.index[row.key])
 
 
-@settings(max_examples=200, deadline=None)
-@given(forests, st.integers(1, 40))
-def test_micro_batches_hold_every_row_once_within_the_budget(drawn: list[tuple[int, list[int]]], budget: int) -> None:
-    rows = rows_of(drawn)
+def test_a_prompt_shared_by_a_group_costs_its_answers_alone() -> None:
+    prompt = list(range(100))
+    forest = pack(rows_of(*([*prompt, 200 + answer, 300] for answer in range(8))))
+    assert len(forest.tokens) == 100 + 8 * 2
+
+
+def test_short_chunks_share_a_job_and_long_ones_stand_alone() -> None:
+    short = pack(rows_of(*([1, 2, 3, 10 + number] for number in range(20))))
+    long = pack(rows_of(*([number] * MERGED_QUERIES for number in range(4))))
+    assert len(short.jobs) == 1
+    assert [job.mask for job in long.jobs] == [None] * 4
+    assert long.jobs[1] == Job(start=MERGED_QUERIES, stop=2 * MERGED_QUERIES, prefix=(), mask=None)
+
+
+@settings(max_examples=60, deadline=None)
+@given(some_rows, st.integers(1, 200))
+def test_micro_batches_keep_every_row_and_the_budget(data: list[tuple[int, list[int]]], budget: int) -> None:
+    rows = rows_of(*(tokens for _, tokens in data), adapters=[adapter for adapter, _ in data])
     batches = list(micro_batches(rows, budget))
-    assert sorted(row.key for batch in batches for row in batch) == list(range(len(rows)))
-    for batch in batches:
-        assert len(batch) == 1 or len(pack(batch).tokens) <= budget
-
-
-@pytest.mark.parametrize("long", [95, 96, 97, 300])
-def test_rows_longer_than_a_merged_job(long: int) -> None:
-    draw = np.random.default_rng(long)
-    row = draw.integers(0, 500, long).astype(np.int32)
-    rows = [row, np.append(row, row[:50]), row[: long // 2], draw.integers(0, 500, 120).astype(np.int32)]
-    forest = pack([Row(key=key, adapter=0, tokens=tokens.astype(np.int32)) for key, tokens in enumerate(rows)])
-    seen = seen_by(forest)
-    for key in range(len(rows)):
-        path = forest.index[key].tolist()
-        assert all(seen[position] == set(path[: depth + 1]) for depth, position in enumerate(path))
+    assert sorted(row.key for one in batches for row in one) == [row.key for row in rows]
+    for one in batches:
+        assert len(one) == 1 or len(pack(one).tokens) <= budget

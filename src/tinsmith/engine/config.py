@@ -27,8 +27,8 @@ class EngineConfig(Settings):
     threads: int = 0
     """CPU threads for tensor work; 0 is one for each core."""
 
-    pass_tokens: int = 2048
+    pass_tokens: int = 1024
     """Packed tokens in one micro-batch of training; bounds the memory that activations take."""
 
-    cache_tokens: int = 65536
+    cache_tokens: int = 32768
     """Tokens that the sampler's cache may hold; requests beyond it wait."""

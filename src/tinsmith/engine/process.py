@@ -11,6 +11,7 @@ Messages are pickles with a length before them: both ends are ours, on one machi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import pickle
@@ -65,11 +66,10 @@ class RemoteEngine:
         try:
             await _send(writer, config)
             card = await _receive(reader)
-        except (asyncio.IncompleteReadError, OSError) as error:
-            raise EngineDied(
-                f"The engine for {config.source} ended while loading (exit {await child.wait()})."
-            ) from error
+        except (asyncio.IncompleteReadError, OSError):
+            card = EngineDied(f"The engine for {config.source} ended while loading (exit {await child.wait()}).")
         if isinstance(card, Exception):
+            await _close(writer)
             await child.wait()
             raise card
         return cls(card, child, reader, writer)
@@ -117,7 +117,7 @@ class RemoteEngine:
 
     async def close(self) -> None:
         """End the child and wait for it."""
-        self._writer.close()
+        await _close(self._writer)
         try:
             await asyncio.wait_for(self._child.wait(), 5)
         except TimeoutError:
@@ -150,6 +150,12 @@ class RemoteEngine:
             for call in self._calls.values():
                 if not call.done():
                     call.set_exception(EngineDied("The engine's process ended.", "It is being started again."))
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
 
 
 async def _send(writer: asyncio.StreamWriter, message: Any) -> None:

@@ -23,6 +23,7 @@ from tinsmith.engine.base import Sampled, SampledSequence, SampleRequest, TopK
 from tinsmith.engine.cache import Cache, Cached, CacheShape, Row
 from tinsmith.engine.head import Head
 from tinsmith.engine.models import BaseModel
+from tinsmith.engine.turns import Turns
 from tinsmith.engine.versions import Versions
 from tinsmith.errors import EngineError, Gone, TinsmithError
 
@@ -63,8 +64,8 @@ class _Ask:
 class TorchSampler:
     """Implements the sampling half of `engine.base.Sampler`; what concerns versions is in `versions`."""
 
-    def __init__(self, base: BaseModel, router: lora.Router, pass_tokens: int, cache_tokens: int) -> None:
-        self._base, self._router = base, router
+    def __init__(self, base: BaseModel, router: lora.Router, turns: Turns, pass_tokens: int, cache_tokens: int) -> None:
+        self._base, self._router, self._turns = base, router, turns
         self._pass_tokens, self._cache_tokens = pass_tokens, cache_tokens
         self._head = Head(base.head)
         self._cache = Cache(_cache_shape(base))
@@ -103,10 +104,10 @@ class TorchSampler:
     async def _drive(self) -> None:
         """Rounds until nothing is left to do."""
         while self._waiting or self._running:
-            with torch.no_grad():
-                self._admit(self._next_asks())
-                self._advance()
-            await asyncio.sleep(0)
+            async with self._turns.of("sampling"):
+                with torch.no_grad():
+                    self._admit(self._next_asks())
+                    self._advance()
 
     def _admit(self, asks: Sequence[_Ask]) -> None:
         """A fault stays with the one request that caused it: the others of its pass are admitted without it."""

@@ -15,6 +15,7 @@ from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, Pass, PassResu
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.sampler import TorchSampler
 from tinsmith.engine.trainer import TorchTrainer
+from tinsmith.engine.turns import Turns
 from tinsmith.errors import TinsmithError
 
 
@@ -28,10 +29,10 @@ class TorchEngine:
         # The head's float32 product: where the base is bfloat16, multiply as bfloat16 (its values are), sum as float32.
         precision = "bf16" if base.dtype == torch.bfloat16 else "ieee"
         torch.backends.mkldnn.matmul.fp32_precision = precision  # pyright: ignore[reportAttributeAccessIssue]
-        router = lora.adapt(base)
+        router, turns = lora.adapt(base), Turns()
         self._card = base.card
-        self.trainer = TorchTrainer(base, router, config.pass_tokens)
-        self.sampler = TorchSampler(base, router, config.pass_tokens, config.cache_tokens)
+        self.trainer = TorchTrainer(base, router, turns, config.pass_tokens)
+        self.sampler = TorchSampler(base, router, turns, config.pass_tokens, config.cache_tokens)
 
     @property
     def card(self) -> ModelCard:

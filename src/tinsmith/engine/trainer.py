@@ -23,6 +23,7 @@ from tinsmith.engine.checks import LOSSES
 from tinsmith.engine.head import Head, Targets
 from tinsmith.engine.losses import LOSS_FUNCTIONS
 from tinsmith.engine.models import BaseModel
+from tinsmith.engine.turns import Turns
 from tinsmith.errors import BadRequest, EngineError, NotFound, TinsmithError
 
 
@@ -94,8 +95,8 @@ class _Item:
 class TorchTrainer:
     """Implements `engine.base.Trainer`; `snapshot` is what the sampler takes."""
 
-    def __init__(self, base: BaseModel, router: lora.Router, pass_tokens: int) -> None:
-        self._base, self._router, self._pass_tokens = base, router, pass_tokens
+    def __init__(self, base: BaseModel, router: lora.Router, turns: Turns, pass_tokens: int) -> None:
+        self._base, self._router, self._turns, self._pass_tokens = base, router, turns, pass_tokens
         self._head = Head(base.head)
         self._models: dict[str, Model] = {}
         self._lock = asyncio.Lock()
@@ -167,9 +168,9 @@ class TorchTrainer:
         for learns in (True, False):
             rows = [row for row in work.rows if work.items[row.key].learns is learns]
             for rows_of_batch in batch.micro_batches(rows, self._pass_tokens):
-                with torch.set_grad_enabled(learns):
-                    self._micro_batch(work, batch.pack(rows_of_batch))
-                await asyncio.sleep(0)
+                async with self._turns.of("training"):
+                    with torch.set_grad_enabled(learns):
+                        self._micro_batch(work, batch.pack(rows_of_batch))
         return work.finish()
 
     def _micro_batch(self, work: _Work, forest: batch.Forest) -> None:

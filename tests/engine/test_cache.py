@@ -1,0 +1,73 @@
+"""Banks of keys and values: who leaves, who moves up, and what the others keep."""
+
+import torch
+
+from tinsmith.engine.cache import SMALLEST, Cache, Cached, CacheShape, Row
+
+SHAPE = CacheShape(layers=2, heads=2, width=4, dtype=torch.float32, device=torch.device("cpu"))
+
+
+def inserted(cache: Cache, length: int, value: float, room: int = 0) -> Row:
+    keys = [torch.full((1, 2, length, 4), value + layer) for layer in range(2)]
+    return cache.insert(keys, keys, torch.arange(length), room or length)
+
+
+def content(row: Row) -> torch.Tensor:
+    return row.bank.keys[:, row.row, :, : row.length]
+
+
+def holds(row: Row, value: float) -> bool:
+    return all(bool((content(row)[layer] == value + layer).all()) for layer in range(2))
+
+
+def test_rows_keep_their_content_when_others_leave() -> None:
+    cache = Cache(SHAPE)
+    rows = [inserted(cache, 5 + number, 10.0 * number) for number in range(6)]
+    for gone in (0, 3, 5):
+        cache.remove(rows[gone])
+    assert [row.row for row in rows[0].bank.rows] == [0, 1, 2]
+    assert all(holds(rows[number], 10.0 * number) for number in (1, 2, 4))
+
+
+def test_a_row_that_is_full_moves_to_the_next_bank() -> None:
+    cache = Cache(SHAPE)
+    stays, grows = inserted(cache, 3, 1.0), inserted(cache, SMALLEST, 2.0)
+    moved = cache.ensure(grows)
+    assert moved.bank.capacity == 2 * SMALLEST
+    assert holds(moved, 2.0)
+    assert cache.ensure(stays) is stays
+    assert cache.tokens == 3 * SMALLEST
+
+
+def test_an_empty_bank_gives_its_memory_back() -> None:
+    cache = Cache(SHAPE)
+    row = inserted(cache, 3, 1.0)
+    bank = row.bank
+    cache.remove(row)
+    assert bank.keys.numel() == 0
+    assert cache.tokens == 0
+
+
+def test_a_copy_goes_its_own_way() -> None:
+    cache = Cache(SHAPE)
+    first = inserted(cache, 3, 1.0)
+    second = cache.copy(first)
+    second.bank.keys[:, second.row] = 9.0
+    assert holds(first, 1.0)
+    assert second.length == 3
+
+
+def test_a_step_looks_at_the_row_s_own_past_and_its_new_token() -> None:
+    torch.manual_seed(0)
+    cache = Cache(SHAPE)
+    pasts = [torch.randn(1, 2, length, 4) for length in (3, 200, 7)]
+    rows = [cache.insert([past, past], [past, past], torch.arange(past.shape[2]), past.shape[2]) for past in pasts]
+    query, new = torch.randn(1, 4, 3, 4), torch.randn(1, 2, 3, 4)
+    context = Cached(rows)
+    found = context.attend(0, query, new, new, scale=0.5)
+    for number, past in enumerate(pasts):
+        keys = torch.cat([past, new[:, :, number : number + 1]], dim=2).repeat_interleave(2, dim=1)
+        scores = (query[:, :, number : number + 1] @ keys.transpose(2, 3) * 0.5).softmax(dim=-1)
+        torch.testing.assert_close(found[:, number], (scores @ keys)[:, :, 0])
+    context.advance()
+    assert [row.length for row in rows] == [4, 201, 8]
