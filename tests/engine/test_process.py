@@ -1,53 +1,99 @@
-"""An engine in a process of its own: answers, errors, death."""
+"""An engine in a process of its own answers as one here does, and its death is told to everyone who waits."""
+
+from __future__ import annotations
 
 import asyncio
 import os
 import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tinsmith.engine.base import AdamParams, LoraSpec, SampleRequest
+from tests.engine.data import pass_for
+from tests.engine.looks import weights_of
+from tests.engine.reference import assert_same
+from tests.engine.sampling import ask, assert_same_samples
+from tinsmith.engine.base import AdamParams, LoraSpec, PassResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process import RemoteEngine
-from tinsmith.errors import ConfigError, EngineDied, TinsmithError
-
-FAKE = EngineConfig(kind="fake", source="fake")
+from tinsmith.errors import ConfigError, EngineDied, NotFound, TinsmithError
 
 
-def ask(number: int) -> SampleRequest:
-    return SampleRequest(request_id=f"r{number}", prompt=np.array([1, 2, 3], np.int32), max_tokens=5, seed=number)
+@pytest.fixture(scope="module")
+def remote(tiny_llama: Path, wait: Any) -> Iterator[RemoteEngine]:
+    engine = wait(start(tiny_llama))
+    yield engine
+    wait(engine.close())
 
 
-def test_calls_are_answered_and_errors_keep_their_kind() -> None:
-    async def run() -> None:
-        engine = await RemoteEngine.start(FAKE)
-        try:
-            assert engine.card.source == "fake"
-            await engine.create("m", LoraSpec(rank=4, seed=0))
-            assert "grad_norm" in await engine.step("m", AdamParams())
-            answers = await asyncio.gather(*(engine.sample(ask(number)) for number in range(20)))
-            assert all(len(answer.sequences[0].tokens) > 0 for answer in answers)
-            with pytest.raises(TinsmithError, match="nobody"):
-                await engine.step("nobody", AdamParams())
-        finally:
-            await engine.close()
-
-    asyncio.run(run())
+def start(folder: Path) -> Any:
+    return RemoteEngine.start(EngineConfig(source=str(folder), dtype="float32", device="cpu", threads=1))
 
 
-def test_a_killed_engine_ends_every_call_and_says_so() -> None:
-    async def run() -> None:
-        engine = await RemoteEngine.start(FAKE)
+def test_it_trains_and_samples_as_one_here(remote: RemoteEngine, engine: Any, wait: Any, tmp_path: Path):
+    found = []
+    for one in (remote, engine):
+        wait(one.create("far", LoraSpec(rank=4, seed=1)))
+        (result,) = wait(one.run([pass_for("ppo", "far")]))
+        metrics = wait(one.step("far", AdamParams(learning_rate=1e-3)))
+        wait(one.capture("far", "far-version"))
+        sampled = wait(one.sample(ask(version="far-version", num_samples=3, prompt_logprobs=True)))
+        weights = weights_of(one, "far", wait, tmp_path / str(len(found)))
+        found.append((result, metrics, sampled, weights))
+        wait(one.detach("far-version"))
+        wait(one.drop("far"))
+    (result, metrics, sampled, weights), (wanted, wanted_metrics, wanted_sampled, wanted_weights) = found
+    assert isinstance(result, PassResult)
+    np.testing.assert_array_equal(np.concatenate(result.logprobs), np.concatenate(wanted.logprobs))
+    assert metrics == wanted_metrics
+    assert_same_samples(sampled, wanted_sampled, atol=0)
+    assert_same(weights, wanted_weights, tolerance=0)
+
+
+def test_what_is_loaded_is_told(remote: RemoteEngine, engine: Any):
+    assert remote.card == engine.card
+
+
+def test_errors_come_over_as_they_are(remote: RemoteEngine, wait: Any):
+    with pytest.raises(NotFound, match="nobody"):
+        wait(remote.step("nobody", AdamParams()))
+    (result,) = wait(remote.run([pass_for("ppo", "nobody")]))
+    assert isinstance(result, TinsmithError)
+
+
+def test_a_long_request_does_not_hold_up_a_short_one(remote: RemoteEngine, wait: Any):
+    async def both() -> list[str]:
+        done: list[str] = []
+
+        async def one(name: str, tokens: int) -> None:
+            await remote.sample(ask(max_tokens=tokens, num_samples=4))
+            done.append(name)
+
+        await asyncio.gather(one("long", 220), one("short", 2))
+        return done
+
+    assert wait(both()) == ["short", "long"]
+
+
+def test_a_model_that_cannot_be_loaded_is_told_with_its_reason(tmp_path: Path, wait: Any):
+    with pytest.raises(ConfigError, match="nothing-here"):
+        wait(start(tmp_path / "nothing-here"))
+
+
+def test_a_death_ends_every_wait(tiny_llama: Path, wait: Any):
+    async def death() -> None:
+        engine = await start(tiny_llama)
+        waiting = asyncio.create_task(engine.sample(ask(max_tokens=240, num_samples=64)))
+        await asyncio.sleep(0.2)
         os.kill(engine.pid, signal.SIGKILL)
-        await asyncio.wait_for(engine.died.wait(), 10)
         with pytest.raises(EngineDied):
-            await engine.sample(ask(0))
+            await asyncio.wait_for(waiting, timeout=20)
+        await asyncio.wait_for(engine.died.wait(), timeout=20)
+        with pytest.raises(EngineDied):
+            await engine.sample(ask())
         await engine.close()
 
-    asyncio.run(run())
-
-
-def test_a_model_that_is_not_there_is_told_while_starting() -> None:
-    with pytest.raises(ConfigError, match="no folder"):
-        asyncio.run(RemoteEngine.start(EngineConfig(source="/no/such/folder")))
+    wait(death())
