@@ -98,7 +98,10 @@ class Checkpoints:
         )
 
     async def sweep(self) -> None:
-        """At start: folders that no record knows were being written when the process died."""
+        """At start: what the process could not finish when it died, folders half written and deletions half done."""
+        for one in self._store.all(Checkpoint):
+            if (one.deleted or one.kind == "ephemeral") and not self.used(one.id):
+                await self.delete(one)
         known = {one.id for one in self._store.all(Checkpoint)}
         for folder in list(self._root.iterdir()):
             if folder.name not in known:

@@ -76,7 +76,11 @@ class Effects:
         made = _checkpoint(row, model, kind="weights", name=work.name, optimizer=True, **_kept(work))
         size = await engine.save(model.id, self._checkpoints.folder(made.id), optimizer=True)
         made = replace(made, size_bytes=size)
-        return Done(answer=Answer.of({"path": made.path, "type": "save_weights"}), records=(made,), replaced=standing)
+        answer = Answer.of({"path": made.path, "type": "save_weights"})
+        if standing is None:
+            return Done(answer=answer, records=(made,))
+        standing = replace(standing, deleted=True)  # in one transaction: a name means one checkpoint at any time
+        return Done(answer=answer, records=(standing, made), replaced=standing)
 
     async def _save_sampler(self, row: Row, work: SaveSampler, model: Model, engine: Engine) -> Done:
         if work.name is None:

@@ -241,7 +241,7 @@ class Worker:
                 await self._journal.capture(model, line.updated, self.host.engine)
                 line.steps = 0
         elif isinstance(row.work, SaveState) and not self._unwritten(model):
-            [made] = [one for one in done.records if isinstance(one, Checkpoint)]
+            [made] = [one for one in done.records if isinstance(one, Checkpoint) and not one.deleted]
             linked = self._journal.link(model, self._checkpoints.folder(made.id), line.updated)
             captured = replace(model, captured=linked, captured_optimizer=True, covered=line.updated)
             await self._journal.adopt(captured)

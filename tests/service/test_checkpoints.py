@@ -1,0 +1,101 @@
+"""Names, folders and how long they live."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.service.inprocess import Api, api
+from tinsmith.errors import BadRequest
+from tinsmith.service.checkpoints import check_name, check_ttl
+from tinsmith.service.records import Checkpoint
+
+
+@pytest.mark.parametrize("name", ["a", "0001", "step=3,".rstrip(","), "A.b_c-d@e+f", "x" * 200])
+def test_names_that_can_end_a_path(name: str) -> None:
+    assert check_name(name) is None
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".", "a b", "ü", "x" * 201, "a\n"])
+def test_names_that_cannot(name: str) -> None:
+    with pytest.raises(BadRequest, match="cannot name"):
+        check_name(name)
+
+
+def test_times_to_live_are_an_hour_to_ten_years() -> None:
+    assert [check_ttl(ttl) for ttl in (None, 3600, 315_360_000)] == [None] * 3
+    for ttl in (0, 3599, 315_360_001):
+        with pytest.raises(BadRequest, match="ttl_seconds"):
+            check_ttl(ttl)
+
+
+async def saved(on: Api, model: str, seq: int, **options) -> str:
+    return (await on.call("save_weights", {"model_id": model, "seq_id": seq, "path": "a", **options}))["path"]
+
+
+def test_what_is_over_its_time_is_deleted_for_good(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            path = await saved(on, await on.model(), 1, ttl_seconds=3600)
+            [checkpoint] = on.service.store.all(Checkpoint)
+            folder = on.service.checkpoints.folder(checkpoint.id)
+            assert folder.is_dir()
+            await on.service.store.change(Checkpoint, checkpoint.id, expires=time.time() + 0.2)
+            on.service.sessions.changed()
+            assert (await on.post("weights_info", {"tinker_path": path})).status_code == 200
+            await asyncio.sleep(0.5)
+            assert (await on.post("weights_info", {"tinker_path": path})).status_code == 404
+            assert not folder.exists()
+            assert on.service.store.all(Checkpoint) == []
+
+    asyncio.run(main())
+
+
+def test_overwriting_leaves_no_folder_behind(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            model = await on.model()
+            one = await saved(on, model, 1, user_metadata={"a": "1"})
+            await on.step(model, 2)
+            assert await saved(on, model, 3, overwrite=True) == one
+            for _ in range(20):
+                await asyncio.sleep(0.01)
+            [checkpoint] = on.service.store.all(Checkpoint)
+            assert checkpoint.metadata is None
+            assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == [checkpoint.id]
+
+    asyncio.run(main())
+
+
+def test_folders_that_nothing_knows_are_swept_at_the_start(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            await saved(on, await on.model(), 1)
+        (tmp_path / "checkpoints" / ".half.1234").mkdir()
+        (tmp_path / "journal" / "s-train-9" / "1-x").mkdir(parents=True)
+        async with api(tmp_path) as on:
+            [checkpoint] = on.service.store.all(Checkpoint)
+            assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == [checkpoint.id]
+            assert not (tmp_path / "journal" / "s-train-9" / "1-x").exists()
+
+    asyncio.run(main())
+
+
+def test_another_checkpoint_kind_or_path_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            model = await on.model()
+            await saved(on, model, 1)
+            for path, status in (
+                (f"tinker://{model}/weights/b", 404),
+                (f"tinker://{model}/sampler_weights/a", 404),
+                (f"tinker://{model}/ephemeral/a", 400),
+                (f"tinker://{model}/weights/a/b", 400),
+                ("weights/a", 400),
+            ):
+                assert (await on.post("weights_info", {"tinker_path": path})).status_code == status
+
+    asyncio.run(main())

@@ -1,0 +1,46 @@
+"""What a service may be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tinsmith.errors import ConfigError
+from tinsmith.service.config import ServeConfig
+from tinsmith.settings import build, read
+
+
+def test_names_of_one_source_share_an_engine() -> None:
+    config = ServeConfig(models=("a=src", "b", "org/c=src", "src"))
+    assert config.sources() == {"src": ["a", "org/c", "src"], "b": ["b"]}
+    assert config.engine_config("src").source == "src"
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"host": "0.0.0.0"}, "api_key"),
+        ({"host": "box.example"}, "api_key"),
+        ({"api_key": "sk-1"}, "tml-"),
+        ({"models": []}, "NAME"),
+        ({"models": ["a", "a=b"]}, "once"),
+        ({"models": ["a="]}, "NAME"),
+        ({"modles": ["a"]}, "Did you mean 'models'"),
+    ],
+)
+def test_what_is_unsafe_or_misspelt_is_refused(values: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        build(ServeConfig, values, "here")
+
+
+def test_a_public_address_with_a_key_and_a_local_one_without_are_fine() -> None:
+    assert not ServeConfig(host="0.0.0.0", api_key="tml-x").is_loopback
+    assert all(ServeConfig(host=host).is_loopback for host in ("127.0.0.1", "localhost", "::1"))
+
+
+def test_a_file_is_read_with_overrides(tmp_path: Path) -> None:
+    file = tmp_path / "service.yaml"
+    file.write_text("models: [a=b]\nport: 9000\nengine: fake\n")
+    config = read(ServeConfig, file, ["port=9001"])
+    assert (config.models, config.port, config.engine) == (("a=b",), 9001, "fake")

@@ -1,0 +1,91 @@
+"""What is written comes back, whoever else writes at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from tinsmith.engine.base import AdamParams, LoraSpec
+from tinsmith.service.payloads import row_of, stored
+from tinsmith.service.records import Answer, Checkpoint, Load, Model, Sampler, SaveSampler, SaveState, Session, Step
+from tinsmith.service.store import Finished, open_store
+
+SESSION = Session(id="s", owner="o", created=1.0, seen=2.0, tags=["a"], metadata={"b": [1]})
+MODEL = Model(
+    id="s:train:0", owner="o", session_id="s", base_model="toy", lora=LoraSpec(rank=4, seed=2**62), created=1.0
+)
+SAMPLER = Sampler(id="s:sample:0", owner="o", session_id="s", base_model="toy", created=1.0)
+CHECKPOINT = Checkpoint(
+    id="c", owner="o", run=MODEL.id, kind="weights", name="n", base_model="toy", lora=MODEL.lora, created=1.0,
+    made_by="r", metadata={"k": "v"},
+)  # fmt: skip
+WORKS = (
+    Step(adam=AdamParams(eps=1e-8)),
+    Load(path="tinker://a/weights/b", checkpoint="c", optimizer=True),
+    SaveState(name="n", ttl_seconds=3600),
+    SaveSampler(sampler_id="x"),
+)
+
+
+def test_records_and_requests_come_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await open_store(tmp_path)
+        await store.put(SESSION, MODEL, SAMPLER, CHECKPOINT)
+        await store.put(replace(MODEL, covered=2**40))
+        for seq, work in enumerate(WORKS, 1):
+            row = row_of(f"{MODEL.id}:{seq}", "o", MODEL.id, seq, seq, work)
+            assert await store.accept(row, stored(work))
+            assert not await store.accept(row, stored(work))
+        await store.close()
+        store = await open_store(tmp_path)
+        assert store.all(Session) == [SESSION]
+        assert store.all(Model) == [replace(MODEL, covered=2**40)]
+        assert (store.find(Sampler, SAMPLER.id), store.find(Checkpoint, "c")) == (SAMPLER, CHECKPOINT)
+        assert tuple(row.work for row in await store.pending()) == WORKS
+        assert await store.highest() == {MODEL.id: (4, -1)}
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_results_belong_to_their_owner_and_payloads_go_when_covered(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await open_store(tmp_path)
+        await store.put(MODEL)
+        rows = [row_of(f"r{seq}", "o", MODEL.id, seq, seq, WORKS[0]) for seq in (1, 2, 3)]
+        for row in rows:
+            await store.accept(row, stored(row.work))
+        await store.finish([Finished(row=row, answer=Answer(body=b"x"), batch=7) for row in rows[:2]])
+        assert await store.answer("r1", "o") == ("done", Answer(body=b"x"))
+        assert await store.answer("r1", "another") is None
+        assert await store.answer("r3", "o") == ("pending", None)
+        assert [(one.seq, one.batch) for one in await store.past(MODEL)] == [(1, 7), (2, 7)]
+        covered = replace(MODEL, covered=1)
+        await store.cover(covered)
+        assert [one.seq for one in await store.past(covered)] == [2]
+        assert [row.id for row in await store.pending()] == ["r3"]
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_changes_at_the_same_time_do_not_undo_each_other(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await open_store(tmp_path)
+        await store.put(SESSION, CHECKPOINT)
+        await asyncio.gather(
+            store.change(Checkpoint, "c", ready=False),
+            store.change(Checkpoint, "c", size_bytes=5),
+            store.change(Session, "s", seen=9.0),
+            *(store.put(replace(SAMPLER, id=str(number))) for number in np.arange(20)),
+        )
+        assert store.find(Checkpoint, "c") == replace(CHECKPOINT, ready=False, size_bytes=5)
+        await store.remove(CHECKPOINT)
+        assert await store.change(Checkpoint, "c", size_bytes=6) is None
+        assert len(store.all(Sampler)) == 20
+        await store.close()
+
+    asyncio.run(main())

@@ -1,0 +1,160 @@
+"""What leaves here is what the SDK's own decoder reads, and what the SDK sends is read whole."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+from tinker.types.provenance_spans import PromptProvenanceSpan
+
+from tinsmith.engine.base import PassResult, Sampled, SampledSequence, TopK
+from tinsmith.errors import BadRequest, TooLarge, Unsupported
+from tinsmith.service.schema import pb
+from tinsmith.service.wire import Layout, decode_pass, encode_pass, encode_sampled
+
+
+def body(data: list[types.Datum], loss_fn: str = "cross_entropy", config=None, seq: int = 3) -> bytes:
+    request = types.ForwardBackwardRequest(
+        forward_backward_input=types.ForwardBackwardInput(data=data, loss_fn=loss_fn, loss_fn_config=config),  # type: ignore[arg-type]
+        model_id="s:train:0",
+        seq_id=seq,
+    )
+    return forward_backward_request_to_proto(request).SerializeToString()
+
+
+def text(*chunks: list[int]) -> types.ModelInput:
+    return types.ModelInput(chunks=[types.EncodedTextChunk(tokens=chunk) for chunk in chunks])
+
+
+def test_a_pass_is_read_whole() -> None:
+    inputs = {"target_tokens": [2, 3, 4], "weights": [1.0, -2.5, 0.0]}
+    seq, request = decode_pass(body([types.Datum(model_input=text([1], [2, 3]), loss_fn_inputs=inputs)]))
+    assert (seq, request.model_id, request.loss_fn, request.forward_only) == (3, "s:train:0", "cross_entropy", False)
+    [datum] = request.data
+    assert datum.tokens.tolist() == [1, 2, 3]
+    assert datum.targets.dtype == np.int64
+    assert datum.targets.tolist() == [2, 3, 4]
+    assert datum.inputs["weights"].tolist() == [1.0, -2.5, 0.0]
+    assert datum.inputs["weights"].dtype == np.float32
+
+
+def test_sparse_tensors_are_made_dense_each_by_its_own_pattern() -> None:
+    targets = torch.zeros((4, 9), dtype=torch.int64)
+    weights = torch.zeros((4, 9))
+    targets[1, 2], targets[3, 8], weights[2, 1] = 7, 9, 0.5
+    datum = types.Datum(model_input=text([1, 2, 3, 4]), loss_fn_inputs={"target_tokens": targets, "weights": weights})
+    assert datum.loss_fn_inputs["weights"].sparse_crow_indices is not None
+    [read] = decode_pass(body([datum]))[1].data
+    np.testing.assert_array_equal(read.targets, targets.numpy())
+    np.testing.assert_array_equal(read.inputs["weights"], weights.numpy())
+
+
+def test_config_prefers_the_second_map_and_reads_the_first() -> None:
+    datum = types.Datum(model_input=text([1]), loss_fn_inputs={"target_tokens": [2]})
+    sent = pb.ForwardBackwardRequest.FromString(body([datum], "ppo", {"clip_low_threshold": 0.7}))
+    assert decode_pass(sent.SerializeToString())[1].loss_config == {"clip_low_threshold": 0.7}
+    sent.loss_fn_config["clip_low_threshold"] = 0.1
+    assert decode_pass(sent.SerializeToString())[1].loss_config == {"clip_low_threshold": 0.7}
+    sent.ClearField("loss_fn_config_v2")
+    assert decode_pass(sent.SerializeToString())[1].loss_config == {"clip_low_threshold": 0.1}
+
+
+def test_spans_are_not_read_and_not_refused() -> None:
+    span = PromptProvenanceSpan(sequence_id="x", offset=0, length=1)
+    datum = types.Datum(
+        model_input=text([1]),
+        loss_fn_inputs={"target_tokens": [2]},
+        model_input_spans=[span],
+        loss_fn_input_spans=[span],
+    )
+    assert len(decode_pass(body([datum]))[1].data) == 1
+
+
+def test_chunks_that_are_no_text_are_refused_by_name() -> None:
+    image = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")])
+    datum = types.Datum(model_input=image, loss_fn_inputs={"target_tokens": [2]})
+    with pytest.raises(Unsupported, match=r"data\[0\].model_input holds image"):
+        decode_pass(body([datum]))
+
+
+def tensor_message(**changes) -> bytes:
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.asarray([1, 2], "<i4").tobytes()
+    tensor = datum.loss_fn_inputs["target_tokens"]
+    tensor.dtype = pb.DTYPE_INT64
+    for name, value in changes.items():
+        if name == "csr":
+            tensor.sparse_csr.values, tensor.sparse_csr.crow_indices, tensor.sparse_csr.col_indices = (
+                np.asarray(part, "<i8").tobytes() for part in value
+            )
+        elif name == "shape":
+            tensor.shape.extend(value)
+        else:
+            setattr(tensor, name, value)
+    return message.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"dense": b"1234567"}, BadRequest),
+        ({"dense": bytes(16), "shape": [3]}, BadRequest),
+        ({"dense": bytes(16), "shape": [-1, -2]}, BadRequest),
+        ({"dense": bytes(8), "dtype": pb.DTYPE_BFLOAT16}, Unsupported),
+        ({"dense": bytes(8), "dtype": pb.DTYPE_FLOAT32, "shape": [2]}, BadRequest),
+        ({"csr": ([1], [0, 1, 1], [5]), "shape": [2, 3]}, BadRequest),
+        ({"csr": ([1], [0, 2, 1], [0]), "shape": [2, 3]}, BadRequest),
+        ({"csr": ([1], [0, 1], [0]), "shape": [2, 3]}, BadRequest),
+        ({"csr": ([1, 1], [0, 1, 1], [0]), "shape": [2, 3]}, BadRequest),
+        ({"csr": ([], [0], []), "shape": [2]}, BadRequest),
+        ({"csr": ([], [0] * 3, []), "shape": [2, 2**40]}, TooLarge),
+    ],
+)
+def test_tensors_that_are_not_in_order_are_refused(changes: dict, error: type[Exception]) -> None:
+    with pytest.raises(error, match="target_tokens"):
+        decode_pass(tensor_message(**changes))
+
+
+def test_the_sdk_reads_a_result_of_mixed_ranks() -> None:
+    arrays = [np.arange(3.0), np.arange(2.0), np.arange(6.0).reshape(3, 2), np.arange(4.0)]
+    result = PassResult(logprobs=tuple(a.astype(np.float32) for a in arrays), metrics={"loss:sum": 2.5})
+    read = deserialize_forward_backward_output(encode_pass(result))
+    assert read.metrics == {"loss:sum": 2.5}
+    assert read.loss_fn_output_type == "ArrayRecord"
+    assert len(read.loss_fn_outputs) == 4
+    for output, array in zip(read.loss_fn_outputs, arrays, strict=True):
+        np.testing.assert_array_equal(output["logprobs"].to_numpy(), array)
+        assert output["logprobs"].shape == list(array.shape)
+
+
+def sampled(**changes) -> Sampled:
+    top = TopK(token_ids=np.asarray([[1, 2], [3, 4]], np.int32), logprobs=np.asarray([[-1, -2], [-3, -4]], np.float32))
+    one = SampledSequence(
+        tokens=np.asarray([4, 2], np.int32), logprobs=np.asarray([-0.5, -1], np.float32), stop_reason="stop", topk=top
+    )
+    return Sampled(sequences=(one,), prompt_cache_hit_tokens=3, **changes)
+
+
+def test_the_sdk_reads_a_sample() -> None:
+    prompt = np.asarray([np.nan, -2.0, -3.0], np.float32)
+    read = deserialize_sample_response(encode_sampled(sampled(prompt_logprobs=prompt), None))
+    [one] = read.sequences
+    assert (one.tokens, one.logprobs, one.stop_reason) == ([4, 2], [-0.5, -1.0], "stop")
+    assert one.topk_logprobs_np.token_ids.tolist() == [[1, 2], [3, 4]]
+    assert read.prompt_logprobs == [None, -2.0, -3.0]
+    assert read.prompt_cache_hit_tokens == 3
+    assert read.target_prompt_logprobs is None
+
+
+def test_targets_come_back_in_the_layout_of_the_question() -> None:
+    found = np.asarray([[-1.0, np.nan], [np.nan, -4.0]], np.float32)
+    dense = deserialize_sample_response(encode_sampled(sampled(target_prompt_logprobs=found), None))
+    assert dense.target_prompt_logprobs.to_numpy().tolist() == [[-1.0, 0.0], [0.0, -4.0]]
+    layout = Layout(crow=np.asarray([0, 1, 2]), col=np.asarray([0, 1]))
+    sparse = deserialize_sample_response(encode_sampled(sampled(target_prompt_logprobs=found), layout))
+    tensor = sparse.target_prompt_logprobs
+    assert (tensor.data, tensor.sparse_crow_indices, tensor.sparse_col_indices) == ([-1.0, -4.0], [0, 1, 2], [0, 1])
