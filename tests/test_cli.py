@@ -58,8 +58,8 @@ def whole(work: Path) -> subprocess.CompletedProcess[str]:
     return tinsmith(work, "run", "small.yaml")
 
 
-def run_and_kill(work: Path, folder: str, *overrides: str) -> None:
-    """Begins a run and kills it, without a warning, when some steps are done."""
+def run_and_send(work: Path, number: int, folder: str, *overrides: str) -> int:
+    """Begins a run and sends it a signal when some steps are done; returns its exit status."""
     command = [sys.executable, "-m", "tinsmith", "run", "small.yaml", f"folder={folder}", *overrides]
     written = work / folder / "metrics.jsonl"
     with (work / "log").open("w") as log:
@@ -67,9 +67,10 @@ def run_and_kill(work: Path, folder: str, *overrides: str) -> None:
         deadline = time.monotonic() + 90
         while not (written.exists() and written.read_text().count("\n") >= 5) and time.monotonic() < deadline:
             time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        process.send_signal(number)
+        process.wait(20)
     assert json.loads((work / folder / "state.json").read_text())["step"] < 8
+    return process.returncode
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
@@ -91,10 +92,17 @@ def test_a_file_is_all_a_run_needs(work, whole):
 
 
 def test_a_run_killed_in_the_middle_ends_with_the_same_metrics(work, whole):
-    run_and_kill(work, "runs/broken")
+    run_and_send(work, signal.SIGKILL, "runs/broken")
     resumed = tinsmith(work, "run", "small.yaml", "folder=runs/broken")
     assert resumed.returncode == 0, resumed.stderr
     assert metrics(work / "runs" / "broken") == metrics(work / "runs" / "small")
+
+
+def test_an_interrupted_run_says_how_to_go_on(work):
+    assert run_and_send(work, signal.SIGINT, "runs/interrupted") == 130
+    text = (work / "log").read_text()
+    assert "interrupted; the same command goes on from the last checkpoint" in text
+    assert "Traceback" not in text
 
 
 @pytest.mark.slow
@@ -109,7 +117,7 @@ def test_a_real_model_goes_on_in_float32_as_if_never_killed(work):
     )
     done = tinsmith(work, "run", "small.yaml", "folder=runs/real", *real)
     assert done.returncode == 0, done.stderr
-    run_and_kill(work, "runs/real-broken", *real)
+    run_and_send(work, signal.SIGKILL, "runs/real-broken", *real)
     assert tinsmith(work, "run", "small.yaml", "folder=runs/real-broken", *real).returncode == 0
     assert metrics(work / "runs" / "real-broken") == metrics(work / "runs" / "real")
 

@@ -26,6 +26,7 @@ app = App(
     help="RL post-training of language models on the Tinker API: the service, and the harness.",
     help_epilogue="--debug with any command shows the traceback of an error.",
     help_format="plaintext",
+    suppress_keyboard_interrupt=False,
 )
 
 Overrides = Annotated[

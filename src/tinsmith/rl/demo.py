@@ -30,7 +30,11 @@ def introduce(config: RunConfig, console: Console) -> None:
     """What is about to happen, with an example of the task."""
     task = config.tasks.train.load()[0]
     console.print(f"[bold]{escape(config.description)}[/]", soft_wrap=True)
-    console.print(f"[dim]asked:[/] {escape(task.messages[-1].content)}  [dim]right:[/] {task.answer}", highlight=False)
+    console.print(
+        f"[dim]asked:[/] {escape(task.messages[-1].content)}  [dim]right:[/] {task.answer}",
+        highlight=False,
+        soft_wrap=True,
+    )
     size = f"{config.steps} steps of {config.groups_per_step} tasks x {config.group_size} answers"
     how = f"{config.model.name}, LoRA rank {config.model.rank}, {config.algorithm.type}: {size}, seed {config.seed}"
     console.print(f"[dim]{escape(how)}[/]\n", highlight=False, soft_wrap=True)
