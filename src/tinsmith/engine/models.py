@@ -73,16 +73,16 @@ def load(config: EngineConfig) -> BaseModel:
     """Raises ConfigError when there is no such model, Unsupported when it is not one that we serve."""
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
-    folder = locate(config.source)
+    located = locate(config.source)
     attention.register()
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
+        model = AutoModelForCausalLM.from_pretrained(located.folder, dtype=dtype, attn_implementation="eager")
     except (OSError, ValueError) as error:
         raise ConfigError(f"'{config.source}' cannot be loaded: {error}", "Give a causal language model.") from error
     model.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(located.folder)
     base = BaseModel(
-        card=_card(config.source, folder, model, tokenizer, dtype, device),
+        card=_card(config.source, located.tokenizer, model, tokenizer),
         model=model,
         body=model.base_model,
         head=model.get_output_embeddings().weight.detach().float(),  # pyright: ignore[reportOptionalMemberAccess]
@@ -93,15 +93,23 @@ def load(config: EngineConfig) -> BaseModel:
     return base
 
 
-def locate(source: str) -> str:
-    """A folder (or hub id) that transformers loads, fetched or converted where that is needed."""
+@dataclass(frozen=True, slots=True)
+class Located:
+    """A folder that transformers loads, and what a client on this machine gives to AutoTokenizer."""
+
+    folder: str
+    tokenizer: str
+
+
+def locate(source: str) -> Located:
+    """The model on this machine, fetched or converted where that is needed."""
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"There is no GGUF file {path}.", "Check the path.")
-        return str(_converted(path, path.stem))
+        return _local(_converted(path, path.stem))
     if path.is_dir():
-        return str(path.resolve())
+        return _local(path.resolve())
     if path.is_absolute() or source.startswith("."):
         raise ConfigError(f"There is no folder {path}.", "Give a folder with config.json, a GGUF file or a hub id.")
     return _from_hub(source)
@@ -112,22 +120,26 @@ def cache_folder() -> Path:
     return Path(os.environ.get("TINSMITH_CACHE", "~/.cache/tinsmith")).expanduser()
 
 
-def _from_hub(source: str) -> str:
+def _local(folder: Path) -> Located:
+    return Located(str(folder), str(folder))
+
+
+def _from_hub(source: str) -> Located:
     from huggingface_hub import snapshot_download
 
     converted = cache_folder() / "smollm2-135m-instruct"
     if source == DEFAULT_MODEL and converted.is_dir():
-        return str(converted)
+        return _local(converted)
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
     try:
-        return snapshot_download(source, allow_patterns=patterns, local_files_only=True)
+        return Located(snapshot_download(source, allow_patterns=patterns, local_files_only=True), source)
     except OSError:
         pass  # not in the hub's local cache yet
     try:
-        return snapshot_download(source, allow_patterns=patterns, etag_timeout=5)
+        return Located(snapshot_download(source, allow_patterns=patterns, etag_timeout=5), source)
     except Exception as error:
         if source == DEFAULT_MODEL:
-            return str(_from_wheel())
+            return _local(_from_wheel())
         raise ConfigError(
             f"The hub does not give '{source}': {error}", "Check the name and the network, or give a local folder."
         ) from error
@@ -191,20 +203,18 @@ def _dtype(wanted: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if fast else torch.float32
 
 
-def _card(
-    source: str, folder: str, model: PreTrainedModel, tokenizer: Any, dtype: torch.dtype, device: torch.device
-) -> ModelCard:
+def _card(source: str, tokenizer_source: str, model: PreTrainedModel, tokenizer: Any) -> ModelCard:
     eos = model.generation_config.eos_token_id if model.generation_config else None
     ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
     return ModelCard(
         source=source,
-        tokenizer=folder if Path(folder).is_dir() and folder != source and "snapshots" not in folder else source,
+        tokenizer=tokenizer_source,
         arch=model.config.model_type,
         vocab_size=model.config.vocab_size,
         context_length=model.config.max_position_embeddings,
         eos_token_ids=tuple(sorted(ids)),
-        dtype=str(dtype).removeprefix("torch."),
-        device=str(device),
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
     )
 
 

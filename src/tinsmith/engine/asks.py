@@ -1,0 +1,117 @@
+"""Requests in the sampler: what was asked, the answers in the making, and the finished record."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from tinsmith.engine import choice, prompts
+from tinsmith.engine.base import ModelCard, Sampled, SampledSequence, SampleRequest, TopK
+from tinsmith.engine.cache import Row
+from tinsmith.engine.lora import Weights
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """One sample of a request in the making."""
+
+    ask: Ask
+    seed: int
+    number: int
+    row: Row | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    tops: list[TopK] = field(default_factory=list)
+    stop_reason: Literal["stop", "length"] | None = None
+    numbers: np.random.Generator = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.numbers = choice.stream(self.seed, self.number)
+
+    def add(self, token: int, logprob: float, ends: bool) -> None:
+        """One more token; `ends` when it completes a stop string."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if ends or token in self.ask.stop_tokens:
+            self.stop_reason = "stop"
+        elif len(self.tokens) >= self.ask.limit:
+            self.stop_reason = "length"
+
+    def restart(self) -> None:
+        """As if it had never begun."""
+        self.numbers = choice.stream(self.seed, self.number)
+        self.row, self.stop_reason = None, None
+        self.tokens, self.logprobs, self.tops = [], [], []
+
+
+@dataclass(eq=False, slots=True)
+class Ask:
+    """One request, the adapter it samples from, its promise and its answers."""
+
+    request: SampleRequest
+    weights: Weights | None
+    limit: int
+    """Tokens that an answer may have at most."""
+    stop_tokens: frozenset[int]
+    result: asyncio.Future[Sampled]
+    answers: list[Answer] = field(default_factory=list)
+    prompt: prompts.PromptAnswers | None = None
+
+    @property
+    def rule(self) -> choice.Rule:
+        return choice.Rule(self.request.temperature, self.request.top_k, self.request.top_p)
+
+    def finish(self) -> None:
+        """Keep the promise, once every answer has ended."""
+        if all(answer.stop_reason for answer in self.answers) and not self.result.done():
+            self.result.set_result(_sampled(self))
+
+
+def ask_of(request: SampleRequest, weights: Weights | None, card: ModelCard) -> Ask:
+    """A request taken in: what it left open gets its value here."""
+    left = max(1, card.context_length - len(request.prompt))
+    ask = Ask(
+        request=request,
+        weights=weights,
+        limit=left if request.max_tokens is None else request.max_tokens,
+        stop_tokens=frozenset(card.eos_token_ids if request.stop_tokens is None else request.stop_tokens),
+        result=asyncio.get_running_loop().create_future(),
+    )
+    seed = secrets.randbits(64) if request.seed is None else request.seed
+    ask.answers = [Answer(ask, seed, number) for number in range(request.num_samples)]
+    return ask
+
+
+def asks_of(answers: Sequence[Answer]) -> list[Ask]:
+    """The requests behind these answers, each once."""
+    return list({id(answer.ask): answer.ask for answer in answers}.values())
+
+
+def _sampled(ask: Ask) -> Sampled:
+    found = ask.prompt
+    return Sampled(
+        sequences=tuple(
+            SampledSequence(
+                tokens=np.array(answer.tokens, np.int32),
+                logprobs=np.array(answer.logprobs, np.float32),
+                stop_reason=answer.stop_reason or "length",
+                topk=_joined(answer.tops) if answer.tops else None,
+            )
+            for answer in ask.answers
+        ),
+        prompt_logprobs=found.logprobs if found else None,
+        topk_prompt=found.topk if found else None,
+        target_prompt_logprobs=found.targets if found else None,
+    )
+
+
+def _joined(tops: Sequence[TopK]) -> TopK:
+    return TopK(
+        token_ids=np.concatenate([top.token_ids for top in tops]),
+        logprobs=np.concatenate([top.logprobs for top in tops]),
+    )
