@@ -1,0 +1,160 @@
+"""Unmodified tinker-cookbook recipes against `tinsmith serve`: RL on arithmetic, fine-tuning on the bundled chats.
+
+The cookbook is installed from the package registry into a venv of its own that sees this one's packages, so only what
+is missing is fetched. `tml-renderers` is left out: the recipes here do without it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.request
+import venv
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+COOKBOOK = "tinker-cookbook==0.6.1"
+ITS_NEEDS = (
+    "aiohttp==3.14.5",
+    "blobfile==3.3.0",
+    "chz==0.4.0",
+    "cloudpickle==3.1.2",
+    "pylatexenc==2.11",
+    "pyrage==1.4.0",
+    "termcolor==3.3.0",
+    "tiktoken==0.14.0",
+)
+MODEL = "local/smollm2"  # a folder of this name stands where the recipe runs, so both sides find the tokenizer in it
+KEY = "tml-cookbook"
+
+Recipe = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a venv with the cookbook."""
+    folder = tmp_path_factory.mktemp("cookbook") / "venv"
+    venv.create(folder, with_pip=True)
+    found = folder / "bin" / "python"
+    inside = subprocess.run(
+        [found, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (Path(inside.stdout.strip()) / "ours.pth").write_text(sysconfig.get_path("purelib"))
+    for asked in (["--no-deps", COOKBOOK], [*ITS_NEEDS]):
+        subprocess.run([found, "-m", "pip", "install", "--quiet", *asked], check=True)
+    return found
+
+
+@pytest.fixture(scope="module")
+def workplace(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that recipes and server run in: the model's name is a path in it."""
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "local").mkdir()
+    (folder / MODEL).symlink_to(smollm2)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def url(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """`tinsmith serve`, ended by SIGTERM within its ten seconds."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "tinsmith", "serve", "--model", MODEL, "--dtype", "float32", "--api-key", KEY]
+    command += ["--port", str(port), "--data", str(tmp_path_factory.mktemp("data"))]
+    server = subprocess.Popen(command, cwd=workplace)
+    address = f"http://127.0.0.1:{port}"
+    try:
+        _wait_until_healthy(server, f"{address}/api/v1/healthz")
+        yield address
+    finally:
+        server.terminate()
+        assert server.wait(timeout=10) == 0
+
+
+@pytest.fixture
+def recipe(python: Path, workplace: Path, url: str, tmp_path: Path) -> Recipe:
+    """Runs a recipe to its end; returns the lines of its metrics."""
+
+    def run(name: str, folder: str, **settings: object) -> list[dict[str, Any]]:
+        log = tmp_path / folder
+        settings = {
+            "model_name": MODEL,
+            "renderer_name": "qwen3_instruct",
+            "base_url": url,
+            "log_path": log,
+            **settings,
+        }
+        command = [python, "-m", f"tinker_cookbook.recipes.{name}.train", *(f"{k}={v}" for k, v in settings.items())]
+        surroundings = {
+            **os.environ,
+            "TINKER_API_KEY": KEY,
+            "TINKER_BASE_URL": url,
+            "HF_HUB_OFFLINE": "1",
+            "HF_DATASETS_OFFLINE": "1",
+            "HF_HOME": str(tmp_path / "hf"),
+            "WANDB_MODE": "disabled",
+        }
+        done = subprocess.run(command, cwd=workplace, env=surroundings, capture_output=True, text=True, timeout=900)
+        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+        return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+
+    return run
+
+
+RL = {"env": "arithmetic", "groups_per_batch": 4, "group_size": 4, "max_tokens": 6, "max_steps": 2, "lora_rank": 8}
+
+
+@pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo"])
+def test_reinforcement_learning_on_arithmetic(loss_fn: str, recipe: Recipe) -> None:
+    lines = recipe("math_rl", "rl", loss_fn=loss_fn, learning_rate=1e-3, **RL)
+    steps = [line for line in lines if "env/all/reward/total" in line]
+    assert len(steps) == 2
+    for step in steps:
+        # How far the trainer's logprobs are from the sampler's; a dense model is healthy below 1e-2, float32 far below.
+        assert step["optim/kl_sample_train_v2"] < 1e-8
+        assert step["tokens/sampled"] > 0
+
+
+def test_a_loss_that_is_not_published_is_refused_with_the_cure(recipe: Recipe) -> None:
+    with pytest.raises(AssertionError, match="loss_fn=importance_sampling"):
+        recipe("math_rl", "refused", loss_fn="stable_reinforce", **RL)
+
+
+def test_fine_tuning_on_chats_and_going_on_from_a_checkpoint(recipe: Recipe, python: Path, tmp_path: Path) -> None:
+    chats = next(python.parent.parent.rglob("tinker_cookbook/example_data/conversations.jsonl"))
+    settings = {"dataset": chats, "batch_size": 16, "max_length": 256, "lora_rank": 8, "learning_rate": 5e-4}
+    first = recipe("chat_sl", "sl", max_steps=2, save_every=1, behavior_if_log_dir_exists="raise", **settings)
+    # As a run that was killed before its end leaves it: a finished one would not go on.
+    saved = (tmp_path / "sl" / "checkpoints.jsonl").read_text().splitlines()
+    (tmp_path / "sl" / "checkpoints.jsonl").write_text("".join(f"{line}\n" for line in saved if "final" not in line))
+    again = recipe("chat_sl", "sl", max_steps=4, save_every=1, behavior_if_log_dir_exists="resume", **settings)
+    losses = [line["train_mean_nll"] for line in again if "train_mean_nll" in line]
+    assert [line["step"] for line in again if "train_mean_nll" in line] == [0, 1, 2, 3]
+    # The cookbook saves a step's state after that step and begins again with the same batch: better than the first time.
+    assert losses[1] < next(line["train_mean_nll"] for line in first if line["step"] == 1) < 0.9 * losses[0]
+    assert losses[3] < 0.7 * losses[0]
+
+
+def _wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
+    for _ in range(600):
+        assert server.poll() is None, "the server ended before it was ready"
+        try:
+            with urllib.request.urlopen(url, timeout=2):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise TimeoutError(f"nothing healthy at {url}")
