@@ -89,5 +89,7 @@ def _evaluation(step: int, values: Mapping[str, float]) -> str:
     )
     constant = values.get("eval/constant_pass@1")
     beside = f"  [dim](the best constant answer: {constant:.3f})[/]" if constant is not None else ""
+    if values.get("eval/failed"):
+        beside += f"  [red]{values['eval/failed']:.0f} failed[/]"
     when = f"after step {step}" if step else "before training"
     return f"[cyan]held out[/] {when}: {passes}  of {values['eval/tasks']:.0f} tasks{beside}"
