@@ -144,7 +144,7 @@ def test_fine_tuning_on_chats_and_going_on_from_a_checkpoint(recipe: Recipe, pyt
     again = recipe("chat_sl", "sl", max_steps=4, save_every=1, behavior_if_log_dir_exists="resume", **settings)
     losses = [line["train_mean_nll"] for line in again if "train_mean_nll" in line]
     assert [line["step"] for line in again if "train_mean_nll" in line] == [0, 1, 2, 3]
-    # The cookbook saves a step's state after that step and begins again with the same batch: better than the first time.
+    # The cookbook saves a state after its step and begins again with that same batch: better than the first time.
     assert losses[1] < next(line["train_mean_nll"] for line in first if line["step"] == 1) < 0.9 * losses[0]
     assert losses[3] < 0.7 * losses[0]
 
