@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tinsmith.engine.base import AdamParams, LoraSpec
+from tinsmith.errors import ConfigError
 from tinsmith.service.payloads import row_of, stored
 from tinsmith.service.records import Answer, Checkpoint, Load, Model, Sampler, SaveSampler, SaveState, Session, Step
 from tinsmith.service.store import Finished, open_store
@@ -49,6 +52,14 @@ def test_records_and_requests_come_back(tmp_path: Path) -> None:
         await store.close()
 
     asyncio.run(main())
+
+
+def test_a_folder_of_another_schema_is_refused(tmp_path: Path) -> None:
+    db = sqlite3.connect(tmp_path / "tinsmith.db")
+    db.execute("pragma user_version = 99")
+    db.close()
+    with pytest.raises(ConfigError, match="schema 99"):
+        asyncio.run(open_store(tmp_path))
 
 
 def test_results_belong_to_their_owner_and_payloads_go_when_covered(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class FakeEngine:
         self._out = rng.standard_normal((vocab, HIDDEN), dtype=np.float32) * np.float32(0.5)
         self._models: dict[str, _Model] = {}
         self._versions: dict[str, Weights | Path] = {}
-        self._cancelled: set[str] = set()
+        self._sampling: set[str] = set()
 
     @property
     def card(self) -> ModelCard:
@@ -223,14 +223,16 @@ class FakeEngine:
 
     async def cancel(self, request_id: str) -> None:
         """The request's sample call raises Gone at its next token."""
-        self._cancelled.add(request_id)
+        self._sampling.discard(request_id)
 
     async def sample(self, request: SampleRequest) -> Sampled:
         """Token by token, yielding to other callers."""
         weights = None if request.version is None else self._version(request.version)
-        sequences = []
-        for index in range(request.num_samples):
-            sequences.append(await self._continue(request, weights, index))
+        self._sampling.add(request.request_id)
+        try:
+            sequences = [await self._continue(request, weights, index) for index in range(request.num_samples)]
+        finally:
+            self._sampling.discard(request.request_id)
         return self._about_prompt(Sampled(sequences=tuple(sequences)), request, weights)
 
     def _version(self, version: str) -> Weights:
@@ -251,8 +253,7 @@ class FakeEngine:
         while len(tokens) < (request.max_tokens or room):
             if len(tokens) % 16 == 0:
                 await asyncio.sleep(0)
-            if request.request_id in self._cancelled:
-                self._cancelled.discard(request.request_id)
+            if request.request_id not in self._sampling:
                 raise Gone(f"Request {request.request_id} was cancelled.")
             logp = next(self._logprobs(np.asarray([last]), weights))[2][0]
             if request.temperature > 0:

@@ -13,7 +13,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import IO
@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 from starlette.exceptions import HTTPException
 
-from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.errors import ConfigError, EngineError, TinsmithError
 from tinsmith.service.bodies import sentence
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.config import ServeConfig
@@ -43,8 +43,10 @@ from tinsmith.service.worker import Worker
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 4
+GRACE_S = 3
 """For answers that are under way when the server is told to end."""
+KEEP_ALIVE_S = 120
+"""Longer than clients keep idle connections, so that none is closed just when it is used again."""
 
 
 def create_app(service: Service) -> FastAPI:
@@ -70,20 +72,29 @@ async def running(
     config.data.mkdir(parents=True, exist_ok=True)
     with _alone(config.data):
         store = await open_store(config.data)
-        service = _assemble(config, store, start)
-        await _take_up(service)
-        workers = list({id(worker): worker for worker in service.workers.values()}.values())
-        tasks = [asyncio.create_task(_work(workers, on_end)), asyncio.create_task(service.sessions.run())]
         try:
-            yield service
+            service = _assemble(config, store, start)
+            await _take_up(service)
+            async with _at_work(service, on_end):
+                yield service
         finally:
-            service.futures.close()
-            await service.sampling.close()
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await asyncio.gather(*(worker.host.down() for worker in workers))
             await store.close()
+
+
+@asynccontextmanager
+async def _at_work(service: Service, on_end: Callable[[TinsmithError | None], None]) -> AsyncIterator[None]:
+    """Engines and loops run inside; afterwards all of them have ended."""
+    workers = list({id(worker): worker for worker in service.workers.values()}.values())
+    tasks = [asyncio.create_task(_work(workers, on_end)), asyncio.create_task(_for_ever(service.sessions.run))]
+    try:
+        yield
+    finally:
+        service.futures.close()
+        await service.sampling.close()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(worker.host.down() for worker in workers))
 
 
 def _assemble(config: ServeConfig, store: Store, start: Start) -> Service:
@@ -139,8 +150,22 @@ async def _work(workers: list[Worker], on_end: Callable[[TinsmithError | None], 
     except TinsmithError as error:
         on_end(error)
         return
+    except Exception as error:  # whatever it is, the server must not wait for ever
+        log.exception("An engine did not start.")
+        on_end(EngineError(f"An engine did not start: {type(error).__name__}: {error}"))
+        return
     on_end(None)
-    await asyncio.gather(*(worker.run() for worker in workers))
+    await asyncio.gather(*(_for_ever(worker.run) for worker in workers))
+
+
+async def _for_ever(run: Callable[[], Awaitable[None]]) -> None:
+    """A loop that ends by a fault of ours begins again: other requests must not wait for a restart."""
+    while True:
+        try:
+            await run()
+        except Exception:
+            log.exception("A loop of the service failed; it begins again.")
+            await asyncio.sleep(1)
 
 
 @contextmanager
@@ -196,7 +221,12 @@ async def _serve(config: ServeConfig, start: Start, on_ready: Callable[[str, str
     loaded: asyncio.Future[TinsmithError | None] = asyncio.get_running_loop().create_future()
     async with running(config, start, loaded.set_result) as service:
         options = uvicorn.Config(
-            create_app(service), log_config=None, access_log=False, timeout_graceful_shutdown=GRACE_S, lifespan="off"
+            create_app(service),
+            log_config=None,
+            access_log=False,
+            timeout_graceful_shutdown=GRACE_S,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            lifespan="off",
         )
         server = _Server(options)
 

@@ -66,7 +66,8 @@ class SessionBody(Loose):
 
     tags: list[str] = []
     user_metadata: dict[str, Any] | None = None
-    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
 
 
 class HeartbeatBody(Loose):

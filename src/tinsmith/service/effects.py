@@ -100,7 +100,7 @@ class Effects:
         sampler_id = work.sampler_id or ""
         if self._store.find(Sampler, sampler_id) is not None:
             raise BadRequest(f"Sampling session {sampler_id} exists.", "Give each its own sampling_session_seq_id.")
-        made = _checkpoint(row, model, kind="ephemeral", name=sampler_id, ready=False)
+        made = _checkpoint(row, model, kind="ephemeral", name=sampler_id, ready=False, **_kept(work))
         await engine.capture(model.id, made.id)
         sampler = Sampler(
             id=sampler_id,

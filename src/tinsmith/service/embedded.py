@@ -91,9 +91,11 @@ def main() -> int:
     config = ServeConfig.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
+    ready = os.dup(1)
+    os.dup2(2, 1)  # whatever else is printed, here or by an engine, belongs in the log
+
     def tell(url: str, _key: str) -> None:
-        sys.stdout.write(json.dumps({"url": url}) + "\n")
-        sys.stdout.flush()
+        os.write(ready, json.dumps({"url": url}).encode() + b"\n")
 
     try:
         serve(config, on_ready=tell)

@@ -15,7 +15,7 @@ from tinsmith.errors import EngineDied, TinsmithError
 
 log = logging.getLogger(__name__)
 
-CLOSE_S = 3.0
+CLOSE_S = 5.5
 RETRY_CAP_S = 30.0
 
 

@@ -30,6 +30,8 @@ class Session:
     idempotency_key: str | None = None
     tags: list[str] = field(default_factory=list)
     metadata: dict[str, Any] = field(default_factory=dict)
+    project_id: str | None = None
+    display_name: str | None = None
     ended: str | None = None
     """Why it ended: success, errored, interrupted, silence; None while it lives."""
 

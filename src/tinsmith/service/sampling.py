@@ -46,12 +46,14 @@ class Sampling:
 
     async def cancel(self, sampler: Sampler, request_id: str) -> None:
         """Stop the work; the future fails."""
-        if request_id not in self._running:
+        task = self._running.get(request_id)
+        if task is None:
             return
         self._futures.keep(request_id, Answer.failure(Gone(f"Request {request_id} was cancelled.")))
         host = self._workers[sampler.base_model].host
         if host.is_up:
             await host.engine.cancel(request_id)
+        task.cancel()
 
     async def close(self) -> None:
         """Abandon what runs."""

@@ -11,9 +11,9 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 from tinsmith.errors import BadRequest, NotFound
+from tinsmith.service.bodies import SessionBody
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.records import Model, Sampler, Session
 from tinsmith.service.store import Store
@@ -47,9 +47,7 @@ class Sessions:
         self._by_idempotency = {one.idempotency_key: one.id for one in store.all(Session) if one.idempotency_key}
         self._changed = asyncio.Event()
 
-    async def begin(
-        self, owner: str, idempotency_key: str | None, tags: list[str], metadata: dict[str, Any]
-    ) -> Session:
+    async def begin(self, owner: str, idempotency_key: str | None, told: SessionBody) -> Session:
         """A new session, or the one that the same key made before."""
         known = self._store.find(Session, self._by_idempotency.get(idempotency_key or "", ""))
         if known is not None and known.owner == owner:
@@ -61,8 +59,10 @@ class Sessions:
             created=now,
             seen=now,
             idempotency_key=idempotency_key,
-            tags=tags,
-            metadata=metadata,
+            tags=told.tags,
+            metadata=told.user_metadata or {},
+            project_id=told.project_id,
+            display_name=told.display_name,
         )
         await self._store.put(session)
         if idempotency_key:

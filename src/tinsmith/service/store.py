@@ -22,9 +22,10 @@ from sqlalchemy.dialects.sqlite import insert
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
 from tinsmith.engine.base import LoraSpec
+from tinsmith.errors import ConfigError
 from tinsmith.service.payloads import restored, row_of, stored_kind
 from tinsmith.service.records import Answer, Checkpoint, Model, Past, Row, Sampler, Session
-from tinsmith.service.tables import CHECKPOINTS, META, MODELS, REQUESTS, SAMPLERS, SESSIONS
+from tinsmith.service.tables import CHECKPOINTS, META, MODELS, REQUESTS, SAMPLERS, SCHEMA, SESSIONS
 
 Held = Session | Model | Sampler | Checkpoint
 H = TypeVar("H", Session, Model, Sampler, Checkpoint)
@@ -57,6 +58,10 @@ class Store:
     async def load(self) -> None:
         """Make the tables that are missing and read what is held in memory."""
         async with self._engine.begin() as db:
+            version = (await db.exec_driver_sql("PRAGMA user_version")).scalar_one()
+            if version not in (0, SCHEMA):
+                raise ConfigError(f"The data folder has schema {version}, this is {SCHEMA}.", "Use another --data.")
+            await db.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
             await db.run_sync(META.create_all)
             for kind, table in _TABLES.items():
                 for found in await db.execute(select(table)):
@@ -212,7 +217,11 @@ async def open_store(folder: Path) -> Store:
     engine = create_async_engine(f"sqlite+aiosqlite:///{folder / 'tinsmith.db'}")
     event.listen(engine.sync_engine, "connect", _configure)
     store = Store(engine)
-    await store.load()
+    try:
+        await store.load()
+    except BaseException:
+        await store.close()
+        raise
     return store
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Float, Index, LargeBinary, MetaData, String, Table
 
 META = MetaData()
+SCHEMA = 1
+"""Grows with every change of a table; a folder of another schema is refused, never guessed at."""
 
 SESSIONS = Table(
     "sessions",
@@ -16,6 +18,8 @@ SESSIONS = Table(
     Column("idempotency_key", String),
     Column("tags", JSON, nullable=False),
     Column("metadata", JSON, nullable=False),
+    Column("project_id", String),
+    Column("display_name", String),
     Column("ended", String),
 )
 

@@ -143,8 +143,8 @@ class Worker:
             if batch:
                 await (self._run_passes(batch) if batch[0].packs else self._run_barrier(batch[0]))
         except EngineDied:
-            self._suspect(batch)
             await self.host.down()
+            await self._suspect(batch)
         except TinsmithError as error:
             for row in batch:
                 await self._fail(row, error)
@@ -266,16 +266,14 @@ class Worker:
         if await self._store.change(Checkpoint, version.id, ready=True, size_bytes=size) is None:
             await self._checkpoints.delete(version)  # its session ended meanwhile
 
-    def _suspect(self, batch: Sequence[Row]) -> None:
+    async def _suspect(self, batch: Sequence[Row]) -> None:
         """After a death: each row of the batch runs alone from now on, and one that kills again and again fails."""
         for row in (row for row in batch if row.id in self._rows):
             self._deaths[row.id] += 1
             self._rows[row.id] = replace(row, alone=True)
             if self._deaths[row.id] >= DEATHS:
                 error = EngineError(f"The engine died {DEATHS} times while it ran this request.", "Send fewer tokens.")
-                task = asyncio.create_task(self._fail(row, error))
-                self._behind.add(task)
-                task.add_done_callback(self._behind.discard)
+                await self._fail(row, error)
 
     async def _fail(self, row: Row, error: TinsmithError, *records: Model) -> None:
         if isinstance(row.work, Drop | Revive):

@@ -6,7 +6,7 @@ import logging
 
 from fastapi import APIRouter, Response
 
-from tinsmith.errors import Gone, NotFound, TinsmithError
+from tinsmith.errors import EngineError, Gone, NotFound, TinsmithError
 from tinsmith.service.bodies import FutureBody, parse
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.records import Answer, Sampler
@@ -41,8 +41,9 @@ async def _answer(service: Service, request_id: str, owner: str) -> Answer:
         state, answer = found
         if answer is not None:
             return answer
-        if state == "pending":
-            return PENDING
+        if state == "pending":  # its base model is not among those served now: nothing will ever wake a poll
+            what = f"Request {request_id} waits for a base model that is not served now."
+            return Answer.failure(EngineError(what, "Start the server with it again."))
     sampler = service.store.find(Sampler, request_id.rpartition(":")[0])
     if found is not None or (sampler is not None and sampler.owner == owner):
         raise Gone(f"The result of {request_id} is no longer here.", "Submit the request again.")

@@ -46,8 +46,7 @@ async def create_session(
     tenant: Tenant, service: ServiceDep, body: RawBody, x_idempotency_key: Annotated[str | None, Header()] = None
 ) -> dict[str, Any]:
     """A session; the same X-Idempotency-Key gives the same one."""
-    asked = parse(SessionBody, body)
-    session = await service.sessions.begin(tenant, x_idempotency_key, asked.tags, asked.user_metadata or {})
+    session = await service.sessions.begin(tenant, x_idempotency_key, parse(SessionBody, body))
     return {"session_id": session.id, "type": "create_session"}
 
 

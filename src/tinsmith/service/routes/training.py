@@ -129,6 +129,8 @@ async def save_weights_for_sampler(tenant: Tenant, service: ServiceDep, body: Ra
     if await _promised(service, model, asked.seq_id):
         return _promise_of(model, asked.seq_id)
     check_ttl(asked.ttl_seconds)
+    if asked.kind not in ("snapshot", "inflight"):
+        raise BadRequest(f"kind is '{asked.kind}'.", "Give snapshot or inflight.")
     if asked.path is not None:
         check_name(asked.path)
         standing = service.checkpoints.named(model.id, "sampler_weights", asked.path)
@@ -136,7 +138,8 @@ async def save_weights_for_sampler(tenant: Tenant, service: ServiceDep, body: Ra
             raise BadRequest(f"{standing.path} exists.", "Choose another name or delete it first.")
         work = SaveSampler(name=asked.path, ttl_seconds=asked.ttl_seconds, metadata=asked.user_metadata)
     elif asked.sampling_session_seq_id is not None:
-        work = SaveSampler(sampler_id=f"{model.session_id}:sample:{asked.sampling_session_seq_id}")
+        sampler_id = f"{model.session_id}:sample:{asked.sampling_session_seq_id}"
+        work = SaveSampler(sampler_id=sampler_id, ttl_seconds=asked.ttl_seconds, metadata=asked.user_metadata)
     else:
         raise BadRequest("save_weights_for_sampler has neither path nor sampling_session_seq_id.", "Give one of them.")
     return await _promise(service, model, asked.seq_id, work, stored(work))
