@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,6 +42,8 @@ class Served:
 
             yield call
 
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of the served fakes: two threads on busy cores are 20 times slower
 
 SDK_LEAKS = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
 """The SDK never closes the connection by which it asks for its flags."""

@@ -105,9 +105,8 @@ class FakeEngine:
         """Each request by itself, in order."""
         results: list[PassResult | TinsmithError] = []
         for request in passes:
-            await asyncio.sleep(0)
             try:
-                results.append(self._run_one(request))
+                results.append(await self._run_one(request))
             except TinsmithError as error:
                 results.append(error)
         return results
@@ -159,10 +158,11 @@ class FakeEngine:
             raise EngineError(f"The engine does not hold model {model_id}.")
         return self._models[model_id]
 
-    def _run_one(self, request: Pass) -> PassResult:
+    async def _run_one(self, request: Pass) -> PassResult:
         model = self._model(request.model_id)
         loss, logprobs, grads = 0.0, [], [np.zeros_like(g) for g in model.grad]
         for datum in request.data:
+            await asyncio.sleep(0)  # it shares the API's event loop
             scores = self._score(datum, model.weights)
             value, slope = loss_of(request.loss_fn, scores, datum, dict(request.loss_config))
             loss += value

@@ -94,6 +94,7 @@ async def _at_work(service: Service, on_end: Callable[[TinsmithError | None], No
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*(worker.close() for worker in workers))
         await asyncio.gather(*(worker.host.down() for worker in workers))
 
 

@@ -14,7 +14,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
@@ -25,6 +25,18 @@ from tinsmith.service.records import Checkpoint, Model, Past, SaveSampler, Step
 from tinsmith.service.store import Store
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Revived:
+    """A model that is back in its engine."""
+
+    updated: int
+    """seq_id of its last step or load."""
+    steps: int
+    """Steps that were replayed: they count towards the next capture."""
+    versions: tuple[Checkpoint, ...]
+    """Unnamed versions made again on the way, which are to be written to disk."""
 
 
 class Journal:
@@ -63,11 +75,10 @@ class Journal:
         await self._store.cover(replace(model, state="ended", captured=None, covered=2**62))
         await asyncio.to_thread(shutil.rmtree, self._home(model.id), ignore_errors=True)
 
-    async def revive(self, model: Model, engine: Engine) -> tuple[int, list[Checkpoint]]:
+    async def revive(self, model: Model, engine: Engine) -> Revived:
         """Have the model in the engine as its last finished request left it.
 
-        Returns the seq_id of its last step or load, and the unnamed versions made again on the way, which are to be
-        written to disk. Raises EngineError if a replayed request fails.
+        Raises EngineError if a replayed request fails.
         """
         past = await self._store.past(model)
         if model.captured is not None:
@@ -77,7 +88,7 @@ class Journal:
             await engine.create(model.id, model.lora)
         if past:
             log.info("Replaying %d requests of model %s.", len(past), model.id)
-        updated, versions = model.covered, []
+        updated, steps, versions = model.covered, 0, []
         for _, group in groupby(past, key=lambda one: (one.kind, one.batch or one.seq)):
             rows = list(group)
             if rows[0].kind == "forward_backward":
@@ -86,10 +97,10 @@ class Journal:
                 work = restored("step", model.id, rows[0].payload)
                 assert isinstance(work, Step)
                 await engine.step(model.id, work.adam)
-                updated = rows[0].seq
+                updated, steps = rows[0].seq, steps + 1
             elif rows[0].kind == "save_sampler":
                 versions += await self._replay_version(model, rows[0], engine)
-        return updated, versions
+        return Revived(updated=updated, steps=steps, versions=tuple(versions))
 
     async def _replay_passes(self, model: Model, rows: Sequence[Past], engine: Engine) -> None:
         """Packed as they were, so that on a CPU sums are the same to the bit."""

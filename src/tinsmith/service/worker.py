@@ -122,6 +122,12 @@ class Worker:
         finally:
             watch.cancel()
 
+    async def close(self) -> None:
+        """Abandon what is being written behind; a replay makes it again."""
+        for task in list(self._behind):
+            task.cancel()
+        await asyncio.gather(*self._behind, return_exceptions=True)
+
     def _watch(self) -> asyncio.Task[None]:
         async def wake_when_dead() -> None:
             await self.host.died.wait()
@@ -176,14 +182,16 @@ class Worker:
 
     async def _revive(self, model: Model, line: Line) -> None:
         try:
-            line.updated, versions = await self._journal.revive(model, self.host.engine)
+            back = await self._journal.revive(model, self.host.engine)
         except EngineDied:
             raise
         except TinsmithError as error:
             log.exception("Model %s cannot be brought back.", model.id)
-            line.broken, versions = EngineError(f"Model {model.id} cannot be brought back: {error}"), []
-        for version in versions:
-            self._persist_behind(version)
+            line.broken = EngineError(f"Model {model.id} cannot be brought back: {error}")
+        else:
+            line.updated, line.steps = back.updated, back.steps
+            for version in back.versions:
+                self._persist_behind(version)
         line.warm.set()
 
     async def _run_passes(self, batch: Sequence[Row]) -> None:
@@ -206,7 +214,7 @@ class Worker:
             await self.host.engine.drop(model.id)
             await self._journal.forget(model)
             self._rows.pop(row.id, None)
-            self._lines.pop(row.model_id, None)
+            self._lines.pop(row.model_id, Line()).warm.set()
             return
         try:
             done = await self._effects.perform(row, model, self.host.engine)

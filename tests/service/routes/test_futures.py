@@ -128,3 +128,21 @@ def test_closing_sends_polls_home(tmp_path: Path) -> None:
             assert (await asyncio.wait_for(poll, 2)).status_code == 408
 
     asyncio.run(main())
+
+
+def test_a_request_whose_base_model_is_no_longer_served_says_so(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        start.hook = lambda call, argument: asyncio.sleep(60) if call == "step" else None
+        async with api(tmp_path, start) as on:
+            model = await on.model()
+            promise = (await on.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})).json()
+        async with api(tmp_path, models=("other",)) as on:
+            answer = (await on.result(promise)).json()
+            assert "not served now" in answer["error"]
+            refused = await on.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+            assert refused.status_code == 404
+        async with api(tmp_path) as on:
+            assert "metrics" in (await on.result(promise)).json()
+
+    asyncio.run(main())
