@@ -44,3 +44,25 @@ def test_a_file_is_read_with_overrides(tmp_path: Path) -> None:
     file.write_text("models: [a=b]\nport: 9000\nengine: fake\n")
     config = read(ServeConfig, file, ["port=9001"])
     assert (config.models, config.port, config.engine) == (("a=b",), 9001, "fake")
+
+
+def test_the_documented_settings_are_the_settings() -> None:
+    """Print the table with `python -m tests.service.test_config`."""
+    page = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
+    written = page.split("<!-- settings: begin -->")[1].split("<!-- settings: end -->")[0].strip()
+    assert written == table()
+
+
+def table() -> str:
+    rows = ["| key | default | |", "|---|---|---|"]
+    for name, field in ServeConfig.model_fields.items():
+        default = field.default
+        shown = "~/.tinsmith" if name == "data" else ", ".join(default) if isinstance(default, tuple) else default
+        rows.append(
+            f"| `{name}` | {'' if shown is None else f'`{shown}`'} | {' '.join(str(field.description).split())} |"
+        )
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())

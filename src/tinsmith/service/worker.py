@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 
 from tinsmith.engine.base import Pass, PassResult
 from tinsmith.errors import BadRequest, EngineDied, EngineError, TinsmithError
+from tinsmith.service.behind import Behind
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.effects import Done, Effects
 from tinsmith.service.engines import EngineHost
@@ -72,7 +73,7 @@ class Worker:
         self._deaths: Counter[str] = Counter()
         self._order = 0
         self._wake = asyncio.Event()
-        self._behind: set[asyncio.Task[None]] = set()
+        self._behind = Behind(host, store, checkpoints)
 
     def line(self, model_id: str) -> Line:
         """The model's place, made when first asked for."""
@@ -124,9 +125,7 @@ class Worker:
 
     async def close(self) -> None:
         """Abandon what is being written behind; a replay makes it again."""
-        for task in list(self._behind):
-            task.cancel()
-        await asyncio.gather(*self._behind, return_exceptions=True)
+        await self._behind.close()
 
     def _watch(self) -> asyncio.Task[None]:
         async def wake_when_dead() -> None:
@@ -191,7 +190,7 @@ class Worker:
         else:
             line.updated, line.steps = back.updated, back.steps
             for version in back.versions:
-                self._persist_behind(version)
+                self._behind.write(version)
         line.warm.set()
 
     async def _run_passes(self, batch: Sequence[Row]) -> None:
@@ -236,8 +235,7 @@ class Worker:
         if done.replaced is not None:
             await self._checkpoints.delete(done.replaced)
         if done.behind is not None:
-            self.host.known.add(done.behind.id)
-            self._persist_behind(done.behind)
+            self._behind.write(done.behind)
         model = self._store.find(Model, row.model_id)
         assert model is not None
         if isinstance(row.work, Load):
@@ -245,34 +243,15 @@ class Worker:
             await self._journal.adopt(model)
         elif isinstance(row.work, Step):
             line.updated, line.steps = row.seq, line.steps + 1
-            if line.steps >= self._journal.every and not self._unwritten(model):
+            if line.steps >= self._journal.every and not self._behind.owes(model):
                 await self._journal.capture(model, line.updated, self.host.engine)
                 line.steps = 0
-        elif isinstance(row.work, SaveState) and not self._unwritten(model):
+        elif isinstance(row.work, SaveState) and not self._behind.owes(model):
             [made] = [one for one in done.records if isinstance(one, Checkpoint) and not one.deleted]
             linked = self._journal.link(model, self._checkpoints.folder(made.id), line.updated)
             captured = replace(model, captured=linked, captured_optimizer=True, covered=line.updated)
             await self._journal.adopt(captured)
             line.steps = 0
-
-    def _unwritten(self, model: Model) -> bool:
-        """A version is not on disk yet: only a replay of its request could bring it back, so nothing may cover that."""
-        return any(one.run == model.id and not one.ready for one in self._store.all(Checkpoint))
-
-    def _persist_behind(self, version: Checkpoint) -> None:
-        self.host.known.add(version.id)
-        task = asyncio.create_task(self._persist(version))
-        self._behind.add(task)
-        task.add_done_callback(self._behind.discard)
-
-    async def _persist(self, version: Checkpoint) -> None:
-        try:
-            size = await self.host.engine.persist(version.id, self._checkpoints.folder(version.id))
-        except TinsmithError as error:
-            log.warning("Version %s is not on disk yet: %s", version.name, error)
-            return
-        if await self._store.change(Checkpoint, version.id, ready=True, size_bytes=size) is None:
-            await self._checkpoints.delete(version)  # its session ended meanwhile
 
     async def _suspect(self, batch: Sequence[Row]) -> None:
         """After a death: each row of the batch runs alone from now on, and one that kills again and again fails."""
