@@ -14,6 +14,8 @@ from pydantic import field_validator, model_validator
 from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig
 from tinsmith.settings import Settings
 
+_ENGINE = EngineConfig()
+
 KEY_PREFIX = "tml-"
 """The SDK refuses to send any other key."""
 
@@ -48,10 +50,10 @@ class ServeConfig(Settings):
     threads: int = 0
     """CPU threads for tensor work; 0 is one for each core."""
 
-    pass_tokens: int = 2048
+    pass_tokens: int = _ENGINE.pass_tokens
     """Packed tokens in one micro-batch of training; bounds the memory that activations take."""
 
-    cache_tokens: int = 65536
+    cache_tokens: int = _ENGINE.cache_tokens
     """Tokens that a sampler's cache may hold; requests beyond it wait."""
 
     batch_tokens: int = 8192
