@@ -33,10 +33,15 @@ def test_a_row_that_is_full_moves_to_the_next_bank() -> None:
     cache = Cache(SHAPE)
     stays, grows = inserted(cache, 3, 1.0), inserted(cache, SMALLEST, 2.0)
     moved = cache.ensure(grows)
-    assert moved.bank.capacity == 2 * SMALLEST
+    assert moved.bank.capacity == SMALLEST // 2 * 3
     assert holds(moved, 2.0)
     assert cache.ensure(stays) is stays
-    assert cache.tokens == 3 * SMALLEST
+    assert cache.tokens == SMALLEST + SMALLEST // 2 * 3
+
+
+def test_capacities_leave_at_most_a_third_idle() -> None:
+    for length in range(SMALLEST, 9000):
+        assert length <= Cache.capacity(length) < 1.5 * length + 1
 
 
 def test_an_empty_bank_gives_its_memory_back() -> None:

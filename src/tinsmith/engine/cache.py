@@ -1,7 +1,7 @@
 """The sampler's keys and values: rows in banks, a bank for each capacity.
 
-A running sequence owns one row of the smallest bank (128, 256, 512 … tokens) that holds it, and moves up a bank when it
-outgrows its own, so at most half of a row is idle and copying is paid once per doubling. A bank's rows are dense: who
+A running sequence owns one row of the smallest bank (64, 96, 128, 192, 256 … tokens) that holds it, and moves up a bank
+when it outgrows its own, so at most a third of a row is idle and copying is paid a few times in a long life. A bank's rows are dense: who
 leaves is replaced by the last. So a decoding step is one attention call per bank over plain slices, with no gathering.
 
 Left out: what to keep after a sequence has ended.
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinsmith.engine.attention import attend_once
 
-SMALLEST = 128
+SMALLEST = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Bank:
     def add(self) -> Row:
         """A fresh row at the end."""
         if len(self.rows) == self.keys.shape[1]:
-            self._resize(max(4, 2 * len(self.rows)))
+            self._resize(max(4, 3 * len(self.rows) // 2))
         self.rows.append(Row(self, len(self.rows)))
         return self.rows[-1]
 
@@ -94,8 +94,9 @@ class Cache:
 
     @staticmethod
     def capacity(length: int) -> int:
-        """Of the smallest bank for so many tokens."""
-        return max(SMALLEST, 1 << (length - 1).bit_length())
+        """Of the smallest bank for so many tokens: a power of two, or one and a half times one."""
+        power = max(SMALLEST, 1 << (length - 1).bit_length())
+        return power // 4 * 3 if power > SMALLEST and length <= power // 4 * 3 else power
 
     def insert(self, keys: Sequence[Tensor], values: Sequence[Tensor], index: Tensor, room: int) -> Row:
         """A row holding the positions `index` of a packed pass (per layer [1, heads, T, width]), with room for more."""
@@ -116,7 +117,7 @@ class Cache:
         """A row with room for one more token: the same, or its content in the next bank."""
         if row.length < row.bank.capacity:
             return row
-        larger = self._bank(2 * row.bank.capacity).add()
+        larger = self._bank(self.capacity(row.length + 1)).add()
         self._fill(larger, row)
         self.remove(row)
         return larger
