@@ -1,8 +1,9 @@
 """The sampler's keys and values: rows in banks, a bank for each capacity.
 
 A running sequence owns one row of the smallest bank (64, 96, 128, 192, 256 … tokens) that holds it, and moves up a bank
-when it outgrows its own, so at most a third of a row is idle and copying is paid a few times in a long life. A bank's rows are dense: who
-leaves is replaced by the last. So a decoding step is one attention call per bank over plain slices, with no gathering.
+when it outgrows its own, so at most a third of a row is idle and copying is paid a few times in a long life. A bank's
+rows are dense: who leaves is replaced by the last. So a decoding step is one attention call per bank over plain slices,
+with no gathering.
 
 Left out: what to keep after a sequence has ended.
 """
