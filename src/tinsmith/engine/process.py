@@ -173,24 +173,28 @@ async def _receive(reader: asyncio.StreamReader) -> Any:
 async def _serve(connection: socket.socket) -> None:
     """The child's life: load, then answer each message in a task of its own, until the parent hangs up."""
     reader, writer = await asyncio.open_connection(sock=connection, limit=_BUFFER)
-    config: EngineConfig = await _receive(reader)
-    try:
-        from tinsmith.engine.build import build
-
-        engine = build(config)
-    except TinsmithError as error:
-        await _send(writer, error)
-        return
-    await _send(writer, engine.card)
     tasks: set[asyncio.Task[None]] = set()
     try:
-        while True:
-            message = await _receive(reader)
-            task = asyncio.create_task(_answer(engine, writer, *message))
+        engine = await _loaded(await _receive(reader), writer)
+        while engine is not None:
+            task = asyncio.create_task(_answer(engine, writer, *await _receive(reader)))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
     except (asyncio.IncompleteReadError, ConnectionError):
         os._exit(0)  # the parent is gone; nothing here is worth waiting for
+
+
+async def _loaded(config: EngineConfig, writer: asyncio.StreamWriter) -> Engine | None:
+    """The engine, its card sent; or None and the reason sent."""
+    from tinsmith.engine.build import build
+
+    try:
+        engine = build(config)
+    except TinsmithError as error:
+        await _send(writer, error)
+        return None
+    await _send(writer, engine.card)
+    return engine
 
 
 async def _answer(

@@ -227,10 +227,11 @@ def _placed(weights: Sequence[lora.Weights | None]) -> list[lora.Placed]:
 
 def _cache_shape(base: BaseModel) -> CacheShape:
     config = base.model.config
+    key = next(one for one in base.model.modules() if isinstance(one, lora.LoraLinear) and one.name.endswith("k_proj"))
     return CacheShape(
         layers=config.num_hidden_layers,
         heads=config.num_key_value_heads,
-        width=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        width=key.weight.shape[0] // config.num_key_value_heads,
         dtype=base.dtype,
         device=base.device,
     )
