@@ -12,8 +12,11 @@ import numpy as np
 
 from tinsmith.engine import choice, prompts
 from tinsmith.engine.base import ModelCard, Sampled, SampledSequence, SampleRequest, TopK
-from tinsmith.engine.cache import Row
+from tinsmith.engine.cache import Cache, Row
 from tinsmith.engine.lora import Weights
+
+FORESEEN = 64
+"""Tokens of an answer for which its row has room from the start; who writes more moves to a larger row."""
 
 
 @dataclass(eq=False, slots=True)
@@ -61,6 +64,11 @@ class Ask:
     result: asyncio.Future[Sampled]
     answers: list[Answer] = field(default_factory=list)
     prompt: prompts.PromptAnswers | None = None
+
+    @property
+    def room(self) -> int:
+        """Tokens that each answer's row of the cache begins with."""
+        return Cache.capacity(len(self.request.prompt) + min(self.limit, FORESEEN))
 
     @property
     def rule(self) -> choice.Rule:

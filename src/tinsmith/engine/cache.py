@@ -52,10 +52,15 @@ class Bank:
 
     def add(self) -> Row:
         """A fresh row at the end."""
-        if len(self.rows) == self.keys.shape[1]:
-            self._resize(max(4, 3 * len(self.rows) // 2))
+        self.reserve(1)
         self.rows.append(Row(self, len(self.rows)))
         return self.rows[-1]
+
+    def reserve(self, rows: int) -> None:
+        """Room for so many more."""
+        needed, have = len(self.rows) + rows, self.keys.shape[1]
+        if needed > have:
+            self.keys, self.values = (self._grown(old, max(needed, 3 * have // 2)) for old in (self.keys, self.values))
 
     def remove(self, row: Row) -> None:
         """Free a row; the last one takes its place. An empty bank gives its memory back."""
@@ -68,16 +73,15 @@ class Bank:
         if not self.rows:
             self.keys, self.values = self._tensors(0), self._tensors(0)
 
-    def _resize(self, rows: int) -> None:
-        for name, old in (("keys", self.keys), ("values", self.values)):
-            new = self._tensors(rows)
-            new[:, : old.shape[1]] = old
-            setattr(self, name, new)
+    def _grown(self, old: Tensor, rows: int) -> Tensor:
+        new = self._tensors(rows)
+        new[:, : old.shape[1]] = old
+        new[:, old.shape[1] :] = 0  # what a row has not written is masked, but a NaN there would still reach the sums
+        return new
 
     def _tensors(self, rows: int) -> Tensor:
         shape = self.shape
-        # Zeroed: what a row has not written yet is masked, but a NaN there would still reach the sums.
-        return torch.zeros(
+        return torch.empty(
             (shape.layers, rows, shape.heads, self.capacity, shape.width), dtype=shape.dtype, device=shape.device
         )
 
@@ -98,6 +102,10 @@ class Cache:
         """Of the smallest bank for so many tokens: a power of two, or one and a half times one."""
         power = max(SMALLEST, 1 << (length - 1).bit_length())
         return power // 4 * 3 if power > SMALLEST and length <= power // 4 * 3 else power
+
+    def reserve(self, room: int, rows: int) -> None:
+        """Make room at once for so many rows of `room` tokens, instead of growing row by row."""
+        self._bank(self.capacity(room)).reserve(rows)
 
     def insert(self, keys: Sequence[Tensor], values: Sequence[Tensor], index: Tensor, room: int) -> Row:
         """A row holding the positions `index` of a packed pass (per layer [1, heads, T, width]), with room for more."""

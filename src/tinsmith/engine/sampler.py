@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -108,7 +109,7 @@ class TorchSampler:
         admitted: list[Ask] = []
         passed, cached, running = 0, self._cache.tokens, len(self._running)
         for ask in self._waiting:
-            room = ask.request.num_samples * Cache.capacity(len(ask.request.prompt) + min(ask.limit, 64))
+            room = len(ask.answers) * ask.room
             passed, cached, running = passed + len(ask.request.prompt), cached + room, running + len(ask.answers)
             full = passed > self._pass_tokens or cached > self._cache_tokens or running > MAX_ANSWERS
             if full and (admitted or self._running):
@@ -144,20 +145,22 @@ class TorchSampler:
             self._draw(
                 [answer for ask in beginning for answer in ask.answers], block.logits.repeat_interleave(counts, 0)
             )
-        for ask, where in zip(asks, index, strict=True):
-            self._enter(ask, context, where)
+        self._enter(asks, context, index)
         self._settle([answer for ask in asks for answer in ask.answers])
 
-    def _enter(self, ask: Ask, context: attention.Packed, where: Tensor) -> None:
-        """Give the unfinished answers their rows: the first from the pass, the others copied."""
-        going = [answer for answer in ask.answers if answer.stop_reason is None]
-        if not going:
-            return
+    def _enter(self, asks: Sequence[Ask], context: attention.Packed, index: Sequence[Tensor]) -> None:
+        """Give the unfinished answers their rows: each request's first from the pass, the others copied."""
+        going = [[answer for answer in ask.answers if answer.stop_reason is None] for ask in asks]
+        for room, same in groupby(
+            sorted((ask.room, len(answers)) for ask, answers in zip(asks, going, strict=True)), itemgetter(0)
+        ):
+            self._cache.reserve(room, sum(count for _, count in same))
         keys, values = zip(*context.kept, strict=True)
-        first = self._cache.insert(keys, values, where, len(where) + min(ask.limit, 64))
-        for answer in going:
-            answer.row = first if answer is going[0] else self._cache.copy(first)
-        self._running.extend(going)
+        for ask, answers, where in zip(asks, going, index, strict=True):
+            for answer in answers:
+                known = answers[0].row
+                answer.row = self._cache.copy(known) if known else self._cache.insert(keys, values, where, ask.room)
+            self._running.extend(answers)
 
     def _step(self) -> None:
         """One more token for everyone."""
