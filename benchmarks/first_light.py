@@ -30,7 +30,7 @@ def main() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from tinsmith.engine.models import locate
 
-    folder, turns = Path(locate(arguments.model)), 2 if arguments.quick else 5
+    folder, turns = Path(locate(arguments.model).folder), 2 if arguments.quick else 5
     # The service goes first: later this process itself holds two models and keeps the cores warm.
     trip = None if arguments.only == "compute" else measure(folder, arguments.dtype, 20 if arguments.quick else 100)
     contests: list[Contest] = []

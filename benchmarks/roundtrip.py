@@ -65,7 +65,8 @@ def measure(folder: Path, dtype: str, turns: int) -> RoundTrip:
 
 
 def _client(server: Server, model: str) -> Any:
-    return tinker.ServiceClient(base_url=server.url, api_key=KEY).create_lora_training_client(model, rank=RANK, seed=1)
+    service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
+    return service.create_lora_training_client(model, rank=RANK, seed=1).result()
 
 
 def _step(client: Any) -> float:
@@ -87,7 +88,7 @@ def _work(client: Any) -> None:
         stepped = client.optim_step(tinker.AdamParams())
         trained.result()
         stepped.result()
-        sampler = client.save_weights_and_get_sampling_client()
+        sampler = client.save_weights_and_get_sampling_client().result()
         parameters = tinker.SamplingParams(max_tokens=64, stop=[])
         futures = [
             sampler.sample(tinker.ModelInput.from_ints(batch.rows[8 * index][:prompt].tolist()), 8, parameters)

@@ -35,7 +35,7 @@ class Batch:
         return Pass(model_id=model_id, data=tuple(data), loss_fn="importance_sampling")
 
 
-def groups(seed: int = 0, prompts: int = 8, answers: int = 8) -> Batch:
+def groups(seed: int = 0, prompts: int = 4, answers: int = 8) -> Batch:
     """RL: groups of answers to one prompt; prompts of 40 to 160 tokens, answers of 8 to 64."""
     draw = np.random.default_rng(seed)
     rows, lengths = [], []
@@ -47,7 +47,7 @@ def groups(seed: int = 0, prompts: int = 8, answers: int = 8) -> Batch:
     return Batch(name="groups of 8 answers to a prompt", rows=rows, prompts=lengths)
 
 
-def separate(seed: int = 0, rows: int = 32) -> Batch:
+def separate(seed: int = 0, rows: int = 16) -> Batch:
     """Fine-tuning: rows that share nothing, of 20 to 300 tokens, in no order."""
     draw = np.random.default_rng(seed)
     made = [draw.integers(3, VOCABULARY, int(length)) for length in draw.integers(20, 301, rows)]
