@@ -13,6 +13,7 @@ import torch
 from tinsmith.engine import lora, models
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.memory import Trimmer
 from tinsmith.engine.sampler import TorchSampler
 from tinsmith.engine.trainer import TorchTrainer
 from tinsmith.engine.turns import Turns
@@ -31,6 +32,7 @@ class TorchEngine:
         torch.backends.mkldnn.matmul.fp32_precision = precision  # pyright: ignore[reportAttributeAccessIssue]
         router, turns = lora.adapt(base), Turns()
         self._card = base.card
+        self._trim = Trimmer()
         self.trainer = TorchTrainer(base, router, turns, config.pass_tokens)
         self.sampler = TorchSampler(base, router, turns, config.pass_tokens, config.cache_tokens)
 
@@ -42,7 +44,9 @@ class TorchEngine:
         await self.trainer.create(model_id, lora)
 
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
-        return await self.trainer.run(passes)
+        results = await self.trainer.run(passes)
+        self._trim()
+        return results
 
     async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         return await self.trainer.step(model_id, adam)

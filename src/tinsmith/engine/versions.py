@@ -16,7 +16,7 @@ from tinsmith.engine.lora import Layout, Weights, layout_for, weights_of
 from tinsmith.engine.models import BaseModel
 from tinsmith.errors import Gone
 
-RESIDENT = 16
+RESIDENT = 4
 """Versions kept in memory though a folder holds them."""
 
 
