@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from tinsmith.engine import attention, batch
 from tinsmith.engine.base import ModelCard
@@ -75,6 +76,8 @@ def load(config: EngineConfig) -> BaseModel:
     dtype = _dtype(config.dtype, device)
     located = locate(config.source)
     attention.register()
+    if not sys.stderr.isatty():  # progress bars make a mess of a log
+        disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(located.folder, dtype=dtype, attn_implementation="eager")
     except (OSError, ValueError) as error:
