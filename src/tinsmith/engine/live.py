@@ -1,0 +1,58 @@
+"""A live model is an adapter in training: its float32 master, the gradient since the last step, and AdamW's state, all flat."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tinsmith.engine import adapters, lora
+from tinsmith.engine.base import AdamParams
+
+
+class Model:
+    """One model. `master` and `gradient` are float32 [size] in the order of the layout."""
+
+    def __init__(self, layout: lora.Layout, master: Tensor, dtype: torch.dtype) -> None:
+        self.layout, self.dtype = layout, dtype
+        self.master = torch.nn.Parameter(master)
+        self.gradient = torch.zeros_like(master)
+        self.optimizer = torch.optim.AdamW([self.master], fused=True)
+        self._weights: lora.Weights | None = None
+
+    def weights(self) -> lora.Weights:
+        """The adapter as of the last step; made anew only after a step."""
+        if self._weights is None:
+            self._weights = lora.weights_of(self.layout, self.master.detach(), self.dtype)
+        return self._weights
+
+    def step(self, adam: AdamParams) -> dict[str, float]:
+        """AdamW with decoupled decay, then a clean gradient. Returns the gradient's norm before clipping."""
+        self.master.grad = self.gradient
+        norm = torch.nn.utils.get_total_norm([self.gradient])
+        if adam.grad_clip_norm > 0:
+            torch.nn.utils.clip_grads_with_norm_([self.master], adam.grad_clip_norm, norm)
+        self.optimizer.param_groups[0].update(
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+        )
+        self.optimizer.step()
+        self.gradient.zero_()
+        self._weights = None
+        return {"grad_norm": float(norm)}
+
+    def moments(self) -> adapters.Moments:
+        """AdamW's state, zeros before the first step."""
+        state = self.optimizer.state.get(self.master, {})
+        if not state:
+            return adapters.Moments(torch.zeros_like(self.gradient), torch.zeros_like(self.gradient), 0)
+        return adapters.Moments(state["exp_avg"], state["exp_avg_sq"], int(state["step"]))
+
+    def restore(self, moments: adapters.Moments) -> None:
+        """Go on from saved moments."""
+        self.optimizer.state[self.master] = {
+            "step": torch.tensor(float(moments.steps), device=self.master.device),
+            "exp_avg": moments.average.to(self.master.device),
+            "exp_avg_sq": moments.square.to(self.master.device),
+        }
