@@ -1,4 +1,4 @@
-"""A live model is an adapter in training: its float32 master, the gradient since the last step, and AdamW's state, all flat."""
+"""A live model: an adapter in training, its float32 master, gradient and AdamW state, all flat."""
 
 from __future__ import annotations
 
