@@ -1,0 +1,26 @@
+"""What `make check` runs besides tests/test_gates.py: style, types and the walls between folders."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BIN = Path(sys.executable).parent
+CODE = ["src", "tests", "benchmarks", "examples"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["ruff", "format", "--check", *CODE],
+        ["ruff", "check", *CODE],
+        ["pyright", "--pythonpath", sys.executable],
+        ["lint-imports"],
+    ],
+    ids=lambda command: " ".join(command[:2]),
+)
+def test_is_clean(command: list[str]) -> None:
+    done = subprocess.run([BIN / command[0], *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
