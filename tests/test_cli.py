@@ -16,27 +16,28 @@ import pytest
 from tinsmith.cli import main
 
 RUN_FILE = """
-model: {{name: tiny, rank: 4}}
+model: {name: tiny, rank: 4}
 tasks:
-  train: {{type: addition}}
+  train: {type: addition}
   held_out: 6
 rewards:
-  - {{type: format, pattern: ".*[aeiou].*"}}
-sampling: {{max_tokens: 4}}
-optimizer: {{learning_rate: 0.05}}
+  - {type: format, pattern: ".*[aeiou].*"}
+sampling: {max_tokens: 4}
+optimizer: {learning_rate: 0.05}
 steps: 8
 groups_per_step: 4
 group_size: 4
-eval: {{every: 4}}
-checkpoint: {{every: 2}}
-service: {{engine: fake, source: {source}}}
+eval: {every: 4}
+checkpoint: {every: 2}
+service: {engine: fake, source: tiny}
 """
 
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
     folder = tmp_path_factory.mktemp("work")
-    (folder / "small.yaml").write_text(RUN_FILE.format(source=tiny_llama))
+    (folder / "tiny").symlink_to(tiny_llama)  # the fake engine's weights come from its source's name
+    (folder / "small.yaml").write_text(RUN_FILE)
     return folder
 
 
@@ -88,7 +89,7 @@ def test_a_file_is_all_a_run_needs(work, whole):
     }
     reward = [row["reward/mean"] for row in metrics(folder) if "reward/mean" in row]
     assert len(reward) == 8
-    assert reward[-1] > reward[0]
+    assert sum(reward[4:]) > sum(reward[:4])
 
 
 def test_a_run_killed_in_the_middle_ends_with_the_same_metrics(work, whole):
