@@ -17,7 +17,7 @@ from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig
 
 RANK = 16
-SAMPLES, LENGTH = 8, 64
+SAMPLES, LENGTH = 8, 48
 
 
 class Ours:

@@ -5,10 +5,13 @@ A ratio is taken for each turn; the median of the turns is what is reported, wit
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +56,7 @@ def in_turns(contest: Contest, ours: Callable[[], object], theirs: Callable[[], 
         sides = ((ours, contest.ours_s), (theirs, contest.theirs_s))
         for work, seconds in sides if turn % 2 == 0 else sides[::-1]:
             seconds.append(_timed(work))
+    log.info(contest.row())
     return contest
 
 

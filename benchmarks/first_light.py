@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import time
@@ -27,10 +28,12 @@ RESULTS = Path(__file__).parent / "results"
 def main() -> None:
     """Measure what is asked for, print the table, keep the numbers."""
     arguments = _arguments()
+    logging.basicConfig(level=logging.WARNING)
+    logging.getLogger("benchmarks").setLevel(logging.INFO)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from tinsmith.engine.models import locate
 
-    folder, turns = Path(locate(arguments.model).folder), 2 if arguments.quick else 5
+    folder, turns = Path(locate(arguments.model).folder), 2 if arguments.quick else 4
     # The service goes first: later this process itself holds two models and keeps the cores warm.
     trip = None if arguments.only == "compute" else measure(folder, arguments.dtype, 20 if arguments.quick else 100)
     contests: list[Contest] = []

@@ -16,7 +16,7 @@ from typing import Any
 import tinker
 
 from benchmarks.contest import percentile
-from benchmarks.servers import KEY, MODEL, Server, Watch, stub, tinsmith
+from benchmarks.servers import KEY, MODEL, Watch, stub, tinsmith
 from benchmarks.workloads import groups
 
 RANK = 8
@@ -51,7 +51,11 @@ class RoundTrip:
 def measure(folder: Path, dtype: str, turns: int) -> RoundTrip:
     """`turns` steps at each server, then three batches of training and sampling at ours."""
     with tempfile.TemporaryDirectory() as data, tinsmith(folder, dtype, Path(data)) as service, stub() as nothing:
-        ours, theirs = _client(service, MODEL), _client(nothing, "stub")
+        clients = [tinker.ServiceClient(base_url=server.url, api_key=KEY) for server in (service, nothing)]
+        ours, theirs = (
+            client.create_lora_training_client(name, rank=RANK, seed=1).result()
+            for client, name in zip(clients, (MODEL, "stub"), strict=True)
+        )
         times: dict[str, list[float]] = {"ours": [], "stub": []}
         for turn in range(turns + 5):
             for name, client in (("ours", ours), ("stub", theirs)):
@@ -61,12 +65,9 @@ def measure(folder: Path, dtype: str, turns: int) -> RoundTrip:
         idle = service.memory()
         with Watch(service) as watch:
             _work(ours)
+        for client in clients:
+            client.close("success").result()
         return RoundTrip(ours_ms=times["ours"], stub_ms=times["stub"], idle_bytes=idle, peak_bytes=watch.peak)
-
-
-def _client(server: Server, model: str) -> Any:
-    service = tinker.ServiceClient(base_url=server.url, api_key=KEY)
-    return service.create_lora_training_client(model, rank=RANK, seed=1).result()
 
 
 def _step(client: Any) -> float:

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 VOCABULARY = 512
-CONTEXT = 256
+CONTEXT = 1024
 KINDS = ("llama", "untied", "qwen3", "qwen2")
 
 CHATML = (

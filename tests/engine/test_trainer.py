@@ -114,7 +114,7 @@ def test_a_request_without_any_gradient_still_answers(pair: Any, wait: Any):
     assert_agrees(pair(), wait, replace(request, data=tuple(data)))
 
 
-@pytest.mark.parametrize("lengths", [(1,), (1, 1, 1), (256,), (2, 255)], ids=str)
+@pytest.mark.parametrize("lengths", [(1,), (1, 1, 1), (1024,), (2, 1023)], ids=str)
 def test_the_shortest_and_the_longest_sequences(lengths: tuple[int, ...], pair: Any, wait: Any):
     assert_agrees(pair(), wait, pass_for("cross_entropy", lengths=lengths))
 
@@ -135,6 +135,26 @@ def test_rows_that_are_equal_or_prefixes_of_each_other(pair: Any, wait: Any):
     rows = [row, row, row[:7], row[:1], np.append(row, row), row[:19], np.append(row[:7], tokens_of(draw, 5))]
     data = tuple(datum_for("cross_entropy", draw, len(one), one.astype(np.int32)) for one in rows)
     assert_agrees(pair(), wait, Pass(model_id="", data=data, loss_fn="cross_entropy"))
+
+
+def test_long_rows_that_share_a_long_prompt(pair: Any, wait: Any):
+    """Longer than any block of an attention kernel, on both sides of the fork."""
+    draw = np.random.default_rng(12)
+    prompt = tokens_of(draw, 600)
+    rows = [np.append(prompt, tokens_of(draw, length)) for length in (300, 1, 130)] + [prompt[:513]]
+    data = tuple(datum_for("cross_entropy", draw, len(row), row.astype(np.int32)) for row in rows)
+    assert_agrees(pair(), wait, Pass(model_id="", data=data, loss_fn="cross_entropy"))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_random_rows_over_few_tokens_share_everything_that_can_be_shared(seed: int, pair: Any, wait: Any):
+    draw = np.random.default_rng(seed)
+    requests = []
+    for loss_fn in draw.choice(LOSSES, 3):
+        rows = [draw.integers(5, 7, int(draw.integers(1, 40)), dtype=np.int32) for _ in range(int(draw.integers(1, 9)))]
+        data = tuple(datum_for(loss_fn, draw, len(row), row) for row in rows)
+        requests.append(Pass(model_id="", data=data, loss_fn=str(loss_fn)))
+    assert_agrees(pair(pass_tokens=48), wait, *requests)
 
 
 def test_a_request_larger_than_one_micro_batch(pair: Any, wait: Any):
