@@ -20,7 +20,7 @@ TEXTS = MODULES + [
     file
     for pattern in ("*.md", "*.toml", "*.txt", "Makefile", ".ci/*", "docs/**/*", "examples/**/*", "benchmarks/**/*")
     for file in sorted(ROOT.glob(pattern))
-    if file.is_file() and file.suffix not in (".py", ".pyc")
+    if file.is_file() and file.suffix not in (".py", ".pyc", ".png", ".svg")
 ]
 
 LINES_OF_A_FILE = 400
