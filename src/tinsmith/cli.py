@@ -42,6 +42,7 @@ def serve(
     host: str | None = None,
     port: int | None = None,
     data: Path | None = None,
+    database: str | None = None,
     api_key: str | None = None,
     dtype: Literal["auto", "float32", "bfloat16"] | None = None,
     device: Literal["auto", "cpu", "cuda"] | None = None,
@@ -62,6 +63,8 @@ def serve(
         Port to listen on; 8000 if not given, 0 for a free one.
     data
         Folder of the database, the checkpoints and the key; ~/.tinsmith if not given.
+    database
+        postgresql+psycopg://USER:PASSWORD@HOST/NAME; without it a SQLite file in the data folder.
     api_key
         The key that clients send, tml-…; without it one is made, shown once and kept in the data folder.
     dtype
@@ -76,8 +79,8 @@ def serve(
     from tinsmith.settings import COMMAND_LINE, build, raw
 
     options = {
-        "models": model, "host": host, "port": port, "data": data, "api_key": api_key, "dtype": dtype,
-        "device": device, "threads": threads,
+        "models": model, "host": host, "port": port, "data": data, "database": database, "api_key": api_key,
+        "dtype": dtype, "device": device, "threads": threads,
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value is not None}
     place = str(config) if config else COMMAND_LINE

@@ -16,8 +16,38 @@ import pytest
 import tinker
 from tinker import types
 
+from tests.service.databases import SERVER, postgres, url_of
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
+
+ON_BOTH = {"test_store", "test_app", "test_journal", "test_database"}
+"""Tests that run on SQLite and on PostgreSQL, unless --database chooses one."""
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    chosen = metafunc.config.getoption("--database")
+    kinds = ["sqlite", "postgresql"] if metafunc.module.__name__.rpartition(".")[2] in ON_BOTH else ["sqlite"]
+    kinds = [chosen] if chosen else kinds
+    if only := metafunc.definition.get_closest_marker("only_on"):
+        kinds = [kind for kind in (kinds if chosen is None else ["sqlite", "postgresql"]) if kind in only.args]
+    if kinds != ["sqlite"]:
+        metafunc.parametrize("database", kinds, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="session")
+def postgres_port() -> Iterator[str]:
+    with postgres() as port:
+        yield port
+
+
+@pytest.fixture(scope="module", autouse=True)
+def database(request: pytest.FixtureRequest) -> Iterator[str]:
+    """What `databases.url_of` answers during a test."""
+    kind = getattr(request, "param", "sqlite")
+    with pytest.MonkeyPatch.context() as patch:
+        if kind == "postgresql":
+            patch.setenv(SERVER, request.getfixturevalue("postgres_port"))
+        yield kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +88,10 @@ def _collect_what_the_sdk_leaks() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[Served]:
     data = tmp_path_factory.mktemp("served")
-    config = ServeConfig(models=("toy", "alias=toy", "other/model=else"), engine="fake", data=data)
+    models = ("toy", "alias=toy", "other/model=else")
+    config = ServeConfig(models=models, engine="fake", data=data, database=url_of(data))
     with embedded(config) as (url, key):
         yield Served(url, key, data)
 

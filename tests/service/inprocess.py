@@ -10,6 +10,7 @@ from pathlib import Path
 
 import httpx
 
+from tests.service.databases import url_of
 from tinsmith.engine.base import AdamParams, Pass, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake import FakeEngine
@@ -110,7 +111,8 @@ class Api:
 
 @asynccontextmanager
 async def api(data: Path, start: Factory | None = None, **config) -> AsyncIterator[Api]:
-    settings = ServeConfig(engine="fake", data=data, api_key=KEY, **{"models": ("toy",), "hold_s": 5.0, **config})
+    config = {"models": ("toy",), "hold_s": 5.0, "database": url_of(data), **config}
+    settings = ServeConfig(engine="fake", data=data, api_key=KEY, **config)
     loaded = asyncio.Event()
     async with running(settings, start or Factory(), lambda error: loaded.set()) as service:
         await loaded.wait()

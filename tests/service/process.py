@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from tests.service.databases import free_port as free_port
+from tests.service.databases import url_of
 from tinsmith.engine.base import AdamParams, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake import FakeEngine
@@ -50,11 +51,6 @@ def slow(delay: float, boot: float = 0.0) -> Start:
     return start
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        return made.getsockname()[1]
-
-
 @dataclass
 class Child:
     """The process, and its address when it is ready."""
@@ -70,6 +66,7 @@ class Child:
 @contextmanager
 def child(config: ServeConfig, delay: float = 0.0, boot: float = 0.0, wait: bool = True) -> Iterator[Child]:
     config.data.mkdir(parents=True, exist_ok=True)
+    config = config.model_copy(update={"database": config.database or url_of(config.data)})
     with (config.data / "log").open("ab") as log:
         popen = subprocess.Popen(
             [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log

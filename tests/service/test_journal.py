@@ -7,11 +7,14 @@ import time
 from pathlib import Path
 
 import tinker
+from sqlalchemy import update
 from tinker import types
 
 from tests.service.conftest import SDK_LEAKS, datum
+from tests.service.databases import beside
 from tests.service.process import child, free_port
 from tinsmith.service.config import ServeConfig
+from tinsmith.service.tables import CHECKPOINTS
 
 pytestmark = SDK_LEAKS
 
@@ -104,12 +107,8 @@ def test_versions_that_were_only_in_memory_come_back(tmp_path: Path) -> None:
 
 
 def mark_unwritten(folder: Path) -> None:
-    import sqlite3
-
-    db = sqlite3.connect(folder / "tinsmith.db")
-    db.execute("update checkpoints set ready = 0")
-    db.commit()
-    db.close()
+    with beside(folder) as engine, engine.begin() as db:
+        db.execute(update(CHECKPOINTS).values(ready=False))
 
 
 def test_sessions_that_ended_take_their_states_with_them(tmp_path: Path) -> None:

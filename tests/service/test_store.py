@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import pytest
 
+from tests.service.databases import url_of
 from tinsmith.engine.base import AdamParams, LoraSpec
-from tinsmith.errors import ConfigError
 from tinsmith.service.payloads import row_of, stored
 from tinsmith.service.records import Answer, Checkpoint, Load, Model, Sampler, SaveSampler, SaveState, Session, Step
 from tinsmith.service.store import Finished, open_store
@@ -35,7 +33,7 @@ WORKS = (
 
 def test_records_and_requests_come_back(tmp_path: Path) -> None:
     async def main() -> None:
-        store = await open_store(tmp_path)
+        store = await open_store(tmp_path, url_of(tmp_path))
         await store.put(SESSION, MODEL, SAMPLER, CHECKPOINT)
         await store.put(replace(MODEL, covered=2**40))
         for seq, work in enumerate(WORKS, 1):
@@ -43,7 +41,7 @@ def test_records_and_requests_come_back(tmp_path: Path) -> None:
             assert await store.accept(row, stored(work))
             assert not await store.accept(row, stored(work))
         await store.close()
-        store = await open_store(tmp_path)
+        store = await open_store(tmp_path, url_of(tmp_path))
         assert store.all(Session) == [SESSION]
         assert store.all(Model) == [replace(MODEL, covered=2**40)]
         assert (store.find(Sampler, SAMPLER.id), store.find(Checkpoint, "c")) == (SAMPLER, CHECKPOINT)
@@ -54,17 +52,9 @@ def test_records_and_requests_come_back(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_folder_of_another_schema_is_refused(tmp_path: Path) -> None:
-    db = sqlite3.connect(tmp_path / "tinsmith.db")
-    db.execute("pragma user_version = 99")
-    db.close()
-    with pytest.raises(ConfigError, match="schema 99"):
-        asyncio.run(open_store(tmp_path))
-
-
 def test_results_belong_to_their_owner_and_payloads_go_when_covered(tmp_path: Path) -> None:
     async def main() -> None:
-        store = await open_store(tmp_path)
+        store = await open_store(tmp_path, url_of(tmp_path))
         await store.put(MODEL)
         rows = [row_of(f"r{seq}", "o", MODEL.id, seq, seq, WORKS[0]) for seq in (1, 2, 3)]
         for row in rows:
@@ -85,7 +75,7 @@ def test_results_belong_to_their_owner_and_payloads_go_when_covered(tmp_path: Pa
 
 def test_changes_at_the_same_time_do_not_undo_each_other(tmp_path: Path) -> None:
     async def main() -> None:
-        store = await open_store(tmp_path)
+        store = await open_store(tmp_path, url_of(tmp_path))
         await store.put(SESSION, CHECKPOINT)
         await asyncio.gather(
             store.change(Checkpoint, "c", ready=False),

@@ -38,7 +38,7 @@ from tinsmith.service.records import Model, Session
 from tinsmith.service.routes import checkpoints, futures, sampling, sessions, training
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import Sessions
-from tinsmith.service.store import Store, open_store
+from tinsmith.service.store import Store, served_store
 from tinsmith.service.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -67,18 +67,15 @@ async def running(
 ) -> AsyncIterator[Service]:
     """The parts at work. `on_end` hears of the engines' start: None when all are loaded, else why one is not.
 
-    Raises ConfigError if another server uses the data folder.
+    Raises ConfigError if another server uses the data folder or the database.
     """
     config.data.mkdir(parents=True, exist_ok=True)
     with _alone(config.data):
-        store = await open_store(config.data)
-        try:
+        async with served_store(config.data, config.database) as store:
             service = _assemble(config, store, start)
             await _take_up(service)
             async with _at_work(service, on_end):
                 yield service
-        finally:
-            await store.close()
 
 
 @asynccontextmanager
@@ -271,7 +268,8 @@ def _log_to_console() -> None:
         logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[console])
     else:  # a file: no colours, no wrapping
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    for name in ("uvicorn.error", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _many_files() -> None:

@@ -35,6 +35,9 @@ class ServeConfig(Settings):
     data: Path = Path.home() / ".tinsmith"
     """Folder of the database, the checkpoints and the key."""
 
+    database: str | None = None
+    """postgresql+psycopg://USER:PASSWORD@HOST/NAME; without it the database is a SQLite file in the data folder."""
+
     api_key: str | None = None
     """The key clients send, tml-…; without it one is made, shown once and kept in the data folder."""
 
@@ -70,6 +73,13 @@ class ServeConfig(Settings):
 
     retention_s: float = 3600.0
     """How long a finished result can still be fetched."""
+
+    @field_validator("database")
+    @classmethod
+    def _database_is_known(cls, database: str | None) -> str | None:
+        if database is not None and not database.startswith("postgresql+psycopg://"):
+            raise ValueError("give postgresql+psycopg://USER:PASSWORD@HOST/NAME, or leave it out for SQLite")
+        return database
 
     @field_validator("models")
     @classmethod

@@ -1,31 +1,33 @@
-"""The durable store: SQLAlchemy over SQLite in the data folder.
+"""The durable store: SQLAlchemy over SQLite in the data folder, or over PostgreSQL.
 
 What is small (sessions, models, sampling sessions, checkpoints) is held in memory as well, so reading it costs nothing;
 requests' payloads and results are only in the database. Every method that writes is one transaction, and memory changes
-only after its commit. One process owns the folder.
+only after its commit. One process owns the database.
 
-WAL with synchronous=NORMAL: what is committed survives the death of any process; a power cut may cost the last moments.
+SQLite runs in WAL with synchronous=NORMAL: what is committed survives the death of any process; a power cut may
+cost the last moments.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import Row as SqlRow
-from sqlalchemy import Table, and_, delete, event, func, select, update
-from sqlalchemy.dialects.sqlite import insert
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+from sqlalchemy import Table, and_, delete, func, select, update
+from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from tinsmith.engine.base import LoraSpec
-from tinsmith.errors import ConfigError
+from tinsmith.service.database import engine_of, migrate, served_alone
 from tinsmith.service.payloads import restored, row_of, stored_kind
 from tinsmith.service.records import Answer, Checkpoint, Model, Past, Row, Sampler, Session
-from tinsmith.service.tables import CHECKPOINTS, META, MODELS, REQUESTS, SAMPLERS, SCHEMA, SESSIONS
+from tinsmith.service.tables import CHECKPOINTS, MODELS, REQUESTS, SAMPLERS, SESSIONS
 
 Held = Session | Model | Sampler | Checkpoint
 H = TypeVar("H", Session, Model, Sampler, Checkpoint)
@@ -36,6 +38,8 @@ _TABLES: dict[type[Held], Table] = {
     Sampler: SAMPLERS,
     Checkpoint: CHECKPOINTS,
 }
+_INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
+"""The standard has no "or else" for an insert; these two have the same."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +60,10 @@ class Store:
         self._held: dict[type[Held], dict[str, Any]] = {kind: {} for kind in _TABLES}
 
     async def load(self) -> None:
-        """Make the tables that are missing and read what is held in memory."""
-        async with self._engine.begin() as db:
-            version = (await db.exec_driver_sql("PRAGMA user_version")).scalar_one()
-            if version not in (0, SCHEMA):
-                raise ConfigError(f"The data folder has schema {version}, this is {SCHEMA}.", "Use another --data.")
-            await db.exec_driver_sql(f"PRAGMA user_version = {SCHEMA}")
-            await db.run_sync(META.create_all)
+        """Read what is held in memory."""
+        async with self._engine.connect() as db:
             for kind, table in _TABLES.items():
-                for found in await db.execute(select(table)):
+                for found in await db.execute(select(table).order_by(table.c.created, table.c.id)):
                     record = _record(kind, found)
                     self._held[kind][record.id] = record
 
@@ -124,7 +123,8 @@ class Store:
             "batch": 0,
         }
         async with self._writing, self._engine.begin() as db:
-            if (await db.execute(insert(REQUESTS).values(values).on_conflict_do_nothing())).rowcount == 0:
+            fresh = _insert(db, REQUESTS).values(values).on_conflict_do_nothing().returning(REQUESTS.c.id)
+            if (await db.execute(fresh)).first() is None:
                 return False
             await _write(db, records)
         self._keep(records)
@@ -212,12 +212,26 @@ class Store:
             self._held[type(record)][record.id] = record
 
 
-async def open_store(folder: Path) -> Store:
-    """The store of a data folder, made if it is not there."""
-    engine = create_async_engine(f"sqlite+aiosqlite:///{folder / 'tinsmith.db'}")
-    event.listen(engine.sync_engine, "connect", _configure)
+async def open_store(data: Path, database: str | None = None) -> Store:
+    """The store of a data folder, or of the database at a URL; made, or brought up to date, if need be."""
+    return await _loaded(engine_of(data, database))
+
+
+@asynccontextmanager
+async def served_store(data: Path, database: str | None) -> AsyncIterator[Store]:
+    """The same for a server: it has the database to itself. Raises ConfigError if another server has."""
+    engine = engine_of(data, database)
+    try:
+        async with served_alone(engine):
+            yield await _loaded(engine)
+    finally:
+        await engine.dispose()
+
+
+async def _loaded(engine: AsyncEngine) -> Store:
     store = Store(engine)
     try:
+        await migrate(engine)
         await store.load()
     except BaseException:
         await store.close()
@@ -225,18 +239,15 @@ async def open_store(folder: Path) -> Store:
     return store
 
 
-def _configure(connection: Any, _record: Any) -> None:
-    cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
-        cursor.execute(f"PRAGMA {pragma}")
-    cursor.close()
+def _insert(db: AsyncConnection, table: Table) -> Any:
+    return _INSERT[db.dialect.name](table)
 
 
 async def _write(db: AsyncConnection, records: Iterable[Held]) -> None:
     for record in records:
         table = _TABLES[type(record)]
         values = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
-        await db.execute(insert(table).values(values).on_conflict_do_update(index_elements=["id"], set_=values))
+        await db.execute(_insert(db, table).values(values).on_conflict_do_update(index_elements=["id"], set_=values))
 
 
 def _plain(value: Any) -> Any:

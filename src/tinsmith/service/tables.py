@@ -1,12 +1,13 @@
-"""The database's tables, a column for each field of a record. Ids and seq_ids are 64 bit: asample counts to 10^18."""
+"""The database's tables, a column for each field of a record. Ids and seq_ids are 64 bit: asample counts to 10^18.
+
+A change here needs a migration in `migrations/versions`; a test compares the two.
+"""
 
 from __future__ import annotations
 
 from sqlalchemy import JSON, BigInteger, Boolean, Column, Float, Index, LargeBinary, MetaData, String, Table
 
 META = MetaData()
-SCHEMA = 1
-"""Grows with every change of a table; a folder of another schema is refused, never guessed at."""
 
 SESSIONS = Table(
     "sessions",

@@ -1,0 +1,179 @@
+"""The database behind the store: SQLite in the data folder, or PostgreSQL by its URL. What differs is here alone.
+
+Its tables come from `migrations/`, run at every start. One server owns a database: SQLite's by the lock on its folder,
+PostgreSQL's by an advisory lock that goes with the connection that holds it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import Connection, event, inspect, text
+from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from tinsmith.errors import ConfigError
+from tinsmith.service.tables import META
+
+log = logging.getLogger(__name__)
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+FIRST = "0001"
+"""What a folder holds that was written before there were migrations: SQLite's user_version 1."""
+_SERVING, _MIGRATING = 0x74696E73, 0x74696E74
+"""Advisory locks of PostgreSQL are numbers, the same for everyone who means the same thing."""
+_PING_S = 5.0
+
+
+def engine_of(data: Path, url: str | None) -> AsyncEngine:
+    """Connections to the database; none is opened yet. Raises ConfigError if PostgreSQL's driver is missing."""
+    if url is None:
+        engine = create_async_engine(f"sqlite+aiosqlite:///{data / 'tinsmith.db'}")
+        event.listen(engine.sync_engine, "connect", _configure_sqlite)
+        event.listen(engine.sync_engine, "begin", _begin_sqlite)
+        return engine
+    try:
+        return create_async_engine(url, pool_pre_ping=True)
+    except ModuleNotFoundError as error:
+        raise ConfigError("PostgreSQL's driver is not installed.", "pip install 'tinsmith[postgres]'") from error
+
+
+def place_of(engine: AsyncEngine) -> str:
+    """The database's URL as people may read it, without its password."""
+    return engine.url.render_as_string(hide_password=True)
+
+
+async def migrate(engine: AsyncEngine) -> None:
+    """Bring the tables to what this version of the code expects; all of it, or none.
+
+    Raises ConfigError if the database cannot be reached, is newer than the code, or is not this service's.
+    """
+    try:
+        with _reachable(engine):
+            async with engine.execution_options(alone=True).begin() as db:
+                if db.dialect.name == "postgresql":
+                    await db.execute(text(f"select pg_advisory_xact_lock({_MIGRATING})"))
+                await db.run_sync(_migrate)
+    except CommandError as error:
+        what = f"The database {place_of(engine)} is of another version: {error}."
+        raise ConfigError(what, "Use the tinsmith that wrote it, or another --data or --database.") from error
+
+
+@asynccontextmanager
+async def served_alone(engine: AsyncEngine) -> AsyncIterator[None]:
+    """Refuses a second server on one PostgreSQL database, for as long as the block runs. Raises ConfigError."""
+    if engine.dialect.name != "postgresql":
+        yield
+        return
+    lock = _Lock(engine)
+    with _reachable(engine):
+        await lock.take()
+    watch = asyncio.create_task(lock.keep())
+    try:
+        yield
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+        await lock.release()
+
+
+class _Lock:
+    """An advisory lock lives as long as the connection that took it."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+        self._holder: AsyncConnection | None = None
+
+    async def take(self) -> None:
+        """Raises ConfigError if another server has it."""
+        self._holder = await self._engine.connect()
+        await self._holder.execution_options(isolation_level="AUTOCOMMIT")
+        if not (await self._holder.execute(text(f"select pg_try_advisory_lock({_SERVING})"))).scalar_one():
+            await self.release()
+            what = f"Another server uses {place_of(self._engine)}."
+            raise ConfigError(what, "End it, or give this one its own --database.")
+
+    async def release(self) -> None:
+        """Ends the connection: in the pool the lock would live on."""
+        holder, self._holder = self._holder, None
+        if holder is not None:
+            await holder.invalidate()
+            await holder.close()
+
+    async def keep(self) -> None:
+        """For ever: after a restart of the database take it anew; if another server was faster, end this one."""
+        while True:
+            await asyncio.sleep(_PING_S)
+            try:
+                if self._holder is None:
+                    await self.take()
+                    log.info("Connected to %s again.", place_of(self._engine))
+                else:
+                    await self._holder.execute(text("select 1"))
+            except DBAPIError as error:
+                log.warning("%s does not answer: %s", place_of(self._engine), error.orig)
+                await self.release()
+            except ConfigError as error:
+                log.critical("%s It began while the database was away; this one ends.", error.what)
+                os.kill(os.getpid(), signal.SIGTERM)
+                return
+
+
+@contextmanager
+def _reachable(engine: AsyncEngine) -> Iterator[None]:
+    try:
+        yield
+    except OperationalError as error:
+        what = f"The database {place_of(engine)} does not answer: {str(error.orig).strip()}."
+        raise ConfigError(what, "Start it, or correct --database.") from error
+
+
+def _migrate(db: Connection) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    config.attributes["connection"] = db
+    found = _version_of(db)
+    if found is not None and found != ScriptDirectory.from_config(config).get_current_head():
+        log.info("Upgrading the database from version %s.", found)
+    if found == FIRST:
+        command.stamp(config, FIRST)
+    command.upgrade(config, "head")
+
+
+def _version_of(db: Connection) -> str | None:
+    """None for an empty database. Raises ConfigError for tables that are not this service's."""
+    tables = set(inspect(db).get_table_names())
+    if "alembic_version" in tables:
+        return db.execute(text("select version_num from alembic_version")).scalar()
+    schema = db.exec_driver_sql("PRAGMA user_version").scalar_one() if db.dialect.name == "sqlite" else 0
+    if schema == 1:
+        return FIRST
+    if schema or tables & set(META.tables):
+        what = f"The database {db.engine.url.render_as_string()} holds tables of something else (schema {schema})."
+        raise ConfigError(what, "Use another --data or --database.")
+    return None
+
+
+def _configure_sqlite(connection: Any, _record: Any) -> None:
+    """Transactions are begun by `_begin_sqlite`: the driver itself would leave changes of tables outside of them."""
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    alone = connection.get_execution_options().get("alone", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if alone else "BEGIN")

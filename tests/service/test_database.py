@@ -1,0 +1,141 @@
+"""Tables and migrations agree, old folders are taken over, and a database serves one server."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import create_engine, text
+
+from tests.service.databases import beside, url_of
+from tests.service.test_store import CHECKPOINT, MODEL, SAMPLER, SESSION, WORKS
+from tinsmith.errors import ConfigError
+from tinsmith.service.database import MIGRATIONS, engine_of, migrate
+from tinsmith.service.payloads import row_of, stored
+from tinsmith.service.records import Answer, Checkpoint, Model, Sampler, Session
+from tinsmith.service.store import Finished, open_store, served_store
+from tinsmith.service.tables import META
+
+BEFORE_MIGRATIONS = Path(__file__).parent / "before_migrations.sql"
+"""What `tinsmith serve` of the time before migrations wrote: a session, a model, a sampler, a checkpoint, requests."""
+
+
+def migrated(data: Path) -> None:
+    async def main() -> None:
+        engine = engine_of(data, url_of(data))
+        await migrate(engine)
+        await engine.dispose()
+
+    asyncio.run(main())
+
+
+def differences(data: Path) -> list:
+    with beside(data) as engine, engine.connect() as db:
+        return compare_metadata(MigrationContext.configure(db, opts={"compare_type": True}), META)
+
+
+def test_migrations_make_the_tables(tmp_path: Path) -> None:
+    migrated(tmp_path)
+    assert differences(tmp_path) == []
+    migrated(tmp_path)
+    assert differences(tmp_path) == []
+
+
+def test_migrations_are_one_line() -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    numbers = [one.revision for one in ScriptDirectory.from_config(config).walk_revisions()]
+    assert numbers == [f"{number:04d}" for number in range(len(numbers), 0, -1)]
+
+
+def test_starts_at_the_same_moment_migrate_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        engines = [engine_of(tmp_path, url_of(tmp_path)) for _ in range(4)]
+        await asyncio.gather(*(migrate(engine) for engine in engines))
+        for engine in engines:
+            await engine.dispose()
+
+    asyncio.run(main())
+    assert differences(tmp_path) == []
+
+
+def test_a_database_of_a_newer_version_or_of_something_else_is_refused(tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    migrated(tmp_path)
+    with beside(tmp_path) as engine, engine.begin() as db:
+        db.execute(text("update alembic_version set version_num = '9999'"))
+    with pytest.raises(ConfigError, match=r"another version.*9999"):
+        asyncio.run(open_store(tmp_path, url_of(tmp_path)))
+    with beside(other) as engine, engine.begin() as db:
+        db.execute(text("create table sessions (mine text)"))
+    with pytest.raises(ConfigError, match="something else"):
+        asyncio.run(open_store(other, url_of(other)))
+    with beside(other) as engine, engine.begin() as db:
+        assert db.execute(text("select * from sessions")).keys() == {"mine"}, "nothing of it was touched"
+
+
+@pytest.mark.only_on("postgresql")
+def test_a_second_server_is_refused_as_long_as_the_first_one_serves(tmp_path: Path) -> None:
+
+    async def main() -> None:
+        url = url_of(tmp_path)
+        async with served_store(tmp_path, url):
+            with pytest.raises(ConfigError, match="Another server uses"):
+                async with served_store(tmp_path, url):
+                    pass
+        async with served_store(tmp_path, url):
+            pass
+
+    asyncio.run(main())
+
+
+def test_a_database_that_is_not_there_is_told_without_its_password(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with served_store(tmp_path, "postgresql+psycopg://me:secret@127.0.0.1:1/none"):
+            pass
+
+    with pytest.raises(ConfigError, match="does not answer") as told:
+        asyncio.run(main())
+    assert "secret" not in str(told.value)
+
+
+@pytest.mark.only_on("sqlite")
+def test_a_folder_from_before_migrations_is_taken_over(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "tinsmith.db") as old:
+        old.executescript(BEFORE_MIGRATIONS.read_text())
+    old.close()
+
+    async def main() -> None:
+        store = await open_store(tmp_path)
+        assert store.all(Session) == [SESSION]
+        assert store.all(Model) == [MODEL]
+        assert (store.find(Sampler, SAMPLER.id), store.find(Checkpoint, "c")) == (SAMPLER, CHECKPOINT)
+        assert tuple(row.work for row in await store.pending()) == WORKS[1:]
+        assert await store.answer(f"{MODEL.id}:1", "o") == ("done", Answer(body=b"x"))
+        extra = row_of("new", "o", MODEL.id, 9, 9, WORKS[0])
+        assert await store.accept(extra, stored(extra.work))
+        await store.finish([Finished(row=extra, answer=Answer(body=b"y"))])
+        await store.close()
+
+    asyncio.run(main())
+    assert differences(tmp_path) == []
+
+
+@pytest.mark.only_on("sqlite")
+def test_the_kept_schema_is_the_one_before_migrations(tmp_path: Path) -> None:
+    """The first migration makes the same tables as the code of that time did."""
+    with sqlite3.connect(tmp_path / "old.db") as old:
+        old.executescript(BEFORE_MIGRATIONS.read_text())
+    old.close()
+    engine = create_engine(f"sqlite:///{tmp_path / 'old.db'}")
+    with engine.connect() as db:
+        before = compare_metadata(MigrationContext.configure(db, opts={"compare_type": True}), META)
+    engine.dispose()
+    assert [one for one in before if "remove" in str(one[0])] == [], "tables are added and widened, none is lost"
