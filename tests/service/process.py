@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from tests.service.databases import free_port as free_port
 from tests.service.databases import url_of
-from tinsmith.engine.base import AdamParams, SampleRequest
+from tinsmith.engine.base import AdamParams, Heard, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake import FakeEngine
 from tinsmith.service.app import serve
@@ -36,9 +36,9 @@ class SlowEngine(FakeEngine):
         await asyncio.sleep(self.delay)
         return await super().step(model_id, adam)
 
-    async def sample(self, request: SampleRequest):
+    async def sample(self, request: SampleRequest, heard: Heard | None = None):
         await asyncio.sleep(self.delay)
-        return await super().sample(request)
+        return await super().sample(request, heard)
 
 
 def slow(delay: float, boot: float = 0.0) -> Start:

@@ -11,7 +11,7 @@ from typing import Literal
 import numpy as np
 
 from tinsmith.engine import choice, prompts
-from tinsmith.engine.base import ModelCard, Sampled, SampledSequence, SampleRequest, TopK
+from tinsmith.engine.base import Heard, ModelCard, Piece, Sampled, SampledSequence, SampleRequest, TopK
 from tinsmith.engine.cache import Cache, Row
 from tinsmith.engine.lora import Weights
 
@@ -32,6 +32,8 @@ class Answer:
     tops: list[TopK] = field(default_factory=list)
     stop_reason: Literal["stop", "length"] | None = None
     numbers: np.random.Generator = field(init=False)
+    told: int = 0
+    """Tokens that `heard` knows of."""
 
     def __post_init__(self) -> None:
         self.numbers = choice.stream(self.seed, self.number)
@@ -44,6 +46,20 @@ class Answer:
             self.stop_reason = "stop"
         elif len(self.tokens) >= self.ask.limit:
             self.stop_reason = "length"
+
+    def tell(self) -> None:
+        """Let who wants to hear know what is new."""
+        if self.ask.heard is None or self.told >= len(self.tokens):
+            return
+        new = slice(self.told, len(self.tokens))
+        piece = Piece(
+            sample=self.number,
+            tokens=tuple(self.tokens[new]),
+            logprobs=tuple(self.logprobs[new]),
+            topk=_joined(self.tops[new]) if self.tops else None,
+        )
+        self.told = len(self.tokens)
+        self.ask.heard(piece)
 
     def restart(self) -> None:
         """As if it had never begun."""
@@ -62,6 +78,7 @@ class Ask:
     """Tokens that an answer may have at most."""
     stop_tokens: frozenset[int]
     result: asyncio.Future[Sampled]
+    heard: Heard | None = None
     answers: list[Answer] = field(default_factory=list)
     prompt: prompts.PromptAnswers | None = None
 
@@ -80,7 +97,7 @@ class Ask:
             self.result.set_result(_sampled(self))
 
 
-def ask_of(request: SampleRequest, weights: Weights | None, card: ModelCard) -> Ask:
+def ask_of(request: SampleRequest, weights: Weights | None, card: ModelCard, heard: Heard | None = None) -> Ask:
     """A request taken in: what it left open gets its value here."""
     left = max(1, card.context_length - len(request.prompt))
     ask = Ask(
@@ -89,6 +106,7 @@ def ask_of(request: SampleRequest, weights: Weights | None, card: ModelCard) -> 
         limit=left if request.max_tokens is None else request.max_tokens,
         stop_tokens=frozenset(card.eos_token_ids if request.stop_tokens is None else request.stop_tokens),
         result=asyncio.get_running_loop().create_future(),
+        heard=heard,
     )
     seed = secrets.randbits(64) if request.seed is None else request.seed
     ask.answers = [Answer(ask, seed, number) for number in range(request.num_samples)]

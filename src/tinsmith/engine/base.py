@@ -9,7 +9,7 @@ Dimensions: N positions of a datum or a prompt, K targets per position, L sample
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol
@@ -156,6 +156,21 @@ class SampledSequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """What one sequence of a request has grown by since it was last told."""
+
+    sample: int
+    """Which of the request's sequences."""
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    topk: TopK | None = None
+
+
+Heard = Callable[[Piece], None]
+"""Hears the pieces of a request as they come; together they are its sequences. Called in the caller's event loop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:
     """The answer to a SampleRequest; prompt fields are None unless asked for."""
 
@@ -222,8 +237,8 @@ class Sampler(Protocol):
         """Forget a version; unknown names are fine."""
         ...
 
-    async def sample(self, request: SampleRequest) -> Sampled:
-        """Run to the end of every sequence."""
+    async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
+        """Run to the end of every sequence; `heard` is told of their tokens on the way."""
         ...
 
     async def cancel(self, request_id: str) -> None:

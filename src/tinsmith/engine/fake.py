@@ -2,8 +2,8 @@
 
 It is a bigram model. The hidden state of a position is a fixed random vector of its token, logits are a fixed random
 matrix times that vector, and a LoRA adapter (A from the seed, B zero) adds to the matrix. So losses, gradients, AdamW,
-seeds, versions and files are all real and deterministic; only the language is not. Token id 2 ends a sequence, and for
-stop strings a token spells the character of its id.
+seeds, versions and files are all real and deterministic; only the language is not. Token id 2 ends a sequence. A source
+that is a folder lends its tokenizer for stop strings; without one a token spells the character of its id.
 
 Passes are computed datum by datum, so what is packed beside a request never changes its result.
 """
@@ -13,19 +13,22 @@ from __future__ import annotations
 import asyncio
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from tinsmith.engine.base import (
     AdamParams,
     Datum,
+    Heard,
     LoraSpec,
     ModelCard,
     Pass,
     PassResult,
+    Piece,
     Sampled,
     SampledSequence,
     SampleRequest,
@@ -77,6 +80,8 @@ class FakeEngine:
         rng = np.random.default_rng(zlib.crc32(config.source.encode()))
         self._embed = rng.standard_normal((vocab, HIDDEN), dtype=np.float32)
         self._out = rng.standard_normal((vocab, HIDDEN), dtype=np.float32) * np.float32(0.5)
+        words = folder / "tokenizer.json"
+        self._spell = _speller(Tokenizer.from_file(str(words)) if words.is_file() else None)
         self._models: dict[str, _Model] = {}
         self._versions: dict[str, Weights | Path] = {}
         self._sampling: set[str] = set()
@@ -225,12 +230,12 @@ class FakeEngine:
         """The request's sample call raises Gone at its next token."""
         self._sampling.discard(request_id)
 
-    async def sample(self, request: SampleRequest) -> Sampled:
+    async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
         """Token by token, yielding to other callers."""
         weights = None if request.version is None else self._version(request.version)
         self._sampling.add(request.request_id)
         try:
-            sequences = [await self._continue(request, weights, index) for index in range(request.num_samples)]
+            sequences = [await self._continue(request, weights, index, heard) for index in range(request.num_samples)]
         finally:
             self._sampling.discard(request.request_id)
         return self._about_prompt(Sampled(sequences=tuple(sequences)), request, weights)
@@ -243,12 +248,14 @@ class FakeEngine:
             held = self._versions[version] = read_folder(held)[0]
         return held
 
-    async def _continue(self, request: SampleRequest, weights: Weights | None, index: int) -> SampledSequence:
+    async def _continue(
+        self, request: SampleRequest, weights: Weights | None, index: int, heard: Heard | None
+    ) -> SampledSequence:
         seed = request.seed if request.seed is not None else zlib.crc32(request.request_id.encode())
         rng = np.random.default_rng([seed & (2**64 - 1), index, zlib.crc32(request.prompt.tobytes())])
         stops = self._card.eos_token_ids if request.stop_tokens is None else request.stop_tokens
         room = self._card.context_length - len(request.prompt) + 1
-        tokens, logprobs, tops, text = [], [], [], ""
+        tokens, logprobs, tops = [], [], []
         last, reason = int(request.prompt[-1]), "length"
         while len(tokens) < (request.max_tokens or room):
             if len(tokens) % 16 == 0:
@@ -262,7 +269,11 @@ class FakeEngine:
             tokens.append(last)
             logprobs.append(logp[last])
             tops.append(logp)
-            text += chr(last)
+            if heard is not None:
+                best = topk(logp[None], request.topk_sample_logprobs) if request.topk_sample_logprobs else None
+                heard(Piece(sample=index, tokens=(last,), logprobs=(float(logp[last]),), topk=best))
+                await asyncio.sleep(0)
+            text = self._spell(tokens) if request.stop_strings else ""
             if last in stops or any(stop in text for stop in request.stop_strings):
                 reason = "stop"
                 break
@@ -298,3 +309,9 @@ class FakeEngine:
             topk_prompt=top if k else None,
             target_prompt_logprobs=targets,
         )
+
+
+def _speller(tokenizer: Tokenizer | None) -> Callable[[list[int]], str]:
+    if tokenizer is None:
+        return lambda tokens: "".join(map(chr, tokens))
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)

@@ -1,6 +1,7 @@
 """An engine in a process of its own, so that Python in a model's forward never delays an answer.
 
-The parent keeps a RemoteEngine: every method is one message over a socket pair and one answer, matched by number.
+The parent keeps a RemoteEngine: every method is one message over a socket pair and one answer, matched by number; a
+sample whose tokens someone wants to hear sends them before its answer, under the same number.
 The child (`python -m tinsmith.engine.process FD`) builds the engine and answers until the socket closes, so it never
 outlives its parent. A child that dies ends every call with EngineDied and sets `died`; starting another is the
 caller's business.
@@ -23,7 +24,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tinsmith.engine.base import AdamParams, Engine, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
+from tinsmith.engine.base import (
+    AdamParams,
+    Engine,
+    Heard,
+    LoraSpec,
+    ModelCard,
+    Pass,
+    PassResult,
+    Piece,
+    Sampled,
+    SampleRequest,
+)
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
 
@@ -49,6 +61,7 @@ class RemoteEngine:
         self._child, self._reader, self._writer = child, reader, writer
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
+        self._heard: dict[int, Heard] = {}
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
@@ -109,8 +122,8 @@ class RemoteEngine:
     async def detach(self, version: str) -> None:
         await self._call("detach", version)
 
-    async def sample(self, request: SampleRequest) -> Sampled:
-        return await self._call("sample", request)
+    async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
+        return await self._call("sample", request, heard=heard)
 
     async def cancel(self, request_id: str) -> None:
         await self._call("cancel", request_id)
@@ -125,25 +138,31 @@ class RemoteEngine:
             await self._child.wait()
         await self._listener
 
-    async def _call(self, method: str, *args: Any, **options: Any) -> Any:
+    async def _call(self, method: str, *args: Any, heard: Heard | None = None, **options: Any) -> Any:
         if self.died.is_set():
             raise EngineDied("The engine's process is gone.", "It is being started again; try later.")
         number = next(self._numbers)
         self._calls[number] = asyncio.get_running_loop().create_future()
+        if heard is not None:
+            self._heard[number] = heard
         try:
-            await _send(self._writer, (number, method, args, options))
+            await _send(self._writer, (number, method, args, options, heard is not None))
             return await self._calls[number]
         except ConnectionError as error:
             raise EngineDied("The engine's process is gone.", "It is being started again; try later.") from error
         finally:
             self._calls.pop(number, None)
+            self._heard.pop(number, None)
 
     async def _listen(self) -> None:
         try:
             while True:
                 number, ok, value = await _receive(self._reader)
                 call = self._calls.get(number)
-                if call is not None and not call.done():
+                if isinstance(value, Piece):
+                    if (heard := self._heard.get(number)) is not None:
+                        heard(value)
+                elif call is not None and not call.done():
                     call.set_result(value) if ok else call.set_exception(value)
         except (asyncio.IncompleteReadError, OSError):
             self.died.set()
@@ -158,10 +177,14 @@ async def _close(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-async def _send(writer: asyncio.StreamWriter, message: Any) -> None:
+def _write(writer: asyncio.StreamWriter, message: Any) -> None:
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
     writer.write(_LENGTH.pack(len(data)))
     writer.write(data)
+
+
+async def _send(writer: asyncio.StreamWriter, message: Any) -> None:
+    _write(writer, message)
     await writer.drain()
 
 
@@ -204,7 +227,10 @@ async def _answer(
     method: str,
     args: tuple[Any, ...],
     options: dict[str, Any],
+    tells: bool,
 ) -> None:
+    if tells:
+        options["heard"] = lambda piece: _write(writer, (number, True, piece))
     try:
         answer = (number, True, await getattr(engine, method)(*args, **options))
     except TinsmithError as error:

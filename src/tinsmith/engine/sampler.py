@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tinsmith.engine import attention, batch, choice, lora, prompts
 from tinsmith.engine.asks import Answer, Ask, ask_of, asks_of
-from tinsmith.engine.base import Sampled, SampleRequest
+from tinsmith.engine.base import Heard, Sampled, SampleRequest
 from tinsmith.engine.cache import Cache, Cached, CacheShape, Row
 from tinsmith.engine.head import Head
 from tinsmith.engine.models import BaseModel
@@ -42,10 +42,10 @@ class TorchSampler:
         self._driver: asyncio.Task[None] | None = None
         self.versions = Versions(base)
 
-    async def sample(self, request: SampleRequest) -> Sampled:
+    async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
         """Joins the running batch at the next token."""
         weights = None if request.version is None else self.versions.weights(request.version)
-        ask = ask_of(request, weights, self._base.card)
+        ask = ask_of(request, weights, self._base.card, heard)
         self._waiting.append(ask)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
@@ -204,7 +204,9 @@ class TorchSampler:
         return any(string in text for string in strings)
 
     def _settle(self, answers: Sequence[Answer]) -> None:
-        """Who is finished leaves; a request whose last answer left is done."""
+        """Who is finished leaves; a request whose last answer left is done. Only what no fault can undo is told."""
+        for answer in answers:
+            answer.tell()
         finished = [answer for answer in answers if answer.stop_reason is not None]
         if not finished:
             return

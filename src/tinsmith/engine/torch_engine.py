@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from tinsmith.engine import lora, models
-from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
+from tinsmith.engine.base import AdamParams, Heard, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.memory import Trimmer
 from tinsmith.engine.sampler import TorchSampler
@@ -72,8 +72,8 @@ class TorchEngine:
     async def detach(self, version: str) -> None:
         self.sampler.versions.detach(version)
 
-    async def sample(self, request: SampleRequest) -> Sampled:
-        return await self.sampler.sample(request)
+    async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
+        return await self.sampler.sample(request, heard)
 
     async def cancel(self, request_id: str) -> None:
         await self.sampler.cancel(request_id)
