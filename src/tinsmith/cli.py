@@ -29,6 +29,8 @@ app = App(
     suppress_keyboard_interrupt=False,
 )
 
+app.command("tinsmith.cli_keys:app", name="keys", help="Keys of tenants: make, list, revoke, and limit a tenant.")
+
 Overrides = Annotated[
     str, Parameter(help="Settings laid on top, as steps=20 or model.rank=8.", allow_leading_hyphen=False)
 ]
@@ -66,7 +68,8 @@ def serve(
     database
         postgresql+psycopg://USER:PASSWORD@HOST/NAME; without it a SQLite file in the data folder.
     api_key
-        The key that clients send, tml-…; without it one is made, shown once and kept in the data folder.
+        The server's own key, tml-…, which may do everything; without it, on loopback, one is made and kept in the data
+        folder. More keys: tinsmith keys.
     dtype
         Of the base models; auto is bfloat16 where the hardware is fast at it.
     device

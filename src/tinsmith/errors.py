@@ -12,6 +12,7 @@ They cross process boundaries, so they must stay picklable: only strings in `arg
         ├── BadRequest       400          a value that no server could serve
         ├── Unsupported      400          a thing that exists and that this server refuses by name
         ├── Unauthorized     401          no key, or one that is not known
+        ├── Forbidden        403          not for this key, or beyond what its tenant may have
         ├── NotFound         404          unknown, or another tenant's: the answer is the same
         ├── Gone             410          it was here; submit again
         ├── TooLarge         413          a body or a batch beyond the limits
@@ -67,6 +68,12 @@ class Unauthorized(UserError):
     """No key, or one that this server does not know."""
 
     status = 401
+
+
+class Forbidden(UserError):
+    """Not for this key, or beyond what its tenant may have: no repetition will change it."""
+
+    status = 403
 
 
 class NotFound(UserError):

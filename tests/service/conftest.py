@@ -20,7 +20,7 @@ from tests.service.databases import SERVER, postgres, url_of
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-ON_BOTH = {"test_store", "test_app", "test_journal", "test_database"}
+ON_BOTH = {"test_store", "test_app", "test_journal", "test_database", "test_keys"}
 """Tests that run on SQLite and on PostgreSQL, unless --database chooses one."""
 
 

@@ -20,8 +20,7 @@ def test_names_of_one_source_share_an_engine() -> None:
 @pytest.mark.parametrize(
     ("values", "says"),
     [
-        ({"host": "0.0.0.0"}, "api_key"),
-        ({"host": "box.example"}, "api_key"),
+        ({"database": "mysql://x"}, "postgresql"),
         ({"api_key": "sk-1"}, "tml-"),
         ({"models": []}, "NAME"),
         ({"models": ["a", "a=b"]}, "once"),
@@ -34,8 +33,8 @@ def test_what_is_unsafe_or_misspelt_is_refused(values: dict, says: str) -> None:
         build(ServeConfig, values, "here")
 
 
-def test_a_public_address_with_a_key_and_a_local_one_without_are_fine() -> None:
-    assert not ServeConfig(host="0.0.0.0", api_key="tml-x").is_loopback
+def test_which_addresses_only_this_machine_reaches() -> None:
+    assert not any(ServeConfig(host=host).is_loopback for host in ("0.0.0.0", "box.example", "10.0.0.1"))
     assert all(ServeConfig(host=host).is_loopback for host in ("127.0.0.1", "localhost", "::1"))
 
 

@@ -39,6 +39,7 @@ from tinsmith.service.routes import checkpoints, futures, sampling, sessions, tr
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import Sessions
 from tinsmith.service.store import Store, served_store
+from tinsmith.service.tenants import Tenants
 from tinsmith.service.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -73,6 +74,7 @@ async def running(
     with _alone(config.data):
         async with served_store(config.data, config.database) as store:
             service = _assemble(config, store, start)
+            await _open_to_someone(service)
             await _take_up(service)
             async with _at_work(service, on_end):
                 yield service
@@ -83,6 +85,7 @@ async def _at_work(service: Service, on_end: Callable[[TinsmithError | None], No
     """Engines and loops run inside; afterwards all of them have ended."""
     workers = list({id(worker): worker for worker in service.workers.values()}.values())
     tasks = [asyncio.create_task(_work(workers, on_end)), asyncio.create_task(_for_ever(service.sessions.run))]
+    tasks.append(asyncio.create_task(_for_ever(service.tenants.run)))
     try:
         yield
     finally:
@@ -98,7 +101,7 @@ async def _at_work(service: Service, on_end: Callable[[TinsmithError | None], No
 def _assemble(config: ServeConfig, store: Store, start: Start) -> Service:
     key, made = key_of(config)
     if made:
-        log.info("Made a key, kept in %s: TINKER_API_KEY=%s", config.data / "api-key", key)
+        log.info('Made a key. To use it: export TINKER_API_KEY="$(cat %s)"', config.data / "api-key")
     promises = Futures(config.hold_s, config.retention_s)
     saved = Checkpoints(store, config.data / "checkpoints")
     journal = Journal(store, config.data / "journal", config.capture_every)
@@ -110,6 +113,7 @@ def _assemble(config: ServeConfig, store: Store, start: Start) -> Service:
     return Service(
         config=config,
         key=key,
+        tenants=Tenants(store.database, key),
         store=store,
         futures=promises,
         checkpoints=saved,
@@ -118,6 +122,14 @@ def _assemble(config: ServeConfig, store: Store, start: Start) -> Service:
         sampling=Sampling(store, promises, saved, workers),
         workers=workers,
     )
+
+
+async def _open_to_someone(service: Service) -> None:
+    """Raises ConfigError where others could connect and nobody said by which key."""
+    await service.tenants.read()
+    if service.key is None and not service.tenants.has_keys:
+        what = f"host {service.config.host} can be reached from elsewhere, and there is no key for it."
+        raise ConfigError(what, "Give an --api-key of your own, or make keys first: tinsmith keys create NAME.")
 
 
 async def _take_up(service: Service) -> None:
@@ -239,7 +251,7 @@ async def _serve(config: ServeConfig, start: Start, on_ready: Callable[[str, str
                 return
             log.info("Ready: TINKER_BASE_URL=%s serves %s", url, ", ".join(service.workers))
             if on_ready is not None:
-                on_ready(url, service.key)
+                on_ready(url, service.key or "")
 
         for number in (signal.SIGTERM, signal.SIGINT):
             asyncio.get_running_loop().add_signal_handler(number, end)

@@ -54,17 +54,18 @@ def place_of(engine: AsyncEngine) -> str:
     return engine.url.render_as_string(hide_password=True)
 
 
-async def migrate(engine: AsyncEngine) -> None:
+async def migrate(engine: AsyncEngine, *, upgrade: bool = True) -> None:
     """Bring the tables to what this version of the code expects; all of it, or none.
 
-    Raises ConfigError if the database cannot be reached, is newer than the code, or is not this service's.
+    Raises ConfigError if the database cannot be reached, is newer than the code, or is not this service's; without
+    `upgrade` also if it is older, since a server may be using it.
     """
     try:
         with _reachable(engine):
             async with engine.execution_options(alone=True).begin() as db:
                 if db.dialect.name == "postgresql":
                     await db.execute(text(f"select pg_advisory_xact_lock({_MIGRATING})"))
-                await db.run_sync(_migrate)
+                await db.run_sync(_migrate, upgrade)
     except CommandError as error:
         what = f"The database {place_of(engine)} is of another version: {error}."
         raise ConfigError(what, "Use the tinsmith that wrote it, or another --data or --database.") from error
@@ -139,12 +140,15 @@ def _reachable(engine: AsyncEngine) -> Iterator[None]:
         raise ConfigError(what, "Start it, or correct --database.") from error
 
 
-def _migrate(db: Connection) -> None:
+def _migrate(db: Connection, upgrade: bool) -> None:
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
     config.attributes["connection"] = db
     found = _version_of(db)
     if found is not None and found != ScriptDirectory.from_config(config).get_current_head():
+        if not upgrade:
+            what = f"The database {db.engine.url.render_as_string()} is of version {found}."
+            raise ConfigError(what, "Start this tinsmith's server on it: it brings the database up to date.")
         log.info("Upgrading the database from version %s.", found)
     if found == FIRST:
         command.stamp(config, FIRST)

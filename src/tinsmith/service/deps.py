@@ -5,9 +5,7 @@ A route may touch only what its tenant owns: whatever is another's answers as if
 
 from __future__ import annotations
 
-import hmac
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -15,20 +13,19 @@ from typing import Annotated
 from fastapi import Depends, Header, Request
 
 from tinsmith.engine.checks import nearest
-from tinsmith.errors import BadRequest, NotFound, TooLarge, Unauthorized
+from tinsmith.errors import BadRequest, Forbidden, NotFound, TooLarge, Unauthorized
 from tinsmith.service.checkpoints import Checkpoints
-from tinsmith.service.config import KEY_PREFIX, ServeConfig
+from tinsmith.service.config import ServeConfig
 from tinsmith.service.futures import Futures
 from tinsmith.service.journal import Journal
+from tinsmith.service.keys import ApiKey, made_key
 from tinsmith.service.records import Model, Sampler
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import Sessions
 from tinsmith.service.store import Store
+from tinsmith.service.tenants import Tenants
 from tinsmith.service.wire import BODY_CAP
 from tinsmith.service.worker import Worker
-
-OWNER = "local"
-"""Whose everything is while there is one key. Not derived from the key: a new key keeps the old work."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +33,9 @@ class Service:
     """The parts of a running service."""
 
     config: ServeConfig
-    key: str
+    key: str | None
+    """The server's own; None where only keys of `tinsmith keys` open it."""
+    tenants: Tenants
     store: Store
     futures: Futures
     checkpoints: Checkpoints
@@ -45,6 +44,14 @@ class Service:
     sampling: Sampling
     workers: dict[str, Worker]
     """Served name -> the worker of its engine."""
+
+    def known(self, credential: str) -> ApiKey:
+        """The key's record. Raises Unauthorized if it is unknown, revoked or over its time."""
+        key = self.tenants.find(credential)
+        if key is None:
+            what = "The X-API-Key is not known here." if credential else "There is no X-API-Key."
+            raise Unauthorized(what, "Set TINKER_API_KEY to the server's key, or to one of `tinsmith keys create`.")
+        return key
 
     def worker(self, base_model: str) -> Worker:
         """The worker of a base model. Raises NotFound with the nearest name."""
@@ -75,14 +82,17 @@ class Service:
         return sampler
 
 
-def key_of(config: ServeConfig) -> tuple[str, bool]:
-    """(the key, whether it was made just now): the given one, else the one kept in the data folder, else a new one."""
-    if config.api_key is not None:
+def key_of(config: ServeConfig) -> tuple[str | None, bool]:
+    """(the server's own key, whether it was made just now): the given one, else the folder's, else a new one.
+
+    Where others can connect only keys open the server that were given or made for it: then there may be none.
+    """
+    if config.api_key is not None or not config.is_loopback:
         return config.api_key, False
     kept = config.data / "api-key"
     if kept.is_file():
         return kept.read_text().strip(), False
-    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    key = made_key()
     _write_private(kept, key)
     return key, True
 
@@ -100,15 +110,32 @@ async def service_of(request: Request) -> Service:
 ServiceDep = Annotated[Service, Depends(service_of)]
 
 
-async def tenant(service: ServiceDep, x_api_key: Annotated[str, Header()] = "") -> str:
-    """The owner behind the X-API-Key header. Raises Unauthorized."""
-    if not hmac.compare_digest(x_api_key.encode(), service.key.encode()):
-        what = "The X-API-Key is not known here." if x_api_key else "There is no X-API-Key."
-        raise Unauthorized(what, "Set TINKER_API_KEY to the key that the server was started with.")
-    return OWNER
+async def caller(service: ServiceDep, x_api_key: Annotated[str, Header()] = "") -> ApiKey:
+    """What is known of the key in the X-API-Key header. Raises Unauthorized."""
+    return service.known(x_api_key)
+
+
+Caller = Annotated[ApiKey, Depends(caller)]
+
+
+async def tenant(key: Caller) -> str:
+    """The owner behind the key."""
+    return key.owner
 
 
 Tenant = Annotated[str, Depends(tenant)]
+
+
+async def admin(key: Caller) -> ApiKey:
+    """A key that may see what concerns all tenants. Raises Forbidden."""
+    if not key.admin:
+        raise Forbidden(
+            f"The key '{key.name}' is not an admin's.", "Use the server's own key, or one made with --admin."
+        )
+    return key
+
+
+Admin = Annotated[ApiKey, Depends(admin)]
 
 
 async def raw_body(request: Request) -> bytes:

@@ -55,7 +55,7 @@ class Store:
     """Made by `open_store`."""
 
     def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = engine
+        self._engine = self.database = engine
         self._writing = asyncio.Lock()
         self._held: dict[type[Held], dict[str, Any]] = {kind: {} for kind in _TABLES}
 

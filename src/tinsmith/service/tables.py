@@ -5,7 +5,7 @@ A change here needs a migration in `migrations/versions`; a test compares the tw
 
 from __future__ import annotations
 
-from sqlalchemy import JSON, BigInteger, Boolean, Column, Float, Index, LargeBinary, MetaData, String, Table
+from sqlalchemy import JSON, BigInteger, Boolean, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table
 
 META = MetaData()
 
@@ -93,4 +93,28 @@ REQUESTS = Table(
     # The result, until it is too old to be fetched.
     Column("body", LargeBinary),
     Index("requests_of_model", "model_id", "seq"),
+)
+
+KEYS = Table(
+    "keys",
+    META,
+    Column("id", Integer, primary_key=True),
+    Column("name", String, nullable=False),
+    Column("owner", String, nullable=False),
+    Column("hash", String, nullable=False, unique=True),
+    Column("admin", Boolean, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("expires", Float),
+    Column("revoked", Float),
+)
+
+QUOTAS = Table(
+    "quotas",
+    META,
+    Column("owner", String, primary_key=True),
+    # Each without limit where it is null.
+    Column("models", BigInteger),
+    Column("checkpoint_bytes", BigInteger),
+    Column("queued", BigInteger),
+    Column("tokens_per_minute", BigInteger),
 )
