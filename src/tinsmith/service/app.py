@@ -30,14 +30,16 @@ from tinsmith.errors import ConfigError, EngineError, TinsmithError
 from tinsmith.service.bodies import sentence
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.config import ServeConfig
+from tinsmith.service.copies import Copies
 from tinsmith.service.deps import Service, key_of
 from tinsmith.service.engines import EngineHost, Start, start_engine
 from tinsmith.service.futures import Futures
 from tinsmith.service.journal import Journal
 from tinsmith.service.records import Model, Session
-from tinsmith.service.routes import checkpoints, futures, sampling, sessions, training
+from tinsmith.service.routes import admin, checkpoints, files, futures, manage, runs, sampling, sessions, training
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import Sessions
+from tinsmith.service.signing import signer_of
 from tinsmith.service.store import Store, served_store
 from tinsmith.service.tenants import Tenants
 from tinsmith.service.worker import Worker
@@ -54,7 +56,7 @@ def create_app(service: Service) -> FastAPI:
     """The whole API over a running service."""
     app = FastAPI(title="Tinsmith", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
-    for module in (sessions, training, sampling, futures, checkpoints):
+    for module in (sessions, training, sampling, futures, runs, checkpoints, manage, files, admin):
         app.include_router(module.router, prefix="/api/v1")
     app.add_exception_handler(TinsmithError, _of_ours)
     app.add_exception_handler(HTTPException, _of_routing)
@@ -120,6 +122,8 @@ def _assemble(config: ServeConfig, store: Store, start: Start) -> Service:
         journal=journal,
         sessions=Sessions(store, saved, workers, config.session_timeout_s, config.retention_s),
         sampling=Sampling(store, promises, saved, workers),
+        signer=signer_of(config.data),
+        copies=Copies(store, saved),
         workers=workers,
     )
 
@@ -191,7 +195,8 @@ def _alone(folder: Path) -> Iterator[IO[str]]:
 
 async def _of_ours(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, TinsmithError)
-    return JSONResponse({"detail": str(error), "category": error.category}, status_code=error.status)
+    headers = {"WWW-Authenticate": 'ApiKey error="invalid_token"'} if error.status == 401 else None  # exchange it anew
+    return JSONResponse({"detail": str(error), "category": error.category}, status_code=error.status, headers=headers)
 
 
 async def _of_routing(request: Request, error: Exception) -> JSONResponse:

@@ -41,6 +41,12 @@ class ServeConfig(Settings):
     api_key: str | None = None
     """The server's own key, tml-…; without it, on loopback, one is made and kept in the data folder."""
 
+    tokens: bool = True
+    """Clients exchange their key for a token of 4 hours at each start, which `tinker auth whoami` reads."""
+
+    public_url: str | None = None
+    """The address that links to files begin with, if a proxy hides it; else the one that the client asked by."""
+
     engine: Literal["torch", "fake"] = "torch"
     """`fake` answers in arithmetic instead of a model: for tests and for trying the API."""
 

@@ -93,11 +93,11 @@ class Sessions:
         if time.time() - session.seen > SEEN_WRITE_S:
             await self._store.change(Session, session_id, seen=time.time())
 
-    async def end(self, session: Session, reason: str) -> None:
+    async def end(self, session: Session, reason: str, detail: str | None = None) -> None:
         """The first reason counts."""
         if session.ended is not None:
             return
-        await self._store.change(Session, session.id, ended=reason)
+        await self._store.change(Session, session.id, ended=reason, detail=detail)
         self._seen.pop(session.id, None)
         for model in self._store.all(Model):
             worker = self._workers.get(model.base_model)

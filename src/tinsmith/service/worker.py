@@ -79,6 +79,11 @@ class Worker:
         """The model's place, made when first asked for."""
         return self._lines.setdefault(model_id, Line())
 
+    def is_broken(self, model_id: str) -> bool:
+        """The living engine cannot have the model."""
+        line = self._lines.get(model_id)
+        return line is not None and line.broken is not None
+
     def row(self, request_id: str, owner: str, model_id: str, seq: int, work: Work) -> Row:
         """A row that stands behind all others."""
         self._order += 1

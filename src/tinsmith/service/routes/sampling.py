@@ -32,7 +32,11 @@ def _sampler(service: Service, tenant: str, asked: SamplingSessionBody, sampler_
     version = None
     base_model = asked.base_model
     if asked.model_path is not None:
-        checkpoint = service.checkpoints.find(asked.model_path, tenant)
+        checkpoint = service.checkpoints.readable(asked.model_path, tenant)
+        if checkpoint.kind == "external_weights":
+            raise BadRequest(
+                f"{asked.model_path} is for use elsewhere.", "Give a tinker://RUN/sampler_weights/NAME path."
+            )
         version = checkpoint.id
         base_model = base_model or checkpoint.base_model
         if service.worker(base_model) is not service.worker(checkpoint.base_model):
