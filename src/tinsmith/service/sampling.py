@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 
-from tinsmith.engine.base import Engine, Sampled, SampleRequest
+from tinsmith.engine.base import Engine, Heard, Sampled, SampleRequest
 from tinsmith.errors import EngineDied, EngineError, Gone, TinsmithError
 from tinsmith.service.asample import Ask
 from tinsmith.service.checkpoints import Checkpoints
@@ -33,7 +34,7 @@ class Sampling:
         self._futures = futures
         self._checkpoints = checkpoints
         self._workers = workers
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, asyncio.Task[None] | asyncio.Task[Sampled]] = {}
 
     def submit(self, sampler: Sampler, ask: Ask, request_id: str) -> None:
         """Begin, unless the same request was submitted before."""
@@ -43,6 +44,13 @@ class Sampling:
         task = asyncio.create_task(self._run(sampler, replace(ask, request=request)))
         self._running[request_id] = task
         task.add_done_callback(lambda _: self._running.pop(request_id, None))
+
+    def begin(self, base_model: str, request: SampleRequest, heard: Heard | None = None) -> asyncio.Task[Sampled]:
+        """For who waits by itself: no promise is kept. Cancelling the task stops the engine's work."""
+        task = asyncio.create_task(self._sample(self._workers[base_model], request, heard))
+        self._running[request.request_id] = task
+        task.add_done_callback(lambda _: self._running.pop(request.request_id, None))
+        return task
 
     async def cancel(self, sampler: Sampler, request_id: str) -> None:
         """Stop the work; the future fails."""
@@ -74,16 +82,24 @@ class Sampling:
             answer = Answer.failure(EngineError(f"Internal error: {type(error).__name__}."))
         self._futures.keep(request.request_id, answer)
 
-    async def _sample(self, worker: Worker, request: SampleRequest) -> Sampled:
+    async def _sample(self, worker: Worker, request: SampleRequest, heard: Heard | None = None) -> Sampled:
+        try:
+            return await self._sample_known(worker, request, heard)
+        except asyncio.CancelledError:
+            with suppress(TinsmithError):
+                await worker.host.engine.cancel(request.request_id)
+            raise
+
+    async def _sample_known(self, worker: Worker, request: SampleRequest, heard: Heard | None) -> Sampled:
         engine = await self._engine_with(worker, request.version)
         try:
-            return await engine.sample(request)
+            return await engine.sample(request, heard)
         except Gone:
             if request.version is None or request.version not in worker.host.known:
                 raise
         worker.host.known.discard(request.version)  # it left the engine's memory: its folder is still here
         engine = await self._engine_with(worker, request.version)
-        return await engine.sample(request)
+        return await engine.sample(request, heard)
 
     async def _engine_with(self, worker: Worker, version: str | None) -> Engine:
         """The living engine, once it knows the version."""
