@@ -111,8 +111,8 @@ class Api:
 
 @asynccontextmanager
 async def api(data: Path, start: Factory | None = None, **config) -> AsyncIterator[Api]:
-    config = {"models": ("toy",), "hold_s": 5.0, "database": url_of(data), **config}
-    settings = ServeConfig(engine="fake", data=data, api_key=KEY, **config)
+    config = {"models": ("toy",), "hold_s": 5.0, "database": url_of(data), "api_key": KEY, **config}
+    settings = ServeConfig(engine="fake", data=data, **config)
     loaded = asyncio.Event()
     async with running(settings, start or Factory(), lambda error: loaded.set()) as service:
         await loaded.wait()

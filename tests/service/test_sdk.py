@@ -267,10 +267,10 @@ def test_management_calls(served: Served, train: tinker.TrainingClient) -> None:
     run = rest.get_training_run(train.model_id).result()
     assert (run.base_model, run.lora_rank, run.last_checkpoint.tinker_path) == ("toy", 4, path)
     listed = rest.list_checkpoints(train.model_id).result().checkpoints
-    assert [one.checkpoint_id for one in listed] == ["weights/kept", "sampler_weights/gone"]
-    assert listed[0].user_metadata == {"a": "b"}
-    assert listed[0].size_bytes > 0
-    assert 7000 < (listed[0].expires_at - listed[0].time).total_seconds() < 7300
+    assert [one.checkpoint_id for one in listed] == ["sampler_weights/gone", "weights/kept"]
+    assert listed[1].user_metadata == {"a": "b"}
+    assert listed[1].size_bytes > 0
+    assert 7000 < (listed[1].expires_at - listed[1].time).total_seconds() < 7300
     info = rest.get_weights_info_by_tinker_path(path).result()
     assert (info.base_model, info.lora_rank, info.train_mlp) == ("toy", 4, True)
     rest.delete_checkpoint(train.model_id, "sampler_weights/gone").result()

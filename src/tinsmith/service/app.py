@@ -12,6 +12,7 @@ import logging
 import resource
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -21,35 +22,32 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from rich.console import Console
+from rich.logging import RichHandler
 from starlette.exceptions import HTTPException
 
 from tinsmith.errors import ConfigError, EngineError, TinsmithError
 from tinsmith.service.bodies import sentence
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.config import ServeConfig
+from tinsmith.service.copies import Copies
 from tinsmith.service.deps import Service, key_of
 from tinsmith.service.engines import EngineHost, Start, start_engine
 from tinsmith.service.futures import Futures
-from tinsmith.service.gate import Drain, Gate, route_of
-from tinsmith.service.gauges import engines, held
 from tinsmith.service.journal import Journal
-from tinsmith.service.logs import log_to_console
 from tinsmith.service.records import Model, Session
-from tinsmith.service.routes import checkpoints, futures, metrics, sampling, sessions, training
+from tinsmith.service.routes import admin, checkpoints, files, futures, manage, runs, sampling, sessions, training
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import Sessions
-from tinsmith.service.spans import Spans, tracing
+from tinsmith.service.signing import signer_of
 from tinsmith.service.store import Store, served_store
-from tinsmith.service.telemetry import Telemetry
 from tinsmith.service.tenants import Tenants
 from tinsmith.service.worker import Worker
 
 log = logging.getLogger(__name__)
 
-DRAIN_S = 3.0
-"""For passes and samples that are under way when the server is told to end."""
-GRACE_S = 1
-"""For answers that are under way after that."""
+GRACE_S = 3
+"""For answers that are under way when the server is told to end."""
 KEEP_ALIVE_S = 120
 """Longer than clients keep idle connections, so that none is closed just when it is used again."""
 
@@ -58,10 +56,8 @@ def create_app(service: Service) -> FastAPI:
     """The whole API over a running service."""
     app = FastAPI(title="Tinsmith", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
-    for module in (sessions, training, sampling, futures, checkpoints):
+    for module in (sessions, training, sampling, futures, runs, checkpoints, manage, files, admin):
         app.include_router(module.router, prefix="/api/v1")
-    app.include_router(metrics.router)
-    app.add_middleware(Gate, telemetry=service.telemetry, drain=service.drain)
     app.add_exception_handler(TinsmithError, _of_ours)
     app.add_exception_handler(HTTPException, _of_routing)
     app.add_exception_handler(RequestValidationError, _of_parameters)
@@ -78,8 +74,8 @@ async def running(
     """
     config.data.mkdir(parents=True, exist_ok=True)
     with _alone(config.data):
-        async with served_store(config.data, config.database) as store, tracing(config.otlp_endpoint) as spans:
-            service = _assemble(config, store, start, spans)
+        async with served_store(config.data, config.database) as store:
+            service = _assemble(config, store, start)
             await _open_to_someone(service)
             await _take_up(service)
             async with _at_work(service, on_end):
@@ -104,7 +100,7 @@ async def _at_work(service: Service, on_end: Callable[[TinsmithError | None], No
         await asyncio.gather(*(worker.host.down() for worker in workers))
 
 
-def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | None) -> Service:
+def _assemble(config: ServeConfig, store: Store, start: Start) -> Service:
     key, made = key_of(config)
     if made:
         log.info('Made a key. To use it: export TINKER_API_KEY="$(cat %s)"', config.data / "api-key")
@@ -112,14 +108,10 @@ def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | No
     saved = Checkpoints(store, config.data / "checkpoints")
     journal = Journal(store, config.data / "journal", config.capture_every)
     workers: dict[str, Worker] = {}
-    hosts: list[EngineHost] = []
-    telemetry = Telemetry(lambda: [*held(store), *engines(hosts)], spans)
     for source, names in config.sources().items():
         host = EngineHost(config.engine_config(source), names, start)
-        hosts.append(host)
-        worker = Worker(host, store, promises, journal, saved, config.batch_tokens, telemetry)
+        worker = Worker(host, store, promises, journal, saved, config.batch_tokens)
         workers |= dict.fromkeys(names, worker)
-    samples = Sampling(store, promises, saved, workers, telemetry)
     return Service(
         config=config,
         key=key,
@@ -129,9 +121,9 @@ def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | No
         checkpoints=saved,
         journal=journal,
         sessions=Sessions(store, saved, workers, config.session_timeout_s, config.retention_s),
-        sampling=samples,
-        telemetry=telemetry,
-        drain=Drain(workers.values(), samples),
+        sampling=Sampling(store, promises, saved, workers),
+        signer=signer_of(config.data),
+        copies=Copies(store, saved),
         workers=workers,
     )
 
@@ -201,10 +193,10 @@ def _alone(folder: Path) -> Iterator[IO[str]]:
         yield lock
 
 
-async def _of_ours(request: Request, error: Exception) -> JSONResponse:
+async def _of_ours(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, TinsmithError)
-    log.info("%s %s refused with %d: %s", request.method, route_of(request.scope), error.status, error)
-    return JSONResponse({"detail": str(error), "category": error.category}, status_code=error.status)
+    headers = {"WWW-Authenticate": 'ApiKey error="invalid_token"'} if error.status == 401 else None  # exchange it anew
+    return JSONResponse({"detail": str(error), "category": error.category}, status_code=error.status, headers=headers)
 
 
 async def _of_routing(request: Request, error: Exception) -> JSONResponse:
@@ -219,31 +211,7 @@ async def _of_parameters(_request: Request, error: Exception) -> JSONResponse:
 
 
 class _Server(uvicorn.Server):
-    """Ends by itself when it is told to: work under way first, then open polls, then uvicorn."""
-
-    def __init__(self, options: uvicorn.Config, service: Service) -> None:
-        super().__init__(options)
-        self._service = service
-        self._finishing: asyncio.Task[None] | None = None
-
-    def told(self) -> None:
-        """A signal. A second one does not wait."""
-        if self._finishing is None:
-            log.info("Ending: what is under way is finished.")
-            self._finishing = asyncio.create_task(self._finish())
-        else:
-            self.force_exit = True
-            self.end()
-
-    def end(self) -> None:
-        """Open polls go home, and the port closes."""
-        self._service.futures.close()
-        self.should_exit = True
-
-    async def _finish(self) -> None:
-        if not await self._service.drain.run(DRAIN_S):
-            log.info("What is under way takes longer than %.0f s; the next server takes it up.", DRAIN_S)
-        self.end()
+    """Leaves signals to `serve`, which ends open polls before it asks uvicorn to stop."""
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -257,7 +225,7 @@ def serve(
 
     Raises ConfigError if the port or the folder is taken, and what an engine's start raises.
     """
-    log_to_console(config.log_format, config.log_level)
+    _log_to_console()
     _many_files()
     asyncio.run(_serve(config, start, on_ready))
 
@@ -275,18 +243,23 @@ async def _serve(config: ServeConfig, start: Start, on_ready: Callable[[str, str
             timeout_keep_alive=KEEP_ALIVE_S,
             lifespan="off",
         )
-        server = _Server(options, service)
+        server = _Server(options)
+
+        def end() -> None:
+            server.force_exit = server.should_exit  # a second signal does not wait
+            server.should_exit = True
+            service.futures.close()
 
         def tell(outcome: asyncio.Future[TinsmithError | None]) -> None:
             if outcome.cancelled() or outcome.result() is not None:
-                server.end()
+                end()
                 return
             log.info("Ready: TINKER_BASE_URL=%s serves %s", url, ", ".join(service.workers))
             if on_ready is not None:
                 on_ready(url, service.key or "")
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, server.told)
+            asyncio.get_running_loop().add_signal_handler(number, end)
         log.info("Loading %s; listening on %s", ", ".join(config.sources()), url)
         loaded.add_done_callback(tell)
         await server.serve(sockets=[listener])
@@ -304,6 +277,16 @@ def _listen(config: ServeConfig) -> socket.socket:
     # asyncio forgets this for sockets it did not make; without it each answer waits 40 ms for the client's delayed ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
+
+
+def _log_to_console() -> None:
+    if sys.stderr.isatty():
+        console = RichHandler(console=Console(stderr=True), show_path=False)
+        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[console])
+    else:  # a file: no colours, no wrapping
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    for name in ("uvicorn.error", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _many_files() -> None:

@@ -139,6 +139,16 @@ class SaveBody(Loose):
     user_metadata: dict[str, str] | None = None
 
 
+class SaveExternalBody(Loose):
+    """save_weights_external."""
+
+    model_id: str
+    seq_id: int
+    path: str
+    ttl_seconds: int | None = None
+    age_encryption_recipients: list[str] | None = None
+
+
 class LoadBody(Loose):
     """load_weights, by model_id and seq_id or by session_id and model_seq_id."""
 
@@ -152,12 +162,6 @@ class LoadBody(Loose):
     optimizer_config: OptimizerBody | None = None
     user_metadata: dict[str, Any] | None = None
     weights_access_token: str | None = None
-
-
-class WeightsInfoBody(Loose):
-    """weights_info."""
-
-    tinker_path: str
 
 
 class SamplingSessionBody(Loose):

@@ -7,9 +7,11 @@ before. Engines write the folders, whole or not at all; this file decides their 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from tinsmith.errors import BadRequest, NotFound
@@ -19,7 +21,7 @@ from tinsmith.service.store import Store
 TTL_RANGE = (3600, 315_360_000)
 """One hour to ten years, as the protocol says."""
 _NAME = re.compile(r"[A-Za-z0-9._=@+-]{1,200}")
-_PATH = re.compile(r"tinker://(?P<run>[^/]+)/(?P<kind>weights|sampler_weights)/(?P<name>[^/]+)")
+_PATH = re.compile(r"tinker://(?P<run>[^/]+)/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[^/]+)")
 
 
 class Checkpoints:
@@ -35,15 +37,23 @@ class Checkpoints:
         return (self._root / checkpoint_id).resolve()
 
     def find(self, path: str, owner: str) -> Checkpoint:
-        """By its tinker:// path. Raises BadRequest for what is no such path, NotFound for what is not there."""
+        """By its tinker:// path. Raises BadRequest for what is no such path, NotFound for what is not this owner's."""
+        found = self.readable(path, owner)
+        if found.owner != owner:
+            raise _unknown(path)
+        return found
+
+    def readable(self, path: str, owner: str, lender: str | None = None) -> Checkpoint:
+        """As `find`, but also what is published, and what belongs to the lender."""
         parts = _PATH.fullmatch(path)
         if parts is None:
             raise BadRequest(
-                f"{path} is not a checkpoint's path.", "tinker://RUN/weights/NAME or …/sampler_weights/NAME."
+                f"{path} is not a checkpoint's path.",
+                "tinker://RUN/KIND/NAME, where KIND is weights, sampler_weights or external_weights.",
             )
         found = self.named(parts["run"], parts["kind"], parts["name"])
-        if found is None or found.owner != owner:
-            raise NotFound(f"There is no checkpoint {path}.", "It may have been deleted, or its time is over.")
+        if found is None or not (found.public or found.owner in (owner, lender)):
+            raise _unknown(path)
         return found
 
     def named(self, run: str, kind: str, name: str) -> Checkpoint | None:
@@ -55,12 +65,19 @@ class Checkpoints:
         return None
 
     def of_run(self, run: str) -> list[Checkpoint]:
-        """A run's named checkpoints, oldest first."""
-        return [
-            one
-            for one in self._store.all(Checkpoint)
-            if one.run == run and one.kind != "ephemeral" and not (one.deleted or _over(one))
-        ]
+        """A run's named checkpoints, newest first."""
+        return _listed(one for one in self._store.all(Checkpoint) if one.run == run)
+
+    def of_owner(self, owner: str) -> list[Checkpoint]:
+        """An owner's named checkpoints, newest first."""
+        return _listed(one for one in self._store.all(Checkpoint) if one.owner == owner)
+
+    def published(self) -> dict[str, list[Checkpoint]]:
+        """run -> its published checkpoints, newest first."""
+        found: dict[str, list[Checkpoint]] = {}
+        for one in _listed(one for one in self._store.all(Checkpoint) if one.public):
+            found.setdefault(one.run, []).append(one)
+        return found
 
     async def delete(self, checkpoint: Checkpoint) -> None:
         """Its name goes now; its folder when no living sampling session uses it."""
@@ -119,6 +136,32 @@ def check_ttl(ttl_seconds: int | None) -> None:
     low, high = TTL_RANGE
     if ttl_seconds is not None and not low <= ttl_seconds <= high:
         raise BadRequest(f"ttl_seconds is {ttl_seconds}.", f"Give {low} to {high}, or leave it out to keep it.")
+
+
+def expiry(ttl_seconds: int | None) -> float | None:
+    """When a checkpoint that is given this much time from now is over."""
+    return None if ttl_seconds is None else time.time() + ttl_seconds
+
+
+def link(source: Path, to: Path) -> None:
+    """A folder's files once more under another name: hard links where the file system has them."""
+    shutil.copytree(source, to, copy_function=_link)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or one without links
+        shutil.copy2(source, target)
+
+
+def _unknown(path: str) -> NotFound:
+    return NotFound(f"There is no checkpoint {path}.", "It may have been deleted, or its time is over.")
+
+
+def _listed(found: Iterable[Checkpoint]) -> list[Checkpoint]:
+    named = [one for one in found if one.kind != "ephemeral" and not (one.deleted or _over(one))]
+    return sorted(named, key=lambda one: one.created, reverse=True)
 
 
 def _over(checkpoint: Checkpoint) -> bool:

@@ -41,6 +41,12 @@ class ServeConfig(Settings):
     api_key: str | None = None
     """The server's own key, tml-…; without it, on loopback, one is made and kept in the data folder."""
 
+    tokens: bool = True
+    """Clients exchange their key for a token of 4 hours at each start, which `tinker auth whoami` reads."""
+
+    public_url: str | None = None
+    """The address that links to files begin with, if a proxy hides it; else the one that the client asked by."""
+
     engine: Literal["torch", "fake"] = "torch"
     """`fake` answers in arithmetic instead of a model: for tests and for trying the API."""
 
@@ -73,15 +79,6 @@ class ServeConfig(Settings):
 
     retention_s: float = 3600.0
     """How long a finished result can still be fetched."""
-
-    log_format: Literal["text", "json"] = "text"
-    """Of the log on standard error: text for people, json for programs."""
-
-    log_level: Literal["debug", "info", "warning"] = "info"
-    """debug has a line for each finished request, info for each that failed or was refused."""
-
-    otlp_endpoint: str | None = None
-    """Where an OpenTelemetry collector takes spans over HTTP, as http://127.0.0.1:4318; without it none are made."""
 
     @field_validator("database")
     @classmethod

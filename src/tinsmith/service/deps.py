@@ -5,7 +5,6 @@ A route may touch only what its tenant owns: whatever is another's answers as if
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -16,16 +15,15 @@ from tinsmith.engine.checks import nearest
 from tinsmith.errors import BadRequest, Forbidden, NotFound, TooLarge, Unauthorized
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.config import ServeConfig
+from tinsmith.service.copies import Copies
 from tinsmith.service.futures import Futures
-from tinsmith.service.gate import Drain
 from tinsmith.service.journal import Journal
 from tinsmith.service.keys import ApiKey, made_key
-from tinsmith.service.logs import note
 from tinsmith.service.records import Model, Sampler
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import Sessions
+from tinsmith.service.signing import TOKEN_PREFIX, Signer, write_private
 from tinsmith.service.store import Store
-from tinsmith.service.telemetry import Telemetry
 from tinsmith.service.tenants import Tenants
 from tinsmith.service.wire import BODY_CAP
 from tinsmith.service.worker import Worker
@@ -45,19 +43,63 @@ class Service:
     journal: Journal
     sessions: Sessions
     sampling: Sampling
-    telemetry: Telemetry
-    drain: Drain
+    signer: Signer
+    copies: Copies
     workers: dict[str, Worker]
     """Served name -> the worker of its engine."""
 
     def known(self, credential: str) -> ApiKey:
-        """The key's record. Raises Unauthorized if it is unknown, revoked or over its time."""
-        key = self.tenants.find(credential)
+        """The record of a key, or of the key that a token stands for.
+
+        Raises Unauthorized if it is unknown, revoked or over its time.
+        """
+        key = self._found(credential)
         if key is None:
             what = "The X-API-Key is not known here." if credential else "There is no X-API-Key."
             raise Unauthorized(what, "Set TINKER_API_KEY to the server's key, or to one of `tinsmith keys create`.")
-        note(owner=key.owner)
         return key
+
+    def token(self, key: ApiKey) -> str:
+        """A token in place of a key."""
+        return self.signer.token(key.owner, key.id, self._bound(key))
+
+    def _found(self, credential: str) -> ApiKey | None:
+        if not credential.startswith(TOKEN_PREFIX):
+            return self.tenants.find(credential)
+        number, bound = self.signer.key(credential) or (-1, "")
+        key = self.tenants.get(number)
+        return key if key is not None and bound == self._bound(key) else None
+
+    def _bound(self, key: ApiKey) -> str:
+        """The server's own key may be another one tomorrow, under the same number."""
+        return self.signer.fingerprint(self.key) if self.key is not None and key.id == 0 else ""
+
+    def lender(self, token: str | None, path: str) -> str | None:
+        """Whose checkpoint a weights_access_token lets read: it is a loan, or a credential of the owner."""
+        if token is None:
+            return None
+        key = self._found(token)
+        owner = key.owner if key is not None else self.signer.lender(token, path)
+        if owner is None:
+            raise BadRequest(
+                f"The weights_access_token opens nothing at {path}, or its time is over.", "Ask its owner for another."
+            )
+        return owner
+
+    @property
+    def traces(self) -> Path:
+        """Where the traces of sessions are, while someone may fetch them."""
+        return self.config.data / "traces"
+
+    def link(self, request: Request, path: str, expires: int) -> str:
+        """A link to one of this server's files."""
+        base = self.config.public_url or str(request.base_url)
+        return f"{base.rstrip('/')}/api/v1/files/{path}?{self.signer.link(path, expires)}"
+
+    def is_broken(self, model: Model) -> bool:
+        """The engine cannot have the model, and why is in the log."""
+        worker = self.workers.get(model.base_model)
+        return worker is not None and worker.is_broken(model.id)
 
     def worker(self, base_model: str) -> Worker:
         """The worker of a base model. Raises NotFound with the nearest name."""
@@ -99,13 +141,8 @@ def key_of(config: ServeConfig) -> tuple[str | None, bool]:
     if kept.is_file():
         return kept.read_text().strip(), False
     key = made_key()
-    _write_private(kept, key)
+    write_private(kept, key)
     return key, True
-
-
-def _write_private(file: Path, text: str) -> None:
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        out.write(text + "\n")
 
 
 async def service_of(request: Request) -> Service:

@@ -5,6 +5,8 @@ Raises TinsmithError when the request fails; then nothing changed. The worker ca
 
 from __future__ import annotations
 
+import asyncio
+import shutil
 import time
 import uuid
 from dataclasses import dataclass, replace
@@ -12,9 +14,22 @@ from typing import Any
 
 from tinsmith.engine.base import Engine
 from tinsmith.errors import BadRequest, NotFound
-from tinsmith.service.checkpoints import Checkpoints
+from tinsmith.service.checkpoints import Checkpoints, expiry
+from tinsmith.service.external import encrypt
 from tinsmith.service.journal import Journal
-from tinsmith.service.records import Answer, Checkpoint, Create, Load, Model, Row, Sampler, SaveSampler, SaveState, Step
+from tinsmith.service.records import (
+    Answer,
+    Checkpoint,
+    Create,
+    Load,
+    Model,
+    Row,
+    Sampler,
+    SaveExternal,
+    SaveSampler,
+    SaveState,
+    Step,
+)
 from tinsmith.service.store import Held, Store
 
 
@@ -55,6 +70,8 @@ class Effects:
             return await self._save_state(row, work, model, engine)
         if isinstance(work, SaveSampler):
             return await self._save_sampler(row, work, model, engine)
+        if isinstance(work, SaveExternal):
+            return await self._save_external(row, work, model, engine)
         raise TypeError(f"{type(work).__name__} is no barrier")
 
     async def _load(self, row: Row, work: Load, model: Model, engine: Engine) -> Done:
@@ -95,6 +112,26 @@ class Effects:
         answer = Answer.of({"path": made.path, "type": "save_weights_for_sampler"})
         return Done(answer=answer, records=(made,))
 
+    async def _save_external(self, row: Row, work: SaveExternal, model: Model, engine: Engine) -> Done:
+        """Weights alone, in PEFT's layout. What is to be encrypted is in the clear only beside its place."""
+        standing = self._checkpoints.named(model.id, "external_weights", work.name)
+        if standing is not None:
+            raise BadRequest(f"{standing.path} exists.", "Choose another name or delete it first.")
+        made = _checkpoint(row, model, kind="external_weights", name=work.name, expires=expiry(work.ttl_seconds))
+        folder = self._checkpoints.folder(made.id)
+        if work.recipients:
+            plain = folder.with_name(f".{made.id}.plain")
+            try:
+                await engine.save(model.id, plain, optimizer=False)
+                size = await asyncio.to_thread(encrypt, plain, folder, work.recipients)
+            finally:
+                await asyncio.to_thread(shutil.rmtree, plain, ignore_errors=True)
+        else:
+            size = await engine.save(model.id, folder, optimizer=False)
+        made = replace(made, size_bytes=size)
+        answer = Answer.of({"path": made.path, "size_bytes": size, "type": "save_weights_external"})
+        return Done(answer=answer, records=(made,))
+
     async def _save_unnamed(self, row: Row, work: SaveSampler, model: Model, engine: Engine) -> Done:
         """Usable at once from the engine's memory; the folder follows."""
         sampler_id = work.sampler_id or ""
@@ -115,8 +152,7 @@ class Effects:
 
 
 def _kept(work: SaveState | SaveSampler) -> dict[str, Any]:
-    expires = time.time() + work.ttl_seconds if work.ttl_seconds is not None else None
-    return {"expires": expires, "metadata": work.metadata}
+    return {"expires": expiry(work.ttl_seconds), "metadata": work.metadata}
 
 
 def _checkpoint(row: Row, model: Model, **values: Any) -> Checkpoint:

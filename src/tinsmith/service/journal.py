@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import shutil
 import uuid
 from collections.abc import Sequence
@@ -20,6 +19,7 @@ from pathlib import Path
 
 from tinsmith.engine.base import Engine, Pass
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
+from tinsmith.service.checkpoints import link
 from tinsmith.service.payloads import restored
 from tinsmith.service.records import Checkpoint, Model, Past, SaveSampler, Step
 from tinsmith.service.store import Store
@@ -52,7 +52,7 @@ class Journal:
     def link(self, model: Model, source: Path, seq: int) -> str:
         """A folder's files under the journal's own name, so that deleting the original takes nothing away."""
         name = self._name(model, seq)
-        shutil.copytree(source, self._root / name, copy_function=_link)
+        link(source, self._root / name)
         return name
 
     async def capture(self, model: Model, seq: int, engine: Engine) -> None:
@@ -72,7 +72,8 @@ class Journal:
 
     async def forget(self, model: Model) -> None:
         """Of a model that has ended nothing is kept."""
-        await self._store.cover(replace(model, state="ended", captured=None, covered=2**62))
+        [used] = await self._store.last_used([model])
+        await self._store.cover(replace(model, state="ended", captured=None, covered=2**62, used=used))
         await asyncio.to_thread(shutil.rmtree, self._home(model.id), ignore_errors=True)
 
     async def revive(self, model: Model, engine: Engine) -> Revived:
@@ -133,10 +134,3 @@ class Journal:
 
     def _home(self, model_id: str) -> Path:
         return self._root / model_id.replace(":", "-")
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copy2(source, target)

@@ -6,14 +6,15 @@ import json
 from dataclasses import asdict, replace
 
 from tinsmith.engine.base import AdamParams, Pass
-from tinsmith.service.records import Create, Load, Row, SaveSampler, SaveState, Step, Work
+from tinsmith.service.records import Create, Load, Row, SaveExternal, SaveSampler, SaveState, Step, Work
 from tinsmith.service.wire import decode_pass
 
-_STORED: dict[str, type[Create | Load | SaveState | SaveSampler]] = {
+_STORED: dict[str, type[Create | Load | SaveState | SaveSampler | SaveExternal]] = {
     "create": Create,
     "load": Load,
     "save_state": SaveState,
     "save_sampler": SaveSampler,
+    "save_external": SaveExternal,
 }
 
 
@@ -28,7 +29,7 @@ def stored(work: Work) -> bytes:
     """The payload of any request but forward_backward, whose body is kept as it came."""
     if isinstance(work, Step):
         return json.dumps(asdict(work.adam)).encode()
-    if isinstance(work, Create | Load | SaveState | SaveSampler):
+    if isinstance(work, Create | Load | SaveState | SaveSampler | SaveExternal):
         return json.dumps(asdict(work)).encode()
     raise TypeError(f"{type(work).__name__} is not stored")
 

@@ -34,6 +34,8 @@ class Session:
     display_name: str | None = None
     ended: str | None = None
     """Why it ended: success, errored, interrupted, silence; None while it lives."""
+    detail: str | None = None
+    """What its client said at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,8 @@ class Model:
     captured_optimizer: bool = False
     covered: int = 0
     """The captured state holds the effect of every request up to this seq_id."""
+    used: float | None = None
+    """When its last request came; set when it ends, since its requests are forgotten after that."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +79,7 @@ class Checkpoint:
     id: str
     owner: str
     run: str
-    kind: Literal["weights", "sampler_weights", "ephemeral"]
+    kind: Literal["weights", "sampler_weights", "external_weights", "ephemeral"]
     name: str
     base_model: str
     lora: LoraSpec
@@ -87,6 +91,8 @@ class Checkpoint:
     """Its folder is on disk; False while an unnamed version is still only in the engine's memory."""
     deleted: bool = False
     """No longer to be had by its path; the folder stays while a living sampling session uses it."""
+    public: bool = False
+    """Whoever has a key may read it."""
     size_bytes: int = 0
     expires: float | None = None
     metadata: dict[str, str] | None = None
@@ -140,6 +146,15 @@ class SaveSampler:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SaveExternal:
+    """save_weights_external: weights for use elsewhere, encrypted if there are recipients."""
+
+    name: str
+    ttl_seconds: int | None = None
+    recipients: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
     """The end of a model, queued behind what is still waiting. Never stored."""
 
@@ -149,7 +164,7 @@ class Revive:
     """Have the model in the engine again, for a version that only its replay can bring back. Never stored."""
 
 
-Work = Create | Load | Pass | Step | SaveState | SaveSampler | Drop | Revive
+Work = Create | Load | Pass | Step | SaveState | SaveSampler | SaveExternal | Drop | Revive
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,8 @@ from tinsmith.errors import EngineDied, EngineError, Gone, TinsmithError
 from tinsmith.service.asample import Ask
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.futures import Futures
-from tinsmith.service.logs import about
 from tinsmith.service.records import JSON, PROTOBUF, Answer, Checkpoint, Model, Sampler
 from tinsmith.service.store import Store
-from tinsmith.service.telemetry import Telemetry
 from tinsmith.service.wire import encode_sampled
 from tinsmith.service.worker import Worker
 
@@ -31,26 +29,17 @@ LOST = Answer(status=410, media=JSON, body=b'{"detail": "This sample was lost wi
 class Sampling:
     """Requests in flight over all engines."""
 
-    def __init__(
-        self,
-        store: Store,
-        futures: Futures,
-        checkpoints: Checkpoints,
-        workers: Mapping[str, Worker],
-        telemetry: Telemetry,
-    ) -> None:
+    def __init__(self, store: Store, futures: Futures, checkpoints: Checkpoints, workers: Mapping[str, Worker]) -> None:
         self._store = store
         self._futures = futures
         self._checkpoints = checkpoints
         self._workers = workers
-        self._telemetry = telemetry
         self._running: dict[str, asyncio.Task[None] | asyncio.Task[Sampled]] = {}
 
     def submit(self, sampler: Sampler, ask: Ask, request_id: str) -> None:
         """Begin, unless the same request was submitted before."""
         if not self._futures.open(request_id, sampler.owner, stored=False):
             return
-        self._telemetry.accepted(request_id, sampler.owner, "sample", sampler.base_model)
         request = replace(ask.request, request_id=request_id, version=sampler.version)
         task = asyncio.create_task(self._run(sampler, replace(ask, request=request)))
         self._running[request_id] = task
@@ -60,37 +49,19 @@ class Sampling:
         """For who waits by itself: no promise is kept. Cancelling the task stops the engine's work."""
         task = asyncio.create_task(self._sample(self._workers[base_model], request, heard))
         self._running[request.request_id] = task
-        self._telemetry.accepted(request.request_id, about().owner, "completion", base_model)
-        task.add_done_callback(lambda done: self._over(request, done))
+        task.add_done_callback(lambda _: self._running.pop(request.request_id, None))
         return task
-
-    def _over(self, request: SampleRequest, done: asyncio.Task[Sampled]) -> None:
-        self._running.pop(request.request_id, None)
-        if done.cancelled():
-            self._telemetry.closed(request.request_id, Answer.failure(Gone("Nobody waits for it any more.")))
-        elif (error := done.exception()) is not None:
-            self._telemetry.closed(request.request_id, Answer.failure(EngineError(str(error))))
-        else:
-            self._telemetry.ran([request.request_id])
-            self._telemetry.closed(request.request_id, Answer.of({}), _tokens(request, done.result()))
 
     async def cancel(self, sampler: Sampler, request_id: str) -> None:
         """Stop the work; the future fails."""
         task = self._running.get(request_id)
         if task is None:
             return
-        answer = Answer.failure(Gone(f"Request {request_id} was cancelled."))
-        self._futures.keep(request_id, answer)
-        self._telemetry.closed(request_id, answer)
+        self._futures.keep(request_id, Answer.failure(Gone(f"Request {request_id} was cancelled.")))
         host = self._workers[sampler.base_model].host
         if host.is_up:
             await host.engine.cancel(request_id)
         task.cancel()
-
-    async def idle(self) -> None:
-        """Wait until nothing runs."""
-        if self._running:
-            await asyncio.wait(self._running.values())
 
     async def close(self) -> None:
         """Abandon what runs."""
@@ -99,11 +70,8 @@ class Sampling:
 
     async def _run(self, sampler: Sampler, ask: Ask) -> None:
         request = ask.request
-        tokens: dict[str, int] = {}
         try:
             sampled = await self._sample(self._workers[sampler.base_model], request)
-            self._telemetry.ran([request.request_id])
-            tokens = _tokens(request, sampled)
             answer = Answer(body=encode_sampled(sampled, ask.layout), media=PROTOBUF)
         except EngineDied:
             answer = LOST
@@ -113,7 +81,6 @@ class Sampling:
             log.exception("Sampling request %s failed.", request.request_id)
             answer = Answer.failure(EngineError(f"Internal error: {type(error).__name__}."))
         self._futures.keep(request.request_id, answer)
-        self._telemetry.closed(request.request_id, answer, tokens)
 
     async def _sample(self, worker: Worker, request: SampleRequest, heard: Heard | None = None) -> Sampled:
         try:
@@ -125,7 +92,6 @@ class Sampling:
 
     async def _sample_known(self, worker: Worker, request: SampleRequest, heard: Heard | None) -> Sampled:
         engine = await self._engine_with(worker, request.version)
-        self._telemetry.taken([request.request_id])
         try:
             return await engine.sample(request, heard)
         except Gone:
@@ -152,12 +118,3 @@ class Sampling:
                 raise Gone("The weights of this sampling session were lost.", "Create another.")
             await worker.revived(model)
         return host.engine
-
-
-def _tokens(request: SampleRequest, sampled: Sampled) -> dict[str, int]:
-    """What is counted: tokens of the prompt, those of them that the cache held, tokens sampled."""
-    return {
-        "prompt": len(request.prompt),
-        "prompt_cached": sampled.prompt_cache_hit_tokens,
-        "sample": sum(len(sequence.tokens) for sequence in sampled.sequences),
-    }

@@ -15,7 +15,6 @@ from contextlib import suppress
 from tinsmith.errors import BadRequest, NotFound
 from tinsmith.service.bodies import SessionBody
 from tinsmith.service.checkpoints import Checkpoints
-from tinsmith.service.logs import note
 from tinsmith.service.records import Model, Sampler, Session
 from tinsmith.service.store import Store
 from tinsmith.service.worker import Worker
@@ -76,7 +75,6 @@ class Sessions:
         session = self._store.find(Session, session_id)
         if session is None or session.owner != owner:
             raise NotFound(f"There is no session {session_id}.", "Create one.")
-        note(session_id=session_id)
         return session
 
     def alive(self, session_id: str, owner: str) -> Session:
@@ -95,11 +93,11 @@ class Sessions:
         if time.time() - session.seen > SEEN_WRITE_S:
             await self._store.change(Session, session_id, seen=time.time())
 
-    async def end(self, session: Session, reason: str) -> None:
+    async def end(self, session: Session, reason: str, detail: str | None = None) -> None:
         """The first reason counts."""
         if session.ended is not None:
             return
-        await self._store.change(Session, session.id, ended=reason)
+        await self._store.change(Session, session.id, ended=reason, detail=detail)
         self._seen.pop(session.id, None)
         for model in self._store.all(Model):
             worker = self._workers.get(model.base_model)

@@ -193,11 +193,13 @@ class Store:
             found = (await db.execute(query.order_by(r.seq))).all()
         return [Past(id=one.id, seq=one.seq, kind=one.kind, batch=one.batch, payload=one.payload) for one in found]
 
-    async def last_used(self, model: Model) -> float:
-        """When its last request came."""
-        query = select(func.max(REQUESTS.c.created)).where(REQUESTS.c.model_id == model.id)
+    async def last_used(self, models: Sequence[Model]) -> list[float]:
+        """When the last request of each came."""
+        wanted = REQUESTS.c.model_id.in_([model.id for model in models])
+        query = select(REQUESTS.c.model_id, func.max(REQUESTS.c.created)).where(wanted).group_by(REQUESTS.c.model_id)
         async with self._engine.connect() as db:
-            return (await db.execute(query)).scalar() or model.created
+            last: dict[str, float] = {model: when for model, when in await db.execute(query) if when is not None}
+        return [last.get(model.id) or model.used or model.created for model in models]
 
     async def prune(self, before: float, ended_models: Iterable[str]) -> None:
         """Results older than `before` go; of models that ended, the whole request."""

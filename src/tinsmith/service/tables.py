@@ -5,7 +5,20 @@ A change here needs a migration in `migrations/versions`; a test compares the tw
 
 from __future__ import annotations
 
-from sqlalchemy import JSON, BigInteger, Boolean, Column, Float, Index, Integer, LargeBinary, MetaData, String, Table
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    false,
+)
 
 META = MetaData()
 
@@ -22,6 +35,7 @@ SESSIONS = Table(
     Column("project_id", String),
     Column("display_name", String),
     Column("ended", String),
+    Column("detail", String),
 )
 
 MODELS = Table(
@@ -38,6 +52,7 @@ MODELS = Table(
     Column("captured", String),
     Column("captured_optimizer", Boolean, nullable=False),
     Column("covered", BigInteger, nullable=False),
+    Column("used", Float),
 )
 
 SAMPLERS = Table(
@@ -67,6 +82,7 @@ CHECKPOINTS = Table(
     Column("optimizer", Boolean, nullable=False),
     Column("ready", Boolean, nullable=False),
     Column("deleted", Boolean, nullable=False),
+    Column("public", Boolean, nullable=False, server_default=false()),
     Column("size_bytes", BigInteger, nullable=False),
     Column("expires", Float),
     Column("metadata", JSON),
@@ -117,4 +133,64 @@ QUOTAS = Table(
     Column("checkpoint_bytes", BigInteger),
     Column("queued", BigInteger),
     Column("tokens_per_minute", BigInteger),
+)
+
+# What was done to things that outlast a request, and by whom.
+AUDIT = Table(
+    "audit",
+    META,
+    Column("id", Integer, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("at", Float, nullable=False),
+    Column("event", String, nullable=False),
+    Column("details", JSON, nullable=False),
+    Index("audit_of_owner", "owner", "at"),
+)
+
+# When each request came, began and ended, and how many tokens it took.
+SPANS = Table(
+    "spans",
+    META,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("session_id", String, nullable=False),
+    Column("base_model", String, nullable=False),
+    # The model or the sampling session.
+    Column("track", String, nullable=False),
+    Column("kind", String, nullable=False),
+    Column("state", String, nullable=False),
+    Column("submitted", Float, nullable=False),
+    Column("begun", Float, nullable=False),
+    Column("ended", Float, nullable=False),
+    Column("tokens", BigInteger, nullable=False),
+    Column("prompt_tokens", BigInteger, nullable=False),
+    Column("cached_tokens", BigInteger, nullable=False),
+    Index("spans_of_session", "session_id"),
+    Index("spans_by_end", "ended"),
+)
+
+# How much of what was used in which hour (since 1970).
+USAGE = Table(
+    "usage",
+    META,
+    Column("owner", String, primary_key=True),
+    Column("hour", BigInteger, primary_key=True, autoincrement=False),
+    Column("kind", String, primary_key=True),
+    Column("base_model", String, primary_key=True),
+    Column("session_id", String, primary_key=True),
+    Column("quantity", BigInteger, nullable=False),
+)
+
+# From when until when each named checkpoint took its bytes; still, if it has not ended.
+STORED = Table(
+    "stored",
+    META,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("session_id", String, nullable=False),
+    Column("base_model", String, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("begun", Float, nullable=False),
+    Column("ended", Float),
+    Index("stored_of_owner", "owner"),
 )

@@ -38,7 +38,7 @@ def test_every_route_but_healthz_needs_the_key(tmp_path: Path) -> None:
 def test_unknown_routes_are_json(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
-            for answer in (await on.post("save_weights_external", {}), await on.http.get("/api/v1/create_session")):
+            for answer in (await on.post("archive_weights", {}), await on.http.get("/api/v1/create_session")):
                 assert answer.status_code in (404, 405)
                 assert "is not served here" in answer.json()["detail"]
 

@@ -1,25 +1,31 @@
-"""Training runs and their checkpoints. A run is a model, ended or not."""
+"""What is done to one checkpoint: known, copied, deleted, published, lent, given an end, fetched."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-from typing import Any
+import time
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Header, Request, Response
 
-from tinsmith.service.bodies import WeightsInfoBody, parse
-from tinsmith.service.deps import RawBody, ServiceDep, Tenant
+from tinsmith.errors import BadRequest
+from tinsmith.service.bodies import parse
+from tinsmith.service.bodies_manage import CopyBody, LoanBody, TtlBody, WeightsInfoBody
+from tinsmith.service.checkpoints import check_ttl, expiry
+from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.records import Checkpoint
+from tinsmith.service.signing import LINK_S
+from tinsmith.service.views import instant
 
 router = APIRouter()
 
-_TYPES = {"weights": "training", "sampler_weights": "sampler"}
+CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
+LOAN_RANGE = (60, 315_360_000)
 
 
 @router.post("/weights_info")
 async def weights_info(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
     """What must be known to load a checkpoint."""
-    checkpoint = service.checkpoints.find(parse(WeightsInfoBody, body).tinker_path, tenant)
+    checkpoint = service.checkpoints.readable(parse(WeightsInfoBody, body).tinker_path, tenant)
     return {
         "base_model": checkpoint.base_model,
         "is_lora": True,
@@ -31,52 +37,87 @@ async def weights_info(tenant: Tenant, service: ServiceDep, body: RawBody) -> di
     }
 
 
-@router.get("/training_runs/{run}")
-async def get_training_run(run: str, tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
-    """One run with its newest checkpoint of each kind."""
-    model = service.model(run, tenant)
-    newest = {one.kind: _shown(one) for one in service.checkpoints.of_run(run)}
-    metadata = {key: str(value) for key, value in (model.metadata or {}).items()}
-    return {
-        "training_run_id": model.id,
-        "base_model": model.base_model,
-        "model_owner": model.owner,
-        "is_lora": True,
-        "corrupted": model.state == "failed",
-        "lora_rank": model.lora.rank,
-        "last_request_time": _time(await service.store.last_used(model)),
-        "last_checkpoint": newest.get("weights"),
-        "last_sampler_checkpoint": newest.get("sampler_weights"),
-        "user_metadata": metadata or None,
-    }
+@router.post("/copy_weights")
+async def copy_weights(
+    tenant: Tenant,
+    service: ServiceDep,
+    body: RawBody,
+    x_idempotency_key: Annotated[str | None, Header()] = None,
+    x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
+) -> dict[str, str]:
+    """A checkpoint of one's own from one that may be read; the same X-Idempotency-Key gives the same one."""
+    asked = parse(CopyBody, body)
+    check_ttl(asked.ttl_seconds)
+    token = x_tinker_weights_access_token or asked.weights_access_token
+    source = service.checkpoints.readable(asked.source_path, tenant, service.lender(token, asked.source_path))
+    made = await service.copies.make(source, tenant, asked, x_idempotency_key)
+    service.sessions.changed()
+    return {"tinker_path": made.path}
 
 
-@router.get("/training_runs/{run}/checkpoints")
-async def list_checkpoints(run: str, tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
-    """All of a run's checkpoints: the client sends no paging and reads no cursor."""
-    service.model(run, tenant)
-    return {"checkpoints": [_shown(one) for one in service.checkpoints.of_run(run)]}
+@router.post(f"{CHECKPOINT}/publish")
+async def publish(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep) -> Response:
+    """Whoever has a key may read it from now on; again and again is fine."""
+    return await _change(service, _own(service, tenant, run, kind, name), public=True)
 
 
-@router.delete("/training_runs/{run}/checkpoints/{kind}/{name}")
+@router.delete(f"{CHECKPOINT}/publish")
+async def unpublish(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep) -> Response:
+    """Its owner alone may read it from now on; sampling sessions that use it go on."""
+    return await _change(service, _own(service, tenant, run, kind, name), public=False)
+
+
+@router.put(f"{CHECKPOINT}/ttl")
+async def set_ttl(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep, body: RawBody) -> Response:
+    """Seconds from now until it is deleted; null keeps it."""
+    asked = parse(TtlBody, body)
+    check_ttl(asked.ttl_seconds)
+    answer = await _change(service, _own(service, tenant, run, kind, name), expires=expiry(asked.ttl_seconds))
+    service.sessions.changed()
+    return answer
+
+
+@router.post(f"{CHECKPOINT}/access_token")
+async def lend(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, str]:
+    """A weights_access_token that opens this checkpoint alone, for a day if nothing else is said."""
+    asked = parse(LoanBody, body or b"{}")
+    low, high = LOAN_RANGE
+    if not low <= asked.ttl_seconds <= high:
+        raise BadRequest(f"ttl_seconds is {asked.ttl_seconds}.", f"Give {low} to {high}.")
+    checkpoint = _own(service, tenant, run, kind, name)
+    token = service.signer.loan(tenant, checkpoint.path, asked.ttl_seconds)
+    return {"weights_access_token": token, "expires_at": instant(time.time() + asked.ttl_seconds)}
+
+
+@router.get(f"{CHECKPOINT}/external_weights_urls")
+async def external_weights_urls(
+    run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep, request: Request
+) -> dict[str, Any]:
+    """A link for each file, which needs no key and is good for an hour."""
+    checkpoint = service.checkpoints.readable(_path(run, kind, name), tenant)
+    if checkpoint.kind != "external_weights":
+        raise BadRequest(f"{checkpoint.path} is not for use elsewhere.", "Save it with save_weights_external.")
+    expires = int(time.time()) + LINK_S
+    files = sorted(file.name for file in service.checkpoints.folder(checkpoint.id).iterdir())
+    urls = {file: service.link(request, f"{checkpoint.id}/{file}", expires) for file in files}
+    return {"urls": urls, "expires": instant(expires)}
+
+
+@router.delete(CHECKPOINT)
 async def delete_checkpoint(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep) -> Response:
     """The name goes at once; sampling sessions that use the weights go on."""
-    await service.checkpoints.delete(service.checkpoints.find(f"tinker://{run}/{kind}/{name}", tenant))
+    await service.checkpoints.delete(_own(service, tenant, run, kind, name))
     return Response(status_code=204)
 
 
-def _shown(checkpoint: Checkpoint) -> dict[str, Any]:
-    return {
-        "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
-        "checkpoint_type": _TYPES[checkpoint.kind],
-        "time": _time(checkpoint.created),
-        "tinker_path": checkpoint.path,
-        "size_bytes": checkpoint.size_bytes,
-        "public": False,
-        "user_metadata": checkpoint.metadata,
-        "expires_at": _time(checkpoint.expires) if checkpoint.expires is not None else None,
-    }
+def _path(run: str, kind: str, name: str) -> str:
+    return f"tinker://{run}/{kind}/{name}"
 
 
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).isoformat()
+def _own(service: Service, tenant: str, run: str, kind: str, name: str) -> Checkpoint:
+    return service.checkpoints.find(_path(run, kind, name), tenant)
+
+
+async def _change(service: Service, checkpoint: Checkpoint, **changes: Any) -> Response:
+    await service.store.change(Checkpoint, checkpoint.id, **changes)
+    return Response(status_code=204)

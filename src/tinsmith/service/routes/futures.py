@@ -9,7 +9,6 @@ from fastapi import APIRouter, Response
 from tinsmith.errors import EngineError, Gone, NotFound, TinsmithError
 from tinsmith.service.bodies import FutureBody, parse
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
-from tinsmith.service.logs import note
 from tinsmith.service.records import Answer, Sampler
 
 log = logging.getLogger(__name__)
@@ -24,7 +23,6 @@ PENDING = Answer(status=408, body=b'{"queue_state": "active"}')
 async def retrieve_future(tenant: Tenant, service: ServiceDep, body: RawBody) -> Response:
     """The result of a promise; again and again for a while, since a response may be lost on its way."""
     request_id = parse(FutureBody, body).request_id
-    note(request_id=request_id)
     try:
         answer = await _answer(service, request_id, tenant)
     except TinsmithError:

@@ -12,7 +12,6 @@ from tinsmith.errors import BadRequest
 from tinsmith.service.asample import decode_sample
 from tinsmith.service.bodies import SamplingSessionBody, parse
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
-from tinsmith.service.logs import note
 from tinsmith.service.records import Sampler
 
 router = APIRouter()
@@ -33,7 +32,11 @@ def _sampler(service: Service, tenant: str, asked: SamplingSessionBody, sampler_
     version = None
     base_model = asked.base_model
     if asked.model_path is not None:
-        checkpoint = service.checkpoints.find(asked.model_path, tenant)
+        checkpoint = service.checkpoints.readable(asked.model_path, tenant)
+        if checkpoint.kind == "external_weights":
+            raise BadRequest(
+                f"{asked.model_path} is for use elsewhere.", "Give a tinker://RUN/sampler_weights/NAME path."
+            )
         version = checkpoint.id
         base_model = base_model or checkpoint.base_model
         if service.worker(base_model) is not service.worker(checkpoint.base_model):
@@ -71,7 +74,6 @@ async def get_sampler(sampler_id: str, tenant: Tenant, service: ServiceDep) -> d
 async def asample(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
     """Begin sampling; the ids of the sequences are given now, one for each."""
     ask = decode_sample(body)
-    note(request_id=f"{ask.sampler_id}:{ask.seq}")
     sampler = service.sampler(ask.sampler_id, tenant)
     service.sessions.alive(sampler.session_id, tenant)
     check_sample(ask.request, await service.worker(sampler.base_model).host.card())

@@ -13,7 +13,6 @@ from tinsmith.service.deps import RawBody, ServiceDep, Tenant
 router = APIRouter()
 
 CLIENT_CONFIG = {
-    "pjwt_auth_enabled": False,
     "credential_default_source": "api_key",
     # One chunk after another: arrival is seq_id order, and a gap is a number that will never come.
     "parallel_fwdbwd_chunks": False,
@@ -32,7 +31,8 @@ CLIENT_CONFIG = {
 @router.post("/client/config")
 async def client_config(_tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
     """Flags that steer the client; compression pays only where a network lies between."""
-    return {**CLIENT_CONFIG, "proto_compress_fwdbwd": not service.config.is_loopback}
+    steered = {"pjwt_auth_enabled": service.config.tokens, "proto_compress_fwdbwd": not service.config.is_loopback}
+    return {**CLIENT_CONFIG, **steered}
 
 
 @router.post("/client/dynamic_config")
@@ -64,8 +64,8 @@ async def session_heartbeat(tenant: Tenant, service: ServiceDep, body: RawBody) 
 @router.post("/sessions/{session_id}/finish")
 async def finish_session(session_id: str, tenant: Tenant, service: ServiceDep, body: RawBody) -> Response:
     """End a session: what is queued still runs, then its models leave."""
-    reason = parse(FinishBody, body or b"{}").reason.type
-    await service.sessions.end(service.sessions.find(session_id, tenant), reason)
+    asked = parse(FinishBody, body or b"{}")
+    await service.sessions.end(service.sessions.find(session_id, tenant), asked.reason.type, asked.detail)
     return Response(status_code=204)
 
 

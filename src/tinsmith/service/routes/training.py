@@ -19,14 +19,15 @@ from tinsmith.service.bodies import (
     LoraBody,
     OptimizerBody,
     SaveBody,
+    SaveExternalBody,
     StepBody,
     parse,
 )
 from tinsmith.service.checkpoints import check_name, check_ttl
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
-from tinsmith.service.logs import note
+from tinsmith.service.external import recipients
 from tinsmith.service.payloads import stored
-from tinsmith.service.records import Checkpoint, Create, Load, Model, SaveSampler, SaveState, Step, Work
+from tinsmith.service.records import Checkpoint, Create, Load, Model, SaveExternal, SaveSampler, SaveState, Step, Work
 from tinsmith.service.wire import decode_pass, decompressed
 
 router = APIRouter()
@@ -146,12 +147,28 @@ async def save_weights_for_sampler(tenant: Tenant, service: ServiceDep, body: Ra
     return await _promise(service, model, asked.seq_id, work, stored(work))
 
 
+@router.post("/save_weights_external")
+async def save_weights_external(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+    """Weights for use elsewhere: PEFT's files behind links, encrypted if there are recipients."""
+    asked = parse(SaveExternalBody, body)
+    model = service.training(asked.model_id, tenant)
+    if await _promised(service, model, asked.seq_id):
+        return _promise_of(model, asked.seq_id)
+    check_name(asked.path)
+    check_ttl(asked.ttl_seconds)
+    given = asked.age_encryption_recipients or []
+    recipients(given)
+    standing = service.checkpoints.named(model.id, "external_weights", asked.path)
+    if standing is not None:
+        raise BadRequest(f"{standing.path} exists.", "Choose another name or delete it first.")
+    work = SaveExternal(name=asked.path, ttl_seconds=asked.ttl_seconds, recipients=given)
+    return await _promise(service, model, asked.seq_id, work, stored(work))
+
+
 @router.post("/load_weights")
 async def load_weights(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
     """A checkpoint into a model: a new one (session_id, model_seq_id) or one that is there (model_id, seq_id)."""
     asked = parse(LoadBody, body)
-    if asked.weights_access_token is not None:
-        raise Unsupported("weights_access_token is not served here.", "Load checkpoints of your own key.")
     if asked.model_id is None:
         return await _create_by_load(service, tenant, asked)
     model = service.training(asked.model_id, tenant)
@@ -186,7 +203,10 @@ async def _create_by_load(service: Service, tenant: str, asked: LoadBody) -> dic
 def _loadable(service: Service, tenant: str, asked: LoadBody, base_model: str | None) -> Checkpoint:
     """The checkpoint, if it fits the base model and holds what is asked of it."""
     _only_adamw(asked.optimizer_config)
-    checkpoint = service.checkpoints.find(asked.path, tenant)
+    lender = service.lender(asked.weights_access_token, asked.path)
+    checkpoint = service.checkpoints.readable(asked.path, tenant, lender)
+    if checkpoint.kind == "external_weights":
+        raise BadRequest(f"{asked.path} is for use elsewhere.", "Load a tinker://RUN/weights/NAME path.")
     if asked.optimizer and not checkpoint.optimizer:
         raise BadRequest(f"{asked.path} holds no optimizer state.", "Load it without, or load one of save_state.")
     wanted = base_model or checkpoint.base_model
@@ -200,7 +220,6 @@ async def _promised(service: Service, model: Model, seq: int) -> bool:
 
     Payloads are not compared: a repeated save carries a new sampling_session_seq_id.
     """
-    note(request_id=_request_id(model.id, seq))
     line = service.worker(model.base_model).line(model.id)
     if seq < 1:
         raise BadRequest(f"seq_id is {seq}.", "The first request of a model has 1.")

@@ -1,0 +1,38 @@
+"""Age encryption: what comes out, the other side of the library opens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyrage
+import pytest
+
+from tinsmith.errors import BadRequest
+from tinsmith.service.external import encrypt, recipients
+
+SSH = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN alice@rust"
+
+
+def test_each_recipient_opens_every_file(tmp_path: Path) -> None:
+    plain, to = tmp_path / "plain", tmp_path / "to"
+    plain.mkdir()
+    (plain / "a.json").write_bytes(b"{}")
+    (plain / "b.safetensors").write_bytes(b"x" * 200_000)
+    readers = [pyrage.x25519.Identity.generate() for _ in range(2)]
+    size = encrypt(plain, to, [*(str(reader.to_public()) for reader in readers), SSH])
+    assert sorted(file.name for file in to.iterdir()) == ["a.json.age", "b.safetensors.age"]
+    assert size == sum(file.stat().st_size for file in to.iterdir())
+    for reader in readers:
+        assert pyrage.decrypt((to / "b.safetensors.age").read_bytes(), [reader]) == b"x" * 200_000
+    assert b"x" * 100 not in (to / "b.safetensors.age").read_bytes()
+
+
+@pytest.mark.parametrize("bad", ["age1nonsense", "ssh-ed25519 AAAA", "ssh-dss AAAA", "", "AGE-SECRET-KEY-1"])
+def test_what_is_no_public_key_is_named(bad: str) -> None:
+    with pytest.raises(BadRequest, match=r"age_encryption_recipients\[1\] is no public key"):
+        recipients([SSH, bad])
+
+
+def test_there_are_at_most_ten() -> None:
+    with pytest.raises(BadRequest, match="11 age_encryption_recipients"):
+        recipients([SSH] * 11)

@@ -1,0 +1,292 @@
+"""The SDK's RestClient and the calls beside it, unmodified, against a served fake engine."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pyrage
+import pytest
+import tinker
+from safetensors.numpy import load
+from tinker import types
+
+from tests.service.conftest import SDK_LEAKS, Served, datum
+
+pytestmark = SDK_LEAKS
+
+
+@pytest.fixture(scope="module")
+def rest(served: Served) -> tinker.RestClient:
+    return tinker.RestClient(base_url=served.url, api_key=served.key)
+
+
+@pytest.fixture
+def raw(served: Served) -> Iterator[Callable[..., httpx.Response]]:
+    with served.raw() as call:
+        yield call
+
+
+def run_of(path: str) -> str:
+    return types.ParsedCheckpointTinkerPath.from_tinker_path(path).training_run_id
+
+
+def step(train: tinker.TrainingClient) -> None:
+    train.forward_backward([datum([5, 6, 7], weights=[1.0, 1.0])], "cross_entropy").result()
+    train.optim_step(types.AdamParams(learning_rate=0.02)).result()
+
+
+def test_runs_are_paged_newest_first(rest: tinker.RestClient, client: tinker.ServiceClient) -> None:
+    made = [
+        client.create_lora_training_client("toy", rank=rank, user_metadata={"rank": str(rank)}).result()
+        for rank in (1, 2, 3)
+    ]
+    ids = [one.get_info().model_id for one in made]
+    page = rest.list_training_runs(limit=2).result()
+    assert [run.training_run_id for run in page.training_runs] == ids[:0:-1]
+    assert page.cursor.limit == 2
+    total = page.cursor.total_count
+    rest_of_them = rest.list_training_runs(limit=1000, offset=2).result()
+    assert rest_of_them.training_runs[0].training_run_id == ids[0]
+    assert len(rest_of_them.training_runs) == total - 2
+    assert rest_of_them.training_runs[0].user_metadata == {"rank": "1"}
+    assert rest_of_them.training_runs[0].lora_rank == 1
+    assert rest.list_training_runs(limit=5, offset=total).result().training_runs == []
+
+
+def test_a_run_shows_its_last_checkpoints(rest: tinker.RestClient, train: tinker.TrainingClient) -> None:
+    before = datetime.now(UTC)
+    paths = [train.save_state(name).result().path for name in ("first", "last")]
+    sampler = train.save_weights_for_sampler("s").result().path
+    run = rest.get_training_run_by_tinker_path(sampler).result()
+    assert run.last_checkpoint.tinker_path == paths[-1]
+    assert run.last_sampler_checkpoint.tinker_path == sampler
+    assert before < run.last_request_time
+    assert not run.corrupted
+    assert (run.is_lora, run.lora_rank, run.base_model) == (True, 4, "toy")
+    listed = rest.list_checkpoints(run.training_run_id).result().checkpoints
+    assert [one.tinker_path for one in listed] == [sampler, *paths[::-1]]
+    assert all(one.time.tzinfo is not None and one.size_bytes > 0 for one in listed)
+
+
+def test_checkpoints_of_all_runs_are_paged_newest_first(rest: tinker.RestClient, client: tinker.ServiceClient) -> None:
+    paths = []
+    for _ in range(2):
+        train = client.create_lora_training_client("toy", rank=2).result()
+        paths += [train.save_state(name, user_metadata={"n": name}).result().path for name in ("a=1", "b.2")]
+    page = rest.list_user_checkpoints(limit=3).result()
+    assert [one.tinker_path for one in page.checkpoints] == paths[:0:-1]
+    assert page.checkpoints[0].user_metadata == {"n": "b.2"}
+    more = rest.list_user_checkpoints(limit=1000, offset=3).result()
+    assert more.checkpoints[0].tinker_path == paths[0]
+    assert more.cursor.total_count == 3 + len(more.checkpoints)
+
+
+def test_publish_and_unpublish_do_the_same_again_and_delete_nothing(
+    rest: tinker.RestClient, train: tinker.TrainingClient
+) -> None:
+    path = train.save_state("shared").result().path
+    run = run_of(path)
+
+    def public() -> bool:
+        [one] = rest.list_checkpoints(run).result().checkpoints
+        return one.public
+
+    assert not public()
+    for _ in range(2):  # a conflict would keep the client trying for minutes
+        rest.publish_checkpoint_from_tinker_path(path).result(timeout=5)
+        assert public()
+    for _ in range(2):
+        rest.unpublish_checkpoint_from_tinker_path(path).result(timeout=5)
+        assert not public()
+
+
+def test_an_end_is_set_and_taken_away(rest: tinker.RestClient, train: tinker.TrainingClient, raw) -> None:
+    path = train.save_state("timed", ttl_seconds=3600).result().path
+    run = run_of(path)
+
+    def left() -> float | None:
+        [one] = rest.list_checkpoints(run).result().checkpoints
+        return (one.expires_at - datetime.now(UTC)).total_seconds() if one.expires_at else None
+
+    assert 3590 < left() <= 3600
+    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
+    assert 7190 < left() <= 7200
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result()
+    assert left() is None
+    with pytest.raises(tinker.BadRequestError, match="ttl_seconds is 5"):
+        rest.set_checkpoint_ttl_from_tinker_path(path, 5).result()
+
+
+def test_a_missing_ttl_is_not_null(served: Served, train: tinker.TrainingClient) -> None:
+    path = train.save_state("kept", ttl_seconds=3600).result().path
+    run = run_of(path)
+    with httpx.Client(base_url=served.url, headers={"X-API-Key": served.key}) as http:
+        url = f"/api/v1/training_runs/{run}/checkpoints/weights/kept/ttl"
+        assert http.put(url, json={}).status_code == 400
+        assert http.put(url, json={"ttl_seconds": None}).status_code == 204
+
+
+def test_weights_info_of_every_kind(rest: tinker.RestClient, client: tinker.ServiceClient) -> None:
+    train = client.create_lora_training_client("toy", rank=3, train_mlp=False).result()
+    saves = (train.save_state("w"), train.save_weights_for_sampler("s"), train.save_weights_external("e"))
+    for path in [save.result().path for save in saves]:
+        info = rest.get_weights_info_by_tinker_path(path).result()
+        assert (info.base_model, info.lora_rank, info.train_mlp, info.train_attn) == ("toy", 3, False, True)
+
+
+def test_external_weights_are_fetched_without_a_key(rest: tinker.RestClient, train: tinker.TrainingClient) -> None:
+    step(train)
+    saved = train.save_weights_external("out", ttl_seconds=3600).result()
+    assert saved.path.endswith("/external_weights/out")
+    answer = rest.get_external_weights_urls(saved.path).result()
+    assert timedelta(minutes=50) < answer.expires - datetime.now(UTC) <= timedelta(hours=1)
+    assert sorted(answer.urls) == ["adapter_config.json", "adapter_model.safetensors"]
+    fetched = {}
+    for name, url in answer.urls.items():
+        with urllib.request.urlopen(url) as response:
+            fetched[name] = response.read()
+            assert int(response.headers["Content-Length"]) == len(fetched[name])
+    assert json.loads(fetched["adapter_config.json"])["r"] == 4
+    assert any(
+        np.any(tensor) for name, tensor in load(fetched["adapter_model.safetensors"]).items() if "lora_B" in name
+    )
+    [listed] = rest.list_checkpoints(run_of(saved.path)).result().checkpoints
+    assert (listed.checkpoint_type, listed.size_bytes) == ("external", sum(map(len, fetched.values())))
+    rest.delete_checkpoint_from_tinker_path(saved.path).result()
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(answer.urls["adapter_config.json"])
+
+
+@pytest.mark.parametrize("change", ["name", "expires", "signature"])
+def test_links_cannot_be_made_up(rest: tinker.RestClient, train: tinker.TrainingClient, change: str) -> None:
+    path = train.save_weights_external("out").result().path
+    url = httpx.URL(rest.get_external_weights_urls(path).result().urls["adapter_config.json"])
+    changed = {
+        "name": url.copy_with(path=url.path.replace("adapter_config.json", "adapter_model.safetensors")),
+        "expires": url.copy_set_param("expires", int(time.time()) + 9999),
+        "signature": url.copy_set_param("signature", "0" * 64),
+    }[change]
+    assert httpx.get(url).status_code == 200
+    assert httpx.get(changed).status_code == 404
+
+
+def test_external_weights_are_encrypted_for_their_readers(
+    rest: tinker.RestClient, train: tinker.TrainingClient, served: Served
+) -> None:
+    reader = pyrage.x25519.Identity.generate()
+    path = train.save_weights_external("sealed", age_encryption_recipients=[str(reader.to_public())]).result().path
+    urls = rest.get_external_weights_urls(path).result().urls
+    assert sorted(urls) == ["adapter_config.json.age", "adapter_model.safetensors.age"]
+    with urllib.request.urlopen(urls["adapter_config.json.age"]) as response:
+        assert json.loads(pyrage.decrypt(response.read(), [reader]))["r"] == 4
+    assert not list((served.data / "checkpoints").glob(".*"))
+    with pytest.raises(tinker.BadRequestError, match=r"age_encryption_recipients\[0\]"):
+        train.save_weights_external("bad", age_encryption_recipients=["age1x"]).result()
+    with pytest.raises(tinker.BadRequestError, match="exists"):
+        train.save_weights_external("sealed").result()
+
+
+def test_external_weights_are_not_loaded_back(client: tinker.ServiceClient, train: tinker.TrainingClient) -> None:
+    path = train.save_weights_external("out").result().path
+    with pytest.raises(tinker.BadRequestError, match="for use elsewhere"):
+        client.create_training_client_from_state(path).result()
+    with pytest.raises(tinker.BadRequestError, match="for use elsewhere"):
+        client.create_sampling_client(model_path=path).result()
+
+
+def test_copies_have_the_bytes_and_a_run_of_their_own(
+    rest: tinker.RestClient, client: tinker.ServiceClient, train: tinker.TrainingClient, served: Served
+) -> None:
+    step(train)
+    state = train.save_state("a").result().path
+    sampler = train.save_weights_for_sampler("b").result().path
+    copies = [rest.copy_weights(path, "archive", ttl_seconds=3600).result() for path in (state, sampler)]
+    assert [path.split("/", 3)[3] for path in copies] == ["weights/a", "sampler_weights/b"]
+    assert len({run_of(path) for path in (state, *copies)}) == 3
+    for path in (state, sampler):
+        rest.delete_checkpoint_from_tinker_path(path).result()
+    [listed] = rest.list_checkpoints(run_of(copies[0])).result().checkpoints
+    assert listed.expires_at is not None
+    inherited = client.create_training_client_from_state_with_optimizer(copies[0]).result()
+    prompt = types.ModelInput.from_ints([5, 6, 7])
+    ours, theirs = (
+        one.compute_logprobs(prompt).result()
+        for one in (
+            inherited.save_weights_and_get_sampling_client().result(),
+            client.create_sampling_client(model_path=copies[1]).result(),
+        )
+    )
+    assert ours == theirs
+    archived = rest.list_training_runs(project_id="archive").result().training_runs
+    assert {run.training_run_id for run in archived} == {run_of(path) for path in copies}
+
+
+def test_sessions_are_listed_and_hold_what_they_made(rest: tinker.RestClient, served: Served) -> None:
+    made = tinker.ServiceClient(
+        base_url=served.url, api_key=served.key, user_metadata={"team": "x"}, display_name="Nightly sweep 3"
+    )
+    train = made.create_lora_training_client("toy", rank=2).result()
+    made.create_sampling_client(base_model="toy").result()
+    model = train.get_info().model_id
+    session = model.rpartition(":train:")[0]
+    assert rest.list_sessions(limit=1).result().sessions == [session]
+    held = rest.get_session(session).result()
+    assert held.training_run_ids == [model]
+    assert held.sampler_ids == [f"{session}:sample:0"]
+    assert (held.user_metadata, held.display_name) == ({"team": "x"}, "Nightly sweep 3")
+    rest.assign_session_project(session, "night").result()
+    assert [run.training_run_id for run in rest.list_training_runs(project_id="night").result().training_runs] == [
+        model
+    ]
+    train.save_state("a").result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        [found] = rest.search_sessions(types.SessionSearchRequest(display_name="sweep NIGHT")).result().sessions
+    assert (found.session_id, found.project_id, found.checkpoints_count) == (session, "night", 1)
+    assert found.checkpoint_storage_bytes > 0
+    assert found.status.type == "active"
+    made.close("errored", "out of ideas").result()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        [found] = rest.search_sessions(types.SessionSearchRequest(session_id=session)).result().sessions
+    assert (found.status.type, found.status.reason.type, found.status.detail) == (
+        "client_finished",
+        "errored",
+        "out of ideas",
+    )
+
+
+def test_whoami_is_in_the_token(rest: tinker.RestClient) -> None:
+    who = rest.whoami().result()
+    assert (who.user_urn, who.org_urn, who.email) == ("tml:user:local", "tml:organization:local", None)
+
+
+def test_a_loan_and_a_key_let_another_load(served: Served, client: tinker.ServiceClient, train, raw) -> None:
+    """With one key they are one's own; that a stranger may is in test_tenants."""
+    path = train.save_state("lent").result().path
+    url = f"training_runs/{run_of(path)}/checkpoints/weights/lent/access_token"
+    token = raw(url, {"ttl_seconds": 60}).json()["weights_access_token"]
+    for good in (token, served.key):
+        client.create_training_client_from_state(path, weights_access_token=good).result()
+    with pytest.raises(tinker.BadRequestError, match="weights_access_token opens nothing"):
+        client.create_training_client_from_state(path, weights_access_token="tml-no").result()
+
+
+def test_checkpoints_are_found_in_the_folder_once_deleted(rest, train: tinker.TrainingClient, served: Served) -> None:
+    folders = set((served.data / "checkpoints").iterdir())
+    path = train.save_state("gone").result().path
+    [folder] = set((served.data / "checkpoints").iterdir()) - folders
+    assert Path(folder, "optimizer.safetensors").is_file()
+    rest.delete_checkpoint_from_tinker_path(path).result()
+    assert not folder.exists()
+    with pytest.raises(tinker.NotFoundError):
+        rest.delete_checkpoint_from_tinker_path(path).result()

@@ -1,0 +1,224 @@
+"""Another owner: nothing of one's is seen, nothing is changed by trying, and what is shared is shared."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from tests.service.inprocess import KEY, Api, api
+from tinsmith.service.app import create_app
+from tinsmith.service.keys import create_key
+from tinsmith.service.records import Checkpoint, Model, Session
+
+
+@dataclass(frozen=True)
+class Both:
+    """The service, one's own checkpoint in it, and a stranger's calls."""
+
+    on: Api
+    model: str
+    path: str
+    stranger: httpx.AsyncClient
+
+    @property
+    def at(self) -> str:
+        return f"training_runs/{self.model}/checkpoints/weights/a"
+
+    async def load(self, **more) -> httpx.Response:
+        """The stranger makes a model of the checkpoint."""
+        session = (await self.stranger.post("create_session", json={})).json()["session_id"]
+        body = {"session_id": session, "model_seq_id": 0, "path": self.path, "optimizer": False, **more}
+        return await self.stranger.post("load_weights", json=body)
+
+
+@asynccontextmanager
+async def both(data: Path) -> AsyncIterator[Both]:
+    async with api(data) as on:
+        model = await on.model()
+        path = (await on.call("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))["path"]
+        key, _ = await create_key(on.service.store.database, "theirs", "stranger")
+        await on.service.tenants.read()
+        transport, headers = httpx.ASGITransport(create_app(on.service)), {"X-API-Key": key}
+        async with httpx.AsyncClient(transport=transport, base_url="http://t/api/v1/", headers=headers) as stranger:
+            yield Both(on, model, path, stranger)
+
+
+def records(on: Api) -> list:
+    return [*on.service.store.all(Model), *on.service.store.all(Checkpoint), *on.service.store.all(Session)]
+
+
+def test_what_is_not_published_is_unknown_and_stays_as_it_is(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with both(tmp_path) as two:
+            session = two.model.rpartition(":train:")[0]
+            before = records(two.on)
+            tries = [
+                ("GET", f"training_runs/{two.model}", None),
+                ("GET", f"training_runs/{two.model}?access_scope=accessible", None),
+                ("GET", f"training_runs/{two.model}/checkpoints", None),
+                ("DELETE", two.at, None),
+                ("POST", f"{two.at}/publish", None),
+                ("DELETE", f"{two.at}/publish", None),
+                ("PUT", f"{two.at}/ttl", {"ttl_seconds": 3600}),
+                ("POST", f"{two.at}/access_token", {}),
+                ("GET", f"{two.at}/external_weights_urls", None),
+                ("POST", "weights_info", {"tinker_path": two.path}),
+                ("POST", "copy_weights", {"source_path": two.path, "destination_project_id": "p"}),
+                ("GET", f"sessions/{session}", None),
+                ("PUT", f"sessions/{session}/project", {"project_id": "p"}),
+                ("POST", f"sessions/{session}/finish", {}),
+                ("POST", "copy_weights", {"source_path": two.path, "session_id": session, "model_seq_id": 5}),
+            ]
+            for method, url, body in tries:
+                answer = await two.stranger.request(method, url, json=body)
+                assert answer.status_code == 404, (method, url, answer.text)
+                assert two.path in answer.text or "There is no" in answer.text
+            assert records(two.on) == before
+            assert (await two.load()).status_code == 404
+            for url in ("training_runs", "training_runs?access_scope=accessible", "checkpoints", "sessions"):
+                text = (await two.stranger.get(url)).text
+                assert two.model not in text
+                assert f'"{session}"' not in text
+
+    asyncio.run(main())
+
+
+def test_published_may_be_read_by_all_and_changed_by_none(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with both(tmp_path) as two:
+            assert (await two.on.post(f"{two.at}/publish", {})).status_code == 204
+            assert (await two.load()).status_code == 200
+            assert (await two.stranger.post("weights_info", json={"tinker_path": two.path})).status_code == 200
+            copied = await two.stranger.post(
+                "copy_weights", json={"source_path": two.path, "destination_project_id": "p"}
+            )
+            assert copied.status_code == 200
+            seen = (await two.stranger.get(f"training_runs/{two.model}/checkpoints")).json()["checkpoints"]
+            assert [one["tinker_path"] for one in seen] == [two.path]
+            for scope, status in (("accessible", 200), ("owned", 404)):
+                run = await two.stranger.get(f"training_runs/{two.model}?access_scope={scope}")
+                assert run.status_code == status
+            listed = (await two.stranger.get("training_runs?access_scope=accessible")).json()["training_runs"]
+            assert two.model in [run["training_run_id"] for run in listed]
+            for method, url in (("DELETE", two.at), ("DELETE", f"{two.at}/publish"), ("POST", f"{two.at}/publish")):
+                assert (await two.stranger.request(method, url)).status_code == 404
+            assert (await two.on.http.delete(f"/api/v1/{two.at}/publish")).status_code == 204
+            assert (await two.load()).status_code == 404
+            mine = (await two.stranger.get("checkpoints")).json()["checkpoints"]
+            assert [one["tinker_path"] for one in mine] == [copied.json()["tinker_path"]]
+
+    asyncio.run(main())
+
+
+def test_a_loan_opens_one_checkpoint_to_whoever_holds_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with both(tmp_path) as two:
+            await two.on.call("save_weights", {"model_id": two.model, "seq_id": 2, "path": "b"})
+            loan = (await two.on.post(f"{two.at}/access_token", {"ttl_seconds": 60})).json()["weights_access_token"]
+            assert (await two.load(weights_access_token=loan)).status_code == 200
+            copied = await two.stranger.post(
+                "copy_weights",
+                json={"source_path": two.path, "destination_project_id": "p"},
+                headers={"X-Tinker-Weights-Access-Token": loan},
+            )
+            assert copied.status_code == 200
+            other = two.path.replace("weights/a", "weights/b")
+            assert (await two.load(path=other, weights_access_token=loan)).status_code == 400
+            assert (await two.load(path=other, weights_access_token=KEY)).status_code == 200
+            as_key = await two.stranger.get("checkpoints", headers={"X-API-Key": loan})
+            assert as_key.status_code == 401
+
+    asyncio.run(main())
+
+
+def test_a_copy_is_made_once_for_a_key(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with both(tmp_path) as two:
+            body = {"source_path": two.path, "destination_project_id": "p"}
+
+            async def copy(key: str) -> str:
+                answer = await two.on.http.post("/api/v1/copy_weights", json=body, headers={"X-Idempotency-Key": key})
+                return answer.json()["tinker_path"]
+
+            same = await asyncio.gather(*(copy("one") for _ in range(3)))
+            assert len(set(same)) == 1
+            assert await copy("two") not in same
+        async with api(tmp_path) as on:
+            again = await on.http.post("/api/v1/copy_weights", json=body, headers={"X-Idempotency-Key": "one"})
+            assert again.json()["tinker_path"] == same[0]
+            assert len([one for one in on.service.store.all(Checkpoint) if one.name == "a"]) == 3
+            run = same[0].split("/")[2]
+            refused = await on.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
+            assert refused.status_code == 400
+
+    asyncio.run(main())
+
+
+def test_a_copy_into_a_place_of_a_session(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with both(tmp_path) as two:
+            session = two.model.rpartition(":train:")[0]
+            body = {"source_path": two.path, "session_id": session, "model_seq_id": 7}
+            for _ in range(2):
+                made = (await two.on.post("copy_weights", body)).json()
+                assert made == {"tinker_path": f"tinker://{session}:train:7/weights/a"}
+            taken = await two.on.post("copy_weights", {**body, "model_seq_id": 0})
+            assert taken.status_code == 400
+            assert "exists" in taken.text
+
+    asyncio.run(main())
+
+
+def test_tokens_end_with_the_key(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            token = (await on.post("auth/token", {})).json()["jwt"]
+            headers = {"X-API-Key": token}
+            assert (await on.http.get("/api/v1/sessions", headers=headers)).status_code == 200
+            again = await on.http.post("/api/v1/auth/token", headers=headers)
+            assert on.service.signer.key(again.json()["jwt"]) == on.service.signer.key(token)
+        async with api(tmp_path, api_key="tml-another") as on:
+            gone = await on.http.get("/api/v1/sessions", headers=headers)
+            assert gone.status_code == 401
+            assert 'error="invalid_token"' in gone.headers["WWW-Authenticate"]
+
+    asyncio.run(main())
+
+
+def test_a_link_is_over_when_its_time_is(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path, public_url="https://front.example/tinker/") as on:
+            model = await on.model()
+            await on.call("save_weights_external", {"model_id": model, "seq_id": 1, "path": "e"})
+            at = f"/api/v1/training_runs/{model}/checkpoints/external_weights/e/external_weights_urls"
+            [url, _] = (await on.http.get(at)).json()["urls"].values()
+            assert url.startswith("https://front.example/tinker/api/v1/files/")
+            [checkpoint] = on.service.store.all(Checkpoint)
+            path = f"{checkpoint.id}/adapter_config.json"
+            for ends, status in ((time.time() + 5, 200), (time.time() - 1, 410)):
+                query = on.service.signer.link(path, int(ends))
+                assert (await on.http.get(f"/api/v1/files/{path}?{query}", headers={})).status_code == status
+
+    asyncio.run(main())
+
+
+def test_a_key_revokes_itself_and_its_tokens(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with both(tmp_path) as two:
+            me = (await two.stranger.get("auth/apikey/me")).json()
+            assert (me["name"], me["details"]["user_details"]["email"]) == ("theirs", "stranger")
+            token = {"X-API-Key": (await two.stranger.post("auth/token")).json()["jwt"]}
+            assert (await two.stranger.get("auth/apikey/me", headers=token)).json() == me
+            assert (await two.stranger.delete("auth/apikey/me")).status_code == 204
+            for headers in (None, token):
+                assert (await two.stranger.get("sessions", headers=headers)).status_code == 401
+            own = await two.on.http.delete("/api/v1/auth/apikey/me")
+            assert (own.status_code, "server's own" in own.text) == (400, True)
+
+    asyncio.run(main())
