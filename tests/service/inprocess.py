@@ -18,7 +18,7 @@ from tinsmith.errors import EngineDied
 from tinsmith.service.app import create_app, running
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.deps import Service
-from tinsmith.service.engines import Started
+from tinsmith.service.engines import Start, Started
 
 KEY = "tml-test"
 Hook = Callable[[str, object], Awaitable[None] | None]
@@ -110,7 +110,7 @@ class Api:
 
 
 @asynccontextmanager
-async def api(data: Path, start: Factory | None = None, **config) -> AsyncIterator[Api]:
+async def api(data: Path, start: Start | None = None, **config) -> AsyncIterator[Api]:
     config = {"models": ("toy",), "hold_s": 5.0, "database": url_of(data), "api_key": KEY, **config}
     settings = ServeConfig(engine="fake", data=data, **config)
     loaded = asyncio.Event()

@@ -35,6 +35,7 @@ from tinsmith.service.deps import Service, key_of
 from tinsmith.service.engines import EngineHost, Start, start_engine
 from tinsmith.service.futures import Futures
 from tinsmith.service.journal import Journal
+from tinsmith.service.ledger import Ledger
 from tinsmith.service.records import Model, Session
 from tinsmith.service.routes import admin, checkpoints, files, futures, manage, runs, sampling, sessions, training
 from tinsmith.service.sampling import Sampling
@@ -98,13 +99,14 @@ async def _at_work(service: Service, on_end: Callable[[TinsmithError | None], No
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in workers))
         await asyncio.gather(*(worker.host.down() for worker in workers))
+        service.futures.shut()
 
 
 def _assemble(config: ServeConfig, store: Store, start: Start) -> Service:
     key, made = key_of(config)
     if made:
         log.info('Made a key. To use it: export TINKER_API_KEY="$(cat %s)"', config.data / "api-key")
-    promises = Futures(config.hold_s, config.retention_s)
+    promises = Futures(config.hold_s, config.retention_s, Ledger(config.data / "samples"))
     saved = Checkpoints(store, config.data / "checkpoints")
     journal = Journal(store, config.data / "journal", config.capture_every)
     workers: dict[str, Worker] = {}
@@ -121,7 +123,7 @@ def _assemble(config: ServeConfig, store: Store, start: Start) -> Service:
         checkpoints=saved,
         journal=journal,
         sessions=Sessions(store, saved, workers, config.session_timeout_s, config.retention_s),
-        sampling=Sampling(store, promises, saved, workers),
+        sampling=Sampling(store, promises, saved, workers, config.queued_samples),
         signer=signer_of(config.data),
         copies=Copies(store, saved),
         workers=workers,
@@ -152,6 +154,7 @@ async def _take_up(service: Service) -> None:
         if worker is not None:
             service.futures.open(row.id, row.owner, stored=True)
             worker.add(row)
+    service.sampling.take_up()
     for model in service.store.all(Model):
         session, worker = service.store.find(Session, model.session_id), service.workers.get(model.base_model)
         if worker is not None and model.state != "ended" and (session is None or session.ended is not None):
@@ -195,8 +198,10 @@ def _alone(folder: Path) -> Iterator[IO[str]]:
 
 async def _of_ours(_request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, TinsmithError)
-    headers = {"WWW-Authenticate": 'ApiKey error="invalid_token"'} if error.status == 401 else None  # exchange it anew
-    return JSONResponse({"detail": str(error), "category": error.category}, status_code=error.status, headers=headers)
+    exchange_anew, slow_down = {"WWW-Authenticate": 'ApiKey error="invalid_token"'}, {"retry-after-ms": "1000"}
+    headers = {401: exchange_anew, 429: slow_down}
+    told = {"detail": str(error), "category": error.category}
+    return JSONResponse(told, error.status, headers.get(error.status))
 
 
 async def _of_routing(request: Request, error: Exception) -> JSONResponse:

@@ -53,6 +53,8 @@ class Behind:
             except EngineDied:
                 return  # the replay of its request begins this again
             except TinsmithError as error:
+                if self._store.find(Checkpoint, version.id) is None:
+                    return  # it was replaced, or its session ended, while it was being written
                 log.warning("Version %s is not on disk, next try in %.0f s: %s", version.name, RETRY_S, error)
                 await asyncio.sleep(RETRY_S)
                 continue

@@ -177,6 +177,29 @@ class FutureBody(Loose):
     """retrieve_future and cancel_future."""
 
     request_id: str
+    allow_metadata_only: bool = False
+
+
+class FuturesTarget(Loose):
+    """Whose log of completions."""
+
+    sampling_session_id: str
+    cloned_sampler_id: int = 0
+
+
+class FuturesBody(Loose):
+    """retrieve_futures."""
+
+    target: FuturesTarget
+    prev_cursor: int = 0
+    timeout: float | None = None
+    retrieved_request_ids: list[str] = []
+
+
+class JoinBody(Loose):
+    """join_sampling_session."""
+
+    sampling_session_id: str
 
 
 class Chunk(Loose):

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from tinsmith.errors import BadRequest, NotFound
-from tinsmith.service.records import Checkpoint, Sampler, Session
+from tinsmith.service.records import Checkpoint, Model, Sampler, Session
 from tinsmith.service.store import Store
 
 TTL_RANGE = (3600, 315_360_000)
@@ -97,8 +97,9 @@ class Checkpoints:
         return True
 
     def used(self, version: str) -> bool:
-        """A living sampling session samples from it."""
-        users = (one for one in self._store.all(Sampler) if one.version == version)
+        """A living sampling session samples from it, or a model's inflight ones do."""
+        users: list[Sampler | Model] = [one for one in self._store.all(Sampler) if one.version == version]
+        users += [one for one in self._store.all(Model) if one.inflight == version]
         sessions = (self._store.find(Session, one.session_id) for one in users)
         return any(session is not None and session.ended is None for session in sessions)
 

@@ -9,7 +9,7 @@ import ipaddress
 from pathlib import Path
 from typing import Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig
 from tinsmith.settings import Settings
@@ -71,8 +71,14 @@ class ServeConfig(Settings):
     capture_every: int = 10
     """Optimizer steps after which a model's state is written down, so that a restart replays no more than these."""
 
-    hold_s: float = 25.0
+    compress: bool | None = None
+    """Clients send forward_backward bodies zstd-compressed; by default where a network lies between (no loopback)."""
+
+    hold_s: float = Field(default=25.0, gt=0, lt=45)
     """How long a poll for a result is held open; the client gives up at 45 s."""
+
+    queued_samples: int = 20_000
+    """Sampling requests that may wait or run at once; beyond it clients are told to slow down (429)."""
 
     session_timeout_s: float = 6 * 3600.0
     """Silence after which a session, its models and its sampling sessions end."""

@@ -40,7 +40,7 @@ class Done:
     answer: Answer
     records: tuple[Held, ...] = ()
     replaced: Checkpoint | None = None
-    """A checkpoint whose name was given anew."""
+    """A checkpoint whose name was given anew, or an inflight version that has a successor."""
     behind: Checkpoint | None = None
     """A version to be written to disk behind the answer."""
 
@@ -133,7 +133,10 @@ class Effects:
         return Done(answer=answer, records=(made,))
 
     async def _save_unnamed(self, row: Row, work: SaveSampler, model: Model, engine: Engine) -> Done:
-        """Usable at once from the engine's memory; the folder follows."""
+        """Usable at once from the engine's memory; the folder follows.
+
+        An inflight one takes the place of the version that the model's inflight sessions used so far.
+        """
         sampler_id = work.sampler_id or ""
         if self._store.find(Sampler, sampler_id) is not None:
             raise BadRequest(f"Sampling session {sampler_id} exists.", "Give each its own sampling_session_seq_id.")
@@ -145,10 +148,17 @@ class Effects:
             session_id=model.session_id,
             base_model=model.base_model,
             created=time.time(),
-            version=made.id,
+            version=None if work.inflight else made.id,
+            inflight_of=model.id if work.inflight else None,
         )
         answer = Answer.of({"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"})
-        return Done(answer=answer, records=(made, sampler), behind=made)
+        if not work.inflight:
+            return Done(answer=answer, records=(made, sampler), behind=made)
+        records = (made, sampler, replace(model, inflight=made.id))
+        return Done(answer=answer, records=records, behind=made, replaced=self._standing(model))
+
+    def _standing(self, model: Model) -> Checkpoint | None:
+        return self._store.find(Checkpoint, model.inflight) if model.inflight is not None else None
 
 
 def _kept(work: SaveState | SaveSampler) -> dict[str, Any]:

@@ -57,11 +57,13 @@ class Model:
     """The captured state holds the effect of every request up to this seq_id."""
     used: float | None = None
     """When its last request came; set when it ends, since its requests are forgotten after that."""
+    inflight: str | None = None
+    """The version that its inflight sampling sessions share; each inflight save puts a newer one here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampler:
-    """A sampling session; `version` is the checkpoint it samples from, None for the base model. Never changes."""
+    """A sampling session; `version` is the checkpoint it samples from for ever, None for the base model."""
 
     id: str
     owner: str
@@ -70,6 +72,10 @@ class Sampler:
     created: float
     model_path: str | None = None
     version: str | None = None
+    inflight_of: str | None = None
+    """The model whose `inflight` version it samples from, whichever that is at the moment."""
+    joined: int = 0
+    """Clients that were given a number of their own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +147,8 @@ class SaveSampler:
 
     name: str | None = None
     sampler_id: str | None = None
+    inflight: bool = False
+    """The sampling session samples from what the model's inflight clients share, not from these weights for ever."""
     ttl_seconds: int | None = None
     metadata: dict[str, str] | None = None
 

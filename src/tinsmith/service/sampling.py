@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 
 from tinsmith.engine.base import Engine, Heard, Sampled, SampleRequest
-from tinsmith.errors import EngineDied, EngineError, Gone, TinsmithError
+from tinsmith.errors import Busy, EngineDied, EngineError, Gone, TinsmithError
 from tinsmith.service.asample import Ask
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.futures import Futures
-from tinsmith.service.records import JSON, PROTOBUF, Answer, Checkpoint, Model, Sampler
+from tinsmith.service.records import JSON, PROTOBUF, Answer, Checkpoint, Model, Sampler, Session
 from tinsmith.service.store import Store
 from tinsmith.service.wire import encode_sampled
 from tinsmith.service.worker import Worker
@@ -29,19 +30,39 @@ LOST = Answer(status=410, media=JSON, body=b'{"detail": "This sample was lost wi
 class Sampling:
     """Requests in flight over all engines."""
 
-    def __init__(self, store: Store, futures: Futures, checkpoints: Checkpoints, workers: Mapping[str, Worker]) -> None:
+    def __init__(
+        self, store: Store, futures: Futures, checkpoints: Checkpoints, workers: Mapping[str, Worker], limit: int
+    ) -> None:
         self._store = store
         self._futures = futures
         self._checkpoints = checkpoints
         self._workers = workers
+        self._limit = limit
         self._running: dict[str, asyncio.Task[None] | asyncio.Task[Sampled]] = {}
+        self._clones: Counter[str] = Counter()
+
+    def take_up(self) -> None:
+        """What an earlier process left behind; of sessions that have ended nobody asks any more."""
+
+        def wanted(request_id: str) -> bool:
+            sampler = self._store.find(Sampler, request_id.rpartition(":")[0])
+            session = self._store.find(Session, sampler.session_id) if sampler is not None else None
+            return session is not None and session.ended is None
+
+        self._futures.take_up(wanted)
+
+    def admit(self) -> None:
+        """Raises Busy while there are too many."""
+        if len(self._running) >= self._limit:
+            raise Busy(f"{self._limit} samples are waiting here.", "Submit it again in a moment.")
 
     def submit(self, sampler: Sampler, ask: Ask, request_id: str) -> None:
         """Begin, unless the same request was submitted before."""
         if not self._futures.open(request_id, sampler.owner, stored=False):
             return
-        request = replace(ask.request, request_id=request_id, version=sampler.version)
-        task = asyncio.create_task(self._run(sampler, replace(ask, request=request)))
+        task = asyncio.create_task(
+            self._run(sampler, replace(ask, request=replace(ask.request, request_id=request_id)))
+        )
         self._running[request_id] = task
         task.add_done_callback(lambda _: self._running.pop(request_id, None))
 
@@ -52,16 +73,19 @@ class Sampling:
         task.add_done_callback(lambda _: self._running.pop(request.request_id, None))
         return task
 
-    async def cancel(self, sampler: Sampler, request_id: str) -> None:
-        """Stop the work; the future fails."""
+    async def cancel(self, request_id: str) -> None:
+        """Stop the work, in the engine too; the future fails."""
         task = self._running.get(request_id)
-        if task is None:
-            return
-        self._futures.keep(request_id, Answer.failure(Gone(f"Request {request_id} was cancelled.")))
-        host = self._workers[sampler.base_model].host
-        if host.is_up:
-            await host.engine.cancel(request_id)
-        task.cancel()
+        if task is not None:
+            self._futures.keep(request_id, Answer.failure(Gone(f"Request {request_id} was cancelled.")))
+            task.cancel()
+
+    async def join(self, sampler: Sampler) -> int:
+        """A number for one more client of a sampling session: 1, 2, …, never the same twice, also after a restart."""
+        known = self._store.find(Sampler, sampler.id) or sampler
+        self._clones[sampler.id] = number = max(self._clones[sampler.id], known.joined) + 1
+        await self._store.change(Sampler, sampler.id, joined=number)
+        return number
 
     async def close(self) -> None:
         """Abandon what runs."""
@@ -71,7 +95,7 @@ class Sampling:
     async def _run(self, sampler: Sampler, ask: Ask) -> None:
         request = ask.request
         try:
-            sampled = await self._sample(self._workers[sampler.base_model], request)
+            sampled = await self._sample(self._workers[sampler.base_model], request, sampler=sampler)
             answer = Answer(body=encode_sampled(sampled, ask.layout), media=PROTOBUF)
         except EngineDied:
             answer = LOST
@@ -82,24 +106,39 @@ class Sampling:
             answer = Answer.failure(EngineError(f"Internal error: {type(error).__name__}."))
         self._futures.keep(request.request_id, answer)
 
-    async def _sample(self, worker: Worker, request: SampleRequest, heard: Heard | None = None) -> Sampled:
+    async def _sample(
+        self, worker: Worker, request: SampleRequest, heard: Heard | None = None, sampler: Sampler | None = None
+    ) -> Sampled:
         try:
-            return await self._sample_known(worker, request, heard)
+            return await self._sample_known(worker, request, heard, sampler)
         except asyncio.CancelledError:
             with suppress(TinsmithError):
                 await worker.host.engine.cancel(request.request_id)
             raise
 
-    async def _sample_known(self, worker: Worker, request: SampleRequest, heard: Heard | None) -> Sampled:
-        engine = await self._engine_with(worker, request.version)
-        try:
-            return await engine.sample(request, heard)
-        except Gone:
-            if request.version is None or request.version not in worker.host.known:
-                raise
-        worker.host.known.discard(request.version)  # it left the engine's memory: its folder is still here
-        engine = await self._engine_with(worker, request.version)
-        return await engine.sample(request, heard)
+    async def _sample_known(
+        self, worker: Worker, request: SampleRequest, heard: Heard | None, sampler: Sampler | None
+    ) -> Sampled:
+        """A version may leave the engine, or be replaced by a newer one, just before it is used: then once more."""
+        once_more = True
+        while True:
+            if sampler is not None:
+                request = replace(request, version=self._version(sampler))
+            engine = await self._engine_with(worker, request.version)
+            try:
+                return await engine.sample(request, heard)
+            except Gone:
+                if request.version is None or not once_more:
+                    raise
+            once_more = False
+            worker.host.known.discard(request.version)  # its folder may still be here
+
+    def _version(self, sampler: Sampler) -> str | None:
+        """What it samples from now: its own for ever, or what its model's inflight clients share."""
+        if sampler.inflight_of is None:
+            return sampler.version
+        model = self._store.find(Model, sampler.inflight_of)
+        return model.inflight if model is not None else None
 
     async def _engine_with(self, worker: Worker, version: str | None) -> Engine:
         """The living engine, once it knows the version."""

@@ -103,6 +103,8 @@ class Sessions:
             worker = self._workers.get(model.base_model)
             if model.session_id == session.id and model.state != "ended" and worker is not None:
                 worker.drop(model)
+                if model.inflight is not None and await self._checkpoints.release(model.inflight):
+                    await worker.host.detach(model.inflight)
         for sampler in self._store.all(Sampler):
             if sampler.session_id != session.id:
                 continue

@@ -53,6 +53,7 @@ MODELS = Table(
     Column("captured_optimizer", Boolean, nullable=False),
     Column("covered", BigInteger, nullable=False),
     Column("used", Float),
+    Column("inflight", String),
 )
 
 SAMPLERS = Table(
@@ -65,6 +66,8 @@ SAMPLERS = Table(
     Column("created", Float, nullable=False),
     Column("model_path", String),
     Column("version", String),
+    Column("inflight_of", String),
+    Column("joined", BigInteger, nullable=False, server_default="0"),
 )
 
 CHECKPOINTS = Table(

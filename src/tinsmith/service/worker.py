@@ -239,6 +239,8 @@ class Worker:
         line.warm.set()
         if done.replaced is not None:
             await self._checkpoints.delete(done.replaced)
+            if self._store.find(Checkpoint, done.replaced.id) is None:
+                await self.host.detach(done.replaced.id)
         if done.behind is not None:
             self._behind.write(done.behind)
         model = self._store.find(Model, row.model_id)

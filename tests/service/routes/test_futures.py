@@ -1,4 +1,4 @@
-"""retrieve_future: holds, failures, what was forgotten and what never was."""
+"""retrieve_future and retrieve_futures: holds, failures, what was forgotten and what never was."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ import asyncio
 import time
 from pathlib import Path
 
+import httpx
+
 from tests.service.inprocess import Api, Factory, api, pass_body
+from tinsmith.engine.config import EngineConfig
+from tinsmith.service.engines import Started
 
 
 def sample_body(sampler: str, seq: int, **changes) -> dict:
@@ -144,5 +148,180 @@ def test_a_request_whose_base_model_is_no_longer_served_says_so(tmp_path: Path) 
             assert refused.status_code == 404
         async with api(tmp_path) as on:
             assert "metrics" in (await on.result(promise)).json()
+
+    asyncio.run(main())
+
+
+async def poll(on: Api, sampler: str, cursor: int = 0, **changes) -> httpx.Response:
+    target = {"type": "sampling_session", "sampling_session_id": sampler, "cloned_sampler_id": changes.pop("clone", 0)}
+    return await on.post("retrieve_futures", {"target": target, "prev_cursor": cursor, **changes})
+
+
+def test_one_poll_tells_what_ended_of_a_session(tmp_path: Path) -> None:
+    async def main() -> None:
+        start, gate = Factory(), asyncio.Event()
+        start.hook = lambda call, argument: gate.wait() if call == "sample" else None
+        async with api(tmp_path, start, hold_s=20) as on:
+            sampler = await base_sampler(on)
+            promises = [(await on.post("asample", sample_body(sampler, seq))).json() for seq in (0, 1, 10**18)]
+            waiting = asyncio.create_task(poll(on, sampler))
+            await asyncio.sleep(0.05)
+            assert not waiting.done()
+            gate.set()
+            answer = (await waiting).json()
+            while len(answer["completions"]) < 2:
+                answer = (await poll(on, sampler)).json()
+            for told, promise in zip(answer["completions"], promises, strict=False):
+                size = len((await on.result(promise)).content)
+                expected = {"state": "finished", "request_id": promise["request_id"]}
+                assert told == {**expected, "response_payload_uncompressed_size": size}
+            began = time.monotonic()
+            empty = (await poll(on, sampler, answer["cursor"], timeout=0)).json()
+            assert empty == {"completions": [], "cursor": answer["cursor"]}
+            assert time.monotonic() - began < 1
+            clone = (await poll(on, sampler, clone=10**9)).json()
+            assert [one["request_id"] for one in clone["completions"]] == [f"{sampler}:{10**18}"]
+
+    asyncio.run(main())
+
+
+def test_what_the_client_has_is_not_kept(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            sampler = await base_sampler(on)
+            mine, kept = [(await on.post("asample", sample_body(sampler, seq))).json() for seq in (0, 1)]
+            assert (await on.result(mine)).status_code == 200
+            ids = [mine["request_id"], "another:sample:0:1", "x"]
+            assert (await poll(on, sampler, timeout=0, retrieved_request_ids=ids)).status_code == 200
+            assert (await on.result(mine)).status_code == 410
+            assert (await on.result(kept)).status_code == 200
+            assert (await poll(on, "nobody:sample:0")).status_code == 404
+
+    asyncio.run(main())
+
+
+def test_samples_of_a_process_that_died_are_told_as_failed_until_they_are_fetched(tmp_path: Path) -> None:
+    async def main() -> None:
+        start, gate = Factory(), asyncio.Event()
+        start.hook = lambda call, argument: gate.wait() if call == "sample" and argument.max_tokens == 9 else None
+        async with api(tmp_path, start) as on:
+            sampler = await base_sampler(on)
+            fetched, ended, running = [
+                (await on.post("asample", sample_body(sampler, seq, sampling_params={"max_tokens": tokens}))).json()
+                for seq, tokens in ((0, 4), (1, 4), (2, 9))
+            ]
+            assert (await on.result(fetched)).status_code == 200
+            [_], cursor = (await poll(on, sampler)).json().values()
+        for _ in range(2):  # nobody asked the second process
+            async with api(tmp_path) as on:
+                told = (await poll(on, sampler, cursor)).json()["completions"]
+                assert told == [{"state": "failed", "request_id": one["request_id"]} for one in (ended, running)]
+        async with api(tmp_path) as on:
+            assert (await on.result(ended)).status_code == 410
+            again = await on.post(
+                "asample", sample_body(sampler, 2)
+            )  # its promise was lost on the way: the same number
+            assert again.json()["request_id"] == running["request_id"]
+            assert (await on.result(running)).status_code == 200
+        async with api(tmp_path) as on:
+            assert (await poll(on, sampler, timeout=0)).json()["completions"] == []
+
+    asyncio.run(main())
+
+
+def test_closing_answers_session_polls_with_a_pause(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path, hold_s=30) as on:
+            sampler = await base_sampler(on)
+            waiting = asyncio.create_task(poll(on, sampler))
+            await asyncio.sleep(0.05)
+            on.service.futures.close()
+            assert (await asyncio.wait_for(waiting, 2)).status_code == 408
+
+    asyncio.run(main())
+
+
+def test_a_large_result_is_announced_by_its_size_if_the_client_allows_it(tmp_path: Path, monkeypatch) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            sampler = await base_sampler(on)
+            promise = (await on.post("asample", sample_body(sampler, 0))).json()
+            size = len((await on.result(promise)).content)
+            asked = {"request_id": promise["request_id"], "allow_metadata_only": True}
+            assert len((await on.post("retrieve_future", asked)).content) == size  # small: at once
+            monkeypatch.setattr("tinsmith.service.routes.futures.INLINE", 10)
+            announced = (await on.post("retrieve_future", asked)).json()
+            assert announced == {"status": "complete_metadata", "response_payload_size": size}
+            assert len((await on.result(promise)).content) == size
+
+    asyncio.run(main())
+
+
+def test_a_pending_poll_tells_why_nothing_happens(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        start.hook = lambda call, argument: asyncio.sleep(60)
+
+        async def once(config: EngineConfig) -> Started:
+            return await (asyncio.sleep(60) if start.made else start(config))
+
+        async with api(tmp_path, once, hold_s=0.2) as on:
+            sampler = await base_sampler(on)
+            promise = (await on.post("asample", sample_body(sampler, 0))).json()
+            assert (await on.result(promise)).json() == {"queue_state": "active"}
+            start.made[-1].died.set()
+            pending = await on.result(promise)
+            assert pending.status_code == 408
+            assert pending.json()["queue_state"] == "paused_capacity"
+            assert "engine of toy" in pending.json()["queue_state_reason"]
+
+    asyncio.run(main())
+
+
+def test_too_many_samples_are_told_to_come_later(tmp_path: Path) -> None:
+    async def main() -> None:
+        start, gate = Factory(), asyncio.Event()
+        start.hook = lambda call, argument: gate.wait() if call == "sample" else None
+        async with api(tmp_path, start, queued_samples=2) as on:
+            sampler = await base_sampler(on)
+            answers = [await on.post("asample", sample_body(sampler, seq)) for seq in range(3)]
+            assert [one.status_code for one in answers] == [200, 200, 429]
+            assert answers[2].headers["retry-after-ms"] == "1000"
+            gate.set()
+            for one in answers[:2]:
+                assert (await on.result(one.json())).status_code == 200
+            assert (await on.post("asample", sample_body(sampler, 2))).status_code == 200
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_sample_leaves_the_engine(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as on:
+            sampler = await base_sampler(on)
+            endless = sample_body(sampler, 0, sampling_params={"max_tokens": 32000, "stop": []})
+            promise = (await on.post("asample", endless)).json()
+            await asyncio.sleep(0.05)
+            engine = start.made[0].engine
+            assert engine._sampling == {promise["request_id"]}  # type: ignore[attr-defined]
+            await on.post("cancel_future", promise)
+            await asyncio.sleep(0.05)
+            assert engine._sampling == set()  # type: ignore[attr-defined]
+            assert on.service.sampling._running == {}
+
+    asyncio.run(main())
+
+
+def test_training_requests_are_not_cancelled(tmp_path: Path) -> None:
+    async def main() -> None:
+        start, gate = Factory(), asyncio.Event()
+        start.hook = lambda call, argument: gate.wait() if call == "run" else None
+        async with api(tmp_path, start) as on:
+            model = await on.model()
+            promise = (await on.post("forward_backward", pass_body(model, 1))).json()
+            assert (await on.post("cancel_future", promise)).json() == {"status": "not_cancelled"}
+            gate.set()
+            assert (await on.result(promise)).headers["content-type"] == "application/x-protobuf"
 
     asyncio.run(main())

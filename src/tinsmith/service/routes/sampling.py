@@ -10,7 +10,7 @@ from fastapi import APIRouter
 from tinsmith.engine.checks import check_sample
 from tinsmith.errors import BadRequest
 from tinsmith.service.asample import decode_sample
-from tinsmith.service.bodies import SamplingSessionBody, parse
+from tinsmith.service.bodies import JoinBody, SamplingSessionBody, parse
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.records import Sampler
 
@@ -70,9 +70,18 @@ async def get_sampler(sampler_id: str, tenant: Tenant, service: ServiceDep) -> d
     return {"sampler_id": sampler.id, "base_model": name, "model_path": sampler.model_path}
 
 
+@router.post("/join_sampling_session")
+async def join_sampling_session(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+    """A number for a client that shares a sampling session; its seq_ids begin at 10^9 times it."""
+    sampler = service.sampler(parse(JoinBody, body).sampling_session_id, tenant)
+    service.sessions.alive(sampler.session_id, tenant)
+    return {"client_counter": await service.sampling.join(sampler), "type": "join_sampling_session"}
+
+
 @router.post("/asample")
 async def asample(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
     """Begin sampling; the ids of the sequences are given now, one for each."""
+    service.sampling.admit()
     ask = decode_sample(body)
     sampler = service.sampler(ask.sampler_id, tenant)
     service.sessions.alive(sampler.session_id, tenant)

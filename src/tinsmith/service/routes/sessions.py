@@ -17,8 +17,9 @@ CLIENT_CONFIG = {
     # One chunk after another: arrival is seq_id order, and a gap is a number that will never come.
     "parallel_fwdbwd_chunks": False,
     "proto_compress_fwdbwd": False,
-    "sample_use_retrieve_futures": False,
-    "sample_join_sampling_session": False,
+    # One long poll for each sampling session and clone, instead of one for each sample.
+    "sample_use_retrieve_futures": True,
+    "sample_join_sampling_session": True,
     "custom_loss_server_side": False,
     "sample_max_concurrent_requests": 2000,
     # SDKs before 0.25 and before 0.38 take the same path with these.
@@ -31,8 +32,8 @@ CLIENT_CONFIG = {
 @router.post("/client/config")
 async def client_config(_tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
     """Flags that steer the client; compression pays only where a network lies between."""
-    steered = {"pjwt_auth_enabled": service.config.tokens, "proto_compress_fwdbwd": not service.config.is_loopback}
-    return {**CLIENT_CONFIG, **steered}
+    compress = not service.config.is_loopback if service.config.compress is None else service.config.compress
+    return {**CLIENT_CONFIG, "pjwt_auth_enabled": service.config.tokens, "proto_compress_fwdbwd": compress}
 
 
 @router.post("/client/dynamic_config")

@@ -122,10 +122,8 @@ async def save_weights(tenant: Tenant, service: ServiceDep, body: RawBody) -> di
 
 @router.post("/save_weights_for_sampler")
 async def save_weights_for_sampler(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
-    """Weights for sampling: into a named checkpoint, or unnamed into a sampling session.
-
-    kind="inflight" is served as a snapshot, which the protocol allows: it runs on the saved weights or newer.
-    """
+    """Weights for sampling: into a named checkpoint, or unnamed into a sampling session, which keeps them (snapshot)
+    or goes on with those of later inflight saves (inflight)."""
     asked = parse(SaveBody, body)
     model = service.training(asked.model_id, tenant)
     if await _promised(service, model, asked.seq_id):
@@ -141,7 +139,8 @@ async def save_weights_for_sampler(tenant: Tenant, service: ServiceDep, body: Ra
         work = SaveSampler(name=asked.path, ttl_seconds=asked.ttl_seconds, metadata=asked.user_metadata)
     elif asked.sampling_session_seq_id is not None:
         sampler_id = f"{model.session_id}:sample:{asked.sampling_session_seq_id}"
-        work = SaveSampler(sampler_id=sampler_id, ttl_seconds=asked.ttl_seconds, metadata=asked.user_metadata)
+        kept = {"ttl_seconds": asked.ttl_seconds, "metadata": asked.user_metadata}
+        work = SaveSampler(sampler_id=sampler_id, inflight=asked.kind == "inflight", **kept)
     else:
         raise BadRequest("save_weights_for_sampler has neither path nor sampling_session_seq_id.", "Give one of them.")
     return await _promise(service, model, asked.seq_id, work, stored(work))

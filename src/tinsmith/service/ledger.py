@@ -1,0 +1,75 @@
+"""Samples that were promised and not fetched yet, as a file: what a process that died leaves to the next one.
+
+Results of samples live in memory alone. Whoever waits for a log of completions would wait for ever after a restart, so
+the next process must know which samples to call lost. A line is `+id` or `-id`; written at once, never synced: it
+survives the death of the process, not a power cut.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+SLACK = 10_000
+"""Lines beyond four for each open id at which the file is written anew."""
+
+
+class Ledger:
+    """Open ids, in memory and in the file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._open = dict.fromkeys(_read(file))
+        self.lost = tuple(self._open)
+        """Ids that the process before this one left open."""
+        self._lines = 0
+        self._out = self._anew()
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def open(self, request_id: str) -> None:
+        """Promised."""
+        self._open[request_id] = None
+        self._write([f"+{request_id}"])
+
+    def close(self, request_ids: Iterable[str]) -> None:
+        """Fetched, or given up."""
+        known = [one for one in request_ids if one in self._open]
+        for one in known:
+            del self._open[one]
+        self._write([f"-{one}" for one in known])
+
+    def shut(self) -> None:
+        """No more is written."""
+        os.close(self._out)
+
+    def _write(self, lines: list[str]) -> None:
+        if not lines:
+            return
+        os.write(self._out, "".join(f"{line}\n" for line in lines).encode())
+        self._lines += len(lines)
+        if self._lines > 4 * len(self._open) + SLACK:
+            os.close(self._out)
+            self._out = self._anew()
+
+    def _anew(self) -> int:
+        """The file with what is open and nothing else."""
+        scratch = self._file.with_suffix(".new")
+        scratch.write_text("".join(f"+{one}\n" for one in self._open))
+        scratch.replace(self._file)
+        self._lines = len(self._open)
+        return os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+
+def _read(file: Path) -> list[str]:
+    """What is open at the end of the file; its last line may be half written."""
+    found: dict[str, None] = {}
+    text = file.read_text(errors="replace") if file.is_file() else ""
+    for line in text[: text.rfind("\n") + 1].splitlines():
+        if line.startswith("+"):
+            found[line[1:]] = None
+        else:
+            found.pop(line[1:], None)
+    return list(found)

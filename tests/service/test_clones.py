@@ -1,0 +1,113 @@
+"""Sampling clients in several processes, and inflight ones: the unmodified SDK against a served fake."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import tinker
+from tinker import types
+
+from tests.service.conftest import SDK_LEAKS, Served, datum
+from tests.service.process import child, free_port
+from tinsmith.service.config import ServeConfig
+
+pytestmark = SDK_LEAKS
+
+TOKENS = [5, 6, 7, 8, 9]
+PROMPT = types.ModelInput.from_ints(TOKENS)
+ADAM = types.AdamParams(learning_rate=0.05)
+
+
+def step(train: tinker.TrainingClient) -> None:
+    passed = train.forward_backward([datum(TOKENS, weights=[1.0] * 4)], "cross_entropy")
+    stepped = train.optim_step(ADAM)
+    passed.result()
+    stepped.result()
+
+
+def logprobs(sampler: tinker.SamplingClient) -> list[float | None]:
+    return sampler.compute_logprobs(PROMPT).result()
+
+
+def numbers(samplers: list[tinker.SamplingClient]) -> list[int]:
+    """The clients' own, from the ids of what they sample."""
+    found = []
+    for sampler in samplers:
+        [one] = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1)).result().sequences
+        found.append(int(one.sequence_id.split(":")[-2]) // 10**9)
+    return found
+
+
+def test_copies_of_a_client_have_numbers_of_their_own(client: tinker.ServiceClient) -> None:
+    original = client.create_sampling_client(base_model="toy").result()
+    copies = [pickle.loads(pickle.dumps(original)) for _ in range(3)]
+    assert numbers([original, *copies]) == [0, 1, 2, 3]
+    assert {tuple(logprobs(one)[1:]) for one in [original, *copies]} == {tuple(logprobs(original)[1:])}
+
+
+def test_numbers_are_never_given_twice_also_after_a_restart(tmp_path: Path) -> None:
+    config = ServeConfig(models=("toy",), engine="fake", data=tmp_path, port=free_port(), api_key="tml-x")
+    with child(config) as first:
+        client = tinker.ServiceClient(base_url=first.url, api_key="tml-x")
+        original = client.create_sampling_client(base_model="toy").result()
+        assert numbers([pickle.loads(pickle.dumps(original)) for _ in range(2)]) == [1, 2]
+        first.kill()
+    with child(config):
+        handle = original.get_sampler_handle()
+        copy = tinker.SamplingClient.from_sampler_handle(handle, api_key="tml-x")
+        assert numbers([copy, original]) == [3, 0]
+
+
+@pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")
+def test_inflight_clients_share_weights_that_move(train: tinker.TrainingClient) -> None:
+    step(train)
+    still = train.save_weights_and_get_sampling_client().result()
+    first = train.save_weights_and_get_sampling_client(kind="inflight").result()
+    early = logprobs(first)
+    assert logprobs(still) == early
+    step(train)
+    assert logprobs(first) == early  # steps move nothing, saves do
+    second = train.save_weights_and_get_sampling_client(kind="inflight").result()
+    later = logprobs(second)
+    assert sum(later[1:]) > sum(early[1:])
+    assert logprobs(first) == later
+    assert logprobs(pickle.loads(pickle.dumps(first))) == later
+    assert logprobs(still) == early
+    assert first._sampling_session_id != second._sampling_session_id
+
+
+def test_only_the_newest_inflight_weights_are_kept(
+    served: Served, client: tinker.ServiceClient, train: tinker.TrainingClient
+) -> None:
+    def folders() -> set[str]:
+        return {one.name for one in (served.data / "checkpoints").iterdir()}
+
+    before = folders()
+    samplers = []
+    for _ in range(4):
+        step(train)
+        samplers.append(train.save_weights_and_get_sampling_client(kind="inflight").result())
+    expected = logprobs(samplers[-1])
+    assert all(logprobs(one) == expected for one in samplers)
+    train.save_state("settled").result()  # what is written behind has been written, or was given up
+    assert len(folders() - before) <= 2
+
+
+def test_inflight_weights_survive_a_crash(tmp_path: Path) -> None:
+    config = ServeConfig(models=("toy",), engine="fake", data=tmp_path, port=free_port(), api_key="tml-x")
+    with child(config) as first:
+        client = tinker.ServiceClient(base_url=first.url, api_key="tml-x")
+        train = client.create_lora_training_client("toy", rank=4, seed=1).result()
+        samplers = []
+        for _ in range(2):
+            step(train)
+            samplers.append(train.save_weights_and_get_sampling_client(kind="inflight").result())
+        expected = logprobs(samplers[0])
+        first.kill()
+    with child(config):
+        assert [logprobs(one) for one in samplers] == [expected] * 2
+        step(train)
+        newer = train.save_weights_and_get_sampling_client(kind="inflight").result()
+        assert logprobs(samplers[0]) == logprobs(newer) != expected
