@@ -163,6 +163,34 @@ def test_serve_answers_until_it_is_told_to_end(work, tiny_llama):
     assert process.wait(10) == 0
 
 
+def test_a_key_that_is_made_is_shown_once_and_never_logged(work):
+    command = [
+        sys.executable,
+        "-m",
+        "tinsmith",
+        "serve",
+        "engine=fake",
+        "--model",
+        "toy",
+        "--port",
+        "0",
+        "--data",
+        "data",
+    ]
+    shown = []
+    for _ in range(2):
+        process = subprocess.Popen(
+            command, cwd=work, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        )
+        assert process.stderr is not None
+        log = next(line for line in process.stderr if "Ready" in line)
+        process.terminate()
+        out, rest = process.communicate(timeout=15)
+        shown.append(out)
+        assert "tml-" not in log + rest
+    assert shown == [f"TINKER_API_KEY={(work / 'data' / 'api-key').read_text()}", ""]
+
+
 def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
     """Exit status and what went to the error stream."""
     monkeypatch.setattr(sys, "argv", ["tinsmith", *words])

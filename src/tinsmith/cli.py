@@ -87,7 +87,16 @@ def serve(
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value is not None}
     place = str(config) if config else COMMAND_LINE
-    serve_until_signal(build(ServeConfig, {**raw(config, overrides), **given}, place, overrides))
+    settings = build(ServeConfig, {**raw(config, overrides), **given}, place, overrides)
+    makes_key = settings.makes_key
+
+    def show_key(_url: str, key: str) -> None:
+        # Once, to whoever starts the server; its log, which others may read, never holds a key.
+        if makes_key:
+            sys.stdout.write(f"TINKER_API_KEY={key}\n")
+            sys.stdout.flush()
+
+    serve_until_signal(settings, on_ready=show_key)
 
 
 @app.command

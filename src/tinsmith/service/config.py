@@ -117,6 +117,16 @@ class ServeConfig(Settings):
         except ValueError:
             return self.host == "localhost"
 
+    @property
+    def key_file(self) -> Path:
+        """Where a key is kept that was made for this machine."""
+        return self.data / "api-key"
+
+    @property
+    def makes_key(self) -> bool:
+        """A key will be made: none was given, none is kept, and nobody else can connect."""
+        return self.api_key is None and self.is_loopback and not self.key_file.is_file()
+
     def sources(self) -> dict[str, list[str]]:
         """source -> the names it is served under, in the order given."""
         grouped: dict[str, list[str]] = {}

@@ -137,11 +137,10 @@ def key_of(config: ServeConfig) -> tuple[str | None, bool]:
     """
     if config.api_key is not None or not config.is_loopback:
         return config.api_key, False
-    kept = config.data / "api-key"
-    if kept.is_file():
-        return kept.read_text().strip(), False
+    if not config.makes_key:
+        return config.key_file.read_text().strip(), False
     key = made_key()
-    write_private(kept, key)
+    write_private(config.key_file, key)
     return key, True
 
 
