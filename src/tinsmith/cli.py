@@ -49,6 +49,7 @@ def serve(
     dtype: Literal["auto", "float32", "bfloat16"] | None = None,
     device: Literal["auto", "cpu", "cuda"] | None = None,
     threads: int | None = None,
+    log_format: Literal["text", "json"] | None = None,
 ) -> None:
     """Serve the Tinker API on this machine until interrupted.
 
@@ -76,6 +77,8 @@ def serve(
         auto is a GPU if there is one.
     threads
         CPU threads for tensor work; 0 is one for each core.
+    log_format
+        Of the log on standard error: text for people, json for programs.
     """
     from tinsmith.service.app import serve as serve_until_signal
     from tinsmith.service.config import ServeConfig
@@ -83,7 +86,7 @@ def serve(
 
     options = {
         "models": model, "host": host, "port": port, "data": data, "database": database, "api_key": api_key,
-        "dtype": dtype, "device": device, "threads": threads,
+        "dtype": dtype, "device": device, "threads": threads, "log_format": log_format,
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value is not None}
     place = str(config) if config else COMMAND_LINE

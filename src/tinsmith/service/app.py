@@ -12,7 +12,6 @@ import logging
 import resource
 import signal
 import socket
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -22,8 +21,6 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from rich.console import Console
-from rich.logging import RichHandler
 from starlette.exceptions import HTTPException
 
 from tinsmith.errors import ConfigError, EngineError, TinsmithError
@@ -34,21 +31,39 @@ from tinsmith.service.copies import Copies
 from tinsmith.service.deps import Service, key_of
 from tinsmith.service.engines import EngineHost, Start, start_engine
 from tinsmith.service.futures import Futures
+from tinsmith.service.gate import Drain, Gate, route_of
+from tinsmith.service.gauges import engines, held
 from tinsmith.service.journal import Journal
 from tinsmith.service.ledger import Ledger
+from tinsmith.service.logs import log_to_console
 from tinsmith.service.records import Model, Session
-from tinsmith.service.routes import admin, checkpoints, files, futures, manage, runs, sampling, sessions, training
+from tinsmith.service.routes import (
+    admin,
+    checkpoints,
+    files,
+    futures,
+    manage,
+    metrics,
+    runs,
+    sampling,
+    sessions,
+    training,
+)
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import Sessions
 from tinsmith.service.signing import signer_of
+from tinsmith.service.spans import Spans, tracing
 from tinsmith.service.store import Store, served_store
+from tinsmith.service.telemetry import Telemetry
 from tinsmith.service.tenants import Tenants
 from tinsmith.service.worker import Worker
 
 log = logging.getLogger(__name__)
 
-GRACE_S = 3
-"""For answers that are under way when the server is told to end."""
+DRAIN_S = 3.0
+"""For passes and samples that are under way when the server is told to end."""
+GRACE_S = 1
+"""For answers that are under way after that."""
 KEEP_ALIVE_S = 120
 """Longer than clients keep idle connections, so that none is closed just when it is used again."""
 
@@ -59,6 +74,8 @@ def create_app(service: Service) -> FastAPI:
     app.state.service = service
     for module in (sessions, training, sampling, futures, runs, checkpoints, manage, files, admin):
         app.include_router(module.router, prefix="/api/v1")
+    app.include_router(metrics.router)
+    app.add_middleware(Gate, telemetry=service.telemetry, drain=service.drain)
     app.add_exception_handler(TinsmithError, _of_ours)
     app.add_exception_handler(HTTPException, _of_routing)
     app.add_exception_handler(RequestValidationError, _of_parameters)
@@ -75,8 +92,8 @@ async def running(
     """
     config.data.mkdir(parents=True, exist_ok=True)
     with _alone(config.data):
-        async with served_store(config.data, config.database) as store:
-            service = _assemble(config, store, start)
+        async with served_store(config.data, config.database) as store, tracing(config.otlp_endpoint) as spans:
+            service = _assemble(config, store, start, spans)
             await _open_to_someone(service)
             await _take_up(service)
             async with _at_work(service, on_end):
@@ -102,7 +119,7 @@ async def _at_work(service: Service, on_end: Callable[[TinsmithError | None], No
         service.futures.shut()
 
 
-def _assemble(config: ServeConfig, store: Store, start: Start) -> Service:
+def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | None) -> Service:
     key, made = key_of(config)
     if made:
         log.info('Made a key. To use it: export TINKER_API_KEY="$(cat %s)"', config.data / "api-key")
@@ -110,10 +127,14 @@ def _assemble(config: ServeConfig, store: Store, start: Start) -> Service:
     saved = Checkpoints(store, config.data / "checkpoints")
     journal = Journal(store, config.data / "journal", config.capture_every)
     workers: dict[str, Worker] = {}
+    hosts: list[EngineHost] = []
+    telemetry = Telemetry(lambda: [*held(store), *engines(hosts)], spans)
     for source, names in config.sources().items():
         host = EngineHost(config.engine_config(source), names, start)
-        worker = Worker(host, store, promises, journal, saved, config.batch_tokens)
+        hosts.append(host)
+        worker = Worker(host, store, promises, journal, saved, config.batch_tokens, telemetry)
         workers |= dict.fromkeys(names, worker)
+    samples = Sampling(store, promises, saved, workers, config.queued_samples, telemetry)
     return Service(
         config=config,
         key=key,
@@ -123,9 +144,11 @@ def _assemble(config: ServeConfig, store: Store, start: Start) -> Service:
         checkpoints=saved,
         journal=journal,
         sessions=Sessions(store, saved, workers, config.session_timeout_s, config.retention_s),
-        sampling=Sampling(store, promises, saved, workers, config.queued_samples),
+        sampling=samples,
         signer=signer_of(config.data),
         copies=Copies(store, saved),
+        telemetry=telemetry,
+        drain=Drain(workers.values(), samples),
         workers=workers,
     )
 
@@ -196,8 +219,9 @@ def _alone(folder: Path) -> Iterator[IO[str]]:
         yield lock
 
 
-async def _of_ours(_request: Request, error: Exception) -> JSONResponse:
+async def _of_ours(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, TinsmithError)
+    log.info("%s %s refused with %d: %s", request.method, route_of(request.scope), error.status, error)
     exchange_anew, slow_down = {"WWW-Authenticate": 'ApiKey error="invalid_token"'}, {"retry-after-ms": "1000"}
     headers = {401: exchange_anew, 429: slow_down}
     told = {"detail": str(error), "category": error.category}
@@ -216,7 +240,31 @@ async def _of_parameters(_request: Request, error: Exception) -> JSONResponse:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to `serve`, which ends open polls before it asks uvicorn to stop."""
+    """Ends by itself when it is told to: work under way first, then open polls, then uvicorn."""
+
+    def __init__(self, options: uvicorn.Config, service: Service) -> None:
+        super().__init__(options)
+        self._service = service
+        self._finishing: asyncio.Task[None] | None = None
+
+    def told(self) -> None:
+        """A signal. A second one does not wait."""
+        if self._finishing is None:
+            log.info("Ending: what is under way is finished.")
+            self._finishing = asyncio.create_task(self._finish())
+        else:
+            self.force_exit = True
+            self.end()
+
+    def end(self) -> None:
+        """Open polls go home, and the port closes."""
+        self._service.futures.close()
+        self.should_exit = True
+
+    async def _finish(self) -> None:
+        if not await self._service.drain.run(DRAIN_S):
+            log.info("What is under way takes longer than %.0f s; the next server takes it up.", DRAIN_S)
+        self.end()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -230,7 +278,7 @@ def serve(
 
     Raises ConfigError if the port or the folder is taken, and what an engine's start raises.
     """
-    _log_to_console()
+    log_to_console(config.log_format, config.log_level)
     _many_files()
     asyncio.run(_serve(config, start, on_ready))
 
@@ -248,23 +296,18 @@ async def _serve(config: ServeConfig, start: Start, on_ready: Callable[[str, str
             timeout_keep_alive=KEEP_ALIVE_S,
             lifespan="off",
         )
-        server = _Server(options)
-
-        def end() -> None:
-            server.force_exit = server.should_exit  # a second signal does not wait
-            server.should_exit = True
-            service.futures.close()
+        server = _Server(options, service)
 
         def tell(outcome: asyncio.Future[TinsmithError | None]) -> None:
             if outcome.cancelled() or outcome.result() is not None:
-                end()
+                server.end()
                 return
             log.info("Ready: TINKER_BASE_URL=%s serves %s", url, ", ".join(service.workers))
             if on_ready is not None:
                 on_ready(url, service.key or "")
 
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, end)
+            asyncio.get_running_loop().add_signal_handler(number, server.told)
         log.info("Loading %s; listening on %s", ", ".join(config.sources()), url)
         loaded.add_done_callback(tell)
         await server.serve(sockets=[listener])
@@ -282,16 +325,6 @@ def _listen(config: ServeConfig) -> socket.socket:
     # asyncio forgets this for sockets it did not make; without it each answer waits 40 ms for the client's delayed ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
-
-
-def _log_to_console() -> None:
-    if sys.stderr.isatty():
-        console = RichHandler(console=Console(stderr=True), show_path=False)
-        logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[console])
-    else:  # a file: no colours, no wrapping
-        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    for name in ("uvicorn.error", "alembic"):
-        logging.getLogger(name).setLevel(logging.WARNING)
 
 
 def _many_files() -> None:

@@ -86,6 +86,15 @@ class ServeConfig(Settings):
     retention_s: float = 3600.0
     """How long a finished result can still be fetched."""
 
+    log_format: Literal["text", "json"] = "text"
+    """Of the log on standard error: text for people, json for programs."""
+
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """debug has a line for each finished request, info for each that failed or was refused."""
+
+    otlp_endpoint: str | None = None
+    """Where an OpenTelemetry collector takes spans over HTTP, as http://127.0.0.1:4318; without it none are made."""
+
     @field_validator("database")
     @classmethod
     def _database_is_known(cls, database: str | None) -> str | None:

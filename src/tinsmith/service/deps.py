@@ -17,13 +17,16 @@ from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.copies import Copies
 from tinsmith.service.futures import Futures
+from tinsmith.service.gate import Drain
 from tinsmith.service.journal import Journal
 from tinsmith.service.keys import ApiKey, made_key
+from tinsmith.service.logs import note
 from tinsmith.service.records import Model, Sampler
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import Sessions
 from tinsmith.service.signing import TOKEN_PREFIX, Signer, write_private
 from tinsmith.service.store import Store
+from tinsmith.service.telemetry import Telemetry
 from tinsmith.service.tenants import Tenants
 from tinsmith.service.wire import BODY_CAP
 from tinsmith.service.worker import Worker
@@ -45,6 +48,8 @@ class Service:
     sampling: Sampling
     signer: Signer
     copies: Copies
+    telemetry: Telemetry
+    drain: Drain
     workers: dict[str, Worker]
     """Served name -> the worker of its engine."""
 
@@ -57,6 +62,7 @@ class Service:
         if key is None:
             what = "The X-API-Key is not known here." if credential else "There is no X-API-Key."
             raise Unauthorized(what, "Set TINKER_API_KEY to the server's key, or to one of `tinsmith keys create`.")
+        note(owner=key.owner)
         return key
 
     def token(self, key: ApiKey) -> str:

@@ -51,6 +51,8 @@ class EngineHost:
         self._card: ModelCard | None = None
         self._ready = asyncio.Event()
         self._attaching = asyncio.Lock()
+        self.starts = 0
+        """How often it was started."""
         self.known: set[str] = set()
         """Versions that the living engine has."""
 
@@ -90,6 +92,7 @@ class EngineHost:
         """Start the engine. Raises what its start raises."""
         self._started = await self._start(self.config)
         self._card = self._started.engine.card
+        self.starts += 1
         self.known = set()
         self._ready.set()
 

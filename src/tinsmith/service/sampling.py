@@ -17,8 +17,10 @@ from tinsmith.errors import Busy, EngineDied, EngineError, Gone, TinsmithError
 from tinsmith.service.asample import Ask
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.futures import Futures
+from tinsmith.service.logs import about
 from tinsmith.service.records import JSON, PROTOBUF, Answer, Checkpoint, Model, Sampler, Session
 from tinsmith.service.store import Store
+from tinsmith.service.telemetry import Telemetry
 from tinsmith.service.wire import encode_sampled
 from tinsmith.service.worker import Worker
 
@@ -31,13 +33,20 @@ class Sampling:
     """Requests in flight over all engines."""
 
     def __init__(
-        self, store: Store, futures: Futures, checkpoints: Checkpoints, workers: Mapping[str, Worker], limit: int
+        self,
+        store: Store,
+        futures: Futures,
+        checkpoints: Checkpoints,
+        workers: Mapping[str, Worker],
+        limit: int,
+        telemetry: Telemetry,
     ) -> None:
         self._store = store
         self._futures = futures
         self._checkpoints = checkpoints
         self._workers = workers
         self._limit = limit
+        self._telemetry = telemetry
         self._running: dict[str, asyncio.Task[None] | asyncio.Task[Sampled]] = {}
         self._clones: Counter[str] = Counter()
 
@@ -60,6 +69,7 @@ class Sampling:
         """Begin, unless the same request was submitted before."""
         if not self._futures.open(request_id, sampler.owner, stored=False):
             return
+        self._telemetry.accepted(request_id, sampler.owner, "sample", sampler.base_model)
         task = asyncio.create_task(
             self._run(sampler, replace(ask, request=replace(ask.request, request_id=request_id)))
         )
@@ -70,14 +80,27 @@ class Sampling:
         """For who waits by itself: no promise is kept. Cancelling the task stops the engine's work."""
         task = asyncio.create_task(self._sample(self._workers[base_model], request, heard))
         self._running[request.request_id] = task
-        task.add_done_callback(lambda _: self._running.pop(request.request_id, None))
+        self._telemetry.accepted(request.request_id, about().owner, "completion", base_model)
+        task.add_done_callback(lambda done: self._over(request, done))
         return task
+
+    def _over(self, request: SampleRequest, done: asyncio.Task[Sampled]) -> None:
+        self._running.pop(request.request_id, None)
+        if done.cancelled():
+            self._telemetry.closed(request.request_id, Answer.failure(Gone("Nobody waits for it any more.")))
+        elif (error := done.exception()) is not None:
+            self._telemetry.closed(request.request_id, Answer.failure(EngineError(str(error))))
+        else:
+            self._telemetry.ran([request.request_id])
+            self._telemetry.closed(request.request_id, Answer.of({}), _tokens(request, done.result()))
 
     async def cancel(self, request_id: str) -> None:
         """Stop the work, in the engine too; the future fails."""
         task = self._running.get(request_id)
         if task is not None:
-            self._futures.keep(request_id, Answer.failure(Gone(f"Request {request_id} was cancelled.")))
+            answer = Answer.failure(Gone(f"Request {request_id} was cancelled."))
+            self._futures.keep(request_id, answer)
+            self._telemetry.closed(request_id, answer)
             task.cancel()
 
     async def join(self, sampler: Sampler) -> int:
@@ -87,6 +110,11 @@ class Sampling:
         await self._store.change(Sampler, sampler.id, joined=number)
         return number
 
+    async def idle(self) -> None:
+        """Wait until nothing runs."""
+        if self._running:
+            await asyncio.wait(self._running.values())
+
     async def close(self) -> None:
         """Abandon what runs."""
         for task in list(self._running.values()):
@@ -94,8 +122,11 @@ class Sampling:
 
     async def _run(self, sampler: Sampler, ask: Ask) -> None:
         request = ask.request
+        tokens: dict[str, int] = {}
         try:
             sampled = await self._sample(self._workers[sampler.base_model], request, sampler=sampler)
+            self._telemetry.ran([request.request_id])
+            tokens = _tokens(request, sampled)
             answer = Answer(body=encode_sampled(sampled, ask.layout), media=PROTOBUF)
         except EngineDied:
             answer = LOST
@@ -105,6 +136,7 @@ class Sampling:
             log.exception("Sampling request %s failed.", request.request_id)
             answer = Answer.failure(EngineError(f"Internal error: {type(error).__name__}."))
         self._futures.keep(request.request_id, answer)
+        self._telemetry.closed(request.request_id, answer, tokens)
 
     async def _sample(
         self, worker: Worker, request: SampleRequest, heard: Heard | None = None, sampler: Sampler | None = None
@@ -125,6 +157,7 @@ class Sampling:
             if sampler is not None:
                 request = replace(request, version=self._version(sampler))
             engine = await self._engine_with(worker, request.version)
+            self._telemetry.taken([request.request_id])
             try:
                 return await engine.sample(request, heard)
             except Gone:
@@ -157,3 +190,12 @@ class Sampling:
                 raise Gone("The weights of this sampling session were lost.", "Create another.")
             await worker.revived(model)
         return host.engine
+
+
+def _tokens(request: SampleRequest, sampled: Sampled) -> dict[str, int]:
+    """What is counted: tokens of the prompt, those of them that the cache held, tokens sampled."""
+    return {
+        "prompt": len(request.prompt),
+        "prompt_cached": sampled.prompt_cache_hit_tokens,
+        "sample": sum(len(sequence.tokens) for sequence in sampled.sequences),
+    }

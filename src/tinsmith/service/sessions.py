@@ -15,6 +15,7 @@ from contextlib import suppress
 from tinsmith.errors import BadRequest, NotFound
 from tinsmith.service.bodies import SessionBody
 from tinsmith.service.checkpoints import Checkpoints
+from tinsmith.service.logs import note
 from tinsmith.service.records import Model, Sampler, Session
 from tinsmith.service.store import Store
 from tinsmith.service.worker import Worker
@@ -75,6 +76,7 @@ class Sessions:
         session = self._store.find(Session, session_id)
         if session is None or session.owner != owner:
             raise NotFound(f"There is no session {session_id}.", "Create one.")
+        note(session_id=session_id)
         return session
 
     def alive(self, session_id: str, owner: str) -> Session:

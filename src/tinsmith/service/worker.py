@@ -21,10 +21,11 @@ from tinsmith.service.effects import Done, Effects
 from tinsmith.service.engines import EngineHost
 from tinsmith.service.futures import Futures
 from tinsmith.service.journal import Journal
-from tinsmith.service.payloads import row_of
+from tinsmith.service.payloads import row_of, stored_kind
 from tinsmith.service.records import PROTOBUF, Answer, Checkpoint, Drop, Load, Model, Revive, Row, SaveState, Step, Work
 from tinsmith.service.scheduler import next_batch
 from tinsmith.service.store import Finished, Store
+from tinsmith.service.telemetry import Telemetry
 from tinsmith.service.wire import encode_pass
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ class Worker:
         journal: Journal,
         checkpoints: Checkpoints,
         batch_tokens: int,
+        telemetry: Telemetry,
     ) -> None:
         self.host = host
         self._store = store
@@ -68,11 +70,15 @@ class Worker:
         self._checkpoints = checkpoints
         self._effects = Effects(store, checkpoints, journal)
         self._batch_tokens = batch_tokens
+        self._telemetry = telemetry
         self._rows: dict[str, Row] = {}
         self._lines: dict[str, Line] = {}
         self._deaths: Counter[str] = Counter()
         self._order = 0
         self._wake = asyncio.Event()
+        self._ending = False
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._behind = Behind(host, store, checkpoints)
 
     def line(self, model_id: str) -> Line:
@@ -93,6 +99,8 @@ class Worker:
         """Queue a row. Its promise is the caller's matter."""
         self._order = max(self._order, row.order)
         self._rows[row.id] = row
+        if not isinstance(row.work, Drop | Revive):
+            self._telemetry.accepted(row.id, row.owner, stored_kind(row.work), self.host.names[0])
         self._wake.set()
 
     def drop(self, model: Model) -> None:
@@ -119,14 +127,22 @@ class Worker:
                     await self._start_again()
                     watch = self._watch()
                 self._wake.clear()
-                batch = next_batch(self._rows.values(), self._batch_tokens, last_owner)
+                batch = () if self._ending else next_batch(self._rows.values(), self._batch_tokens, last_owner)
                 if batch:
                     last_owner = batch[0].owner
+                    self._idle.clear()
                     await self._attempt(batch)
                 else:
+                    self._idle.set()
                     await self._wake.wait()
         finally:
             watch.cancel()
+
+    async def idle(self) -> None:
+        """Begin no further batch, and wait until the one under way is done and its results are written."""
+        self._ending = True
+        self._wake.set()
+        await self._idle.wait()
 
     async def close(self) -> None:
         """Abandon what is being written behind; a replay makes it again."""
@@ -161,8 +177,8 @@ class Worker:
         except Exception as error:  # a fault of ours, or of the disk: the rows fail, the loop goes on
             log.exception("Requests %s failed.", ", ".join(row.id for row in batch))
             for row in batch:
-                self._rows.pop(row.id, None)
-                self._futures.keep(row.id, Answer.failure(EngineError(f"Internal error: {type(error).__name__}.")))
+                answer = Answer.failure(EngineError(f"Internal error: {type(error).__name__}."))
+                self._close([Finished(row=row, answer=answer)])
 
     async def _warm(self, batch: Sequence[Row]) -> list[Row]:
         """The rows whose models the engine has, brought back if need be; rows of models that cannot be fail."""
@@ -200,7 +216,10 @@ class Worker:
 
     async def _run_passes(self, batch: Sequence[Row]) -> None:
         works = [row.work for row in batch if isinstance(row.work, Pass)]
+        self._telemetry.batch(self.host.names[0], [row.tokens for row in batch], self._batch_tokens)
+        self._telemetry.taken(row.id for row in batch)
         results = await self.host.engine.run(works)
+        self._telemetry.ran(row.id for row in batch)
         stamp = time.time_ns()
         ends = [
             Finished(row=row, answer=_answer(result), batch=stamp) for row, result in zip(batch, results, strict=True)
@@ -220,6 +239,7 @@ class Worker:
             self._rows.pop(row.id, None)
             self._lines.pop(row.model_id, Line()).warm.set()
             return
+        self._telemetry.taken([row.id])
         try:
             done = await self._effects.perform(row, model, self.host.engine)
         except EngineDied:
@@ -228,6 +248,7 @@ class Worker:
             failed = replace(model, state="failed") if model.state == "pending" else model
             await self._fail(row, error, failed)
             return
+        self._telemetry.ran([row.id])
         end = Finished(row=row, answer=done.answer)
         await self._store.finish([end], *done.records)
         self._close([end])
@@ -282,6 +303,10 @@ class Worker:
             self._rows.pop(end.row.id, None)
             self._deaths.pop(end.row.id, None)
             self._futures.keep(end.row.id, end.answer)
+            done = isinstance(end.row.work, Pass) and not end.answer.failed
+            self._telemetry.closed(
+                end.row.id, end.answer, {stored_kind(end.row.work): end.row.tokens} if done else None
+            )
 
 
 def _answer(result: PassResult | TinsmithError) -> Answer:

@@ -15,6 +15,7 @@ from tinsmith.errors import EngineError, Gone, NotFound, TinsmithError
 from tinsmith.service.bodies import FutureBody, FuturesBody, parse
 from tinsmith.service.completions import Completion, Target
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.logs import note
 from tinsmith.service.records import Answer, Model, Sampler
 
 log = logging.getLogger(__name__)
@@ -29,6 +30,7 @@ INLINE = 2**20
 async def retrieve_future(tenant: Tenant, service: ServiceDep, body: RawBody) -> Response:
     """The result of a promise; again and again for a while, since a response may be lost on its way."""
     asked = parse(FutureBody, body)
+    note(request_id=asked.request_id)
     try:
         answer = await _answer(service, asked.request_id, tenant)
     except TinsmithError:

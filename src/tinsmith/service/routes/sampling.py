@@ -12,6 +12,7 @@ from tinsmith.errors import BadRequest
 from tinsmith.service.asample import decode_sample
 from tinsmith.service.bodies import JoinBody, SamplingSessionBody, parse
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.logs import note
 from tinsmith.service.records import Sampler
 
 router = APIRouter()
@@ -83,6 +84,7 @@ async def asample(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[st
     """Begin sampling; the ids of the sequences are given now, one for each."""
     service.sampling.admit()
     ask = decode_sample(body)
+    note(request_id=f"{ask.sampler_id}:{ask.seq}")
     sampler = service.sampler(ask.sampler_id, tenant)
     service.sessions.alive(sampler.session_id, tenant)
     check_sample(ask.request, await service.worker(sampler.base_model).host.card())

@@ -26,6 +26,7 @@ from tinsmith.service.bodies import (
 from tinsmith.service.checkpoints import check_name, check_ttl
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.external import recipients
+from tinsmith.service.logs import note
 from tinsmith.service.payloads import stored
 from tinsmith.service.records import Checkpoint, Create, Load, Model, SaveExternal, SaveSampler, SaveState, Step, Work
 from tinsmith.service.wire import decode_pass, decompressed
@@ -219,6 +220,7 @@ async def _promised(service: Service, model: Model, seq: int) -> bool:
 
     Payloads are not compared: a repeated save carries a new sampling_session_seq_id.
     """
+    note(request_id=_request_id(model.id, seq))
     line = service.worker(model.base_model).line(model.id)
     if seq < 1:
         raise BadRequest(f"seq_id is {seq}.", "The first request of a model has 1.")

@@ -1,0 +1,121 @@
+"""Log lines: text for people, JSON for programs. Each tells the request, the session and the owner that it concerns.
+
+A task that answers a request, or carries one out, notes what it is about; every line written below it has that, and
+tasks begun by it inherit it. Keys, prompts and results are in no line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.logging import RichHandler
+
+_VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
+"""A client's text must not begin lines of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What the lines of a task concern; empty where nothing is known."""
+
+    owner: str = ""
+    session_id: str = ""
+    request_id: str = ""
+
+
+_ABOUT: ContextVar[About] = ContextVar("about", default=About())  # noqa: B039 - frozen
+_ARRIVED: ContextVar[int] = ContextVar("arrived", default=0)
+
+
+def about() -> About:
+    """What is noted here."""
+    return _ABOUT.get()
+
+
+@contextmanager
+def concerning(request_id: str = "", owner: str = "") -> Iterator[None]:
+    """Lines inside concern this request; its id begins with its session's."""
+    token = _ABOUT.set(About(owner, request_id.partition(":")[0], request_id))
+    try:
+        yield
+    finally:
+        _ABOUT.reset(token)
+
+
+@contextmanager
+def arriving() -> Iterator[None]:
+    """An HTTP request is answered inside: it came now, and nothing is known of it yet."""
+    token = _ARRIVED.set(time.time_ns())
+    try:
+        with concerning():
+            yield
+    finally:
+        _ARRIVED.reset(token)
+
+
+def arrived() -> int:
+    """When the HTTP request came that is being answered, in nanoseconds since 1970; 0 outside of one."""
+    return _ARRIVED.get()
+
+
+def note(**known: str) -> None:
+    """More is known of what is being answered: owner, session_id or request_id."""
+    _ABOUT.set(replace(_ABOUT.get(), **known))
+
+
+class TextLines(logging.Formatter):
+    """`time LEVEL message [request=… session=… owner=…]`; on a terminal rich writes time and level."""
+
+    def __init__(self, *, bare: bool = False) -> None:
+        super().__init__("%(message)s" if bare else "%(asctime)s %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        """One line, whatever a client put into it."""
+        known = {name.removesuffix("_id"): value for name, value in asdict(_ABOUT.get()).items() if value}
+        about = " ".join(f"{name}={value}" for name, value in reversed(known.items()))
+        line = super().formatMessage(record)
+        return (f"{line} [{about}]" if about else line).translate(_VISIBLE)
+
+
+class JsonLines(logging.Formatter):
+    """An object a line: time, level, logger, message, what it concerns, and the traceback of an exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line."""
+        line: dict[str, Any] = {
+            "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **{name: value for name, value in asdict(_ABOUT.get()).items() if value},
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def log_to_console(form: Literal["text", "json"], level: str) -> None:
+    """The process's log from here on, on standard error."""
+    target: logging.Handler
+    if form == "json":
+        target = logging.StreamHandler()
+        target.setFormatter(JsonLines())
+    elif sys.stderr.isatty():
+        target = RichHandler(console=Console(stderr=True), show_path=False)
+        target.setFormatter(TextLines(bare=True))
+    else:  # a file: no colours, no wrapping
+        target = logging.StreamHandler()
+        target.setFormatter(TextLines())
+    logging.basicConfig(level=logging.INFO, handlers=[target])
+    logging.getLogger("tinsmith").setLevel(level.upper())
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

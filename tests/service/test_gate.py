@@ -1,0 +1,69 @@
+"""The end of a server: what is under way finishes and is written, new work is refused in a way that clients retry."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import tinker
+
+from tests.service.conftest import SDK_LEAKS, datum
+from tests.service.process import child, free_port
+from tinsmith.service.config import ServeConfig
+
+pytestmark = SDK_LEAKS
+KEY = "tml-x"
+
+
+def config(data: Path) -> ServeConfig:
+    return ServeConfig(models=("toy",), engine="fake", data=data, api_key=KEY, port=free_port())
+
+
+def test_what_is_under_way_ends_and_new_work_is_refused_with_a_time_to_come_back(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    with (
+        child(settings, delay=1.5) as running,
+        httpx.Client(base_url=f"{running.url}/api/v1", headers={"X-API-Key": KEY}, timeout=20) as http,
+    ):
+        session = http.post("/create_session", json={}).json()["session_id"]
+        made = http.post("/create_model", json={"session_id": session, "model_seq_id": 0, "base_model": "toy"}).json()
+        http.post("/retrieve_future", json=made)
+        step = {"model_id": made["model_id"], "adam_params": {}}
+        first, second = (http.post("/optim_step", json={**step, "seq_id": seq}).json() for seq in (1, 2))
+        time.sleep(0.3)
+        running.popen.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        refused = http.post("/optim_step", json={**step, "seq_id": 3})
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+        assert http.post("/session_heartbeat", json={"session_id": session}).status_code == 200
+        assert "metrics" in http.post("/retrieve_future", json=first).json()
+        assert running.popen.wait(10) == 0
+    with (
+        child(settings) as running,
+        httpx.Client(base_url=f"{running.url}/api/v1", headers={"X-API-Key": KEY}, timeout=20) as http,
+    ):
+        assert "metrics" in http.post("/retrieve_future", json=second).json()
+
+
+def test_an_sdk_client_notices_nothing_of_a_server_that_is_replaced(tmp_path: Path) -> None:
+    settings = config(tmp_path)
+    with child(settings, delay=0.5) as running:
+        client = tinker.ServiceClient(base_url=running.url, api_key=KEY)
+        model = client.create_lora_training_client("toy", rank=4, seed=1).result()
+        under_way = model.forward_backward([datum([5, 6, 7])], "cross_entropy")
+        time.sleep(0.2)
+        running.popen.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        done = []
+        asked = threading.Thread(target=lambda: done.append(model.optim_step(tinker.types.AdamParams()).result()))
+        asked.start()
+        assert under_way.result().metrics["loss:sum"] > 0
+        assert running.popen.wait(10) == 0
+    with child(settings):
+        asked.join(60)
+        assert len(done) == 1
+        assert model.forward([datum([5, 6, 7])], "cross_entropy").result().metrics["loss:sum"] > 0
+        client.close("success").result()

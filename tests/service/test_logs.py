@@ -1,0 +1,103 @@
+"""Log lines: what they concern, in both forms, and what must not be in them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.service.inprocess import KEY, api, pass_body
+from tests.service.process import child, free_port
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.logs import JsonLines, TextLines, concerning, note
+
+
+def record(message: str, *values: object) -> logging.LogRecord:
+    return logging.LogRecord("tinsmith.x", logging.INFO, "file", 1, message, values, None)
+
+
+def test_text_lines_end_with_what_they_concern_and_are_single_lines() -> None:
+    lines = TextLines(bare=True)
+    assert lines.format(record("plain")) == "plain"
+    with concerning("s1:train:0:4", "ann"):
+        assert lines.format(record("slow")) == "slow [request=s1:train:0:4 session=s1 owner=ann]"
+        with concerning():
+            note(owner="ben")
+            assert lines.format(record("x\n2026 INFO forged\x1b[31m")) == "x\\x0a2026 INFO forged\\x1b[31m [owner=ben]"
+    assert lines.format(record("plain")) == "plain"
+
+
+def test_json_lines_are_objects_with_the_same_knowledge_and_the_traceback() -> None:
+    try:
+        raise ValueError("inner")
+    except ValueError as error:
+        failed = record("bad %s", "luck")
+        failed.exc_info = (type(error), error, error.__traceback__)
+    with concerning("s1:sample:0:9", "ann"):
+        line = json.loads(JsonLines().format(failed))
+    assert line["message"] == "bad luck"
+    assert (line["request_id"], line["session_id"], line["owner"]) == ("s1:sample:0:9", "s1", "ann")
+    assert line["exception"].endswith("ValueError: inner")
+    assert "request_id" not in json.loads(JsonLines().format(record("plain")))
+
+
+def test_tasks_begun_by_a_request_inherit_what_it_concerns(caplog: pytest.LogCaptureFixture) -> None:
+    async def inner() -> str:
+        await asyncio.sleep(0)
+        return TextLines(bare=True).format(record("later"))
+
+    async def story() -> list[str]:
+        with concerning("a:sample:0:1"):
+            first = asyncio.create_task(inner())
+        with concerning("b:sample:0:1"):
+            second = asyncio.create_task(inner())
+        return [await first, await second]
+
+    first, second = asyncio.run(story())
+    assert "session=a" in first
+    assert "session=b" in second
+
+
+def test_refused_and_failed_requests_have_a_line_each_and_done_ones_in_debug(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "tinsmith")
+    caplog.handler.setFormatter(JsonLines())
+
+    async def story() -> str:
+        async with api(tmp_path) as app:
+            model = await app.model()
+            await app.result((await app.post("forward_backward", pass_body(model, 1))).json())
+            await app.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"beta1": 7}})
+            return model
+
+    model = asyncio.run(story())
+    lines = [json.loads(line) for line in caplog.text.splitlines()]
+    [refused] = [line for line in lines if "refused with 400" in line["message"]]
+    assert refused["message"].startswith("POST /optim_step")
+    assert (refused["request_id"], refused["owner"]) == (f"{model}:2", "local")
+    [done] = [line for line in lines if line["message"].startswith("forward_backward done: submit")]
+    assert (done["request_id"], done["level"]) == (f"{model}:1", "debug")
+
+
+def test_a_served_log_is_json_throughout_and_holds_no_key(tmp_path: Path) -> None:
+    settings = ServeConfig(
+        models=("toy",), engine="fake", data=tmp_path, api_key=KEY, port=free_port(), log_format="json"
+    )
+    with child(settings) as running:
+        for key in (KEY, "tml-guessed"):
+            httpx.post(f"{running.url}/api/v1/get_info", json={"model_id": "none"}, headers={"X-API-Key": key})
+        running.popen.terminate()
+        assert running.popen.wait(10) == 0
+    text = (tmp_path / "log").read_text()
+    messages = [json.loads(line)["message"] for line in text.splitlines()]
+    assert [line.partition(":")[0] for line in messages if "refused" in line] == [
+        "POST /get_info refused with 404",
+        "POST /get_info refused with 401",
+    ]
+    assert KEY not in text
+    assert "tml-guessed" not in text

@@ -1,0 +1,143 @@
+"""What /metrics tells, who may read it, and the stages of a request as spans."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.service.inprocess import KEY, Api, Factory, api, pass_body
+from tinsmith.service.app import create_app
+from tinsmith.service.records import Answer
+from tinsmith.service.spans import spans_to
+from tinsmith.service.telemetry import Telemetry
+
+
+async def measured(app: Api) -> dict[tuple[str, ...], float]:
+    """(name, label values in the order of their names) -> value, as Prometheus's own parser reads it."""
+    answer = await app.http.get("/metrics")
+    assert answer.status_code == 200, answer.text
+    families = text_string_to_metric_families(answer.text)
+    return {
+        (one.name, *(one.labels[name] for name in sorted(one.labels))): one.value
+        for family in families
+        for one in family.samples
+    }
+
+
+async def sampled(app: Api, session: str, seq: int = 0, **params) -> httpx.Response:
+    made = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+    sampler = (await app.post("create_sampling_session", made)).json()["sampling_session_id"]
+    prompt = {"chunks": [{"tokens": [1, 2, 3]}]}
+    body = {"sampling_session_id": sampler, "seq_id": seq, "prompt": prompt, "sampling_params": params}
+    return await app.post("asample", body)
+
+
+def test_metrics_count_requests_tokens_batches_and_what_is_held(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with api(tmp_path, batch_tokens=10) as app:
+            model = await app.model()
+            await app.result((await app.post("forward_backward", pass_body(model, 1))).json())
+            await app.result((await app.post("forward_backward", pass_body(model, 2, forward_only=True))).json())
+            await app.step(model, 3)
+            session = model.partition(":")[0]
+            await app.result((await sampled(app, session, max_tokens=5, stop=[])).json())
+            refused = await app.post("optim_step", {"model_id": model, "seq_id": 4, "adam_params": {"beta1": 7}})
+            assert refused.status_code == 400
+            values = await measured(app)
+            for kind in ("create", "forward_backward", "forward", "step", "sample"):
+                assert values["tinsmith_requests_total", kind, "toy", "done", "local"] == 1
+                assert values["tinsmith_request_seconds_count", kind, "total"] == 1
+            tokens = {kind: values["tinsmith_tokens_total", kind, "toy", "local"] for kind in ("prompt", "sample")}
+            assert tokens == {"prompt": 3, "sample": 5}
+            assert values["tinsmith_tokens_total", "forward_backward", "toy", "local"] == 3
+            assert values["tinsmith_tokens_total", "forward", "toy", "local"] == 3
+            assert values["tinsmith_batch_requests_count", "toy"] == 2
+            assert values["tinsmith_batch_fill_ratio_sum", "toy"] == pytest.approx(0.6)
+            assert values["tinsmith_objects", "model", "local"] == 1
+            assert values["tinsmith_engine_up", "toy"] == 1
+            assert values["tinsmith_engine_restarts_total", "toy"] == 0
+            assert values["tinsmith_http_seconds_count", "POST", "/optim_step", "400"] == 1
+            assert values[("process_resident_memory_bytes",)] > 1e6
+
+    asyncio.run(story())
+
+
+def test_the_queue_is_seen_while_it_waits_and_a_dead_engine_is_counted(tmp_path: Path) -> None:
+    async def story() -> None:
+        factory, go = Factory(), asyncio.Event()
+        factory.hook = lambda call, argument: go.wait() if call in ("step", "sample") else None
+        async with api(tmp_path, factory) as app:
+            model = await app.model()
+            for seq in (1, 2, 3):
+                await app.post("optim_step", {"model_id": model, "seq_id": seq, "adam_params": {}})
+            await sampled(app, model.partition(":")[0], max_tokens=1)
+            await asyncio.sleep(0.05)
+            values = await measured(app)
+            assert values["tinsmith_queue_requests", "step", "local", "running"] == 1
+            assert values["tinsmith_queue_requests", "step", "local", "waiting"] == 2
+            assert values["tinsmith_queue_requests", "sample", "local", "running"] == 1
+            factory.kill()
+            go.set()
+            await app.result({"request_id": f"{model}:3"})
+            values = await measured(app)
+            assert values["tinsmith_engine_restarts_total", "toy"] == 1
+            assert values["tinsmith_requests_total", "sample", "toy", "failed", "local"] == 1
+            assert not [name for name in values if name[0] == "tinsmith_queue_requests"]
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("client", "headers", "status"),
+    [
+        ("127.0.0.1", {}, 200),
+        ("::1", {}, 200),
+        ("10.0.0.7", {}, 401),
+        ("127.0.0.1", {"X-Forwarded-For": "10.0.0.7"}, 401),
+        ("10.0.0.7", {"X-API-Key": KEY}, 200),
+        ("10.0.0.7", {"Authorization": f"Bearer {KEY}"}, 200),
+        ("10.0.0.7", {"Authorization": "Bearer tml-other"}, 401),
+    ],
+)
+def test_metrics_are_for_this_machine_and_for_the_servers_own_key(
+    tmp_path: Path, client: str, headers: dict[str, str], status: int
+) -> None:
+    async def story() -> None:
+        async with api(tmp_path) as app:
+            transport = httpx.ASGITransport(create_app(app.service), client=(client, 1))
+            async with httpx.AsyncClient(transport=transport, base_url="http://t") as http:
+                assert (await http.get("/metrics", headers=headers)).status_code == status
+
+    asyncio.run(story())
+
+
+def test_a_request_is_a_span_with_its_stages_inside() -> None:
+    memory = InMemorySpanExporter()
+    spans = spans_to(SimpleSpanProcessor(memory))
+    telemetry = Telemetry(lambda: [], spans)
+    for request_id in ("s:train:0:1", "s:train:0:2"):
+        telemetry.accepted(request_id, "ann", "forward_backward", "toy")
+    telemetry.taken(["s:train:0:1"])
+    telemetry.ran(["s:train:0:1"])
+    telemetry.closed("s:train:0:1", Answer.of({}), {"forward_backward": 7})
+    telemetry.closed("s:train:0:2", Answer(body=b'{"error": "too long"}', failed=True))
+    telemetry.closed("unknown", Answer.of({}))
+    *inner, whole = memory.get_finished_spans()[:5]
+    assert [one.name for one in inner] == ["submit", "queue", "pass", "result"]
+    assert {one.parent.span_id for one in inner if one.parent} == {whole.context.span_id}
+    assert whole.attributes is not None
+    assert whole.attributes["tinsmith.session_id"] == "s"
+    assert whole.attributes["tinsmith.tokens.forward_backward"] == 7
+    assert inner[0].start_time == whole.start_time
+    assert inner[-1].end_time == whole.end_time
+    assert [one.end_time for one in inner[:-1]] == [one.start_time for one in inner[1:]]
+    *inner, failed = memory.get_finished_spans()[5:]
+    assert [one.name for one in inner] == ["submit", "queue"]
+    assert failed.status.description == "too long"
+    spans.close()
