@@ -69,8 +69,7 @@ def serve(
     database
         postgresql+psycopg://USER:PASSWORD@HOST/NAME; without it a SQLite file in the data folder.
     api_key
-        The server's own key, tml-…, which may do everything; without it, on loopback, one is made and kept in the data
-        folder. More keys: tinsmith keys.
+        The server's own key, tml-…; without it, on loopback, one is made and kept there. More: tinsmith keys.
     dtype
         Of the base models; auto is bfloat16 where the hardware is fast at it.
     device
@@ -91,15 +90,7 @@ def serve(
     given = {name: value for name, value in options.items() if value is not None}
     place = str(config) if config else COMMAND_LINE
     settings = build(ServeConfig, {**raw(config, overrides), **given}, place, overrides)
-    makes_key = settings.makes_key
-
-    def show_key(_url: str, key: str) -> None:
-        # Once, to whoever starts the server; its log, which others may read, never holds a key.
-        if makes_key:
-            sys.stdout.write(f"TINKER_API_KEY={key}\n")
-            sys.stdout.flush()
-
-    serve_until_signal(settings, on_ready=show_key)
+    serve_until_signal(settings, on_ready=_show_key if settings.makes_key else None)
 
 
 @app.command
@@ -240,6 +231,12 @@ def _tell_where(settings: RunConfig, state: State, console: Console) -> None:
     places += [("weights", state.sampling_path), ("go on from", state.path)]
     for name, place in places:
         console.print(f"[dim]{name:>10}[/]  {_plain(str(place))}", highlight=False, soft_wrap=True)
+
+
+def _show_key(_url: str, key: str) -> None:
+    """Once, to whoever starts the server; its log, which others may read, never holds a key."""
+    sys.stdout.write(f"TINKER_API_KEY={key}\n")
+    sys.stdout.flush()
 
 
 def _plain(text: str) -> str:

@@ -98,3 +98,7 @@ class Busy(UserError):
     """Over a quota for now; the same request may go through later."""
 
     status = 429
+
+    def __init__(self, what: str, hint: str = "", *, retry_after_ms: int = 1000) -> None:
+        super().__init__(what, hint)
+        self.retry_after_ms = retry_after_ms

@@ -2,7 +2,8 @@
 
 import torch
 
-from tinsmith.engine.cache import SMALLEST, Cache, Cached, CacheShape, Row
+from tinsmith.engine.cache import Cache, Cached, CacheShape, Row
+from tinsmith.engine.room import SMALLEST, capacity
 
 SHAPE = CacheShape(layers=2, heads=2, width=4, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -41,7 +42,7 @@ def test_a_row_that_is_full_moves_to_the_next_bank() -> None:
 
 def test_capacities_leave_at_most_a_third_idle() -> None:
     for length in range(SMALLEST, 9000):
-        assert length <= Cache.capacity(length) < 1.5 * length + 1
+        assert length <= capacity(length) < 1.5 * length + 1
 
 
 def test_an_empty_bank_gives_its_memory_back() -> None:

@@ -19,6 +19,7 @@ from tinsmith.service.app import create_app, running
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.deps import Service
 from tinsmith.service.engines import Start, Started
+from tinsmith.service.keys import create_key
 
 KEY = "tml-test"
 Hook = Callable[[str, object], Awaitable[None] | None]
@@ -80,15 +81,25 @@ class Factory:
 
 
 class Api:
-    """Raw calls to the app."""
+    """Raw calls to the app, with the server's own key or another's."""
 
-    def __init__(self, http: httpx.AsyncClient, service: Service) -> None:
+    def __init__(self, http: httpx.AsyncClient, service: Service, key: str | None = None) -> None:
         self.http = http
         self.service = service
+        self._headers = {"X-API-Key": key} if key else {}
 
-    async def post(self, path: str, body: object) -> httpx.Response:
+    async def tenant(self, name: str) -> Api:
+        """The same service for another tenant."""
+        key, _ = await create_key(self.service.store.database, name, name)
+        await self.service.tenants.read()
+        return Api(self.http, self.service, key)
+
+    async def post(self, path: str, body: object, method: str = "POST") -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await self.http.post(f"/api/v1/{path}", content=content)
+        return await self.http.request(method, f"/api/v1/{path}", content=content, headers=self._headers)
+
+    async def get(self, path: str) -> httpx.Response:
+        return await self.http.get(f"/api/v1/{path}", headers=self._headers)
 
     async def result(self, promise: dict) -> httpx.Response:
         return await self.post("retrieve_future", {"request_id": promise["request_id"]})
@@ -111,8 +122,8 @@ class Api:
 
 @asynccontextmanager
 async def api(data: Path, start: Start | None = None, **config) -> AsyncIterator[Api]:
-    config = {"models": ("toy",), "hold_s": 5.0, "database": url_of(data), "api_key": KEY, **config}
-    settings = ServeConfig(engine="fake", data=data, **config)
+    config = {"engine": "fake", "models": ("toy",), "hold_s": 5.0, "database": url_of(data), "api_key": KEY, **config}
+    settings = ServeConfig(data=data, **config)
     loaded = asyncio.Event()
     async with running(settings, start or Factory(), lambda error: loaded.set()) as service:
         await loaded.wait()

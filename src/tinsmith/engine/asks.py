@@ -12,11 +12,9 @@ import numpy as np
 
 from tinsmith.engine import choice, prompts
 from tinsmith.engine.base import Heard, ModelCard, Piece, Sampled, SampledSequence, SampleRequest, TopK
-from tinsmith.engine.cache import Cache, Row
+from tinsmith.engine.cache import Row
 from tinsmith.engine.lora import Weights
-
-FORESEEN = 64
-"""Tokens of an answer for which its row has room from the start; who writes more moves to a larger row."""
+from tinsmith.engine.room import FORESEEN, capacity
 
 
 @dataclass(eq=False, slots=True)
@@ -85,7 +83,7 @@ class Ask:
     @property
     def room(self) -> int:
         """Tokens that each answer's row of the cache begins with."""
-        return Cache.capacity(len(self.request.prompt) + min(self.limit, FORESEEN))
+        return capacity(len(self.request.prompt) + min(self.limit, FORESEEN))
 
     @property
     def rule(self) -> choice.Rule:

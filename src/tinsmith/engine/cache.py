@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.attention import attend_once
-
-SMALLEST = 64
+from tinsmith.engine.room import capacity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,19 +96,13 @@ class Cache:
     def tokens(self) -> int:
         return sum(bank.capacity * len(bank.rows) for bank in self._banks.values())
 
-    @staticmethod
-    def capacity(length: int) -> int:
-        """Of the smallest bank for so many tokens: a power of two, or one and a half times one."""
-        power = max(SMALLEST, 1 << (length - 1).bit_length())
-        return power // 4 * 3 if power > SMALLEST and length <= power // 4 * 3 else power
-
     def reserve(self, room: int, rows: int) -> None:
         """Make room at once for so many rows of `room` tokens, instead of growing row by row."""
-        self._bank(self.capacity(room)).reserve(rows)
+        self._bank(capacity(room)).reserve(rows)
 
     def insert(self, keys: Sequence[Tensor], values: Sequence[Tensor], index: Tensor, room: int) -> Row:
         """A row holding the positions `index` of a packed pass (per layer [1, heads, T, width]), with room for more."""
-        row = self._bank(self.capacity(max(room, len(index)))).add()
+        row = self._bank(capacity(max(room, len(index)))).add()
         for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
             row.bank.keys[layer, row.row, :, : len(index)] = key[0, :, index]
             row.bank.values[layer, row.row, :, : len(index)] = value[0, :, index]
@@ -126,7 +119,7 @@ class Cache:
         """A row with room for one more token: the same, or its content in the next bank."""
         if row.length < row.bank.capacity:
             return row
-        larger = self._bank(self.capacity(row.length + 1)).add()
+        larger = self._bank(capacity(row.length + 1)).add()
         self._fill(larger, row)
         self.remove(row)
         return larger

@@ -21,12 +21,10 @@ from tinsmith.engine.base import Heard, Sampled, SampleRequest
 from tinsmith.engine.cache import Cache, Cached, CacheShape, Row
 from tinsmith.engine.head import Head
 from tinsmith.engine.models import BaseModel
+from tinsmith.engine.room import ANSWERS
 from tinsmith.engine.turns import Turns
 from tinsmith.engine.versions import Versions
 from tinsmith.errors import EngineError, Gone, TinsmithError
-
-MAX_ANSWERS = 256
-"""In one decoding step; more wait."""
 
 
 class TorchSampler:
@@ -111,7 +109,7 @@ class TorchSampler:
         for ask in self._waiting:
             room = len(ask.answers) * ask.room
             passed, cached, running = passed + len(ask.request.prompt), cached + room, running + len(ask.answers)
-            full = passed > self._pass_tokens or cached > self._cache_tokens or running > MAX_ANSWERS
+            full = passed > self._pass_tokens or cached > self._cache_tokens or running > ANSWERS
             if full and (admitted or self._running):
                 break
             admitted.append(ask)

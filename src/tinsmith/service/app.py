@@ -23,7 +23,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from tinsmith.errors import ConfigError, EngineError, TinsmithError
+from tinsmith.errors import Busy, ConfigError, EngineError, TinsmithError
 from tinsmith.service.bodies import sentence
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.config import ServeConfig
@@ -35,6 +35,7 @@ from tinsmith.service.gate import Drain, Gate, route_of
 from tinsmith.service.gauges import engines, held
 from tinsmith.service.journal import Journal
 from tinsmith.service.ledger import Ledger
+from tinsmith.service.limits import Limits
 from tinsmith.service.logs import log_to_console
 from tinsmith.service.records import Model, Session
 from tinsmith.service.routes import (
@@ -125,6 +126,8 @@ def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | No
         log.info('Made a key. To use it: export TINKER_API_KEY="$(cat %s)"', config.data / "api-key")
     promises = Futures(config.hold_s, config.retention_s, Ledger(config.data / "samples"))
     saved = Checkpoints(store, config.data / "checkpoints")
+    tenants = Tenants(store.database, key)
+    limits = Limits(tenants, store, promises)
     journal = Journal(store, config.data / "journal", config.capture_every)
     workers: dict[str, Worker] = {}
     hosts: list[EngineHost] = []
@@ -132,13 +135,14 @@ def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | No
     for source, names in config.sources().items():
         host = EngineHost(config.engine_config(source), names, start)
         hosts.append(host)
-        worker = Worker(host, store, promises, journal, saved, config.batch_tokens, telemetry)
+        worker = Worker(host, store, promises, journal, saved, limits, config.batch_tokens, telemetry)
         workers |= dict.fromkeys(names, worker)
-    samples = Sampling(store, promises, saved, workers, config.queued_samples, telemetry)
+    samples = Sampling(store, promises, saved, limits, workers, config.queued_samples, telemetry)
     return Service(
         config=config,
         key=key,
-        tenants=Tenants(store.database, key),
+        tenants=tenants,
+        limits=limits,
         store=store,
         futures=promises,
         checkpoints=saved,
@@ -222,10 +226,10 @@ def _alone(folder: Path) -> Iterator[IO[str]]:
 async def _of_ours(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, TinsmithError)
     log.info("%s %s refused with %d: %s", request.method, route_of(request.scope), error.status, error)
-    exchange_anew, slow_down = {"WWW-Authenticate": 'ApiKey error="invalid_token"'}, {"retry-after-ms": "1000"}
-    headers = {401: exchange_anew, 429: slow_down}
-    told = {"detail": str(error), "category": error.category}
-    return JSONResponse(told, error.status, headers.get(error.status))
+    headers = {"retry-after-ms": str(error.retry_after_ms)} if isinstance(error, Busy) else None
+    if error.status == 401:
+        headers = {"WWW-Authenticate": 'ApiKey error="invalid_token"'}  # exchange it anew
+    return JSONResponse({"detail": str(error), "category": error.category}, error.status, headers)
 
 
 async def _of_routing(request: Request, error: Exception) -> JSONResponse:

@@ -20,6 +20,7 @@ from tinsmith.service.futures import Futures
 from tinsmith.service.gate import Drain
 from tinsmith.service.journal import Journal
 from tinsmith.service.keys import ApiKey, made_key
+from tinsmith.service.limits import Limits
 from tinsmith.service.logs import note
 from tinsmith.service.records import Model, Sampler
 from tinsmith.service.sampling import Sampling
@@ -40,6 +41,7 @@ class Service:
     key: str | None
     """The server's own; None where only keys of `tinsmith keys` open it."""
     tenants: Tenants
+    limits: Limits
     store: Store
     futures: Futures
     checkpoints: Checkpoints

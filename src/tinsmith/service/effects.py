@@ -17,6 +17,7 @@ from tinsmith.errors import BadRequest, NotFound
 from tinsmith.service.checkpoints import Checkpoints, expiry
 from tinsmith.service.external import encrypt
 from tinsmith.service.journal import Journal
+from tinsmith.service.limits import Limits
 from tinsmith.service.records import (
     Answer,
     Checkpoint,
@@ -48,10 +49,11 @@ class Done:
 class Effects:
     """Carries requests out on an engine and describes what came of it."""
 
-    def __init__(self, store: Store, checkpoints: Checkpoints, journal: Journal) -> None:
+    def __init__(self, store: Store, checkpoints: Checkpoints, journal: Journal, limits: Limits) -> None:
         self._store = store
         self._checkpoints = checkpoints
         self._journal = journal
+        self._limits = limits
 
     async def perform(self, row: Row, model: Model, engine: Engine) -> Done:
         """Run one barrier row. Raises TinsmithError if it fails."""
@@ -66,6 +68,7 @@ class Effects:
             return Done(answer=Answer.of({"metrics": await engine.step(model.id, work.adam)}))
         if isinstance(work, Load):
             return await self._load(row, work, model, engine)
+        self._limits.checkpoint(row.owner)  # again: those queued before this one have been written meanwhile
         if isinstance(work, SaveState):
             return await self._save_state(row, work, model, engine)
         if isinstance(work, SaveSampler):

@@ -12,6 +12,7 @@ from tinsmith.engine.base import Engine, ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake import FakeEngine
 from tinsmith.errors import EngineDied, TinsmithError
+from tinsmith.service.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +54,8 @@ class EngineHost:
         self._attaching = asyncio.Lock()
         self.starts = 0
         """How often it was started."""
+        self.turnstile = Turnstile(config.cache_tokens)
+        """Every sample goes through it."""
         self.known: set[str] = set()
         """Versions that the living engine has."""
 

@@ -7,6 +7,7 @@ the log of completions as well, and in the ledger until they are fetched.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -37,6 +38,7 @@ class Futures:
         self._hold_s = hold_s
         self._retention_s = retention_s
         self._promises: dict[str, _Promise] = {}
+        self._waiting: Counter[str] = Counter()
         self._loop = asyncio.get_running_loop()
         self._closing: asyncio.Future[None] = self._loop.create_future()
         self._ledger = ledger
@@ -46,6 +48,7 @@ class Futures:
         """Promise a result; False if it is promised already. `stored`: the store will have it as well."""
         if request_id in self._promises:
             return False
+        self._waiting[owner] += 1
         self._promises[request_id] = _Promise(owner=owner, kept=self._loop.create_future(), stored=stored)
         if not stored:
             self._ledger.open(request_id)
@@ -57,10 +60,15 @@ class Futures:
         if promise is None or promise.kept.done():
             return
         promise.kept.set_result(answer)
+        self._waiting[promise.owner] -= 1
         if not promise.stored:
             ended = answer.status == 200 and not answer.failed
             self.completions.add(Completion(request_id=request_id, size=len(answer.body) if ended else None))
         self._forget_in(STORED_S if promise.stored else self._retention_s, request_id, promise)
+
+    def waiting(self, owner: str) -> int:
+        """How many of a tenant's requests have no result."""
+        return self._waiting[owner]
 
     def knows(self, request_id: str, owner: str) -> bool:
         """Whether `wait` can be asked about it."""

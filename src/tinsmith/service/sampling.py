@@ -1,5 +1,6 @@
-"""Sampling requests: straight to the engine, many at once, never behind training. Their results live in memory alone.
+"""Sampling requests: into the engine as fast as it takes them, in turns by tenant, never behind training.
 
+Their results live in memory alone.
 When the engine dies, samples in flight answer 410, and the client submits them again under a new number.
 """
 
@@ -9,7 +10,7 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from tinsmith.engine.base import Engine, Heard, Sampled, SampleRequest
@@ -17,7 +18,7 @@ from tinsmith.errors import Busy, EngineDied, EngineError, Gone, TinsmithError
 from tinsmith.service.asample import Ask
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.futures import Futures
-from tinsmith.service.logs import about
+from tinsmith.service.limits import Limits
 from tinsmith.service.records import JSON, PROTOBUF, Answer, Checkpoint, Model, Sampler, Session
 from tinsmith.service.store import Store
 from tinsmith.service.telemetry import Telemetry
@@ -37,6 +38,7 @@ class Sampling:
         store: Store,
         futures: Futures,
         checkpoints: Checkpoints,
+        limits: Limits,
         workers: Mapping[str, Worker],
         limit: int,
         telemetry: Telemetry,
@@ -44,6 +46,7 @@ class Sampling:
         self._store = store
         self._futures = futures
         self._checkpoints = checkpoints
+        self._limits = limits
         self._workers = workers
         self._limit = limit
         self._telemetry = telemetry
@@ -66,9 +69,11 @@ class Sampling:
             raise Busy(f"{self._limit} samples are waiting here.", "Submit it again in a moment.")
 
     def submit(self, sampler: Sampler, ask: Ask, request_id: str) -> None:
-        """Begin, unless the same request was submitted before."""
-        if not self._futures.open(request_id, sampler.owner, stored=False):
+        """Begin, unless the same request was submitted before. Raises Busy if its tenant is over a quota."""
+        if self._futures.knows(request_id, sampler.owner):
             return
+        with self._limits.request(sampler.owner, len(ask.request.prompt)):
+            self._futures.open(request_id, sampler.owner, stored=False)
         self._telemetry.accepted(request_id, sampler.owner, "sample", sampler.base_model)
         task = asyncio.create_task(
             self._run(sampler, replace(ask, request=replace(ask.request, request_id=request_id)))
@@ -76,12 +81,20 @@ class Sampling:
         self._running[request_id] = task
         task.add_done_callback(lambda _: self._running.pop(request_id, None))
 
-    def begin(self, base_model: str, request: SampleRequest, heard: Heard | None = None) -> asyncio.Task[Sampled]:
-        """For who waits by itself: no promise is kept. Cancelling the task stops the engine's work."""
-        task = asyncio.create_task(self._sample(self._workers[base_model], request, heard))
+    def begin(
+        self, owner: str, base_model: str, request: SampleRequest, heard: Heard | None = None
+    ) -> asyncio.Task[Sampled]:
+        """For who waits by itself: no promise is kept. Cancelling the task stops the engine's work.
+
+        Raises Busy if the tenant is over a quota.
+        """
+        queued = ExitStack()
+        queued.enter_context(self._limits.request(owner, len(request.prompt)))
+        task = asyncio.create_task(self._sample(owner, base_model, request, heard))
         self._running[request.request_id] = task
-        self._telemetry.accepted(request.request_id, about().owner, "completion", base_model)
+        self._telemetry.accepted(request.request_id, owner, "completion", base_model)
         task.add_done_callback(lambda done: self._over(request, done))
+        task.add_done_callback(lambda _: queued.close())
         return task
 
     def _over(self, request: SampleRequest, done: asyncio.Task[Sampled]) -> None:
@@ -124,7 +137,7 @@ class Sampling:
         request = ask.request
         tokens: dict[str, int] = {}
         try:
-            sampled = await self._sample(self._workers[sampler.base_model], request, sampler=sampler)
+            sampled = await self._sample(sampler.owner, sampler.base_model, request, sampler=sampler)
             self._telemetry.ran([request.request_id])
             tokens = _tokens(request, sampled)
             answer = Answer(body=encode_sampled(sampled, ask.layout), media=PROTOBUF)
@@ -139,14 +152,24 @@ class Sampling:
         self._telemetry.closed(request.request_id, answer, tokens)
 
     async def _sample(
-        self, worker: Worker, request: SampleRequest, heard: Heard | None = None, sampler: Sampler | None = None
+        self,
+        owner: str,
+        base_model: str,
+        request: SampleRequest,
+        heard: Heard | None = None,
+        sampler: Sampler | None = None,
     ) -> Sampled:
-        try:
-            return await self._sample_known(worker, request, heard, sampler)
-        except asyncio.CancelledError:
-            with suppress(TinsmithError):
-                await worker.host.engine.cancel(request.request_id)
-            raise
+        """When its tenant's turn comes."""
+        worker = self._workers[base_model]
+        async with worker.host.turnstile.turn(owner, request):
+            try:
+                sampled = await self._sample_known(worker, request, heard, sampler)
+            except asyncio.CancelledError:
+                with suppress(TinsmithError):
+                    await worker.host.engine.cancel(request.request_id)
+                raise
+        self._limits.used(owner, sum(len(one.tokens) for one in sampled.sequences))
+        return sampled
 
     async def _sample_known(
         self, worker: Worker, request: SampleRequest, heard: Heard | None, sampler: Sampler | None

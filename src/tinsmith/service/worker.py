@@ -21,6 +21,7 @@ from tinsmith.service.effects import Done, Effects
 from tinsmith.service.engines import EngineHost
 from tinsmith.service.futures import Futures
 from tinsmith.service.journal import Journal
+from tinsmith.service.limits import Limits
 from tinsmith.service.payloads import row_of, stored_kind
 from tinsmith.service.records import PROTOBUF, Answer, Checkpoint, Drop, Load, Model, Revive, Row, SaveState, Step, Work
 from tinsmith.service.scheduler import next_batch
@@ -60,6 +61,7 @@ class Worker:
         futures: Futures,
         journal: Journal,
         checkpoints: Checkpoints,
+        limits: Limits,
         batch_tokens: int,
         telemetry: Telemetry,
     ) -> None:
@@ -68,7 +70,7 @@ class Worker:
         self._futures = futures
         self._journal = journal
         self._checkpoints = checkpoints
-        self._effects = Effects(store, checkpoints, journal)
+        self._effects = Effects(store, checkpoints, journal, limits)
         self._batch_tokens = batch_tokens
         self._telemetry = telemetry
         self._rows: dict[str, Row] = {}

@@ -50,6 +50,7 @@ async def copy_weights(
     check_ttl(asked.ttl_seconds)
     token = x_tinker_weights_access_token or asked.weights_access_token
     source = service.checkpoints.readable(asked.source_path, tenant, service.lender(token, asked.source_path))
+    service.limits.checkpoint(tenant)
     made = await service.copies.make(source, tenant, asked, x_idempotency_key)
     service.sessions.changed()
     return {"tinker_path": made.path}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -237,13 +238,16 @@ async def _promised(service: Service, model: Model, seq: int) -> bool:
 async def _promise(
     service: Service, model: Model, seq: int, work: Work, payload: bytes, *, new: bool = False
 ) -> dict[str, Any]:
-    """Write it down, then promise it, then queue it."""
+    """Within its tenant's quotas: write it down, then promise it, then queue it."""
     worker = service.worker(model.base_model)
     row = worker.row(_request_id(model.id, seq), model.owner, model.id, seq, work)
-    if await service.store.accept(row, payload, *([model] if new else [])):
-        service.futures.open(row.id, model.owner, stored=True)
-        worker.line(model.id).accepted = max(worker.line(model.id).accepted, seq)
-        worker.add(row)
+    if isinstance(work, SaveState | SaveSampler | SaveExternal):
+        service.limits.checkpoint(model.owner)
+    with service.limits.model(model.owner) if new else nullcontext(), service.limits.request(model.owner, row.tokens):
+        if await service.store.accept(row, payload, *([model] if new else [])):
+            service.futures.open(row.id, model.owner, stored=True)
+            worker.line(model.id).accepted = max(worker.line(model.id).accepted, seq)
+            worker.add(row)
     return {"request_id": row.id}  # refused by the store: the same request was accepted a moment ago
 
 
