@@ -136,3 +136,43 @@ def test_asking_about_the_prompt_does_not_change_the_samples(engine: Any, wait: 
     asked = wait(engine.sample(ask(num_samples=3, prompt_logprobs=True, topk_prompt_logprobs=2)))
     for one, two in zip(plain.sequences, asked.sequences, strict=True):
         np.testing.assert_array_equal(one.tokens, two.tokens)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_draws_beside_the_prompt_follow_the_model(temperature: float, engine: Any, tiny_llama: Path, wait: Any):
+    """Every position's draws against the whole distribution that plain transformers gives there."""
+    k = 400
+    found = wait(engine.sample(ask(prompt_alt_tokens_k=k, temperature=temperature, top_k=1, max_tokens=1))).prompt_alt
+    assert found.token_ids.shape == found.logprobs.shape == (len(PROMPT) - 1, k)
+    logits = torch.as_tensor(all_logprobs(tiny_llama, PROMPT)[:-1])
+    wanted = torch.log_softmax(logits / temperature, dim=1).numpy()
+    np.testing.assert_allclose(np.take_along_axis(wanted, found.token_ids, axis=1), found.logprobs, atol=3e-5)
+    # The mean of the draws' logprobs is the negative entropy, within four standard errors.
+    chances = np.exp(wanted)
+    mean, spread = (chances * wanted).sum(), np.sqrt((chances * wanted**2).sum(1) - (chances * wanted).sum(1) ** 2)
+    assert abs(found.logprobs.mean(axis=1).sum() - mean) < 4 * np.sqrt((spread**2 / k).sum())
+
+
+def test_greedy_draws_are_the_likeliest(engine: Any, tiny_llama: Path, wait: Any):
+    found = wait(engine.sample(ask(prompt_alt_tokens_k=2, temperature=0.0, max_tokens=1))).prompt_alt
+    best = all_logprobs(tiny_llama, PROMPT)[:-1]
+    np.testing.assert_array_equal(found.token_ids, np.repeat(best.argmax(axis=1)[:, None], 2, axis=1))
+    np.testing.assert_allclose(found.logprobs[:, 0], best.max(axis=1), atol=1e-5)
+
+
+def test_draws_repeat_with_the_seed_and_change_no_sample(engine: Any, wait: Any):
+    one, two, other, plain = (
+        wait(engine.sample(ask(num_samples=2, seed=seed, prompt_alt_tokens_k=k)))
+        for seed, k in ((1, 3), (1, 3), (2, 3), (1, 0))
+    )
+    np.testing.assert_array_equal(one.prompt_alt.token_ids, two.prompt_alt.token_ids)
+    assert (one.prompt_alt.token_ids != other.prompt_alt.token_ids).any()
+    assert plain.prompt_alt is None
+    for left, right in zip(one.sequences, plain.sequences, strict=True):
+        np.testing.assert_array_equal(left.tokens, right.tokens)
+
+
+def test_draws_are_of_the_whole_prompt_whatever_is_scored(engine: Any, wait: Any):
+    whole = wait(engine.sample(ask(prompt_alt_tokens_k=2, max_tokens=1))).prompt_alt
+    asked = ask(prompt_alt_tokens_k=2, prompt_logprobs=True, prompt_logprobs_last_n=1, max_tokens=1)
+    np.testing.assert_array_equal(wait(engine.sample(asked)).prompt_alt.token_ids, whole.token_ids)

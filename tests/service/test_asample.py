@@ -59,10 +59,15 @@ def test_sparse_targets_are_dense_inside() -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"prompt_alt_tokens_k": 2}, Unsupported, "prompt_alt_tokens_k"),
         ({"record_stability_info": True}, Unsupported, "importance_sampling"),
         ({"seq_id": None}, Unsupported, "seq_id"),
         ({"prompt": {"chunks": [{"type": "dmel", "dmel": ""}]}}, Unsupported, "dmel"),
+        ({"prompt": {"chunks": [{"type": "image", "data": "eA==", "format": "png"}]}}, Unsupported, "type image"),
+        (
+            {"prompt": {"chunks": [{"type": "image_asset_pointer", "location": "x"}]}},
+            Unsupported,
+            "image_asset_pointer",
+        ),
         ({"target_prompt_logprobs": {"data": [1.0], "dtype": "float32", "shape": [1, 1]}}, BadRequest, "float32"),
         ({"num_samples": "x"}, BadRequest, "num_samples"),
     ],

@@ -353,7 +353,7 @@ def test_bad_samples_are_refused(client: tinker.ServiceClient) -> None:
         ("temperature", lambda: sampler.sample(good, 1, types.SamplingParams(temperature=-1, max_tokens=2))),
         ("top_p", lambda: sampler.sample(good, 1, types.SamplingParams(top_p=0, max_tokens=2))),
         ("stop string", lambda: sampler.sample(good, 1, types.SamplingParams(stop="", max_tokens=2))),
-        ("prompt_alt_tokens_k", lambda: sampler.sample(good, 1, params, prompt_alt_tokens_k=2)),
+        ("prompt_alt_tokens_k", lambda: sampler.sample(good, 1, params, prompt_alt_tokens_k=10**6)),
         ("image", lambda: sampler.sample(image, 1, params)),
     ]
     for says, call in refusals:

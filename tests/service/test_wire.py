@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
+import zstandard
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
-from tinker.types.provenance_spans import PromptProvenanceSpan
 
 from tinsmith.engine.base import PassResult, Sampled, SampledSequence, TopK
 from tinsmith.errors import BadRequest, TooLarge, Unsupported
 from tinsmith.service.schema import pb
-from tinsmith.service.wire import Layout, decode_pass, encode_pass, encode_sampled
+from tinsmith.service.wire import BODY_CAP, Layout, decode_pass, decompressed, encode_pass, encode_sampled
 
 
 def body(data: list[types.Datum], loss_fn: str = "cross_entropy", config=None, seq: int = 3) -> bytes:
@@ -62,22 +64,43 @@ def test_config_prefers_the_second_map_and_reads_the_first() -> None:
     assert decode_pass(sent.SerializeToString())[1].loss_config == {"clip_low_threshold": 0.1}
 
 
-def test_spans_are_not_read_and_not_refused() -> None:
-    span = PromptProvenanceSpan(sequence_id="x", offset=0, length=1)
-    datum = types.Datum(
-        model_input=text([1]),
-        loss_fn_inputs={"target_tokens": [2]},
-        model_input_spans=[span],
-        loss_fn_input_spans=[span],
-    )
-    assert len(decode_pass(body([datum]))[1].data) == 1
+@pytest.mark.parametrize("kind", ["image", "dmel"])
+def test_chunks_that_are_no_text_are_refused_by_name(kind: str) -> None:
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    chunk = message.data.add().model_input.add()
+    getattr(chunk, kind).SetInParent()
+    with pytest.raises(Unsupported, match=rf"data\[0\].model_input holds {kind}"):
+        decode_pass(message.SerializeToString())
 
 
-def test_chunks_that_are_no_text_are_refused_by_name() -> None:
-    image = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")])
-    datum = types.Datum(model_input=image, loss_fn_inputs={"target_tokens": [2]})
-    with pytest.raises(Unsupported, match=r"data\[0\].model_input holds image"):
-        decode_pass(body([datum]))
+def test_zstd_is_read_as_the_sdk_writes_it() -> None:
+    plain = bytes(range(256)) * 1000
+    assert decompressed(zstandard.ZstdCompressor().compress(plain), "zstd") == plain
+    unsized = zstandard.ZstdCompressor(write_content_size=False).compress(plain)
+    assert decompressed(unsized, "zstd") == plain
+    assert decompressed(plain, None) == plain
+
+
+def test_bodies_that_are_no_whole_zstd_frame_are_refused() -> None:
+    whole = zstandard.ZstdCompressor().compress(bytes(10_000) + b"end")
+    for broken in (b"", whole[:-1], whole[: len(whole) // 2], whole + b"x", whole + whole, b"no zstd at all"):
+        with pytest.raises(BadRequest, match="zstd"):
+            decompressed(broken, "zstd")
+    with pytest.raises(Unsupported, match="gzip"):
+        decompressed(whole, "gzip")
+
+
+def test_a_zstd_bomb_is_stopped_on_the_way_whatever_it_says_of_itself() -> None:
+    bomb = zstandard.ZstdCompressor(level=1, write_content_size=False)
+    frame = bomb.compressobj()
+    zeros = bytes(2**22)
+    body = b"".join(frame.compress(zeros) for _ in range(200)) + frame.flush()  # 800 MiB
+    assert len(body) < 2**20
+    tracemalloc.start()
+    with pytest.raises(TooLarge, match="decompressed"):
+        decompressed(body, "zstd")
+    assert tracemalloc.get_traced_memory()[1] < 2 * BODY_CAP
+    tracemalloc.stop()
 
 
 def tensor_message(**changes) -> bytes:
@@ -158,3 +181,13 @@ def test_targets_come_back_in_the_layout_of_the_question() -> None:
     sparse = deserialize_sample_response(encode_sampled(sampled(target_prompt_logprobs=found), layout))
     tensor = sparse.target_prompt_logprobs
     assert (tensor.data, tensor.sparse_crow_indices, tensor.sparse_col_indices) == ([-1.0, -4.0], [0, 1, 2], [0, 1])
+
+
+def test_the_sdk_reads_draws_beside_the_prompt() -> None:
+    drawn = TopK(
+        token_ids=np.asarray([[1, 2], [3, 4]], np.int32), logprobs=np.asarray([[-1, -2], [-3, -4]], np.float32)
+    )
+    read = deserialize_sample_response(encode_sampled(sampled(prompt_alt=drawn), None)).prompt_alt_tokens
+    assert read is not None
+    assert (read.tokens.dtype, read.tokens.to_numpy().tolist()) == ("int64", [[1, 2], [3, 4]])
+    assert (read.logprobs.dtype, read.logprobs.to_numpy().tolist()) == ("float32", [[-1.0, -2.0], [-3.0, -4.0]])

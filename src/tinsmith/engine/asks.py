@@ -76,6 +76,7 @@ class Ask:
     """Tokens that an answer may have at most."""
     stop_tokens: frozenset[int]
     result: asyncio.Future[Sampled]
+    seed: int
     heard: Heard | None = None
     answers: list[Answer] = field(default_factory=list)
     prompt: prompts.PromptAnswers | None = None
@@ -104,10 +105,10 @@ def ask_of(request: SampleRequest, weights: Weights | None, card: ModelCard, hea
         limit=left if request.max_tokens is None else request.max_tokens,
         stop_tokens=frozenset(card.eos_token_ids if request.stop_tokens is None else request.stop_tokens),
         result=asyncio.get_running_loop().create_future(),
+        seed=secrets.randbits(64) if request.seed is None else request.seed,
         heard=heard,
     )
-    seed = secrets.randbits(64) if request.seed is None else request.seed
-    ask.answers = [Answer(ask, seed, number) for number in range(request.num_samples)]
+    ask.answers = [Answer(ask, ask.seed, number) for number in range(request.num_samples)]
     return ask
 
 
@@ -131,6 +132,7 @@ def _sampled(ask: Ask) -> Sampled:
         prompt_logprobs=found.logprobs if found else None,
         topk_prompt=found.topk if found else None,
         target_prompt_logprobs=found.targets if found else None,
+        prompt_alt=found.alt if found else None,
     )
 
 

@@ -131,6 +131,8 @@ class SampleRequest:
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: np.ndarray | None = None
     """int64 [N - 1, K]: row i asks for logprobs of these ids at prompt position i + 1; -1 asks for nothing."""
+    prompt_alt_tokens_k: int = 0
+    """Tokens to draw at each prompt position after the first, as the model would have gone on there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +183,8 @@ class Sampled:
     """Row per prompt position; row 0 is empty cells."""
     target_prompt_logprobs: np.ndarray | None = None
     """float32 of the request's shape; NaN where it asked for nothing."""
+    prompt_alt: TopK | None = None
+    """Row per prompt position after the first: independent draws, with their logprobs at the request's temperature."""
     prompt_cache_hit_tokens: int = 0
 
 

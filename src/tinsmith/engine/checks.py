@@ -18,6 +18,10 @@ from tinsmith.errors import BadRequest, Unsupported
 
 MAX_SAMPLES = 1024
 MAX_RANK = 512
+MAX_CELLS = 2**22
+"""Logprobs that one kind of question about a prompt may ask for: 8,192 positions with 512 each."""
+MAX_SAMPLED_CELLS = 2**24
+"""The same for the likeliest tokens beside those that are sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,9 +176,10 @@ def check_sample(request: SampleRequest, card: ModelCard) -> None:
 
 def _check_prompt_asks(request: SampleRequest, card: ModelCard) -> None:
     length = len(request.prompt)
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if not 0 <= getattr(request, name) <= card.vocab_size:
             raise BadRequest(f"{name} is {getattr(request, name)}.", f"Give a number from 0 to {card.vocab_size}.")
+    _check_cells(request, card)
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and not (request.prompt_logprobs and 1 <= last_n <= length - 1):
         raise BadRequest(
@@ -192,6 +197,22 @@ def _check_prompt_asks(request: SampleRequest, card: ModelCard) -> None:
     for token in request.stop_tokens or ():
         if not 0 <= token < card.vocab_size:
             raise BadRequest(f"stop token {token} is not in the vocabulary of {card.vocab_size}.", "Give its ids.")
+
+
+def _check_cells(request: SampleRequest, card: ModelCard) -> None:
+    """What is asked beside the samples must fit into memory."""
+    length = len(request.prompt)
+    for name in ("topk_prompt_logprobs", "prompt_alt_tokens_k"):
+        if length * (k := getattr(request, name)) > MAX_CELLS:
+            raise BadRequest(
+                f"{name} is {k} for a prompt of {length} tokens.", f"Their product may be {MAX_CELLS} at most."
+            )
+    most = request.num_samples * (request.max_tokens or card.context_length)
+    if most * request.topk_sample_logprobs > MAX_SAMPLED_CELLS:
+        raise BadRequest(
+            f"topk_sample_logprobs is {request.topk_sample_logprobs} for up to {most} sampled tokens.",
+            f"Their product may be {MAX_SAMPLED_CELLS} at most: lower max_tokens, num_samples or the width.",
+        )
 
 
 def _check_ids(where: str, ids: np.ndarray, card: ModelCard) -> None:

@@ -69,6 +69,17 @@ def top(logprobs: Tensor, k: int) -> TopK:
     return TopK(token_ids=ids.int().cpu().numpy(), logprobs=values.cpu().numpy())
 
 
+def draws(logits: Tensor, temperature: float, uniforms: np.ndarray) -> TopK:
+    """For each row of logits [R, V] as many independent tokens as `uniforms` [R, k] has numbers, from all tokens."""
+    logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=1)
+    if temperature == 0:
+        tokens = logits.argmax(dim=1, keepdim=True).expand(-1, uniforms.shape[1])
+    else:
+        chances, where = logprobs.exp(), torch.as_tensor(uniforms, device=logits.device)
+        tokens = torch.stack([_invert(chances, column) for column in where.T], dim=1)
+    return TopK(token_ids=tokens.int().cpu().numpy(), logprobs=logprobs.gather(1, tokens).cpu().numpy())
+
+
 def _invert(chances: Tensor, where: Tensor) -> Tensor:
     """The token at which the cumulative sum of `chances` [B, V] passes `where` of the whole; sums of blocks first, so
     that rounding stays that of a few hundred numbers and only one block is summed token by token."""

@@ -287,6 +287,8 @@ class FakeEngine:
 
     def _about_prompt(self, answer: Sampled, request: SampleRequest, weights: Weights | None) -> Sampled:
         asked, k = request.target_prompt_logprobs, request.topk_prompt_logprobs
+        if request.prompt_alt_tokens_k:
+            answer = replace(answer, prompt_alt=self._beside(request, weights))
         if not (request.prompt_logprobs or k or asked is not None):
             return answer
         prompt, n = request.prompt, len(request.prompt)
@@ -309,6 +311,19 @@ class FakeEngine:
             topk_prompt=top if k else None,
             target_prompt_logprobs=targets,
         )
+
+    def _beside(self, request: SampleRequest, weights: Weights | None) -> TopK:
+        """Draws at each prompt position after the first, by the request's temperature alone."""
+        shape = (len(request.prompt) - 1, request.prompt_alt_tokens_k)
+        rng = np.random.default_rng([*request.prompt.tolist(), (request.seed or 0) & (2**64 - 1)])
+        every = replace(request, top_k=-1, top_p=1.0)
+        found = TopK(token_ids=np.zeros(shape, np.int32), logprobs=np.zeros(shape, np.float32))
+        for rows, _, pieces in self._logprobs(request.prompt[:-1], weights):
+            for place, logp in enumerate(pieces, start=rows.start):
+                tempered = normalized(logp / np.float32(request.temperature)) if request.temperature > 0 else logp
+                drawn = [draw(tempered, every, rng) for _ in range(shape[1])]
+                found.token_ids[place], found.logprobs[place] = drawn, tempered[drawn]
+        return found
 
 
 def _speller(tokenizer: Tokenizer | None) -> Callable[[list[int]], str]:

@@ -1,7 +1,7 @@
-"""What a request asks about its prompt: logprobs of its own tokens, the likeliest ones, and of given targets.
+"""What a request asks about its prompt: logprobs of its own tokens, of the likeliest ones, of given ones, and draws.
 
-The distribution over prompt position i + 1 comes from the hidden state at position i, untempered. Position 0 has no
-context: NaN, or empty cells. Rows of logits are made a block at a time and dropped.
+The distribution over prompt position i + 1 comes from the hidden state at position i, untempered but for the draws.
+Position 0 has no context: NaN, or empty cells. Rows of logits are made a block at a time and dropped.
 """
 
 from __future__ import annotations
@@ -12,11 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.engine import choice
 from tinsmith.engine.base import SampleRequest, TopK
 from tinsmith.engine.head import ROWS, Head
 from tinsmith.engine.lora import Weights
 
 EMPTY_LOGPROB = -99999.0
+DRAWS = 2**63
+"""The stream of a request's draws beside the prompt: no sample's, so that asking for them changes no sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,25 +29,34 @@ class PromptAnswers:
     logprobs: np.ndarray | None
     topk: TopK | None
     targets: np.ndarray | None
+    alt: TopK | None
 
 
 def asks(request: SampleRequest) -> bool:
     """Whether the prompt's logits are needed at all."""
-    return request.prompt_logprobs or request.topk_prompt_logprobs > 0 or request.target_prompt_logprobs is not None
+    wanted = request.prompt_logprobs or request.target_prompt_logprobs is not None
+    return wanted or request.topk_prompt_logprobs > 0 or request.prompt_alt_tokens_k > 0
 
 
 @torch.no_grad()
-def answer(request: SampleRequest, head: Head, hidden: Tensor, weights: Weights | None) -> PromptAnswers:
-    """`hidden` [N, D] are the prompt's last hidden states."""
+def answer(request: SampleRequest, head: Head, hidden: Tensor, weights: Weights | None, seed: int) -> PromptAnswers:
+    """`hidden` [N, D] are the prompt's last hidden states; `seed` is for what is drawn."""
     length, k = len(request.prompt), request.topk_prompt_logprobs
     logprobs = np.full(length, np.nan, np.float32)
     best = TopK(token_ids=np.zeros((length, k), np.int32), logprobs=np.full((length, k), EMPTY_LOGPROB, np.float32))
     wanted = request.target_prompt_logprobs
     targets = None if wanted is None else np.full(wanted.shape, np.nan, np.float32)
+    drawn = request.prompt_alt_tokens_k
+    alt = TopK(token_ids=np.zeros((length - 1, drawn), np.int32), logprobs=np.zeros((length - 1, drawn), np.float32))
+    uniforms = choice.stream(seed, DRAWS).random((length - 1, drawn))
     first_scored = 1 if request.prompt_logprobs_last_n is None else length - request.prompt_logprobs_last_n
-    for first in range(0 if targets is not None else first_scored - 1, length - 1, ROWS):
+    for first in range(0 if targets is not None or drawn else first_scored - 1, length - 1, ROWS):
         rows = slice(first, min(first + ROWS, length - 1))
-        scores = torch.log_softmax(head.logits(hidden[rows], weights), dim=1)
+        logits = head.logits(hidden[rows], weights)
+        if drawn:
+            found = choice.draws(logits, request.temperature, uniforms[rows])
+            alt.token_ids[rows], alt.logprobs[rows] = found.token_ids, found.logprobs
+        scores = torch.log_softmax(logits, dim=1)
         scored = slice(max(rows.start + 1, first_scored), rows.stop + 1)
         mine = scores[scored.start - 1 - rows.start :]
         if request.prompt_logprobs and len(mine):
@@ -58,5 +70,8 @@ def answer(request: SampleRequest, head: Head, hidden: Tensor, weights: Weights 
             found = scores.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, float("nan"))
             targets[rows] = found.cpu().numpy()
     return PromptAnswers(
-        logprobs=logprobs if request.prompt_logprobs else None, topk=best if k else None, targets=targets
+        logprobs=logprobs if request.prompt_logprobs else None,
+        topk=best if k else None,
+        targets=targets,
+        alt=alt if drawn else None,
     )

@@ -135,7 +135,7 @@ class TorchSampler:
         index = [torch.as_tensor(forest.index[key], device=device) for key in range(len(asks))]
         for ask, where in zip(asks, index, strict=True):
             if prompts.asks(ask.request):
-                ask.prompt = prompts.answer(ask.request, self._head, hidden[where], ask.weights)
+                ask.prompt = prompts.answer(ask.request, self._head, hidden[where], ask.weights, ask.seed)
         lasts = hidden[torch.stack([where[-1] for where in index])]
         for block in self._head.blocks(lasts, _placed([ask.weights for ask in asks])):
             beginning = asks[block.first : block.first + len(block.logits)]

@@ -29,8 +29,6 @@ def decode_sample(body: bytes) -> Ask:
     asked = parse(SampleBody, body)
     if asked.sampling_session_id is None or asked.seq_id is None:
         raise Unsupported("asample without sampling_session_id and seq_id is not served.", "Create a sampling session.")
-    if asked.prompt_alt_tokens_k > 0:
-        raise Unsupported("prompt_alt_tokens_k is not served here.", "Use topk_prompt_logprobs.")
     if asked.record_stability_info:
         raise Unsupported(
             "record_stability_info is not served here: stable_reinforce's objective is not published.",
@@ -46,6 +44,7 @@ def decode_sample(body: bytes) -> Ask:
         topk_prompt_logprobs=asked.topk_prompt_logprobs,
         topk_sample_logprobs=asked.topk_sample_logprobs,
         target_prompt_logprobs=targets,
+        prompt_alt_tokens_k=asked.prompt_alt_tokens_k,
         **_params(asked.sampling_params),
     )
     return Ask(sampler_id=asked.sampling_session_id, seq=asked.seq_id, request=request, layout=layout)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 from tinsmith.engine.base import Engine, Heard, Sampled, SampleRequest
 from tinsmith.errors import Busy, EngineDied, EngineError, Gone, TinsmithError
 from tinsmith.service.asample import Ask
+from tinsmith.service.aside import aside
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.futures import Futures
 from tinsmith.service.limits import Limits
+from tinsmith.service.provenance import Claim, Sequences
 from tinsmith.service.records import JSON, PROTOBUF, Answer, Checkpoint, Model, Sampler, Session
 from tinsmith.service.store import Store
 from tinsmith.service.telemetry import Telemetry
@@ -52,6 +54,7 @@ class Sampling:
         self._telemetry = telemetry
         self._running: dict[str, asyncio.Task[None] | asyncio.Task[Sampled]] = {}
         self._clones: Counter[str] = Counter()
+        self._sequences = Sequences()
 
     def take_up(self) -> None:
         """What an earlier process left behind; of sessions that have ended nobody asks any more."""
@@ -128,6 +131,15 @@ class Sampling:
         if self._running:
             await asyncio.wait(self._running.values())
 
+    def check(self, claims: Iterable[Claim], owner: str) -> None:
+        """Raises BadRequest for provenance that cannot be."""
+
+        def is_owned(sampler_id: str) -> bool:
+            sampler = self._store.find(Sampler, sampler_id)
+            return sampler is not None and sampler.owner == owner
+
+        self._sequences.check(claims, is_owned)
+
     async def close(self) -> None:
         """Abandon what runs."""
         for task in list(self._running.values()):
@@ -140,7 +152,10 @@ class Sampling:
             sampled = await self._sample(sampler.owner, sampler.base_model, request, sampler=sampler)
             self._telemetry.ran([request.request_id])
             tokens = _tokens(request, sampled)
-            answer = Answer(body=encode_sampled(sampled, ask.layout), media=PROTOBUF)
+            body = await aside(_weight(request, sampled), encode_sampled, sampled, ask.layout)
+            answer = Answer(body=body, media=PROTOBUF)
+            lengths = [len(sequence.tokens) for sequence in sampled.sequences]
+            self._sequences.keep(request.request_id, len(request.prompt), lengths)
         except EngineDied:
             answer = LOST
         except TinsmithError as error:
@@ -222,3 +237,11 @@ def _tokens(request: SampleRequest, sampled: Sampled) -> dict[str, int]:
         "prompt_cached": sampled.prompt_cache_hit_tokens,
         "sample": sum(len(sequence.tokens) for sequence in sampled.sequences),
     }
+
+
+def _weight(request: SampleRequest, sampled: Sampled) -> int:
+    """About the bytes of the answer."""
+    prompt = len(request.prompt) * (1 + request.topk_prompt_logprobs + request.prompt_alt_tokens_k)
+    sequences = sum(len(one.tokens) for one in sampled.sequences) * (1 + request.topk_sample_logprobs)
+    targets = 0 if sampled.target_prompt_logprobs is None else sampled.target_prompt_logprobs.size
+    return 8 * (prompt + sequences + targets)

@@ -21,8 +21,10 @@ from tinsmith.service.schema import pb
 
 BODY_CAP = 256 * 2**20
 """Bytes of a body after decompression."""
-DENSE_CAP = 64 * 2**20
+DENSE_CAP = 16 * 2**20
 """Cells of one tensor after densifying: a CSR tensor of a few bytes may declare any shape."""
+_PIECE = 2**10
+"""Bytes of a zstd body at a time: four of them may stand for 128 KiB."""
 
 _DTYPES = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8"), pb.DTYPE_INT32: np.dtype("<i4")}
 
@@ -36,29 +38,43 @@ class Layout:
 
 
 def decompressed(body: bytes, encoding: str | None) -> bytes:
-    """The body without its Content-Encoding. Streams, so a false frame size cannot defeat the cap."""
+    """The body without its Content-Encoding: one whole zstd frame. Whatever size the frame declares, it is read a
+    piece at a time, and a piece is so small that it cannot grow to more than 32 MiB beyond the cap."""
     if not encoding or encoding == "identity":
         return body
     if encoding != "zstd":
         raise Unsupported(f"Content-Encoding {encoding} is not read here.", "Send zstd or plain bytes.")
-    out = bytearray()
+    frame, out, at = zstandard.ZstdDecompressor().decompressobj(), bytearray(), 0
     try:
-        for piece in zstandard.ZstdDecompressor().read_to_iter(body, write_size=2**20):
-            out += piece
+        while at < len(body) and not frame.eof:
+            out += frame.decompress(body[at : at + _PIECE])
+            at += _PIECE
             if len(out) > BODY_CAP:
                 raise TooLarge(f"The body is over {BODY_CAP} bytes when decompressed.", "Send fewer data per request.")
     except zstandard.ZstdError as error:
         raise BadRequest(f"The body is not zstd: {error}") from error
+    if not frame.eof or frame.unused_data or at < len(body):
+        raise BadRequest("The body is not one whole zstd frame.", "Compress it anew, in one piece.")
     return bytes(out)
 
 
 def decode_pass(body: bytes) -> tuple[int, Pass]:
     """(seq_id, request) of a ForwardBackwardRequest, its tensors dense."""
+    return pass_of(parse_pass(body))
+
+
+def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
+    """The message as it came, well-formed and no more."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise BadRequest("The body is not a ForwardBackwardRequest.", "Use tinker SDK 0.25 or newer.") from error
+    return message
+
+
+def pass_of(message: pb.ForwardBackwardRequest) -> tuple[int, Pass]:
+    """(seq_id, request) of a message, its tensors dense."""
     data = tuple(_datum(f"data[{index}]", datum) for index, datum in enumerate(message.data))
     request = Pass(
         model_id=message.model_id,
@@ -180,20 +196,27 @@ def encode_sampled(sampled: Sampled, layout: Layout | None) -> bytes:
         message.topk_prompt_logprobs.CopyFrom(_topk(sampled.topk_prompt))
     if sampled.target_prompt_logprobs is not None:
         message.target_prompt_logprobs.CopyFrom(_target_answer(sampled.target_prompt_logprobs, layout))
+    if sampled.prompt_alt is not None:
+        alt = sampled.prompt_alt
+        message.prompt_alt_tokens.tokens.CopyFrom(_dense(alt.token_ids.astype("<i8"), pb.DTYPE_INT64))
+        message.prompt_alt_tokens.logprobs.CopyFrom(_dense(alt.logprobs.astype("<f4"), pb.DTYPE_FLOAT32))
     return message.SerializeToString()
 
 
 def _target_answer(found: np.ndarray, layout: Layout | None) -> pb.Tensor:
     values = np.nan_to_num(found.astype("<f4"), nan=0.0)
-    tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=values.shape)
     if layout is None:
-        tensor.dense = values.tobytes()
-        return tensor
+        return _dense(values, pb.DTYPE_FLOAT32)
+    tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=values.shape)
     rows = np.repeat(np.arange(len(values)), np.diff(layout.crow))
     tensor.sparse_csr.values = values[rows, layout.col].tobytes()
     tensor.sparse_csr.crow_indices = layout.crow.astype("<i8").tobytes()
     tensor.sparse_csr.col_indices = layout.col.astype("<i8").tobytes()
     return tensor
+
+
+def _dense(values: np.ndarray, dtype: pb.DType.ValueType) -> pb.Tensor:
+    return pb.Tensor(dtype=dtype, shape=values.shape, dense=values.tobytes())
 
 
 def _topk(top: TopK) -> pb.TopkLogprobs:

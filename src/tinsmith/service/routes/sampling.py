@@ -10,6 +10,7 @@ from fastapi import APIRouter
 from tinsmith.engine.checks import check_sample
 from tinsmith.errors import BadRequest
 from tinsmith.service.asample import decode_sample
+from tinsmith.service.aside import aside
 from tinsmith.service.bodies import JoinBody, SamplingSessionBody, parse
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.logs import note
@@ -83,7 +84,7 @@ async def join_sampling_session(tenant: Tenant, service: ServiceDep, body: RawBo
 async def asample(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
     """Begin sampling; the ids of the sequences are given now, one for each."""
     service.sampling.admit()
-    ask = decode_sample(body)
+    ask = await aside(len(body), decode_sample, body)
     note(request_id=f"{ask.sampler_id}:{ask.seq}")
     sampler = service.sampler(ask.sampler_id, tenant)
     service.sessions.alive(sampler.session_id, tenant)

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header
 
-from tinsmith.engine.base import AdamParams, LoraSpec
+from tinsmith.engine.base import AdamParams, LoraSpec, Pass
 from tinsmith.engine.checks import check_adam, check_lora, check_pass
 from tinsmith.errors import BadRequest, Unsupported
+from tinsmith.service.aside import aside
 from tinsmith.service.bodies import (
     CreateModelBody,
     GetInfoBody,
@@ -29,8 +30,9 @@ from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.external import recipients
 from tinsmith.service.logs import note
 from tinsmith.service.payloads import stored
+from tinsmith.service.provenance import Claim, claims_of
 from tinsmith.service.records import Checkpoint, Create, Load, Model, SaveExternal, SaveSampler, SaveState, Step, Work
-from tinsmith.service.wire import decode_pass, decompressed
+from tinsmith.service.wire import BODY_CAP, decompressed, parse_pass, pass_of
 
 router = APIRouter()
 
@@ -80,13 +82,20 @@ async def forward_backward(
     tenant: Tenant, service: ServiceDep, body: RawBody, content_encoding: Annotated[str | None, Header()] = None
 ) -> dict[str, Any]:
     """A pass, with or without gradients; the body is kept as it came."""
-    plain = decompressed(body, content_encoding)
-    seq, work = decode_pass(plain)
+    plain, seq, work, claims = await aside(BODY_CAP if content_encoding else len(body), _read, body, content_encoding)
     model = service.training(work.model_id, tenant)
     if await _promised(service, model, seq):
         return _promise_of(model, seq)
-    check_pass(work, await service.worker(model.base_model).host.card())
+    service.sampling.check(claims, tenant)
+    await aside(len(plain), check_pass, work, await service.worker(model.base_model).host.card())
     return await _promise(service, model, seq, work, plain)
+
+
+def _read(body: bytes, content_encoding: str | None) -> tuple[bytes, int, Pass, list[Claim]]:
+    plain = decompressed(body, content_encoding)
+    message = parse_pass(plain)
+    seq, work = pass_of(message)
+    return plain, seq, work, claims_of(message, [(len(datum.tokens), len(datum.targets)) for datum in work.data])
 
 
 @router.post("/optim_step")

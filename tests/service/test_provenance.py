@@ -1,0 +1,98 @@
+"""Provenance spans: claims that cannot be are refused, through the SDK's own encoder."""
+
+from __future__ import annotations
+
+import pytest
+import tinker
+from tinker import types
+from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
+
+from tests.service.conftest import SDK_LEAKS
+from tinsmith.errors import BadRequest
+from tinsmith.service.provenance import REMEMBERED, Sequences, claims_of
+from tinsmith.service.schema import pb
+
+pytestmark = SDK_LEAKS
+
+
+def spanned(sequence: str, prompt: int, sampled: int) -> types.Datum:
+    """A datum of a prompt and what was sampled after it, as a trainer makes it: targets are shifted by one."""
+    whole = [5] * (prompt + sampled)
+    inputs = {"target_tokens": whole[1:], "weights": [1.0] * (len(whole) - 1)}
+    datum = types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)
+    return datum.with_provenance(
+        model_input=[
+            PromptProvenanceSpan(sequence_id=sequence, length=prompt),
+            SampledProvenanceSpan(sequence_id=sequence, length=sampled - 1),
+        ],
+        loss_fn_inputs=[
+            PromptProvenanceSpan(sequence_id=sequence, offset=1, length=prompt - 1),
+            SampledProvenanceSpan(sequence_id=sequence, length=sampled),
+        ],
+    )
+
+
+def test_spans_of_what_was_sampled_are_taken_and_others_refused(
+    client: tinker.ServiceClient, train: tinker.TrainingClient
+) -> None:
+    sampler = client.create_sampling_client(base_model="toy").result()
+    prompt, params = types.ModelInput.from_ints([5, 5, 5]), types.SamplingParams(max_tokens=4, stop=[])
+    one, two = sampler.sample(prompt, 2, params).result().sequences
+    for sequence in (one, two):
+        answer = train.forward_backward([spanned(sequence.sequence_id, 3, 4)], "cross_entropy").result()
+        assert len(answer.loss_fn_outputs) == 1
+    request = one.sequence_id.rpartition(":")[0]
+    for wrong, says in (
+        (spanned(one.sequence_id, 4, 4), "prompt tokens"),
+        (spanned(one.sequence_id, 3, 5), "sampled tokens"),
+        (spanned(f"{request}:2", 3, 4), "not known here"),
+        (spanned("somebody:sample:0:1:0", 3, 4), "not known here"),
+        (spanned("nonsense", 3, 4), "not known here"),
+    ):
+        with pytest.raises(tinker.BadRequestError, match=says):
+            train.forward_backward([wrong], "cross_entropy").result()
+
+
+def message(inputs: list[tuple[int, int]], targets: list[tuple[int, int]]) -> pb.ForwardBackwardRequest:
+    made = pb.ForwardBackwardRequest()
+    datum = made.data.add()
+    for spans, values in ((datum.model_input_spans, inputs), (datum.loss_fn_input_spans, targets)):
+        for offset, length in values:
+            one = spans.add().sampled_tokens
+            one.sequence_id, one.offset, one.length = "s:sample:0:1:0", offset, length
+    return made
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "says"),
+    [
+        ([(0, 3)], [], "both or neither"),
+        ([(0, 2)], [(0, 3)], "2 positions of 3"),
+        ([(0, 3)], [(0, 4)], "4 positions of 3"),
+        ([(-1, 3)], [(0, 3)], "offset -1"),
+        ([(0, 4), (0, -1)], [(0, 3)], "length -1"),
+    ],
+)
+def test_spans_tile_their_field(inputs: list, targets: list, says: str) -> None:
+    with pytest.raises(BadRequest, match=says):
+        claims_of(message(inputs, targets), [(3, 3)])
+
+
+def test_a_span_says_of_what_it_is() -> None:
+    made = message([(0, 3)], [(0, 3)])
+    made.data[0].model_input_spans.add()
+    with pytest.raises(BadRequest, match=r"model_input_spans\[1\] is empty"):
+        claims_of(made, [(3, 3)])
+    assert claims_of(pb.ForwardBackwardRequest(data=[pb.Datum()]), [(3, 3)]) == []
+
+
+def test_what_is_forgotten_is_believed() -> None:
+    sequences = Sequences()
+    claims = claims_of(message([(0, 3)], [(0, 3)]), [(3, 3)])
+    sequences.check(claims, lambda sampler: sampler == "s:sample:0")
+    sequences.keep("s:sample:0:1", 9, [2])
+    with pytest.raises(BadRequest):
+        sequences.check(claims, lambda sampler: True)
+    for number in range(REMEMBERED):
+        sequences.keep(str(number), 1, [1])
+    sequences.check(claims, lambda sampler: True)
