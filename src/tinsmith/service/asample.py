@@ -29,6 +29,8 @@ def decode_sample(body: bytes) -> Ask:
     asked = parse(SampleBody, body)
     if asked.sampling_session_id is None or asked.seq_id is None:
         raise Unsupported("asample without sampling_session_id and seq_id is not served.", "Create a sampling session.")
+    if not 0 <= asked.seq_id < 2**63:
+        raise BadRequest(f"seq_id is {asked.seq_id}.", "Count a sampling session's requests from 0.")
     if asked.record_stability_info:
         raise Unsupported(
             "record_stability_info is not served here: stable_reinforce's objective is not published.",

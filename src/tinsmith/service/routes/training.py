@@ -232,7 +232,7 @@ async def _promised(service: Service, model: Model, seq: int) -> bool:
     """
     note(request_id=_request_id(model.id, seq))
     line = service.worker(model.base_model).line(model.id)
-    if seq < 1:
+    if not 1 <= seq < 2**63:
         raise BadRequest(f"seq_id is {seq}.", "The first request of a model has 1.")
     if seq > line.accepted:
         return False

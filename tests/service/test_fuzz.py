@@ -1,0 +1,284 @@
+"""Whatever is sent, nothing answers 5xx, and the next good request works."""
+
+from __future__ import annotations
+
+import io
+import json
+import struct
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import schemathesis
+import zstandard
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from tests.service import openapi
+from tests.service.inprocess import pass_body
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+from tinsmith.service.schema import pb
+
+MIB = 2**20
+
+
+@dataclass
+class Fuzzed:
+    """A served fake, a session with a model, a sampling session and checkpoints in it, and good requests."""
+
+    http: httpx.Client
+    url: str
+    session: str
+    model: str
+    sampler: str
+    seqs: Iterator[int]
+
+    def post(self, path: str, body: object, **options: Any) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return self.http.post(path, content=content, **options)
+
+    def result(self, promise: httpx.Response) -> httpx.Response:
+        assert promise.status_code == 200, promise.text
+        answer = self.post("retrieve_future", {"request_id": promise.json()["request_id"]})
+        while answer.status_code == 408:
+            answer = self.post("retrieve_future", {"request_id": promise.json()["request_id"]})
+        return answer
+
+    def works(self) -> None:
+        """The next good requests do what they should."""
+        answer = self.result(self.post("forward_backward", pass_body(self.model, next(self.seqs))))
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "application/x-protobuf", answer.text
+        ask = {"sampling_session_id": self.sampler, "seq_id": next(self.seqs), "prompt": {"chunks": [{"tokens": [1]}]}}
+        sampled = self.result(self.post("asample", {**ask, "sampling_params": {"max_tokens": 2}}))
+        assert sampled.headers["content-type"] == "application/x-protobuf", sampled.text
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
+    data: Path = tmp_path_factory.mktemp("fuzzed")
+    config = ServeConfig(models=("toy",), engine="fake", data=data, hold_s=0.2, log_level="warning")
+    with (
+        embedded(config) as (url, key),
+        httpx.Client(base_url=f"{url}/api/v1/", headers={"X-API-Key": key}, timeout=30) as http,
+    ):
+        session = http.post("create_session", json={}).json()["session_id"]
+        made = Fuzzed(http, url, session, f"{session}:train:0", f"{session}:sample:0", count(1))
+        made.result(made.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "toy"}))
+        asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+        assert made.post("create_sampling_session", asked).status_code == 200
+        for path in ("save_weights", "save_weights_for_sampler"):
+            made.result(made.post(path, {"model_id": made.model, "seq_id": next(made.seqs), "path": "kept"}))
+        made.works()
+        yield made
+        made.works()
+        assert "Traceback" not in (data / "serve.log").read_text()
+
+
+def fuzz_by_schema(fuzzed: Fuzzed, examples: int) -> None:
+    """Every operation of the OpenAPI schema with generated parameters and bodies."""
+    known = {
+        "session_id": fuzzed.session, "model_id": fuzzed.model, "sampling_session_id": fuzzed.sampler,
+        "run": fuzzed.model,
+        "sampler_id": fuzzed.sampler, "base_model": "toy", "model": "toy", "kind": "weights", "name": "kept",
+        "path": f"tinker://{fuzzed.model}/weights/kept", "tinker_path": f"tinker://{fuzzed.model}/weights/kept",
+        "request_id": f"{fuzzed.model}:1", "source_path": f"tinker://{fuzzed.model}/weights/kept",
+    }  # fmt: skip
+    told = openapi.schema(known)
+    told["paths"].pop("/api/v1/sessions/{session_id}/finish")  # would end what the others work on
+    told["paths"]["/api/v1/auth/apikey/me"].pop("delete")
+    found = [one.ok() for one in schemathesis.openapi.from_dict(told).get_all_operations()]
+    assert len(found) > 30
+    failed = {operation.label: fault for operation in found if (fault := fault_of(fuzzed, operation, examples))}
+    assert failed == {}
+
+
+def fault_of(fuzzed: Fuzzed, operation: schemathesis.APIOperation, examples: int) -> str:
+    """What made this operation answer 5xx; nothing if nothing did."""
+    faults = []
+
+    @settings(
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(operation.as_strategy())
+    def answers(case: schemathesis.Case) -> None:
+        answer = case.call(base_url=fuzzed.url, headers=dict(fuzzed.http.headers), timeout=30)
+        if answer.status_code >= 500:
+            faults.append(f"{answer.status_code}: {case.path_parameters} {case.query} {case.body!r}")
+
+    answers()
+    return faults[0] if faults else ""
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_nothing_that_the_schema_allows_is_answered_with_5xx(fuzzed: Fuzzed) -> None:
+    fuzz_by_schema(fuzzed, 15)
+    fuzzed.works()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_nothing_in_a_long_search_is_answered_with_5xx(fuzzed: Fuzzed) -> None:
+    fuzz_by_schema(fuzzed, 200)
+    fuzzed.works()
+
+
+def frame(size: int, declared: int | None = None) -> bytes:
+    """A zstd frame of zeros that says nothing of its size, or `declared` bytes."""
+    out = io.BytesIO()
+    with zstandard.ZstdCompressor().stream_writer(out, closefd=False) as writer:
+        for _ in range(size // MIB):
+            writer.write(bytes(MIB))
+    body = bytearray(out.getvalue())
+    if declared is not None:  # descriptor with an 8-byte content size, single segment
+        body[4:6] = bytes([0b11100000]) + struct.pack("<Q", declared)
+    return bytes(body)
+
+
+BODIES = {
+    "empty": (b"", {}),
+    "JSON": (b'{"model_id": "x"}', {}),
+    "random": (np.random.default_rng(0).bytes(4096), {}),
+    "zstd that is none": (b"\x00" * 64, {"Content-Encoding": "zstd"}),
+    "zstd cut short": (frame(4 * MIB)[:20], {"Content-Encoding": "zstd"}),
+    "zstd bomb": (frame(1024 * MIB), {"Content-Encoding": "zstd"}),
+    "zstd with a false size": (frame(4 * MIB, declared=2**62), {"Content-Encoding": "zstd"}),
+    "another encoding": (b"x", {"Content-Encoding": "br"}),
+}
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_body_that_is_none_is_refused(fuzzed: Fuzzed, name: str) -> None:
+    body, headers = BODIES[name]
+    began = time.monotonic()
+    answer = fuzzed.post("forward_backward", body, headers=headers)
+    assert 400 <= answer.status_code < 500
+    assert answer.json()["detail"]
+    assert time.monotonic() - began < 20
+    fuzzed.works()
+
+
+@pytest.mark.slow
+def test_a_body_over_the_limit_is_refused(fuzzed: Fuzzed) -> None:
+    assert fuzzed.post("forward_backward", bytes(257 * MIB)).status_code == 413
+    fuzzed.works()
+
+
+def message(fuzzed: Fuzzed) -> pb.ForwardBackwardRequest:
+    return pb.ForwardBackwardRequest.FromString(pass_body(fuzzed.model, next(fuzzed.seqs)))
+
+
+def damaged(fuzzed: Fuzzed) -> Iterator[tuple[str, pb.ForwardBackwardRequest]]:
+    """Messages that are well formed and not in order."""
+    targets = "target_tokens"
+    for name, shape in {
+        "huge": [2**40, 2**40], "negative": [-3], "too long": [4], "too short": [2], "zero": [0], "deep": [3, 1, 1, 1],
+    }.items():  # fmt: skip
+        one = message(fuzzed)
+        one.data[0].loss_fn_inputs[targets].shape[:] = shape
+        yield f"shape {name}", one
+    for dtype in (0, 3, 4, 9):
+        one = message(fuzzed)
+        one.data[0].loss_fn_inputs[targets].dtype = dtype  # type: ignore[assignment]
+        yield f"dtype {dtype}", one
+    one = message(fuzzed)
+    one.data[0].loss_fn_inputs[targets].dtype = pb.DTYPE_FLOAT32
+    yield "float targets", one
+    one = message(fuzzed)
+    one.data[0].loss_fn_inputs[targets].dense = b"abc"
+    yield "bytes that are no numbers", one
+    one = message(fuzzed)
+    csr = one.data[0].loss_fn_inputs[targets].sparse_csr
+    csr.values, csr.crow_indices, csr.col_indices = (np.array(v, "<i8").tobytes() for v in ([1], [0, 1], [2**40]))
+    one.data[0].loss_fn_inputs[targets].shape[:] = [2**31, 2**31]
+    yield "sparse and huge", one
+    for value in (np.nan, np.inf, -np.inf):
+        one = message(fuzzed)
+        weights = one.data[0].loss_fn_inputs["weights"]
+        weights.dtype, weights.dense = pb.DTYPE_FLOAT32, np.full(3, value, "<f4").tobytes()
+        weights.shape.append(3)
+        yield f"weights {value}", one
+    for token in (-1, 2**31 - 1):
+        one = message(fuzzed)
+        one.data[0].model_input[0].encoded_text.tokens = np.full(3, token, "<i4").tobytes()
+        yield f"token {token}", one
+    for name, change in {
+        "no data": lambda m: m.ClearField("data"), "no chunk": lambda m: m.data[0].ClearField("model_input"),
+        "unknown loss": lambda m: setattr(m, "loss_fn", "zap"), "seq 0": lambda m: setattr(m, "seq_id", 0),
+        "no model": lambda m: setattr(m, "model_id", "nobody"), "seq -7": lambda m: setattr(m, "seq_id", -7),
+        "NaN in the config": lambda m: m.loss_fn_config.update({"beta": np.nan}),
+    }.items():  # fmt: skip
+        one = message(fuzzed)
+        change(one)
+        yield name, one
+
+
+def test_each_message_that_is_not_in_order_is_refused_by_name(fuzzed: Fuzzed) -> None:
+    accepted = {}
+    for name, one in damaged(fuzzed):
+        answer = fuzzed.post("forward_backward", one.SerializeToString())
+        if not 400 <= answer.status_code < 500 or len(answer.json()["detail"]) < 10:
+            accepted[name] = answer.status_code
+    assert accepted == {}
+    fuzzed.works()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_a_damaged_body_is_refused_or_runs(fuzzed: Fuzzed, draws: st.DataObject) -> None:
+    """On a model of its own: what was damaged may be its seq_id."""
+    number = next(fuzzed.seqs)
+    asked = {"session_id": fuzzed.session, "model_seq_id": number, "base_model": "toy"}
+    fuzzed.result(fuzzed.post("create_model", asked))
+    body, places = bytearray(pass_body(f"{fuzzed.session}:train:{number}", 1)), st.integers(0, 2**16)
+    for _ in range(draws.draw(st.integers(0, 3))):
+        body[draws.draw(places) % len(body)] = draws.draw(st.integers(0, 255))
+    answer = fuzzed.post("forward_backward", bytes(body[: draws.draw(places) % (len(body) + 1)]))
+    assert answer.status_code < 500
+    if answer.status_code == 200:
+        assert fuzzed.result(answer).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"", b"null", b"[]", b"{", b'"x"', b"\xff\xfe", b'{"a":' * 5000, b"NaN", b'{"seq_id": NaN}',
+        b'{"model_id": "x", "seq_id": 1e400}', b'{"model_id": ["x"], "seq_id": {}}',
+    ],
+)  # fmt: skip
+def test_json_that_is_none_or_of_another_shape_is_refused(fuzzed: Fuzzed, text: bytes) -> None:
+    for path in ("optim_step", "create_model", "asample", "retrieve_future", "save_weights", "get_info"):
+        answer = fuzzed.post(path, text)
+        assert 400 <= answer.status_code < 500, path
+        assert answer.json()["detail"]
+
+
+@pytest.mark.parametrize("seq", [2**31, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**30])
+def test_numbers_beyond_64_bits_are_refused_and_those_within_are_not(fuzzed: Fuzzed, seq: int) -> None:
+    number = next(fuzzed.seqs)
+    asked = {"session_id": fuzzed.session, "model_seq_id": number, "base_model": "toy"}
+    made = fuzzed.result(fuzzed.post("create_model", asked)).json()
+    answer = fuzzed.post("optim_step", {"model_id": made["model_id"], "seq_id": seq, "adam_params": {}})
+    assert answer.status_code == (200 if 0 < seq < 2**63 else 400), answer.text
+    ask = {"sampling_session_id": fuzzed.sampler, "seq_id": seq, "prompt": {"chunks": [{"tokens": [1]}]}}
+    asked = fuzzed.post("asample", {**ask, "sampling_params": {"max_tokens": 1, "seed": seq}})
+    assert asked.status_code == (200 if 0 <= seq < 2**63 else 400)
+    odd = {
+        "session_id": fuzzed.session,
+        "model_seq_id": seq,
+        "base_model": "toy",
+        "lora_config": {"rank": 4, "seed": seq},
+    }
+    assert fuzzed.post("create_model", odd).status_code < 500
+    fuzzed.works()
