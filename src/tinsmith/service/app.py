@@ -26,6 +26,7 @@ from starlette.exceptions import HTTPException
 from tinsmith.errors import Busy, ConfigError, EngineError, TinsmithError
 from tinsmith.service.bodies import sentence
 from tinsmith.service.checkpoints import Checkpoints
+from tinsmith.service.chronicle import Chronicle
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.copies import Copies
 from tinsmith.service.deps import Service, key_of
@@ -55,8 +56,10 @@ from tinsmith.service.sessions import Sessions
 from tinsmith.service.signing import signer_of
 from tinsmith.service.spans import Spans, tracing
 from tinsmith.service.store import Store, served_store
-from tinsmith.service.telemetry import Telemetry
+from tinsmith.service.telemetry import Telemetry, Timeline
 from tinsmith.service.tenants import Tenants
+from tinsmith.service.traces import Traces
+from tinsmith.service.usage import Usage
 from tinsmith.service.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -107,6 +110,7 @@ async def _at_work(service: Service, on_end: Callable[[TinsmithError | None], No
     workers = list({id(worker): worker for worker in service.workers.values()}.values())
     tasks = [asyncio.create_task(_work(workers, on_end)), asyncio.create_task(_for_ever(service.sessions.run))]
     tasks.append(asyncio.create_task(_for_ever(service.tenants.run)))
+    tasks.append(asyncio.create_task(_for_ever(service.chronicle.run)))
     try:
         yield
     finally:
@@ -118,6 +122,7 @@ async def _at_work(service: Service, on_end: Callable[[TinsmithError | None], No
         await asyncio.gather(*(worker.close() for worker in workers))
         await asyncio.gather(*(worker.host.down() for worker in workers))
         service.futures.shut()
+        await service.chronicle.flush()
 
 
 def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | None) -> Service:
@@ -129,13 +134,14 @@ def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | No
     tenants = Tenants(store.database, key)
     limits = Limits(tenants, store, promises)
     journal = Journal(store, config.data / "journal", config.capture_every)
+    chronicle = Chronicle(store)
     workers: dict[str, Worker] = {}
     hosts: list[EngineHost] = []
-    telemetry = Telemetry(lambda: [*held(store), *engines(hosts)], spans)
+    telemetry = Telemetry(lambda: [*held(store), *engines(hosts)], _hears(chronicle, spans))
     for source, names in config.sources().items():
         host = EngineHost(config.engine_config(source), names, start)
         hosts.append(host)
-        worker = Worker(host, store, promises, journal, saved, limits, config.batch_tokens, telemetry)
+        worker = Worker(host, store, promises, journal, saved, limits, config.batch_tokens, telemetry, chronicle)
         workers |= dict.fromkeys(names, worker)
     samples = Sampling(store, promises, saved, limits, workers, config.queued_samples, telemetry)
     return Service(
@@ -147,14 +153,28 @@ def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | No
         futures=promises,
         checkpoints=saved,
         journal=journal,
-        sessions=Sessions(store, saved, workers, config.session_timeout_s, config.retention_s),
+        sessions=Sessions(store, saved, workers, config.session_timeout_s, config.retention_s, chronicle),
         sampling=samples,
         signer=signer_of(config.data),
         copies=Copies(store, saved),
         telemetry=telemetry,
         drain=Drain(workers.values(), samples),
+        chronicle=chronicle,
+        usage=Usage(store, chronicle),
+        traces=Traces(store, chronicle, config.data / "traces"),
         workers=workers,
     )
+
+
+def _hears(chronicle: Chronicle, spans: Spans | None) -> Callable[[Timeline], None]:
+    """Who is told of each finished request."""
+
+    def hear(line: Timeline) -> None:
+        chronicle.request(line)
+        if spans is not None:
+            spans(line)
+
+    return hear
 
 
 async def _open_to_someone(service: Service) -> None:
@@ -167,6 +187,7 @@ async def _open_to_someone(service: Service) -> None:
 
 async def _take_up(service: Service) -> None:
     """What an earlier process promised is promised still."""
+    await service.chronicle.load()
     await service.checkpoints.sweep()
     await service.journal.sweep()
     for model_id, (accepted, finished) in (await service.store.highest()).items():

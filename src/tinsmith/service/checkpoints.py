@@ -103,11 +103,12 @@ class Checkpoints:
         sessions = (self._store.find(Session, one.session_id) for one in users)
         return any(session is not None and session.ended is None for session in sessions)
 
-    async def expire(self) -> None:
-        """Delete what is over its time."""
-        for one in self._store.all(Checkpoint):
-            if _over(one) and not one.deleted:
-                await self.delete(one)
+    async def expire(self) -> list[Checkpoint]:
+        """Delete what is over its time, and say what that was."""
+        over = [one for one in self._store.all(Checkpoint) if _over(one) and not one.deleted]
+        for one in over:
+            await self.delete(one)
+        return over
 
     def next_expiry(self) -> float | None:
         """When the next one is over, in seconds since 1970."""

@@ -6,7 +6,6 @@ A route may touch only what its tenant owns: whatever is another's answers as if
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Annotated
 
 from fastapi import Depends, Header, Request
@@ -14,6 +13,7 @@ from fastapi import Depends, Header, Request
 from tinsmith.engine.checks import nearest
 from tinsmith.errors import BadRequest, Forbidden, NotFound, TooLarge, Unauthorized
 from tinsmith.service.checkpoints import Checkpoints
+from tinsmith.service.chronicle import Chronicle
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.copies import Copies
 from tinsmith.service.futures import Futures
@@ -29,6 +29,8 @@ from tinsmith.service.signing import TOKEN_PREFIX, Signer, write_private
 from tinsmith.service.store import Store
 from tinsmith.service.telemetry import Telemetry
 from tinsmith.service.tenants import Tenants
+from tinsmith.service.traces import Traces
+from tinsmith.service.usage import Usage
 from tinsmith.service.wire import BODY_CAP
 from tinsmith.service.worker import Worker
 
@@ -49,6 +51,9 @@ class Service:
     sessions: Sessions
     sampling: Sampling
     signer: Signer
+    chronicle: Chronicle
+    usage: Usage
+    traces: Traces
     copies: Copies
     telemetry: Telemetry
     drain: Drain
@@ -93,11 +98,6 @@ class Service:
                 f"The weights_access_token opens nothing at {path}, or its time is over.", "Ask its owner for another."
             )
         return owner
-
-    @property
-    def traces(self) -> Path:
-        """Where the traces of sessions are, while someone may fetch them."""
-        return self.config.data / "traces"
 
     def link(self, request: Request, path: str, expires: int) -> str:
         """A link to one of this server's files."""

@@ -15,6 +15,7 @@ from contextlib import suppress
 from tinsmith.errors import BadRequest, NotFound
 from tinsmith.service.bodies import SessionBody
 from tinsmith.service.checkpoints import Checkpoints
+from tinsmith.service.chronicle import Chronicle
 from tinsmith.service.logs import note
 from tinsmith.service.records import Model, Sampler, Session
 from tinsmith.service.store import Store
@@ -36,12 +37,14 @@ class Sessions:
         workers: Mapping[str, Worker],
         timeout_s: float,
         retention_s: float,
+        chronicle: Chronicle,
     ) -> None:
         self._store = store
         self._checkpoints = checkpoints
         self._workers = workers
         self._timeout_s = timeout_s
         self._retention_s = retention_s
+        self._chronicle = chronicle
         # After a restart clients get a while to come back, however long this server was down.
         back_by = time.time() - timeout_s + min(timeout_s, RETURN_S)
         self._seen = {one.id: back_by for one in store.all(Session) if one.ended is None}
@@ -120,7 +123,8 @@ class Sessions:
         pruned = time.time()
         while True:
             self._changed.clear()
-            await self._checkpoints.expire()
+            for one in await self._checkpoints.expire():
+                self._chronicle.changed(one, "checkpoint_expired", "tinsmith")
             now = time.time()
             for session in self._store.all(Session):
                 if session.ended is None and self._last_seen(session) + self._timeout_s <= now:

@@ -79,6 +79,12 @@ class Store:
         """Every record of a kind, oldest first."""
         return list(self._held[kind].values())
 
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[AsyncConnection]:
+        """A transaction for tables that are not held here."""
+        async with self._writing, self._engine.begin() as db:
+            yield db
+
     async def put(self, *records: Held) -> None:
         """Write records, new or changed, together."""
         async with self._writing, self._engine.begin() as db:
@@ -123,7 +129,7 @@ class Store:
             "batch": 0,
         }
         async with self._writing, self._engine.begin() as db:
-            fresh = _insert(db, REQUESTS).values(values).on_conflict_do_nothing().returning(REQUESTS.c.id)
+            fresh = insert_into(db, REQUESTS).values(values).on_conflict_do_nothing().returning(REQUESTS.c.id)
             if (await db.execute(fresh)).first() is None:
                 return False
             await _write(db, records)
@@ -241,7 +247,8 @@ async def _loaded(engine: AsyncEngine) -> Store:
     return store
 
 
-def _insert(db: AsyncConnection, table: Table) -> Any:
+def insert_into(db: AsyncConnection, table: Table) -> Any:
+    """An insert that can say what happens to rows which are there."""
     return _INSERT[db.dialect.name](table)
 
 
@@ -249,7 +256,9 @@ async def _write(db: AsyncConnection, records: Iterable[Held]) -> None:
     for record in records:
         table = _TABLES[type(record)]
         values = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
-        await db.execute(_insert(db, table).values(values).on_conflict_do_update(index_elements=["id"], set_=values))
+        await db.execute(
+            insert_into(db, table).values(values).on_conflict_do_update(index_elements=["id"], set_=values)
+        )
 
 
 def _plain(value: Any) -> Any:

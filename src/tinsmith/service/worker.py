@@ -17,6 +17,7 @@ from tinsmith.engine.base import Pass, PassResult
 from tinsmith.errors import BadRequest, EngineDied, EngineError, TinsmithError
 from tinsmith.service.behind import Behind
 from tinsmith.service.checkpoints import Checkpoints
+from tinsmith.service.chronicle import Chronicle
 from tinsmith.service.effects import Done, Effects
 from tinsmith.service.engines import EngineHost
 from tinsmith.service.futures import Futures
@@ -64,6 +65,7 @@ class Worker:
         limits: Limits,
         batch_tokens: int,
         telemetry: Telemetry,
+        chronicle: Chronicle,
     ) -> None:
         self.host = host
         self._store = store
@@ -73,6 +75,7 @@ class Worker:
         self._effects = Effects(store, checkpoints, journal, limits)
         self._batch_tokens = batch_tokens
         self._telemetry = telemetry
+        self._chronicle = chronicle
         self._rows: dict[str, Row] = {}
         self._lines: dict[str, Line] = {}
         self._deaths: Counter[str] = Counter()
@@ -264,6 +267,11 @@ class Worker:
             await self._checkpoints.delete(done.replaced)
             if self._store.find(Checkpoint, done.replaced.id) is None:
                 await self.host.detach(done.replaced.id)
+        for one in (one for one in done.records if isinstance(one, Checkpoint) and one.kind != "ephemeral"):
+            if one.deleted:
+                self._chronicle.changed(one, "checkpoint_overwritten", row.owner)
+            else:
+                self._chronicle.made(one, row.owner)
         if done.behind is not None:
             self._behind.write(done.behind)
         model = self._store.find(Model, row.model_id)

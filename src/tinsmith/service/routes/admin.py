@@ -1,14 +1,16 @@
-"""Who is asking: the token in place of a key, and what a key is."""
+"""Who is asking, what was done, and what was used: of the owner behind the key, nobody else's."""
 
 from __future__ import annotations
 
-from typing import Any
+from datetime import UTC, date, datetime
+from typing import Any, Literal
 
 from fastapi import APIRouter, Response
 
 from tinsmith.errors import BadRequest
-from tinsmith.service.deps import Caller, ServiceDep
+from tinsmith.service.deps import Caller, ServiceDep, Tenant
 from tinsmith.service.keys import revoke_key
+from tinsmith.service.views import instant
 
 router = APIRouter()
 
@@ -37,4 +39,34 @@ async def delete_key(key: Caller, service: ServiceDep) -> Response:
         raise BadRequest("This key is the server's own.", "Start the server with another --api-key.")
     await revoke_key(service.store.database, str(key.id))
     await service.tenants.read()
+    service.chronicle.audit(key.owner, "organization_key_revoked", key.owner, key=key.name)
     return Response(status_code=204)
+
+
+@router.get("/audit")
+async def audit(
+    tenant: Tenant,
+    service: ServiceDep,
+    event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all",
+    day: date | None = None,
+) -> dict[str, Any]:
+    """What was done on one day in UTC, today if none is given, to what belongs to the owner of the key."""
+    found = await service.chronicle.audits(tenant, event_type, day or datetime.now(UTC).date())
+    entries = [
+        {"timestamp": instant(one["at"]), "event": one["event"], "event_details": one["details"]} for one in found
+    ]
+    return {"entries": entries}
+
+
+@router.get("/billing/usage/events")
+async def usage_events(
+    tenant: Tenant, service: ServiceDep, starting_on: datetime, ending_before: datetime
+) -> dict[str, Any]:
+    """Tokens trained, read and sampled, checkpoints saved and gigabyte-hours stored, by the hour."""
+    return await service.usage.events(tenant, starting_on, ending_before)
+
+
+@router.get("/billing/usage/checkpoints/current")
+async def stored_now(tenant: Tenant, service: ServiceDep, project_id: str | None = None) -> dict[str, Any]:
+    """Checkpoints and their bytes of this moment, by project."""
+    return service.usage.stored(tenant, project_id)

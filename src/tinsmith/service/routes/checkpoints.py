@@ -52,6 +52,8 @@ async def copy_weights(
     source = service.checkpoints.readable(asked.source_path, tenant, service.lender(token, asked.source_path))
     service.limits.checkpoint(tenant)
     made = await service.copies.make(source, tenant, asked, x_idempotency_key)
+    service.chronicle.read(source, tenant, "copy")
+    service.chronicle.made(made, tenant, copied_from=source.path)
     service.sessions.changed()
     return {"tinker_path": made.path}
 
@@ -59,13 +61,13 @@ async def copy_weights(
 @router.post(f"{CHECKPOINT}/publish")
 async def publish(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep) -> Response:
     """Whoever has a key may read it from now on; again and again is fine."""
-    return await _change(service, _own(service, tenant, run, kind, name), public=True)
+    return await _change(service, _own(service, tenant, run, kind, name), "checkpoint_published", public=True)
 
 
 @router.delete(f"{CHECKPOINT}/publish")
 async def unpublish(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep) -> Response:
     """Its owner alone may read it from now on; sampling sessions that use it go on."""
-    return await _change(service, _own(service, tenant, run, kind, name), public=False)
+    return await _change(service, _own(service, tenant, run, kind, name), "checkpoint_unpublished", public=False)
 
 
 @router.put(f"{CHECKPOINT}/ttl")
@@ -73,7 +75,8 @@ async def set_ttl(run: str, kind: str, name: str, tenant: Tenant, service: Servi
     """Seconds from now until it is deleted; null keeps it."""
     asked = parse(TtlBody, body)
     check_ttl(asked.ttl_seconds)
-    answer = await _change(service, _own(service, tenant, run, kind, name), expires=expiry(asked.ttl_seconds))
+    checkpoint = _own(service, tenant, run, kind, name)
+    answer = await _change(service, checkpoint, "checkpoint_ttl_set", expires=expiry(asked.ttl_seconds))
     service.sessions.changed()
     return answer
 
@@ -87,6 +90,7 @@ async def lend(run: str, kind: str, name: str, tenant: Tenant, service: ServiceD
         raise BadRequest(f"ttl_seconds is {asked.ttl_seconds}.", f"Give {low} to {high}.")
     checkpoint = _own(service, tenant, run, kind, name)
     token = service.signer.loan(tenant, checkpoint.path, asked.ttl_seconds)
+    service.chronicle.changed(checkpoint, "checkpoint_lent", tenant, ttl_seconds=asked.ttl_seconds)
     return {"weights_access_token": token, "expires_at": instant(time.time() + asked.ttl_seconds)}
 
 
@@ -101,13 +105,16 @@ async def external_weights_urls(
     expires = int(time.time()) + LINK_S
     files = sorted(file.name for file in service.checkpoints.folder(checkpoint.id).iterdir())
     urls = {file: service.link(request, f"{checkpoint.id}/{file}", expires) for file in files}
+    service.chronicle.read(checkpoint, tenant, "download")
     return {"urls": urls, "expires": instant(expires)}
 
 
 @router.delete(CHECKPOINT)
 async def delete_checkpoint(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep) -> Response:
     """The name goes at once; sampling sessions that use the weights go on."""
-    await service.checkpoints.delete(_own(service, tenant, run, kind, name))
+    checkpoint = _own(service, tenant, run, kind, name)
+    await service.checkpoints.delete(checkpoint)
+    service.chronicle.changed(checkpoint, "checkpoint_deleted", tenant)
     return Response(status_code=204)
 
 
@@ -119,6 +126,7 @@ def _own(service: Service, tenant: str, run: str, kind: str, name: str) -> Check
     return service.checkpoints.find(_path(run, kind, name), tenant)
 
 
-async def _change(service: Service, checkpoint: Checkpoint, **changes: Any) -> Response:
+async def _change(service: Service, checkpoint: Checkpoint, event: str, **changes: Any) -> Response:
     await service.store.change(Checkpoint, checkpoint.id, **changes)
+    service.chronicle.changed(checkpoint, event, checkpoint.owner, **changes)
     return Response(status_code=204)

@@ -20,8 +20,7 @@ async def get_file(folder: str, name: str, expires: int, signature: str, service
         raise NotFound("This link was not made here.", "Ask for links anew; they may not be changed.")
     if expires <= time.time():
         raise Gone("The time of this link is over.", "Ask for links anew.")
-    root = service.traces if folder == "traces" else service.checkpoints.folder(folder)
-    file = root / name
+    file = service.traces.file(name) if folder == "traces" else service.checkpoints.folder(folder) / name
     if not file.is_file():
         raise NotFound(f"{name} is no longer here.", "It was deleted meanwhile.")
     return FileResponse(file, filename=name, media_type="application/octet-stream")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
 
 from tinsmith.service.bodies import parse
 from tinsmith.service.bodies_manage import ProjectBody, SearchBody, StatusQuery
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.records import Checkpoint, Model, Sampler, Session
 from tinsmith.service.routes.runs import Limit, Offset, Scope
-from tinsmith.service.signing import urn
+from tinsmith.service.signing import LINK_S, urn
 from tinsmith.service.views import PROJECT, instant, texts
 
 router = APIRouter()
@@ -62,11 +63,23 @@ async def search_sessions(tenant: Tenant, service: ServiceDep, body: RawBody) ->
     return {"sessions": _summaries(service, page), "next_cursor": cursor}
 
 
+@router.get("/sessions/{session_id}/trace_export")
+async def export_trace(session_id: str, tenant: Tenant, service: ServiceDep, request: Request) -> dict[str, Any]:
+    """A link to the times of the session's requests, once the file is there."""
+    name = await service.traces.export(service.sessions.find(session_id, tenant))
+    if name is None:
+        return {"status": "pending"}
+    return {"status": "ready", "url": service.link(request, f"traces/{name}", int(time.time()) + LINK_S)}
+
+
 @router.put("/sessions/{session_id}/project")
 async def assign_project(session_id: str, tenant: Tenant, service: ServiceDep, body: RawBody) -> Response:
     """Put a session, and so all that it made, into a project, whose name is free."""
     project = parse(ProjectBody, body).project_id
-    await service.store.change(Session, service.sessions.find(session_id, tenant).id, project_id=project)
+    session = service.sessions.find(session_id, tenant)
+    await service.store.change(Session, session.id, project_id=project)
+    told = {"session_id": session.id, "project_id": project, "before": session.project_id or PROJECT}
+    service.chronicle.audit(tenant, "project_session_assigned", tenant, **told)
     return Response(status_code=204)
 
 

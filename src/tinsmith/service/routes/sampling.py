@@ -45,6 +45,7 @@ def _sampler(service: Service, tenant: str, asked: SamplingSessionBody, sampler_
             raise BadRequest(
                 f"{asked.model_path} belongs to {checkpoint.base_model}, not to {base_model}.", "Leave base_model out."
             )
+        service.chronicle.read(checkpoint, tenant, "sampling")
     if base_model is None:
         raise BadRequest("create_sampling_session has neither model_path nor base_model.", "Give one of them.")
     service.worker(base_model)

@@ -222,6 +222,7 @@ def _loadable(service: Service, tenant: str, asked: LoadBody, base_model: str | 
     wanted = base_model or checkpoint.base_model
     if service.worker(wanted) is not service.worker(checkpoint.base_model):
         raise BadRequest(f"{asked.path} belongs to {checkpoint.base_model}, not to {wanted}.", "Leave base_model out.")
+    service.chronicle.read(checkpoint, tenant, "training")
     return checkpoint
 
 
