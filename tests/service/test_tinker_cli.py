@@ -224,6 +224,7 @@ def test_login_and_logout(served: Served, tmp_path: Path) -> None:
         assert cli("run", "list").status == 1
 
 
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
 def test_a_download_loads_in_peft(tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """Its logprobs there are those of the service."""
     import torch
