@@ -88,18 +88,18 @@ class Api:
         self.service = service
         self._headers = {"X-API-Key": key} if key else {}
 
-    async def tenant(self, name: str) -> Api:
-        """The same service for another tenant."""
-        key, _ = await create_key(self.service.store.database, name, name)
+    async def tenant(self, name: str, owner: str | None = None) -> Api:
+        """The same service for another tenant, by a new key."""
+        key, _ = await create_key(self.service.store.database, name, owner or name)
         await self.service.tenants.read()
         return Api(self.http, self.service, key)
 
-    async def post(self, path: str, body: object, method: str = "POST") -> httpx.Response:
-        content = body if isinstance(body, bytes) else json.dumps(body).encode()
-        return await self.http.request(method, f"/api/v1/{path}", content=content, headers=self._headers)
+    async def post(self, path: str, body: object) -> httpx.Response:
+        return await self.send("POST", f"/api/v1/{path}", body)
 
-    async def get(self, path: str) -> httpx.Response:
-        return await self.http.get(f"/api/v1/{path}", headers=self._headers)
+    async def send(self, method: str, path: str, body: object, **headers: str) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.http.request(method, path, content=content, headers={**self._headers, **headers})
 
     async def result(self, promise: dict) -> httpx.Response:
         return await self.post("retrieve_future", {"request_id": promise["request_id"]})

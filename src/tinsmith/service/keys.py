@@ -25,7 +25,8 @@ from tinsmith.service.tables import KEYS, QUOTAS
 
 LOCAL = "local"
 """The tenant of the server's own key, who may do everything. Not derived from the key: a new key keeps the old work."""
-_NAME = re.compile(r"[A-Za-z0-9._@-]{1,100}")
+_NAME = re.compile(r"(?!\d+$)[A-Za-z0-9._@-]{1,100}")
+"""Never a mere number, by which a key can be revoked as well."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,7 +91,9 @@ async def create_key(
     """(the key, what is kept of it). Raises ConfigError if the name is taken or no name."""
     for word in (name, owner):
         if not _NAME.fullmatch(word):
-            raise ConfigError(f"'{word}' cannot name a key or a tenant.", "Use letters, digits and . _ @ - (100).")
+            raise ConfigError(
+                f"'{word}' cannot name a key or a tenant.", "Use letters, digits and . _ @ - (not digits alone)."
+            )
     key, now = made_key(), time.time()
     values = {"name": name, "owner": owner, "admin": admin, "created": now}
     values["expires"] = now + lifetime_s if lifetime_s is not None else None

@@ -48,13 +48,15 @@ class Sessions:
         # After a restart clients get a while to come back, however long this server was down.
         back_by = time.time() - timeout_s + min(timeout_s, RETURN_S)
         self._seen = {one.id: back_by for one in store.all(Session) if one.ended is None}
-        self._by_idempotency = {one.idempotency_key: one.id for one in store.all(Session) if one.idempotency_key}
+        self._by_idempotency = {
+            (one.owner, one.idempotency_key): one.id for one in store.all(Session) if one.idempotency_key
+        }
         self._changed = asyncio.Event()
 
     async def begin(self, owner: str, idempotency_key: str | None, told: SessionBody) -> Session:
         """A new session, or the one that the same key made before."""
-        known = self._store.find(Session, self._by_idempotency.get(idempotency_key or "", ""))
-        if known is not None and known.owner == owner:
+        known = self._store.find(Session, self._by_idempotency.get((owner, idempotency_key or ""), ""))
+        if known is not None:
             return known
         now = time.time()
         session = Session(
@@ -70,7 +72,7 @@ class Sessions:
         )
         await self._store.put(session)
         if idempotency_key:
-            self._by_idempotency[idempotency_key] = session.id
+            self._by_idempotency[owner, idempotency_key] = session.id
         self._changed.set()
         return session
 

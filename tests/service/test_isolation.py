@@ -1,0 +1,294 @@
+"""Two tenants, every route, each trying the other's ids: nothing leaks, nothing breaks.
+
+The routes come from the routers themselves, so a new one fails here until it has a line in CASES. A try is made twice:
+with another tenant's ids, and with ids that nobody has. The two answers must be the same but for the ids.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import json
+import pkgutil
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+
+import tinsmith.service.routes
+from tests.service.inprocess import Api, api, loss_in, pass_body
+from tinsmith.service.records import Checkpoint, Model, Sampler, Session
+
+SECRET = "opensesame"
+"""In everything that a tenant may name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ids:
+    """What one tenant has, or what nobody has."""
+
+    session: str
+    number: str
+    """Of a model, in its id."""
+    name: str
+    """Of a checkpoint of each kind."""
+    request: str
+    sample: str
+    folder: str
+    own_session: str = ""
+    """Of the tenant that tries."""
+
+    @property
+    def model(self) -> str:
+        return f"{self.session}:train:{self.number}"
+
+    @property
+    def sampler(self) -> str:
+        return f"{self.session}:sample:0"
+
+    @property
+    def path(self) -> str:
+        return f"tinker://{self.model}/weights/{self.name}"
+
+
+Body = Callable[[Ids], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Bodies to try at a route, and what it answers to whoever does not own what they name."""
+
+    bodies: tuple[Body, ...] = (lambda ids: {},)
+    status: int = 404
+    query: str = ""
+    headers: dict[str, str] = field(default_factory=dict)
+    once: bool = False
+    """It can be asked once only."""
+
+
+def unknown(*bodies: Body) -> Case:
+    """Names another's object: refused as if it did not exist."""
+    return Case(bodies=bodies or (lambda ids: {},))
+
+
+def of_path() -> Case:
+    """The object is in the path."""
+    return Case()
+
+
+def silent(*bodies: Body, status: int = 200) -> Case:
+    """Names nothing, or answers everyone alike: nothing of another tenant is in the answer."""
+    return Case(bodies=bodies or (lambda ids: {},), status=status)
+
+
+def training(**more: object) -> Case:
+    return unknown(lambda ids: {"model_id": ids.model, "seq_id": 50, **more})
+
+
+PROMPT = {"prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"max_tokens": 1}}
+
+CASES = {
+    "POST /client/config": silent(),
+    "POST /client/dynamic_config": silent(),
+    "POST /create_session": silent(),
+    "POST /session_heartbeat": unknown(lambda ids: {"session_id": ids.session}),
+    "POST /sessions/{session_id}/finish": of_path(),
+    "POST /telemetry": silent(lambda ids: {"session_id": ids.session, "events": []}),
+    "GET /get_server_capabilities": silent(),
+    "GET /healthz": silent(),
+    "GET /metrics": Case(status=403, headers={"x-forwarded-for": "10.0.0.1"}),
+    "POST /create_sampling_session": unknown(
+        lambda ids: {"session_id": ids.session, "sampling_session_seq_id": 9, "base_model": "toy"},
+        lambda ids: {"session_id": ids.session, "sampling_session_seq_id": 0, "base_model": "toy"},
+        lambda ids: {"session_id": ids.own_session, "sampling_session_seq_id": 9, "model_path": ids.path},
+    ),
+    "GET /samplers/{sampler_id}": of_path(),
+    "POST /join_sampling_session": unknown(lambda ids: {"sampling_session_id": ids.sampler}),
+    "POST /asample": unknown(
+        lambda ids: {"sampling_session_id": ids.sampler, "seq_id": 0, **PROMPT},
+        lambda ids: {"sampling_session_id": ids.sampler, "seq_id": 77, **PROMPT},
+    ),
+    "GET /sessions": silent(),
+    "GET /sessions/{session_id}": of_path(),
+    "POST /sessions/search": silent(
+        lambda ids: {},
+        lambda ids: {"session_id": ids.session},
+        lambda ids: {"display_name": SECRET},
+        lambda ids: {"owner": {"type": "user", "owner_urns": ["tml:organization_user:alice:alice"]}},
+    ),
+    "PUT /sessions/{session_id}/project": unknown(lambda ids: {"project_id": "mine"}),
+    "POST /create_model": unknown(
+        lambda ids: {"session_id": ids.session, "model_seq_id": 0, "base_model": "toy"},
+        lambda ids: {"session_id": ids.session, "model_seq_id": 9, "base_model": "toy"},
+    ),
+    "POST /get_info": unknown(lambda ids: {"model_id": ids.model}),
+    "POST /forward_backward": unknown(lambda ids: pass_body(ids.model, 50), lambda ids: pass_body(ids.model, 1)),
+    "POST /optim_step": training(adam_params={}),
+    "POST /save_weights": training(path="mine", overwrite=True),
+    "POST /save_weights_for_sampler": training(path="mine"),
+    "POST /save_weights_external": training(path="mine"),
+    "POST /load_weights": unknown(
+        lambda ids: {"model_id": ids.model, "seq_id": 50, "path": ids.path, "optimizer": False},
+        lambda ids: {"session_id": ids.session, "model_seq_id": 0, "path": ids.path, "optimizer": False},
+        lambda ids: {"session_id": ids.session, "model_seq_id": 9, "path": ids.path, "optimizer": False},
+        lambda ids: {"session_id": ids.own_session, "model_seq_id": 9, "path": ids.path, "optimizer": True},
+    ),
+    "GET /training_runs": silent(),
+    "GET /training_runs/{run}": of_path(),
+    "GET /training_runs/{run}/checkpoints": of_path(),
+    "GET /checkpoints": silent(),
+    "POST /retrieve_future": unknown(lambda ids: {"request_id": ids.request}, lambda ids: {"request_id": ids.sample}),
+    "POST /retrieve_futures": unknown(
+        lambda ids: {
+            "target": {"type": "sampling_session", "sampling_session_id": ids.sampler, "cloned_sampler_id": 0},
+            "prev_cursor": 0,
+            "timeout": 0,
+            "retrieved_request_ids": [ids.sample],
+        }
+    ),
+    "POST /cancel_future": silent(lambda ids: {"request_id": ids.sample}, lambda ids: {"request_id": ids.request}),
+    "GET /files/{folder}/{name}": replace(of_path(), query="?expires=99999999999&signature=0"),
+    "POST /auth/token": silent(),
+    "GET /auth/apikey/me": silent(),
+    "DELETE /auth/apikey/me": Case(status=204, once=True),
+    "POST /weights_info": unknown(lambda ids: {"tinker_path": ids.path}),
+    "POST /copy_weights": unknown(
+        lambda ids: {"source_path": ids.path, "destination_project_id": "mine"},
+        lambda ids: {"source_path": ids.path, "session_id": ids.session, "model_seq_id": 9},
+        lambda ids: {"source_path": ids.path, "session_id": ids.own_session, "model_seq_id": 9},
+    ),
+    "POST /training_runs/{run}/checkpoints/{kind}/{name}/publish": of_path(),
+    "DELETE /training_runs/{run}/checkpoints/{kind}/{name}/publish": of_path(),
+    "PUT /training_runs/{run}/checkpoints/{kind}/{name}/ttl": unknown(lambda ids: {"ttl_seconds": 3600}),
+    "POST /training_runs/{run}/checkpoints/{kind}/{name}/access_token": of_path(),
+    "GET /training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls": of_path(),
+    "DELETE /training_runs/{run}/checkpoints/{kind}/{name}": of_path(),
+}
+
+
+def routes() -> list[str]:
+    """METHOD /path of every route."""
+    found = []
+    for module in pkgutil.iter_modules(tinsmith.service.routes.__path__):
+        router = importlib.import_module(f"tinsmith.service.routes.{module.name}").router
+        found += [f"{method} {route.path}" for route in router.routes for method in route.methods]
+    return found
+
+
+def test_every_route_has_a_case() -> None:
+    assert sorted(CASES) == sorted(set(routes())), (
+        "a new route needs a line in CASES: what does it answer to a stranger?"
+    )
+
+
+def records(on: Api) -> list:
+    store = on.service.store
+    return [one for kind in (Session, Model, Sampler, Checkpoint) for one in store.all(kind) if one.owner == "alice"]
+
+
+async def furnished(alice: Api) -> Ids:
+    """One of everything, all of it named SECRET where a tenant may name something; and requests without a result."""
+    told = {"tags": [SECRET], "user_metadata": {"k": SECRET}, "display_name": SECRET, "project_id": SECRET}
+    session = (await alice.post("create_session", told)).json()["session_id"]
+    model = await alice.model(session, 0)
+    sampling = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+    sampler = (await alice.post("create_sampling_session", sampling)).json()["sampling_session_id"]
+    sample = (await alice.post("asample", {"sampling_session_id": sampler, "seq_id": 0, **PROMPT})).json()
+    await alice.result(sample)
+    trained = (await alice.post("forward_backward", pass_body(model, 1))).json()
+    await alice.result(trained)
+    for seq, call in enumerate(("save_weights", "save_weights_for_sampler", "save_weights_external"), 2):
+        await alice.call(call, {"model_id": model, "seq_id": seq, "path": SECRET, "user_metadata": {"k": SECRET}})
+    [made] = [one for one in alice.service.store.all(Checkpoint) if one.kind == "weights"]
+    return Ids(
+        session=session, number="0", name=SECRET, request=trained["request_id"], sample=sample["request_id"],
+        folder=made.id,
+    )  # fmt: skip
+
+
+def nobodys(ids: Ids) -> Ids:
+    """The same shapes, of what does not exist."""
+    session = "0" * 8 + ids.session[8:]
+    return replace(
+        ids, session=session, name="nothing", request=f"{session}:train:0:1", sample=f"{session}:sample:0:0",
+        folder="0" * 32,
+    )  # fmt: skip
+
+
+def places(route: str, ids: Ids) -> list[str]:
+    """The route's path with the ids in it, once for each kind of checkpoint."""
+    known = {
+        "session_id": ids.session, "sampler_id": ids.sampler, "run": ids.model, "name": ids.name, "folder": ids.folder,
+    }  # fmt: skip
+    path = route.partition(" ")[2]
+    path = path if path == "/metrics" else f"/api/v1{path}"
+    kinds = ("weights", "sampler_weights", "external_weights") if "{kind}" in path else ("",)
+    return [path.format(kind=kind, **known) for kind in kinds]
+
+
+def bare(text: str, ids: Ids) -> str:
+    """An answer without what makes it different for everyone: ids, and the time."""
+    for word in (ids.request, ids.sample, ids.path, ids.model, ids.sampler, ids.session, ids.folder, ids.name):
+        text = text.replace(word, "*")
+    return re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|eyJ[\w.-]+", "*", text)
+
+
+@pytest.mark.parametrize("route", sorted(CASES))
+def test_another_tenants_ids_open_nothing(tmp_path: Path, route: str) -> None:
+    async def main() -> None:
+        case, method = CASES[route], route.partition(" ")[0]
+        async with api(tmp_path) as on:
+            alice, bob = await on.tenant("alice"), await on.tenant("bob")
+            hers = await furnished(alice)
+            own = (await bob.post("create_session", {})).json()["session_id"]
+            hers = replace(hers, own_session=own)
+            before, result = records(on), (await alice.result({"request_id": hers.request})).content
+            for body in case.bodies:
+                told: list[list[str]] = []
+                for ids in (hers, nobodys(hers))[: 1 if case.once else 2]:
+                    told.append([])
+                    for place in places(route, ids):
+                        answer = await bob.send(method, f"{place}{case.query}", body(ids), **case.headers)
+                        assert answer.status_code == case.status, (place, answer.text)
+                        told[-1].append(bare(answer.text, ids))
+                        sent = json.dumps(str(body(ids))) + place
+                        assert SECRET in sent or SECRET not in answer.text
+                        assert hers.session in sent or hers.session not in answer.text
+                assert told[0] == told[-1], "the answer tells what exists from what does not"
+            assert records(on) == before
+            assert (await alice.result({"request_id": hers.request})).content == result
+            assert (await alice.result({"request_id": hers.sample})).status_code == 200
+            passed = (await alice.post("forward_backward", pass_body(hers.model, 50))).json()
+            assert loss_in(await alice.result(passed)) > 0, "she goes on as if nobody had tried"
+            assert await (await on.tenant("carol")).model(), "and the next tenant is served"
+
+    asyncio.run(main())
+
+
+def test_an_idempotency_key_is_its_tenants_own(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            alice, bob = await on.tenant("alice"), await on.tenant("bob")
+
+            async def begin(tenant: Api) -> str:
+                answer = await tenant.send("POST", "/api/v1/create_session", {}, **{"X-Idempotency-Key": "same"})
+                return answer.json()["session_id"]
+
+            hers, his = await begin(alice), await begin(bob)
+            assert hers != his
+            assert (await begin(alice), await begin(bob)) == (hers, his)
+
+    asyncio.run(main())
+
+
+def test_a_key_of_the_same_tenant_opens_the_same(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            alice, ci = await on.tenant("alice"), await on.tenant("ci", "alice")
+            hers = await furnished(alice)
+            assert (await ci.result({"request_id": hers.request})).status_code == 200
+            assert (await ci.step(hers.model, 60))["metrics"]
+
+    asyncio.run(main())
