@@ -13,7 +13,6 @@ import pkgutil
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -90,11 +89,6 @@ def training(**more: object) -> Case:
 
 PROMPT = {"prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"max_tokens": 1}}
 
-_NOW = datetime.now(UTC)
-THIS_WEEK = "?starting_on={:%Y-%m-%d}T00:00:00Z&ending_before={:%Y-%m-%d}T00:00:00Z".format(
-    _NOW - timedelta(days=3), _NOW + timedelta(days=3)
-)
-
 CASES = {
     "POST /client/config": silent(),
     "POST /client/dynamic_config": silent(),
@@ -116,10 +110,6 @@ CASES = {
         lambda ids: {"sampling_session_id": ids.sampler, "seq_id": 0, **PROMPT},
         lambda ids: {"sampling_session_id": ids.sampler, "seq_id": 77, **PROMPT},
     ),
-    "GET /audit": silent(),
-    "GET /billing/usage/events": replace(silent(), query=THIS_WEEK),
-    "GET /billing/usage/checkpoints/current": silent(),
-    "GET /sessions/{session_id}/trace_export": of_path(),
     "GET /sessions": silent(),
     "GET /sessions/{session_id}": of_path(),
     "POST /sessions/search": silent(
