@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CODE := src tests benchmarks examples
 
-.PHONY: help install demo test test-all check bench gpu-check clean
+.PHONY: help install demo test test-all check bench bench-service gpu-check clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -39,6 +39,9 @@ check: install  ## style, types, walls between folders, and the gates of tests/t
 
 bench: install  ## speed and memory against the common ways, into benchmarks/results
 	$(BIN)/python -m benchmarks.first_light
+
+bench-service: install  ## what the service costs beside its engine, into benchmarks/results
+	$(BIN)/python -m benchmarks.service
 
 gpu-check: install  ## the tests that need a GPU; without one, says what it would run
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \

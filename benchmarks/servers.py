@@ -57,6 +57,14 @@ def stub() -> Iterator[Server]:
         yield server
 
 
+@contextmanager
+def clockwork(data: Path) -> Iterator[Server]:
+    """The service with an engine whose samples take a given time."""
+    port = _free_port()
+    with _running([sys.executable, "-m", "benchmarks.clockwork", str(port), str(data)], port, "/api/v1/healthz") as one:
+        yield one
+
+
 class Watch:
     """Takes a server's memory every tenth of a second; `peak` is the most that was seen, in bytes."""
 

@@ -1,41 +1,103 @@
 """A Tinker server that answers everything at once and does nothing: what the SDK costs by itself.
 
-Run as `python -m benchmarks.stub PORT`. It knows just enough for a client to make a model and step it.
+Run as `python -m benchmarks.stub PORT`. It knows just enough for a client to make a model and step it, and to sample:
+as `benchmarks.clockwork` does, each sample takes as many milliseconds as its `max_tokens`, and says when it ended.
 """
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import time
 from itertools import count
 from typing import Any
 
+import numpy as np
 import uvicorn
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
+
+from tinsmith.engine.base import Sampled, SampledSequence
+from tinsmith.service.wire import encode_sampled
+
+FLAGS = {"sample_use_retrieve_futures": True, "sample_join_sampling_session": True, "parallel_fwdbwd_chunks": False}
+
+
+class Stub:
+    """Promises are numbered; what a promise was for decides what it is answered with."""
+
+    def __init__(self) -> None:
+        self.polls = 0
+        self._numbers = count()
+        self._answers: dict[str, dict[str, Any]] = {}
+        self._samples: dict[str, bytes] = {}
+        self._ended: list[str] = []
+        self._news = asyncio.Event()
+
+    async def answer(self, name: str, request: Request) -> Response | dict[str, Any]:
+        """Any POST."""
+        body = await request.json() if name != "forward_backward" else {}
+        if name in ("asample", "retrieve_future", "retrieve_futures"):
+            return await self._sampling(name, body)
+        if name == "create_model":
+            return self._promise({"model_id": f"stub:train:{body['model_seq_id']}"})
+        if name == "optim_step":
+            return self._promise({"metrics": {}})
+        known = {
+            "client/config": FLAGS,
+            "create_session": {"session_id": "stub"},
+            "create_sampling_session": {"sampling_session_id": "stub:sample:0"},
+            "get_info": {"model_id": body.get("model_id"), "model_data": {"model_name": "stub"}},
+            "session_heartbeat": {"type": "session_heartbeat"},
+            "telemetry": {"status": "accepted"},
+        }
+        return known.get(name, {})
+
+    def _promise(self, answer: dict[str, Any]) -> dict[str, str]:
+        request_id = f"request-{next(self._numbers)}"
+        self._answers[request_id] = answer
+        return {"request_id": request_id}
+
+    async def _sampling(self, name: str, body: dict[str, Any]) -> Response | dict[str, Any]:
+        if name == "asample":
+            request_id = f"stub:sample:0:{body['seq_id']}"
+            asyncio.get_running_loop().call_later(self._seconds(body), self._end, request_id)
+            return {"request_id": request_id, "sample_sequence_ids": [request_id]}
+        if name == "retrieve_future":
+            sample = self._samples.get(body["request_id"])
+            if sample is None:
+                return self._answers[body["request_id"]]
+            return Response(sample, media_type="application/x-protobuf")
+        self.polls += 1
+        if len(self._ended) <= body["prev_cursor"] and body.get("timeout") != 0:
+            self._news.clear()
+            await self._news.wait()
+        found = [{"state": "finished", "request_id": one} for one in self._ended[body["prev_cursor"] :]]
+        return {"completions": found, "cursor": len(self._ended)}
+
+    @staticmethod
+    def _seconds(body: dict[str, Any]) -> float:
+        milliseconds = body["sampling_params"]["max_tokens"]
+        return milliseconds / 1000 if milliseconds > 1 else 0.0
+
+    def _end(self, request_id: str) -> None:
+        tokens = np.array(divmod(time.time_ns() // 1000, 10**6), np.int32)
+        sequence = SampledSequence(tokens=tokens, logprobs=np.zeros(2, np.float32), stop_reason="length")
+        self._samples[request_id] = encode_sampled(Sampled(sequences=(sequence,)), None)
+        self._ended.append(request_id)
+        self._news.set()
 
 
 def app() -> FastAPI:
-    """Promises are numbered; what a promise was for decides what it is answered with."""
-    api, numbers, answers = FastAPI(), count(), dict[str, dict[str, Any]]()
+    """The stub behind HTTP."""
+    api, stub = FastAPI(), Stub()
 
-    def promise(answer: dict[str, Any]) -> dict[str, str]:
-        request_id = f"request-{next(numbers)}"
-        answers[request_id] = answer
-        return {"request_id": request_id}
+    @api.post("/api/v1/{name:path}", response_model=None)
+    async def post(name: str, request: Request) -> Response | dict[str, Any]:
+        return await stub.answer(name, request)
 
-    @api.post("/api/v1/{name:path}")
-    async def post(name: str, request: Request) -> dict[str, Any]:
-        body = await request.json()
-        if name == "create_session":
-            return {"session_id": "stub"}
-        if name == "create_model":
-            return promise({"model_id": f"stub:train:{body['model_seq_id']}"})
-        if name == "get_info":
-            return {"model_id": body["model_id"], "model_data": {"model_name": "stub"}}
-        if name == "optim_step":
-            return promise({"metrics": {}})
-        if name == "retrieve_future":
-            return answers[body["request_id"]]
-        return {"session_heartbeat": {"type": "session_heartbeat"}, "telemetry": {"status": "accepted"}}.get(name, {})
+    @api.get("/polls")
+    async def polls() -> int:
+        return stub.polls
 
     return api
 

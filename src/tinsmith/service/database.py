@@ -19,7 +19,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from sqlalchemy import Connection, event, inspect, text
+from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
@@ -47,6 +47,17 @@ def engine_of(data: Path, url: str | None) -> AsyncEngine:
         return create_async_engine(url, pool_pre_ping=True)
     except ModuleNotFoundError as error:
         raise ConfigError("PostgreSQL's driver is not installed.", "pip install 'tinsmith[postgres]'") from error
+
+
+def direct_of(engine: AsyncEngine) -> Engine:
+    """The same database for a thread that may wait for it: a transaction goes there and back once, where the asyncio
+    engine goes once for each statement, and that takes most of a small transaction's time."""
+    if engine.dialect.name == "postgresql":
+        return create_engine(engine.url, pool_pre_ping=True)
+    direct = create_engine(f"sqlite:///{engine.url.database}")
+    event.listen(direct, "connect", _configure_sqlite)
+    event.listen(direct, "begin", _begin_sqlite)
+    return direct
 
 
 def place_of(engine: AsyncEngine) -> str:

@@ -12,25 +12,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from sqlalchemy import Connection, Table, and_, delete, func, select, update
 from sqlalchemy import Row as SqlRow
-from sqlalchemy import Table, and_, delete, func, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from tinsmith.engine.base import LoraSpec
-from tinsmith.service.database import engine_of, migrate, served_alone
+from tinsmith.service.database import direct_of, engine_of, migrate, served_alone
 from tinsmith.service.payloads import restored, row_of, stored_kind
 from tinsmith.service.records import Answer, Checkpoint, Model, Past, Row, Sampler, Session
 from tinsmith.service.tables import CHECKPOINTS, MODELS, REQUESTS, SAMPLERS, SESSIONS
 
 Held = Session | Model | Sampler | Checkpoint
 H = TypeVar("H", Session, Model, Sampler, Checkpoint)
+R = TypeVar("R")
 
 _TABLES: dict[type[Held], Table] = {
     Session: SESSIONS,
@@ -56,6 +57,7 @@ class Store:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = self.database = engine
+        self._direct = direct_of(engine)
         self._writing = asyncio.Lock()
         self._held: dict[type[Held], dict[str, Any]] = {kind: {} for kind in _TABLES}
 
@@ -69,6 +71,7 @@ class Store:
 
     async def close(self) -> None:
         """Close the database."""
+        self._direct.dispose()
         await self._engine.dispose()
 
     def find(self, kind: type[H], key: str) -> H | None:
@@ -87,9 +90,9 @@ class Store:
 
     async def put(self, *records: Held) -> None:
         """Write records, new or changed, together."""
-        async with self._writing, self._engine.begin() as db:
-            await _write(db, records)
-        self._keep(records)
+        async with self._writing:
+            await self._transaction(lambda db: _write(db, records))
+            self._keep(records)
 
     async def change(self, kind: type[H], key: str, **changes: Any) -> H | None:
         """The record as it is now, with changes; None if it is gone. For records that more than one task writes."""
@@ -98,8 +101,7 @@ class Store:
             if held is None:
                 return None
             held = replace(held, **changes)
-            async with self._engine.begin() as db:
-                await _write(db, [held])
+            await self._transaction(lambda db: _write(db, [held]))
             self._keep([held])
             return held
 
@@ -128,17 +130,24 @@ class Store:
             "payload": payload,
             "batch": 0,
         }
-        async with self._writing, self._engine.begin() as db:
+
+        def accepted(db: Connection) -> bool:
             fresh = insert_into(db, REQUESTS).values(values).on_conflict_do_nothing().returning(REQUESTS.c.id)
-            if (await db.execute(fresh)).first() is None:
+            if db.execute(fresh).first() is None:
                 return False
-            await _write(db, records)
-        self._keep(records)
+            _write(db, records)
+            return True
+
+        async with self._writing:
+            if not await self._transaction(accepted):
+                return False
+            self._keep(records)
         return True
 
     async def finish(self, ends: Sequence[Finished], *records: Held) -> None:
         """Results of requests, with records that changed by them."""
-        async with self._writing, self._engine.begin() as db:
+
+        def finished(db: Connection) -> None:
             for end in ends:
                 values = {
                     "state": "failed" if end.answer.failed else "done",
@@ -148,15 +157,18 @@ class Store:
                     "media": end.answer.media,
                     "body": end.answer.body,
                 }
-                await db.execute(update(REQUESTS).where(REQUESTS.c.id == end.row.id).values(values))
-            await _write(db, records)
-        self._keep(records)
+                db.execute(update(REQUESTS).where(REQUESTS.c.id == end.row.id).values(values))
+            _write(db, records)
+
+        async with self._writing:
+            await self._transaction(finished)
+            self._keep(records)
 
     async def cover(self, model: Model) -> None:
         """The model with its newly captured state; requests which that state covers lose their payloads."""
         done = and_(REQUESTS.c.model_id == model.id, REQUESTS.c.seq <= model.covered, REQUESTS.c.state != "pending")
         async with self._writing, self._engine.begin() as db:
-            await _write(db, [model])
+            await db.run_sync(_write, [model])
             await db.execute(update(REQUESTS).where(done).values(payload=None))
         self._keep([model])
 
@@ -215,6 +227,15 @@ class Store:
             for model in ended_models:
                 await db.execute(delete(REQUESTS).where(old, REQUESTS.c.model_id == model))
 
+    async def _transaction(self, work: Callable[[Connection], R]) -> R:
+        """All of it or nothing, in a thread."""
+
+        def run() -> R:
+            with self._direct.begin() as db:
+                return work(db)
+
+        return await asyncio.to_thread(run)
+
     def _keep(self, records: Iterable[Held]) -> None:
         for record in records:
             self._held[type(record)][record.id] = record
@@ -231,7 +252,11 @@ async def served_store(data: Path, database: str | None) -> AsyncIterator[Store]
     engine = engine_of(data, database)
     try:
         async with served_alone(engine):
-            yield await _loaded(engine)
+            store = await _loaded(engine)
+            try:
+                yield store
+            finally:
+                await store.close()
     finally:
         await engine.dispose()
 
@@ -247,18 +272,16 @@ async def _loaded(engine: AsyncEngine) -> Store:
     return store
 
 
-def insert_into(db: AsyncConnection, table: Table) -> Any:
+def insert_into(db: AsyncConnection | Connection, table: Table) -> Any:
     """An insert that can say what happens to rows which are there."""
     return _INSERT[db.dialect.name](table)
 
 
-async def _write(db: AsyncConnection, records: Iterable[Held]) -> None:
+def _write(db: Connection, records: Iterable[Held]) -> None:
     for record in records:
         table = _TABLES[type(record)]
         values = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
-        await db.execute(
-            insert_into(db, table).values(values).on_conflict_do_update(index_elements=["id"], set_=values)
-        )
+        db.execute(insert_into(db, table).values(values).on_conflict_do_update(index_elements=["id"], set_=values))
 
 
 def _plain(value: Any) -> Any:
