@@ -38,10 +38,12 @@ from tinsmith.service.journal import Journal
 from tinsmith.service.ledger import Ledger
 from tinsmith.service.limits import Limits
 from tinsmith.service.logs import log_to_console
+from tinsmith.service.openai_errors import is_theirs, shape_of, shaped
 from tinsmith.service.records import Model, Session
 from tinsmith.service.routes import (
     admin,
     checkpoints,
+    dialect,
     files,
     futures,
     manage,
@@ -58,6 +60,7 @@ from tinsmith.service.spans import Spans, tracing
 from tinsmith.service.store import Store, served_store
 from tinsmith.service.telemetry import Telemetry, Timeline
 from tinsmith.service.tenants import Tenants
+from tinsmith.service.texts import Texts
 from tinsmith.service.traces import Traces
 from tinsmith.service.usage import Usage
 from tinsmith.service.worker import Worker
@@ -80,6 +83,8 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(module.router, prefix="/api/v1")
     app.include_router(metrics.router)
     app.add_middleware(Gate, telemetry=service.telemetry, drain=service.drain)
+    for prefix, router in dialect.ROUTERS:
+        app.include_router(router, prefix=prefix)
     app.add_exception_handler(TinsmithError, _of_ours)
     app.add_exception_handler(HTTPException, _of_routing)
     app.add_exception_handler(RequestValidationError, _of_parameters)
@@ -162,6 +167,7 @@ def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | No
         chronicle=chronicle,
         usage=Usage(store, chronicle),
         traces=Traces(store, chronicle, config.data / "traces"),
+        texts=Texts(),
         workers=workers,
     )
 
@@ -250,13 +256,15 @@ async def _of_ours(request: Request, error: Exception) -> JSONResponse:
     headers = {"retry-after-ms": str(error.retry_after_ms)} if isinstance(error, Busy) else None
     if error.status == 401:
         headers = {"WWW-Authenticate": 'ApiKey error="invalid_token"'}  # exchange it anew
-    return JSONResponse({"detail": str(error), "category": error.category}, error.status, headers)
+    told = {"detail": str(error), "category": error.category}
+    return JSONResponse(shape_of(error) if is_theirs(request.url.path) else told, error.status, headers)
 
 
 async def _of_routing(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     detail = f"{request.method} {request.url.path} is not served here: {error.detail}."
-    return JSONResponse({"detail": detail}, status_code=error.status_code)
+    told = shaped(detail, error.status_code, "not_served") if is_theirs(request.url.path) else {"detail": detail}
+    return JSONResponse(told, status_code=error.status_code)
 
 
 async def _of_parameters(_request: Request, error: Exception) -> JSONResponse:

@@ -29,6 +29,7 @@ from tinsmith.service.signing import TOKEN_PREFIX, Signer, write_private
 from tinsmith.service.store import Store
 from tinsmith.service.telemetry import Telemetry
 from tinsmith.service.tenants import Tenants
+from tinsmith.service.texts import Texts
 from tinsmith.service.traces import Traces
 from tinsmith.service.usage import Usage
 from tinsmith.service.wire import BODY_CAP
@@ -57,6 +58,7 @@ class Service:
     copies: Copies
     telemetry: Telemetry
     drain: Drain
+    texts: Texts
     workers: dict[str, Worker]
     """Served name -> the worker of its engine."""
 

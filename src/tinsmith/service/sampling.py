@@ -193,7 +193,7 @@ class Sampling:
         once_more = True
         while True:
             if sampler is not None:
-                request = replace(request, version=self._version(sampler))
+                request = replace(request, version=self.version_of(sampler))
             engine = await self._engine_with(worker, request.version)
             self._telemetry.taken([request.request_id])
             try:
@@ -204,7 +204,7 @@ class Sampling:
             once_more = False
             worker.host.known.discard(request.version)  # its folder may still be here
 
-    def _version(self, sampler: Sampler) -> str | None:
+    def version_of(self, sampler: Sampler) -> str | None:
         """What it samples from now: its own for ever, or what its model's inflight clients share."""
         if sampler.inflight_of is None:
             return sampler.version

@@ -1,0 +1,255 @@
+"""The OpenAI dialect through the unmodified openai client, against a served fake engine with a real tokenizer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import openai
+import pytest
+import tinker
+from tinker import types
+
+from tests.service.conftest import SDK_LEAKS, Served
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+
+pytestmark = SDK_LEAKS
+
+HI = [{"role": "user", "content": "What is 39 + 13?"}]
+
+
+@pytest.fixture(scope="module")
+def worded(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    data = tmp_path_factory.mktemp("worded")
+    config = ServeConfig(models=(f"tiny={tiny_llama}", "toy"), engine="fake", data=data)
+    with embedded(config) as (url, key):
+        yield Served(url, key, data)
+
+
+@pytest.fixture(scope="module", params=("/v1", "/oai/api/v1"))
+def ai(request: pytest.FixtureRequest, worded: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=worded.url + request.param, api_key=worded.key, max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_llama)
+
+
+def test_models_are_listed_and_found(ai: openai.OpenAI):
+    assert [one.id for one in ai.models.list()][:2] == ["tiny", "toy"]
+    assert ai.models.retrieve("tiny").model_extra["max_model_len"] == 32768  # type: ignore[index]
+    with pytest.raises(openai.NotFoundError, match="Did you mean 'tiny'"):
+        ai.models.retrieve("tinny")
+
+
+def test_a_chat_is_answered_with_ids_and_logprobs(ai: openai.OpenAI, tokenizer: Any):
+    reply = ai.chat.completions.create(
+        model="tiny",
+        messages=HI,
+        max_tokens=12,
+        seed=3,
+        n=2,
+        logprobs=True,
+        top_logprobs=3,
+        extra_body={"return_token_ids": True},
+    )
+    prompt = tokenizer.apply_chat_template(HI, add_generation_prompt=True, return_dict=False)
+    assert reply.model_extra["prompt_token_ids"] == prompt  # type: ignore[index]
+    assert reply.system_fingerprint == "tiny"
+    said = 0
+    for index, choice in enumerate(reply.choices):
+        ids = choice.model_extra["token_ids"]  # type: ignore[index]
+        said += len(ids)
+        assert choice.index == index
+        assert choice.message.content == tokenizer.decode(ids, skip_special_tokens=True)
+        assert choice.finish_reason == ("stop" if ids[-1] == 2 else "length")
+        assert choice.logprobs is not None
+        assert choice.logprobs.content is not None
+        assert [len(one.top_logprobs) for one in choice.logprobs.content] == [3] * len(ids)
+        text = b"".join(bytes(one.bytes or ()) for one in choice.logprobs.content)
+        assert (
+            text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False).encode() or b"\xef" not in text
+        )
+    assert reply.usage is not None
+    assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(prompt), said)
+
+
+def test_a_stream_is_the_whole_answer_in_pieces(ai: openai.OpenAI):
+    asked: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 24, "seed": 5, "n": 2, "logprobs": True}
+    whole = ai.chat.completions.create(**asked)
+    texts, logprobs, ends, usage, pieces = ["", ""], [[], []], [None, None], None, 0
+    options: Any = {"include_usage": True}
+    for chunk in ai.chat.completions.create(**asked, stream=True, stream_options=options):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            pieces += bool(choice.delta.content)
+            texts[choice.index] += choice.delta.content or ""
+            logprobs[choice.index] += (choice.logprobs and choice.logprobs.content) or []
+            ends[choice.index] = choice.finish_reason or ends[choice.index]
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert logprobs == [choice.logprobs.content for choice in whole.choices]  # type: ignore[union-attr]
+    assert ends == [choice.finish_reason for choice in whole.choices]
+    assert usage == whole.usage
+    assert pieces > 20  # token by token
+
+
+def test_stop_strings_end_the_text_and_are_not_in_it(ai: openai.OpenAI):
+    asked: dict[str, Any] = {"model": "toy", "prompt": "ab", "max_tokens": 40, "seed": 1}
+    free = ai.completions.create(**asked).choices[0].text
+    stop = free[10:12]
+    cut = ai.completions.create(**asked, stop=[stop, "never"]).choices[0]
+    assert (cut.text, cut.finish_reason) == (free[: free.index(stop)], "stop")
+    kept = ai.completions.create(**asked, stop=stop, extra_body={"include_stop_str_in_output": True}).choices[0]
+    assert kept.text == free[: free.index(stop) + 2]
+    streamed = ai.completions.create(**asked, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == cut.text
+
+
+def test_prompts_come_as_text_texts_or_tokens(ai: openai.OpenAI, tokenizer: Any):
+    ids = tokenizer("The quick fox").input_ids
+    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "temperature": 0}
+    text = ai.completions.create(**asked, prompt="The quick fox").choices[0].text
+    assert ai.completions.create(**asked, prompt=ids).choices[0].text == text
+    many = ai.completions.create(**asked, prompt=["The quick fox", "The quick fox"], n=2)
+    assert [(one.index, one.text) for one in many.choices] == [(at, text) for at in range(4)]
+    assert many.usage is not None
+    assert many.usage.prompt_tokens == 2 * len(ids)
+
+
+def test_a_prompt_is_echoed_and_scored(ai: openai.OpenAI, tokenizer: Any):
+    ids = tokenizer("The quick fox").input_ids
+    scored = ai.completions.create(
+        model="tiny",
+        prompt="The quick fox",
+        max_tokens=0,
+        echo=True,
+        logprobs=2,
+        extra_body={"return_tokens_as_token_ids": True},
+    )
+    (choice,) = scored.choices
+    assert choice.text == "The quick fox"
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == [f"token_id:{token}" for token in ids]
+    assert choice.logprobs.token_logprobs is not None
+    assert choice.logprobs.token_logprobs[0] is None
+    assert all(p < 0 for p in choice.logprobs.token_logprobs[1:])
+    assert choice.logprobs.text_offset is not None
+    assert choice.logprobs.text_offset[0] == 0
+    more = ai.completions.create(model="tiny", prompt="The quick fox", max_tokens=3, echo=True, seed=1)
+    assert more.choices[0].text.startswith("The quick fox")
+
+
+def test_saved_weights_are_called_by_path_by_model_and_by_session(ai: openai.OpenAI, worded: Served):
+    service = tinker.ServiceClient(base_url=worded.url, api_key=worded.key)
+    train = service.create_lora_training_client("tiny", rank=4, seed=1).result()
+    asked: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "logprobs": 0}
+
+    def said(model: str) -> tuple[str | None, list[float]]:
+        reply = ai.completions.create(model=model, **asked)
+        logprobs = reply.choices[0].logprobs
+        assert logprobs is not None
+        return reply.system_fingerprint, logprobs.token_logprobs  # type: ignore[return-value]
+
+    with pytest.raises(openai.NotFoundError, match="has saved no weights yet"):
+        said(train.model_id)
+    fresh = said("tiny")[1]
+    steps = []
+    for name in ("one", "two"):
+        datum = types.Datum(
+            model_input=types.ModelInput.from_ints([5, 6, 7]), loss_fn_inputs={"target_tokens": [6, 7, 8]}
+        )
+        train.forward_backward([datum], "cross_entropy").result()
+        train.optim_step(types.AdamParams(learning_rate=0.1)).result()
+        path = train.save_weights_for_sampler(name).result().path
+        steps.append(said(path))
+        assert steps[-1][0] == path
+        assert said(f"tiny;{path}") == steps[-1]
+        assert said(train.model_id) == steps[-1]  # the alias follows
+    assert fresh != steps[0][1] != steps[1][1]
+    sampler = train.save_weights_and_get_sampling_client().result()
+    params = types.SamplingParams(max_tokens=8, temperature=0.0)
+    sdk = sampler.sample(types.ModelInput.from_ints([5, 6, 7]), num_samples=1, sampling_params=params).result()
+    np.testing.assert_allclose(said(train.model_id)[1], sdk.sequences[0].logprobs, rtol=1e-6)
+    assert train.model_id in [one.id for one in ai.models.list()]
+    with pytest.raises(openai.BadRequestError, match="belongs to tiny"):
+        said(f"toy;{steps[0][0]}")
+    service.close("success").result()
+
+
+@pytest.mark.parametrize(
+    ("more", "told"),
+    [
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"extra_body": {"min_p": 0.1}}, "min_p"),
+        ({"extra_body": {"temprature": 1}}, "Did you mean 'temperature'"),
+        ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "enable_thinking"),
+        ({"temperature": -1}, "temperature is -1"),
+        ({"top_logprobs": 2}, "without logprobs"),
+        ({"max_tokens": 40000}, "The context of tiny is 32768"),
+        ({"tools": [{"type": "function", "function": {"name": "add"}}]}, "takes no tools"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text only"),
+        ({"messages": [{"role": "king", "content": "hi"}]}, "role is 'king'"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(ai: openai.OpenAI, more: dict[str, Any], told: str):
+    with pytest.raises(openai.BadRequestError, match=told) as error:
+        ai.chat.completions.create(**{"model": "tiny", "messages": HI, "max_tokens": 4, **more})
+    assert error.value.type == "invalid_request_error"
+    assert (error.value.code == "context_length_exceeded") == ("context" in told)
+
+
+def test_values_that_change_nothing_are_let_through(ai: openai.OpenAI):
+    reply = ai.chat.completions.create(
+        model="tiny",
+        messages=[{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}, *HI],
+        max_completion_tokens=2,
+        frequency_penalty=0,
+        logit_bias={},
+        response_format={"type": "text"},
+        user="someone",
+        stop=None,
+        extra_body={"min_p": 0, "repetition_penalty": 1.0, "top_k": 0, "cache_salt": "7"},
+    )
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens <= 2
+
+
+def test_a_wrong_key_is_told_in_their_words(worded: Served):
+    with (
+        openai.OpenAI(base_url=f"{worded.url}/v1", api_key="tml-wrong") as client,
+        pytest.raises(openai.AuthenticationError) as error,
+    ):
+        client.models.list()
+    assert error.value.code == "invalid_api_key"
+    headers = {"X-API-Key": worded.key}
+    assert httpx.get(f"{worded.url}/v1/models", headers=headers).status_code == 200
+    missing = httpx.get(f"{worded.url}/v1/nothing", headers=headers)
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_served")
+
+
+def test_many_at_once_with_the_async_client(worded: Served):
+    async def ask_all() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{worded.url}/v1", api_key=worded.key) as client:
+
+            async def one(seed: int) -> str:
+                chunks = await client.chat.completions.create(
+                    model="tiny", messages=HI, max_tokens=10, seed=seed % 4, stream=True
+                )
+                return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks if chunk.choices])
+
+            return await asyncio.gather(*(one(seed) for seed in range(16)))
+
+    texts = asyncio.run(ask_all())
+    assert texts[:4] == texts[4:8] == texts[12:]
+    assert len(set(texts)) == 4
