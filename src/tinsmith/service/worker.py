@@ -256,6 +256,11 @@ class Worker:
         self._telemetry.ran([row.id])
         end = Finished(row=row, answer=done.answer)
         await self._store.finish([end], *done.records)
+        for one in (one for one in done.records if isinstance(one, Checkpoint) and one.kind != "ephemeral"):
+            if one.deleted:
+                self._chronicle.changed(one, "checkpoint_overwritten", row.owner)
+            else:
+                self._chronicle.made(one, row.owner)
         self._close([end])
         await self._after(row, done)
 
@@ -267,11 +272,6 @@ class Worker:
             await self._checkpoints.delete(done.replaced)
             if self._store.find(Checkpoint, done.replaced.id) is None:
                 await self.host.detach(done.replaced.id)
-        for one in (one for one in done.records if isinstance(one, Checkpoint) and one.kind != "ephemeral"):
-            if one.deleted:
-                self._chronicle.changed(one, "checkpoint_overwritten", row.owner)
-            else:
-                self._chronicle.made(one, row.owner)
         if done.behind is not None:
             self._behind.write(done.behind)
         model = self._store.find(Model, row.model_id)

@@ -1,0 +1,107 @@
+"""Ten thousand checkpoints in one list, whole and in pages, and what a client makes of them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+
+from tests.service.inprocess import Api, api
+from tinsmith.engine.base import LoraSpec
+from tinsmith.service.records import Checkpoint, Model
+
+MANY = 10_000
+LIMIT_S = 0.3
+
+
+async def filled(on: Api) -> str:
+    """A run with ten thousand checkpoints, of which only the records are there."""
+    run = await on.model()
+    [model] = on.service.store.all(Model)
+    first = Checkpoint(
+        id="c0",
+        owner=model.owner,
+        run=run,
+        kind="weights",
+        name="0",
+        base_model="toy",
+        lora=LoraSpec(rank=4, seed=1),
+        created=time.time(),
+        made_by="r",
+        size_bytes=1,
+        metadata={"step": "1"},
+    )
+    made = [
+        replace(first, id=f"c{n}", name=f"{n:05d}", created=first.created + n, expires=first.created + 99_999)
+        for n in range(MANY)
+    ]
+    on.service.store._keep(made)  # row by row into the database takes longer than all else here
+    return run
+
+
+async def fastest(call: Callable) -> tuple[float, object]:
+    best, answer = float("inf"), None
+    for _ in range(5):
+        begun = time.perf_counter()
+        answer = await call()
+        best = min(best, time.perf_counter() - begun)
+    return best, answer
+
+
+def test_ten_thousand_checkpoints_are_listed_at_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            run = await filled(on)
+            for path in (f"training_runs/{run}/checkpoints", f"checkpoints?limit={MANY}"):
+                spent, answer = await fastest(lambda path=path: on.http.get(f"/api/v1/{path}"))
+                found = answer.json()["checkpoints"]
+                assert [one["checkpoint_id"] for one in found] == [f"weights/{n:05d}" for n in range(MANY)][::-1]
+                assert all(datetime.fromisoformat(one["time"]).tzinfo for one in found)
+                begun = time.perf_counter()
+                json.dumps(found)
+                plain = time.perf_counter() - begun
+                print(f"{path}: {spent * 1e3:.0f} ms, {spent / plain:.1f} times a plain dump")
+                assert spent < LIMIT_S
+            spent, answer = await fastest(lambda: on.http.get("/api/v1/checkpoints?limit=1000&offset=9500"))
+            assert len(answer.json()["checkpoints"]) == 500
+            assert answer.json()["cursor"] == {"offset": 9500, "limit": 1000, "total_count": MANY}
+
+    asyncio.run(main())
+
+
+def test_pages_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            for query in ("limit=-1", "offset=-1", "limit=x", "access_scope=all"):
+                answer = await on.http.get(f"/api/v1/training_runs?{query}")
+                assert answer.status_code == 400
+                assert query.partition("=")[0] in answer.json()["detail"]
+            empty = (await on.http.get("/api/v1/training_runs")).json()
+            assert empty == {"training_runs": [], "cursor": {"offset": 0, "limit": 20, "total_count": 0}}
+
+    asyncio.run(main())
+
+
+def test_a_run_that_could_not_be_made_is_corrupted_and_one_that_ended_is_remembered(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            run = await on.model()
+            await on.step(run, 1)
+            [before] = (await on.http.get("/api/v1/training_runs")).json()["training_runs"]
+            assert before["corrupted"] is False
+            await on.post(f"sessions/{run.partition(':')[0]}/finish", {"reason": {"type": "success"}, "detail": None})
+            for _ in range(100):
+                if on.service.store.find(Model, run).state == "ended":
+                    break
+                await asyncio.sleep(0.01)
+            await on.service.store.prune(time.time() + 1, [run])
+            [after] = (await on.http.get("/api/v1/training_runs")).json()["training_runs"]
+            assert after == before
+            await on.service.store.change(Model, run, state="failed")
+            assert (await on.http.get(f"/api/v1/training_runs/{run}")).json()["corrupted"] is True
+
+    asyncio.run(main())
