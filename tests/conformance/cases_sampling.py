@@ -1,0 +1,81 @@
+"""Cases of SamplingClient."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from tests.conformance.cases_training import settled
+from tests.conformance.catalog import case
+from tests.conformance.world import World, fresh, params, prompt
+
+
+@case("SamplingClient.sample")
+def sample(world: World) -> None:
+    sampler = world.sampler()
+    found = settled(world, sampler.sample, prompt(), 3, params())
+    assert len(found.sequences) == 3
+    for one in found.sequences:
+        assert (len(one.tokens), len(one.logprobs), one.stop_reason) == (4, 4, "length")
+        assert all(lp <= 0 for lp in one.logprobs)
+    again = settled(world.plain(), sampler.sample, prompt(), 3, params())
+    assert [one.tokens for one in again.sequences] == [one.tokens for one in found.sequences]  # the seed decides
+    stops(world, sampler)
+    about_the_prompt(world, sampler)
+    for bad in ({"temperature": -1.0}, {"top_p": 0.0}, {"max_tokens": 0}):
+        with pytest.raises((tinker.BadRequestError, tinker.RequestFailedError)):
+            settled(world.plain(), sampler.sample, prompt(), 1, params(**bad))
+    greedy = [settled(world.plain(), sampler.sample, prompt(), 1, params(temperature=0.0, seed=s)) for s in (1, 2)]
+    assert greedy[0].sequences[0].tokens == greedy[1].sequences[0].tokens
+
+
+def stops(world: World, sampler) -> None:  # type: ignore[no-untyped-def]
+    """The stop token is in what is returned; a single string, several, token ids and none at all are understood."""
+    free = settled(world.plain(), sampler.sample, prompt(), 1, params(max_tokens=6)).sequences[0].tokens
+    cut = settled(world.plain(), sampler.sample, prompt(), 1, params(max_tokens=6, stop=[free[2]])).sequences[0]
+    first = free.index(free[2])
+    assert (list(cut.tokens), cut.stop_reason) == (list(free[: first + 1]), "stop")
+    for stop in ("zzzz", ["zzzz", "yyyy"], None):
+        assert settled(world.plain(), sampler.sample, prompt(), 1, params(stop=stop)).sequences[0].tokens
+
+
+def about_the_prompt(world: World, sampler) -> None:  # type: ignore[no-untyped-def]
+    asked = np.array([[6, 7], [7, 8]], np.int64)
+    found = settled(
+        world.plain(), lambda *args: sampler.sample(*args, include_prompt_logprobs=True, topk_prompt_logprobs=2,
+        topk_sample_logprobs=2, target_prompt_logprobs=types.TensorData.from_numpy(asked)), prompt(), 1, params(),
+    )  # fmt: skip
+    assert len(found.prompt_logprobs) == 3
+    assert found.prompt_logprobs[0] is None or math.isnan(found.prompt_logprobs[0])
+    assert len(found.topk_prompt_logprobs) == 3
+    targets = found.target_prompt_logprobs.to_numpy()
+    assert targets[:, 0] == pytest.approx(found.prompt_logprobs[1:], abs=1e-4)
+
+
+@case("SamplingClient.compute_logprobs")
+def compute_logprobs(world: World) -> None:
+    sampler = world.sampler()
+    whole = settled(world, sampler.compute_logprobs, prompt(5, 6, 7, 8))
+    assert len(whole) == 4
+    assert whole[0] is None
+    assert all(lp <= 0 for lp in whole[1:])
+    tail = settled(world.plain(), lambda: sampler.compute_logprobs(prompt(5, 6, 7, 8), prompt_logprobs_last_n=2))
+    assert tail[2:] == pytest.approx(whole[2:])
+
+
+@case("SamplingClient.get_base_model")
+def get_base_model(world: World) -> None:
+    assert world.call(world.sampler().get_base_model) == world.model
+
+
+@case("SamplingClient.get_tokenizer")
+def get_tokenizer(world: World) -> None:
+    """Of a client made from a path: the name of a base model alone need not be one that the hub knows."""
+    model = world.plain().train()
+    path = model.save_weights_for_sampler(fresh("t")).result().path
+    tokenizer = world.sampler(base_model=None, model_path=path).get_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("reward", add_special_tokens=False)) == "reward"

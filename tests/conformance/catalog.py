@@ -1,0 +1,60 @@
+"""The public methods of the SDK's clients, found by reflection, and which case is whose.
+
+A case belongs to `Class.method`. An `_async` form runs the case of the plain one; a future that stands for a client
+runs the client's. A method without a case is a failure of the suite: so a new SDK method shows up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import tinker
+from tinker.lib.public_interfaces.api_future import AwaitableConcurrentFuture
+
+from tests.conformance.world import World
+
+Case = Callable[[World], None]
+
+CLIENTS = (tinker.ServiceClient, tinker.TrainingClient, tinker.SamplingClient, tinker.RestClient, tinker.AdminClient)
+FUTURES = {
+    tinker.BackcompatTrainingClientFuture: tinker.TrainingClient,
+    tinker.BackcompatSamplingClientFuture: tinker.SamplingClient,
+}
+"""Future -> the client that it becomes, whose methods it has as well."""
+PLAIN_FUTURES = (tinker.APIFuture, AwaitableConcurrentFuture)
+
+CASES: dict[str, Case] = {}
+
+
+def case(*methods: str) -> Callable[[Case], Case]:
+    """This function is the case of these methods."""
+
+    def keep(made: Case) -> Case:
+        for method in methods:
+            assert method not in CASES, method
+            CASES[method] = made
+        return made
+
+    return keep
+
+
+def public(kind: type) -> list[str]:
+    """Names of methods and properties that are not private."""
+    return [name for name in dir(kind) if not name.startswith("_")]
+
+
+def methods() -> list[str]:
+    """Every `Class.method`."""
+    return [f"{kind.__name__}.{name}" for kind in (*CLIENTS, *FUTURES, *PLAIN_FUTURES) for name in public(kind)]
+
+
+def case_of(method: str) -> tuple[Case | None, bool, bool]:
+    """(the method's case, whether it is called in its async form, whether through a future)."""
+    kind, name = method.split(".")
+    through = {future.__name__: client for future, client in FUTURES.items()}.get(kind)
+    if any(kind == one.__name__ for one in PLAIN_FUTURES) or (through and name in public(tinker.APIFuture)):
+        return CASES.get(f"APIFuture.{name}"), False, False
+    base = name.removesuffix("_async")
+    holder = through.__name__ if through else kind
+    found = CASES.get(f"{holder}.{base}")
+    return found, name != base, through is not None

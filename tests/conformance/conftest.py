@@ -1,0 +1,97 @@
+"""Against any server of the Tinker API: `pytest tests/conformance --url URL --key KEY [--model NAME]`.
+
+Without --url our own service is started with its fake engine. At the end: what is supported and what was refused.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tinker
+
+from tests.conformance.world import World
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+
+OUTCOMES = pytest.StashKey[dict[str, str]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("conformance")
+    group.addoption("--url", help="base URL of the server under test")
+    group.addoption("--key", help="its key, tml-…", default="tml-dummy")
+    group.addoption("--model", help="base model to train; the first of its capabilities if not given")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[OUTCOMES] = {}
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    outcomes = config.stash[OUTCOMES]
+    if not outcomes:
+        return
+    refused = {method: why for method, why in outcomes.items() if why}
+    terminalreporter.section("Tinker API: supported and refused")
+    for method in sorted(outcomes.keys() - refused.keys()):
+        terminalreporter.write_line(f"supported  {method}")
+    for method, why in sorted(refused.items()):
+        terminalreporter.write_line(f"refused    {method}: {why}")
+    terminalreporter.write_line(f"{len(outcomes) - len(refused)} of {len(outcomes)} supported")
+
+
+@pytest.fixture(scope="session")
+def outcomes(pytestconfig: pytest.Config) -> dict[str, str]:
+    """method -> why it was refused, or nothing."""
+    return pytestconfig.stash.get(OUTCOMES, {})
+
+
+@pytest.fixture(scope="session")
+def world(
+    pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory, tiny: Callable[[str], Path]
+) -> Iterator[World]:
+    """The server under test."""
+    url = pytestconfig.getoption("--url", None)
+    if url:
+        yield _world(url, pytestconfig.getoption("--key"), pytestconfig.getoption("--model"))
+        return
+    data = tmp_path_factory.mktemp("conformance")
+    config = ServeConfig(models=(f"tiny={tiny('llama')}",), engine="fake", data=data)
+    with embedded(config) as (url, key):
+        yield _world(url, key, "tiny", is_ours=True)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[[str], Path]) -> Iterator[World]:
+    """Our own service with a tiny model of random weights."""
+    config = ServeConfig(models=(f"tiny={tiny('llama')}",), threads=1, data=tmp_path_factory.mktemp("real"))
+    with embedded(config) as (url, key):
+        yield _world(url, key, "tiny")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _collect_what_the_sdk_leaks() -> Iterator[None]:
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()
+
+
+def _world(url: str, key: str, model: str | None, *, is_ours: bool = False) -> World:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        service = tinker.ServiceClient(base_url=url, api_key=key)
+        known = service.get_server_capabilities().supported_models
+        return World(
+            url=url,
+            key=key,
+            model=model or str(known[0].model_name),
+            is_ours=is_ours,
+            service=service,
+            rest=tinker.RestClient(base_url=url, api_key=key),
+            admin=tinker.AdminClient(base_url=url, api_key=key),
+        )

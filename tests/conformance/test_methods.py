@@ -1,0 +1,53 @@
+"""Every public method of every client class, each in all its forms."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import tinker
+
+from tests.conformance import cases_clients, cases_rest, cases_sampling, cases_training
+from tests.conformance.catalog import CASES, case_of, methods
+from tests.conformance.world import World
+from tests.service.conftest import SDK_LEAKS
+
+pytestmark = [SDK_LEAKS, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")]
+ROOMS = (cases_clients, cases_rest, cases_sampling, cases_training)
+
+REAL = (
+    "TrainingClient.forward_backward", "TrainingClient.forward", "TrainingClient.optim_step",
+    "TrainingClient.forward_backward_custom", "TrainingClient.save_state", "TrainingClient.load_state_with_optimizer",
+    "TrainingClient.save_weights_and_get_sampling_client", "TrainingClient.get_tokenizer", "SamplingClient.sample",
+    "SamplingClient.compute_logprobs", "ServiceClient.create_training_client_from_state_with_optimizer",
+    "TrainingClient.save_weights_external",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("method", methods())
+def test_method(method: str, world: World, outcomes: dict[str, str]) -> None:
+    found, is_async, through_future = case_of(method)
+    assert found is not None, f"{method} is new in this SDK: write a case for it"
+    try:
+        found(replace(world, is_async=is_async, through_future=through_future))
+    except (tinker.BadRequestError, tinker.NotFoundError, tinker.UnprocessableEntityError) as error:
+        refused = str(error)
+    except tinker.RequestFailedError as error:
+        refused = str(error)
+    else:
+        refused = ""
+    outcomes[method] = refused
+    assert not (world.is_ours and refused)
+
+
+def test_every_case_is_of_a_method() -> None:
+    known = set(methods())
+    assert {name for name in CASES if name not in known} == set()
+    assert all(room.__doc__ for room in ROOMS)
+
+
+@pytest.mark.parametrize("method", REAL)
+def test_method_with_a_real_model(method: str, real: World) -> None:
+    found, _, _ = case_of(method)
+    assert found is not None
+    found(real)
