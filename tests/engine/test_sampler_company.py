@@ -225,7 +225,9 @@ def test_a_cancelled_request_is_gone_and_the_others_go_on(engine: Any, wait: Any
         running = asyncio.create_task(engine.sample(doomed))
         beside = asyncio.create_task(engine.sample(ask(max_tokens=100)))
         await asyncio.sleep(0.05)
+        held = engine.sampler._cache.tokens
         await engine.cancel(doomed.request_id)
+        assert engine.sampler._cache.tokens < held / 4  # its eight rows are free at once
         with pytest.raises(Gone):
             await running
         return None, await beside

@@ -129,3 +129,12 @@ def test_clipping_counts(client: tinker.ServiceClient) -> None:
 
     free, clipped = loss_after(0.0), loss_after(1e-3)
     assert free < clipped - 0.1
+
+
+def test_a_future_that_is_dropped_stops_its_sample(served: Served, sampler: tinker.SamplingClient) -> None:
+    future = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=32000, stop=[])).future()
+    assert sampled(sampler).tokens  # the one before it is under way
+    future.cancel()
+    with served.raw() as post:
+        answer = post("retrieve_future", {"request_id": f"{sampler._sampling_session_id}:0"})
+    assert "cancelled" in answer.json()["error"]

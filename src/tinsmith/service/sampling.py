@@ -119,6 +119,11 @@ class Sampling:
             self._telemetry.closed(request_id, answer)
             task.cancel()
 
+    async def end(self, session_id: str) -> None:
+        """Of a session that has ended nobody wants what its sampling sessions still do."""
+        for request_id in [one for one in self._running if one.startswith(f"{session_id}:sample:")]:
+            await self.cancel(request_id)
+
     async def join(self, sampler: Sampler) -> int:
         """A number for one more client of a sampling session: 1, 2, …, never the same twice, also after a restart."""
         known = self._store.find(Sampler, sampler.id) or sampler

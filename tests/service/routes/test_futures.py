@@ -325,3 +325,22 @@ def test_training_requests_are_not_cancelled(tmp_path: Path) -> None:
             assert (await on.result(promise)).headers["content-type"] == "application/x-protobuf"
 
     asyncio.run(main())
+
+
+def test_the_end_of_a_session_stops_its_samples_and_no_others(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as on:
+            mine, other = await base_sampler(on), await base_sampler(on)
+            endless = {"sampling_params": {"max_tokens": 32000, "stop": []}}
+            stopped, running = [
+                (await on.post("asample", sample_body(one, 0, **endless))).json() for one in (mine, other)
+            ]
+            await asyncio.sleep(0.05)
+            assert (await on.post(f"sessions/{mine.split(':')[0]}/finish", {})).status_code == 204
+            await asyncio.sleep(0.05)
+            assert start.made[0].engine._sampling == {running["request_id"]}  # type: ignore[attr-defined]
+            assert "cancelled" in (await on.result(stopped)).json()["error"]
+            await on.post("cancel_future", running)
+
+    asyncio.run(main())

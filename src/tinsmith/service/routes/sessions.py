@@ -64,9 +64,10 @@ async def session_heartbeat(tenant: Tenant, service: ServiceDep, body: RawBody) 
 
 @router.post("/sessions/{session_id}/finish")
 async def finish_session(session_id: str, tenant: Tenant, service: ServiceDep, body: RawBody) -> Response:
-    """End a session: what is queued still runs, then its models leave."""
+    """End a session: training that is queued still runs, then its models leave; samples under way are stopped."""
     asked = parse(FinishBody, body or b"{}")
     await service.sessions.end(service.sessions.find(session_id, tenant), asked.reason.type, asked.detail)
+    await service.sampling.end(session_id)
     return Response(status_code=204)
 
 
