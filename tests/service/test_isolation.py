@@ -89,6 +89,9 @@ def training(**more: object) -> Case:
 
 PROMPT = {"prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"max_tokens": 1}}
 
+_FROM, _TO = (f"{datetime.now(UTC) + timedelta(days=days):%Y-%m-%d}T00:00:00Z" for days in (-3, 3))
+THIS_WEEK = f"?starting_on={_FROM}&ending_before={_TO}"
+
 CASES = {
     "POST /client/config": silent(),
     "POST /client/dynamic_config": silent(),

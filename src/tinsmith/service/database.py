@@ -37,14 +37,17 @@ _PING_S = 5.0
 
 
 def engine_of(data: Path, url: str | None) -> AsyncEngine:
-    """Connections to the database; none is opened yet. Raises ConfigError if PostgreSQL's driver is missing."""
+    """Connections to the database; none is opened yet. Raises ConfigError if PostgreSQL's driver is missing.
+
+    Errors do not tell the values of their statement: they are tenants' data.
+    """
     if url is None:
-        engine = create_async_engine(f"sqlite+aiosqlite:///{data / 'tinsmith.db'}")
+        engine = create_async_engine(f"sqlite+aiosqlite:///{data / 'tinsmith.db'}", hide_parameters=True)
         event.listen(engine.sync_engine, "connect", _configure_sqlite)
         event.listen(engine.sync_engine, "begin", _begin_sqlite)
         return engine
     try:
-        return create_async_engine(url, pool_pre_ping=True)
+        return create_async_engine(url, pool_pre_ping=True, hide_parameters=True)
     except ModuleNotFoundError as error:
         raise ConfigError("PostgreSQL's driver is not installed.", "pip install 'tinsmith[postgres]'") from error
 

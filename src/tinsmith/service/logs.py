@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.logging import RichHandler
 
+_SECRET = re.compile(r"tml-[\w-]+|eyJ[\w-]+\.[\w.-]+|(?<=signature=)\w+|(?<=://)[^\s/@]*:[^\s/@]+(?=@)")
+"""Keys, tokens, the signatures of links and what stands before the host in a URL: a message may quote what a client or
+a library said. None of ours holds one."""
 _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 """A client's text must not begin lines of its own."""
 
@@ -84,7 +88,11 @@ class TextLines(logging.Formatter):
         known = {name.removesuffix("_id"): value for name, value in asdict(_ABOUT.get()).items() if value}
         about = " ".join(f"{name}={value}" for name, value in reversed(known.items()))
         line = super().formatMessage(record)
-        return (f"{line} [{about}]" if about else line).translate(_VISIBLE)
+        return _SECRET.sub("***", f"{line} [{about}]" if about else line).translate(_VISIBLE)
+
+    def formatException(self, ei: Any) -> str:
+        """The traceback."""
+        return _SECRET.sub("***", super().formatException(ei))
 
 
 class JsonLines(logging.Formatter):
@@ -101,7 +109,7 @@ class JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line)
+        return _SECRET.sub("***", json.dumps(line))
 
 
 def log_to_console(form: Literal["text", "json"], level: str) -> None:
@@ -118,4 +126,5 @@ def log_to_console(form: Literal["text", "json"], level: str) -> None:
         target.setFormatter(TextLines())
     logging.basicConfig(level=logging.INFO, handlers=[target])
     logging.getLogger("tinsmith").setLevel(level.upper())
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    for name in ("uvicorn.error", "alembic"):
+        logging.getLogger(name).setLevel(logging.WARNING)
