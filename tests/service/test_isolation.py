@@ -13,6 +13,7 @@ import pkgutil
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -87,6 +88,16 @@ def training(**more: object) -> Case:
     return unknown(lambda ids: {"model_id": ids.model, "seq_id": 50, **more})
 
 
+def of_model(**more: object) -> Case:
+    """The OpenAI dialect: weights by whatever names them."""
+    return unknown(
+        lambda ids: {"model": ids.path, **more},
+        lambda ids: {"model": f"toy;{ids.path}", **more},
+        lambda ids: {"model": ids.model, **more},
+        lambda ids: {"model": ids.sampler, **more},
+    )
+
+
 PROMPT = {"prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"max_tokens": 1}}
 
 _FROM, _TO = (f"{datetime.now(UTC) + timedelta(days=days):%Y-%m-%d}T00:00:00Z" for days in (-3, 3))
@@ -101,6 +112,11 @@ CASES = {
     "POST /telemetry": silent(lambda ids: {"session_id": ids.session, "events": []}),
     "GET /get_server_capabilities": silent(),
     "GET /healthz": silent(),
+    "GET /v1/models": silent(),
+    "GET /v1/models/{name:path}": unknown(),
+    "POST /v1/chat/completions": of_model(messages=[{"role": "user", "content": "hi"}]),
+    "POST /v1/completions": of_model(prompt="hi"),
+    "POST /inference/v1/generate": of_model(token_ids=[5, 6], sampling_params={"max_tokens": 1}),
     "GET /metrics": Case(status=403, headers={"x-forwarded-for": "10.0.0.1"}),
     "POST /create_sampling_session": unknown(
         lambda ids: {"session_id": ids.session, "sampling_session_seq_id": 9, "base_model": "toy"},
@@ -113,6 +129,10 @@ CASES = {
         lambda ids: {"sampling_session_id": ids.sampler, "seq_id": 0, **PROMPT},
         lambda ids: {"sampling_session_id": ids.sampler, "seq_id": 77, **PROMPT},
     ),
+    "GET /audit": silent(),
+    "GET /billing/usage/events": replace(silent(), query=THIS_WEEK),
+    "GET /billing/usage/checkpoints/current": silent(),
+    "GET /sessions/{session_id}/trace_export": of_path(),
     "GET /sessions": silent(),
     "GET /sessions/{session_id}": of_path(),
     "POST /sessions/search": silent(
@@ -171,12 +191,18 @@ CASES = {
 }
 
 
+ELSEWHERE = {"metrics": "", "openai": "/v1", "completions": "/v1", "generate": "/inference/v1"}
+"""Files of routes that are not under /api/v1, and where they are."""
+
+
 def routes() -> list[str]:
-    """METHOD /path of every route."""
+    """METHOD /path of every route; /api/v1 is left out."""
     found = []
     for module in pkgutil.iter_modules(tinsmith.service.routes.__path__):
-        router = importlib.import_module(f"tinsmith.service.routes.{module.name}").router
-        found += [f"{method} {route.path}" for route in router.routes for method in route.methods]
+        router = vars(importlib.import_module(f"tinsmith.service.routes.{module.name}")).get("router")
+        prefix = ELSEWHERE.get(module.name, "")
+        for route in router.routes if router is not None else ():
+            found += [f"{method} {prefix}{route.path}" for method in route.methods]
     return found
 
 
@@ -226,9 +252,11 @@ def places(route: str, ids: Ids) -> list[str]:
         "session_id": ids.session, "sampler_id": ids.sampler, "run": ids.model, "name": ids.name, "folder": ids.folder,
     }  # fmt: skip
     path = route.partition(" ")[2]
-    path = path if path == "/metrics" else f"/api/v1{path}"
+    path = path if path.startswith(("/metrics", "/v1", "/inference")) else f"/api/v1{path}"
+    if path.startswith("/v1/models/"):
+        known["name"] = ids.model
     kinds = ("weights", "sampler_weights", "external_weights") if "{kind}" in path else ("",)
-    return [path.format(kind=kind, **known) for kind in kinds]
+    return [path.replace(":path", "").format(kind=kind, **known) for kind in kinds]
 
 
 def bare(text: str, ids: Ids) -> str:

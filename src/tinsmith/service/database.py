@@ -56,8 +56,8 @@ def direct_of(engine: AsyncEngine) -> Engine:
     """The same database for a thread that may wait for it: a transaction goes there and back once, where the asyncio
     engine goes once for each statement, and that takes most of a small transaction's time."""
     if engine.dialect.name == "postgresql":
-        return create_engine(engine.url, pool_pre_ping=True)
-    direct = create_engine(f"sqlite:///{engine.url.database}")
+        return create_engine(engine.url, pool_pre_ping=True, hide_parameters=True)
+    direct = create_engine(f"sqlite:///{engine.url.database}", hide_parameters=True)
     event.listen(direct, "connect", _configure_sqlite)
     event.listen(direct, "begin", _begin_sqlite)
     return direct
