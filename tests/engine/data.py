@@ -9,7 +9,9 @@ import numpy as np
 from tinsmith.engine.base import Datum, Pass
 
 RL_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
-LOSSES = ("cross_entropy", *RL_LOSSES)
+LOSSES = ("cross_entropy", *RL_LOSSES, "trinity_ppo")
+CONFIGS: Mapping[str, Mapping[str, float | str]] = {"trinity_ppo": {"num_total_datums": 4, "kl_coef": 0.3}}
+"""What a loss must be told."""
 LENGTHS = (9, 1, 23, 14)
 
 
@@ -35,7 +37,14 @@ def datum_for(loss_fn: str, draw: np.random.Generator, length: int, tokens: np.n
         inputs = {"logprobs": draw.normal(-6.0, 1.5, size=len(tokens)).astype(np.float32), "advantages": advantages}
     if loss_fn == "gspo":
         inputs["sequence_ratio_mask"] = sampled
+    if loss_fn == "trinity_ppo":
+        inputs |= {"weights": sampled, "ref_logprobs": with_reference(draw, sampled)}
     return Datum(tokens=tokens, targets=targets, inputs=inputs)
+
+
+def with_reference(draw: np.random.Generator, sampled: np.ndarray) -> np.ndarray:
+    """A reference model's logprobs near what the tiny models answer, 0 where nothing was sampled."""
+    return (draw.normal(-6.0, 1.0, size=len(sampled)) * sampled).astype(np.float32)
 
 
 def pass_for(
@@ -44,13 +53,14 @@ def pass_for(
     *,
     seed: int = 0,
     lengths: Sequence[int] = LENGTHS,
-    config: Mapping[str, float] | None = None,
+    config: Mapping[str, float | str] | None = None,
     forward_only: bool = False,
 ) -> Pass:
     """A request of several datums, one of length 1 among them."""
     draw = np.random.default_rng(seed)
     data = tuple(datum_for(loss_fn, draw, length) for length in lengths)
-    return Pass(model_id=model_id, data=data, loss_fn=loss_fn, loss_config=config or {}, forward_only=forward_only)
+    settings = {**CONFIGS.get(loss_fn, {}), **(config or {})}
+    return Pass(model_id=model_id, data=data, loss_fn=loss_fn, loss_config=settings, forward_only=forward_only)
 
 
 def replace_inputs(datum: Datum, **inputs: np.ndarray) -> Datum:

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -67,6 +68,10 @@ class Reference:
 
     def logprobs(self, data: Sequence[Datum]) -> list[Tensor]:
         """Of each datum's targets, in their shape, with gradients."""
+        return [_pick(whole, datum) for whole, datum in zip(self.softmaxes(data), data, strict=True)]
+
+    def softmaxes(self, data: Sequence[Datum]) -> list[Tensor]:
+        """The whole log-softmax [N, V] of each datum, with gradients."""
         longest = max(len(datum.tokens) for datum in data)
         ids = torch.zeros(len(data), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -74,13 +79,20 @@ class Reference:
             ids[row, : len(datum.tokens)] = torch.from_numpy(np.asarray(datum.tokens, dtype=np.int64))
             mask[row, : len(datum.tokens)] = 1
         all_logprobs = self.model(input_ids=ids, attention_mask=mask).logits.log_softmax(dim=-1)
-        return [_pick(all_logprobs[row, : len(datum.tokens)], datum) for row, datum in enumerate(data)]
+        return [all_logprobs[row, : len(datum.tokens)] for row, datum in enumerate(data)]
 
     def loss(self, request: Pass) -> tuple[Tensor, list[Tensor]]:
         """The request's objective, a sum over everything, and its logprobs."""
-        logprobs = self.logprobs(request.data)
-        terms = [objective(p, datum, request) for p, datum in zip(logprobs, request.data, strict=True)]
-        return torch.stack(terms).sum(), logprobs
+        wholes = self.softmaxes(request.data)
+        logprobs = [_pick(whole, datum) for whole, datum in zip(wholes, request.data, strict=True)]
+        losses = [objective(p, datum, request) for p, datum in zip(logprobs, request.data, strict=True)]
+        more = [terms(p, whole, d, request) for p, whole, d in zip(logprobs, wholes, request.data, strict=True)]
+        return torch.stack(losses).sum() + torch.stack(more).sum(), logprobs
+
+    def entropies(self, data: Sequence[Datum]) -> list[np.ndarray]:
+        """Of the whole softmax at each position."""
+        with torch.no_grad():
+            return [-(whole.exp() * whole).sum(-1).numpy() for whole in self.softmaxes(data)]
 
     def backward(self, *requests: Pass) -> list[float]:
         """Add these requests' gradients to what is there; returns their losses."""
@@ -139,6 +151,8 @@ def objective(p: Tensor, datum: Datum, request: Pass) -> Tensor:
         weights = inputs.get("weights", torch.ones_like(p))
         return -(weights * p).sum()
     q, advantages = inputs["logprobs"], inputs["advantages"]
+    if request.loss_fn == "trinity_ppo":
+        return _trinity(p, inputs, request.loss_config)
     low, high = _clips(p, inputs, request)
     total = 0.0 * p.sum()
     shift = _sequence_shift(p, q, inputs.get("sequence_ratio_mask"))
@@ -161,6 +175,44 @@ def objective(p: Tensor, datum: Datum, request: Pass) -> Tensor:
             total = total - clipped.detach() * p[t] * a
         else:
             raise AssertionError(f"the oracle has no loss {request.loss_fn}")
+    return total
+
+
+def _trinity(p: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
+    """Dual-clip PPO with k2, averaged over a datum's masked tokens, over the number of datums of the whole batch."""
+    epsilon, c, coefficient = config.get("clip_range", 0.2), config.get("clip_ratio_c", 3.0), config.get("kl_coef", 0.0)
+    total, count = 0.0 * p.sum(), 0
+    for t in range(len(p)):
+        if inputs["weights"][t] == 0:
+            continue
+        count += 1
+        a, ratio = inputs["advantages"][t], torch.exp(p[t] - inputs["logprobs"][t])
+        one = torch.maximum(-a * ratio, -a * torch.clamp(ratio, 1 - epsilon, 1 + epsilon))
+        total = total + (torch.minimum(one, -a * c) if a < 0 else one)
+        if coefficient:
+            total = total + coefficient * 0.5 * (p[t] - inputs["ref_logprobs"][t]) ** 2
+    return total / max(count, 1) / config["num_total_datums"]
+
+
+def terms(p: Tensor, whole: Tensor, datum: Datum, request: Pass) -> Tensor:
+    """What an entropy bonus and a KL penalty add to one datum's loss; `whole` is its log-softmax [N, V]."""
+    config, total = request.loss_config, 0.0 * p.sum()
+    counts = datum.inputs.get("weights" if request.loss_fn in ("cross_entropy", "trinity_ppo") else "advantages")
+    counts = np.ones(p.shape) if counts is None else np.asarray(counts)
+    default = (counts.reshape(len(p), -1) != 0).any(axis=1).astype(np.float64)
+    for t in range(len(p)):
+        if weight := float(datum.inputs.get("entropy_mask", default)[t]) * float(config.get("entropy_coef", 0.0)):
+            total = total + weight * (whole[t].exp() * whole[t]).sum()
+        if request.loss_fn == "trinity_ppo" or not config.get("kl_coef"):
+            continue
+        if weight := float(datum.inputs.get("kl_mask", default)[t]) * float(config["kl_coef"]):
+            log_ratio = float(datum.inputs["ref_logprobs"][t]) - p[t]  # log(ref / p), at a token drawn from p
+            estimate = {
+                "k1": -log_ratio,
+                "k2": log_ratio**2 / 2,
+                "k3": (torch.exp(log_ratio) - 1) - log_ratio,
+            }[str(config.get("kl_estimator", "k2"))]
+            total = total + weight * estimate
     return total
 
 

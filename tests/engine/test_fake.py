@@ -4,12 +4,15 @@ import asyncio
 
 import numpy as np
 import pytest
+import torch
 
+from tests.engine.data import CONFIGS, LOSSES, datum_for, replace_inputs
+from tinsmith.engine import specs
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult, SampleRequest
-from tinsmith.engine.checks import LOSSES
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake import FakeEngine
-from tinsmith.engine.fakemath import loss_of
+from tinsmith.engine.fakemath import scored
+from tinsmith.engine.losses import Targets, objective
 from tinsmith.errors import Gone
 
 
@@ -26,7 +29,12 @@ def datum(loss_fn: str = "cross_entropy", n: int = 6, seed: int = 0) -> Datum:
         "advantages": rng.standard_normal(n),
         "sequence_ratio_mask": np.ones(n),
     }
-    needed = ("weights",) if loss_fn == "cross_entropy" else LOSSES[loss_fn].required
+    if loss_fn == "trinity_ppo":
+        values |= {"weights": np.ones(n), "ref_logprobs": -1 - rng.random(n)}
+    spec = specs.LOSSES[loss_fn]
+    needed = (
+        ("weights",) if loss_fn == "cross_entropy" else (*spec.required, *{"ref_logprobs"}.intersection(spec.optional))
+    )
     inputs = {key: values[key].astype(np.float32) for key in needed}
     return Datum(tokens=tokens, targets=rng.integers(0, 512, n).astype(np.int64), inputs=inputs)
 
@@ -41,11 +49,16 @@ async def train(fake: FakeEngine, model: str, steps: int = 2) -> list[float]:
     return losses
 
 
+def request_of(name: str, one: Datum, **config: float | str) -> Pass:
+    return Pass(model_id="m", data=(one,), loss_fn=name, loss_config={**CONFIGS.get(name, {}), **config})
+
+
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_slope_of_each_loss_is_its_derivative(name: str) -> None:
     one = datum(name)
-    p = -1.0 - np.random.default_rng(1).random(6)
-    _, slope = loss_of(name, p, one, {})
+    p, spread = -1.0 - np.random.default_rng(1).random(6), np.zeros(6)
+    request = request_of(name, one)
+    slope = scored(request, one, p, spread).slope
     if name in ("gspo", "cispo"):  # their gradients stop at the ratio by design: no finite difference shows them
         assert slope.shape == p.shape
         assert np.abs(slope).sum() > 0
@@ -53,8 +66,57 @@ def test_slope_of_each_loss_is_its_derivative(name: str) -> None:
     for index in range(len(p)):
         step = np.zeros_like(p)
         step[index] = 1e-6
-        slow = (loss_of(name, p + step, one, {})[0] - loss_of(name, p - step, one, {})[0]) / 2e-6
+        slow = (scored(request, one, p + step, spread).loss - scored(request, one, p - step, spread).loss) / 2e-6
         assert slope[index] == pytest.approx(slow, abs=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_terms_are_the_torch_engine_s(name: str, estimator: str) -> None:
+    """Both against each other: formula by formula, slopes, metrics."""
+    draw = np.random.default_rng(4)
+    one = datum_for(name, draw, 12)
+    config: dict[str, float | str] = {"entropy_coef": 0.4}
+    if name != "trinity_ppo":
+        one = replace_inputs(one, ref_logprobs=draw.normal(-6, 1, 12).astype(np.float32))
+        config |= {"kl_coef": 0.2, "kl_estimator": estimator}
+    request = request_of(name, one, **config)
+    p, spread = draw.normal(-6, 1.5, 12), draw.uniform(0, 6, 12)
+    found = scored(request, one, p, spread)
+    leaves = [torch.tensor(values, requires_grad=True) for values in (p, spread)]
+    inputs = {key: torch.tensor(values, dtype=torch.float64) for key, values in specs.filled(request, one).items()}
+    targets = Targets(
+        logprobs=leaves[0], entropies=leaves[1], sequence=torch.zeros(12, dtype=torch.long), inputs=inputs
+    )
+    loss, metrics = objective(name, targets, specs.numbers(request), specs.estimator(request), request.loss_config)
+    slope, steep = torch.autograd.grad(loss, leaves)
+    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-9)
+    np.testing.assert_allclose(found.slope, slope.numpy(), rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(found.steep, steep.numpy(), rtol=1e-9, atol=1e-12)
+    assert found.metrics == pytest.approx({key: float(value.detach()) for key, value in metrics.items()}, rel=1e-9)
+
+
+def test_an_entropy_bonus_spreads_the_distribution() -> None:
+    async def main() -> None:
+        fake = engine()
+        await fake.create("m", LoraSpec(rank=4, seed=1))
+        one = Datum(tokens=datum().tokens, targets=datum().targets, inputs={"weights": np.zeros(6, np.float32)})
+        config = {"entropy_coef": 1.0, "return_entropy": 1.0}
+        one = replace_inputs(one, entropy_mask=np.ones(6, np.float32))
+        request = Pass(model_id="m", data=(one,), loss_fn="cross_entropy", loss_config=config)
+        sums = []
+        for _ in range(4):
+            [result] = await fake.run([request])
+            assert isinstance(result, PassResult)
+            assert result.entropies is not None
+            assert result.metrics["entropy:sum"] == pytest.approx(result.entropies[0].sum(), rel=1e-5)
+            assert result.metrics["loss:sum"] == pytest.approx(-result.entropies[0].sum(), rel=1e-5)
+            sums.append(result.metrics["entropy:sum"])
+            await fake.step("m", AdamParams(learning_rate=0.01))
+        assert sums == sorted(sums)
+        assert sums[-1] > sums[0] + 0.01
+
+    asyncio.run(main())
 
 
 def test_a_step_goes_down_the_gradient_and_new_adapters_equal_the_base() -> None:

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.data import LOSSES, RL_LOSSES, datum_for, replace_inputs
+from tests.engine.data import CONFIGS, LOSSES, RL_LOSSES, datum_for, replace_inputs
 from tests.engine.reference import objective
 from tinsmith.engine.base import Datum, Pass
-from tinsmith.engine.checks import LOSSES as SPECS
 from tinsmith.engine.losses import LOSS_FUNCTIONS
+from tinsmith.engine.specs import LOSSES as SPECS
 
 CLIPPED = ("ppo", "cispo", "gspo")
 Config = Mapping[str, float]
@@ -27,7 +27,8 @@ def ours(p: list[np.ndarray], data: list[Datum], loss_fn: str, config: Config) -
         for name in names
     }
     sequence = torch.tensor(np.repeat(np.arange(len(p)), [row.size for row in p]))
-    loss = LOSS_FUNCTIONS[loss_fn](flat, inputs, sequence, {**SPECS[loss_fn].config, **config})
+    settings = {**SPECS[loss_fn].config, **CONFIGS.get(loss_fn, {}), **config}
+    loss = LOSS_FUNCTIONS[loss_fn](flat, inputs, sequence, settings)
     (gradient,) = torch.autograd.grad(loss, flat)
     cuts = np.cumsum([row.size for row in p])[:-1]
     parts = np.split(gradient.numpy(), cuts)
@@ -35,7 +36,7 @@ def ours(p: list[np.ndarray], data: list[Datum], loss_fn: str, config: Config) -
 
 
 def oracle(p: list[np.ndarray], data: list[Datum], loss_fn: str, config: Config) -> tuple[float, list[np.ndarray]]:
-    request = Pass(model_id="m", data=tuple(data), loss_fn=loss_fn, loss_config=config)
+    request = Pass(model_id="m", data=tuple(data), loss_fn=loss_fn, loss_config={**CONFIGS.get(loss_fn, {}), **config})
     rows = [torch.tensor(row, dtype=torch.float64, requires_grad=True) for row in p]
     loss = torch.stack([objective(row, datum, request) for row, datum in zip(rows, data, strict=True)]).sum()
     gradients = torch.autograd.grad(loss, rows, allow_unused=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,7 +94,7 @@ def test_padding_changes_nothing(loss_fn: str, tiny_llama: Path, tmp_path: Path)
     together, alone = Reference(tiny_llama, adapter), Reference(tiny_llama, adapter)
     request = pass_for(loss_fn)
     (loss,) = together.backward(request)
-    parts = [Pass(model_id="m", data=(datum,), loss_fn=loss_fn) for datum in request.data]
+    parts = [replace(request, data=(datum,)) for datum in request.data]
     assert loss == pytest.approx(sum(alone.backward(*parts)), rel=1e-6)
     assert_same(together.gradients(), alone.gradients(), tolerance=1e-5)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.data import LOSSES, datum_for, pass_for, replace_inputs, tokens_of
+from tests.engine.data import CONFIGS, LOSSES, datum_for, pass_for, replace_inputs, tokens_of
 from tests.engine.looks import gradients_of, weights_of
 from tests.engine.reference import assert_same
 from tests.models import KINDS
@@ -153,7 +153,7 @@ def test_random_rows_over_few_tokens_share_everything_that_can_be_shared(seed: i
     for loss_fn in draw.choice(LOSSES, 3):
         rows = [draw.integers(5, 7, int(draw.integers(1, 40)), dtype=np.int32) for _ in range(int(draw.integers(1, 9)))]
         data = tuple(datum_for(loss_fn, draw, len(row), row) for row in rows)
-        requests.append(Pass(model_id="", data=data, loss_fn=str(loss_fn)))
+        requests.append(Pass(model_id="", data=data, loss_fn=str(loss_fn), loss_config=CONFIGS.get(str(loss_fn), {})))
     assert_agrees(pair(pass_tokens=48), wait, *requests)
 
 

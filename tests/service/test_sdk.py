@@ -296,7 +296,7 @@ BAD_DATA = {
     "lengths": ([datum([1, 2, 3], weights=[1.0])], "cross_entropy", None, "shape"),
     "unknown loss": ([datum([1, 2, 3])], "crossentropy", None, "Did you mean 'cross_entropy'"),
     "unknown config": ([datum([1, 2], logprobs=[0], advantages=[0])], "ppo", {"clip_range": 0.2}, "clip_range"),
-    "text config": ([datum([1, 2], logprobs=[0], advantages=[0])], "ppo", {"clip_low_threshold": "x"}, "text"),
+    "text config": ([datum([1, 2], logprobs=[0], advantages=[0])], "ppo", {"clip_low_threshold": "x"}, "finite number"),
     "token id": ([datum([1, 2, 99999])], "cross_entropy", None, "99999"),
     "NaN": ([datum([1, 2, 3], weights=[1.0, math.nan])], "cross_entropy", None, "NaN"),
     "too long": ([datum([1] * 32770)], "cross_entropy", None, "context"),

@@ -16,6 +16,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from tinsmith.engine.graph import LossGraph
 from tinsmith.errors import TinsmithError
 
 LORA_ALPHA = 32.0
@@ -77,7 +78,7 @@ class Datum:
     targets: np.ndarray
     """int64 [N] or [N, K]; sparse targets arrive here dense, unlisted cells 0."""
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """float32, each of the targets' shape: weights, logprobs, advantages, clip thresholds, sequence_ratio_mask."""
+    """float32 of the targets' shape (masks of terms: [N]). An uploaded loss reads what it likes, also int64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +88,10 @@ class Pass:
     model_id: str
     data: tuple[Datum, ...]
     loss_fn: str
-    loss_config: Mapping[str, float] = field(default_factory=dict)
+    loss_config: Mapping[str, float | str] = field(default_factory=dict)
     forward_only: bool = False
+    graph: LossGraph | None = None
+    """The uploaded loss, if loss_fn is `custom`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +103,8 @@ class PassResult:
 
     logprobs: tuple[np.ndarray, ...]
     metrics: Mapping[str, float]
+    entropies: tuple[np.ndarray, ...] | None = None
+    """float32 [N] of each datum, of the whole softmax at every position; None unless asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

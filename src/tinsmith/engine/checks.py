@@ -1,19 +1,18 @@
 """What a request must be before it counts: pure arithmetic on the records of `engine.base`, no torch.
 
-The service calls these at submission, so a bad request is refused with a sentence and never reaches an engine. Here is
-also the table of losses: which inputs each takes, which settings it knows and their defaults (semantics of the public
-Tinker documentation; where that is silent, the value is ours and the note says so).
+The service calls these at submission, so a bad request is refused with a sentence and never reaches an engine. What
+each loss takes stands in `specs`; what an uploaded one may be, in `graph`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from difflib import get_close_matches
 
 import numpy as np
 
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, ModelCard, Pass, SampleRequest
+from tinsmith.engine.specs import CUSTOM, LOSSES, MASKS, LossSpec
 from tinsmith.errors import BadRequest, Unsupported
 
 MAX_SAMPLES = 1024
@@ -24,37 +23,8 @@ MAX_SAMPLED_CELLS = 2**24
 """The same for the likeliest tokens beside those that are sampled."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossSpec:
-    """Inputs a loss needs, inputs it may have, and its settings with their defaults."""
-
-    required: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ()
-    config: Mapping[str, float] = field(default_factory=dict)
-
-
-_RL = ("logprobs", "advantages")
-_CLIPS = ("clip_low_threshold", "clip_high_threshold")
-
-LOSSES: Mapping[str, LossSpec] = {
-    "cross_entropy": LossSpec(optional=("weights",)),
-    "importance_sampling": LossSpec(required=_RL),
-    "ppo": LossSpec(required=_RL, optional=_CLIPS, config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
-    "cispo": LossSpec(required=_RL, optional=_CLIPS, config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
-    # beta has no published default: 0.05 is the documentation's example.
-    "dro": LossSpec(required=_RL, config={"beta": 0.05}),
-    # The clips have no published default: these are the GSPO paper's (arXiv 2507.18071), 3e-4 below and 4e-4 above 1.
-    "gspo": LossSpec(
-        required=(*_RL, "sequence_ratio_mask"),
-        optional=_CLIPS,
-        config={"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
-    ),
-}
-
 _REFUSED_LOSSES = {
     "stable_reinforce": "Its objective is not published; pass loss_fn=importance_sampling (or ppo, cispo) instead.",
-    "custom": "Uploaded losses are not run on this server; use forward_backward_custom, which evaluates the loss "
-    "in the client and works with any function of the logprobs.",
 }
 
 
@@ -91,22 +61,60 @@ def check_pass(request: Pass, card: ModelCard) -> None:
     """Raises BadRequest or Unsupported unless every datum can be scored by this base model."""
     if cure := _REFUSED_LOSSES.get(request.loss_fn):
         raise Unsupported(f"loss_fn '{request.loss_fn}' is not served here.", cure)
-    spec = LOSSES.get(request.loss_fn)
-    if spec is None:
-        raise BadRequest(f"There is no loss_fn '{request.loss_fn}'.", nearest(request.loss_fn, LOSSES))
-    for key, value in request.loss_config.items():
-        if key not in spec.config:
-            raise BadRequest(f"loss_fn_config has no '{key}' for {request.loss_fn}.", nearest(key, spec.config))
-        if not np.isfinite(value):
-            raise BadRequest(f"loss_fn_config.{key} is {value}.", "Give a finite number.")
     if not request.data:
         raise BadRequest("forward_backward got no data.", "Send at least one datum.")
+    if request.loss_fn == CUSTOM:
+        _check_custom(request, card)
+        return
+    spec = LOSSES.get(request.loss_fn)
+    if spec is None:
+        raise BadRequest(f"There is no loss_fn '{request.loss_fn}'.", nearest(request.loss_fn, [*LOSSES, CUSTOM]))
+    _check_settings(request, spec)
     for index, datum in enumerate(request.data):
-        _check_datum(index, datum, request.loss_fn, spec, card)
+        where = f"data[{index}]"
+        _check_tokens(where, datum, card)
+        _check_inputs(where, datum, request, spec)
 
 
-def _check_datum(index: int, datum: Datum, loss_fn: str, spec: LossSpec, card: ModelCard) -> None:
-    where = f"data[{index}]"
+def _check_custom(request: Pass, card: ModelCard) -> None:
+    """The loss_id has been looked up already: its graph is there."""
+    for key in request.loss_config:
+        if key != "loss_id":
+            raise BadRequest(f"loss_fn_config has no '{key}' for custom.", "An uploaded loss takes its loss_id alone.")
+    if request.graph is None:
+        raise BadRequest("loss_fn 'custom' has no loss_id.", "Upload the loss with create_custom_loss first.")
+    for index, datum in enumerate(request.data):
+        _check_tokens(f"data[{index}]", datum, card)
+        request.graph.check_inputs(f"data[{index}]", datum.targets, datum.inputs)
+
+
+def _check_settings(request: Pass, spec: LossSpec) -> None:
+    name = request.loss_fn
+    for key, value in request.loss_config.items():
+        if choices := spec.texts.get(key):
+            if value not in choices:
+                raise BadRequest(f"loss_fn_config.{key} is {value!r}.", f"Give one of {', '.join(sorted(choices))}.")
+            continue
+        if key not in spec.numbers:
+            raise BadRequest(f"loss_fn_config has no '{key}' for {name}.", nearest(key, [*spec.numbers, *spec.texts]))
+        if isinstance(value, str) or not np.isfinite(value):
+            raise BadRequest(f"loss_fn_config.{key} is {value!r}.", "Give a finite number.")
+    for key, default in spec.config.items():
+        if default is None and key not in request.loss_config:
+            raise BadRequest(f"{name} needs loss_fn_config['{key}'].", "It has no default.")
+    _check_ranges(name, request.loss_config)
+
+
+def _check_ranges(name: str, config: Mapping[str, float | str]) -> None:
+    if config.get("return_entropy", 0) not in (0, 1):
+        raise BadRequest(f"loss_fn_config.return_entropy is {config['return_entropy']}.", "Give 0 or 1.")
+    if name == "trinity_ppo":
+        for key, least in (("num_total_datums", 1.0), ("clip_range", 0.0), ("clip_ratio_c", 1.0)):
+            if float(config.get(key, least)) < least:
+                raise BadRequest(f"loss_fn_config.{key} is {config[key]}.", f"Give at least {least:g}.")
+
+
+def _check_tokens(where: str, datum: Datum, card: ModelCard) -> None:
     length = len(datum.tokens)
     if length == 0:
         raise BadRequest(f"{where}.model_input is empty.", "Give at least one token.")
@@ -121,32 +129,42 @@ def _check_datum(index: int, datum: Datum, loss_fn: str, spec: LossSpec, card: M
             f"{where}: target_tokens has shape {datum.targets.shape}, model_input has {length} tokens.",
             "Give (N,) or (N, K) targets for N tokens; position i predicts target i, already shifted.",
         )
+    _check_ids(f"{where}.target_tokens", datum.targets, card)
+
+
+def _check_inputs(where: str, datum: Datum, request: Pass, spec: LossSpec) -> None:
+    loss_fn, config = request.loss_fn, request.loss_config
     if datum.targets.ndim == 2 and loss_fn != "cross_entropy":
         raise BadRequest(
             f"{where}: {loss_fn} takes one target per position, got shape {datum.targets.shape}.",
             "Only cross_entropy takes (N, K) targets.",
         )
-    _check_ids(f"{where}.target_tokens", datum.targets, card)
-    _check_inputs(where, datum, loss_fn, spec)
-
-
-def _check_inputs(where: str, datum: Datum, loss_fn: str, spec: LossSpec) -> None:
-    for name in spec.required:
+    needed = (*spec.required, *(("ref_logprobs",) if config.get("kl_coef") else ()))
+    for name in needed:
         if name not in datum.inputs:
             raise BadRequest(f"{where}: {loss_fn} needs loss_fn_inputs['{name}'].", f"Inputs: {_inputs_of(spec)}.")
     for name, values in datum.inputs.items():
-        if name not in (*spec.required, *spec.optional):
+        if name not in spec.inputs:
             raise BadRequest(
                 f"{where}: {loss_fn} does not read loss_fn_inputs['{name}'].",
                 f"Leave it out; inputs: {_inputs_of(spec)}.",
             )
-        if values.shape != datum.targets.shape:
-            raise BadRequest(
-                f"{where}: {name} has shape {values.shape}, target_tokens has {datum.targets.shape}.",
-                "Give both the same shape.",
-            )
-        if not np.isfinite(values).all():
-            raise BadRequest(f"{where}: {name} holds a NaN or an infinity.", "Send finite numbers.")
+        if (setting := spec.inputs[name]) and setting not in config:
+            raise BadRequest(f"{where}: {name} is read only with loss_fn_config['{setting}'].", "Give both or none.")
+        _check_values(where, name, values, datum)
+    if datum.targets.ndim == 2 and "kl_coef" in config:
+        raise BadRequest(f"{where}: kl_coef takes one target per position.", "Leave it out with (N, K) targets.")
+    if loss_fn == "trinity_ppo" and not np.isin(datum.inputs["weights"], (0, 1)).all():
+        raise BadRequest(f"{where}: weights of trinity_ppo are a mask.", "Send 0 and 1 alone.")
+
+
+def _check_values(where: str, name: str, values: np.ndarray, datum: Datum) -> None:
+    shape = datum.tokens.shape if name in MASKS else datum.targets.shape
+    if values.shape != shape:
+        what = "model_input" if name in MASKS else "target_tokens"
+        raise BadRequest(f"{where}: {name} has shape {values.shape}, {what} has {shape}.", "Give both the same shape.")
+    if not np.isfinite(values).all():
+        raise BadRequest(f"{where}: {name} holds a NaN or an infinity.", "Send finite numbers.")
 
 
 def check_sample(request: SampleRequest, card: ModelCard) -> None:
@@ -225,4 +243,9 @@ def _check_ids(where: str, ids: np.ndarray, card: ModelCard) -> None:
 
 
 def _inputs_of(spec: LossSpec) -> str:
-    return ", ".join(("target_tokens", *spec.required, *(f"{name} (optional)" for name in spec.optional)))
+    optional = [
+        f"{name} ({f'with {setting}' if setting else 'optional'})"
+        for name, setting in spec.inputs.items()
+        if name not in spec.required
+    ]
+    return ", ".join(("target_tokens", *spec.required, *optional))

@@ -15,6 +15,7 @@ import json
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,8 @@ from tinsmith.engine.base import (
 )
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fakefiles import Weights, read_folder, write_folder
-from tinsmith.engine.fakemath import draw, loss_of, normalized, topk
+from tinsmith.engine.fakemath import Scored, draw, normalized, scored, topk, uploaded
+from tinsmith.engine.specs import CUSTOM
 from tinsmith.errors import BadRequest, EngineError, Gone, TinsmithError
 
 HIDDEN = 16
@@ -165,18 +167,23 @@ class FakeEngine:
 
     async def _run_one(self, request: Pass) -> PassResult:
         model = self._model(request.model_id)
-        loss, logprobs, grads = 0.0, [], [np.zeros_like(g) for g in model.grad]
+        metrics, logprobs, entropies = {"loss:sum": 0.0}, [], []
+        grads = [np.zeros_like(g) for g in model.grad]
+        evaluate = uploaded(request) if request.loss_fn == CUSTOM else partial(scored, request)
         for datum in request.data:
             await asyncio.sleep(0)  # it shares the API's event loop
-            scores = self._score(datum, model.weights)
-            value, slope = loss_of(request.loss_fn, scores, datum, dict(request.loss_config))
-            loss += value
-            logprobs.append(scores.astype(np.float32))
+            p, spread = self._score(datum, model.weights)
+            one = evaluate(datum, p, spread)
+            for name, value in {"loss:sum": one.loss, **one.metrics}.items():
+                metrics[name] = metrics.get(name, 0.0) + value / (len(request.data) if name.endswith(":mean") else 1)
+            logprobs.append(p.astype(np.float32))
+            entropies.append(spread.astype(np.float32))
             if not request.forward_only:
-                self._backward(datum, slope, model.weights, grads)
+                self._backward(datum, one, model.weights, grads)
         for total, grad in zip(model.grad, grads, strict=True):  # all data were fine: now it counts
             total += grad
-        return PassResult(logprobs=tuple(logprobs), metrics={"loss:sum": loss})
+        wanted = bool(request.loss_config.get("return_entropy"))
+        return PassResult(logprobs=tuple(logprobs), metrics=metrics, entropies=tuple(entropies) if wanted else None)
 
     def _logprobs(self, tokens: np.ndarray, weights: Weights | None) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
         """(positions, hidden [n, D], log-softmax [n, V]) in pieces of ROWS."""
@@ -190,21 +197,27 @@ class FakeEngine:
             logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
             yield rows, hidden, logits
 
-    def _score(self, datum: Datum, weights: Weights) -> np.ndarray:
+    def _score(self, datum: Datum, weights: Weights) -> tuple[np.ndarray, np.ndarray]:
+        """The targets' logprobs, and the entropy of each position."""
         targets = datum.targets.reshape(len(datum.targets), -1)
-        found = np.empty(targets.shape, dtype=np.float64)
+        found, spread = np.empty(targets.shape, dtype=np.float64), np.empty(len(targets), dtype=np.float64)
         for rows, _, logp in self._logprobs(datum.tokens, weights):
             found[rows] = np.take_along_axis(logp, targets[rows], axis=1)
-        return found.reshape(datum.targets.shape)
+            spread[rows] = _entropies(logp)
+        return found.reshape(datum.targets.shape), spread
 
-    def _backward(self, datum: Datum, slope: np.ndarray, weights: Weights, grads: list[np.ndarray]) -> None:
+    def _backward(self, datum: Datum, one: Scored, weights: Weights, grads: list[np.ndarray]) -> None:
         targets = datum.targets.reshape(len(datum.targets), -1)
-        slopes = slope.reshape(targets.shape).astype(np.float32)
+        slopes = one.slope.reshape(targets.shape).astype(np.float32)
         scale = np.float32(weights.scale)
         for rows, hidden, logp in self._logprobs(datum.tokens, weights):
-            by_logit = -np.exp(logp) * slopes[rows].sum(axis=1, keepdims=True)
+            chances = np.exp(logp)
+            by_logit = -chances * slopes[rows].sum(axis=1, keepdims=True)
             for column in range(targets.shape[1]):
                 by_logit[np.arange(len(by_logit)), targets[rows, column]] += slopes[rows, column]
+            if one.steep.any():
+                spread = chances * (logp + _entropies(logp)[:, None])
+                by_logit -= one.steep[rows, None].astype(np.float32) * spread
             grads[0] += scale * (by_logit @ weights.b).T @ hidden
             grads[1] += scale * by_logit.T @ (hidden @ weights.a.T)
 
@@ -330,3 +343,8 @@ def _speller(tokenizer: Tokenizer | None) -> Callable[[list[int]], str]:
     if tokenizer is None:
         return lambda tokens: "".join(map(chr, tokens))
     return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+def _entropies(logp: np.ndarray) -> np.ndarray:
+    """Of the rows of a log-softmax."""
+    return -(np.exp(logp) * logp).sum(axis=1)

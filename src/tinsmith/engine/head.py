@@ -3,7 +3,7 @@
 Logits are float32, and so is the log-softmax: the head's weights are kept in float32, and the product sums in float32
 (where the base is bfloat16, its values are bfloat16 and so is what multiplies them; only the sums are wider). The
 forward serves every target. Where a gradient may come, it keeps the row's probabilities in the base's dtype, for the
-backward to start from; other rows cost nothing then.
+backward to start from; other rows cost nothing then. Entropies are of the whole softmax, from the same block.
 """
 
 from __future__ import annotations
@@ -49,6 +49,23 @@ class Kept:
 
 
 @dataclass(frozen=True, slots=True)
+class Scored:
+    """float32 logprobs [M] of the targets; entropies [T] of the whole softmax (0 where not asked); for a backward."""
+
+    logprobs: Tensor
+    entropies: Tensor | None
+    kept: list[Kept]
+
+
+@dataclass(frozen=True, slots=True)
+class Slopes:
+    """The gradient of a loss: d / d logprob [M], and d / d entropy [T] if it has one."""
+
+    logprobs: Tensor
+    entropies: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Head:
     """The base's output weights, float32 [V, D]."""
 
@@ -71,10 +88,17 @@ class Head:
 
     @torch.no_grad()
     def score(
-        self, hidden: Tensor, placed: Sequence[Placed], targets: Targets, learning: Tensor | None = None
-    ) -> tuple[Tensor, list[Kept]]:
-        """float32 [M], the logprob of each target; and what a backward needs of the rows in `learning` (bool [T])."""
+        self,
+        hidden: Tensor,
+        placed: Sequence[Placed],
+        targets: Targets,
+        learning: Tensor | None = None,
+        *,
+        entropies: bool = False,
+    ) -> Scored:
+        """Logprobs, and entropies if wanted; and what a backward needs of the rows in `learning` (bool [T])."""
         result = torch.empty(len(targets.at), device=hidden.device)
+        spread = torch.zeros(len(hidden), device=hidden.device) if entropies else None
         kept: list[Kept] = []
         for block in self.blocks(hidden, placed):
             first, logprobs = block.first, torch.log_softmax(block.logits, dim=1)
@@ -84,27 +108,30 @@ class Head:
                 continue
             rows, ids = targets.at[low:high] - first, targets.ids[low:high]
             result[low:high] = logprobs[rows, ids]
+            if spread is not None:
+                spread[first : first + len(logprobs)] = -(logprobs.exp().mul_(logprobs)).sum(1)
             if learning is not None:
                 learns = learning[first : first + len(logprobs)].nonzero()[:, 0]
                 if len(learns):
                     chances = logprobs if len(learns) == len(logprobs) else logprobs[learns]
                     kept.append(Kept(block.weights, learns + first, chances.exp_().to(hidden.dtype)))
-        return result, kept
+        return Scored(result, spread, kept)
 
     @torch.no_grad()
-    def backward(self, hidden: Tensor, kept: Sequence[Kept], targets: Targets, gradient: Tensor) -> Tensor:
-        """d loss / d hidden [T, D] from d loss / d logprob [M]; the head's adapters get theirs on the way.
+    def backward(self, hidden: Tensor, scored: Scored, targets: Targets, gradient: Slopes) -> Tensor:
+        """d loss / d hidden [T, D]; the head's adapters get their gradients on the way.
 
-        `kept` is used up. The gradient must be zero where `learning` was false.
+        `scored.kept` is used up. The gradient must be zero where `learning` was false.
         """
         result = torch.zeros_like(hidden)
         weight = self.weight.to(hidden.dtype)
-        for block in kept:
+        for block in scored.kept:
             low, high = torch.searchsorted(targets.at, block.rows[[0, -1]] + self._ends).tolist()
-            at, ids, slopes = targets.at[low:high], targets.ids[low:high], gradient[low:high]
+            at, ids, slopes = targets.at[low:high], targets.ids[low:high], gradient.logprobs[low:high]
             inside = slopes != 0
             rows, ids, slopes = torch.searchsorted(block.rows, at[inside]), ids[inside], slopes[inside]
-            result[block.rows] = _back(hidden[block.rows], weight, block, rows, ids, slopes)
+            slope = _slope(block, rows, ids, slopes, _spread(block, scored, gradient))
+            result[block.rows] = _back(hidden[block.rows], weight, block, slope)
         return result
 
     @property
@@ -112,11 +139,33 @@ class Head:
         return torch.tensor([0, 1], device=self.weight.device)
 
 
-def _back(hidden: Tensor, weight: Tensor, block: Kept, rows: Tensor, ids: Tensor, slopes: Tensor) -> Tensor:
-    """One block: the gradient of sum g log_softmax(logits)[id] is g (onehot - softmax)."""
-    totals = torch.zeros(len(hidden), device=hidden.device).index_add_(0, rows, slopes)
-    slope = block.chances.mul_(-totals[:, None].to(hidden.dtype))
-    slope.index_put_((rows, ids), slopes.to(hidden.dtype), accumulate=True)
+def _spread(block: Kept, scored: Scored, gradient: Slopes) -> tuple[Tensor, Tensor] | None:
+    """(entropy, d loss / d entropy) of a block's rows, or None if the loss has no such gradient."""
+    if scored.entropies is None or gradient.entropies is None:
+        return None
+    return scored.entropies[block.rows], gradient.entropies[block.rows]
+
+
+def _slope(block: Kept, rows: Tensor, ids: Tensor, slopes: Tensor, spread: tuple[Tensor, Tensor] | None) -> Tensor:
+    """d loss / d logits [R, V]; uses the block's probabilities up.
+
+    That of sum g log_softmax(logits)[id] is g (onehot - p); that of e H(p) is -e p (log p + H).
+    """
+    chances = block.chances
+    totals = torch.zeros(len(chances), device=chances.device).index_add_(0, rows, slopes)
+    surprise = None
+    if spread is not None:
+        entropies, steep = spread
+        totals += steep * entropies
+        surprise = torch.special.entr(chances).mul_(steep[:, None].to(chances.dtype))  # -p log p, 0 where p is 0
+    slope = chances.mul_(-totals[:, None].to(chances.dtype))
+    if surprise is not None:
+        slope += surprise
+    return slope.index_put_((rows, ids), slopes.to(chances.dtype), accumulate=True)
+
+
+def _back(hidden: Tensor, weight: Tensor, block: Kept, slope: Tensor) -> Tensor:
+    """One block's share of d loss / d hidden [R, D]."""
     result = slope @ weight
     weights = block.weights
     if weights is not None and HEAD in weights.pairs:

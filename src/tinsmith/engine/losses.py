@@ -1,17 +1,20 @@
 """The losses: pure functions of tensors, one for each name.
 
 With p the learner's logprob of a target (untempered), q the sampler's, A the advantage, w the weight, r = exp(p - q):
-each returns the SUM over its tokens, in float64, differentiable in p. Nothing is divided by tokens, datums or batches.
+each returns the SUM over its tokens, in float64, differentiable in p. Nothing is divided by tokens, datums or batches,
+but for `trinity_ppo`, which is told by what. `objective` adds the terms that a request asks for.
 
 `logprobs` is flat [M] over all targets of a request (for (N, K) targets row-major), every input likewise;
-`sequence` [M] numbers the datum that each belongs to. Inputs, settings and defaults stand in `engine.checks.LOSSES`.
+`sequence` [M] numbers the datum that each belongs to. Inputs, settings and defaults stand in `engine.specs`.
 
-Source: the Tinker documentation's losses page; GSPO from arXiv 2507.18071 in the form with token-level gradients.
+Source: the Tinker documentation's losses page; GSPO from arXiv 2507.18071 in the form with token-level gradients;
+`trinity_ppo` as Trinity-RFT's client asks for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -65,6 +68,35 @@ def gspo(logprobs: Tensor, inputs: Inputs, sequence: Tensor, config: Config) -> 
     return _clipped(ratio, inputs, config)
 
 
+def trinity_ppo(logprobs: Tensor, inputs: Inputs, sequence: Tensor, config: Config) -> Tensor:
+    """1/D sum over datums of the mean over the mask of l + kl_coef (p - ref)^2 / 2, D = num_total_datums.
+
+    l = max(-A r, -A clip(r, 1 - e, 1 + e)), and where A < 0 at most -A c: the dual clip. log r is kept within 20.
+    """
+    mask, advantages = inputs["weights"], inputs["advantages"]
+    ratio, clipped = _trinity_ratios(logprobs, inputs, config)
+    token = torch.maximum(-advantages * ratio, -advantages * clipped)
+    token = torch.where(advantages < 0, torch.minimum(-advantages * config["clip_ratio_c"], token), token)
+    token = token + config["kl_coef"] * _trinity_divergence(logprobs, inputs)
+    count = int(sequence[-1]) + 1
+    lengths = torch.zeros(count, dtype=logprobs.dtype, device=logprobs.device).index_add(0, sequence, mask)
+    return (mask * token / lengths.clamp(min=1.0)[sequence]).sum() / config["num_total_datums"]
+
+
+def trinity_metrics(logprobs: Tensor, inputs: Inputs, config: Config) -> dict[str, Tensor]:
+    """Sums over the mask: tokens, ratios and their squares, tokens where the clip is the larger, (p - ref)^2 / 2."""
+    mask, advantages = inputs["weights"], inputs["advantages"]
+    ratio, clipped = _trinity_ratios(logprobs, inputs, config)
+    divergence = _trinity_divergence(logprobs, inputs) if config["kl_coef"] else torch.zeros_like(mask)
+    return {
+        "trinity/response_tokens:sum": mask.sum(),
+        "trinity/ratio_sum:sum": (mask * ratio).sum(),
+        "trinity/ratio_squared_sum:sum": (mask * ratio.square()).sum(),
+        "trinity/clipped_tokens:sum": (mask * (-advantages * clipped > -advantages * ratio)).sum(),
+        "trinity/kl_sum:sum": (mask * divergence).sum(),
+    }
+
+
 LOSS_FUNCTIONS: Mapping[str, Loss] = {
     "cross_entropy": cross_entropy,
     "importance_sampling": importance_sampling,
@@ -72,7 +104,68 @@ LOSS_FUNCTIONS: Mapping[str, Loss] = {
     "cispo": cispo,
     "dro": dro,
     "gspo": gspo,
+    "trinity_ppo": trinity_ppo,
 }
+
+
+def divergence(logprobs: Tensor, inputs: Inputs, estimator: str) -> Tensor:
+    """sum m k: KL(learner || reference) estimated at the tokens at hand, with d = p - ref.
+
+    k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
+    """
+    mask = inputs["kl_mask"]
+    gap = torch.where(mask != 0, logprobs - inputs["ref_logprobs"], torch.zeros_like(logprobs))
+    if estimator == "k1":
+        return (mask * gap).sum()
+    return (mask * (0.5 * gap.square() if estimator == "k2" else torch.expm1(-gap) + gap)).sum()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Targets:
+    """What a request's losses are computed from: flat over its targets, entropies [N] flat over its positions."""
+
+    logprobs: Tensor
+    entropies: Tensor | None
+    sequence: Tensor
+    inputs: Inputs
+
+
+def objective(
+    loss_fn: str, targets: Targets, config: Config, estimator: str, asked: Container[str]
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss with the terms among `asked` (the settings given), and the metrics that belong to them.
+
+    loss - entropy_coef sum m H + kl_coef sum m k
+    """
+    logprobs, inputs = targets.logprobs, targets.inputs
+    loss = LOSS_FUNCTIONS[loss_fn](logprobs, inputs, targets.sequence, config)
+    if loss_fn == "trinity_ppo":
+        return _with_entropy(loss, trinity_metrics(logprobs, inputs, config), targets, config)
+    metrics: dict[str, Tensor] = {}
+    if "kl_coef" in asked:
+        metrics["kl:sum"] = divergence(logprobs, inputs, estimator)
+        loss = loss + config["kl_coef"] * metrics["kl:sum"]
+    return _with_entropy(loss, metrics, targets, config)
+
+
+def _with_entropy(
+    loss: Tensor, metrics: dict[str, Tensor], targets: Targets, config: Config
+) -> tuple[Tensor, dict[str, Tensor]]:
+    if targets.entropies is None or "entropy_mask" not in targets.inputs:
+        return loss, metrics
+    entropy = (targets.inputs["entropy_mask"] * targets.entropies).sum()
+    return loss - config["entropy_coef"] * entropy, {**metrics, "entropy:sum": entropy}
+
+
+def _trinity_ratios(logprobs: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Tensor]:
+    """The ratio, 1 outside of the mask, and the same clipped."""
+    gap = torch.where(inputs["weights"] != 0, logprobs - inputs["logprobs"], torch.zeros_like(logprobs))
+    ratio = torch.exp(gap.clamp(-20.0, 20.0))
+    return ratio, ratio.clamp(1 - config["clip_range"], 1 + config["clip_range"])
+
+
+def _trinity_divergence(logprobs: Tensor, inputs: Inputs) -> Tensor:
+    return 0.5 * (logprobs - inputs["ref_logprobs"]).square()
 
 
 def _ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tinsmith.engine import adapters, attention, batch, lora
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult
-from tinsmith.engine.head import Head
+from tinsmith.engine.head import Head, Slopes
 from tinsmith.engine.live import Model
 from tinsmith.engine.models import BaseModel
 from tinsmith.engine.turns import Turns
@@ -117,9 +117,10 @@ class TorchTrainer:
             )
         targets, order = work.targets(forest, device)
         learning = work.learning(forest, device) if torch.is_grad_enabled() else None
-        logprobs, kept = self._head.score(hidden.detach(), placed, targets, learning)
-        slopes = work.score(forest, logprobs[order])
+        scored = self._head.score(hidden.detach(), placed, targets, learning, entropies=work.wants_entropy(forest))
+        slopes = work.score(forest, scored.logprobs[order], scored.entropies)
         if learning is not None:
-            into = torch.empty_like(slopes)
-            into[order] = slopes
-            hidden.backward(self._head.backward(hidden.detach(), kept, targets, into))
+            into = torch.empty_like(slopes.logprobs)
+            into[order] = slopes.logprobs
+            slopes = Slopes(into, slopes.entropies)
+            hidden.backward(self._head.backward(hidden.detach(), scored, targets, slopes))

@@ -7,19 +7,18 @@ in buffers of the run's own, so that models change only when the whole run went 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine import batch, lora
+from tinsmith.engine import batch, lora, losses, specs
 from tinsmith.engine.base import Datum, Pass, PassResult
-from tinsmith.engine.checks import LOSSES
-from tinsmith.engine.head import Targets
+from tinsmith.engine.head import Slopes, Targets
 from tinsmith.engine.live import Model
-from tinsmith.engine.losses import LOSS_FUNCTIONS
+from tinsmith.engine.program import Program
 from tinsmith.errors import BadRequest
 
 _NOT_FINITE = "Check logprobs and advantages: the ratio exp(p - q) may have overflowed."
@@ -33,7 +32,13 @@ class _Item:
     place: int
     datum: Datum
     slot: int
-    learns: bool
+    learning: np.ndarray
+    """bool [N]: the positions that a gradient may come from."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether any may; a datum without runs without a graph."""
+        return bool(self.learning.any())
 
     @property
     def repeats(self) -> int:
@@ -48,7 +53,7 @@ class Work:
         self._passes, self._models = passes, models
         slots = {name: slot for slot, name in enumerate(names)}
         self.items = [
-            _Item(number, place, datum, slots[one.model_id], _learns(one, datum))
+            _Item(number, place, datum, slots[one.model_id], specs.learning(one, datum))
             for number, one in enumerate(passes)
             for place, datum in enumerate(one.data)
         ]
@@ -58,7 +63,9 @@ class Work:
         self._pending = [torch.zeros_like(model.gradient) for model in models] if self._any_learns() else []
         self.weights = [self._reading(slot) for slot in range(len(models))]
         self._logprobs: list[list[np.ndarray]] = [[np.empty(0)] * len(one.data) for one in passes]
-        self._losses = [0.0] * len(passes)
+        self._entropies: list[list[np.ndarray]] = [[np.empty(0)] * len(one.data) for one in passes]
+        self._metrics: list[dict[str, float]] = [{"loss:sum": 0.0} for _ in passes]
+        self._programs = {number: Program(one.graph) for number, one in enumerate(passes) if one.graph is not None}
 
     def targets(self, forest: batch.Forest, device: torch.device) -> tuple[Targets, Tensor]:
         """All targets of a micro-batch sorted by packed position, and where each of its rows' targets went."""
@@ -75,24 +82,31 @@ class Work:
         found = np.zeros(len(forest.tokens), bool)
         for key, index in forest.index.items():
             item = self.items[key]
-            sure = _sure_input(self._passes[item.number], item.datum)
-            found[index[np.full(len(index), True) if sure is None else sure.reshape(len(index), -1).any(axis=1)]] = True
+            found[index[item.learning]] = True
         return torch.as_tensor(found, device=device)
 
-    def score(self, forest: batch.Forest, logprobs: Tensor) -> Tensor:
-        """Keep the logprobs [M] of a micro-batch, add up its losses; returns d loss / d logprob [M], zero without."""
+    def wants_entropy(self, forest: batch.Forest) -> bool:
+        """Whether any of a micro-batch's passes does."""
+        return any(specs.wants_entropy(self._passes[self.items[key].number]) for key in forest.index)
+
+    def score(self, forest: batch.Forest, logprobs: Tensor, entropies: Tensor | None) -> Slopes:
+        """Keep the logprobs [M] and entropies [T] of a micro-batch, add up its losses; returns their slopes in both."""
         keys = list(forest.index)
-        sizes = [self.items[key].datum.targets.size for key in keys]
-        pieces = dict(zip(keys, logprobs.split(sizes), strict=True))
+        pieces = dict(zip(keys, logprobs.split([self.items[key].datum.targets.size for key in keys]), strict=True))
         slopes = dict.fromkeys(keys, torch.empty(0))
+        steep = None if entropies is None else torch.zeros_like(entropies)
         for number in sorted({self.items[key].number for key in keys}):
             mine = [key for key in keys if self.items[key].number == number]
-            for key, slope in zip(mine, self._loss(number, mine, [pieces[key] for key in mine]), strict=True):
-                slopes[key] = slope
-        for key, piece in pieces.items():
-            item = self.items[key]
-            self._logprobs[item.number][item.place] = piece.cpu().numpy().reshape(item.datum.targets.shape)
-        return torch.cat([slopes[key] for key in keys])
+            at = torch.as_tensor(np.concatenate([forest.index[key] for key in mine]), device=logprobs.device)
+            spread = entropies[at] if entropies is not None else None
+            found, by_entropy = self._loss(number, mine, torch.cat([pieces[key] for key in mine]), spread)
+            slopes.update(zip(mine, found.split([pieces[key].numel() for key in mine]), strict=True))
+            if steep is not None and by_entropy is not None:
+                steep.index_add_(0, at, by_entropy)  # data that share a position add up
+            if spread is not None:
+                self._keep(self._entropies, mine, spread.split([len(forest.index[key]) for key in mine]))
+        self._keep(self._logprobs, keys, [pieces[key] for key in keys])
+        return Slopes(torch.cat([slopes[key] for key in keys]), steep)
 
     def finish(self) -> list[PassResult]:
         """The results; only now do the models' gradients change."""
@@ -101,29 +115,57 @@ class Work:
         for model, pending in zip(self._models, self._pending, strict=False):
             model.gradient.add_(pending)
         return [
-            PassResult(logprobs=tuple(found), metrics={"loss:sum": loss})
-            for found, loss in zip(self._logprobs, self._losses, strict=True)
+            PassResult(
+                logprobs=tuple(self._logprobs[number]),
+                metrics=_reduced(self._metrics[number], len(one.data)),
+                entropies=tuple(self._entropies[number]) if one.loss_config.get("return_entropy") else None,
+            )
+            for number, one in enumerate(self._passes)
         ]
 
-    def _loss(self, number: int, keys: Sequence[int], pieces: Sequence[Tensor]) -> Iterable[Tensor]:
-        """One pass's share of a micro-batch, in float64: adds its loss, returns the gradient for each datum."""
-        one = self._passes[number]
-        leaf = torch.cat(list(pieces)).double().requires_grad_()
-        data = [self.items[key].datum for key in keys]
-        sizes = [datum.targets.size for datum in data]
-        config = {**LOSSES[one.loss_fn].config, **one.loss_config}
-        inputs = {
-            name: torch.as_tensor(_gathered(name, data, config), dtype=leaf.dtype, device=leaf.device)
-            for name in {name for datum in data for name in datum.inputs}
-        }
-        sequence = torch.repeat_interleave(torch.arange(len(data)), torch.tensor(sizes)).to(leaf.device)
+    def _loss(
+        self, number: int, keys: Sequence[int], logprobs: Tensor, entropies: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """One pass's share of a micro-batch: adds its loss and metrics, returns the slopes in both."""
+        if number in self._programs:
+            return self._custom(number, keys, logprobs), None
+        one, data = self._passes[number], [self.items[key].datum for key in keys]
+        leaf = logprobs.double().requires_grad_()
+        spread = entropies.double().requires_grad_() if entropies is not None else None
+        inputs = {name: torch.as_tensor(values).to(leaf) for name, values in _gathered(one, data).items()}
+        sizes = torch.tensor([datum.targets.size for datum in data])
+        sequence = torch.repeat_interleave(torch.arange(len(data)), sizes).to(leaf.device)
+        targets = losses.Targets(logprobs=leaf, entropies=spread, sequence=sequence, inputs=inputs)
         with torch.enable_grad():
-            loss = LOSS_FUNCTIONS[one.loss_fn](leaf, inputs, sequence, config)
-        (slope,) = torch.autograd.grad(loss, leaf)
-        if not bool(torch.isfinite(loss)) or not bool(torch.isfinite(slope).all()):
-            raise BadRequest(f"The {one.loss_fn} loss of this request is {float(loss.detach())}.", _NOT_FINITE)
-        self._losses[number] += float(loss.detach())
-        return slope.float().split(sizes)
+            loss, metrics = losses.objective(
+                one.loss_fn, targets, specs.numbers(one), specs.estimator(one), one.loss_config
+            )
+        leaves = [leaf] if spread is None else [leaf, spread]
+        slopes = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        _check_finite(one, loss, *slopes)
+        self._add(number, {name: float(value.detach()) for name, value in {"loss:sum": loss, **metrics}.items()})
+        return slopes[0].float(), slopes[1].float() if spread is not None else None
+
+    def _custom(self, number: int, keys: Sequence[int], logprobs: Tensor) -> Tensor:
+        """The same for an uploaded loss, datum by datum."""
+        slopes = []
+        for key, piece in zip(keys, logprobs.split([self.items[key].datum.targets.size for key in keys]), strict=True):
+            datum = self.items[key].datum
+            loss, slope, metrics = self._programs[number].run(piece.reshape(datum.targets.shape), datum.inputs)
+            _check_finite(self._passes[number], torch.tensor(loss), slope)
+            self._add(number, {"loss:sum": loss, **metrics})
+            slopes.append(slope.reshape(-1).to(logprobs.device))
+        return torch.cat(slopes)
+
+    def _add(self, number: int, metrics: Mapping[str, float]) -> None:
+        found = self._metrics[number]
+        found.update({name: found.get(name, 0.0) + value for name, value in metrics.items()})
+
+    def _keep(self, into: list[list[np.ndarray]], keys: Sequence[int], pieces: Sequence[Tensor]) -> None:
+        for key, piece in zip(keys, pieces, strict=True):
+            item = self.items[key]
+            shape = item.datum.targets.shape if into is self._logprobs else item.datum.tokens.shape
+            into[item.number][item.place] = piece.cpu().numpy().reshape(shape)
 
     def _any_learns(self) -> bool:
         return any(item.learns for item in self.items)
@@ -137,27 +179,17 @@ class Work:
         return lora.Weights(reading.scale, reading.pairs, model.layout.pairs(self._pending[slot]))
 
 
-def _gathered(name: str, data: Sequence[Datum], config: Mapping[str, float]) -> np.ndarray:
-    """One input of all data, flat; where a datum leaves an optional one out, its default: a clip, or a weight of 1."""
-    default = config.get(name, 1.0)
-    return np.concatenate(
-        [
-            datum.inputs[name].reshape(-1) if name in datum.inputs else np.full(datum.targets.size, default)
-            for datum in data
-        ]
-    )
+def _gathered(one: Pass, data: Sequence[Datum]) -> dict[str, np.ndarray]:
+    """Each input of all data, flat."""
+    found = [specs.filled(one, datum) for datum in data]
+    return {name: np.concatenate([values[name] for values in found]) for name in found[0]}
 
 
-def _learns(one: Pass, datum: Datum) -> bool:
-    """Whether any gradient can come from this datum; without one it runs without a graph."""
-    if one.forward_only:
-        return False
-    sure = _sure_input(one, datum)
-    return sure is None or bool(np.any(sure))
+def _reduced(metrics: Mapping[str, float], count: int) -> dict[str, float]:
+    """Sums over all data, and means where the name says so."""
+    return {name: value / count if name.endswith(":mean") else float(value) for name, value in metrics.items()}
 
 
-def _sure_input(one: Pass, datum: Datum) -> np.ndarray | None:
-    """The input without which a target has no gradient for sure: its weight or advantage. None: all may have one."""
-    if one.loss_fn == "dro":
-        return None
-    return datum.inputs.get("weights" if one.loss_fn == "cross_entropy" else "advantages")
+def _check_finite(one: Pass, loss: Tensor, *slopes: Tensor) -> None:
+    if not bool(torch.isfinite(loss)) or not all(bool(torch.isfinite(slope).all()) for slope in slopes):
+        raise BadRequest(f"The {one.loss_fn} loss of this request is {float(loss.detach())}.", _NOT_FINITE)

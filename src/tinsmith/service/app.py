@@ -46,6 +46,7 @@ from tinsmith.service.routes import (
     dialect,
     files,
     futures,
+    losses,
     manage,
     metrics,
     runs,
@@ -79,7 +80,8 @@ def create_app(service: Service) -> FastAPI:
     """The whole API over a running service."""
     app = FastAPI(title="Tinsmith", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
-    for module in (futures, sampling, training, sessions, runs, checkpoints, manage, files, admin):  # busiest first
+    # The busiest first.
+    for module in (futures, sampling, training, losses, sessions, runs, checkpoints, manage, files, admin):
         app.include_router(module.router, prefix="/api/v1")
     app.include_router(metrics.router)
     app.add_middleware(Gate, telemetry=service.telemetry, drain=service.drain)

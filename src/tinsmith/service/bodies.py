@@ -6,7 +6,7 @@ Unknown fields are ignored everywhere: a newer SDK always sends its new fields, 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -162,6 +162,40 @@ class LoadBody(Loose):
     optimizer_config: OptimizerBody | None = None
     user_metadata: dict[str, Any] | None = None
     weights_access_token: str | None = None
+
+
+class CustomLossInput(Loose):
+    """An input of an uploaded loss."""
+
+    name: str
+    rank: int
+
+
+class CustomLossNode(Loose):
+    """One node of a torch.fx graph as data."""
+
+    op: str
+    name: str
+    target: str
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+
+
+class CustomLossGraph(Loose):
+    """Format 1 is the only one."""
+
+    format: Literal[1] = 1
+    nodes: list[CustomLossNode]
+
+
+class CustomLossBody(Loose):
+    """create_custom_loss."""
+
+    session_id: str
+    custom_loss_seq_id: int
+    name: str
+    inputs: list[CustomLossInput]
+    graph: CustomLossGraph
 
 
 class SamplingSessionBody(Loose):

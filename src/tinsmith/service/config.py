@@ -74,6 +74,9 @@ class ServeConfig(Settings):
     compress: bool | None = None
     """Clients send forward_backward bodies zstd-compressed; by default where a network lies between (no loopback)."""
 
+    custom_losses: bool = False
+    """Run losses that clients upload (create_custom_loss), from a list of allowed tensor operations."""
+
     hold_s: float = Field(default=25.0, gt=0, lt=45)
     """How long a poll for a result is held open; the client gives up at 45 s."""
 

@@ -6,8 +6,10 @@ import json
 from dataclasses import asdict, replace
 
 from tinsmith.engine.base import AdamParams, Pass
+from tinsmith.engine.graph import read_text
+from tinsmith.engine.specs import CUSTOM
 from tinsmith.service.records import Create, Load, Row, SaveExternal, SaveSampler, SaveState, Step, Work
-from tinsmith.service.wire import decode_pass
+from tinsmith.service.wire import GRAPH, decode_pass
 
 _STORED: dict[str, type[Create | Load | SaveState | SaveSampler | SaveExternal]] = {
     "create": Create,
@@ -37,7 +39,9 @@ def stored(work: Work) -> bytes:
 def restored(kind: str, model_id: str, payload: bytes) -> Work:
     """The request that `stored` (or a forward_backward body) holds."""
     if kind in ("forward", "forward_backward"):
-        return replace(decode_pass(payload)[1], model_id=model_id)
+        work = replace(decode_pass(payload)[1], model_id=model_id)
+        graph = work.loss_config.get(GRAPH)  # put there by `with_graph` when the request was accepted
+        return replace(work, graph=read_text(graph)) if work.loss_fn == CUSTOM and isinstance(graph, str) else work
     values = json.loads(payload)
     return Step(adam=AdamParams(**values)) if kind == "step" else _STORED[kind](**values)
 

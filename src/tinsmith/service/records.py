@@ -110,6 +110,17 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CustomLoss:
+    """A loss that a client uploaded; `graph` is what `engine.graph` reads. It ends with its session."""
+
+    id: str
+    owner: str
+    session_id: str
+    created: float
+    graph: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Create:
     """Make the model from its LoraSpec."""
 

@@ -17,7 +17,7 @@ from tinsmith.service.bodies import SessionBody
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.chronicle import Chronicle
 from tinsmith.service.logs import note
-from tinsmith.service.records import Model, Sampler, Session
+from tinsmith.service.records import CustomLoss, Model, Sampler, Session
 from tinsmith.service.store import Store
 from tinsmith.service.worker import Worker
 
@@ -112,6 +112,7 @@ class Sessions:
                 worker.drop(model)
                 if model.inflight is not None and await self._checkpoints.release(model.inflight):
                     await worker.host.detach(model.inflight)
+        await self._store.remove(*(one for one in self._store.all(CustomLoss) if one.session_id == session.id))
         for sampler in self._store.all(Sampler):
             if sampler.session_id != session.id:
                 continue

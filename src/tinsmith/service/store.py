@@ -26,11 +26,11 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from tinsmith.engine.base import LoraSpec
 from tinsmith.service.database import direct_of, engine_of, migrate, served_alone
 from tinsmith.service.payloads import restored, row_of, stored_kind
-from tinsmith.service.records import Answer, Checkpoint, Model, Past, Row, Sampler, Session
-from tinsmith.service.tables import CHECKPOINTS, MODELS, REQUESTS, SAMPLERS, SESSIONS
+from tinsmith.service.records import Answer, Checkpoint, CustomLoss, Model, Past, Row, Sampler, Session
+from tinsmith.service.tables import CHECKPOINTS, CUSTOM_LOSSES, MODELS, REQUESTS, SAMPLERS, SESSIONS
 
-Held = Session | Model | Sampler | Checkpoint
-H = TypeVar("H", Session, Model, Sampler, Checkpoint)
+Held = Session | Model | Sampler | Checkpoint | CustomLoss
+H = TypeVar("H", Session, Model, Sampler, Checkpoint, CustomLoss)
 R = TypeVar("R")
 
 _TABLES: dict[type[Held], Table] = {
@@ -38,6 +38,7 @@ _TABLES: dict[type[Held], Table] = {
     Model: MODELS,
     Sampler: SAMPLERS,
     Checkpoint: CHECKPOINTS,
+    CustomLoss: CUSTOM_LOSSES,
 }
 _INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
 """The standard has no "or else" for an insert; these two have the same."""

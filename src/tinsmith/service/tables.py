@@ -91,6 +91,16 @@ CHECKPOINTS = Table(
     Column("metadata", JSON),
 )
 
+CUSTOM_LOSSES = Table(
+    "custom_losses",
+    META,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("session_id", String, nullable=False),
+    Column("created", Float, nullable=False),
+    Column("graph", String, nullable=False),
+)
+
 REQUESTS = Table(
     "requests",
     META,

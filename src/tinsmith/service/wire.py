@@ -6,6 +6,7 @@ SDK 0.38's schema. What this server does not do is refused by name. The JSON bod
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -15,10 +16,12 @@ import zstandard
 from google.protobuf.message import DecodeError
 
 from tinsmith.engine.base import Datum, Pass, PassResult, Sampled, TopK
-from tinsmith.engine.checks import LOSSES
+from tinsmith.engine.specs import CUSTOM
 from tinsmith.errors import BadRequest, TooLarge, Unsupported
 from tinsmith.service.schema import pb
 
+GRAPH = "graph"
+"""The key under which `with_graph` puts an uploaded loss; a client that sends it is refused."""
 BODY_CAP = 256 * 2**20
 """Bytes of a body after decompression."""
 DENSE_CAP = 16 * 2**20
@@ -75,7 +78,8 @@ def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
 
 def pass_of(message: pb.ForwardBackwardRequest) -> tuple[int, Pass]:
     """(seq_id, request) of a message, its tensors dense."""
-    data = tuple(_datum(f"data[{index}]", datum) for index, datum in enumerate(message.data))
+    own = message.loss_fn == CUSTOM
+    data = tuple(_datum(f"data[{index}]", datum, as_sent=own) for index, datum in enumerate(message.data))
     request = Pass(
         model_id=message.model_id,
         data=data,
@@ -86,19 +90,17 @@ def pass_of(message: pb.ForwardBackwardRequest) -> tuple[int, Pass]:
     return message.seq_id, request
 
 
-def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float]:
+def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
     if not message.loss_fn_config_v2:
         return dict(message.loss_fn_config)
-    config = {}
-    for key, value in message.loss_fn_config_v2.items():
-        if value.WhichOneof("value") == "number":
-            config[key] = value.number
-        elif message.loss_fn in LOSSES:  # other losses are refused by their own names
-            raise BadRequest(f"loss_fn_config.{key} is text.", f"{message.loss_fn} takes numbers.")
-    return config
+    return {
+        key: value.number if value.WhichOneof("value") == "number" else value.text
+        for key, value in message.loss_fn_config_v2.items()
+    }
 
 
-def _datum(where: str, datum: pb.Datum) -> Datum:
+def _datum(where: str, datum: pb.Datum, *, as_sent: bool) -> Datum:
+    """Inputs are float32, or `as_sent`: an uploaded loss may read whole numbers."""
     pieces = [np.zeros(0, dtype="<i4")]
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
@@ -114,7 +116,7 @@ def _datum(where: str, datum: pb.Datum) -> Datum:
     return Datum(
         tokens=np.concatenate(pieces),
         targets=targets.astype(np.int64, copy=False),
-        inputs={name: value.astype(np.float32, copy=False) for name, value in tensors.items()},
+        inputs=tensors if as_sent else {name: one.astype(np.float32, copy=False) for name, one in tensors.items()},
     )
 
 
@@ -164,18 +166,35 @@ def dense_of(
     return dense
 
 
+def with_graph(body: bytes, text: str) -> bytes:
+    """A ForwardBackwardRequest and, beside its loss_id, the loss itself: so that a replay needs nothing else.
+
+    Messages that follow each other are one, and the later entry of a map counts.
+    """
+    more = pb.ForwardBackwardRequest()
+    more.loss_fn_config_v2[GRAPH].text = text
+    return body + more.SerializeToString()
+
+
 def encode_pass(result: PassResult) -> bytes:
     """A ForwardBackwardOutput: one ArrayRecord for each run of data whose logprobs have the same trailing shape."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(result.metrics))
-    for trailing, group in groupby(result.logprobs, key=lambda array: array.shape[1:]):
-        arrays = [array.astype("<f4", copy=False) for array in group]
-        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(arrays))
-        field = record.fields["logprobs"]
-        field.dtype = pb.DTYPE_FLOAT32
-        field.trailing_shape.extend(trailing)
-        field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8").tobytes()
-        field.data = b"".join(array.tobytes() for array in arrays)
+    numbered = enumerate(result.logprobs)
+    for trailing, group in groupby(numbered, key=lambda one: one[1].shape[1:]):
+        places = [place for place, _ in group]
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(places))
+        _fill(record.fields["logprobs"], [result.logprobs[place] for place in places], trailing)
+        if result.entropies is not None:
+            _fill(record.fields["entropy"], [result.entropies[place] for place in places], ())
     return message.SerializeToString()
+
+
+def _fill(field: pb.BatchedTensor, arrays: Sequence[np.ndarray], trailing: tuple[int, ...]) -> None:
+    arrays = [array.astype("<f4", copy=False) for array in arrays]
+    field.dtype = pb.DTYPE_FLOAT32
+    field.trailing_shape.extend(trailing)
+    field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8").tobytes()
+    field.data = b"".join(array.tobytes() for array in arrays)
 
 
 def encode_sampled(sampled: Sampled, layout: Layout | None) -> bytes:

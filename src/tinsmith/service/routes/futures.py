@@ -16,7 +16,7 @@ from tinsmith.service.bodies import FutureBody, FuturesBody, parse
 from tinsmith.service.completions import Completion, Target
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.logs import note
-from tinsmith.service.records import Answer, Model, Sampler
+from tinsmith.service.records import Answer, CustomLoss, Model, Sampler
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,9 @@ async def _answer(service: Service, request_id: str, owner: str) -> Answer:
         if state == "pending":  # its base model is not among those served now: nothing will ever wake a poll
             what = f"Request {request_id} waits for a base model that is not served now."
             return Answer.failure(EngineError(what, "Start the server with it again."))
+    loss = service.store.find(CustomLoss, request_id)
+    if loss is not None and loss.owner == owner:
+        return Answer.of({"loss_id": loss.id, "type": "create_custom_loss"})
     sampler = service.store.find(Sampler, request_id.rpartition(":")[0])
     if sampler is not None and sampler.owner == owner:
         service.futures.gone(request_id)

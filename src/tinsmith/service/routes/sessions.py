@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
 
+from tinsmith.engine.specs import EXTENSIONS
 from tinsmith.errors import Gone
 from tinsmith.service.bodies import FinishBody, HeartbeatBody, SessionBody, parse
 from tinsmith.service.deps import RawBody, ServiceDep, Tenant
@@ -20,7 +21,6 @@ CLIENT_CONFIG = {
     # One long poll for each sampling session and clone, instead of one for each sample.
     "sample_use_retrieve_futures": True,
     "sample_join_sampling_session": True,
-    "custom_loss_server_side": False,
     "sample_max_concurrent_requests": 2000,
     # SDKs before 0.25 and before 0.38 take the same path with these.
     "proto_write_fwdbwd": True,
@@ -33,7 +33,12 @@ CLIENT_CONFIG = {
 async def client_config(_tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
     """Flags that steer the client; compression pays only where a network lies between."""
     compress = not service.config.is_loopback if service.config.compress is None else service.config.compress
-    return {**CLIENT_CONFIG, "pjwt_auth_enabled": service.config.tokens, "proto_compress_fwdbwd": compress}
+    return {
+        **CLIENT_CONFIG,
+        "pjwt_auth_enabled": service.config.tokens,
+        "proto_compress_fwdbwd": compress,
+        "custom_loss_server_side": service.config.custom_losses,
+    }
 
 
 @router.post("/client/dynamic_config")
@@ -79,7 +84,7 @@ async def telemetry(_tenant: Tenant) -> dict[str, str]:
 
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(_tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
-    """Every served name and its context."""
+    """Every served name and its context; and what this server adds to the protocol, by where it goes."""
     models = []
     for name, worker in service.workers.items():
         card = await worker.host.card()
@@ -91,7 +96,7 @@ async def get_server_capabilities(_tenant: Tenant, service: ServiceDep) -> dict[
                 "sampleable": True,
             }
         )
-    return {"supported_models": models}
+    return {"supported_models": models, "extensions": {place: list(names) for place, names in EXTENSIONS.items()}}
 
 
 @router.get("/healthz")

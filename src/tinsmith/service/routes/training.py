@@ -32,6 +32,7 @@ from tinsmith.service.logs import note
 from tinsmith.service.payloads import stored
 from tinsmith.service.provenance import Claim, claims_of
 from tinsmith.service.records import Checkpoint, Create, Load, Model, SaveExternal, SaveSampler, SaveState, Step, Work
+from tinsmith.service.routes.losses import with_uploaded
 from tinsmith.service.wire import BODY_CAP, decompressed, parse_pass, pass_of
 
 router = APIRouter()
@@ -87,8 +88,9 @@ async def forward_backward(
     if await _promised(service, model, seq):
         return _promise_of(model, seq)
     service.sampling.check(claims, tenant)
+    work, kept = with_uploaded(service, model, work, plain)
     await aside(len(plain), check_pass, work, await service.worker(model.base_model).host.card())
-    return await _promise(service, model, seq, work, plain)
+    return await _promise(service, model, seq, work, kept)
 
 
 def _read(body: bytes, content_encoding: str | None) -> tuple[bytes, int, Pass, list[Claim]]:

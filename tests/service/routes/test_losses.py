@@ -1,0 +1,295 @@
+"""Uploaded losses through the unmodified SDK: the server's numbers are those of the client evaluating them itself."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+from tinker.lib.public_interfaces.custom_loss import encode_graph
+
+from tests.engine.uploads import DISTILLED_RANKS, LOSSES, RANKS, distilled, traced
+from tests.service.conftest import SDK_LEAKS, Served
+from tests.service.inprocess import Factory, api
+from tests.service.process import child
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+
+pytestmark = SDK_LEAKS
+
+ADAM = types.AdamParams(learning_rate=0.02)
+LENGTHS = (9, 5, 14)
+
+
+@pytest.fixture(scope="module", params=["fake", "torch"])
+def willing(request: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server that runs uploaded losses."""
+    data = tmp_path_factory.mktemp("willing")
+    source = "toy" if request.param == "fake" else f"toy={tiny_llama}"
+    config = ServeConfig(
+        models=(source,), engine=request.param, data=data, custom_losses=True, dtype="float32", threads=1
+    )
+    with embedded(config) as (url, key):
+        yield Served(url, key, data)
+
+
+@pytest.fixture
+def client(willing: Served) -> Iterator[tinker.ServiceClient]:
+    made = tinker.ServiceClient(base_url=willing.url, api_key=willing.key)
+    yield made
+    made.close("success").result()
+
+
+def data_of(lengths: tuple[int, ...] = LENGTHS) -> list[types.Datum]:
+    draw = np.random.default_rng(1)
+    found = []
+    for length in lengths:
+        tokens = draw.integers(3, 500, length + 1)
+        inputs = {
+            "target_tokens": tokens[1:],
+            "advantages": draw.normal(size=length).astype(np.float32),
+            "mask": (np.arange(length) % 3 != 0).astype(np.float32),
+            "logprobs": np.full(length, -1, np.float32),  # not read by the loss, and no harm
+        }
+        found.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs))
+    return found
+
+
+def both_ways(
+    client: tinker.ServiceClient, fn: Callable[..., Any], ranks: dict[str, Any], data: list[types.Datum]
+) -> list[tuple[types.ForwardBackwardOutput, float]]:
+    """The answer and the gradient's norm, run by the server and run by the SDK as it does without the server's flag."""
+    uploaded = client.create_custom_loss(fn, ranks).result()
+    assert uploaded.loss_id is not None
+    local = traced(fn, ranks)
+    found = []
+    for loss in (uploaded, lambda data, logprobs: _locally(local, data, logprobs)):
+        model = client.create_lora_training_client("toy", rank=4, seed=1).result()
+        model.forward_backward([_plain(one) for one in data], "cross_entropy").result()
+        model.optim_step(ADAM).result()
+        answer = model.forward_backward_custom(data, loss).result()
+        found.append((answer, model.optim_step(ADAM).result().metrics["grad_norm"]))
+    return found
+
+
+def _locally(handle: Any, data: list[types.Datum], logprobs: list[Any]) -> Any:
+    from tinker.lib.public_interfaces.custom_loss import run_loss_handle
+
+    return run_loss_handle(handle, data, logprobs)
+
+
+def _plain(datum: types.Datum) -> types.Datum:
+    inputs = {"target_tokens": datum.loss_fn_inputs["target_tokens"]}
+    return types.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
+
+
+def assert_alike(found: list[tuple[types.ForwardBackwardOutput, float]]) -> None:
+    (ours, our_norm), (theirs, their_norm) = found
+    metrics = {name: value for name, value in theirs.metrics.items() if name != "surrogate_loss:sum"}
+    assert ours.metrics == pytest.approx(metrics, rel=2e-5, abs=1e-6)
+    assert our_norm == pytest.approx(their_norm, rel=1e-4)
+    assert our_norm > 0
+    for one, other in zip(ours.loss_fn_outputs, theirs.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(one["logprobs"].to_numpy(), other["logprobs"].to_numpy(), atol=1e-5)
+        assert one["logprobs"].shape == other["logprobs"].shape
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_server_runs_what_the_client_would(client: tinker.ServiceClient, name: str) -> None:
+    assert_alike(both_ways(client, LOSSES[name], RANKS, data_of()))
+
+
+def test_several_targets_and_scalars(client: tinker.ServiceClient) -> None:
+    draw = np.random.default_rng(2)
+    data = []
+    for length in LENGTHS:
+        inputs = {
+            "target_tokens": draw.integers(3, 500, (length, 4)),
+            "teacher": draw.random((length, 4)).astype(np.float32),
+            "temperature": types.TensorData(data=[1.5], dtype="float32", shape=[]),
+        }
+        tokens = draw.integers(3, 500, length).tolist()
+        data.append(types.Datum(model_input=types.ModelInput.from_ints(tokens), loss_fn_inputs=inputs))
+    assert_alike(both_ways(client, distilled, DISTILLED_RANKS, data))
+
+
+def test_chunks_add_up(client: tinker.ServiceClient) -> None:
+    """1,100 data are two requests; sums add up and means are of all of them."""
+    assert_alike(both_ways(client, LOSSES["clipped"], RANKS, data_of((4,) * 1100)))
+
+
+def test_forward_only_and_data_without_an_input(client: tinker.ServiceClient) -> None:
+    model = client.create_lora_training_client("toy", rank=4, seed=1).result()
+    handle = client.create_custom_loss(LOSSES["reinforce"], RANKS).result()
+    data = data_of()
+    looked = model.forward(data, "custom", {"loss_id": handle.loss_id}).result()
+    assert model.optim_step(ADAM).result().metrics["grad_norm"] == 0
+    assert looked.metrics == model.forward_backward_custom(data, handle).result().metrics
+    with pytest.raises(tinker.BadRequestError, match="advantages"):
+        model.forward_backward([_plain(one) for one in data], "custom", {"loss_id": handle.loss_id}).result()
+    with pytest.raises(tinker.BadRequestError, match="entropy_coef"):
+        model.forward_backward(data, "custom", {"loss_id": handle.loss_id, "entropy_coef": 1.0}).result()
+
+
+def test_a_loss_that_fails_fails_alone(client: tinker.ServiceClient) -> None:
+    def outside(logprobs, mask):
+        return logprobs[(mask * 1000).long() + 1000].sum(), {}
+
+    model = client.create_lora_training_client("toy", rank=4, seed=1).result()
+    handle = client.create_custom_loss(outside, {"logprobs": 1, "mask": 1}).result()
+    with pytest.raises(tinker.RequestFailedError, match=r"outside, operator.getitem .*out of bounds"):
+        model.forward_backward_custom(data_of(), handle).result()
+    assert model.forward(data_of(), "custom", {"loss_id": _good(client)}).result().metrics["loss:sum"] != 0
+    assert model.optim_step(ADAM).result().metrics["grad_norm"] == 0
+
+
+def _good(client: tinker.ServiceClient) -> str:
+    return client.create_custom_loss(LOSSES["reinforce"], RANKS).result().loss_id or ""
+
+
+def test_einsum_is_refused_by_name(client: tinker.ServiceClient) -> None:
+    import torch
+
+    def summed(logprobs):
+        return torch.einsum("i,i->", logprobs, logprobs), {}
+
+    with pytest.raises(tinker.BadRequestError, match="einsum"):
+        client.create_custom_loss(summed, {"logprobs": 1}).result()
+
+
+def definition(session: str, number: int = 0, **changes: Any) -> dict[str, Any]:
+    """A body of create_custom_loss."""
+    handle = traced(LOSSES["reinforce"], RANKS)
+    body = {
+        "session_id": session,
+        "custom_loss_seq_id": number,
+        "name": handle.name,
+        "inputs": [one.model_dump() for one in handle.inputs],
+        "graph": encode_graph(handle).model_dump(),
+        "type": "create_custom_loss",
+    }
+    return {**body, **changes}
+
+
+def changed(session: str, change: Callable[[list[dict[str, Any]]], None]) -> dict[str, Any]:
+    body = definition(session)
+    change(body["graph"]["nodes"])
+    return body
+
+
+def with_first_kwarg(session: str, value: str) -> bytes:
+    """A body with an argument by keyword that is the given JSON."""
+    return json.dumps(definition(session)).replace('"kwargs": {}', f'"kwargs": {{"x": {value}}}', 1).encode()
+
+
+def with_step(session: str, **changes: Any) -> dict[str, Any]:
+    """A body whose first step is another."""
+    return changed(session, lambda nodes: nodes[3].update(changes))
+
+
+HOSTILE: dict[str, Callable[[str], Any]] = {
+    "not JSON": lambda _: b"\xff{",
+    "deep JSON": lambda session: with_first_kwarg(session, "[" * 5000 + "]" * 5000),
+    "not a number": lambda session: with_first_kwarg(session, "NaN"),
+    "large number": lambda session: with_first_kwarg(session, "1" + "0" * 5000),
+    "too many nodes": lambda session: changed(session, lambda nodes: nodes.extend(nodes[3:4] * 2000)),
+    "too large": lambda session: definition(session, name="x" * 2**19),
+    "another format": lambda session: definition(session, graph={"format": 2, "nodes": []}),
+    "no nodes": lambda session: definition(session, graph={"format": 1, "nodes": []}),
+    "system": lambda session: with_step(session, target="os.system", args=["true"]),
+    "eval": lambda session: with_step(session, target="eval", args=["1"]),
+    "dunder": lambda session: with_step(session, target="getattr", args=[{"ref": "logprobs"}, "__class__"]),
+    "target not text": lambda session: with_step(session, target=["torch.exp"]),
+    "arguments not a list": lambda session: with_step(session, args={"ref": "logprobs"}),
+    "rank": lambda session: definition(session, inputs=[{"name": "logprobs", "rank": 9}]),
+    "another's session": lambda _: definition("nobody"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_uploads_are_refused(willing: Served, case: str) -> None:
+    with willing.raw() as call:
+        session = call("create_session", {"tags": []}).json()["session_id"]
+        refused = call("create_custom_loss", HOSTILE[case](session))
+        assert 400 <= refused.status_code < 500
+        assert refused.status_code not in (402, 408, 409)
+        assert call("create_custom_loss", definition(session)).status_code == 200
+
+
+def test_uploads_repeat_and_belong_to_their_session(willing: Served) -> None:
+    with willing.raw() as call:
+        one, other = (call("create_session", {"tags": []}).json()["session_id"] for _ in range(2))
+        first, again = (call("create_custom_loss", definition(one)).json() for _ in range(2))
+        assert first == again
+        answer = call("retrieve_future", first).json()
+        assert answer == {"loss_id": first["request_id"], "type": "create_custom_loss"}
+    with tinker.ServiceClient(base_url=willing.url, api_key=willing.key) as client:
+        model = client.create_lora_training_client("toy", rank=4, seed=1).result()
+        for stranger in (answer["loss_id"], "nothing", ""):
+            with pytest.raises(tinker.NotFoundError, match="no loss"):
+                model.forward_backward(data_of(), "custom", {"loss_id": stranger}).result()
+        for config in ({}, {"loss_id": 3.0}, {"graph": "{}"}):
+            with pytest.raises(tinker.APIStatusError):
+                model.forward_backward(data_of(), "custom", config).result()
+    assert one != other
+
+
+def test_without_the_setting_the_client_evaluates(served: Served) -> None:
+    with tinker.ServiceClient(base_url=served.url, api_key=served.key) as client:
+        handle = client.create_custom_loss(LOSSES["clipped"], RANKS).result()
+        assert handle.loss_id is None
+        model = client.create_lora_training_client("toy", rank=4, seed=1).result()
+        assert model.forward_backward_custom(data_of(), handle).result().metrics["custom/ratio:mean"] > 0
+        with pytest.raises(tinker.BadRequestError, match="custom_losses=true"):
+            model.forward_backward(data_of(), "custom", {"loss_id": "x"}).result()
+    with served.raw() as call:
+        refused = call("create_custom_loss", definition("s"))
+        assert (refused.status_code, "forward_backward_custom" in refused.text) == (400, True)
+
+
+def test_a_killed_server_knows_its_losses_and_replays_with_them(tmp_path: Path) -> None:
+    config = ServeConfig(models=("toy",), engine="fake", custom_losses=True, api_key="tml-k", data=tmp_path)
+    norms = []
+    for kill in (False, True):
+        own = config.model_copy(update={"data": tmp_path / str(kill)})
+        with child(own) as first:
+            port = httpx.URL(first.url).port
+            client = tinker.ServiceClient(base_url=first.url, api_key="tml-k")
+            model = client.create_lora_training_client("toy", rank=4, seed=1).result()
+            handle = client.create_custom_loss(LOSSES["clipped"], RANKS).result()
+            model.forward_backward_custom(data_of(), handle).result()
+            if kill:
+                first.kill()
+            norms.append(_finish(model, handle, own.model_copy(update={"port": port}), kill))
+    assert norms[0] == norms[1]
+
+
+def _finish(model: tinker.TrainingClient, handle: Any, config: ServeConfig, again: bool) -> list[float]:
+    def more() -> list[float]:
+        one = model.optim_step(ADAM).result().metrics["grad_norm"]
+        loss = model.forward_backward_custom(data_of(), handle).result().metrics["loss:sum"]
+        return [one, loss, model.optim_step(ADAM).result().metrics["grad_norm"]]
+
+    if not again:
+        return more()
+    with child(config):
+        return more()
+
+
+def test_losses_end_with_their_session(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path, Factory(), custom_losses=True) as raw:
+            session = (await raw.post("create_session", {"tags": []})).json()["session_id"]
+            promise = (await raw.post("create_custom_loss", definition(session))).json()
+            assert (await raw.result(promise)).status_code == 200
+            await raw.post(f"sessions/{session}/finish", {})
+            assert (await raw.result(promise)).status_code == 404
+
+    asyncio.run(main())
