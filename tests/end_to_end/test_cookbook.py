@@ -19,7 +19,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import tinker
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.service.conftest import SDK_LEAKS, _collect_what_the_sdk_leaks, datum  # noqa: F401  a fixture
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
 
 pytestmark = pytest.mark.slow
 
@@ -147,6 +155,37 @@ def test_fine_tuning_on_chats_and_going_on_from_a_checkpoint(recipe: Recipe, pyt
     # The cookbook saves a state after its step and begins again with that same batch: better than the first time.
     assert losses[1] < next(line["train_mean_nll"] for line in first if line["step"] == 1) < 0.9 * losses[0]
     assert losses[3] < 0.7 * losses[0]
+
+
+@SDK_LEAKS
+def test_weights_are_downloaded_sealed_and_merged(python: Path, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """The cookbook asks for files that only it can open, opens them, and merges them into a model that thinks alike."""
+    base, tokens = tiny("untied"), [5, 6, 7, 8, 9, 10]
+    script = "import sys; from tinker_cookbook import weights as w; path, base, out, merged = sys.argv[1:]"
+    script += "; w.download(tinker_path=path, output_dir=out); w.build_hf_model(base_model=base, adapter_path=out, "
+    script += "output_path=merged, dtype='float32')"
+    config = ServeConfig(models=(str(base),), data=tmp_path / "data", device="cpu", dtype="float32", threads=1)
+    with embedded(config) as (address, key):
+        client = tinker.ServiceClient(base_url=address, api_key=key)
+        train = client.create_lora_training_client(str(base), rank=4, seed=1).result()
+        data = [datum(tokens, weights=[1.0] * 5)]
+        train.forward_backward(data, "cross_entropy").result()
+        train.optim_step(tinker.AdamParams(learning_rate=0.1)).result()
+        ours = train.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].to_numpy()
+        path = train.save_state("final").result().path
+        words = [path, base, tmp_path / "adapter", tmp_path / "merged"]
+        places = {"TINKER_BASE_URL": address, "TINKER_API_KEY": key, "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            [python, "-c", script, *words], env={**os.environ, **places}, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        [left] = tinker.RestClient(base_url=address, api_key=key).list_user_checkpoints().result().checkpoints
+        assert left.tinker_path == path
+        client.close("success").result()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    with torch.no_grad():
+        logprobs = merged(torch.tensor([tokens[:-1]])).logits.log_softmax(-1)
+    np.testing.assert_allclose(logprobs[0, range(5), tokens[1:]].numpy(), ours, atol=1e-3)
 
 
 def _wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
