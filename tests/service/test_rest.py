@@ -18,8 +18,11 @@ import pytest
 import tinker
 from safetensors.numpy import load
 from tinker import types
+from tinker.lib._jwt_auth import JwtAuthProvider
 
 from tests.service.conftest import SDK_LEAKS, Served, datum
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
 
 pytestmark = SDK_LEAKS
 
@@ -268,6 +271,87 @@ def test_sessions_are_listed_and_hold_what_they_made(rest: tinker.RestClient, se
 def test_whoami_is_in_the_token(rest: tinker.RestClient) -> None:
     who = rest.whoami().result()
     assert (who.user_urn, who.org_urn, who.email) == ("tml:user:local", "tml:organization:local", None)
+
+
+def test_a_token_is_asked_for_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token that did not say when it ends would be asked for before every request."""
+    fetched: list[str] = []
+    fetch = JwtAuthProvider._fetch
+
+    async def counted(self: JwtAuthProvider) -> str:
+        fetched.append(await fetch(self))
+        return fetched[-1]
+
+    monkeypatch.setattr(JwtAuthProvider, "_fetch", counted)
+    client = tinker.ServiceClient(base_url=served.url, api_key=served.key)
+    train = client.create_lora_training_client("toy", rank=2).result()
+    for _ in range(3):
+        step(train)
+    client.close("success").result()
+    assert len(fetched) == 1
+
+
+def test_without_tokens_the_key_itself_is_sent(tmp_path: Path) -> None:
+    config = ServeConfig(models=("toy",), engine="fake", data=tmp_path, tokens=False)
+    with embedded(config) as (url, key):
+        rest = tinker.RestClient(base_url=url, api_key=key)
+        assert rest.list_sessions().result().sessions == []
+        with pytest.raises(RuntimeError, match="whoami requires JWT"):
+            rest.whoami().result()
+
+
+def test_the_first_end_of_a_session_counts_and_nothing_comes_after_it(
+    served: Served, raw: Callable[..., httpx.Response]
+) -> None:
+    client = tinker.ServiceClient(base_url=served.url, api_key=served.key)
+    train = client.create_lora_training_client("toy", rank=2).result()
+    queued = train.forward_backward([datum([5, 6, 7], weights=[1.0, 1.0])], "cross_entropy")
+    session = train.model_id.partition(":")[0]
+    client.close("interrupted", "enough").result()
+    assert queued.result().metrics["loss:sum"] > 0
+    assert raw(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None}).status_code == 204
+    [found] = raw("sessions/search", {"session_id": session}).json()["sessions"]
+    assert found["status"] == {
+        "type": "client_finished",
+        "reason": {"type": "interrupted"},
+        "detail": "enough",
+    }
+    refused = raw("optim_step", {"model_id": train.model_id, "seq_id": 9, "adam_params": {}})
+    assert (refused.status_code, "has ended (interrupted)" in refused.text) == (400, True)
+    assert raw("session_heartbeat", {"session_id": session}).status_code == 410
+    assert raw("sessions/none/finish", {}).status_code == 404
+
+
+def test_search_pages_and_filters(served: Served, raw: Callable[..., httpx.Response]) -> None:
+    names = [f"Sweep number {number}" for number in range(5)]
+    for number, name in enumerate(names):
+        told = {"tags": [], "display_name": name, "user_metadata": {"n": number % 2, "of": "search"}}
+        raw("create_session", told)
+    seen, cursor = [], None
+    while True:
+        body = {"user_metadata": {"of": "search"}, "limit": 2, **({"cursor": cursor} if cursor else {})}
+        page = raw("sessions/search", body).json()
+        seen += [one["display_name"] for one in page["sessions"]]
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert seen == names[::-1]
+
+    def count(**filters: object) -> int:
+        body = {"user_metadata": {"of": "search"}, **filters}
+        return len(raw("sessions/search", body).json()["sessions"])
+
+    assert count(user_metadata={"of": "search", "n": "1"}) == 2
+    assert count(display_name="NUMBER sweep") == 5
+    assert count(display_name="number 3") == 1
+    assert count(statuses=[{"type": "active"}]) == 5
+    assert count(statuses=[{"type": "client_finished", "reasons": ["success"]}, {"type": "failed"}]) == 0
+    assert count(project_ids=["default"]) == 5
+    assert count(project_ids=[]) == 0
+    assert count(owner={"type": "user", "owner_urns": ["tml:user:local"]}) == 5
+    assert count(owner={"type": "user", "owner_urns": ["tml:user:other"]}) == 0
+    for wrong in ({"limit": 0}, {"limit": 201}, {"statuses": [{"type": "odd"}]}, {"cursor": {"last_session_id": "x"}}):
+        assert raw("sessions/search", wrong).status_code == 400
 
 
 def test_a_loan_and_a_key_let_another_load(served: Served, client: tinker.ServiceClient, train, raw) -> None:

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
@@ -218,6 +219,12 @@ def test_a_key_revokes_itself_and_its_tokens(tmp_path: Path) -> None:
             assert (await two.stranger.delete("auth/apikey/me")).status_code == 204
             for headers in (None, token):
                 assert (await two.stranger.get("sessions", headers=headers)).status_code == 401
+            entries = await two.on.service.chronicle.audits("stranger", "organizations", datetime.now(UTC).date())
+            told = [(one["event"], one["details"]) for one in entries]
+            assert told == [
+                ("organization_key_created", {"actor": "tinsmith keys", "key": "theirs"}),
+                ("organization_key_revoked", {"actor": "stranger", "key": "theirs"}),
+            ]
             own = await two.on.http.delete("/api/v1/auth/apikey/me")
             assert (own.status_code, "server's own" in own.text) == (400, True)
 

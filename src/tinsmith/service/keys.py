@@ -21,10 +21,12 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 from tinsmith.errors import BadRequest, ConfigError, NotFound
 from tinsmith.service.config import KEY_PREFIX
 from tinsmith.service.database import engine_of, migrate
-from tinsmith.service.tables import KEYS, QUOTAS
+from tinsmith.service.tables import AUDIT, KEYS, QUOTAS
 
 LOCAL = "local"
 """The tenant of the server's own key, who may do everything. Not derived from the key: a new key keeps the old work."""
+COMMAND = "tinsmith keys"
+"""Who makes and revokes keys, as the audit log has it."""
 _NAME = re.compile(r"(?!\d+$)[A-Za-z0-9._@-]{1,100}")
 """Never a mere number, by which a key can be revoked as well."""
 
@@ -102,10 +104,11 @@ async def create_key(
         if standing:
             raise ConfigError(f"There is a key '{name}' already.", "Choose another name, or revoke it first.")
         made = await db.execute(insert(KEYS).values(**values, hash=digest_of(key)).returning(KEYS.c.id))
+        await _audit(db, owner, "organization_key_created", name, COMMAND)
         return key, ApiKey(id=made.scalar_one(), **values)
 
 
-async def revoke_key(engine: AsyncEngine, name: str) -> ApiKey:
+async def revoke_key(engine: AsyncEngine, name: str, by: str = COMMAND) -> ApiKey:
     """By its name or number. Raises NotFound; to revoke again changes nothing."""
     async with _writing(engine) as db:
         found = [one for one in (await _keys(db)).values() if name in (one.name, str(one.id))]
@@ -115,6 +118,7 @@ async def revoke_key(engine: AsyncEngine, name: str) -> ApiKey:
         if key.revoked is None:
             key = replace(key, revoked=time.time())
             await db.execute(update(KEYS).where(KEYS.c.id == key.id).values(revoked=key.revoked))
+            await _audit(db, key.owner, "organization_key_revoked", key.name, by)
         return key
 
 
@@ -145,6 +149,11 @@ async def _writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
         if db.dialect.name == "postgresql":
             await db.exec_driver_sql("lock table keys, quotas in exclusive mode")
         yield db
+
+
+async def _audit(db: AsyncConnection, owner: str, event: str, name: str, by: str) -> None:
+    details = {"actor": by, "key": name}
+    await db.execute(insert(AUDIT).values(owner=owner, at=time.time(), event=event, details=details))
 
 
 async def _keys(db: AsyncConnection) -> dict[str, ApiKey]:

@@ -37,9 +37,8 @@ async def delete_key(key: Caller, service: ServiceDep) -> Response:
     """Revoke the key that is asking, and so its tokens; the server's own stays as long as the server."""
     if key.id == 0:
         raise BadRequest("This key is the server's own.", "Start the server with another --api-key.")
-    await revoke_key(service.store.database, str(key.id))
+    await revoke_key(service.store.database, str(key.id), by=key.owner)
     await service.tenants.read()
-    service.chronicle.audit(key.owner, "organization_key_revoked", key.owner, key=key.name)
     return Response(status_code=204)
 
 
