@@ -48,9 +48,9 @@ def _parsed() -> Iterator[tuple[str, type[bodies.Loose]]]:
         module = importlib.import_module(f"{routes.__name__}.{info.name}")
         for route in module.router.routes:
             assert isinstance(route, APIRoute)
-            named = re.search(r"\bparse\((\w+), ", inspect.getsource(route.endpoint))
+            named = re.search(r"\bparse(?:_exact)?\((\w+), ", inspect.getsource(route.endpoint))
             if named:
-                for prefix in ("/api/v1", ""):
+                for prefix in ("/api/v1", "/v1", "/oai/api/v1", "/inference/v1", ""):
                     name = re.sub(r"\W", "_", f"{route.name}{prefix}{route.path}")
                     yield name, route.endpoint.__globals__[named[1]]
 

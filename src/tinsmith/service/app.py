@@ -30,6 +30,7 @@ from tinsmith.service.chronicle import Chronicle
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.copies import Copies
 from tinsmith.service.deps import Service, key_of
+from tinsmith.service.dialect import ROUTERS
 from tinsmith.service.engines import EngineHost, Start, start_engine
 from tinsmith.service.futures import Futures
 from tinsmith.service.gate import Drain, Gate, route_of
@@ -43,7 +44,6 @@ from tinsmith.service.records import Model, Session
 from tinsmith.service.routes import (
     admin,
     checkpoints,
-    dialect,
     files,
     futures,
     losses,
@@ -85,7 +85,7 @@ def create_app(service: Service) -> FastAPI:
         app.include_router(module.router, prefix="/api/v1")
     app.include_router(metrics.router)
     app.add_middleware(Gate, telemetry=service.telemetry, drain=service.drain)
-    for prefix, router in dialect.ROUTERS:
+    for prefix, router in ROUTERS:
         app.include_router(router, prefix=prefix)
     app.add_exception_handler(TinsmithError, _of_ours)
     app.add_exception_handler(HTTPException, _of_routing)
