@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -98,19 +99,17 @@ def main() -> None:
     parser.add_argument("--singles", type=int, default=200, help="single requests of each kind at each server")
     arguments = parser.parse_args()
     logging.getLogger("tinker").setLevel(logging.ERROR)
+    before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as data, clockwork(Path(data)) as service, stub() as nothing:
         found = measure(service, nothing, arguments.turns, arguments.singles)
     machine = f"{os.cpu_count()} CPU cores, {platform.machine()}, Python {platform.python_version()}"
-    load = f"load before / after: {LOAD[0]:.1f} / {os.getloadavg()[0]:.1f}"
+    load = f"load before / after: {before:.1f} / {os.getloadavg()[0]:.1f}"
     lines = ["# The service by itself", "", f"Measured by `benchmarks/service.py` on {machine}; {load}.", ""]
     RESULTS.mkdir(exist_ok=True)
     kept = {"measured": time.strftime("%Y-%m-%d %H:%M"), "machine": machine, "load": load, **asdict(found)}
     (RESULTS / "service.json").write_text(json.dumps(kept) + "\n")
     (RESULTS / "service.md").write_text("\n".join([*lines, *found.lines(), ""]))
     print("\n".join(found.lines()))
-
-
-LOAD = os.getloadavg()
 
 
 def measure(service: Server, nothing: Server, turns: int, singles: int) -> Found:
@@ -150,7 +149,7 @@ def _crowd(sampler: Any, server: Server) -> Crowd:
 
     def arrived(future: Any) -> None:
         now, (seconds, microseconds) = time.time(), future.result().sequences[0].tokens
-        late.append((now - seconds - microseconds / 1e6) * 1000)
+        late.append(round((now - seconds - microseconds / 1e6) * 1000, 2))
 
     ends, before, began = random.Random(1), _polls(server), time.perf_counter()
     futures = []
@@ -186,7 +185,7 @@ def _in_turns(times: int, ours: Callable[[], object], theirs: Callable[[], objec
             start = time.perf_counter()
             call()
             if turn >= 5:
-                calls.append((time.perf_counter() - start) * 1000)
+                calls.append(round((time.perf_counter() - start) * 1000, 2))
     return found
 
 
@@ -204,10 +203,11 @@ def _pings(service: Server, trainer: Any, *, large: bool) -> tuple[list[float], 
 
     def ping() -> None:
         with httpx.Client(base_url=service.url) as http:
+            http.get("/api/v1/healthz")
             while not over.wait(0.005):
                 start = time.perf_counter()
                 http.get("/api/v1/healthz").raise_for_status()
-                found.append((time.perf_counter() - start) * 1000)
+                found.append(round((time.perf_counter() - start) * 1000, 2))
 
     thread = threading.Thread(target=ping)
     tokens = [3 + index % 500 for index in range(4096)]

@@ -19,7 +19,7 @@ def ended(number: int, size: int | None = 7) -> Completion:
 
 def test_a_log_gives_what_comes_after_the_cursor_and_drops_what_came_before() -> None:
     async def main() -> None:
-        logs = Completions()
+        logs = Completions(lambda known: None)
         assert await logs.after(MINE, 0, 0) == ([], 0)
         logs.add(ended(1))
         logs.add(ended(2, None))
@@ -36,7 +36,7 @@ def test_a_log_gives_what_comes_after_the_cursor_and_drops_what_came_before() ->
 
 def test_clones_have_logs_of_their_own() -> None:
     async def main() -> None:
-        logs = Completions()
+        logs = Completions(lambda known: None)
         logs.add(ended(5))
         logs.add(ended(3 * 10**9 + 5))
         logs.add(ended(999_999_999 * 10**9))
@@ -48,7 +48,7 @@ def test_clones_have_logs_of_their_own() -> None:
 
 def test_a_poll_wakes_when_something_ends_or_everything_does() -> None:
     async def main() -> None:
-        logs = Completions()
+        logs = Completions(lambda known: None)
         polls = [asyncio.create_task(logs.after(MINE, 0, 30)) for _ in range(2)]
         await asyncio.sleep(0)
         logs.add(ended(1))
@@ -58,7 +58,7 @@ def test_a_poll_wakes_when_something_ends_or_everything_does() -> None:
         logs.close()
         assert await poll == ([], 12)
         began = time.monotonic()
-        assert await Completions().after(MINE, 0, 0.05) == ([], 0)
+        assert await Completions(lambda known: None).after(MINE, 0, 0.05) == ([], 0)
         assert time.monotonic() - began >= 0.05
 
     asyncio.run(main())
@@ -66,12 +66,12 @@ def test_a_poll_wakes_when_something_ends_or_everything_does() -> None:
 
 def test_the_next_process_goes_on_from_a_larger_cursor() -> None:
     async def main() -> None:
-        old = Completions()
+        old = Completions(lambda known: None)
         for number in range(3):
             old.add(ended(number))
         _, cursor = await old.after(MINE, 0, 0)
         await asyncio.sleep(0.001)
-        new = Completions()
+        new = Completions(lambda known: None)
         new.add(ended(9))
         assert (await new.after(MINE, cursor, 0))[0] == [ended(9)]
         assert (await new.after(MINE, cursor + 10**15, 0))[0] == [ended(9)]  # a clock that went back
@@ -81,11 +81,11 @@ def test_the_next_process_goes_on_from_a_larger_cursor() -> None:
 
 def test_what_was_fetched_or_ended_again_is_told_once() -> None:
     async def main() -> None:
-        logs = Completions()
+        logs = Completions(lambda known: None)
         for one in (ended(1), ended(2), ended(1, None)):
             logs.add(one)
         assert (await logs.after(MINE, 0, 0))[0] == [ended(2), ended(1, None)]
-        logs.seen(ended(2).request_id)
+        logs.seen([ended(2).request_id])
         assert (await logs.after(MINE, 0, 0))[0] == [ended(1, None)]
 
     asyncio.run(main())
@@ -95,3 +95,19 @@ def test_only_samples_have_a_log() -> None:
     assert target_of("s:sample:4:2000000007") == Target("s:sample:4", 2)
     with pytest.raises(BadRequest):
         target_of("nothing")
+
+
+def test_it_is_told_which_ends_a_client_knows_of() -> None:
+    async def main() -> None:
+        known: list[str] = []
+        logs = Completions(known.extend)
+        for number in range(4):
+            logs.add(ended(number))
+        _, cursor = await logs.after(MINE, 0, 0)
+        assert known == []
+        logs.add(ended(9))
+        await logs.after(MINE, cursor, 0)
+        logs.seen([ended(9).request_id])
+        assert known == [ended(number).request_id for number in (0, 1, 2, 3, 9)]
+
+    asyncio.run(main())

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from tinsmith.errors import BadRequest
@@ -49,7 +50,9 @@ class _Log:
 class Completions:
     """All logs. Belongs to one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[Iterable[str]], None]) -> None:
+        self._told = told
+        """Hears which ends their clients know of."""
         # Cursors of a later process are larger: no process makes a million entries a second.
         self._cursor = time.time_ns() // 1000
         self._logs: defaultdict[Target, _Log] = defaultdict(_Log)
@@ -63,11 +66,14 @@ class Completions:
         log.entries[completion.request_id] = (self._cursor, completion)
         log.wake()
 
-    def seen(self, request_id: str) -> None:
-        """The client knows that it ended: it asked for the result."""
-        log = self._logs.get(target_of(request_id))
-        if log is not None:
-            log.entries.pop(request_id, None)
+    def seen(self, request_ids: Iterable[str]) -> None:
+        """The client knows that they ended: it asked for the results."""
+        ids = list(request_ids)
+        for request_id in ids:
+            log = self._logs.get(target_of(request_id))
+            if log is not None:
+                log.entries.pop(request_id, None)
+        self._told(ids)
 
     async def after(self, target: Target, cursor: int, hold_s: float) -> tuple[list[Completion], int]:
         """What ended after `cursor`, and the cursor behind it; waits for something as long as `hold_s`."""
@@ -88,8 +94,10 @@ class Completions:
         """What the client has not seen; what it has is dropped."""
         if cursor > self._cursor:  # the clock went back between two processes
             cursor = 0
-        for request_id in [one for one, (place, _) in log.entries.items() if place <= cursor]:
+        known = [one for one, (place, _) in log.entries.items() if place <= cursor]
+        for request_id in known:
             del log.entries[request_id]
+        self._told(known)
         return list(log.entries.values())
 
 

@@ -1,7 +1,7 @@
 """Promises and those who wait for them. Results of training are also in the store; of sampling, only here.
 
 Nothing polls: a waiter sleeps on the promise until it is kept, its hold is over, or the server closes. Samples are in
-the log of completions as well, and in the ledger until they are fetched.
+the log of completions as well, and in the ledger until their client knows that they ended.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class Futures:
         self._loop = asyncio.get_running_loop()
         self._closing: asyncio.Future[None] = self._loop.create_future()
         self._ledger = ledger
-        self.completions = Completions()
+        self.completions = Completions(ledger.close)
 
     def open(self, request_id: str, owner: str, *, stored: bool) -> bool:
         """Promise a result; False if it is promised already. `stored`: the store will have it as well."""
         if request_id in self._promises:
             return False
         self._waiting[owner] += 1
-        self._promises[request_id] = _Promise(owner=owner, kept=self._loop.create_future(), stored=stored)
         if not stored:
             self._ledger.open(request_id)
+        self._promises[request_id] = _Promise(owner=owner, kept=self._loop.create_future(), stored=stored)
         return True
 
     def keep(self, request_id: str, answer: Answer) -> None:
@@ -90,16 +90,14 @@ class Futures:
         if promise is None or promise.stored or promise.fetched:
             return
         promise.fetched = True
-        self._ledger.close([request_id])
-        self.completions.seen(request_id)
+        self.completions.seen([request_id])
         self._forget_in(min(FETCHED_S, self._retention_s), request_id, promise)
 
     def release(self, request_ids: Iterable[str], owner: str) -> None:
         """The client has these samples: nothing of them needs to stay."""
         mine = [one for one in request_ids if self.knows(one, owner) and not self._promises[one].stored]
-        self._ledger.close(mine)
+        self.completions.seen(mine)
         for request_id in mine:
-            self.completions.seen(request_id)
             self._forget(request_id)
 
     def take_up(self, wanted: Callable[[str], bool]) -> None:
@@ -111,8 +109,7 @@ class Futures:
 
     def gone(self, request_id: str) -> None:
         """The client heard that a lost sample is lost."""
-        self._ledger.close([request_id])
-        self.completions.seen(request_id)
+        self.completions.seen([request_id])
 
     def close(self) -> None:
         """Send every waiter home; the client asks again."""

@@ -1,4 +1,4 @@
-"""Samples that were promised and not fetched yet, as a file: what a process that died leaves to the next one.
+"""Samples whose clients do not know yet that they ended, as a file: what a process that died leaves to the next one.
 
 Results of samples live in memory alone. Whoever waits for a log of completions would wait for ever after a restart, so
 the next process must know which samples to call lost. A line is `+id` or `-id`; written at once, never synced: it
@@ -35,7 +35,7 @@ class Ledger:
         self._write([f"+{request_id}"])
 
     def close(self, request_ids: Iterable[str]) -> None:
-        """Fetched, or given up."""
+        """Their clients know that they ended, and ask for the results by themselves; or nobody waits for them."""
         known = [one for one in request_ids if one in self._open]
         for one in known:
             del self._open[one]
