@@ -110,6 +110,14 @@ def test_storage_is_bytes_times_hours_from_save_to_deletion(tmp_path: Path) -> N
             assert row.ended == pytest.approx(time.time(), abs=5)
             after = [one for one in (await bill(on, 3))["data"] if one["event_info"]["type"] == "storage"]
             assert sum(one["event_info"]["gigabyte_hours"] for one in after) == pytest.approx(total, rel=0.01)
+            many = [{**row._mapping, "id": f"c{n}", "begun": now - 7200 - n, "ended": now} for n in range(500)]
+            async with on.service.store.writing() as db:
+                await db.execute(STORED.insert(), many)
+            events = [one for one in (await bill(on, 4))["data"] if one["event_info"]["type"] == "storage"]
+            wanted = sum(now - one["begun"] for one in many) / 3600 * size / 1e9
+            total = sum(one["event_info"]["gigabyte_hours"] for one in events)
+            assert total == pytest.approx(wanted + 1.5 * size / 1e9, rel=1e-3)
+            assert len(events) == int(now // 3600) - int(many[-1]["begun"] // 3600) + 1
             stored = (await on.http.get("/api/v1/billing/usage/checkpoints/current")).json()
             assert stored["data"] == []
             assert path

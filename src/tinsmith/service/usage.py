@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Any
 
+import numpy as np
 from sqlalchemy import or_, select
 
 from tinsmith.errors import BadRequest
@@ -46,9 +47,9 @@ class Usage:
             spans = [dict(one) for one in (await db.execute(stored)).mappings()]
         data = [self._event(owner, row["hour"], row["base_model"], _info(row), row["session_id"]) for row in rows]
         for (base_model, project), hours in self._storage(spans, first, end).items():
-            for hour, gigabyte_hours in hours.items():
-                info = {"type": "storage", "free": False, "gigabyte_hours": gigabyte_hours}
-                data.append(self._event(owner, hour, base_model, info, None, project))
+            for hour in np.flatnonzero(hours).tolist():
+                info = {"type": "storage", "free": False, "gigabyte_hours": float(hours[hour]) / 1e9}
+                data.append(self._event(owner, first + hour, base_model, info, None, project))
         data.sort(key=lambda one: (one["bucket_start"], -one["event_info"].get("token_count", -1)))
         return {"data": data, "sessions": self._sessions(data), "cost_data_through": None}
 
@@ -92,19 +93,19 @@ class Usage:
             "event_info": info,
         }
 
-    def _storage(
-        self, spans: Iterable[dict[str, Any]], first: int, end: int
-    ) -> dict[tuple[str, str], dict[int, float]]:
-        """(base model, project) -> hour -> gigabyte-hours."""
+    def _storage(self, spans: Iterable[dict[str, Any]], first: int, end: int) -> dict[tuple[str, str], np.ndarray]:
+        """(base model, project) -> byte-hours of each hour of the window; whole bytes, so that sums are exact."""
         now = time.time()
-        found: dict[tuple[str, str], dict[int, float]] = {}
+        found: dict[tuple[str, str], np.ndarray] = {}
         for one in spans:
-            hours = found.setdefault((one["base_model"], self._project(one["session_id"])), {})
-            begun = max(one["begun"], first * HOUR)
-            ended = min(one["ended"] or now, end * HOUR)
-            for hour in range(int(begun // HOUR), int(-(-ended // HOUR))):
-                share = (min(ended, (hour + 1) * HOUR) - max(begun, hour * HOUR)) / HOUR
-                hours[hour] = hours.get(hour, 0.0) + one["size_bytes"] / 1e9 * share
+            place = (one["base_model"], self._project(one["session_id"]))
+            hours = found.setdefault(place, np.zeros(end - first + 1))
+            begun = max(one["begun"] / HOUR - first, 0.0)
+            ended = min((one["ended"] or now) / HOUR - first, float(end - first))
+            # What lies before the end, less what lies before the beginning: whole hours, and a part of one each.
+            for until, sign in ((ended, 1), (begun, -1)):
+                hours[: int(until)] += sign * one["size_bytes"]
+                hours[int(until)] += sign * (until % 1) * one["size_bytes"]
         return found
 
     def _project(self, session_id: str) -> str:
