@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from tests.service.conftest import SDK_LEAKS, Served, datum
 from tinsmith import errors
 from tinsmith.errors import TinsmithError
 from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
 from tinsmith.settings import build
 
 pytestmark = SDK_LEAKS
@@ -138,3 +140,14 @@ def test_a_future_that_is_dropped_stops_its_sample(served: Served, sampler: tink
     with served.raw() as post:
         answer = post("retrieve_future", {"request_id": f"{sampler._sampling_session_id}:0"})
     assert "cancelled" in answer.json()["error"]
+
+
+def test_bodies_are_compressed_when_the_server_asks_for_it(tmp_path: Path) -> None:
+    config = ServeConfig(models=("toy",), engine="fake", data=tmp_path, compress=True)
+    with embedded(config) as (url, key):
+        client = tinker.ServiceClient(base_url=url, api_key=key)
+        model = client.create_lora_training_client("toy", rank=4, seed=1).result()
+        assert client.holder.get_client_config().proto_compress_fwdbwd
+        data = [datum(TOKENS) for _ in range(300)]
+        assert len(model.forward_backward(data, "cross_entropy").result().loss_fn_outputs) == 300
+        client.close("success").result()

@@ -10,6 +10,7 @@ import httpx
 
 from tests.service.inprocess import Api, Factory, api, pass_body
 from tinsmith.engine.config import EngineConfig
+from tinsmith.errors import EngineError
 from tinsmith.service.engines import Started
 
 
@@ -111,10 +112,14 @@ def test_a_store_that_cannot_be_read_is_an_error_and_no_loop(tmp_path: Path, mon
             async def broken(*_):
                 raise OSError("disk")
 
-            monkeypatch.setattr(on.service.store, "answer", broken)
-            answer = await on.result({"request_id": "x:train:0:1"})
-            assert answer.status_code == 200
-            assert answer.json()["category"] == "server"
+            async def dead(*_):
+                raise EngineError("It is dead.")
+
+            for fault in (broken, dead):
+                monkeypatch.setattr(on.service.store, "answer", fault)
+                answer = await on.result({"request_id": "x:train:0:1"})
+                assert answer.status_code == 200
+                assert answer.json()["category"] == "server"
 
     asyncio.run(main())
 

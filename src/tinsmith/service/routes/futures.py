@@ -33,8 +33,10 @@ async def retrieve_future(tenant: Tenant, service: ServiceDep, body: RawBody) ->
     note(request_id=asked.request_id)
     try:
         answer = await _answer(service, asked.request_id, tenant)
-    except TinsmithError:
-        raise
+    except TinsmithError as error:
+        if error.status < 500:
+            raise
+        answer = Answer.failure(error)
     except Exception as error:  # a 5xx would make the client ask again without end or pause
         log.exception("The result of %s cannot be read.", asked.request_id)
         answer = Answer.failure(TinsmithError(f"The result cannot be read: {type(error).__name__}."))
