@@ -49,6 +49,7 @@ from tinsmith.service.routes import (
     losses,
     manage,
     metrics,
+    older,
     runs,
     sampling,
     sessions,
@@ -81,7 +82,7 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Tinsmith", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
     # The busiest first.
-    for module in (futures, sampling, training, losses, sessions, runs, checkpoints, manage, files, admin):
+    for module in (futures, sampling, training, losses, sessions, runs, checkpoints, manage, files, admin, older):
         app.include_router(module.router, prefix="/api/v1")
     app.include_router(metrics.router)
     app.add_middleware(Gate, telemetry=service.telemetry, drain=service.drain)

@@ -106,6 +106,12 @@ class GetInfoBody(Loose):
     model_id: str
 
 
+class UnloadBody(Loose):
+    """unload_model, of SDKs before 0.26."""
+
+    model_id: str
+
+
 class AdamBody(Loose):
     """AdamParams; defaults are the SDK's."""
 

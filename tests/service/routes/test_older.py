@@ -1,0 +1,28 @@
+"""What only older SDKs ask for."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tests.service.inprocess import api
+
+
+def test_a_model_is_ended_by_its_client_after_what_waits(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with api(tmp_path) as app:
+            model = await app.model()
+            waiting = await app.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+            for _ in range(2):  # a client may repeat itself
+                told = await app.call("unload_model", {"model_id": model, "type": "unload_model"})
+                assert told == {"model_id": model, "type": "unload_model"}
+            assert "metrics" in (await app.result(waiting.json())).json()
+            refused = await app.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+            while refused.status_code == 200:  # it ends a moment later
+                await app.result(refused.json())
+                refused = await app.post("optim_step", {"model_id": model, "seq_id": 3, "adam_params": {}})
+            assert refused.status_code == 400
+            assert "ended" in refused.json()["detail"]
+            assert (await app.post("unload_model", {"model_id": f"{model}0"})).status_code == 404
+
+    asyncio.run(story())

@@ -1,0 +1,110 @@
+"""Each SDK from 0.23 on runs the same script against our service; docs/compatibility.md says how that went.
+
+A venv for each version, with the SDK alone in it; what it depends on is lent by the venv that runs the tests. They are
+made once, in the cache folder. `python -m tests.versions.test_versions` writes the page anew.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import site
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tinsmith.engine.models import cache_folder
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+
+pytestmark = pytest.mark.slow
+
+VERSIONS = (
+    *("0.23.0", "0.24.1", "0.25.0", "0.26.0", "0.26.2", "0.27.2", "0.28.1"),
+    *("0.29.1", "0.30.4", "0.32.0", "0.34.0", "0.36.0", "0.38.0"),
+)
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
+
+
+def python_with(version: str) -> Path:
+    """The interpreter of a venv that has this SDK."""
+    folder = cache_folder() / "sdk" / version
+    python = folder / "bin" / "python"
+    if not (folder / "ready").exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", "--without-pip", str(folder)], check=True)
+        install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
+        subprocess.run([*install, f"tinker=={version}"], check=True)
+        [packages] = folder.glob("lib/python*/site-packages")
+        lent = site.getsitepackages()[0]
+        (packages / "lent.pth").write_text(f"{lent}\n")  # after the venv's own: its SDK comes first
+        (folder / "ready").touch()
+    return python
+
+
+def outcomes(version: str, url: str, key: str) -> dict[str, str]:
+    """step -> ok, or why not."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TINKER_"))}
+    command = [str(python_with(version)), str(Path(__file__).with_name("script.py")), url, key]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=clean)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def table(found: dict[str, dict[str, str]]) -> str:
+    """Rows are steps, columns are SDKs."""
+    steps = list(dict.fromkeys(step for one in found.values() for step in one))
+    lines = [f"| step | {' | '.join(found)} |", f"|---|{'---|' * len(found)}"]
+    for step in steps:
+        cells = ["–" if step not in one else "yes" if one[step] == "ok" else "**no**" for one in found.values()]
+        lines.append(f"| {step} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+@contextmanager
+def serving(tiny: Path) -> Iterator[tuple[str, str]]:
+    with tempfile.TemporaryDirectory() as data:
+        config = ServeConfig(models=(f"tiny={tiny}",), engine="fake", data=Path(data))
+        with embedded(config) as address:
+            yield address
+
+
+@pytest.fixture(scope="module")
+def address(tiny_llama: Path) -> Iterator[tuple[str, str]]:
+    with serving(tiny_llama) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, dict[str, str]]:
+    return {}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_the_script_runs_with(version: str, address: tuple[str, str], found: dict[str, dict[str, str]]) -> None:
+    found[version] = outcomes(version, *address)
+    assert {step: why for step, why in found[version].items() if why != "ok"} == {}
+
+
+def test_the_page_says_what_was_found(found: dict[str, dict[str, str]]) -> None:
+    assert tuple(found) == VERSIONS
+    assert PAGE.read_text().split(BEGIN)[1].split(END)[0].strip() == table(found)
+
+
+def main() -> None:
+    from tests.models import save_model
+
+    with tempfile.TemporaryDirectory() as folder, serving(save_model("llama", Path(folder))) as (url, key):
+        found = {version: outcomes(version, url, key) for version in VERSIONS}
+    before, _, after = PAGE.read_text().partition(BEGIN)
+    PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after.partition(END)[2]}")
+    print(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
