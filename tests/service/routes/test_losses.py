@@ -17,10 +17,12 @@ from tinker.lib.public_interfaces.custom_loss import encode_graph
 
 from tests.engine.uploads import DISTILLED_RANKS, LOSSES, RANKS, distilled, traced
 from tests.service.conftest import SDK_LEAKS, Served
-from tests.service.inprocess import Factory, api
+from tests.service.inprocess import Factory, api, pass_body
 from tests.service.process import child
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
+from tinsmith.service.keys import create_key
+from tinsmith.service.schema import pb
 
 pytestmark = SDK_LEAKS
 
@@ -293,3 +295,31 @@ def test_losses_end_with_their_session(tmp_path: Path) -> None:
             assert (await raw.result(promise)).status_code == 404
 
     asyncio.run(main())
+
+
+def test_another_tenant_s_loss_is_unknown(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path, Factory(), custom_losses=True) as raw:
+            session = (await raw.post("create_session", {"tags": []})).json()["session_id"]
+            promise = (await raw.post("create_custom_loss", definition(session))).json()
+            key, _ = await create_key(raw.service.store.database, "theirs", "stranger")
+            await raw.service.tenants.read()
+            headers = {"X-API-Key": key}
+            for path, body in (("create_custom_loss", definition(session)), ("retrieve_future", promise)):
+                tried = await raw.http.post(f"/api/v1/{path}", json=body, headers=headers)
+                assert (tried.status_code, "There is no" in tried.text) == (404, True)
+            theirs = await raw.http.post("/api/v1/create_session", json={}, headers=headers)
+            made = {"session_id": theirs.json()["session_id"], "model_seq_id": 0, "base_model": "toy"}
+            model = (await raw.http.post("/api/v1/create_model", json=made, headers=headers)).json()["model_id"]
+            body = with_loss(pass_body(model, 1, loss_fn="custom"), promise["request_id"])
+            tried = await raw.http.post("/api/v1/forward_backward", content=body, headers=headers)
+            assert (tried.status_code, "There is no loss" in tried.text) == (404, True)
+
+    asyncio.run(main())
+
+
+def with_loss(body: bytes, loss_id: str) -> bytes:
+    """A forward_backward body that names an uploaded loss."""
+    more = pb.ForwardBackwardRequest()
+    more.loss_fn_config_v2["loss_id"].text = loss_id
+    return body + more.SerializeToString()
