@@ -273,6 +273,28 @@ def test_whoami_is_in_the_token(rest: tinker.RestClient) -> None:
     assert (who.user_urn, who.org_urn, who.email) == ("tml:user:local", "tml:organization:local", None)
 
 
+def test_the_admin_client(served: Served, train: tinker.TrainingClient) -> None:
+    admin = tinker.AdminClient(base_url=served.url, api_key=served.key)
+    step(train)
+    path = train.save_state("audited").result().path
+    entries = admin.get_audit_log("checkpoints").result().entries
+    assert (entries[-1].event, entries[-1].event_details["tinker_path"]) == ("checkpoint_created", path)
+    assert admin.get_audit_log(day=(datetime.now(UTC) - timedelta(days=2)).date()).result().entries == []
+    hour = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
+    usage = admin.get_billing_usage(hour - timedelta(hours=1), hour + timedelta(hours=1)).result()
+    session = run_of(path).partition(":")[0]
+    [trained] = [
+        one
+        for one in usage.data
+        if one.session_id == session and isinstance(one.event_info, types.TrainingBillingEvent)
+    ]
+    assert trained.event_info.token_count == 2
+    assert trained.bucket_end - trained.bucket_start == timedelta(hours=1)
+    assert session in usage.sessions
+    stored = admin.get_current_checkpoint_storage_usage("default").result().data
+    assert stored[0].size_bytes > 0
+
+
 def test_a_token_is_asked_for_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """A token that did not say when it ends would be asked for before every request."""
     fetched: list[str] = []
