@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sqlite3
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, text
 
+import tinsmith.service.database as database_module
 from tests.service.databases import beside, url_of
 from tests.service.test_store import CHECKPOINT, MODEL, SAMPLER, SESSION, WORKS
 from tinsmith.errors import ConfigError
@@ -94,6 +97,51 @@ def test_a_second_server_is_refused_as_long_as_the_first_one_serves(tmp_path: Pa
             pass
 
     asyncio.run(main())
+
+
+@pytest.mark.only_on("postgresql")
+def test_the_lock_is_taken_anew_after_the_database_was_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And if another server was faster, this one ends itself."""
+    monkeypatch.setattr(database_module, "_PING_S", 0.1)
+    ended = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: ended.append((pid, number)))
+    url = url_of(tmp_path)
+
+    def cut() -> None:
+        with beside(tmp_path) as engine, engine.connect() as db:
+            others = "datname = current_database() and pid <> pg_backend_pid()"
+            db.execute(text(f"select pg_terminate_backend(pid) from pg_stat_activity where {others}"))
+
+    async def main() -> None:
+        async with served_store(tmp_path, url):
+            await asyncio.to_thread(cut)
+            await asyncio.sleep(0.5)
+            with pytest.raises(ConfigError, match="Another server uses"):
+                async with served_store(tmp_path, url):
+                    pass
+            assert ended == []
+            monkeypatch.setattr(database_module._Lock, "release", give_up(database_module._Lock.release, url))
+            await asyncio.to_thread(cut)
+            await asyncio.sleep(0.7)
+            assert ended == [(os.getpid(), signal.SIGTERM)]
+
+    asyncio.run(main())
+
+
+def give_up(release, url):
+    """Another server takes the lock in the moment in which it is free."""
+    taken = []
+
+    async def released(self) -> None:
+        await release(self)
+        if not taken:
+            taken.append(create_engine(url).connect())
+            taken[0].execute(text(f"select pg_advisory_lock({database_module._SERVING})"))
+        else:
+            taken[0].close()
+            taken[0].engine.dispose()
+
+    return released
 
 
 def test_a_database_that_is_not_there_is_told_without_its_password(tmp_path: Path) -> None:

@@ -7,6 +7,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pytest
+from sqlalchemy import create_engine, text
+from sqlalchemy.exc import OperationalError
 
 from tests.service.databases import url_of
 from tinsmith.engine.base import AdamParams, LoraSpec
@@ -87,6 +90,79 @@ def test_changes_at_the_same_time_do_not_undo_each_other(tmp_path: Path) -> None
         await store.remove(CHECKPOINT)
         assert await store.change(Checkpoint, "c", size_bytes=6) is None
         assert len(store.all(Sampler)) == 20
+        await store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.only_on("postgresql")
+def test_a_database_that_goes_away_is_waited_for(tmp_path: Path) -> None:
+    """Connections are cut under every kind of write, and none are let in for a while."""
+    url = url_of(tmp_path) or ""
+    name = url.rpartition("/")[2]
+    elsewhere = create_engine(url.replace(name, "postgres"), isolation_level="AUTOCOMMIT")
+
+    def admin(*statements: str) -> None:
+        with elsewhere.connect() as db:
+            for statement in statements:
+                db.execute(text(statement))
+
+    away = f"select pg_terminate_backend(pid) from pg_stat_activity where datname = '{name}'"
+
+    async def main() -> None:
+        store = await open_store(tmp_path, url)
+        await store.put(SESSION, MODEL)
+        row = row_of(f"{MODEL.id}:1", "o", MODEL.id, 1, 1, WORKS[0])
+        await asyncio.to_thread(admin, f"alter database {name} allow_connections false", away)
+        accepted = asyncio.create_task(store.accept(row, stored(row.work)))
+        asked = asyncio.create_task(store.answer(row.id, "o"))
+        done, _ = await asyncio.wait({accepted, asked}, timeout=1.5)
+        assert not done, "neither refused nor promised"
+        await asyncio.to_thread(admin, f"alter database {name} allow_connections true")
+        assert await accepted
+        await asked
+        await asyncio.to_thread(admin, away)
+        await store.finish([Finished(row=row, answer=Answer(body=b"x"))])
+        await asyncio.to_thread(admin, away)
+        assert await store.answer(row.id, "o") == ("done", Answer(body=b"x"))
+        await store.put(SAMPLER)
+        await asyncio.to_thread(admin, away)
+        await store.remove(SAMPLER)
+        await asyncio.to_thread(admin, away)
+        await store.cover(replace(MODEL, covered=1))
+        await asyncio.to_thread(admin, away)
+        await store.prune(1e12, [MODEL.id])
+        assert await store.answer(row.id, "o") is None
+        await store.close()
+
+    asyncio.run(main())
+    elsewhere.dispose()
+
+
+@pytest.mark.only_on("postgresql")
+def test_a_promise_whose_writing_was_not_told_is_given_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The commit went through and its answer was lost."""
+
+    async def main() -> None:
+        store = await open_store(tmp_path, url_of(tmp_path))
+        row = row_of("r1", "o", MODEL.id, 1, 1, WORKS[0])
+        tries = 0
+        to_thread = asyncio.to_thread
+
+        async def lose_the_answer(run):
+            nonlocal tries
+            tries += 1
+            told = await to_thread(run)
+            if tries == 1:
+                raise OperationalError("insert", {}, Exception("the connection is lost"))
+            return told
+
+        monkeypatch.setattr(asyncio, "to_thread", lose_the_answer)
+        assert await store.accept(row, stored(row.work), SESSION)
+        assert tries == 2
+        assert not await store.accept(row, stored(row.work))
+        assert [one.id for one in await store.pending()] == ["r1"]
+        assert store.all(Session) == [SESSION]
         await store.close()
 
     asyncio.run(main())

@@ -10,10 +10,10 @@ import asyncio
 import logging
 import os
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from alembic import command
 from alembic.config import Config
@@ -34,6 +34,8 @@ FIRST = "0001"
 _SERVING, _MIGRATING = 0x74696E73, 0x74696E74
 """Advisory locks of PostgreSQL are numbers, the same for everyone who means the same thing."""
 _PING_S = 5.0
+_AWAY_S = 0.5
+R = TypeVar("R")
 
 
 def engine_of(data: Path, url: str | None) -> AsyncEngine:
@@ -61,6 +63,21 @@ def direct_of(engine: AsyncEngine) -> Engine:
     event.listen(direct, "connect", _configure_sqlite)
     event.listen(direct, "begin", _begin_sqlite)
     return direct
+
+
+async def patiently(engine: AsyncEngine, work: Callable[[], Awaitable[R]]) -> R:
+    """The work's result. While PostgreSQL is away (a restart, a fault of the network) it is waited for: what an engine
+    has done must be written down, and who asks meanwhile sees a pause. The work may run more than once."""
+    while True:
+        try:
+            return await work()
+        except DBAPIError as error:
+            if engine.dialect.name != "postgresql" or not (
+                isinstance(error, OperationalError) or error.connection_invalidated
+            ):
+                raise
+            log.warning("%s does not answer; waiting for it: %s", place_of(engine), error.orig)
+        await asyncio.sleep(_AWAY_S)
 
 
 def place_of(engine: AsyncEngine) -> str:

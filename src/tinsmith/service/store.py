@@ -24,7 +24,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from tinsmith.engine.base import LoraSpec
-from tinsmith.service.database import direct_of, engine_of, migrate, served_alone
+from tinsmith.service.database import direct_of, engine_of, migrate, patiently, served_alone
 from tinsmith.service.payloads import restored, row_of, stored_kind
 from tinsmith.service.records import Answer, Checkpoint, CustomLoss, Model, Past, Row, Sampler, Session
 from tinsmith.service.tables import CHECKPOINTS, CUSTOM_LOSSES, MODELS, REQUESTS, SAMPLERS, SESSIONS
@@ -108,12 +108,16 @@ class Store:
 
     async def remove(self, *records: Held) -> None:
         """Forget records."""
-        async with self._writing, self._engine.begin() as db:
+
+        def removed(db: Connection) -> None:
             for record in records:
                 table = _TABLES[type(record)]
-                await db.execute(delete(table).where(table.c.id == record.id))
-        for record in records:
-            self._held[type(record)].pop(record.id, None)
+                db.execute(delete(table).where(table.c.id == record.id))
+
+        async with self._writing:
+            await self._transaction(removed)
+            for record in records:
+                self._held[type(record)].pop(record.id, None)
 
     async def accept(self, row: Row, payload: bytes, *records: Held) -> bool:
         """A request and its payload, with records that come into being by it. After this the promise may be given.
@@ -132,12 +136,16 @@ class Store:
             "batch": 0,
         }
 
+        mine = False
+
         def accepted(db: Connection) -> bool:
+            nonlocal mine
             fresh = insert_into(db, REQUESTS).values(values).on_conflict_do_nothing().returning(REQUESTS.c.id)
-            if db.execute(fresh).first() is None:
-                return False
-            _write(db, records)
-            return True
+            # Not fresh and yet mine: written by a try whose end the database could not tell.
+            mine = db.execute(fresh).first() is not None or mine
+            if mine:
+                _write(db, records)
+            return mine
 
         async with self._writing:
             if not await self._transaction(accepted):
@@ -168,16 +176,24 @@ class Store:
     async def cover(self, model: Model) -> None:
         """The model with its newly captured state; requests which that state covers lose their payloads."""
         done = and_(REQUESTS.c.model_id == model.id, REQUESTS.c.seq <= model.covered, REQUESTS.c.state != "pending")
-        async with self._writing, self._engine.begin() as db:
-            await db.run_sync(_write, [model])
-            await db.execute(update(REQUESTS).where(done).values(payload=None))
-        self._keep([model])
+
+        def covered(db: Connection) -> None:
+            _write(db, [model])
+            db.execute(update(REQUESTS).where(done).values(payload=None))
+
+        async with self._writing:
+            await self._transaction(covered)
+            self._keep([model])
 
     async def answer(self, request_id: str, owner: str) -> tuple[str, Answer | None] | None:
         """(state, answer) of a request, or None if there is none; the answer is None while pending and once too old."""
         found = select(REQUESTS).where(REQUESTS.c.id == request_id, REQUESTS.c.owner == owner)
-        async with self._engine.connect() as db:
-            row = (await db.execute(found)).first()
+
+        async def first() -> SqlRow[Any] | None:
+            async with self._engine.connect() as db:
+                return (await db.execute(found)).first()
+
+        row = await patiently(self._engine, first)
         if row is None:
             return None
         if row.body is None:
@@ -220,13 +236,17 @@ class Store:
             last: dict[str, float] = {model: when for model, when in await db.execute(query) if when is not None}
         return [last.get(model.id) or model.used or model.created for model in models]
 
-    async def prune(self, before: float, ended_models: Iterable[str]) -> None:
+    async def prune(self, before: float, ended_models: Sequence[str]) -> None:
         """Results older than `before` go; of models that ended, the whole request."""
         old = and_(REQUESTS.c.state != "pending", REQUESTS.c.done < before)
-        async with self._writing, self._engine.begin() as db:
-            await db.execute(update(REQUESTS).where(old, REQUESTS.c.body.is_not(None)).values(body=None))
+
+        def pruned(db: Connection) -> None:
+            db.execute(update(REQUESTS).where(old, REQUESTS.c.body.is_not(None)).values(body=None))
             for model in ended_models:
-                await db.execute(delete(REQUESTS).where(old, REQUESTS.c.model_id == model))
+                db.execute(delete(REQUESTS).where(old, REQUESTS.c.model_id == model))
+
+        async with self._writing:
+            await self._transaction(pruned)
 
     async def _transaction(self, work: Callable[[Connection], R]) -> R:
         """All of it or nothing, in a thread."""
@@ -235,7 +255,7 @@ class Store:
             with self._direct.begin() as db:
                 return work(db)
 
-        return await asyncio.to_thread(run)
+        return await patiently(self._engine, lambda: asyncio.to_thread(run))
 
     def _keep(self, records: Iterable[Held]) -> None:
         for record in records:

@@ -12,6 +12,7 @@ import time
 
 from sqlalchemy.ext.asyncio import AsyncEngine
 
+from tinsmith.service.database import patiently
 from tinsmith.service.keys import LOCAL, ApiKey, Quotas, digest_of, read_keys
 
 READ_S = 2.0
@@ -29,7 +30,7 @@ class Tenants:
 
     async def read(self) -> None:
         """What the database says now."""
-        self._keys, self._quotas = await read_keys(self._database)
+        self._keys, self._quotas = await patiently(self._database, lambda: read_keys(self._database))
 
     async def run(self) -> None:
         """For ever: read again."""
