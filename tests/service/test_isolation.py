@@ -20,7 +20,7 @@ import pytest
 
 import tinsmith.service.routes
 from tests.service.inprocess import Api, api, loss_in, pass_body
-from tinsmith.service.records import Checkpoint, Model, Sampler, Session
+from tinsmith.service.records import Checkpoint, CustomLoss, Model, Sampler, Session
 
 SECRET = "opensesame"
 """In everything that a tenant may name."""
@@ -98,6 +98,7 @@ def of_model(**more: object) -> Case:
     )
 
 
+GRAPH = {"inputs": [], "graph": {"format": 1, "nodes": []}}
 PROMPT = {"prompt": {"chunks": [{"tokens": [5, 6]}]}, "sampling_params": {"max_tokens": 1}}
 
 _FROM, _TO = (f"{datetime.now(UTC) + timedelta(days=days):%Y-%m-%d}T00:00:00Z" for days in (-3, 3))
@@ -148,6 +149,7 @@ CASES = {
     ),
     "POST /get_info": unknown(lambda ids: {"model_id": ids.model}),
     "POST /forward_backward": unknown(lambda ids: pass_body(ids.model, 50), lambda ids: pass_body(ids.model, 1)),
+    "POST /unload_model": unknown(lambda ids: {"model_id": ids.model}),
     "POST /optim_step": training(adam_params={}),
     "POST /save_weights": training(path="mine", overwrite=True),
     "POST /save_weights_for_sampler": training(path="mine"),
@@ -158,11 +160,19 @@ CASES = {
         lambda ids: {"session_id": ids.session, "model_seq_id": 9, "path": ids.path, "optimizer": False},
         lambda ids: {"session_id": ids.own_session, "model_seq_id": 9, "path": ids.path, "optimizer": True},
     ),
+    "POST /create_custom_loss": unknown(
+        lambda ids: {"session_id": ids.session, "custom_loss_seq_id": 0, "name": "l", **GRAPH},
+        lambda ids: {"session_id": ids.session, "custom_loss_seq_id": 9, "name": "l", **GRAPH},
+    ),
     "GET /training_runs": silent(),
     "GET /training_runs/{run}": of_path(),
     "GET /training_runs/{run}/checkpoints": of_path(),
     "GET /checkpoints": silent(),
-    "POST /retrieve_future": unknown(lambda ids: {"request_id": ids.request}, lambda ids: {"request_id": ids.sample}),
+    "POST /retrieve_future": unknown(
+        lambda ids: {"request_id": ids.request},
+        lambda ids: {"request_id": ids.sample},
+        lambda ids: {"request_id": f"{ids.session}:loss:0"},
+    ),
     "POST /retrieve_futures": unknown(
         lambda ids: {
             "target": {"type": "sampling_session", "sampling_session_id": ids.sampler, "cloned_sampler_id": 0},
@@ -214,7 +224,12 @@ def test_every_route_has_a_case() -> None:
 
 def records(on: Api) -> list:
     store = on.service.store
-    return [one for kind in (Session, Model, Sampler, Checkpoint) for one in store.all(kind) if one.owner == "alice"]
+    return [
+        one
+        for kind in (Session, Model, Sampler, Checkpoint, CustomLoss)
+        for one in store.all(kind)
+        if one.owner == "alice"
+    ]
 
 
 async def furnished(alice: Api) -> Ids:
@@ -230,6 +245,8 @@ async def furnished(alice: Api) -> Ids:
     await alice.result(trained)
     for seq, call in enumerate(("save_weights", "save_weights_for_sampler", "save_weights_external"), 2):
         await alice.call(call, {"model_id": model, "seq_id": seq, "path": SECRET, "user_metadata": {"k": SECRET}})
+    loss = CustomLoss(id=f"{session}:loss:0", owner="alice", session_id=session, created=1.0, graph=SECRET)
+    await alice.service.store.put(loss)
     [made] = [one for one in alice.service.store.all(Checkpoint) if one.kind == "weights"]
     return Ids(
         session=session, number="0", name=SECRET, request=trained["request_id"], sample=sample["request_id"],
@@ -270,7 +287,7 @@ def bare(text: str, ids: Ids) -> str:
 def test_another_tenants_ids_open_nothing(tmp_path: Path, route: str) -> None:
     async def main() -> None:
         case, method = CASES[route], route.partition(" ")[0]
-        async with api(tmp_path) as on:
+        async with api(tmp_path, custom_losses=True) as on:
             alice, bob = await on.tenant("alice"), await on.tenant("bob")
             hers = await furnished(alice)
             own = (await bob.post("create_session", {})).json()["session_id"]

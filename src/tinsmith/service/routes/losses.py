@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from tinsmith.engine.base import Pass
 from tinsmith.engine.graph import MAX_BYTES, Node, read_graph, read_text
 from tinsmith.engine.specs import CUSTOM
-from tinsmith.errors import Busy, NotFound, TooLarge, Unsupported
+from tinsmith.errors import Forbidden, NotFound, TooLarge, Unsupported
 from tinsmith.service.bodies import CustomLossBody, parse
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.records import CustomLoss, Model
@@ -40,7 +40,7 @@ async def create_custom_loss(tenant: Tenant, service: ServiceDep, body: RawBody)
     loss_id = f"{session.id}:loss:{asked.custom_loss_seq_id}"
     if service.store.find(CustomLoss, loss_id) is None:
         if sum(one.session_id == session.id for one in service.store.all(CustomLoss)) >= MAX_LOSSES:
-            raise Busy(f"Session {session.id} has {MAX_LOSSES} losses.", "Create another session.")
+            raise Forbidden(f"Session {session.id} has {MAX_LOSSES} losses.", "Create another session.")
         nodes = [Node(**one.model_dump()) for one in asked.graph.nodes]
         graph = read_graph(asked.name, [(one.name, one.rank) for one in asked.inputs], nodes)
         made = CustomLoss(id=loss_id, owner=tenant, session_id=session.id, created=time.time(), graph=graph.text)
