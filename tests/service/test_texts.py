@@ -11,7 +11,6 @@ import pytest
 
 from tinsmith.engine.base import ModelCard
 from tinsmith.errors import BadRequest, Unsupported
-from tinsmith.service.choices import Choice
 from tinsmith.service.texts import Words, load
 
 TEXT = "Grüße, 日本語 and 😀😀: done"
@@ -92,19 +91,6 @@ def test_what_the_template_does_not_take_is_refused(words: Words, tmp_path: Path
         words.encode("\ud83d", marked=False)
     with pytest.raises(Unsupported, match=r"no tokenizer\.json"):
         load("bare", card(str(tmp_path)))
-
-
-def test_stop_strings_are_held_back_and_cut(words: Words):
-    def told(text: str, stops: tuple[str, ...], stay: bool = False) -> tuple[list[str], str]:
-        choice = Choice(growing=words.growing(words.special), stops=stops, stops_stay=stay)
-        pieces = [choice.feed([token]).text for token in words.encode(text, marked=False)]
-        return [*pieces, choice.end().text], choice.finish("length")
-
-    pieces, finish = told("one STOP two", ("STOP",))
-    assert ("".join(pieces), finish) == ("one ", "stop")
-    assert not any("S" in piece for piece in pieces)
-    assert "".join(told("one STOP two", ("STOP",), stay=True)[0]) == "one STOP"
-    assert "".join(told("one STO", ("STOP", "X"))[0]) == "one STO"
 
 
 def test_it_all_goes_without_torch(tiny_llama: Path):

@@ -40,13 +40,24 @@ def prompt_of(asked: ChatBody, words: Words) -> tuple[list[int], Form | None]:
             "Set add_generation_prompt to false, or leave it out.",
         )
     ids = words.render(
-        [_message(number, one, "developer" in template) for number, one in enumerate(asked.messages)],
+        _messages(asked.messages, knows_developer="developer" in template),
         tools,
         begin=asked.add_generation_prompt and not asked.continue_final_message,
         go_on=asked.continue_final_message,
         values=asked.chat_template_kwargs,
     )
     return ids, form
+
+
+def _messages(given: Sequence[Mapping[str, Any]], *, knows_developer: bool) -> list[dict[str, Any]]:
+    """Answers of tools get the name of what was called, which the API leaves out and some templates want."""
+    made = [_message(number, one, knows_developer) for number, one in enumerate(given)]
+    names = {call.get("id"): call["function"].get("name") for one in made for call in one.get("tool_calls", ())}
+    for one in made:
+        called = names.get(one.get("tool_call_id"))
+        if one["role"] == "tool" and called is not None:
+            one.setdefault("name", called)
+    return made
 
 
 def _message(number: int, message: Mapping[str, Any], knows_developer: bool) -> dict[str, Any]:

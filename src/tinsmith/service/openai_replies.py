@@ -17,6 +17,9 @@ from tinsmith.service.asked import Asked
 from tinsmith.service.choices import Finish, Grown
 from tinsmith.service.toolcalls import Call
 
+CALL_ID = 9
+"""Letters and digits of a tool call's id: Mistral's templates take nothing else back."""
+
 FLOOR = -9999.0
 """Stands for minus infinity, which JSON cannot say."""
 
@@ -119,7 +122,7 @@ def _with_ids(asked: Asked, told: Told, choice: dict[str, Any], logprobs: Any) -
 
 def _call(call: Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+    return {"id": uuid.uuid4().hex[:CALL_ID], "type": "function", "function": function}
 
 
 def _chat_logprobs(asked: Asked, told: Told) -> dict[str, Any]:

@@ -90,6 +90,7 @@ def test_a_tool_is_called_and_its_answer_is_read(tmp_path: Path):
             prompt = "".join(map(chr, actor.heard[1].prompt))
             assert prompt.endswith("tool: 52\nassistant:")
             assert '"name": "add"' in prompt  # the template was told of the tool
+            assert call.id.isalnum()
 
     asyncio.run(play())
 
@@ -212,3 +213,20 @@ def test_tokens_in_tokens_out(tmp_path: Path):
 
 async def ask(served: Api, body: object) -> httpx.Response:
     return await served.http.post("/inference/v1/generate", json=body)
+
+
+def test_published_weights_are_for_everyone(tmp_path: Path):
+    async def play() -> None:
+        async with api(tmp_path) as served:
+            alice, bob = await served.tenant("alice"), await served.tenant("bob")
+            model = await alice.model()
+            saved = await alice.call("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "open"})
+            body = {"model": saved["path"], "token_ids": [5, 6], "sampling_params": {"max_tokens": 2}}
+            assert (await bob.send("POST", "/inference/v1/generate", body)).status_code == 404
+            place = saved["path"].removeprefix("tinker://").replace(model, f"{model}/checkpoints")
+            assert (await alice.post(f"training_runs/{place}/publish", {})).status_code < 300
+            reply = await bob.send("POST", "/inference/v1/generate", body)
+            assert reply.json()["weights"] == saved["path"]
+            assert (await bob.send("POST", "/inference/v1/generate", {**body, "model": model})).status_code == 404
+
+    asyncio.run(play())

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from tinsmith.engine.base import Sampled, SampleRequest
+from tinsmith.engine.checks import MAX_SAMPLES
 from tinsmith.errors import BadRequest, Unsupported
 from tinsmith.service.asked import Asked, new_id, now, request_of
 from tinsmith.service.choices import Grown
@@ -81,8 +82,8 @@ def _prompts(text: CompletionBody, words: Words) -> list[tuple[list[int], str]]:
     given: list[Any] = [text.prompt] if isinstance(text.prompt, str) else list(text.prompt)
     if given and isinstance(given[0], int):
         given = [given]
-    if not given:
-        raise BadRequest("prompt is empty.", "Give a text, tokens, or a list of them.")
+    if not 1 <= len(given) <= MAX_SAMPLES:
+        raise BadRequest(f"There are {len(given)} prompts.", f"Give 1 to {MAX_SAMPLES}, of text or tokens.")
     return [
         (words.encode(one, marked=text.add_special_tokens), one)
         if isinstance(one, str)
