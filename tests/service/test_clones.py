@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from pathlib import Path
 
 import pytest
@@ -111,3 +112,24 @@ def test_inflight_weights_survive_a_crash(tmp_path: Path) -> None:
         step(train)
         newer = train.save_weights_and_get_sampling_client(kind="inflight").result()
         assert logprobs(samplers[0]) == logprobs(newer) != expected
+
+
+def test_a_crash_under_a_crowd_is_a_pause(tmp_path: Path) -> None:
+    """Some samples have ended and were fetched, some ended, some run, from two clients of one session."""
+    config = ServeConfig(models=("toy",), engine="fake", data=tmp_path, port=free_port(), api_key="tml-x")
+    params = types.SamplingParams(max_tokens=3, stop=[])
+    with child(config, delay=0.4) as first:
+        client = tinker.ServiceClient(base_url=first.url, api_key="tml-x")
+        original = client.create_sampling_client(base_model="toy").result()
+        both = [original, pickle.loads(pickle.dumps(original))]
+        futures = []
+        for _ in range(3):
+            futures += [one.sample(PROMPT, 2, params).future() for one in both for _ in range(10)]
+            time.sleep(0.2)
+        first.kill()
+        ended = sum(future.done() for future in futures)
+    with child(config):
+        found = [future.result(60) for future in futures]
+    assert ended < len(futures)
+    assert all(len(one.tokens) == 3 for answer in found for one in answer.sequences)
+    assert len({one.sequence_id for answer in found for one in answer.sequences}) == 2 * len(futures)
