@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import pyrage
 import pytest
 
+from tests.service.inprocess import api
 from tinsmith.errors import BadRequest
 from tinsmith.service.external import encrypt, recipients
+from tinsmith.service.payloads import row_of, stored
+from tinsmith.service.records import SaveExternal
 
 SSH = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN alice@rust"
 
@@ -31,6 +36,31 @@ def test_each_recipient_opens_every_file(tmp_path: Path) -> None:
 def test_what_is_no_public_key_is_named(bad: str) -> None:
     with pytest.raises(BadRequest, match=r"age_encryption_recipients\[1\] is no public key"):
         recipients([SSH, bad])
+
+
+def test_what_was_promised_is_saved_after_a_restart_and_nothing_stays_in_the_clear(tmp_path: Path) -> None:
+    reader = pyrage.x25519.Identity.generate()
+    work = SaveExternal(name="late", recipients=[str(reader.to_public())])
+
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            model = await on.model()
+            row = row_of(f"{model}:1", "local", model, 1, 1, work)
+            await on.service.store.accept(row, stored(work))
+        left = tmp_path / "checkpoints" / ".half.plain"
+        left.mkdir()
+        (left / "adapter_model.safetensors").write_bytes(b"in the clear")
+        async with api(tmp_path) as on:
+            told = (await on.result({"request_id": f"{model}:1"})).json()
+            assert told["path"] == f"tinker://{model}/external_weights/late"
+            [folder] = (tmp_path / "checkpoints").iterdir()
+            assert told["size_bytes"] == sum(file.stat().st_size for file in folder.iterdir())
+            sealed = (folder / "adapter_config.json.age").read_bytes()
+            assert json.loads(pyrage.decrypt(sealed, [reader]))["r"] == 4
+            again = await on.post("save_weights_external", {"model_id": model, "seq_id": 1, "path": "late"})
+            assert again.json()["request_id"] == f"{model}:1"
+
+    asyncio.run(main())
 
 
 def test_there_are_at_most_ten() -> None:

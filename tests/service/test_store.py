@@ -14,7 +14,18 @@ from sqlalchemy.exc import OperationalError
 from tests.service.databases import url_of
 from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.service.payloads import row_of, stored
-from tinsmith.service.records import Answer, Checkpoint, Load, Model, Sampler, SaveSampler, SaveState, Session, Step
+from tinsmith.service.records import (
+    Answer,
+    Checkpoint,
+    Load,
+    Model,
+    Sampler,
+    SaveExternal,
+    SaveSampler,
+    SaveState,
+    Session,
+    Step,
+)
 from tinsmith.service.store import Finished, open_store
 
 SESSION = Session(id="s", owner="o", created=1.0, seen=2.0, tags=["a"], metadata={"b": [1]})
@@ -31,6 +42,7 @@ WORKS = (
     Load(path="tinker://a/weights/b", checkpoint="c", optimizer=True),
     SaveState(name="n", ttl_seconds=3600),
     SaveSampler(sampler_id="x"),
+    SaveExternal(name="e", ttl_seconds=3600, recipients=["age1"]),
 )
 
 
@@ -49,7 +61,7 @@ def test_records_and_requests_come_back(tmp_path: Path) -> None:
         assert store.all(Model) == [replace(MODEL, covered=2**40)]
         assert (store.find(Sampler, SAMPLER.id), store.find(Checkpoint, "c")) == (SAMPLER, CHECKPOINT)
         assert tuple(row.work for row in await store.pending()) == WORKS
-        assert await store.highest() == {MODEL.id: (4, -1)}
+        assert await store.highest() == {MODEL.id: (5, -1)}
         await store.close()
 
     asyncio.run(main())
