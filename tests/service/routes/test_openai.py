@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -253,3 +254,27 @@ def test_many_at_once_with_the_async_client(worded: Served):
     texts = asyncio.run(ask_all())
     assert texts[:4] == texts[4:8] == texts[12:]
     assert len(set(texts)) == 4
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_hanging_up_stops_the_work(worded: Served, stream: bool):
+    """20,000 tokens take the fake engine several seconds; given up, they are a failed completion at once."""
+
+    def failed() -> float:
+        lines = httpx.get(f"{worded.url}/metrics", headers={"X-API-Key": worded.key}).text.splitlines()
+        counts = [line for line in lines if line.startswith("tinsmith_requests_total") and 'kind="completion"' in line]
+        return sum(float(line.split()[-1]) for line in counts if 'outcome="failed"' in line)
+
+    before = failed()
+    asked = {"model": "toy", "prompt": "abc", "max_tokens": 20_000, "ignore_eos": True, "stream": stream}
+    with httpx.Client(base_url=worded.url, headers={"X-API-Key": worded.key}) as http:
+        if stream:
+            with http.stream("POST", "/v1/completions", json=asked) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/v1/completions", json=asked, timeout=0.5)
+    until = time.monotonic() + 2
+    while failed() == before and time.monotonic() < until:
+        time.sleep(0.05)
+    assert failed() == before + 1
