@@ -30,6 +30,8 @@ app = App(
 )
 
 app.command("tinsmith.cli_keys:app", name="keys", help="Keys of tenants: make, list, revoke, and limit a tenant.")
+app.command("tinsmith.cli_machine:models", name="models", help="Base models: what is served, what is here; fetch more.")
+app.command("tinsmith.cli_machine:doctor", name="doctor", help="Look at this machine: has it what a service needs?")
 
 Overrides = Annotated[
     str, Parameter(help="Settings laid on top, as steps=20 or model.rank=8.", allow_leading_hyphen=False)
