@@ -174,10 +174,13 @@ def test_a_loss_must_be_a_scalar_with_a_gradient() -> None:
     def flat(logprobs):
         return logprobs.detach().sum(), {}
 
+    def steps(logprobs):
+        return torch.floor_divide(logprobs, 2.0).sum() + logprobs.sum(), {}
+
     def metric(logprobs):
         return logprobs.sum(), {"custom/all:sum": logprobs}
 
-    for fn, says in ((vector, "shape"), (flat, "gradient"), (metric, "custom/all:sum")):
+    for fn, says in ((vector, "shape"), (flat, "gradient"), (metric, "custom/all:sum"), (steps, "floor_divide")):
         with pytest.raises(BadRequest, match=says):
             Program(uploaded(traced(fn, {"logprobs": 1}))).run(torch.zeros(4), {})
 

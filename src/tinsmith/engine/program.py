@@ -116,7 +116,10 @@ class Program:
         return found.pop(""), {key: float(value.detach()) for key, value in found.items()}
 
     def _slope(self, loss: Tensor, leaf: Tensor) -> Tensor:
-        slope = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
+        try:
+            slope = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
+        except RuntimeError as error:  # as of floor_divide, which torch cannot differentiate
+            raise BadRequest(f"Loss {self.graph.name}: {str(error).splitlines()[0]}.", "Detach its input.") from error
         if slope is None:
             raise BadRequest(f"Loss {self.graph.name} has no gradient in logprobs.", "Do not detach all of them.")
         return slope
