@@ -13,6 +13,7 @@ from sqlalchemy.exc import OperationalError
 
 from tests.service.databases import url_of
 from tinsmith.engine.base import AdamParams, LoraSpec
+from tinsmith.errors import BadRequest
 from tinsmith.service.payloads import row_of, stored
 from tinsmith.service.records import (
     Answer,
@@ -175,6 +176,26 @@ def test_a_promise_whose_writing_was_not_told_is_given_once(tmp_path: Path, monk
         assert not await store.accept(row, stored(row.work))
         assert [one.id for one in await store.pending()] == ["r1"]
         assert store.all(Session) == [SESSION]
+        await store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.only_on("postgresql")
+def test_what_postgresql_cannot_hold_is_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await open_store(tmp_path, url_of(tmp_path))
+        for bad in ({"display_name": "a\0b"}, {"metadata": {"a": float("nan")}}, {"project_id": "\0"}):
+            with pytest.raises(BadRequest, match="cannot hold"):
+                await store.put(replace(SESSION, **bad))
+        with pytest.raises(BadRequest):
+            await store.answer("a\0", "o")
+        assert store.all(Session) == []
+        held = replace(SESSION, metadata={"a": "b\0", "c": "\ud800"})
+        await store.put(held)
+        await store.close()
+        store = await open_store(tmp_path, url_of(tmp_path))
+        assert store.all(Session) == [held], "JSON holds any text"
         await store.close()
 
     asyncio.run(main())

@@ -20,10 +20,10 @@ from alembic.config import Config
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
 from sqlalchemy import Connection, Engine, create_engine, event, inspect, text
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DataError, DBAPIError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import BadRequest, ConfigError
 from tinsmith.service.tables import META
 
 log = logging.getLogger(__name__)
@@ -67,10 +67,16 @@ def direct_of(engine: AsyncEngine) -> Engine:
 
 async def patiently(engine: AsyncEngine, work: Callable[[], Awaitable[R]]) -> R:
     """The work's result. While PostgreSQL is away (a restart, a fault of the network) it is waited for: what an engine
-    has done must be written down, and who asks meanwhile sees a pause. The work may run more than once."""
+    has done must be written down, and who asks meanwhile sees a pause. The work may run more than once.
+
+    Raises BadRequest for a value that the database cannot hold.
+    """
     while True:
         try:
             return await work()
+        except DataError as error:
+            told = str(error.orig).partition("\n")[0]
+            raise BadRequest(f"The database cannot hold this: {told}.", "Leave out NUL characters and NaN.") from error
         except DBAPIError as error:
             if engine.dialect.name != "postgresql" or not (
                 isinstance(error, OperationalError) or error.connection_invalidated
