@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import httpx
@@ -14,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.service.inprocess import KEY, Api, Factory, api, pass_body
 from tinsmith.service.app import create_app
 from tinsmith.service.records import Answer
-from tinsmith.service.spans import spans_to
+from tinsmith.service.spans import open_spans, spans_to
 from tinsmith.service.telemetry import Telemetry
 
 
@@ -141,3 +143,33 @@ def test_a_request_is_a_span_with_its_stages_inside() -> None:
     assert [one.name for one in inner] == ["submit", "queue"]
     assert failed.status.description == "too long"
     spans.close()
+
+
+def test_spans_reach_a_collector_over_http() -> None:
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    got: list[tuple[str, bytes]] = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as collector:
+        serving = threading.Thread(target=collector.serve_forever)
+        serving.start()
+        spans = open_spans(f"http://127.0.0.1:{collector.server_port}/")
+        telemetry = Telemetry(lambda: [], spans)
+        telemetry.accepted("s:sample:0:1", "ann", "sample", "toy")
+        telemetry.closed("s:sample:0:1", Answer.of({}))
+        spans.close()
+        collector.shutdown()
+        serving.join()
+    [(path, body)] = got
+    assert path == "/v1/traces"
+    [resource] = ExportTraceServiceRequest.FromString(body).resource_spans
+    assert {span.name for scope in resource.scope_spans for span in scope.spans} == {"sample", "submit", "queue"}
