@@ -1,0 +1,50 @@
+"""The head's own backward, against autograd through whole logits in float64: logprobs and entropies of many rows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tinsmith.engine.head import ROWS, Head, Slopes, Targets
+
+
+def whole(hidden: Tensor, weight: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+    """Logprobs [M] and entropies [T] in float64, with gradients."""
+    logprobs = torch.log_softmax(hidden @ weight.T, dim=1)
+    return logprobs[targets.at, targets.ids], -(logprobs.exp() * logprobs).sum(1)
+
+
+@pytest.mark.parametrize("sharp", [0.1, 1.0, 30.0])  # nearly flat; usual; nearly certain, with chances that underflow
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
+def test_entropies_and_their_gradient(dtype: torch.dtype, near: float, sharp: float) -> None:
+    draw = torch.Generator().manual_seed(0)
+    rows, width, words = 2 * ROWS + 7, 32, 900
+    weight = torch.randn(words, width, generator=draw).bfloat16().float()
+    hidden = (torch.randn(rows, width, generator=draw) * sharp / width**0.5).to(dtype)
+    at = torch.randint(0, rows, (3 * rows,), generator=draw).sort().values  # none, one or several at a position
+    targets = Targets(at, torch.randint(0, words, at.shape, generator=draw))
+    steep = torch.randn(rows, generator=draw) * (torch.arange(rows) % 3 > 0)
+    slopes = torch.randn(len(at), generator=draw) * (at % 2)
+    learning = torch.zeros(rows, dtype=torch.bool).index_fill(0, at, True)
+    steep *= learning  # a position without any target is not computed
+
+    leaf = hidden.double().requires_grad_()
+    logprobs, entropies = whole(leaf, weight.double(), targets)
+    ((logprobs * slopes).sum() + (entropies * steep).sum()).backward()
+    head = Head(weight)
+    scored = head.score(hidden, [], targets, learning, entropies=True)
+    assert scored.entropies is not None
+    torch.testing.assert_close(scored.logprobs.double(), logprobs.detach(), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(scored.entropies[learning].double(), entropies.detach()[learning], rtol=1e-4, atol=1e-5)
+    found = head.backward(hidden, scored, targets, Slopes(slopes, steep)).double()
+    assert leaf.grad is not None
+    assert bool(torch.isfinite(found).all())
+    assert float((found - leaf.grad).norm() / leaf.grad.norm()) < near
+
+
+def test_without_entropies_nothing_is_kept_of_them() -> None:
+    targets = Targets(torch.arange(4), torch.zeros(4, dtype=torch.long))
+    scored = Head(torch.randn(8, 3)).score(torch.randn(4, 3), [], targets)
+    assert scored.entropies is None
+    assert scored.kept == []
