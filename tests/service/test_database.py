@@ -165,7 +165,7 @@ def test_a_folder_from_before_migrations_is_taken_over(tmp_path: Path) -> None:
         assert store.all(Session) == [SESSION]
         assert store.all(Model) == [MODEL]
         assert (store.find(Sampler, SAMPLER.id), store.find(Checkpoint, "c")) == (SAMPLER, CHECKPOINT)
-        assert tuple(row.work for row in await store.pending()) == WORKS[1:]
+        assert tuple(row.work for row in await store.pending()) == WORKS[1:4]
         assert await store.answer(f"{MODEL.id}:1", "o") == ("done", Answer(body=b"x"))
         extra = row_of("new", "o", MODEL.id, 9, 9, WORKS[0])
         assert await store.accept(extra, stored(extra.work))

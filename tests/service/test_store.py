@@ -199,3 +199,19 @@ def test_what_postgresql_cannot_hold_is_refused(tmp_path: Path) -> None:
         await store.close()
 
     asyncio.run(main())
+
+
+def test_who_is_cancelled_leaves_no_transaction_behind(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await open_store(tmp_path, url_of(tmp_path))
+        rows = [row_of(f"r{seq}", "o", MODEL.id, seq, seq, WORKS[0]) for seq in range(20)]
+        writing = [asyncio.create_task(store.accept(row, stored(row.work))) for row in rows]
+        await asyncio.sleep(0.01)
+        for task in writing:
+            task.cancel()
+        await asyncio.gather(*writing, return_exceptions=True)
+        kept = {row.id for row in await store.pending()}
+        assert {row.id for row, task in zip(rows, writing, strict=True) if not task.cancelled()} <= kept
+        await store.close()
+
+    asyncio.run(main())

@@ -255,11 +255,21 @@ class Store:
             with self._direct.begin() as db:
                 return work(db)
 
-        return await patiently(self._engine, lambda: asyncio.to_thread(run))
+        return await patiently(self._engine, lambda: _to_its_end(run))
 
     def _keep(self, records: Iterable[Held]) -> None:
         for record in records:
             self._held[type(record)][record.id] = record
+
+
+async def _to_its_end(run: Callable[[], R]) -> R:
+    """In a thread, which nothing cancels: who is cancelled waits until it has given its connection back."""
+    thread = asyncio.ensure_future(asyncio.to_thread(run))
+    try:
+        return await asyncio.shield(thread)
+    except asyncio.CancelledError:
+        await asyncio.gather(thread, return_exceptions=True)
+        raise
 
 
 async def open_store(data: Path, database: str | None = None) -> Store:
