@@ -20,9 +20,9 @@ from tinsmith.engine.base import Heard, Pass, PassResult, Sampled, SampledSequen
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake import FakeEngine
 from tinsmith.errors import TinsmithError
-from tinsmith.service.app import serve
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines import Started
+from tinsmith.service.serving import serve
 
 
 class Clockwork(FakeEngine):

@@ -81,8 +81,8 @@ def serve(
     log_format
         Of the log on standard error: text for people, json for programs.
     """
-    from tinsmith.service.app import serve as serve_until_signal
     from tinsmith.service.config import ServeConfig
+    from tinsmith.service.serving import serve as serve_until_signal
     from tinsmith.settings import COMMAND_LINE, build, raw
 
     options = {

@@ -15,11 +15,12 @@ from tinsmith.engine.base import AdamParams, Heard, Pass, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake import FakeEngine
 from tinsmith.errors import EngineDied
-from tinsmith.service.app import create_app, running
+from tinsmith.service.app import create_app
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.deps import Service
 from tinsmith.service.engines import Start, Started
 from tinsmith.service.keys import create_key
+from tinsmith.service.running import running
 
 KEY = "tml-test"
 Hook = Callable[[str, object], Awaitable[None] | None]

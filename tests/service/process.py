@@ -18,9 +18,9 @@ from tests.service.databases import url_of
 from tinsmith.engine.base import AdamParams, Heard, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake import FakeEngine
-from tinsmith.service.app import serve
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines import Start, Started
+from tinsmith.service.serving import serve
 
 
 class SlowEngine(FakeEngine):

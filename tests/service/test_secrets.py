@@ -16,7 +16,7 @@ from tests.service.databases import url_of
 from tests.service.process import child, free_port
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.keys import create_key, keys_of
-from tinsmith.service.logs import JsonLines, TextLines
+from tinsmith.service.observe.logs import JsonLines, TextLines
 
 pytestmark = SDK_LEAKS
 

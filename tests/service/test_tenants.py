@@ -15,9 +15,9 @@ from tests.service.databases import url_of
 from tests.service.inprocess import Factory
 from tests.service.process import child, free_port
 from tinsmith.errors import ConfigError
-from tinsmith.service.app import running
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.keys import create_key, keys_of
+from tinsmith.service.running import running
 
 NOTICED_S = 5.0
 

@@ -10,8 +10,8 @@ import pytest
 from tests.service.inprocess import Api, Factory, api, loss_in, pass_body
 from tinsmith.engine.base import Pass
 from tinsmith.errors import BadRequest, EngineError
-from tinsmith.service.app import running
 from tinsmith.service.config import ServeConfig
+from tinsmith.service.running import running
 
 
 async def train(on: Api, model: str, seq: int, steps: int) -> list[float]:

@@ -13,7 +13,6 @@ from fastapi import Depends, Header, Request
 from tinsmith.engine.checks import nearest
 from tinsmith.errors import BadRequest, Forbidden, NotFound, TooLarge, Unauthorized
 from tinsmith.service.checkpoints import Checkpoints
-from tinsmith.service.chronicle import Chronicle
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.copies import Copies
 from tinsmith.service.futures import Futures
@@ -21,17 +20,18 @@ from tinsmith.service.gate import Drain
 from tinsmith.service.journal import Journal
 from tinsmith.service.keys import ApiKey, made_key
 from tinsmith.service.limits import Limits
-from tinsmith.service.logs import note
+from tinsmith.service.observe.chronicle import Chronicle
+from tinsmith.service.observe.logs import note
+from tinsmith.service.observe.telemetry import Telemetry
+from tinsmith.service.observe.traces import Traces
+from tinsmith.service.observe.usage import Usage
+from tinsmith.service.openai.texts import Texts
 from tinsmith.service.records import Model, Sampler
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import Sessions
 from tinsmith.service.signing import TOKEN_PREFIX, Signer, write_private
 from tinsmith.service.store import Store
-from tinsmith.service.telemetry import Telemetry
 from tinsmith.service.tenants import Tenants
-from tinsmith.service.texts import Texts
-from tinsmith.service.traces import Traces
-from tinsmith.service.usage import Usage
 from tinsmith.service.wire import BODY_CAP
 from tinsmith.service.worker import Worker
 

@@ -13,9 +13,9 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinsmith.service.logs import arriving
+from tinsmith.service.observe.logs import arriving
+from tinsmith.service.observe.telemetry import Telemetry
 from tinsmith.service.sampling import Sampling
-from tinsmith.service.telemetry import Telemetry
 from tinsmith.service.worker import Worker
 
 ANSWERED_TO_THE_END = (

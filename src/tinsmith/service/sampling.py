@@ -20,10 +20,10 @@ from tinsmith.service.aside import aside
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.futures import Futures
 from tinsmith.service.limits import Limits
+from tinsmith.service.observe.telemetry import Telemetry
 from tinsmith.service.provenance import Claim, Sequences
 from tinsmith.service.records import JSON, PROTOBUF, Answer, Checkpoint, Model, Sampler, Session
 from tinsmith.service.store import Store
-from tinsmith.service.telemetry import Telemetry
 from tinsmith.service.wire import encode_sampled
 from tinsmith.service.worker import Worker
 

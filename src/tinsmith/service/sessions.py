@@ -15,8 +15,8 @@ from contextlib import suppress
 from tinsmith.errors import BadRequest, NotFound
 from tinsmith.service.bodies import SessionBody
 from tinsmith.service.checkpoints import Checkpoints
-from tinsmith.service.chronicle import Chronicle
-from tinsmith.service.logs import note
+from tinsmith.service.observe.chronicle import Chronicle
+from tinsmith.service.observe.logs import note
 from tinsmith.service.records import CustomLoss, Model, Sampler, Session
 from tinsmith.service.store import Store
 from tinsmith.service.worker import Worker

@@ -17,17 +17,17 @@ from tinsmith.engine.base import Pass, PassResult
 from tinsmith.errors import BadRequest, EngineDied, EngineError, TinsmithError
 from tinsmith.service.behind import Behind
 from tinsmith.service.checkpoints import Checkpoints
-from tinsmith.service.chronicle import Chronicle
 from tinsmith.service.effects import Done, Effects
 from tinsmith.service.engines import EngineHost
 from tinsmith.service.futures import Futures
 from tinsmith.service.journal import Journal
 from tinsmith.service.limits import Limits
+from tinsmith.service.observe.chronicle import Chronicle
+from tinsmith.service.observe.telemetry import Telemetry
 from tinsmith.service.payloads import row_of, stored_kind
 from tinsmith.service.records import PROTOBUF, Answer, Checkpoint, Drop, Load, Model, Revive, Row, SaveState, Step, Work
 from tinsmith.service.scheduler import next_batch
 from tinsmith.service.store import Finished, Store
-from tinsmith.service.telemetry import Telemetry
 from tinsmith.service.wire import encode_pass
 
 log = logging.getLogger(__name__)

@@ -12,16 +12,16 @@ from fastapi.responses import JSONResponse, Response
 from tinsmith.engine.base import Sampled, SampleRequest
 from tinsmith.engine.checks import MAX_SAMPLES
 from tinsmith.errors import BadRequest, Unsupported
-from tinsmith.service.asked import Asked, new_id, now, request_of
-from tinsmith.service.choices import Grown
 from tinsmith.service.deps import RawBody, Service, ServiceDep
-from tinsmith.service.direct import whole
-from tinsmith.service.named import named
-from tinsmith.service.openai_bodies import CompletionBody, parse_exact
-from tinsmith.service.openai_replies import Told, finite, head, rows, text_choice, usage
+from tinsmith.service.openai.asked import Asked, new_id, now, request_of
+from tinsmith.service.openai.bodies import CompletionBody, parse_exact
+from tinsmith.service.openai.choices import Grown
+from tinsmith.service.openai.direct import whole
+from tinsmith.service.openai.named import named
+from tinsmith.service.openai.replies import Told, finite, head, rows, text_choice, usage
+from tinsmith.service.openai.streams import total, whole_choice
+from tinsmith.service.openai.texts import Words
 from tinsmith.service.routes.openai import Owner, stream
-from tinsmith.service.streams import total, whole_choice
-from tinsmith.service.texts import Words
 
 router = APIRouter()
 

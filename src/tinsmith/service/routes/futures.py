@@ -15,7 +15,7 @@ from tinsmith.errors import EngineError, Gone, NotFound, TinsmithError
 from tinsmith.service.bodies import FutureBody, FuturesBody, parse
 from tinsmith.service.completions import Completion, Target
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
-from tinsmith.service.logs import note
+from tinsmith.service.observe.logs import note
 from tinsmith.service.records import Answer, CustomLoss, Model, Sampler
 
 log = logging.getLogger(__name__)

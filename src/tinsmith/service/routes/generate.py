@@ -10,12 +10,12 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from tinsmith.engine.base import SampledSequence
-from tinsmith.service.asked import new_id, request_of
 from tinsmith.service.deps import RawBody, ServiceDep
-from tinsmith.service.direct import Calls, whole
-from tinsmith.service.named import named
-from tinsmith.service.openai_bodies import GenerateBody, GenerateParams, parse_exact
-from tinsmith.service.openai_replies import finite, rows
+from tinsmith.service.openai.asked import new_id, request_of
+from tinsmith.service.openai.bodies import GenerateBody, GenerateParams, parse_exact
+from tinsmith.service.openai.direct import Calls, whole
+from tinsmith.service.openai.named import named
+from tinsmith.service.openai.replies import finite, rows
 from tinsmith.service.routes.openai import Owner
 
 router = APIRouter()

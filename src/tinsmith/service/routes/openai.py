@@ -15,15 +15,15 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinsmith.errors import BadRequest
-from tinsmith.service.asked import Asked, new_id, now, request_of
-from tinsmith.service.conversations import prompt_of, tools_of
 from tinsmith.service.deps import RawBody, Service, ServiceDep
-from tinsmith.service.direct import begun, whole
-from tinsmith.service.named import named
-from tinsmith.service.openai_bodies import ChatBody, parse_exact
-from tinsmith.service.openai_replies import chat_choice, chat_delta, head, usage
+from tinsmith.service.openai.asked import Asked, new_id, now, request_of
+from tinsmith.service.openai.bodies import ChatBody, parse_exact
+from tinsmith.service.openai.conversations import prompt_of, tools_of
+from tinsmith.service.openai.direct import begun, whole
+from tinsmith.service.openai.named import named
+from tinsmith.service.openai.replies import chat_choice, chat_delta, head, usage
+from tinsmith.service.openai.streams import Delta, events, total, whole_choice
 from tinsmith.service.records import Checkpoint, Model
-from tinsmith.service.streams import Delta, events, total, whole_choice
 
 router = APIRouter()
 

@@ -13,7 +13,7 @@ from tinsmith.service.asample import decode_sample
 from tinsmith.service.aside import aside
 from tinsmith.service.bodies import JoinBody, SamplingSessionBody, parse
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
-from tinsmith.service.logs import note
+from tinsmith.service.observe.logs import note
 from tinsmith.service.records import Sampler
 
 router = APIRouter()

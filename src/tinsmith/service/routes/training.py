@@ -28,7 +28,7 @@ from tinsmith.service.bodies import (
 from tinsmith.service.checkpoints import check_name, check_ttl
 from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.external import recipients
-from tinsmith.service.logs import note
+from tinsmith.service.observe.logs import note
 from tinsmith.service.payloads import stored
 from tinsmith.service.provenance import Claim, claims_of
 from tinsmith.service.records import Checkpoint, Create, Load, Model, SaveExternal, SaveSampler, SaveState, Step, Work

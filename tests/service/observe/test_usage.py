@@ -13,7 +13,7 @@ import pytest
 from sqlalchemy import select
 
 from tests.service.inprocess import Api, api, pass_body
-from tinsmith.service.chronicle import KEEP_SPANS_S
+from tinsmith.service.observe.chronicle import KEEP_SPANS_S
 from tinsmith.service.records import Checkpoint, Session
 from tinsmith.service.tables import SPANS, STORED
 

@@ -17,10 +17,10 @@ from typing import Any
 from sqlalchemy import delete, select, update
 from sqlalchemy.ext.asyncio import AsyncConnection
 
+from tinsmith.service.observe.telemetry import Timeline
 from tinsmith.service.records import Checkpoint, Model, Sampler
 from tinsmith.service.store import Store, insert_into
 from tinsmith.service.tables import AUDIT, SPANS, STORED, USAGE
-from tinsmith.service.telemetry import Timeline
 
 REST_S = 1.0
 """Between two writes."""

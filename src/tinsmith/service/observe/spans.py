@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING
 
 from tinsmith.errors import ConfigError
-from tinsmith.service.telemetry import Timeline
+from tinsmith.service.observe.telemetry import Timeline
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider

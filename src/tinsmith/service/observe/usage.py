@@ -15,7 +15,7 @@ import numpy as np
 from sqlalchemy import or_, select
 
 from tinsmith.errors import BadRequest
-from tinsmith.service.chronicle import Chronicle
+from tinsmith.service.observe.chronicle import Chronicle
 from tinsmith.service.records import Checkpoint, Model, Session
 from tinsmith.service.signing import urn
 from tinsmith.service.store import Store

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from tests.service.test_texts import card
+from tests.service.openai.test_texts import card
 from tinsmith.errors import BadRequest, Unsupported
-from tinsmith.service.conversations import prompt_of
-from tinsmith.service.openai_bodies import ChatBody
-from tinsmith.service.texts import Words, load
+from tinsmith.service.openai.bodies import ChatBody
+from tinsmith.service.openai.conversations import prompt_of
+from tinsmith.service.openai.texts import Words, load
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}|{{ m.name }}|{{ m.content }}|"

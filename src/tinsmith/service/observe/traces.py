@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlalchemy import select
 
-from tinsmith.service.chronicle import Chronicle
+from tinsmith.service.observe.chronicle import Chronicle
 from tinsmith.service.records import Session
 from tinsmith.service.signing import LINK_S
 from tinsmith.service.store import Store

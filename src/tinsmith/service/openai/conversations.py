@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tinsmith.errors import BadRequest, Unsupported
-from tinsmith.service.openai_bodies import ChatBody, Tool
-from tinsmith.service.texts import Words
-from tinsmith.service.toolcalls import Form, form_of
+from tinsmith.service.openai.bodies import ChatBody, Tool
+from tinsmith.service.openai.texts import Words
+from tinsmith.service.openai.toolcalls import Form, form_of
 
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 

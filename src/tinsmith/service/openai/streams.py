@@ -12,11 +12,11 @@ import numpy as np
 
 from tinsmith.engine.base import Piece, Sampled, SampledSequence
 from tinsmith.errors import TinsmithError
-from tinsmith.service.asked import Asked
-from tinsmith.service.choices import Choice, Grown
-from tinsmith.service.direct import New
-from tinsmith.service.openai_errors import shape_of
-from tinsmith.service.openai_replies import Told, finite, head, rows, usage
+from tinsmith.service.openai.asked import Asked
+from tinsmith.service.openai.choices import Choice, Grown
+from tinsmith.service.openai.direct import New
+from tinsmith.service.openai.errors import shape_of
+from tinsmith.service.openai.replies import Told, finite, head, rows, usage
 
 Delta = Callable[[Asked, Told], dict[str, Any]]
 

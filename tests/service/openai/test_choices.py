@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.test_texts import card
-from tinsmith.service.choices import Choice
-from tinsmith.service.texts import Words, load
-from tinsmith.service.toolcalls import Reading
+from tests.service.openai.test_texts import card
+from tinsmith.service.openai.choices import Choice
+from tinsmith.service.openai.texts import Words, load
+from tinsmith.service.openai.toolcalls import Reading
 
 
 @pytest.fixture(scope="module")

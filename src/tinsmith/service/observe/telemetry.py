@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tinsmith.service.logs import arrived, concerning
+from tinsmith.service.observe.logs import arrived, concerning
 from tinsmith.service.records import Answer
 
 log = logging.getLogger(__name__)

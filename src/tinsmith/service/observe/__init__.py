@@ -1,0 +1,1 @@
+"""What the service tells of itself and writes down: metrics, logs, spans, audit, use, traces."""

@@ -1,0 +1,1 @@
+"""The OpenAI dialect: texts and conversations in, samples of the same engines out."""
