@@ -10,6 +10,8 @@ import asyncio
 import logging
 import os
 import signal
+import sqlite3
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -210,9 +212,24 @@ def _configure_sqlite(connection: Any, _record: Any) -> None:
     """Transactions are begun by `_begin_sqlite`: the driver itself would leave changes of tables outside of them."""
     connection.isolation_level = None
     cursor = connection.cursor()
-    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "busy_timeout=10000"):
+    for pragma in ("busy_timeout=10000", "synchronous=NORMAL"):
         cursor.execute(f"PRAGMA {pragma}")
+    _write_ahead(cursor)
     cursor.close()
+
+
+def _write_ahead(cursor: Any, within_s: float = 10.0) -> None:
+    """WAL, a property of the file. SQLite waits for no lock here, so of several first starts all but one try again."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+        else:
+            return
 
 
 def _begin_sqlite(connection: Connection) -> None:
