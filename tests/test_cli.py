@@ -24,13 +24,17 @@ rewards:
   - {type: format, pattern: ".*[aeiou].*"}
 sampling: {max_tokens: 4}
 optimizer: {learning_rate: 0.05}
-steps: 8
+steps: 16
 groups_per_step: 4
 group_size: 4
 eval: {every: 4}
 checkpoint: {every: 2}
 service: {engine: fake, source: tiny}
 """
+
+
+STEPS = 16
+"""Enough that a signal sent after five of them finds the run at work."""
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +74,7 @@ def run_and_send(work: Path, number: int, folder: str, *overrides: str) -> int:
             time.sleep(0.01)
         process.send_signal(number)
         process.wait(20)
-    assert json.loads((work / folder / "state.json").read_text())["step"] < 8
+    assert json.loads((work / folder / "state.json").read_text())["step"] < STEPS
     return process.returncode
 
 
@@ -81,14 +85,14 @@ def metrics(folder: Path) -> list[dict[str, float]]:
 
 def test_a_file_is_all_a_run_needs(work, whole):
     assert whole.returncode == 0, whole.stderr
-    assert "small is finished: 8 steps" in whole.stdout
+    assert f"small is finished: {STEPS} steps" in whole.stdout
     assert "held out before training" in whole.stdout
     folder = work / "runs" / "small"
     assert {"run.yaml", "state.json", "metrics.jsonl", "report.html", "rollouts", "service"} <= {
         path.name for path in folder.iterdir()
     }
     reward = [row["reward/mean"] for row in metrics(folder) if "reward/mean" in row]
-    assert len(reward) == 8
+    assert len(reward) == STEPS
     assert sum(reward[4:]) > sum(reward[:4])
 
 
