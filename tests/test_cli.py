@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -68,7 +69,9 @@ def run_and_send(work: Path, number: int, folder: str, *overrides: str) -> int:
     command = [sys.executable, "-m", "tinsmith", "run", "small.yaml", f"folder={folder}", *overrides]
     written = work / folder / "metrics.jsonl"
     with (work / "log").open("w") as log:
-        process = subprocess.Popen(command, cwd=work, stdout=log, stderr=log, env=environment())
+        # A shell may start tests in the background with SIGINT ignored, which children inherit.
+        heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(command, cwd=work, stdout=log, stderr=log, env=environment(), preexec_fn=heeding)
         deadline = time.monotonic() + 90
         while not (written.exists() and written.read_text().count("\n") >= 5) and time.monotonic() < deadline:
             time.sleep(0.01)
