@@ -64,10 +64,11 @@ class Limits:
     def model(self, owner: str) -> Iterator[None]:
         """A model that comes into being inside. Raises Forbidden if the tenant has all it may have."""
         most = self._tenants.quotas(owner).models
-        have = sum(one.owner == owner and one.state in ("pending", "live") for one in self._store.all(Model))
-        if most is not None and have + self._creating[owner] >= most:
-            told = f"{owner} has {have} models in training, and may have {most}."
-            raise Forbidden(told, "Finish a session that is done with its models.")
+        if most is not None:
+            have = sum(one.owner == owner and one.state in ("pending", "live") for one in self._store.all(Model))
+            if have + self._creating[owner] >= most:
+                told = f"{owner} has {have} models in training, and may have {most}."
+                raise Forbidden(told, "Finish a session that is done with its models.")
         self._creating[owner] += 1
         try:
             yield
@@ -77,8 +78,10 @@ class Limits:
     def checkpoint(self, owner: str) -> None:
         """Before one more is written. Raises Forbidden if the tenant's have reached what they may take."""
         most = self._tenants.quotas(owner).checkpoint_bytes
+        if most is None:
+            return
         have = sum(one.size_bytes for one in self._store.all(Checkpoint) if one.owner == owner)
-        if most is not None and have >= most:
+        if have >= most:
             told = f"The checkpoints of {owner} take {have} bytes, and may take {most}."
             raise Forbidden(told, "Delete some, give them a ttl, or finish sessions that sample from unnamed ones.")
 

@@ -148,14 +148,12 @@ async def _take_up(service: Service) -> None:
     await service.checkpoints.sweep()
     await service.journal.sweep()
     for model_id, (accepted, finished) in (await service.store.highest()).items():
-        model = service.store.find(Model, model_id)
-        worker = service.workers.get(model.base_model) if model else None
+        worker = _worker_of(service, model_id)
         if worker is not None:
             line = worker.line(model_id)
             line.accepted, line.begun = accepted, finished
     for row in await service.store.pending():
-        model = service.store.find(Model, row.model_id)
-        worker = service.workers.get(model.base_model) if model else None
+        worker = _worker_of(service, row.model_id)
         if worker is not None:
             service.futures.open(row.id, row.owner, stored=True)
             worker.add(row)
@@ -164,6 +162,12 @@ async def _take_up(service: Service) -> None:
         session, worker = service.store.find(Session, model.session_id), service.workers.get(model.base_model)
         if worker is not None and model.state != "ended" and (session is None or session.ended is not None):
             worker.drop(model)
+
+
+def _worker_of(service: Service, model_id: str) -> Worker | None:
+    """None for a model that is gone, or whose base model is no longer served."""
+    model = service.store.find(Model, model_id)
+    return service.workers.get(model.base_model) if model is not None else None
 
 
 async def _work(workers: list[Worker], on_end: Callable[[TinsmithError | None], None]) -> None:

@@ -145,10 +145,7 @@ async def save_weights_for_sampler(tenant: Tenant, service: ServiceDep, body: Ra
     if asked.kind not in ("snapshot", "inflight"):
         raise BadRequest(f"kind is '{asked.kind}'.", "Give snapshot or inflight.")
     if asked.path is not None:
-        check_name(asked.path)
-        standing = service.checkpoints.named(model.id, "sampler_weights", asked.path)
-        if standing is not None:
-            raise BadRequest(f"{standing.path} exists.", "Choose another name or delete it first.")
+        _check_new_name(service, model, "sampler_weights", asked.path)
         work = SaveSampler(name=asked.path, ttl_seconds=asked.ttl_seconds, metadata=asked.user_metadata)
     elif asked.sampling_session_seq_id is not None:
         sampler_id = f"{model.session_id}:sample:{asked.sampling_session_seq_id}"
@@ -166,13 +163,10 @@ async def save_weights_external(tenant: Tenant, service: ServiceDep, body: RawBo
     model = service.training(asked.model_id, tenant)
     if await _promised(service, model, asked.seq_id):
         return _promise_of(model, asked.seq_id)
-    check_name(asked.path)
     check_ttl(asked.ttl_seconds)
     given = asked.age_encryption_recipients or []
     recipients(given)
-    standing = service.checkpoints.named(model.id, "external_weights", asked.path)
-    if standing is not None:
-        raise BadRequest(f"{standing.path} exists.", "Choose another name or delete it first.")
+    _check_new_name(service, model, "external_weights", asked.path)
     work = SaveExternal(name=asked.path, ttl_seconds=asked.ttl_seconds, recipients=given)
     return await _promise(service, model, asked.seq_id, work, stored(work))
 
@@ -226,6 +220,14 @@ def _loadable(service: Service, tenant: str, asked: LoadBody, base_model: str | 
         raise BadRequest(f"{asked.path} belongs to {checkpoint.base_model}, not to {wanted}.", "Leave base_model out.")
     service.chronicle.read(checkpoint, tenant, "training")
     return checkpoint
+
+
+def _check_new_name(service: Service, model: Model, kind: str, name: str) -> None:
+    """Raises BadRequest unless it is a name, and not yet one of the model's checkpoints of this kind."""
+    check_name(name)
+    standing = service.checkpoints.named(model.id, kind, name)
+    if standing is not None:
+        raise BadRequest(f"{standing.path} exists.", "Choose another name or delete it first.")
 
 
 async def _promised(service: Service, model: Model, seq: int) -> bool:
