@@ -88,6 +88,16 @@ async def patiently(engine: AsyncEngine, work: Callable[[], Awaitable[R]]) -> R:
         await asyncio.sleep(_AWAY_S)
 
 
+async def to_its_end(work: Awaitable[R]) -> R:
+    """The work's result. Nothing cancels the work: who is cancelled waits until it has given its connection back."""
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.gather(asyncio.shield(task), return_exceptions=True)
+        raise
+
+
 def place_of(engine: AsyncEngine) -> str:
     """The database's URL as people may read it, without its password."""
     return engine.url.render_as_string(hide_password=True)

@@ -24,7 +24,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from tinsmith.engine.base import LoraSpec
-from tinsmith.service.database import direct_of, engine_of, migrate, patiently, served_alone
+from tinsmith.service.database import direct_of, engine_of, migrate, patiently, served_alone, to_its_end
 from tinsmith.service.payloads import restored, row_of, stored_kind
 from tinsmith.service.records import Answer, Checkpoint, CustomLoss, Model, Past, Row, Sampler, Session
 from tinsmith.service.tables import CHECKPOINTS, CUSTOM_LOSSES, MODELS, REQUESTS, SAMPLERS, SESSIONS
@@ -83,11 +83,10 @@ class Store:
         """Every record of a kind, oldest first."""
         return list(self._held[kind].values())
 
-    @asynccontextmanager
-    async def writing(self) -> AsyncIterator[AsyncConnection]:
-        """A transaction for tables that are not held here."""
-        async with self._writing, self._engine.begin() as db:
-            yield db
+    async def write(self, work: Callable[[Connection], R]) -> R:
+        """A transaction on tables that are not held here. Raises while the database is away: nothing waits for it."""
+        async with self._writing:
+            return await self._attempt(work)
 
     async def put(self, *records: Held) -> None:
         """Write records, new or changed, together."""
@@ -249,27 +248,21 @@ class Store:
             await self._transaction(pruned)
 
     async def _transaction(self, work: Callable[[Connection], R]) -> R:
-        """All of it or nothing, in a thread."""
+        """All of it or nothing, however long it takes."""
+        return await patiently(self._engine, lambda: self._attempt(work))
+
+    async def _attempt(self, work: Callable[[Connection], R]) -> R:
+        """In a thread; who is cancelled meanwhile waits for its end."""
 
         def run() -> R:
             with self._direct.begin() as db:
                 return work(db)
 
-        return await patiently(self._engine, lambda: _to_its_end(run))
+        return await to_its_end(asyncio.to_thread(run))
 
     def _keep(self, records: Iterable[Held]) -> None:
         for record in records:
             self._held[type(record)][record.id] = record
-
-
-async def _to_its_end(run: Callable[[], R]) -> R:
-    """In a thread, which nothing cancels: who is cancelled waits until it has given its connection back."""
-    thread = asyncio.ensure_future(asyncio.to_thread(run))
-    try:
-        return await asyncio.shield(thread)
-    except asyncio.CancelledError:
-        await asyncio.gather(thread, return_exceptions=True)
-        raise
 
 
 async def open_store(data: Path, database: str | None = None) -> Store:

@@ -92,8 +92,7 @@ def test_storage_is_bytes_times_hours_from_save_to_deletion(tmp_path: Path) -> N
             size = on.service.store.all(Checkpoint)[0].size_bytes
             now = time.time()
             begun = now - 5400
-            async with on.service.store.writing() as db:
-                await db.execute(STORED.update().values(begun=begun))
+            await on.service.store.write(lambda db: db.execute(STORED.update().values(begun=begun)))
             events = [one for one in (await bill(on, 3))["data"] if one["event_info"]["type"] == "storage"]
             total = sum(one["event_info"]["gigabyte_hours"] for one in events)
             assert total == pytest.approx(1.5 * size / 1e9, rel=0.01)
@@ -111,8 +110,7 @@ def test_storage_is_bytes_times_hours_from_save_to_deletion(tmp_path: Path) -> N
             after = [one for one in (await bill(on, 3))["data"] if one["event_info"]["type"] == "storage"]
             assert sum(one["event_info"]["gigabyte_hours"] for one in after) == pytest.approx(total, rel=0.01)
             many = [{**row._mapping, "id": f"c{n}", "begun": now - 7200 - n, "ended": now} for n in range(500)]
-            async with on.service.store.writing() as db:
-                await db.execute(STORED.insert(), many)
+            await on.service.store.write(lambda db: db.execute(STORED.insert(), many))
             events = [one for one in (await bill(on, 4))["data"] if one["event_info"]["type"] == "storage"]
             wanted = sum(now - one["begun"] for one in many) / 3600 * size / 1e9
             total = sum(one["event_info"]["gigabyte_hours"] for one in events)
@@ -232,8 +230,9 @@ def test_times_of_requests_are_forgotten_after_a_week(tmp_path: Path) -> None:
         async with api(tmp_path) as on:
             model = await on.model()
             await on.service.chronicle.flush()
-            async with on.service.store.writing() as db:
-                await db.execute(SPANS.update().values(ended=time.time() - KEEP_SPANS_S - 60))
+            await on.service.store.write(
+                lambda db: db.execute(SPANS.update().values(ended=time.time() - KEEP_SPANS_S - 60))
+            )
         async with api(tmp_path) as on:
             await on.step(model, 1)
             await asyncio.sleep(0.3)  # the first thing that is done is to forget
@@ -250,7 +249,7 @@ def test_what_cannot_be_written_is_written_later(tmp_path: Path, monkeypatch: py
             model = await on.model()
             await on.service.chronicle.flush()
             with monkeypatch.context() as broken:
-                broken.setattr(on.service.store, "writing", lambda: 1 / 0)
+                broken.setattr(on.service.store, "write", lambda _work: 1 / 0)
                 await trained(on, model, 1, 4)
                 on.service.chronicle.audit("local", "checkpoint_read", "local")
                 with pytest.raises(ZeroDivisionError):

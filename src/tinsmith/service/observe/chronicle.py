@@ -14,9 +14,9 @@ from datetime import UTC, date, datetime
 from datetime import time as midnight
 from typing import Any
 
-from sqlalchemy import delete, select, update
-from sqlalchemy.ext.asyncio import AsyncConnection
+from sqlalchemy import Connection, delete, select, update
 
+from tinsmith.service.database import to_its_end
 from tinsmith.service.observe.telemetry import Timeline
 from tinsmith.service.records import Checkpoint, Model, Sampler
 from tinsmith.service.store import Store, insert_into
@@ -113,12 +113,15 @@ class Chronicle:
             await self.flush()
             if pruned + PRUNE_S <= time.time():
                 pruned = time.time()
-                async with self._store.writing() as db:
-                    await db.execute(delete(SPANS).where(SPANS.c.ended < pruned - KEEP_SPANS_S))
+                long_over = delete(SPANS).where(SPANS.c.ended < pruned - KEEP_SPANS_S)
+                await self._store.write(lambda db, over=long_over: db.execute(over))
             await asyncio.sleep(REST_S)
 
     async def flush(self) -> None:
-        """Everything noted so far is in the database when this returns."""
+        """Everything noted so far is in the database when this returns, also if it is cancelled meanwhile."""
+        await to_its_end(self._flush())
+
+    async def _flush(self) -> None:
         async with self._writing:
             self._more.clear()
             audits, spans, used = self._audits, self._spans, self._used
@@ -126,10 +129,13 @@ class Chronicle:
             come, gone = self._storage()
             if not (audits or spans or used or come or gone):
                 return
+
+            def written(db: Connection) -> None:
+                _write(db, audits, spans, used)
+                _write_storage(db, come, gone)
+
             try:
-                async with self._store.writing() as db:
-                    await _write(db, audits, spans, used)
-                    await _write_storage(db, come, gone)
+                await self._store.write(written)
             except BaseException:
                 self._audits, self._spans = audits + self._audits, spans + self._spans
                 self._used.update(used)
@@ -174,26 +180,26 @@ def _about(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"tinker_path": checkpoint.path, "model_id": checkpoint.run}
 
 
-async def _write(
-    db: AsyncConnection,
+def _write(
+    db: Connection,
     audits: Sequence[dict[str, Any]],
     spans: Sequence[dict[str, Any]],
     used: Counter[tuple[str, int, str, str, str]],
 ) -> None:
     if audits:
-        await db.execute(AUDIT.insert(), audits)
+        db.execute(AUDIT.insert(), audits)
     if spans:
-        await db.execute(insert_into(db, SPANS).on_conflict_do_nothing(), spans)
+        db.execute(insert_into(db, SPANS).on_conflict_do_nothing(), spans)
     if used:
         keys = ("owner", "hour", "kind", "base_model", "session_id")
         adding = insert_into(db, USAGE)
         more = {"quantity": USAGE.c.quantity + adding.excluded.quantity}
         rows = [{**dict(zip(keys, key, strict=True)), "quantity": count} for key, count in used.items()]
-        await db.execute(adding.on_conflict_do_update(index_elements=list(keys), set_=more), rows)
+        db.execute(adding.on_conflict_do_update(index_elements=list(keys), set_=more), rows)
 
 
-async def _write_storage(db: AsyncConnection, come: Sequence[dict[str, Any]], gone: set[str]) -> None:
+def _write_storage(db: Connection, come: Sequence[dict[str, Any]], gone: set[str]) -> None:
     if come:
-        await db.execute(insert_into(db, STORED).on_conflict_do_nothing(), come)
+        db.execute(insert_into(db, STORED).on_conflict_do_nothing(), come)
     for key in gone:
-        await db.execute(update(STORED).where(STORED.c.id == key).values(ended=time.time()))
+        db.execute(update(STORED).where(STORED.c.id == key).values(ended=time.time()))
