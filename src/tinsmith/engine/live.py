@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from tinsmith.engine import adapters, lora
 from tinsmith.engine.base import AdamParams
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """An adapter at one moment: its layout, float32 master [size], and the reading of it that passes are made with."""
+
+    layout: lora.Layout
+    master: Tensor
+    weights: lora.Weights
 
 
 class Model:
@@ -18,15 +29,24 @@ class Model:
         self.gradient = torch.zeros_like(master)
         self.optimizer = torch.optim.AdamW([self.master], fused=True)
         self._weights: lora.Weights | None = None
+        self._lent = False
+        """Someone else reads the master too: the next step must leave it as it is."""
 
     def weights(self) -> lora.Weights:
-        """The adapter as of the last step; made anew only after a step."""
+        """The adapter as of the last step; nothing changes it later."""
         if self._weights is None:
             self._weights = lora.weights_of(self.layout, self.master.detach(), self.dtype)
         return self._weights
 
+    def capture(self) -> Captured:
+        """The adapter of this moment for good, without a copy: the next step works on one."""
+        self._lent = True
+        return Captured(self.layout, self.master.detach(), self.weights())
+
     def step(self, adam: AdamParams) -> dict[str, float]:
         """AdamW with decoupled decay, then a clean gradient. Returns the gradient's norm before clipping."""
+        if self._lent:
+            self.master.data, self._lent = self.master.data.clone(), False
         self.master.grad = self.gradient
         norm = torch.nn.utils.get_total_norm([self.gradient])
         if adam.grad_clip_norm > 0:
@@ -40,6 +60,7 @@ class Model:
         self.optimizer.step()
         self.gradient.zero_()
         self._weights = None
+        self.weights()  # now, so that a capture takes no time; the next pass wants it anyway
         return {"grad_norm": float(norm)}
 
     def moments(self) -> adapters.Moments:

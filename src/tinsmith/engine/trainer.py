@@ -14,12 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from tinsmith.engine import adapters, attention, batch, lora
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult
 from tinsmith.engine.head import Head, Slopes
-from tinsmith.engine.live import Model
+from tinsmith.engine.live import Captured, Model
 from tinsmith.engine.models import BaseModel
 from tinsmith.engine.turns import Turns
 from tinsmith.engine.work import Work
@@ -27,7 +26,7 @@ from tinsmith.errors import EngineError, NotFound, TinsmithError
 
 
 class TorchTrainer:
-    """Implements `engine.base.Trainer`; `snapshot` is what the sampler takes."""
+    """Implements `engine.base.Trainer`; `capture` is what the sampler takes."""
 
     def __init__(self, base: BaseModel, router: lora.Router, turns: Turns, pass_tokens: int) -> None:
         self._base, self._router, self._turns, self._pass_tokens = base, router, turns, pass_tokens
@@ -47,9 +46,11 @@ class TorchTrainer:
                 model.restore(moments)
 
     async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
-        model = self._model(model_id)
-        moments = model.moments() if optimizer else None
-        return adapters.write(to, model.layout, model.master.detach(), self._base.card.source, moments)
+        async with self._lock:  # in a thread: the sampler goes on, and nothing trains meanwhile
+            model = self._model(model_id)
+            moments = model.moments() if optimizer else None
+            source = self._base.card.source
+            return await asyncio.to_thread(adapters.write, to, model.layout, model.master.detach(), source, moments)
 
     async def drop(self, model_id: str) -> None:
         async with self._lock:
@@ -63,10 +64,9 @@ class TorchTrainer:
         async with self._lock:
             return await self._run(passes)
 
-    def snapshot(self, model_id: str) -> tuple[lora.Layout, Tensor]:
-        """The layout and a copy of the float32 master of this moment."""
-        model = self._model(model_id)
-        return model.layout, model.master.detach().clone()
+    def capture(self, model_id: str) -> Captured:
+        """The model's adapter of this moment."""
+        return self._model(model_id).capture()
 
     def gradients(self, model_id: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """Module name -> accumulated gradients of A and B: for those who check the mathematics."""

@@ -6,13 +6,13 @@ back when it is next asked for. Sequences that are running hold their weights th
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import Tensor
-
 from tinsmith.engine import adapters
-from tinsmith.engine.lora import Layout, Weights, layout_for, weights_of
+from tinsmith.engine.live import Captured
+from tinsmith.engine.lora import Weights, layout_for, weights_of
 from tinsmith.engine.models import BaseModel
 from tinsmith.errors import Gone
 
@@ -22,9 +22,9 @@ RESIDENT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Version:
-    """`captured` (layout and float32 master) until it is on disk; `folder` from then on; `weights` while resident."""
+    """`captured` until it is on disk; `folder` from then on; `weights` while resident."""
 
-    captured: tuple[Layout, Tensor] | None = None
+    captured: Captured | None = None
     folder: Path | None = None
     weights: Weights | None = None
 
@@ -36,20 +36,21 @@ class Versions:
         self._base = base
         self._known: dict[str, _Version] = {}
 
-    def capture(self, name: str, layout: Layout, master: Tensor) -> None:
-        """`master` must be a copy: it is kept."""
-        weights = weights_of(layout, master, self._base.dtype)
-        self._known[name] = _Version(captured=(layout, master), weights=weights)
+    def capture(self, name: str, captured: Captured) -> None:
+        """Usable at once: what is captured is kept, not copied."""
+        self._known[name] = _Version(captured=captured, weights=captured.weights)
 
-    def persist(self, name: str, to: Path) -> int:
-        """Write a captured version; returns its bytes."""
-        version = self._get(name)
-        if version.captured is None:
+    async def persist(self, name: str, to: Path) -> int:
+        """Write a captured version, in a thread, so that sampling goes on; returns its bytes."""
+        captured = self._get(name).captured
+        if captured is None:
             raise Gone(f"Version '{name}' is no longer in memory.", "It was written before; use its folder.")
-        layout, master = version.captured
-        size = adapters.write(to, layout, master, self._base.card.source, None)
-        self._known[name] = replace(version, captured=None, folder=to)
-        self._evict()
+        source = self._base.card.source
+        size = await asyncio.to_thread(adapters.write, to, captured.layout, captured.master, source, None)
+        standing = self._known.get(name)
+        if standing is not None and standing.captured is captured:  # nobody forgot it meanwhile
+            self._known[name] = replace(standing, captured=None, folder=to)
+            self._evict()
         return size
 
     def attach(self, name: str, source: Path) -> None:
