@@ -51,6 +51,7 @@ def serve(
     dtype: Literal["auto", "float32", "bfloat16"] | None = None,
     device: Literal["auto", "cpu", "cuda"] | None = None,
     threads: int | None = None,
+    sharing: Literal["latency", "throughput"] | None = None,
     log_format: Literal["text", "json"] | None = None,
 ) -> None:
     """Serve the Tinker API on this machine until interrupted.
@@ -78,6 +79,8 @@ def serve(
         auto is a GPU if there is one.
     threads
         CPU threads for tensor work; 0 is one for each core.
+    sharing
+        How training and sampling take turns on a device: few waits for a token, or most tokens of both together.
     log_format
         Of the log on standard error: text for people, json for programs.
     """
@@ -87,7 +90,7 @@ def serve(
 
     options = {
         "models": model, "host": host, "port": port, "data": data, "database": database, "api_key": api_key,
-        "dtype": dtype, "device": device, "threads": threads, "log_format": log_format,
+        "dtype": dtype, "device": device, "threads": threads, "sharing": sharing, "log_format": log_format,
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value is not None}
     place = str(config) if config else COMMAND_LINE

@@ -32,3 +32,6 @@ class EngineConfig(Settings):
 
     cache_tokens: int = 32768
     """Tokens that the sampler's cache may hold; requests beyond it wait."""
+
+    sharing: Literal["latency", "throughput"] = "throughput"
+    """How training and sampling take turns on the device: few waits for a token, or most tokens of both together."""

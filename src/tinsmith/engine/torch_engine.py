@@ -16,7 +16,7 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.memory import Trimmer
 from tinsmith.engine.sampler import TorchSampler
 from tinsmith.engine.trainer import TorchTrainer
-from tinsmith.engine.turns import Turns
+from tinsmith.engine.turns import POLICIES, Turns
 from tinsmith.errors import TinsmithError
 
 
@@ -30,10 +30,11 @@ class TorchEngine:
         # The head's float32 product: where the base is bfloat16, multiply as bfloat16 (its values are), sum as float32.
         precision = "bf16" if base.dtype == torch.bfloat16 else "ieee"
         torch.backends.mkldnn.matmul.fp32_precision = precision  # pyright: ignore[reportAttributeAccessIssue]
-        router, turns = lora.adapt(base), Turns()
+        policy = POLICIES[config.sharing]
+        router, turns = lora.adapt(base), Turns(policy)
         self._card = base.card
         self._trim = Trimmer()
-        self.trainer = TorchTrainer(base, router, turns, config.pass_tokens)
+        self.trainer = TorchTrainer(base, router, turns, min(config.pass_tokens, policy.tokens or config.pass_tokens))
         self.sampler = TorchSampler(base, router, turns, config.pass_tokens, config.cache_tokens)
 
     @property
@@ -61,10 +62,10 @@ class TorchEngine:
         await self.trainer.drop(model_id)
 
     async def capture(self, model_id: str, version: str) -> None:
-        self.sampler.versions.capture(version, *self.trainer.snapshot(model_id))
+        self.sampler.versions.capture(version, self.trainer.capture(model_id))
 
     async def persist(self, version: str, to: Path) -> int:
-        return self.sampler.versions.persist(version, to)
+        return await self.sampler.versions.persist(version, to)
 
     async def attach(self, version: str, source: Path) -> None:
         self.sampler.versions.attach(version, source)

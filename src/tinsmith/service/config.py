@@ -65,6 +65,9 @@ class ServeConfig(Settings):
     cache_tokens: int = _ENGINE.cache_tokens
     """Tokens that a sampler's cache may hold; requests beyond it wait."""
 
+    sharing: Literal["latency", "throughput"] = _ENGINE.sharing
+    """How training and sampling take turns on a device: few waits for a token, or most tokens of both together."""
+
     batch_tokens: int = 8192
     """Tokens of waiting forward_backward requests that are handed to an engine together."""
 
@@ -157,4 +160,5 @@ class ServeConfig(Settings):
             threads=self.threads,
             pass_tokens=self.pass_tokens,
             cache_tokens=self.cache_tokens,
+            sharing=self.sharing,
         )
