@@ -37,8 +37,8 @@ check: install  ## style, types, walls between folders, and the gates of tests/t
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/test_gates.py
 
-bench: install  ## speed and memory against the common ways, into benchmarks/results
-	$(BIN)/python -m benchmarks.first_light
+bench: install  ## everything promised of speed and memory, against the common ways, into benchmarks/results
+	$(BIN)/python -m benchmarks.speed
 
 bench-service: install  ## what the service costs beside its engine, into benchmarks/results
 	$(BIN)/python -m benchmarks.service

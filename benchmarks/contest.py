@@ -1,6 +1,7 @@
 """Two ways of doing the same work, timed in turns, so that a busy minute of the machine slows both.
 
-A ratio is taken for each turn; the median of the turns is what is reported, with the least and the greatest beside it.
+A ratio is taken for each turn; the median of the turns is what is reported, with the least and the greatest beside it
+(5 and 95 % where there are twenty turns or more). A `Line` is one row of the tables that come of it.
 """
 
 from __future__ import annotations
@@ -8,24 +9,81 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Contest:
-    """What was measured. `ratios` are theirs / ours in seconds: above 1 we are faster.
+class Setting:
+    """What every part is told.
 
-    Example: Contest(name="sampling", work="4096 tokens", ours_s=[2.0, 2.1], theirs_s=[5.0, 5.1], wanted=2.0)
+    Example: Setting(folder=Path("/cache/smollm2"), threads=2, turns=3, dtype="bfloat16")
     """
 
-    name: str
+    folder: Path
+    """Of the base model."""
+    threads: int
+    """Of both sides."""
+    turns: int
+    """Of long work; what takes milliseconds has ten times as many."""
+    dtype: str = "bfloat16"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """One thing that was measured.
+
+    Example: Line(work="64 samples", baseline="generate", unit="x", least=4.0, aim=5.5, values=[4.8, 5.1, 5.0])
+    """
+
     work: str
-    tokens: int
-    wanted: float | None
-    """The least ratio that is promised; None where nothing is."""
+    baseline: str
+    unit: str
+    """Of the values: x (a ratio, baseline by ours in seconds), %, ms, GB, or nothing for a plain number."""
+    least: float | None = None
+    """What is promised; None where nothing is."""
+    aim: float | None = None
+    values: list[float]
+    """Turn by turn; empty if it could not be measured: `note` says why."""
+    ours: str = ""
+    theirs: str = ""
+    note: str = ""
+    lower: bool = False
+    """Whether less is better."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.values)
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Of all turns, or of 90 % of them where there are many."""
+        many = len(self.values) >= 20
+        return (percentile(self.values, 0.05), percentile(self.values, 0.95)) if many else _ends(self.values)
+
+    def reaches(self, mark: float | None) -> bool:
+        """Whether the median is at `mark` or better."""
+        if mark is None or not self.values:
+            return False
+        return self.median <= mark if self.lower else self.median >= mark
+
+    @property
+    def verdict(self) -> str:
+        """In a word: how it stands to what is promised."""
+        if not self.values:
+            return "not measured"
+        if self.least is None:
+            return ""
+        return "aim" if self.reaches(self.aim) else "yes" if self.reaches(self.least) else "no"
+
+
+@dataclass(slots=True)
+class Contest:
+    """Seconds of each side, turn by turn. `ratios` are theirs / ours: above 1 we are faster."""
+
     ours_s: list[float] = field(default_factory=list)
     theirs_s: list[float] = field(default_factory=list)
 
@@ -34,30 +92,42 @@ class Contest:
         """Theirs by ours, turn by turn."""
         return [theirs / ours for ours, theirs in zip(self.ours_s, self.theirs_s, strict=True)]
 
-    def row(self) -> str:
-        """As a line of a markdown table."""
-        ours, theirs = (self.tokens / statistics.median(seconds) for seconds in (self.ours_s, self.theirs_s))
-        ratios = self.ratios
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        wanted = "" if self.wanted is None else f"{self.wanted:g}"
-        return f"| {self.name} | {self.work} | {ours:,.0f} | {theirs:,.0f} | {spread} | {wanted} |"
+    def line(
+        self, work: str, baseline: str, least: float, aim: float, tokens: int | None = None, note: str = ""
+    ) -> Line:
+        """As a line; with `tokens` the sides are told as tokens/s, else in seconds."""
+        sides = [_speed(statistics.median(seconds), tokens) for seconds in (self.ours_s, self.theirs_s)]
+        line = Line(
+            work=work,
+            baseline=baseline,
+            unit="x",
+            least=least,
+            aim=aim,
+            values=self.ratios,
+            ours=sides[0],
+            theirs=sides[1],
+            note=note,
+        )
+        log.info("%s: %.2f %s", work, line.median, [round(value, 2) for value in line.values])
+        return line
 
 
-HEADER = (
-    "| what | work | ours, tokens/s | theirs, tokens/s | ratio, median (spread) | promised |\n|---|---|---|---|---|---|"
-)
+def in_turns(ours: Callable[[], object], theirs: Callable[[], object], turns: int, warm_up: int = 1) -> Contest:
+    """Both `warm_up` times, then `turns` of each, changing who goes first."""
+    for _ in range(warm_up):
+        ours()
+        theirs()
+    found = rotate({"ours": ours, "theirs": theirs}, turns)
+    return Contest(found["ours"], found["theirs"])
 
 
-def in_turns(contest: Contest, ours: Callable[[], object], theirs: Callable[[], object], turns: int) -> Contest:
-    """Both once to warm up, then `turns` of each, changing who goes first; returns the contest with its times."""
-    for warm_up in (ours, theirs):
-        warm_up()
+def rotate(sides: Mapping[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
+    """Seconds of each side for each turn; forwards in one turn, backwards in the next."""
+    found: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(turns):
-        sides = ((ours, contest.ours_s), (theirs, contest.theirs_s))
-        for work, seconds in sides if turn % 2 == 0 else sides[::-1]:
-            seconds.append(_timed(work))
-    log.info(contest.row())
-    return contest
+        for name in list(sides) if turn % 2 == 0 else reversed(list(sides)):
+            found[name].append(timed(sides[name]))
+    return found
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -66,7 +136,16 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def _timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[[], object]) -> float:
+    """Seconds."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
+
+
+def _ends(values: Sequence[float]) -> tuple[float, float]:
+    return min(values), max(values)
+
+
+def _speed(seconds: float, tokens: int | None) -> str:
+    return f"{tokens / seconds:,.0f} tokens/s" if tokens else f"{seconds:.3g} s"

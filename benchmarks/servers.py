@@ -40,11 +40,11 @@ class Server:
 
 
 @contextmanager
-def tinsmith(folder: Path, dtype: str, data: Path) -> Iterator[Server]:
+def tinsmith(folder: Path, dtype: str, data: Path, threads: int = 0) -> Iterator[Server]:
     """`tinsmith serve` with one model."""
     port = _free_port()
     command = [sys.executable, "-m", "tinsmith", "serve", "--model", f"{MODEL}={folder}", "--dtype", dtype]
-    command += ["--port", str(port), "--data", str(data), "--api-key", KEY]
+    command += ["--port", str(port), "--data", str(data), "--api-key", KEY, "--threads", str(threads)]
     with _running(command, port, "/api/v1/healthz") as server:
         yield server
 

@@ -1,4 +1,4 @@
-"""What is trained on and sampled from: token rows of real text lengths, the same for both sides, from a seed."""
+"""What is trained on and sampled from: token rows of real lengths, the same for both sides, from a seed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import numpy as np
 
 from tinsmith.engine.base import Datum, Pass
 
-VOCABULARY = 49_152
+VOCABULARY = 500
+"""Ids that every model has, the smallest of the tests too; the work does not depend on which they are."""
+PROMPT = 150
+ANSWER = (40, 160)
+GROUPS, GROUP = 8, 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +25,7 @@ class Batch:
 
     @property
     def tokens(self) -> int:
-        """Positions that are scored; padding is not counted."""
+        """Positions that are scored, as a user counts them: a shared prompt in every row, padding nowhere."""
         return sum(len(row) - 1 for row in self.rows)
 
     def as_pass(self, model_id: str) -> Pass:
@@ -35,26 +39,35 @@ class Batch:
         return Pass(model_id=model_id, data=tuple(data), loss_fn="importance_sampling")
 
 
-def groups(seed: int = 0, prompts: int = 4, answers: int = 8) -> Batch:
-    """RL: groups of answers to one prompt; prompts of 40 to 160 tokens, answers of 8 to 64."""
+def grpo(seed: int = 0, *, shared: bool = True, groups: int = GROUPS, group: int = GROUP) -> Batch:
+    """`groups` prompts of 150 tokens with `group` answers of 40 to 160; or as many rows, each with its own prompt.
+
+    The lengths are the same either way, so a side that shares nothing does the same work on both.
+    """
     draw = np.random.default_rng(seed)
-    rows, lengths = [], []
-    for _ in range(prompts):
-        prompt = draw.integers(3, VOCABULARY, int(draw.integers(40, 161)))
-        for _ in range(answers):
-            rows.append(np.concatenate([prompt, draw.integers(3, VOCABULARY, int(draw.integers(8, 65)))]))
-            lengths.append(len(prompt))
-    return Batch(name="groups of 8 answers to a prompt", rows=rows, prompts=lengths)
+    rows = []
+    for _ in range(groups):
+        prompt = _tokens(draw, PROMPT)
+        for _ in range(group):
+            answer = _tokens(draw, int(draw.integers(ANSWER[0], ANSWER[1] + 1)))
+            own = prompt if shared else _tokens(np.random.default_rng(1000 + len(rows)), PROMPT)
+            rows.append(np.concatenate([own, answer]))
+    name = f"{groups} prompts of {PROMPT} tokens x {group} answers" if shared else f"{len(rows)} different prompts"
+    return Batch(name=name, rows=rows, prompts=[PROMPT] * len(rows))
 
 
-def separate(seed: int = 0, rows: int = 16) -> Batch:
-    """Fine-tuning: rows that share nothing, of 20 to 300 tokens, in no order."""
+def rows_of(length: int, count: int, seed: int = 0) -> Batch:
+    """`count` rows that share nothing and score `length` positions each, half of them prompt."""
     draw = np.random.default_rng(seed)
-    made = [draw.integers(3, VOCABULARY, int(length)) for length in draw.integers(20, 301, rows)]
-    return Batch(name="rows that share nothing", rows=made, prompts=[1 + len(row) // 3 for row in made])
+    rows = [_tokens(draw, length + 1) for _ in range(count)]
+    return Batch(name=f"{count} x {length}", rows=rows, prompts=[1 + length // 2] * count)
 
 
-def questions(seed: int = 0, count: int = 8) -> list[np.ndarray]:
-    """Prompts of 40 to 160 tokens to sample from."""
+def questions(count: int = 8, length: int = PROMPT, seed: int = 0) -> list[np.ndarray]:
+    """Prompts to sample from."""
     draw = np.random.default_rng(seed)
-    return [draw.integers(3, VOCABULARY, int(draw.integers(40, 161))).astype(np.int32) for _ in range(count)]
+    return [_tokens(draw, length).astype(np.int32) for _ in range(count)]
+
+
+def _tokens(draw: np.random.Generator, length: int) -> np.ndarray:
+    return draw.integers(3, VOCABULARY, length)

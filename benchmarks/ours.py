@@ -1,0 +1,89 @@
+"""The engine in a benchmark's hands: one thing after another, without an event loop to think of."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.contest import Setting
+from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult, Piece, Sampled, SampleRequest
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.torch_engine import TorchEngine
+
+Heard = Callable[[Piece], None]
+
+
+class Ours:
+    """An engine of the setting's model and threads; `options` go to its config."""
+
+    def __init__(self, setting: Setting, **options: Any) -> None:
+        options = {"dtype": setting.dtype, "device": "cpu", **options}
+        self._runner = asyncio.Runner()
+        self._runner.run(asyncio.sleep(0))
+        self.engine = TorchEngine(EngineConfig(source=str(setting.folder), threads=setting.threads, **options))
+        self._asked = 0
+
+    def create(self, model_id: str, rank: int, seed: int = 0) -> None:
+        """A fresh adapter."""
+        self.wait(self.engine.create(model_id, LoraSpec(rank=rank, seed=seed)))
+
+    def run(self, *passes: Pass) -> list[PassResult]:
+        """One run over these passes; raises the first error among the results."""
+        results = self.wait(self.engine.run(passes))
+        for result in results:
+            if isinstance(result, Exception):
+                raise result
+        return results
+
+    def step(self, model_id: str, learning_rate: float = 1e-4) -> None:
+        """One AdamW step."""
+        self.wait(self.engine.step(model_id, AdamParams(learning_rate=learning_rate)))
+
+    def capture(self, model_id: str, version: str) -> None:
+        """Make the present weights a version."""
+        self.wait(self.engine.capture(model_id, version))
+
+    def sample(
+        self, prompts: Sequence[np.ndarray], version: str | None, samples: int, tokens: int, **settings: Any
+    ) -> list[Sampled]:
+        """All prompts at once, as a client with so many open requests would; each answer has exactly `tokens`."""
+        return self.wait(self.sampling(prompts, version, samples, tokens, **settings))
+
+    async def sampling(
+        self,
+        prompts: Sequence[np.ndarray],
+        version: str | None,
+        samples: int,
+        tokens: int,
+        listener: Callable[[], Heard] | None = None,
+        **settings: Any,
+    ) -> list[Sampled]:
+        """The same, for an event loop's hands; `listener` makes who hears of one request's pieces."""
+        self._asked += 1
+        fixed: dict[str, Any] = {"num_samples": samples, "max_tokens": tokens, "stop_tokens": (), "version": version}
+        requests = [
+            SampleRequest(
+                request_id=f"{self._asked}-{index}",
+                prompt=prompt,
+                seed=self._asked * 1000 + index,
+                **{**fixed, **settings},
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        found = await asyncio.gather(
+            *(self.engine.sample(request, listener() if listener else None) for request in requests)
+        )
+        assert all(len(sequence.tokens) == tokens for one in found for sequence in one.sequences)
+        return found
+
+    def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine to its end."""
+        return self._runner.run(work)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.wait(self.engine.close())
+        self._runner.close()

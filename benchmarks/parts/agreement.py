@@ -1,0 +1,85 @@
+"""How far the sampler's logprobs are from the trainer's on the same tokens: what an importance ratio begins with.
+
+Text of this project is continued at temperature 1 under an adapter that has been trained some steps, then the trainer
+is asked for the logprobs of what was sampled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.contest import Line, Setting
+from benchmarks.ours import Ours
+from benchmarks.workloads import PROMPT
+from tinsmith.engine.base import Datum, Pass
+
+TEXT = Path(__file__).parents[2] / "README.md"
+PROMPTS, SAMPLES, TOKENS, RANK, STEPS = 6, 8, 64, 32, 4
+
+
+def measure(setting: Setting) -> list[Line]:
+    """Mean in both dtypes, in float32 the greatest too."""
+    lines = []
+    for dtype, least, aim in (("float32", 1e-5, 1e-5), ("bfloat16", 0.06, 0.03)):
+        found = np.abs(_differences(replace(setting, dtype=dtype)))
+        means = found.reshape(PROMPTS, -1).mean(1)
+        line = {"baseline": "-", "unit": "", "lower": True}
+        what = f"sampler against trainer, {dtype}: abs. logprob difference,"
+        note = f"{found.size} sampled tokens; median and spread of the means by prompt; mean of all {found.mean():.2g}"
+        lines.append(Line(work=f"{what} mean", least=least, aim=aim, values=means.tolist(), note=note, **line))
+        if dtype == "float32":
+            lines.append(Line(work=f"{what} greatest", least=1e-4, aim=1e-4, values=[float(found.max())], **line))
+    return lines
+
+
+def _differences(setting: Setting) -> np.ndarray:
+    """[prompts * samples * tokens] sampled less trained."""
+    ours = Ours(setting)
+    prompts = _texts(ours.engine.card.tokenizer)
+    ours.create("bench", RANK)
+    for _ in range(STEPS):
+        ours.run(_learn(prompts))
+        ours.step("bench", 2e-4)
+    ours.capture("bench", "version")
+    sequences = [
+        (prompt, sequence)
+        for prompt, found in zip(prompts, ours.sample(prompts, "version", SAMPLES, TOKENS), strict=True)
+        for sequence in found.sequences
+    ]
+    rows = [np.concatenate([prompt, sequence.tokens]) for prompt, sequence in sequences]
+    (result,) = ours.run(_scored(rows))
+    ours.close()
+    trained = [logprobs[PROMPT - 1 :] for logprobs in result.logprobs]
+    return np.concatenate([s.logprobs - t for (_, s), t in zip(sequences, trained, strict=True)])
+
+
+def _texts(tokenizer: str) -> list[np.ndarray]:
+    from transformers import AutoTokenizer
+
+    read: Any = AutoTokenizer.from_pretrained(tokenizer)
+    ids = np.array(read.encode(TEXT.read_text()), np.int32)
+    return [ids[at * PROMPT : (at + 1) * PROMPT] for at in range(PROMPTS)]
+
+
+def _learn(prompts: list[np.ndarray]) -> Pass:
+    data = [
+        Datum(
+            tokens=row[:-1],
+            targets=row[1:].astype(np.int64),
+            inputs={"weights": np.ones(len(row) - 1, np.float32) / 100},
+        )
+        for row in prompts
+    ]
+    return Pass(model_id="bench", data=tuple(data), loss_fn="cross_entropy")
+
+
+def _scored(rows: list[np.ndarray]) -> Pass:
+    data = [
+        Datum(tokens=row[:-1], targets=row[1:].astype(np.int64), inputs={"weights": np.zeros(len(row) - 1, np.float32)})
+        for row in rows
+    ]
+    return Pass(model_id="bench", data=tuple(data), loss_fn="cross_entropy", forward_only=True)

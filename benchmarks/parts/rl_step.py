@@ -1,0 +1,138 @@
+"""One RL step of the demo at staleness 0, and how much of it is neither sampling nor training.
+
+The demo's own run file against a service of its own. Its policy is wrapped: sampling is the time in which any request
+for replies is open, training the time of an update. What is left of a step is the harness: tasks, rewards, advantages,
+data, logs, and the capture of the new version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.contest import Line, Setting
+from benchmarks.servers import KEY, MODEL, tinsmith
+from tinsmith.rl import demo
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.loop import train
+from tinsmith.rl.monitors.jsonl import read_metrics
+from tinsmith.rl.tinker_policy import TinkerPolicy
+
+QUIET = ("eval.every=0", "eval.before=false", "eval.after=false", "eval.baseline=0", "checkpoint.every=0")
+"""Steps alone."""
+
+
+def measure(setting: Setting) -> list[Line]:
+    """One line; a lower ratio is better."""
+    steps = 2 + 3 * setting.turns
+    with tempfile.TemporaryDirectory() as folder:
+        where = Path(folder)
+        with tinsmith(setting.folder, setting.dtype, where / "service", setting.threads) as service:
+            overrides = [f"steps={steps}", f"model.name={MODEL}", *QUIET]
+            config = demo.settings(quick=False, seed=0, out=where / "run", overrides=overrides)
+            shares = asyncio.run(_run(config, service.url))
+        rows = [row for row in read_metrics(where / "run") if "time/step" in row]
+    # A step in which nobody was better than others updates nothing; the first one warms up, the last one saves.
+    took = [row["time/step"] for row in rows if not row.get("optim/skipped")]
+    used = list(zip(took, shares, strict=True))[1:-1]
+    note = "" if used else "not measured: no step had anything to learn from"
+    return [
+        Line(
+            work=f"one RL step of the demo ({config.groups_per_step} x {config.group_size} rollouts), staleness 0",
+            baseline="its sampling + its training time",
+            unit="x",
+            least=1.1,
+            aim=1.05,
+            values=[step / (sampling + training) for step, (sampling, training) in used],
+            ours=f"{_mean([step for step, _ in used]):.2f} s",
+            theirs=" + ".join(f"{_mean([parts[at] for _, parts in used]):.2f}" for at in (0, 1)) + " s",
+            note=note,
+            lower=True,
+        )
+    ]
+
+
+async def _run(config: RunConfig, url: str) -> list[tuple[float, float]]:
+    """(seconds of sampling, of training) of each step."""
+    shares: list[tuple[float, float]] = []
+
+    async def connect(state: str, version: int) -> Any:
+        policy = await TinkerPolicy.connect(config.model, url, KEY, seed=0, state=state, version=version)
+        return Watched(policy, shares)
+
+    await train(config, connect, Console(file=io.StringIO()))
+    return shares
+
+
+class Watched:
+    """A policy whose sampling and training are timed."""
+
+    def __init__(self, policy: TinkerPolicy, shares: list[tuple[float, float]]) -> None:
+        self._policy, self._shares = policy, shares
+        self._open, self._since, self.sampled = 0, 0.0, 0.0
+
+    @property
+    def version(self) -> int:
+        return self._policy.version
+
+    async def snapshot(self) -> Any:
+        """The policy's own, watched; every step begins with it."""
+        self.sampled = 0.0
+        return WatchedSnapshot(await self._policy.snapshot(), self)
+
+    async def update(self, *arguments: Any) -> Any:
+        """Ends a step's account."""
+        start = time.perf_counter()
+        updated = await self._policy.update(*arguments)
+        self._shares.append((self.sampled, time.perf_counter() - start))
+        return updated
+
+    async def save(self, name: str, ttl_seconds: int | None) -> str:
+        return await self._policy.save(name, ttl_seconds)
+
+    async def save_for_sampling(self, name: str) -> str:
+        return await self._policy.save_for_sampling(name)
+
+    async def close(self) -> None:
+        await self._policy.close()
+
+    @contextmanager
+    def sampling(self) -> Any:
+        """Counts the time in which at least one request is open."""
+        if not self._open:
+            self._since = time.perf_counter()
+        self._open += 1
+        try:
+            yield
+        finally:
+            self._open -= 1
+            if not self._open:
+                self.sampled += time.perf_counter() - self._since
+
+
+class WatchedSnapshot:
+    """A snapshot that tells its policy when it samples."""
+
+    def __init__(self, snapshot: Any, policy: Watched) -> None:
+        self._snapshot, self._policy = snapshot, policy
+
+    @property
+    def version(self) -> int:
+        return self._snapshot.version
+
+    async def sample(self, prompt: Any, **settings: Any) -> Any:
+        """As the policy's own."""
+        with self._policy.sampling():
+            return await self._snapshot.sample(prompt, **settings)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / max(1, len(values))

@@ -1,0 +1,130 @@
+"""Training and sampling on one device at the same time: what each loses, and how long a token takes meanwhile.
+
+Sixteen samples run without end beside a GRPO batch that is trained again and again; each is also measured alone. A
+token's latency is the time between two that a sequence hears of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import count
+
+from benchmarks.contest import Line, Setting, percentile
+from benchmarks.ours import Ours
+from benchmarks.workloads import grpo, questions
+from tinsmith.engine.base import Piece
+
+RANK, PROMPTS, SAMPLES, TOKENS = 32, 4, 4, 48
+
+
+def measure(setting: Setting) -> list[Line]:
+    """Shares of what each reaches alone, and the latency."""
+    ours = Ours(setting)
+    ours.create("bench", RANK)
+    ours.capture("bench", "version")
+    lines = _lines(ours, setting, "")
+    ours.close()
+    return lines
+
+
+def _lines(ours: Ours, setting: Setting, policy: str) -> list[Line]:
+    alone, together = Tally(), Tally()
+    lines: list[Line] = []
+    seeds = count(1)
+    for _ in range(setting.turns):
+        ours.wait(_side_by_side(ours, alone, seeds, trains=False, samples=True))
+        ours.wait(_side_by_side(ours, alone, seeds, trains=True, samples=False))
+        ours.wait(_side_by_side(ours, together, seeds, trains=True, samples=True))
+    what = f"sampling and training at once{policy}:"
+    shares = []
+    for party in ("sampled", "trained"):
+        alone_s, both_s = alone.rates[party], together.rates[party]
+        shares.append([both / one for both, one in zip(both_s, alone_s, strict=True)])
+        lines.append(
+            Line(
+                work=f"{what} tokens {party} in a second",
+                baseline="the one alone",
+                unit="x",
+                values=shares[-1],
+                ours=_per_s(both_s),
+                theirs=_per_s(alone_s),
+            )
+        )
+    sums = [sum(parts) for parts in zip(*shares, strict=True)]
+    lines.append(Line(work=f"{what} both shares", baseline="1: nothing is lost", unit="x", values=sums))
+    for share in (0.5, 0.95):
+        values, before = ([1000 * percentile(gaps, share) for gaps in tally.gaps] for tally in (together, alone))
+        lines.append(
+            Line(
+                work=f"{what} from one token of a sequence to its next, p{100 * share:.0f}",
+                baseline="sampling alone",
+                unit="ms",
+                values=values,
+                ours=f"{percentile(values, 0.5):.0f} ms",
+                theirs=f"{percentile(before, 0.5):.0f} ms",
+                lower=True,
+            )
+        )
+    return lines
+
+
+class Tally:
+    """Of one way of running: tokens/s of each party, and the seconds between tokens, by turn."""
+
+    def __init__(self) -> None:
+        self.rates: dict[str, list[float]] = {"sampled": [], "trained": []}
+        self.gaps: list[list[float]] = []
+
+
+async def _side_by_side(ours: Ours, tally: Tally, seeds: count[int], *, trains: bool, samples: bool) -> None:
+    """Until two batches are trained, or two rounds sampled where nothing is trained."""
+    over = asyncio.Event()
+    gaps: list[float] = []
+    jobs = []
+    if samples:
+        jobs.append(asyncio.create_task(_sampling(ours, tally, gaps, seeds, over if trains else None)))
+    if trains:
+        await _training(ours, tally)
+        over.set()
+    await asyncio.gather(*jobs)
+    if samples:
+        tally.gaps.append(gaps)
+
+
+async def _training(ours: Ours, tally: Tally) -> None:
+    work = grpo(groups=4)
+    start = time.perf_counter()
+    for _ in range(2):
+        await ours.engine.run([work.as_pass("bench")])
+    tally.rates["trained"].append(2 * work.tokens / (time.perf_counter() - start))
+
+
+async def _sampling(ours: Ours, tally: Tally, gaps: list[float], seeds: count[int], over: asyncio.Event | None) -> None:
+    start, tokens, rounds = time.perf_counter(), 0, 0
+    while (rounds < 2) if over is None else not over.is_set():
+        prompts = questions(PROMPTS, seed=next(seeds))
+        await ours.sampling(prompts, "version", SAMPLES, TOKENS, partial(_listener, gaps))
+        tokens += PROMPTS * SAMPLES * TOKENS
+        rounds += 1
+    tally.rates["sampled"].append(tokens / (time.perf_counter() - start))
+
+
+def _listener(gaps: list[float]) -> Callable[[Piece], None]:
+    """Hears one request; its sequences advance together, so one of them tells the gaps."""
+    last = [0.0]
+
+    def heard(piece: Piece) -> None:
+        now = time.perf_counter()
+        if piece.sample == 0:
+            if last[0]:
+                gaps.append(now - last[0])
+            last[0] = now
+
+    return heard
+
+
+def _per_s(values: list[float]) -> str:
+    return f"{percentile(values, 0.5):,.0f} tokens/s"

@@ -1,0 +1,138 @@
+"""forward_backward and optim_step on a GRPO batch, with shared and with different prompts, against PEFT.
+
+The baseline pads rows to the right, eight at a time, and shares nothing: both batches have the same lengths, so one run
+of it for each turn serves both lines. Tokens are counted as the user counts them, a shared prompt in every row.
+
+The share of the matmul peak takes the useful FLOPs of the shared batch, each packed position once (P: weights of all
+projections, r (in + out) those of a projection's adapter, T packed positions, S those with a gradient at the head):
+
+    body       2 P T forward + 2 P T backward to the inputs (no gradient of the base is wanted)
+    adapters   3 * 2 r (in + out) T: forward, to the inputs, to the adapter
+    attention  12 H D (sum over positions of the keys each sees): two products forward, four backward, in each layer
+    head       2 V D T forward + 2 V D S backward; its adapter 2 r (V + D) (T + 2 S)
+
+by the seconds of forward_backward and optim_step. Element-wise work, and what is computed twice, counts as nothing. The
+peak is the best rate of any product of the model's own shapes, at a micro-batch's height; measured in the same turns.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from benchmarks.baseline import Baseline
+from benchmarks.contest import Contest, Line, Setting, rotate, timed
+from benchmarks.ours import Ours
+from benchmarks.workloads import Batch, grpo
+from tinsmith.engine import batch
+from tinsmith.engine.lora import HEAD
+
+RANK = 32
+HEIGHT = 1024
+"""Packed tokens of a micro-batch, about."""
+PEFT = "transformers + PEFT, padded rows of 8"
+
+
+def measure(setting: Setting) -> list[Line]:
+    """Shared prompts, different prompts; in bfloat16 the share of the peak too."""
+    shared, different, small = grpo(), grpo(shared=False), grpo(groups=1)
+    ours, theirs = Ours(setting), Baseline(setting.folder, getattr(torch, setting.dtype), RANK)
+    ours.create("bench", RANK)
+    _train(ours, small)
+    theirs.train(small.rows, small.prompts)
+    sides = {"shared": lambda: _train(ours, shared), "theirs": lambda: theirs.train(shared.rows, shared.prompts)}
+    exact = setting.dtype == "float32"
+    peaks: list[dict[tuple[int, int], float]] = []
+    if not exact:
+        sides |= {"different": lambda: _train(ours, different), "peak": lambda: peaks.append(_peaks(ours))}
+    found = rotate(sides, setting.turns)
+    work = f"GRPO batch of {shared.name}, {setting.dtype}"
+    promise = {"least": 3.0, "aim": 4.0 if exact else 4.5, "tokens": shared.tokens}
+    lines = [Contest(found["shared"], found["theirs"]).line(work, PEFT, **promise)]
+    if not exact:
+        contest = Contest(found["different"], found["theirs"])
+        work = f"the same with {different.name}"
+        lines.append(contest.line(work, PEFT, 1.8, 2.3, different.tokens))
+        lines.append(_share(ours, shared, found["shared"], peaks))
+    ours.close()
+    return lines
+
+
+def _train(ours: Ours, work: Batch) -> None:
+    ours.run(work.as_pass("bench"))
+    ours.step("bench")
+
+
+def _share(ours: Ours, work: Batch, seconds: list[float], peaks: list[dict[tuple[int, int], float]]) -> Line:
+    """Of each turn's peak; beside it the share if every product ran at the best rate of its own shape."""
+    flops = useful_flops(ours, work, RANK)
+    best = {shape: max(one[shape] for one in peaks) for shape in peaks[0]}
+    total = sum(weight_flops(ours).values())
+    own = total / sum(flops / best[shape] for shape, flops in weight_flops(ours).items())
+    rates = [flops / one for one in seconds]
+    return Line(
+        work="share of the machine's matmul peak that its useful FLOPs reach",
+        baseline="best product of the model's shapes",
+        unit="%",
+        least=50.0,
+        aim=65.0,
+        values=[100 * rate / max(one.values()) for rate, one in zip(rates, peaks, strict=True)],
+        ours=f"{statistics.median(rates) / 1e9:,.0f} GFLOP/s",
+        theirs=f"{max(best.values()) / 1e9:,.0f} GFLOP/s",
+        note=f"{flops / 1e12:.2f} TFLOP; {100 * statistics.median(rates) / own:.0f} % of what the products reach, each "
+        f"at the best rate of its own shape ({own / 1e9:,.0f} GFLOP/s)",
+    )
+
+
+def useful_flops(ours: Ours, work: Batch, rank: int) -> float:
+    """Of one forward_backward over `work`, as the module says."""
+    one = work.as_pass("bench")
+    forest = batch.pack([batch.Row(key=key, adapter=0, tokens=datum.tokens) for key, datum in enumerate(one.data)])
+    packed, seen = len(forest.tokens), float((forest.positions + 1).sum())
+    learning = len(
+        {int(forest.index[key][at]) for key, d in enumerate(one.data) for at in d.inputs["advantages"].nonzero()[0]}
+    )
+    shapes = _shapes(ours)
+    vocabulary, width = shapes.pop(HEAD)
+    config = ours.engine.trainer._base.model.config
+    body = sum(height * width for height, width in shapes.values())
+    adapters = rank * sum(height + width for height, width in shapes.values())
+    heads = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    return (
+        4 * body * packed
+        + 6 * adapters * packed
+        + 12 * heads * seen
+        + 2 * vocabulary * width * (packed + learning)
+        + 2 * rank * (vocabulary + width) * (packed + 2 * learning)
+    )
+
+
+def weight_flops(ours: Ours) -> Mapping[tuple[int, int], float]:
+    """FLOPs by a product's shape (out, in), for one position: each projection as often as there are layers."""
+    found: dict[tuple[int, int], float] = {}
+    for height, width in _shapes(ours).values():
+        found[height, width] = found.get((height, width), 0.0) + 2 * height * width
+    return found
+
+
+def _shapes(ours: Ours) -> dict[str, tuple[int, int]]:
+    """Of every matrix that the base multiplies with: name -> (out, in)."""
+    model = ours.engine.trainer._base.model
+    found = {path: module for path, module in model.named_modules() if path.endswith("_proj")}
+    shapes = {path: (int(module.weight.shape[0]), int(module.weight.shape[1])) for path, module in found.items()}  # type: ignore[union-attr,index,arg-type]
+    head: Any = model.get_output_embeddings()
+    return {**shapes, HEAD: (int(head.weight.shape[0]), int(head.weight.shape[1]))}
+
+
+@torch.no_grad()
+def _peaks(ours: Ours) -> dict[tuple[int, int], float]:
+    """FLOP/s of each shape's product at a micro-batch's height: the best of five."""
+    found = {}
+    for height, width in weight_flops(ours):
+        left, right = torch.randn(HEIGHT, width).bfloat16(), torch.randn(height, width).bfloat16()
+        seconds = min(timed(lambda a=left, b=right: torch.nn.functional.linear(a, b)) for _ in range(6))
+        found[height, width] = 2 * HEIGHT * height * width / seconds
+    return found

@@ -1,0 +1,114 @@
+"""Everything that is promised of speed and memory, measured: `make bench`, or `python -m benchmarks.speed --only step`.
+
+Each part runs in a process of its own, and what it found is written to benchmarks/results/speed.{json,md,png} at once;
+the others' lines stay as they were. So a part that fails, or a run that is stopped, costs only itself: `--missing`
+goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import logging
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks import table
+from benchmarks.contest import Line, Setting
+
+PARTS = {
+    "training": "benchmarks.parts.training",
+    "training32": "benchmarks.parts.training32",
+    "tenants": "benchmarks.parts.tenants",
+    "sampling": "benchmarks.parts.sampling",
+    "vllm": "benchmarks.parts.vllm",
+    "conversations": "benchmarks.parts.conversations",
+    "switching": "benchmarks.parts.switching",
+    "http": "benchmarks.parts.through_http",
+    "step": "benchmarks.parts.rl_step",
+    "memory": "benchmarks.parts.memory",
+    "agreement": "benchmarks.parts.agreement",
+    "sharing": "benchmarks.parts.sharing",
+}
+RESULTS = Path(__file__).parent / "results"
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def main() -> None:
+    """Every part that is asked for, in a process of its own; ends with 1 if one failed."""
+    arguments = _arguments()
+    if arguments.into:
+        _measure(arguments)
+        return
+    results = RESULTS / arguments.name
+    found = table.read(results)
+    failed = []
+    for part in arguments.only or PARTS:
+        if arguments.missing and part in found:
+            continue
+        began = time.monotonic()
+        lines = _apart(part, arguments)
+        print(f"{part}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        if lines is None:
+            failed.append(part)
+            continue
+        found[part] = table.Part(measured=time.strftime("%Y-%m-%d %H:%M"), machine=_machine(arguments), lines=lines)
+        table.write(results, found, list(PARTS))
+    print(results.with_suffix(".md").read_text())
+    if failed:
+        sys.exit(f"These parts failed, and their lines are as they were: {', '.join(failed)}")
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts")
+    parser.add_argument("--missing", action="store_true", help="only parts that have no result yet")
+    parser.add_argument("--model", default=MODEL, help="a hub id, a folder or a GGUF file")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of both sides")
+    parser.add_argument("--turns", type=int, default=3, help="of long work; what is short has more")
+    parser.add_argument("--name", default="speed", help="of the files in benchmarks/results")
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def _apart(part: str, arguments: argparse.Namespace) -> list[Line] | None:
+    """One part in a child process; None if it failed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        into = Path(scratch) / "lines.json"
+        command = [sys.executable, "-m", "benchmarks.speed", "--only", part, "--into", str(into)]
+        command += ["--model", arguments.model, "--threads", str(arguments.threads), "--turns", str(arguments.turns)]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}, check=False)
+        if done.returncode or not into.is_file():
+            return None
+        return [Line(**line) for line in json.loads(into.read_text())]
+
+
+def _measure(arguments: argparse.Namespace) -> None:
+    """In the child: the part's lines."""
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("benchmarks").setLevel(logging.INFO)
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    import torch
+
+    from tinsmith.engine.models import locate
+
+    torch.set_num_threads(arguments.threads)
+    folder = Path(locate(arguments.model).folder)
+    setting = Setting(folder=folder, threads=arguments.threads, turns=arguments.turns)
+    lines: Sequence[Line] = importlib.import_module(PARTS[arguments.only[0]]).measure(setting)
+    arguments.into.write_text(json.dumps([asdict(line) for line in lines]))
+
+
+def _machine(arguments: argparse.Namespace) -> str:
+    return f"{arguments.model}, {arguments.threads} threads, {table.machine()}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What was measured, as JSON, as a markdown table and as a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from benchmarks.contest import Line
+
+HEADER = (
+    "| work | baseline, in turns with it | ours | theirs | measured: median (spread) | at least | aim | reached |\n"
+    "|---|---|---|---|---|---|---|---|"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Lines that were measured together."""
+
+    measured: str
+    """When."""
+    machine: str
+    lines: list[Line]
+
+
+def read(results: Path) -> dict[str, Part]:
+    """What an earlier run left under this name: part by part."""
+    file = results.with_suffix(".json")
+    if not file.is_file():
+        return {}
+    return {
+        name: Part(**{**part, "lines": [Line(**line) for line in part["lines"]]})
+        for name, part in json.loads(file.read_text()).items()
+    }
+
+
+def write(results: Path, parts: Mapping[str, Part], order: Sequence[str]) -> None:
+    """The three files, parts in this order."""
+    ordered = {name: parts[name] for name in order if name in parts}
+    results.parent.mkdir(exist_ok=True)
+    results.with_suffix(".json").write_text(
+        json.dumps({name: asdict(part) for name, part in ordered.items()}, indent=1) + "\n"
+    )
+    results.with_suffix(".md").write_text(_markdown(ordered))
+    lines = [line for part in ordered.values() for line in part.lines if line.values and line.least is not None]
+    if lines:
+        _draw(results.with_suffix(".png"), lines)
+
+
+def machine() -> str:
+    """What it ran on."""
+    packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
+    return f"{os.cpu_count()} CPU cores, {platform.machine()}, {packages}"
+
+
+def row(line: Line) -> str:
+    """As a line of the table."""
+    marks = [_value(mark, line.unit) if mark is not None else "" for mark in (line.least, line.aim)]
+    if line.lower:
+        marks = [f"≤ {mark}" if mark else "" for mark in marks]
+    low, high = (_value(value, line.unit) for value in line.spread) if line.values else ("", "")
+    measured = f"**{_value(line.median, line.unit)}** ({low} to {high})" if len(line.values) > 1 else ""
+    if len(line.values) == 1:
+        measured = f"**{_value(line.median, line.unit)}**"
+    work = f"{line.work} ({line.note})" if line.note else line.work
+    return f"| {' | '.join([work, line.baseline, line.ours, line.theirs, measured, *marks, line.verdict])} |"
+
+
+def _markdown(parts: Mapping[str, Part]) -> str:
+    machines = list(dict.fromkeys(part.machine for part in parts.values()))
+    days = sorted(part.measured for part in parts.values())
+    lines = [
+        "# Speed",
+        "",
+        "Measured by `benchmarks/speed.py` (`make bench`): each line in one run, both sides in turns; spread is the "
+        "least and the greatest of the turns, or 5 to 95 % of twenty and more. How and why: `benchmarks/NOTES.md`.",
+        "",
+        f"{'; '.join(machines)}. From {days[0]} to {days[-1]}.",
+        "",
+        HEADER,
+        *(row(line) for part in parts.values() for line in part.lines),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _value(value: float, unit: str) -> str:
+    if unit == "":
+        return f"{value:.2g}"
+    text = f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{text}{unit}" if unit == "x" else f"{text} {unit}"
+
+
+def _draw(file: Path, lines: Sequence[Line]) -> None:
+    """A bar for each line: how many times better than what is promised; a tick where the aim is."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(11, 0.42 * len(lines) + 1.2), layout="constrained")
+    for place, line in enumerate(reversed(lines)):
+        low, middle, high = sorted(_times_better(value, line) for value in (*line.spread, line.median))
+        color = {"aim": "#2e7d32", "yes": "#558b2f"}.get(line.verdict, "#c62828")
+        axes.barh(place, middle, color=color, height=0.55)
+        axes.plot([low, high], [place, place], color="black", linewidth=1)
+        if line.aim is not None:
+            aim = _times_better(line.aim, line)
+            axes.plot([aim, aim], [place - 0.35, place + 0.35], color="#1565c0", linewidth=2)
+        axes.text(
+            1.01, place, _value(line.median, line.unit), transform=axes.get_yaxis_transform(), va="center", fontsize=8
+        )
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_xscale("log")
+    axes.set_yticks(range(len(lines)), [line.work[:88] for line in reversed(lines)], fontsize=8)
+    axes.set_xlabel("times better than promised (blue: the aim; black: the spread); at the right what was measured")
+    figure.savefig(file, dpi=110, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+def _times_better(value: float, line: Line) -> float:
+    """Above 1 the promise is kept; costs that come out as nothing or less are drawn as a hundredth."""
+    assert line.least is not None
+    return line.least / max(value, line.least / 100) if line.lower else max(value, line.least / 100) / line.least
