@@ -10,7 +10,7 @@ PLAIN = Rule(temperature=1.0, top_k=-1, top_p=1.0)
 
 def drawn(logits: torch.Tensor, rule: Rule, count: int) -> np.ndarray:
     numbers = (np.arange(count) + 0.5) / count  # evenly spread, so that shares are exact to 1 / count
-    return choose(logits.expand(count, -1), [rule] * count, numbers.tolist()).tokens.numpy()
+    return choose(logits.repeat(count, 1), [rule] * count, numbers.tolist()).tokens.numpy()
 
 
 def shares(tokens: np.ndarray, size: int) -> np.ndarray:
@@ -27,7 +27,7 @@ def test_temperature_tempers_the_draw_and_the_logprobs() -> None:
     logits = torch.tensor([[0.0, 1.0, 3.0]])
     rule = Rule(temperature=2.0, top_k=-1, top_p=1.0)
     np.testing.assert_allclose(shares(drawn(logits, rule, 3000), 3), (logits / 2).softmax(dim=1)[0].numpy(), atol=1e-3)
-    chosen = choose(logits, [rule], [0.999])
+    chosen = choose(logits.clone(), [rule], [0.999])
     torch.testing.assert_close(chosen.logprobs[0], (logits / 2).log_softmax(dim=1)[0, 2])
 
 
@@ -36,13 +36,13 @@ def test_top_k_and_top_p_draw_among_fewer_and_do_not_renormalise() -> None:
     np.testing.assert_allclose(shares(drawn(logits, Rule(1.0, 2, 1.0), 700), 4), [4 / 7, 3 / 7, 0, 0], atol=2e-3)
     np.testing.assert_allclose(shares(drawn(logits, Rule(1.0, -1, 0.65), 700), 4), [4 / 7, 3 / 7, 0, 0], atol=2e-3)
     np.testing.assert_allclose(shares(drawn(logits, Rule(1.0, 3, 0.3), 100), 4), [1, 0, 0, 0])
-    chosen = choose(logits, [Rule(1.0, 1, 1.0)], [0.5])
+    chosen = choose(logits.clone(), [Rule(1.0, 1, 1.0)], [0.5])
     torch.testing.assert_close(chosen.logprobs[0].exp(), torch.tensor(0.4))
 
 
 def test_greedy_takes_the_best_with_its_untempered_logprob() -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0]])
-    chosen = choose(logits, [Rule(0.0, -1, 1.0)], [0.0])
+    chosen = choose(logits.clone(), [Rule(0.0, -1, 1.0)], [0.0])
     assert chosen.tokens.tolist() == [1]
     torch.testing.assert_close(chosen.logprobs, logits.log_softmax(dim=1)[:, 1])
 
@@ -50,12 +50,12 @@ def test_greedy_takes_the_best_with_its_untempered_logprob() -> None:
 def test_the_ends_of_the_unit_interval_draw_possible_tokens() -> None:
     logits = torch.full((2, 600), float("-inf"))
     logits[:, 300] = 0.0
-    assert choose(logits, [PLAIN] * 2, [0.0, float(np.nextafter(1, 0))]).tokens.tolist() == [300, 300]
+    assert choose(logits.clone(), [PLAIN] * 2, [0.0, float(np.nextafter(1, 0))]).tokens.tolist() == [300, 300]
 
 
 def test_rows_of_one_batch_follow_their_own_rules() -> None:
-    logits = torch.tensor([[0.0, 2.0, 1.0]]).expand(3, -1)
-    chosen = choose(logits, [PLAIN, Rule(0.0, -1, 1.0), Rule(1.0, 1, 1.0)], [0.0, 0.0, 0.99])
+    logits = torch.tensor([[0.0, 2.0, 1.0]]).repeat(3, 1)
+    chosen = choose(logits.clone(), [PLAIN, Rule(0.0, -1, 1.0), Rule(1.0, 1, 1.0)], [0.0, 0.0, 0.99])
     assert chosen.tokens.tolist() == [0, 1, 1]
 
 

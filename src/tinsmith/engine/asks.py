@@ -88,7 +88,8 @@ class Ask:
 
     @property
     def rule(self) -> choice.Rule:
-        return choice.Rule(self.request.temperature, self.request.top_k, self.request.top_p)
+        asked = self.request
+        return choice.Rule(asked.temperature, asked.top_k, asked.top_p, asked.topk_sample_logprobs)
 
     def finish(self) -> None:
         """Keep the promise, once every answer has ended."""

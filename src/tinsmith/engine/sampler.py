@@ -186,10 +186,10 @@ class TorchSampler:
         """Each answer's next token from its row of logits."""
         rules, numbers = [answer.ask.rule for answer in answers], [answer.numbers.random() for answer in answers]
         chosen = choice.choose(logits, rules, numbers)
-        drawn = zip(answers, chosen.tokens.tolist(), chosen.logprobs.tolist(), strict=True)
-        for number, (answer, token, logprob) in enumerate(drawn):
-            if k := answer.ask.request.topk_sample_logprobs:
-                answer.tops.append(choice.top(chosen.all[number : number + 1], k))
+        drawn = zip(answers, chosen.tokens.tolist(), chosen.logprobs.tolist(), chosen.tops, strict=True)
+        for answer, token, logprob, top in drawn:
+            if top is not None:
+                answer.tops.append(top)
             answer.add(token, logprob, self._completes_stop(answer, token))
 
     def _completes_stop(self, answer: Answer, token: int) -> bool:
