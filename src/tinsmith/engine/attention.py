@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from tinsmith.engine import folded
 from tinsmith.engine.batch import Forest
 
 NAME = "tinsmith"
@@ -102,6 +103,11 @@ def attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     )
 
 
+def _folds(query: Tensor) -> bool:
+    """Whether plain products are faster than the flash kernel."""
+    return query.device.type == "cpu" and query.dtype == torch.bfloat16
+
+
 def _visible(tensor: Tensor, job: PackedJob) -> Tensor:
     """The keys (or values) of a job: its prefix runs, then its own."""
     own = tensor[:, :, job.start : job.stop]
@@ -118,7 +124,10 @@ def _packed_forward(
     sums: list[Tensor] = []
     for job in jobs:
         own, keys, values = query[:, :, job.start : job.stop], _visible(key, job), _visible(value, job)
-        if query.device.type == "cpu":
+        if _folds(query):
+            result, kept = folded.forward(own, keys, values, job.mask, scale)
+            sums.append(kept)
+        elif query.device.type == "cpu":
             result, logsumexp = _flash(own, keys, values, 0.0, job.mask is None, attn_mask=job.mask, scale=scale)
             sums.append(logsumexp)
         else:
@@ -142,7 +151,10 @@ class _PackedAttention(torch.autograd.Function):
         for number, job in enumerate(ctx.jobs):
             own = slice(job.start, job.stop)
             saved = (query[:, :, own], _visible(key, job), _visible(value, job))
-            if query.device.type == "cpu":
+            if _folds(query):
+                found = folded.backward(grads[0][:, :, own], *saved, sums[number], job.mask, ctx.scale)
+                d_query, d_key, d_value = found
+            elif query.device.type == "cpu":
                 d_query, d_key, d_value = _flash_backward(
                     grads[0][:, :, own], *saved, output[:, :, own], sums[number], 0.0, job.mask is None,
                     attn_mask=job.mask, scale=ctx.scale,

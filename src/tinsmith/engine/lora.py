@@ -1,9 +1,7 @@
 """Many LoRA adapters on one base model, in one pass.
 
 Every projection of the base becomes a LoraLinear; the head stays bare (`head.py` adds its adapter). Which packed
-positions belong to which adapter is told to the shared Router before a pass. Gradients are taken for adapters alone:
-the backward of a projection adds them straight into the adapter's gradient buffer and passes on the input's gradient,
-and no weight gradient of the base is ever formed.
+positions belong to which adapter is told to the shared Router before a pass; `products.py` computes with it.
 
 An adapter's matrices stand in one flat float32 tensor (the layout says where), so an optimizer step, a copy and a norm
 are one operation each. W' = W + (alpha / rank) B A; A is Kaiming-uniform from the seed, B zero, as PEFT makes them.
@@ -15,11 +13,11 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tinsmith.engine import products
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.batch import Span
 from tinsmith.engine.models import PROJECTIONS, BaseModel
@@ -83,6 +81,16 @@ class Weights:
     pairs: dict[str, Pair]
     gradients: dict[str, Pair] = field(default_factory=dict)
     """float32; empty when none are wanted."""
+    stacks: dict[str, Tensor] = field(default_factory=dict)
+    """A matrices side by side, by the first one's name; made when first asked for."""
+
+    def stacked(self, names: Sequence[str]) -> Tensor:
+        """The A matrices of projections that share their input: [n rank, in]."""
+        if len(names) == 1:
+            return self.pairs[names[0]].a
+        if names[0] not in self.stacks:
+            self.stacks[names[0]] = torch.cat([self.pairs[name].a for name in names])
+        return self.stacks[names[0]]
 
 
 def weights_of(layout: Layout, master: Tensor, dtype: torch.dtype) -> Weights:
@@ -131,52 +139,12 @@ class LoraLinear(nn.Module):
         self.weight, self.bias, self.name, self.router = base.weight, base.bias, name, router
 
     def forward(self, inputs: Tensor) -> Tensor:
-        placed = [(weights, start, stop) for weights, start, stop in self.router.placed if self.name in weights.pairs]
-        if torch.is_grad_enabled() and inputs.requires_grad:
-            return _LoraProduct.apply(inputs, self.weight, self.bias, self.name, placed)  # type: ignore[no-any-return]
-        return _product(inputs, self.weight, self.bias, self.name, placed)[0]
+        return products.project(inputs, [self.projection], self.router.placed)[0]
 
-
-def _product(
-    inputs: Tensor, weight: Tensor, bias: Tensor | None, name: str, placed: Sequence[Placed]
-) -> tuple[Tensor, list[Tensor]]:
-    """inputs [1, T, in] -> [1, T, out], and each adapter's A x [its positions, rank]."""
-    output = nn.functional.linear(inputs, weight, bias)
-    inner = []
-    for weights, start, stop in placed:
-        pair = weights.pairs[name]
-        narrow = inputs[0, start:stop] @ pair.a.T
-        output[0, start:stop].addmm_(narrow, pair.b.T, alpha=weights.scale)
-        inner.append(narrow)
-    return output, inner
-
-
-class _LoraProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, name: str, placed: Sequence[Placed]
-    ) -> Tensor:
-        output, inner = _product(inputs, weight, bias, name, placed)
-        trained = any(weights.gradients for weights, _, _ in placed)
-        ctx.save_for_backward(weight, *((inputs, *inner) if trained else ()))
-        ctx.name, ctx.placed, ctx.trained = name, placed, trained
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
-        weight, *saved = ctx.saved_tensors
-        outer = grads[0]
-        result = outer @ weight
-        for number, (weights, start, stop) in enumerate(ctx.placed):
-            pair = weights.pairs[ctx.name]
-            piece = outer[0, start:stop]
-            narrow = piece @ pair.b
-            result[0, start:stop].addmm_(narrow, pair.a, alpha=weights.scale)
-            if ctx.trained and weights.gradients:
-                gradient = weights.gradients[ctx.name]
-                gradient.a.add_(narrow.T @ saved[0][0, start:stop], alpha=weights.scale)
-                gradient.b.add_(piece.T @ saved[1 + number], alpha=weights.scale)
-        return result, None, None, None, None
+    @property
+    def projection(self) -> products.Projection:
+        """What `products` takes."""
+        return products.Projection(self.name, self.weight, self.bias)
 
 
 def adapt(base: BaseModel) -> Router:

@@ -51,6 +51,8 @@ class BaseModel:
     head: Tensor
     """float32 [V, D]: logits are always computed in float32."""
     tokenizer: Any
+    wide: bool = False
+    """Whether the residual stream is float32 whatever the base's dtype is."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -63,6 +65,8 @@ class BaseModel:
     def hidden(self, tokens: Tensor, positions: Tensor, context: attention.Context) -> Tensor:
         """int [T] tokens at int [T] positions -> [T, D] hidden states; with gradients if they are enabled."""
         embedded = self.model.get_input_embeddings()(tokens)
+        if self.wide:
+            embedded = embedded.float()
         if torch.is_grad_enabled():  # the adapters' gradients are taken by hand, in passing: the graph needs a leaf
             embedded = embedded.detach().requires_grad_()
         return self.body(
@@ -234,19 +238,9 @@ def _check_projections(base: BaseModel) -> None:
 @torch.no_grad()
 def _check_attention(base: BaseModel) -> None:
     """The packed path must give what transformers' eager attention gives, on a text with a fork in it."""
-    length = min(24, base.card.context_length)
-    tokens = torch.arange(2 * length).remainder(base.card.vocab_size).view(2, length).to(torch.int32)
-    tokens[1, : length // 2] = tokens[0, : length // 2]
-    expected = base.model(input_ids=tokens.to(base.device)).logits.float()
+    expected = base.model(input_ids=_forked(base).to(base.device)).logits.float()
     base.model.set_attn_implementation(attention.NAME)
-    forest = batch.pack([batch.Row(key=key, adapter=0, tokens=row.numpy()) for key, row in enumerate(tokens)])
-    packed = attention.packed(forest, base.dtype, base.device)
-    hidden = base.hidden(
-        torch.as_tensor(forest.tokens, device=base.device),
-        torch.as_tensor(forest.positions, device=base.device),
-        packed,
-    )
-    got = torch.stack([hidden[torch.as_tensor(forest.index[key])].float() @ base.head.T for key in (0, 1)])
+    got = probe(base) @ base.head.T
     # Rounding is relative to the spread of the logits; a wrong mask or a scaled head is off by much more.
     error = (got - expected).abs().mean() / expected.std().clamp(min=1e-6)
     if not error < (0.1 if base.dtype == torch.bfloat16 else 1e-3):
@@ -254,3 +248,23 @@ def _check_attention(base: BaseModel) -> None:
             f"{base.card.source} ({base.card.arch}) computes attention or its head in a way that is not served here.",
             "Serve a dense model with full attention of the Llama, Qwen2, Qwen3 or Mistral kind.",
         )
+
+
+@torch.no_grad()
+def probe(base: BaseModel) -> Tensor:
+    """float32 hidden states [2, N, D] of a short text with a fork in it, through the packed path."""
+    forest = batch.pack([batch.Row(key=key, adapter=0, tokens=row.numpy()) for key, row in enumerate(_forked(base))])
+    hidden = base.hidden(
+        torch.as_tensor(forest.tokens, device=base.device),
+        torch.as_tensor(forest.positions, device=base.device),
+        attention.packed(forest, base.dtype, base.device),
+    )
+    return torch.stack([hidden[torch.as_tensor(forest.index[key])].float() for key in (0, 1)])
+
+
+def _forked(base: BaseModel) -> Tensor:
+    """int32 [2, N] tokens, the first half of both the same."""
+    length = min(24, base.card.context_length)
+    tokens = torch.arange(2 * length).remainder(base.card.vocab_size).view(2, length).to(torch.int32)
+    tokens[1, : length // 2] = tokens[0, : length // 2]
+    return tokens

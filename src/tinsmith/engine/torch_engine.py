@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tinsmith.engine import lora, models
+from tinsmith.engine import layers, lora, models
 from tinsmith.engine.base import AdamParams, Heard, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.memory import Trimmer
@@ -32,6 +32,7 @@ class TorchEngine:
         torch.backends.mkldnn.matmul.fp32_precision = precision  # pyright: ignore[reportAttributeAccessIssue]
         policy = POLICIES[config.sharing]
         router, turns = lora.adapt(base), Turns(policy)
+        base = layers.take_over(base)
         self._card = base.card
         self._trim = Trimmer()
         self.trainer = TorchTrainer(base, router, turns, min(config.pass_tokens, policy.tokens or config.pass_tokens))

@@ -176,7 +176,7 @@ class Work:
         reading = model.weights()
         if not self._pending:
             return reading
-        return lora.Weights(reading.scale, reading.pairs, model.layout.pairs(self._pending[slot]))
+        return lora.Weights(reading.scale, reading.pairs, model.layout.pairs(self._pending[slot]), reading.stacks)
 
 
 def _gathered(one: Pass, data: Sequence[Datum]) -> dict[str, np.ndarray]:

@@ -1,0 +1,93 @@
+"""What a layer does between its products: norm, rotation, gate; forward and backward by hand.
+
+PyTorch would keep every temporary of these for the backward. Here each keeps its inputs alone (which others keep too)
+and the rest is made anew. The norm takes the residual stream in float32 and gives the base's dtype, so that what is
+summed over all layers is rounded once and not at each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """inputs [..., D] of any float dtype -> weight x / sqrt(mean(x^2) + eps), the weight's dtype; float32 inside."""
+    if torch.is_grad_enabled() and inputs.requires_grad:
+        return _RmsNorm.apply(inputs, weight, eps)  # type: ignore[no-any-return]
+    return _normed(inputs, weight, eps)[0]
+
+
+def rotate(inputs: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position embedding of inputs [1, T, H, D] by cos and sin [1, T, D]; pairs are (i, i + D / 2)."""
+    half = inputs.shape[-1] // 2
+    cos, sin = (angle[..., None, :half].to(inputs.dtype) for angle in (cos, sin))
+    if torch.is_grad_enabled() and inputs.requires_grad:
+        return _Rotation.apply(inputs, cos, sin)  # type: ignore[no-any-return]
+    return _rotated(inputs, cos, sin, 1)
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) up."""
+    if torch.is_grad_enabled() and gate.requires_grad:
+        return _Gate.apply(gate, up)  # type: ignore[no-any-return]
+    return torch.nn.functional.silu(gate).mul_(up)
+
+
+def _normed(inputs: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The normed inputs and each row's 1 / sqrt(...) [..., 1]."""
+    wide = inputs.float()
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    shrink = length.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
+    return (wide * shrink).mul_(weight).to(weight.dtype), shrink
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
+        output, shrink = _normed(inputs, weight, eps)
+        ctx.save_for_backward(inputs, weight, shrink)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        inputs, weight, shrink = ctx.saved_tensors
+        wide, slope = inputs.float(), grads[0] * weight.float()
+        along = (slope * wide).sum(-1, keepdim=True).mul_(shrink.pow(3)).div_(wide.shape[-1])
+        return slope.mul_(shrink).addcmul_(wide, along, value=-1).to(inputs.dtype), None, None
+
+
+def _rotated(inputs: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    left, right = inputs.chunk(2, dim=-1)
+    output = torch.empty_like(inputs, memory_format=torch.contiguous_format)
+    into_left, into_right = output.chunk(2, dim=-1)
+    torch.mul(left, cos, out=into_left).addcmul_(right, sin, value=-direction)
+    torch.mul(right, cos, out=into_right).addcmul_(left, sin, value=direction)
+    return output
+
+
+class _Rotation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(inputs, cos, sin, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _rotated(grads[0], cos, sin, -1), None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.nn.functional.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        into_up = torch.nn.functional.silu(gate).mul_(grads[0])
+        return torch.ops.aten.silu_backward(grads[0] * up, gate), into_up

@@ -1,0 +1,99 @@
+"""A frozen projection plus what adapters add to it, forward and backward by hand; for several that share one input too.
+
+Gradients are taken for adapters alone: the backward adds them straight into the adapter's gradient buffer and passes
+on the input's gradient; no weight gradient of the base is ever formed. Projections that read one input (q, k and v;
+gate and up) have their A matrices side by side, so that what is narrow is one product and not three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from tinsmith.engine.lora import Placed, Weights
+
+
+@dataclass(frozen=True, slots=True)
+class Projection:
+    """A projection of the base: its name, weight [out, in] and bias [out]."""
+
+    name: str
+    weight: Tensor
+    bias: Tensor | None
+
+
+def project(inputs: Tensor, shared: Sequence[Projection], placed: Sequence[Placed]) -> tuple[Tensor, ...]:
+    """inputs [1, T, in] -> [1, T, out] of each projection, with the adapters that have these projections."""
+    mine = [Part(weights, start, stop) for weights, start, stop in placed if shared[0].name in weights.pairs]
+    if torch.is_grad_enabled() and inputs.requires_grad:
+        return _Products.apply(inputs, shared, mine)  # type: ignore[no-any-return]
+    return tuple(output[None] for output in _forward(inputs[0], shared, mine)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One adapter's part of a pass: the packed positions start..stop."""
+
+    weights: Weights
+    start: int
+    stop: int
+
+    @property
+    def trains(self) -> bool:
+        return bool(self.weights.gradients)
+
+    def add(self, inputs: Tensor, outputs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
+        """Add s B A x to the outputs; returns A x of all projections side by side [positions, n rank]."""
+        narrow = inputs[self.start : self.stop] @ self.weights.stacked(names).T
+        for name, output, piece in zip(names, outputs, narrow.chunk(len(names), dim=1), strict=True):
+            output[self.start : self.stop].addmm_(piece, self.weights.pairs[name].b.T, alpha=self.weights.scale)
+        return narrow
+
+    def add_back(
+        self, into: Tensor, slopes: Sequence[Tensor], names: Sequence[str], inputs: Tensor | None, narrow: Tensor | None
+    ) -> None:
+        """Add to the gradient of the inputs; and, where inputs and narrow are given, to the adapter's own."""
+        weights, rows = self.weights, slice(self.start, self.stop)
+        pieces = [slope[rows] @ weights.pairs[name].b for name, slope in zip(names, slopes, strict=True)]
+        thin = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        into[rows].addmm_(thin, weights.stacked(names), alpha=weights.scale)
+        if inputs is None or narrow is None or not self.trains:
+            return
+        of_a = (thin.T @ inputs[rows]).chunk(len(names), dim=0)
+        for name, slope, mine, seen in zip(names, slopes, of_a, narrow.chunk(len(names), dim=1), strict=True):
+            gradient = weights.gradients[name]
+            gradient.a.add_(mine, alpha=weights.scale)
+            gradient.b.add_(slope[rows].T @ seen, alpha=weights.scale)
+
+
+def _forward(inputs: Tensor, shared: Sequence[Projection], parts: Sequence[Part]) -> tuple[list[Tensor], list[Tensor]]:
+    outputs = [torch.nn.functional.linear(inputs, one.weight, one.bias) for one in shared]
+    names = [one.name for one in shared]
+    return outputs, [part.add(inputs, outputs, names) for part in parts]
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, inputs: Tensor, shared: Sequence[Projection], parts: Sequence[Part]) -> tuple[Tensor, ...]:
+        outputs, narrow = _forward(inputs[0], shared, parts)
+        trained = any(part.trains for part in parts)
+        ctx.save_for_backward(*((inputs, *narrow) if trained else ()))
+        ctx.shared, ctx.parts = shared, parts
+        return tuple(output[None] for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        slopes, names = [slope[0] for slope in grads], [one.name for one in ctx.shared]
+        result = slopes[0] @ ctx.shared[0].weight
+        for slope, one in zip(slopes[1:], ctx.shared[1:], strict=True):
+            result.addmm_(slope, one.weight)
+        saved = ctx.saved_tensors
+        for number, part in enumerate(ctx.parts):
+            inputs, narrow = (saved[0][0], saved[1 + number]) if saved else (None, None)
+            part.add_back(result, slopes, names, inputs, narrow)
+        return result[None], None, None
