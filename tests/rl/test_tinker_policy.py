@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+from tinker import TrainingClient
 
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl.algorithms.grpo import Grpo, GrpoConfig
@@ -232,3 +233,31 @@ def test_rows_come_back_in_their_order(served):
     rows, updated = with_policy(served, use)
     for row, logprobs in zip(rows, updated.logprobs, strict=True):
         np.testing.assert_allclose(logprobs[row.mask], row.logprobs[row.mask], atol=1e-5)
+
+
+def test_the_weights_to_sample_from_next_are_asked_for_together_with_the_step(served, monkeypatch):
+    asked: list[str] = []
+
+    def noting(name: str) -> None:
+        send = getattr(TrainingClient, name)
+
+        def noted(client, *args, **options):
+            asked.append(name)
+            return send(client, *args, **options)
+
+        monkeypatch.setattr(TrainingClient, name, noted)
+
+    for name in ("forward_backward", "optim_step", "save_weights_and_get_sampling_client"):
+        noting(name)
+
+    async def use(policy: TinkerPolicy) -> None:
+        await policy.snapshot()
+        asked.clear()
+        await teach(policy, seed=1)
+        assert asked == ["forward_backward", "optim_step", "save_weights_and_get_sampling_client"]
+        snapshot = await policy.snapshot()
+        assert snapshot.version == policy.version == 1
+        assert await policy.snapshot() is snapshot
+        assert len(asked) == 3
+
+    with_policy(served, use)

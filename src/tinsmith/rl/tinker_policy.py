@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, cast
 from urllib.parse import urlsplit
@@ -96,6 +96,8 @@ class TinkerPolicy:
         self._service, self._client, self._chat = service, client, chat
         self._version = version
         self._snapshot: TinkerSnapshot | None = None
+        self._saving: Awaitable[tinker.SamplingClient] | None = None
+        """Weights of the present version for sampling, asked for by the update that made it."""
 
     @classmethod
     async def connect(
@@ -125,14 +127,16 @@ class TinkerPolicy:
         """One sampling session for each version; asked again, it is the same one."""
         if self._snapshot is None or self._snapshot.version != self._version:
             async with _boundary("saving weights for sampling"):
-                client = await self._client.save_weights_and_get_sampling_client()
+                saving, self._saving = self._saving or self._client.save_weights_and_get_sampling_client(), None
+                client = await saving
             self._snapshot = TinkerSnapshot(client, self._chat, self._version)
         return self._snapshot
 
     async def update(
         self, samples: Sequence[Sample], loss: Loss, optimizer: OptimizerConfig, learning_rate: float
     ) -> Updated:
-        """Gradient and step are submitted together, so that the server may run them without a pause."""
+        """Gradient, step and the weights to sample from next are submitted together: the server runs them without a
+        pause."""
         adam = tinker.AdamParams(
             learning_rate=learning_rate,
             beta1=optimizer.beta1,
@@ -145,8 +149,9 @@ class TinkerPolicy:
         async with _boundary(f"training with the loss {loss.name}"):
             gradient = self._client.forward_backward(data, cast(Any, loss.name), dict(loss.config))
             step = self._client.optim_step(adam)
+            saving = self._client.save_weights_and_get_sampling_client()
             passed, stepped = await gradient, await step
-        self._version += 1
+        self._version, self._saving = self._version + 1, saving
         logprobs = tuple(np.asarray(one["logprobs"].to_numpy(), np.float32) for one in passed.loss_fn_outputs)
         return Updated(logprobs=logprobs, metrics={**passed.metrics, **(stepped.metrics or {})})
 
