@@ -14,6 +14,7 @@ from tinsmith.engine import choice, prompts
 from tinsmith.engine.base import Heard, ModelCard, Piece, Sampled, SampledSequence, SampleRequest, TopK
 from tinsmith.engine.cache import Row
 from tinsmith.engine.lora import Weights
+from tinsmith.engine.prefixes import Trunk
 from tinsmith.engine.room import FORESEEN, capacity
 
 
@@ -59,6 +60,10 @@ class Answer:
         self.told = len(self.tokens)
         self.ask.heard(piece)
 
+    def read(self) -> np.ndarray:
+        """int32: the tokens whose keys and values its row holds: the prompt and all that was said but the last."""
+        return np.concatenate([self.ask.request.prompt, np.array(self.tokens[:-1], np.int32)])
+
     def restart(self) -> None:
         """As if it had never begun."""
         self.numbers = choice.stream(self.seed, self.number)
@@ -72,6 +77,8 @@ class Ask:
 
     request: SampleRequest
     weights: Weights | None
+    life: int
+    """Which of the versions that had this name."""
     limit: int
     """Tokens that an answer may have at most."""
     stop_tokens: frozenset[int]
@@ -80,6 +87,13 @@ class Ask:
     heard: Heard | None = None
     answers: list[Answer] = field(default_factory=list)
     prompt: prompts.PromptAnswers | None = None
+    found: int = 0
+    """Tokens of the prompt that were known already."""
+
+    @property
+    def trunk(self) -> Trunk:
+        """What this request may share with others."""
+        return (self.request.version or "", self.life, self.request.space)
 
     @property
     def room(self) -> int:
@@ -97,12 +111,15 @@ class Ask:
             self.result.set_result(_sampled(self))
 
 
-def ask_of(request: SampleRequest, weights: Weights | None, card: ModelCard, heard: Heard | None = None) -> Ask:
+def ask_of(
+    request: SampleRequest, weights: Weights | None, life: int, card: ModelCard, heard: Heard | None = None
+) -> Ask:
     """A request taken in: what it left open gets its value here."""
     left = max(1, card.context_length - len(request.prompt))
     ask = Ask(
         request=request,
         weights=weights,
+        life=life,
         limit=left if request.max_tokens is None else request.max_tokens,
         stop_tokens=frozenset(card.eos_token_ids if request.stop_tokens is None else request.stop_tokens),
         result=asyncio.get_running_loop().create_future(),
@@ -134,6 +151,7 @@ def _sampled(ask: Ask) -> Sampled:
         topk_prompt=found.topk if found else None,
         target_prompt_logprobs=found.targets if found else None,
         prompt_alt=found.alt if found else None,
+        prompt_cache_hit_tokens=ask.found,
     )
 
 

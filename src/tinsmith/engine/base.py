@@ -138,6 +138,8 @@ class SampleRequest:
     """int64 [N - 1, K]: row i asks for logprobs of these ids at prompt position i + 1; -1 asks for nothing."""
     prompt_alt_tokens_k: int = 0
     """Tokens to draw at each prompt position after the first, as the model would have gone on there."""
+    space: str = ""
+    """Cached prefixes are shared within a space alone: nobody learns what was asked in another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,7 @@ class Sampled:
     prompt_alt: TopK | None = None
     """Row per prompt position after the first: independent draws, with their logprobs at the request's temperature."""
     prompt_cache_hit_tokens: int = 0
+    """Tokens of the prompt that were not computed again."""
 
 
 class Trainer(Protocol):

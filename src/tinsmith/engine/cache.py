@@ -5,7 +5,7 @@ when it outgrows its own, so at most a third of a row is idle and copying is pai
 rows are dense: who leaves is replaced by the last. So a decoding step is one attention call per bank over plain slices,
 with no gathering.
 
-Left out: what to keep after a sequence has ended.
+Left out: what is kept after a sequence has ended (`prefixes.py`).
 """
 
 from __future__ import annotations
@@ -39,6 +39,10 @@ class Row:
     bank: Bank
     row: int
     length: int = 0
+
+    def content(self) -> tuple[Tensor, Tensor]:
+        """Views of its keys and values: [layers, heads, length, width]."""
+        return self.bank.keys[:, self.row, :, : self.length], self.bank.values[:, self.row, :, : self.length]
 
 
 class Bank:

@@ -38,9 +38,19 @@ def asks(request: SampleRequest) -> bool:
     return wanted or request.topk_prompt_logprobs > 0 or request.prompt_alt_tokens_k > 0
 
 
+def needed(request: SampleRequest) -> int:
+    """The first prompt position whose hidden state is wanted; the last one's always is."""
+    last = len(request.prompt) - 1
+    if request.target_prompt_logprobs is not None or request.prompt_alt_tokens_k:
+        return 0
+    if not asks(request):
+        return last
+    return 0 if request.prompt_logprobs_last_n is None else max(0, last - request.prompt_logprobs_last_n)
+
+
 @torch.no_grad()
 def answer(request: SampleRequest, head: Head, hidden: Tensor, weights: Weights | None, seed: int) -> PromptAnswers:
-    """`hidden` [N, D] are the prompt's last hidden states; `seed` is for what is drawn."""
+    """`hidden` [N, D] are the prompt's last hidden states, unread before `needed`; `seed` is for what is drawn."""
     length, k = len(request.prompt), request.topk_prompt_logprobs
     logprobs = np.full(length, np.nan, np.float32)
     best = TopK(token_ids=np.zeros((length, k), np.int32), logprobs=np.full((length, k), EMPTY_LOGPROB, np.float32))
@@ -50,7 +60,7 @@ def answer(request: SampleRequest, head: Head, hidden: Tensor, weights: Weights 
     alt = TopK(token_ids=np.zeros((length - 1, drawn), np.int32), logprobs=np.zeros((length - 1, drawn), np.float32))
     uniforms = choice.stream(seed, DRAWS).random((length - 1, drawn))
     first_scored = 1 if request.prompt_logprobs_last_n is None else length - request.prompt_logprobs_last_n
-    for first in range(0 if targets is not None or drawn else first_scored - 1, length - 1, ROWS):
+    for first in range(needed(request), length - 1, ROWS):
         rows = slice(first, min(first + ROWS, length - 1))
         logits = head.logits(hidden[rows], weights)
         if drawn:

@@ -12,9 +12,10 @@ ANSWERS = 256
 
 
 def capacity(length: int) -> int:
-    """Of the smallest row for so many tokens: a power of two, or one and a half times one."""
-    power = max(SMALLEST, 1 << (length - 1).bit_length())
-    return power // 4 * 3 if power > SMALLEST and length <= power // 4 * 3 else power
+    """Of the smallest row for so many tokens: a power of two, or that and some quarters of it more; 96 above 64."""
+    power = max(SMALLEST, 1 << (length - 1).bit_length() >> 1)
+    step = max(power // 4, SMALLEST // 2)
+    return power if length <= power else power + -(-(length - power) // step) * step
 
 
 def room_of(request: SampleRequest) -> int:

@@ -1,8 +1,9 @@
 """The Sampler in plain torch: a running batch that requests join and leave at any token.
 
-A round goes: admit what waits (one packed pass over the new prompts, equal beginnings computed once; each answer's
-first token comes from it), then one decoding step for everyone: each answer feeds its last token, whatever its
-adapter, and draws its next. Who is finished leaves at once. Between rounds the trainer has its turn.
+A round goes: admit what waits (one packed pass over what is new of the prompts, equal beginnings computed once; each
+answer's first token comes from it), then one decoding step for everyone: each answer feeds its last token, whatever its
+adapter, and draws its next. Who is finished leaves at once, and what it read and said is kept among the prefixes for
+whoever goes on from there. Between rounds the trainer has its turn.
 """
 
 from __future__ import annotations
@@ -12,19 +13,25 @@ from collections.abc import Sequence
 from itertools import groupby
 from operator import itemgetter
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine import attention, batch, choice, lora, prompts
+from tinsmith.engine import batch, choice, lora, prompts
 from tinsmith.engine.asks import Answer, Ask, ask_of, asks_of
 from tinsmith.engine.base import Heard, Sampled, SampleRequest
 from tinsmith.engine.cache import Cache, Cached, CacheShape, Row
 from tinsmith.engine.head import Head
 from tinsmith.engine.models import BaseModel
+from tinsmith.engine.prefill import Prefill, Prompt, prefill
+from tinsmith.engine.prefixes import Found, Prefixes
 from tinsmith.engine.room import ANSWERS
 from tinsmith.engine.turns import Turns
 from tinsmith.engine.versions import Versions
 from tinsmith.errors import EngineError, Gone, TinsmithError
+
+PACKED = 8
+"""Passes' worth of prompt tokens in one pass, together with those that are known and only copied."""
 
 
 class TorchSampler:
@@ -34,16 +41,17 @@ class TorchSampler:
         self._base, self._router, self._turns = base, router, turns
         self._pass_tokens, self._cache_tokens = pass_tokens, cache_tokens
         self._head = Head(base.head)
-        self._cache = Cache(_cache_shape(base))
+        self._cache, self._prefixes = Cache(_cache_shape(base)), Prefixes()
         self._waiting: list[Ask] = []
         self._running: list[Answer] = []
         self._driver: asyncio.Task[None] | None = None
-        self.versions = Versions(base)
+        self.versions = Versions(base, self._prefixes.drop)
 
     async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
         """Joins the running batch at the next token."""
         weights = None if request.version is None else self.versions.weights(request.version)
-        ask = ask_of(request, weights, self._base.card, heard)
+        life = 0 if request.version is None else self.versions.life(request.version)
+        ask = ask_of(request, weights, life, self._base.card, heard)
         self._waiting.append(ask)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._drive())
@@ -105,60 +113,84 @@ class TorchSampler:
     def _next_asks(self) -> list[Ask]:
         """As many of those who wait, oldest first, as fit a pass, the cache and the step; one at least when idle."""
         admitted: list[Ask] = []
-        passed, cached, running = 0, self._cache.tokens, len(self._running)
+        passed, packed, cached, running = 0, 0, self._cache.tokens, len(self._running)
         for ask in self._waiting:
-            room = len(ask.answers) * ask.room
-            passed, cached, running = passed + len(ask.request.prompt), cached + room, running + len(ask.answers)
-            full = passed > self._pass_tokens or cached > self._cache_tokens or running > ANSWERS
+            prompt = len(ask.request.prompt)
+            passed, packed = passed + prompt - self._found(ask).length, packed + prompt
+            cached, running = cached + len(ask.answers) * ask.room, running + len(ask.answers)
+            full = passed > self._pass_tokens or packed > PACKED * self._pass_tokens
+            full = full or cached > self._cache_tokens or running > ANSWERS
             if full and (admitted or self._running):
                 break
             admitted.append(ask)
         self._waiting = self._waiting[len(admitted) :]
         return admitted
 
+    def _found(self, ask: Ask) -> Found:
+        """What is known of a prompt, but for the positions that something is asked about."""
+        return self._prefixes.find(ask.trunk, ask.request.prompt, prompts.needed(ask.request))
+
     def _prefill(self, asks: Sequence[Ask]) -> None:
         """One packed pass over the new prompts: what is asked about them, and every answer's first token."""
         asks = sorted(asks, key=lambda ask: id(ask.weights))
         adapters = list({id(ask.weights): ask.weights for ask in asks}.values())
         slots = {id(weights): slot for slot, weights in enumerate(adapters)}
-        rows = [
-            batch.Row(key=key, adapter=slots[id(ask.weights)], tokens=ask.request.prompt)
-            for key, ask in enumerate(asks)
-        ]
-        forest = batch.pack(rows)
-        device = self._base.device
-        context = attention.packed(forest, self._base.dtype, device, keep=True)
-        with self._router.using(lora.place(forest.spans, adapters)):
-            hidden = self._base.hidden(
-                torch.as_tensor(forest.tokens, device=device), torch.as_tensor(forest.positions, device=device), context
-            )
-        index = [torch.as_tensor(forest.index[key], device=device) for key in range(len(asks))]
-        for ask, where in zip(asks, index, strict=True):
+        found = [self._found(ask) for ask in asks]
+        for ask, known in zip(asks, found, strict=True):
+            ask.found = known.length
+            self._prefixes.touch(known)
+        work = prefill(
+            [
+                Prompt(
+                    row=batch.Row(key=key, adapter=slots[id(ask.weights)], tokens=ask.request.prompt),
+                    found=known,
+                    needed=prompts.needed(ask.request),
+                )
+                for key, (ask, known) in enumerate(zip(asks, found, strict=True))
+            ],
+            self._base,
+        )
+        with self._router.using(lora.place(work.spans, adapters)):
+            hidden = self._base.hidden(work.tokens, work.positions, work.context)
+        for key, ask in enumerate(asks):
             if prompts.asks(ask.request):
-                ask.prompt = prompts.answer(ask.request, self._head, hidden[where], ask.weights, ask.seed)
-        lasts = hidden[torch.stack([where[-1] for where in index])]
+                states = hidden[work.hidden[key]]
+                ask.prompt = prompts.answer(ask.request, self._head, states, ask.weights, ask.seed)
+        lasts = hidden[torch.stack([work.hidden[key][-1] for key in range(len(asks))])]
         for block in self._head.blocks(lasts, _placed([ask.weights for ask in asks])):
             beginning = asks[block.first : block.first + len(block.logits)]
-            counts = torch.tensor([len(ask.answers) for ask in beginning], device=device)
+            counts = torch.tensor([len(ask.answers) for ask in beginning], device=self._base.device)
             self._draw(
                 [answer for ask in beginning for answer in ask.answers], block.logits.repeat_interleave(counts, 0)
             )
-        self._enter(asks, context, index)
+        self._enter(asks, found, work)
         self._settle([answer for ask in asks for answer in ask.answers])
 
-    def _enter(self, asks: Sequence[Ask], context: attention.Packed, index: Sequence[Tensor]) -> None:
+    def _enter(self, asks: Sequence[Ask], found: Sequence[Found], work: Prefill) -> None:
         """Give the unfinished answers their rows: each request's first from the pass, the others copied."""
         going = [[answer for answer in ask.answers if answer.stop_reason is None] for ask in asks]
         for room, same in groupby(
             sorted((ask.room, len(answers)) for ask, answers in zip(asks, going, strict=True)), itemgetter(0)
         ):
             self._cache.reserve(room, sum(count for _, count in same))
-        keys, values = zip(*context.kept, strict=True)
-        for ask, answers, where in zip(asks, going, index, strict=True):
+        keys, values = zip(*work.context.kept, strict=True)
+        for key, (ask, answers) in enumerate(zip(asks, going, strict=True)):
             for answer in answers:
                 known = answers[0].row
+                where = work.index[key]
                 answer.row = self._cache.copy(known) if known else self._cache.insert(keys, values, where, ask.room)
             self._running.extend(answers)
+            if answers:
+                self._prefixes.lend(found[key])
+                self._remember(answers[0], ask.request.prompt)
+        self._prefixes.shrink(self._cache_tokens - self._cache.tokens)
+
+    def _remember(self, answer: Answer, tokens: np.ndarray) -> None:
+        """Keep the tokens that an answer's row holds, if its version still lives."""
+        ask, row = answer.ask, answer.row
+        version = ask.request.version
+        if row is not None and (version is None or self.versions.life(version) == ask.life):
+            self._prefixes.add(ask.trunk, tokens, *row.content())
 
     def _step(self) -> None:
         """One more token for everyone."""
@@ -169,6 +201,7 @@ class TorchSampler:
             assert answer.row is not None
             answer.row = self._cache.ensure(answer.row)
             rows.append(answer.row)
+        self._prefixes.shrink(self._cache_tokens - self._cache.tokens)
         placed = _placed([answer.ask.weights for answer in going])
         context = Cached(rows)
         with self._router.using(placed):
@@ -211,8 +244,10 @@ class TorchSampler:
         self._running = [answer for answer in self._running if answer.stop_reason is None]
         for answer in finished:
             if answer.row is not None:
+                self._remember(answer, answer.read())
                 self._cache.remove(answer.row)
                 answer.row = None
+        self._prefixes.shrink(self._cache_tokens - self._cache.tokens)
         for ask in asks_of(finished):
             ask.finish()
 

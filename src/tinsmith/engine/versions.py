@@ -7,7 +7,9 @@ back when it is next asked for. Sequences that are running hold their weights th
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 
 from tinsmith.engine import adapters
@@ -27,18 +29,22 @@ class _Version:
     captured: Captured | None = None
     folder: Path | None = None
     weights: Weights | None = None
+    life: int = 0
 
 
 class Versions:
     """By name, most recently used last."""
 
-    def __init__(self, base: BaseModel) -> None:
-        self._base = base
+    def __init__(self, base: BaseModel, forget: Callable[[str], None]) -> None:
+        """`forget` is told of names that no longer mean what they meant."""
+        self._base, self._forget = base, forget
         self._known: dict[str, _Version] = {}
+        self._lives = count(1)
 
     def capture(self, name: str, captured: Captured) -> None:
         """Usable at once: what is captured is kept, not copied."""
-        self._known[name] = _Version(captured=captured, weights=captured.weights)
+        self._forget(name)
+        self._known[name] = _Version(captured=captured, weights=captured.weights, life=next(self._lives))
 
     async def persist(self, name: str, to: Path) -> int:
         """Write a captured version, in a thread, so that sampling goes on; returns its bytes."""
@@ -56,11 +62,18 @@ class Versions:
     def attach(self, name: str, source: Path) -> None:
         """Know a folder as a version."""
         adapters.read_spec(source)
-        self._known[name] = _Version(folder=source)
+        self._forget(name)
+        self._known[name] = _Version(folder=source, life=next(self._lives))
 
     def detach(self, name: str) -> None:
         """Forget it."""
+        self._forget(name)
         self._known.pop(name, None)
+
+    def life(self, name: str) -> int:
+        """A number that no other version has, also of the same name; 0 if it is not known."""
+        version = self._known.get(name)
+        return version.life if version else 0
 
     def weights(self, name: str) -> Weights:
         """Read if need be. Raises Gone for a version that is not known, or whose folder was removed."""

@@ -181,6 +181,7 @@ class Sampling:
     ) -> Sampled:
         """When its tenant's turn comes."""
         worker = self._workers[base_model]
+        request = replace(request, space=owner)
         async with worker.host.turnstile.turn(owner, request):
             try:
                 sampled = await self._sample_known(worker, request, heard, sampler)
