@@ -16,7 +16,7 @@ from tests.engine.data import pass_for
 from tests.engine.looks import weights_of
 from tests.engine.reference import assert_same
 from tests.engine.sampling import ask, assert_same_samples
-from tinsmith.engine.base import AdamParams, LoraSpec, PassResult
+from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process import RemoteEngine
 from tinsmith.errors import ConfigError, EngineDied, NotFound, TinsmithError
@@ -76,6 +76,24 @@ def test_a_long_request_does_not_hold_up_a_short_one(remote: RemoteEngine, wait:
         return done
 
     assert wait(both()) == ["short", "long"]
+
+
+def test_messages_of_megabytes_come_and_go_while_the_engine_computes(remote: RemoteEngine, engine: Any, wait: Any):
+    targets = np.random.default_rng(1).integers(3, 500, (64, 4000))
+    datum = Datum(tokens=np.arange(3, 67, dtype=np.int32), targets=targets)
+    large = Pass(model_id="large", data=(datum,), loss_fn="cross_entropy", forward_only=True)
+
+    async def beside(one: Any) -> list[np.ndarray]:
+        await one.create("large", LoraSpec(rank=4, seed=1))
+        sampling = asyncio.create_task(one.sample(ask(max_tokens=60, num_samples=4)))
+        results = [await one.run([large]) for _ in range(3)]
+        await sampling
+        await one.drop("large")
+        return [result.logprobs[0] for (result,) in results]
+
+    for found, wanted in zip(wait(beside(remote)), wait(beside(engine)), strict=True):
+        assert found.nbytes == 64 * 4000 * 4
+        np.testing.assert_array_equal(found, wanted)
 
 
 def test_a_model_that_cannot_be_loaded_is_told_with_its_reason(tmp_path: Path, wait: Any):

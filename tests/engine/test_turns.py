@@ -124,6 +124,28 @@ def test_who_comes_late_has_the_device_at_once_and_no_longer_than_ever(sharing: 
     assert first <= (policy.stretch + 1.0) * policy.weight + 0.1
 
 
+@pytest.mark.parametrize("sharing", POLICIES)
+def test_a_message_that_comes_while_one_computes_is_heard_before_the_next_turn(sharing: Sharing) -> None:
+    """A thread hands it to the event loop; it becomes a task, which makes another, which asks for a turn."""
+    bench = Bench(sharing)
+    tasks: list[asyncio.Task[None]] = []
+
+    async def answer() -> None:
+        tasks.append(asyncio.create_task(bench.work("sampling", [0.01])))
+
+    async def run() -> None:
+        for number in range(200):
+            async with bench.turns.of("training"):
+                bench.now += 3.0
+                bench.log.append(("training", bench.now - 3.0, bench.now))
+                if number == 100:
+                    asyncio.get_running_loop().call_soon_threadsafe(lambda: tasks.append(asyncio.create_task(answer())))
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    assert [party for party, _, _ in bench.log].index("sampling") == 101
+
+
 def test_names_that_a_configuration_gives_are_policies() -> None:
     from tinsmith.engine.config import EngineConfig
 

@@ -6,7 +6,7 @@ The child (`python -m tinsmith.engine.process FD`) builds the engine and answers
 outlives its parent. A child that dies ends every call with EngineDied and sets `died`; starting another is the
 caller's business.
 
-Messages are pickles with a length before them: both ends are ours, on one machine.
+The parent's end of the socket is asyncio's; the child's is a Link, whose threads go on while the engine computes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import os
 import pickle
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -37,9 +36,9 @@ from tinsmith.engine.base import (
     SampleRequest,
 )
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.link import LENGTH, Link, packed
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
 
-_LENGTH = struct.Struct("<Q")
 _BUFFER = 1 << 24
 _PATIENT = {"OMP_WAIT_POLICY": "passive"}
 """Threads of one operation sleep while they wait for each other. By default they spin, and beside another busy process
@@ -177,73 +176,65 @@ async def _close(writer: asyncio.StreamWriter) -> None:
         await writer.wait_closed()
 
 
-def _write(writer: asyncio.StreamWriter, message: Any) -> None:
-    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    writer.write(_LENGTH.pack(len(data)))
-    writer.write(data)
-
-
 async def _send(writer: asyncio.StreamWriter, message: Any) -> None:
-    _write(writer, message)
+    for part in packed(message):
+        writer.write(part)
     await writer.drain()
 
 
 async def _receive(reader: asyncio.StreamReader) -> Any:
-    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
     return pickle.loads(await reader.readexactly(size))
 
 
-async def _serve(connection: socket.socket) -> None:
+async def _serve(link: Link) -> None:
     """The child's life: load, then answer each message in a task of its own, until the parent hangs up."""
-    reader, writer = await asyncio.open_connection(sock=connection, limit=_BUFFER)
+    engine = _loaded(link.receive(), link)
+    if engine is None:
+        await asyncio.to_thread(link.receive)  # the parent has the reason now, and hangs up
+        return
     tasks: set[asyncio.Task[None]] = set()
-    try:
-        engine = await _loaded(await _receive(reader), writer)
-        while engine is not None:
-            task = asyncio.create_task(_answer(engine, writer, *await _receive(reader)))
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        os._exit(0)  # the parent is gone; nothing here is worth waiting for
+
+    def hear(message: Any) -> None:
+        task = asyncio.create_task(_answer(engine, link, *message))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+    link.listen(hear)
+    await asyncio.Event().wait()
 
 
-async def _loaded(config: EngineConfig, writer: asyncio.StreamWriter) -> Engine | None:
+def _loaded(config: EngineConfig, link: Link) -> Engine | None:
     """The engine, its card sent; or None and the reason sent."""
     from tinsmith.engine.build import build
 
     try:
         engine = build(config)
     except TinsmithError as error:
-        await _send(writer, error)
+        link.send(error)
         return None
-    await _send(writer, engine.card)
+    link.send(engine.card)
     return engine
 
 
 async def _answer(
-    engine: Engine,
-    writer: asyncio.StreamWriter,
-    number: int,
-    method: str,
-    args: tuple[Any, ...],
-    options: dict[str, Any],
-    tells: bool,
+    engine: Engine, link: Link, number: int, method: str, args: tuple[Any, ...], options: dict[str, Any], tells: bool
 ) -> None:
     if tells:
-        options["heard"] = lambda piece: _write(writer, (number, True, piece))
+        options["heard"] = lambda piece: link.send((number, True, piece))
     try:
         answer = (number, True, await getattr(engine, method)(*args, **options))
     except TinsmithError as error:
         answer = (number, False, error)
     except Exception as error:  # noqa: BLE001 - a boundary between processes: the caller must hear of any fault
         answer = (number, False, EngineError(f"{method} failed in the engine: {type(error).__name__}: {error}"))
-    await _send(writer, answer)
+    link.send(answer)
 
 
 def main() -> None:
     """Entry of the child: the socket's file descriptor is the one argument."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then hangs up
-    asyncio.run(_serve(socket.socket(fileno=int(sys.argv[1]))))
+    asyncio.run(_serve(Link(socket.socket(fileno=int(sys.argv[1])))))
 
 
 if __name__ == "__main__":
