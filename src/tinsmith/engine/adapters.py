@@ -90,7 +90,7 @@ def read_spec(folder: Path) -> LoraSpec:
 
 def read(folder: Path, layout: Layout) -> Tensor:
     """The flat float32 [size] tensor of a folder whose spec gave `layout`."""
-    flat = torch.zeros(layout.size)
+    flat = torch.zeros(layout.size, device="cpu")
     try:
         tensors = load_file(folder / "adapter_model.safetensors")
         for name, pair in layout.pairs(flat).items():

@@ -5,7 +5,8 @@ runs of its shared prefix and at itself. `cached`: one new token of every runnin
 rows of the sampler's cache. Which of the two is meant, and its plan, travels with the call as `context`.
 
 The kernel is PyTorch's flash attention for CPUs, forward and backward called by hand so that gradients of a shared
-prefix add up in place; elsewhere it is `scaled_dot_product_attention` with its own backward.
+prefix add up in place; on GPUs it is one call for the whole forest (`flex.py`), and where that cannot be had
+`scaled_dot_product_attention` with its own backward.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from tinsmith.engine import folded
+from tinsmith.engine import flex, folded
 from tinsmith.engine.batch import Forest
 
 NAME = "tinsmith"
@@ -79,8 +80,10 @@ class Packed:
         return _packed_forward(query, key, value, self.jobs, scale)[0].transpose(1, 2)
 
 
-def packed(forest: Forest, dtype: torch.dtype, device: torch.device, keep: bool = False) -> Packed:
-    """The context of a pass over `forest`; masks are made once and serve every layer."""
+def packed(forest: Forest, dtype: torch.dtype, device: torch.device, keep: bool = False) -> Packed | flex.Flexed:
+    """The context of a pass over `forest`, by the best kernel there is here; masks are made once for every layer."""
+    if flex.suits(dtype, device):
+        return flex.flexed(forest, device, keep)
     jobs = [
         PackedJob(job.start, job.stop, job.prefix, None if job.mask is None else additive(job.mask, dtype, device))
         for job in forest.jobs

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tinsmith.engine.attention import attend_once
+from tinsmith.engine.attention import additive, attend_once
 from tinsmith.engine.room import capacity
 
 
@@ -168,12 +168,12 @@ class Cached:
     def __post_init__(self) -> None:
         places = {id(row): place for place, row in enumerate(self.rows)}
         for bank in {id(row.bank): row.bank for row in self.rows}.values():
-            tokens = torch.tensor([places[id(row)] for row in bank.rows])
-            at = torch.tensor([row.length for row in bank.rows])
-            seen = torch.arange(bank.capacity)[None] <= at[:, None]
-            mask = torch.zeros(seen.shape, dtype=bank.shape.dtype).masked_fill_(~seen, float("-inf"))
             device = bank.shape.device
-            self._slices.append(_Slice(bank, tokens.to(device), at.to(device), mask[:, None, None].to(device)))
+            tokens = torch.tensor([places[id(row)] for row in bank.rows], device=device)
+            at = torch.tensor([row.length for row in bank.rows], device=device)
+            seen = torch.arange(bank.capacity, device=device)[None] <= at[:, None]
+            mask = additive(seen, bank.shape.dtype, device)
+            self._slices.append(_Slice(bank, tokens, at, mask[:, None, None]))
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [1, Hq, B, D], key and value [1, Hkv, B, D] -> [1, B, Hq, D]."""

@@ -65,8 +65,8 @@ class Layout:
 
     def initial(self) -> Tensor:
         """A fresh adapter, the same for the same seed on every machine: float32 [size] on the CPU."""
-        generator = torch.Generator().manual_seed(self.spec.seed & (2**63 - 1))
-        flat = torch.zeros(self.size)
+        generator = torch.Generator("cpu").manual_seed(self.spec.seed & (2**63 - 1))
+        flat = torch.zeros(self.size, device="cpu")
         for pair in self.pairs(flat).values():
             bound = 1 / math.sqrt(pair.a.shape[1])
             pair.a.uniform_(-bound, bound, generator=generator)

@@ -79,17 +79,22 @@ def load(config: EngineConfig) -> BaseModel:
     device = _device(config.device)
     dtype = _dtype(config.dtype, device)
     located = locate(config.source)
-    attention.register()
     if not sys.stderr.isatty():  # progress bars make a mess of a log
         disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(located.folder, dtype=dtype, attn_implementation="eager")
     except (OSError, ValueError) as error:
         raise ConfigError(f"'{config.source}' cannot be loaded: {error}", "Give a causal language model.") from error
-    model.to(device).eval().requires_grad_(False)  # pyright: ignore[reportArgumentType]
-    tokenizer = AutoTokenizer.from_pretrained(located.folder)
+    model.to(device)  # pyright: ignore[reportArgumentType]
+    return shared(model, AutoTokenizer.from_pretrained(located.folder), config.source, located.tokenizer)
+
+
+def shared(model: PreTrainedModel, tokenizer: Any, source: str, tokenizer_source: str) -> BaseModel:
+    """A model with eager attention, frozen and checked. Raises Unsupported when it is not one that we serve."""
+    attention.register()
+    model.eval().requires_grad_(False)
     base = BaseModel(
-        card=_card(config.source, located.tokenizer, model, tokenizer),
+        card=_card(source, tokenizer_source, model, tokenizer),
         model=model,
         body=model.base_model,
         head=model.get_output_embeddings().weight.detach().float(),  # pyright: ignore[reportOptionalMemberAccess]

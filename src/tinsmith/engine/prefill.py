@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine import attention, batch
+from tinsmith.engine import attention, batch, flex
 from tinsmith.engine.models import BaseModel
 from tinsmith.engine.prefixes import Found, Run
 
@@ -41,7 +41,7 @@ class Prefill:
     positions: Tensor
     """int64 [C]."""
     spans: tuple[batch.Span, ...]
-    context: attention.Packed | Partial
+    context: attention.Packed | flex.Flexed | Partial
     index: dict[int, Tensor]
     """Row key -> int64 [N]: where its positions stand in the forest."""
     hidden: dict[int, Tensor]

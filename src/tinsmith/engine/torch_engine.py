@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from tinsmith.engine import layers, lora, models
+from tinsmith.engine import hardware, layers, lora, models
 from tinsmith.engine.base import AdamParams, Heard, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.memory import Trimmer
@@ -23,13 +23,12 @@ from tinsmith.errors import TinsmithError
 class TorchEngine:
     """Implements `engine.base.Engine`. Sets torch's thread count and matmul precision for its whole process."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, base: models.BaseModel | None = None) -> None:
+        """`base` takes the place of what `config.source` names."""
         if config.threads:
             torch.set_num_threads(config.threads)
-        base = models.load(config)
-        # The head's float32 product: where the base is bfloat16, multiply as bfloat16 (its values are), sum as float32.
-        precision = "bf16" if base.dtype == torch.bfloat16 else "ieee"
-        torch.backends.mkldnn.matmul.fp32_precision = precision  # pyright: ignore[reportAttributeAccessIssue]
+        base = base or models.load(config)
+        hardware.round_products(base.dtype)
         policy = POLICIES[config.sharing]
         router, turns = lora.adapt(base), Turns(policy)
         base = layers.take_over(base)
@@ -37,6 +36,7 @@ class TorchEngine:
         self._trim = Trimmer()
         self.trainer = TorchTrainer(base, router, turns, min(config.pass_tokens, policy.tokens or config.pass_tokens))
         self.sampler = TorchSampler(base, router, turns, config.pass_tokens, config.cache_tokens)
+        hardware.warm(base)
 
     @property
     def card(self) -> ModelCard:

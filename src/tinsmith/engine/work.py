@@ -132,9 +132,11 @@ class Work:
         one, data = self._passes[number], [self.items[key].datum for key in keys]
         leaf = logprobs.double().requires_grad_()
         spread = entropies.double().requires_grad_() if entropies is not None else None
-        inputs = {name: torch.as_tensor(values).to(leaf) for name, values in _gathered(one, data).items()}
-        sizes = torch.tensor([datum.targets.size for datum in data])
-        sequence = torch.repeat_interleave(torch.arange(len(data)), sizes).to(leaf.device)
+        inputs = {
+            name: torch.as_tensor(values, device=leaf.device).double() for name, values in _gathered(one, data).items()
+        }
+        sizes = [datum.targets.size for datum in data]
+        sequence = torch.as_tensor(np.repeat(np.arange(len(data)), sizes), device=leaf.device)
         targets = losses.Targets(logprobs=leaf, entropies=spread, sequence=sequence, inputs=inputs)
         with torch.enable_grad():
             loss, metrics = losses.objective(

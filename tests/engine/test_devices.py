@@ -1,0 +1,64 @@
+"""Nothing that the engine makes lands on torch's default device by chance: what holds for a CPU then holds for a GPU.
+
+The default device is made `meta` while the model stands on the CPU. A tensor made without a device would have no
+storage, and the first operation with one of the model's raises; as on a GPU a CPU's tensor would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.engine.data import LOSSES, pass_for
+from tests.engine.sampling import ask
+from tinsmith.engine.base import AdamParams, LoraSpec
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.torch_engine import TorchEngine
+
+
+@pytest.fixture
+def engine(tiny_llama: Path, wait: Any) -> Iterator[TorchEngine]:
+    made = TorchEngine(EngineConfig(source=str(tiny_llama), dtype="bfloat16", device="cpu"))
+    with torch.device("meta"):
+        wait(made.create("m", LoraSpec(rank=4, seed=0)))
+        yield made
+
+
+@pytest.mark.parametrize("loss_fn", LOSSES)
+def test_training(engine: TorchEngine, wait: Any, loss_fn: str):
+    (result,) = wait(engine.run([pass_for(loss_fn, "m")]))
+    assert all(np.isfinite(one).all() for one in result.logprobs)
+    assert wait(engine.step("m", AdamParams(grad_clip_norm=1.0)))["grad_norm"] > 0
+
+
+def test_entropies_and_saved_states(engine: TorchEngine, wait: Any, tmp_path: Path):
+    (result,) = wait(engine.run([pass_for("ppo", "m", config={"return_entropy": True, "entropy_coef": 0.1})]))
+    assert result.entropies is not None
+    wait(engine.step("m", AdamParams()))
+    wait(engine.save("m", tmp_path / "state", optimizer=True))
+    wait(engine.load("m", tmp_path / "state", optimizer=True))
+    wait(engine.run([pass_for("ppo", "m")]))
+    wait(engine.step("m", AdamParams()))
+
+
+def test_sampling(engine: TorchEngine, wait: Any, tmp_path: Path):
+    wait(engine.run([pass_for("cross_entropy", "m")]))
+    wait(engine.step("m", AdamParams(learning_rate=1e-2)))
+    wait(engine.capture("m", "version"))
+    settings: dict[str, Any] = {"num_samples": 3, "max_tokens": 80, "version": "version"}
+    for extra in (
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "topk_sample_logprobs": 3},
+        {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_alt_tokens_k": 2},
+    ):
+        found = wait(engine.sample(ask(**settings, **extra)))
+        assert len(found.sequences) == 3
+    wait(engine.persist("version", tmp_path / "version"))
+    wait(engine.detach("version"))
+    wait(engine.attach("again", tmp_path / "version"))
+    assert wait(engine.sample(ask(version="again", max_tokens=2))).sequences[0].tokens.size == 2

@@ -1,0 +1,144 @@
+"""One call for the whole forest gives what a call for each job gives, forward and backward."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import flex_attention as torchs
+
+from tinsmith.engine import attention, batch, flex
+
+CPU = torch.device("cpu")
+
+
+def forest_of(rows: list[list[int]], adapters: list[int] | None = None) -> batch.Forest:
+    adapters = adapters or [0] * len(rows)
+    return batch.pack(
+        [
+            batch.Row(key=key, adapter=adapter, tokens=np.array(row, np.int32))
+            for key, (row, adapter) in enumerate(zip(rows, adapters, strict=True))
+        ]
+    )
+
+
+def dense(forest: batch.Forest) -> np.ndarray:
+    """bool [T, T], from the rows alone."""
+    seen = np.zeros((len(forest.tokens),) * 2, bool)
+    for path in forest.index.values():
+        for depth, position in enumerate(path):
+            seen[position, path[: depth + 1]] = True
+    return seen
+
+
+rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1, max_size=12)
+
+
+@given(rows=rows, split=st.integers(0, 12))
+@settings(deadline=None, max_examples=60)
+def test_who_sees_whom_is_told_by_one_number_for_each_key(rows: list[list[int]], split: int):
+    forest = forest_of(rows, [int(number >= split) for number in range(len(rows))])
+    ends, at = flex.ends_of(forest), np.arange(len(forest.tokens))
+    np.testing.assert_array_equal((at <= at[:, None]) & (at[:, None] < ends), dense(forest))
+
+
+@given(rows=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=300), min_size=1, max_size=6))
+@settings(deadline=None, max_examples=30)
+def test_blocks_are_full_partly_seen_or_empty(rows: list[list[int]]):
+    forest = forest_of(rows)
+    partly, full = flex._blocks(flex.ends_of(forest))
+    seen = dense(forest)
+    for (query, key), some in np.ndenumerate(partly):
+        block = seen[query * flex.BLOCK : (query + 1) * flex.BLOCK, key * flex.BLOCK : (key + 1) * flex.BLOCK]
+        assert full[query, key] <= block.all()
+        assert (some or full[query, key]) >= block.any()
+        assert not (some and full[query, key])
+        assert block.any() or not full[query, key]
+
+
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention written out in plain tensor operations: only for its mathematics, so also backward on a CPU."""
+    monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
+    monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+
+
+CASES: dict[str, Callable[[], batch.Forest]] = {
+    "one row": lambda: forest_of([list(range(37))]),
+    "a group": lambda: forest_of([[*range(140), *([k] * (20 + 30 * k))] for k in range(5)]),
+    "turns": lambda: forest_of([list(range(length)) for length in (40, 90, 91, 200)]),
+    "two tenants": lambda: forest_of([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4], [1, 2, 6]], [0, 0, 1, 1]),
+    "nested": lambda: forest_of([[*range(n), *([900 + n + k] * 9)] for n in (50, 100, 150) for k in range(3)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.usefixtures("uncompiled")
+def test_forward_and_backward_are_those_of_the_jobs(case: str):
+    forest = CASES[case]()
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, len(forest.tokens), 16) for heads in (6, 2, 2)]
+    inputs = [torch.randn(shape, generator=draw) for shape in shapes]
+    weight = torch.randn((1, len(forest.tokens), 6, 16), generator=draw)
+
+    def results(context: attention.Context) -> list[torch.Tensor]:
+        leaves = [one.clone().requires_grad_() for one in inputs]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it is not compiled
+            output = context.attend(0, leaves[0], leaves[1], leaves[2], 0.25)
+        output.mul(weight).sum().backward()
+        return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    expected = results(attention.packed(forest, torch.float32, CPU))
+    found = results(flex.flexed(forest, CPU))
+    assert len(found) == 4
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_keys_and_values_are_kept_for_the_sampler():
+    forest = CASES["a group"]()
+    context = flex.flexed(forest, CPU, keep=True)
+    key, value = torch.randn(2, 1, 2, len(forest.tokens), 16)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        context.attend(0, torch.randn(1, 4, len(forest.tokens), 16), key, value, 0.25)
+    assert context.kept[0][0] is key
+    assert context.kept[0][1] is value
+
+
+def test_it_is_for_gpus_and_sixteen_bits_where_it_compiles(monkeypatch: pytest.MonkeyPatch, caplog: Any):
+    def chosen(
+        capability: tuple[int, int] = (9, 0), dtype: Any = torch.bfloat16, device: str = "cuda", triton: Any = True
+    ) -> bool:
+        monkeypatch.setattr(flex, "find_spec", lambda _: triton)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        return flex.suits.__wrapped__(dtype, torch.device(device))
+
+    monkeypatch.setattr(flex, "_try", lambda *_: None)
+    assert chosen()
+    assert not chosen(device="cpu")
+    assert not chosen(dtype=torch.float32)
+    assert not chosen(capability=(7, 5))
+    assert not chosen(triton=None)
+
+    def broken(*_: Any) -> None:
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr(flex, "_try", broken)
+    assert not chosen()
+    assert "slower" in caplog.text
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_the_trial_runs():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        flex._try(torch.float32, CPU)
