@@ -82,6 +82,36 @@ def test_a_capture_copies_nothing(engine: Any, wait: Any, model_id: str) -> None
     wait(main())
 
 
+def test_memory_that_a_written_version_leaves_is_used_again_and_shows_in_no_other(
+    engine: Any, wait: Any, tmp_path: Path, model_id: str
+) -> None:
+    async def main() -> None:
+        await engine.create(model_id, LoraSpec(rank=4, seed=1))
+        for number in range(6):
+            await train(engine, model_id, number)
+            await engine.capture(model_id, f"v{number}")
+            await engine.save(model_id, tmp_path / f"wanted{number}", optimizer=False)
+            if number % 2:  # two versions wait at a time, and the younger one is written first
+                await engine.persist(f"v{number}", tmp_path / f"v{number}")
+                await train(engine, model_id, 10 + number)
+                await engine.persist(f"v{number - 1}", tmp_path / f"v{number - 1}")
+        for number in range(6):
+            assert same(written(tmp_path / f"v{number}"), written(tmp_path / f"wanted{number}"))
+            await engine.detach(f"v{number}")
+        model = engine.trainer._models[model_id]
+        await engine.capture(model_id, "last")
+        left = model.master.data_ptr()
+        await train(engine, model_id, 7)
+        assert model.master.data_ptr() != left
+        await engine.detach("last")
+        await engine.capture(model_id, "next")
+        await train(engine, model_id, 8)
+        assert model.master.data_ptr() == left
+        await engine.detach("next")
+
+    wait(main())
+
+
 def test_sampling_and_training_go_on_while_a_version_is_written(
     engine: Any, wait: Any, tmp_path: Path, model_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

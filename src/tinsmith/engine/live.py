@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import deque
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +13,12 @@ from tinsmith.engine import adapters, lora
 from tinsmith.engine.base import AdamParams
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Captured:
-    """An adapter at one moment: its layout, float32 master [size], and the reading of it that passes are made with."""
+    """An adapter at one moment: its layout, float32 master [size], and the reading of it that passes are made with.
+
+    The master's memory is the model's again when this is forgotten; the reading may be kept.
+    """
 
     layout: lora.Layout
     master: Tensor
@@ -29,8 +34,10 @@ class Model:
         self.gradient = torch.zeros_like(master)
         self.optimizer = torch.optim.AdamW([self.master], fused=True)
         self._weights: lora.Weights | None = None
-        self._lent = False
-        """Someone else reads the master too: the next step must leave it as it is."""
+        self._captured: Captured | None = None
+        """Of this moment. Others read its master, so the next step must leave that as it is."""
+        self._spare: deque[Tensor] = deque(maxlen=1)
+        """A master that nobody reads any more: fresh memory of that size takes four times as long to fill."""
 
     def weights(self) -> lora.Weights:
         """The adapter as of the last step; nothing changes it later."""
@@ -40,13 +47,13 @@ class Model:
 
     def capture(self) -> Captured:
         """The adapter of this moment for good, without a copy: the next step works on one."""
-        self._lent = True
-        return Captured(self.layout, self.master.detach(), self.weights())
+        if self._captured is None:
+            self._captured = Captured(self.layout, self.master.detach(), self.weights())
+        return self._captured
 
     def step(self, adam: AdamParams) -> dict[str, float]:
         """AdamW with decoupled decay, then a clean gradient. Returns the gradient's norm before clipping."""
-        if self._lent:
-            self.master.data, self._lent = self.master.data.clone(), False
+        self._leave_captured()
         self.master.grad = self.gradient
         norm = torch.nn.utils.get_total_norm([self.gradient])
         if adam.grad_clip_norm > 0:
@@ -62,6 +69,15 @@ class Model:
         self._weights = None
         self.weights()  # now, so that a capture takes no time; the next pass wants it anyway
         return {"grad_norm": float(norm)}
+
+    def _leave_captured(self) -> None:
+        """Go on in memory that no captured version reads."""
+        if self._captured is None:
+            return
+        left = self.master.data
+        self.master.data = (self._spare.pop() if self._spare else torch.empty_like(left)).copy_(left)
+        weakref.finalize(self._captured, self._spare.append, left)
+        self._captured = None
 
     def moments(self) -> adapters.Moments:
         """AdamW's state, zeros before the first step."""
