@@ -170,7 +170,8 @@ def objective(p: Tensor, datum: Datum, request: Pass) -> Tensor:
         if request.loss_fn == "importance_sampling":
             total = total - ratio * a
         elif request.loss_fn in ("ppo", "gspo"):
-            total = total - torch.minimum(ratio * a, clipped * a)
+            gain, dual_clip = torch.minimum(ratio * a, clipped * a), float(request.loss_config.get("dual_clip", 0))
+            total = total - (torch.maximum(gain, dual_clip * a) if dual_clip and a < 0 else gain)
         elif request.loss_fn == "cispo":
             total = total - clipped.detach() * p[t] * a
         else:

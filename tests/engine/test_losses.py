@@ -71,6 +71,12 @@ def test_clips_of_the_request_are_used(loss_fn: str) -> None:
     assert_agree(*example(loss_fn), loss_fn, {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0})
 
 
+def test_a_dual_clip_bounds_what_a_bad_token_costs() -> None:
+    p, data = example("ppo")
+    assert_agree(p, data, "ppo", {"dual_clip": 1.5})
+    assert ours(p, data, "ppo", {"dual_clip": 1.5})[0] < ours(p, data, "ppo", {})[0]
+
+
 @pytest.mark.parametrize("loss_fn", CLIPPED)
 def test_clips_of_a_token_come_before_those_of_the_request(loss_fn: str) -> None:
     p, data = example(loss_fn)

@@ -5,6 +5,7 @@ python -m tests.rl.reference        writes them into the page
 
 from __future__ import annotations
 
+import inspect
 import typing
 from pathlib import Path
 
@@ -24,13 +25,19 @@ def members(annotation: typing.Any) -> list[type[Settings]]:
     return [one for part in typing.get_args(annotation) for one in members(part)]
 
 
+def tagged(kind: type[Settings]) -> bool:
+    """Whether its type is what tells it from others in its place."""
+    tag = kind.model_fields.get("type")
+    return tag is not None and len(typing.get_args(tag.annotation)) == 1
+
+
 def tables() -> str:
     """A table for the top and for every part, in the order of RunConfig."""
     parts = [_table("At the top", "", RunConfig)]
     for path, kinds in _parts(RunConfig, ""):
         for kind in kinds:
-            tag = kind.model_fields.get("type")
-            parts.append(_table(f"`{path}`" + (f" of type `{tag.default}`" if tag else ""), kind.__doc__ or "", kind))
+            tag = kind.model_fields["type"].default if tagged(kind) else ""
+            parts.append(_table(f"`{path}`" + (f" of type `{tag}`" if tag else ""), inspect.getdoc(kind) or "", kind))
     return "\n".join(parts)
 
 
@@ -48,10 +55,10 @@ def _parts(kind: type[Settings], prefix: str) -> list[tuple[str, list[type[Setti
 
 
 def _table(title: str, about: str, kind: type[Settings]) -> str:
-    lines = [f"### {title}", "", about.strip(), "", "| key | default | meaning |", "| --- | --- | --- |"]
-    for name, field in kind.model_fields.items():
-        if name == "type":
-            continue
+    lines = [f"### {title}", "", about.strip()]
+    fields = {name: field for name, field in kind.model_fields.items() if name != "type" or not tagged(kind)}
+    lines += ["", "| key | default | meaning |", "| --- | --- | --- |"] if fields else []
+    for name, field in fields.items():
         kinds = members(field.annotation)
         help_text = " ".join((field.description or (kinds[0].__doc__ or "" if kinds else "")).split())
         if typing.get_origin(field.annotation) is typing.Literal:

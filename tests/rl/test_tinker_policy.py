@@ -7,18 +7,19 @@ import gc
 import socket
 import warnings
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
 from tinker import TrainingClient
 
 from tinsmith.errors import ConfigError, TinsmithError, UserError
-from tinsmith.rl.algorithms.grpo import Grpo, GrpoConfig
+from tinsmith.rl import algorithms
+from tinsmith.rl.algorithms import AlgorithmConfig
 from tinsmith.rl.metrics import of_update
-from tinsmith.rl.policy import Loss, ModelConfig, OptimizerConfig, SamplingConfig
-from tinsmith.rl.samples import samples
+from tinsmith.rl.policy import ModelConfig, OptimizerConfig, SamplingConfig, Update
 from tinsmith.rl.tinker_policy import TinkerPolicy
 from tinsmith.rl.types import Group, Message, Rollout, Task
 from tinsmith.service.config import ServeConfig
@@ -59,17 +60,27 @@ def with_policy(served, use: Callable[[TinkerPolicy], Awaitable[T]], config: Mod
 
 
 def group_of(turns) -> Group:
-    rollouts = tuple(Rollout(turns=(turn,), rewards={"policy": float(turn.tokens[0] % 2)}) for turn in turns)
+    rollouts = tuple(Rollout(turns=(turn,), rewards={"policy": at**2 / 8}) for at, turn in enumerate(turns))
     return Group(task=Task(id="t", messages=ASK), rollouts=rollouts)
 
 
-async def teach(policy: TinkerPolicy, *, seed: int, loss: Loss | None = None) -> dict[str, float]:
+async def teach(policy: TinkerPolicy, *, seed: int, **algorithm: Any) -> dict[str, float]:
     """One update on one group of eight; returns its numbers."""
     turns = await (await policy.snapshot()).sample(ASK, count=8, seed=seed, sampling=SAMPLING)
     group = group_of(turns)
-    rows = samples([group], await Grpo(GrpoConfig(drop_constant=False)).score([group]), merge=True)
-    loss = loss or Loss(name="importance_sampling", config={})
-    return of_update(rows, await policy.update(rows, loss, OptimizerConfig(), 1e-2))
+    update = await scored(policy, group, **algorithm)
+    return of_update(update.rows, await policy.update(update, OptimizerConfig(), 1e-2))
+
+
+async def scored(policy: TinkerPolicy, group: Group, **algorithm: Any) -> Update:
+    """What the default algorithm, with changes, wants learned from a group; rows of no advantage among it."""
+    config = AlgorithmConfig.model_validate({"advantage": {"std_threshold": None}, **algorithm})
+
+    async def reference(rows):
+        return [await (await policy.peer("tiny")).logprobs(row.sequence) for row in rows]
+
+    columns = {"reference": reference, "entropy": policy.entropies}
+    return await algorithms.build(config, policy.extensions, columns, 0).score(1, [group])
 
 
 def test_replies_have_the_chat_prompt_tokens_logprobs_and_text(served, tiny_llama):
@@ -216,7 +227,10 @@ def test_a_wrong_key_and_a_wrong_address_are_told_at_once(served):
 
 def test_a_refused_update_names_the_loss(served):
     async def use(policy: TinkerPolicy):
-        return await teach(policy, seed=0, loss=Loss(name="ppo", config={"clip_low": 0.5}))
+        turns = await (await policy.snapshot()).sample(ASK, count=8, seed=0, sampling=SAMPLING)
+        update = await scored(policy, group_of(turns))
+        wrong = replace(update, loss="ppo", config={"clip_low": 0.5})
+        return await policy.update(wrong, OptimizerConfig(), 1e-2)
 
     with pytest.raises(TinsmithError, match=r"training with the loss ppo.*clip_low"):
         with_policy(served, use)
@@ -226,13 +240,61 @@ def test_rows_come_back_in_their_order(served):
     async def use(policy: TinkerPolicy):
         turns = await (await policy.snapshot()).sample(ASK, count=6, seed=4, sampling=SAMPLING)
         group = group_of(turns)
-        rows = samples([group], await Grpo(GrpoConfig(drop_constant=False)).score([group]), merge=False)
-        loss = Loss(name="importance_sampling", config={})
-        return rows, await policy.update(rows, loss, OptimizerConfig(), 1e-3)
+        update = await scored(policy, group, merge_replies=False)
+        return update.rows, await policy.update(update, OptimizerConfig(), 1e-3)
 
     rows, updated = with_policy(served, use)
     for row, logprobs in zip(rows, updated.logprobs, strict=True):
         np.testing.assert_allclose(logprobs[row.mask], row.logprobs[row.mask], atol=1e-5)
+
+
+def test_a_loss_of_the_client_teaches_as_the_servers_own_does(served):
+    async def use(policy: TinkerPolicy):
+        turns = await (await policy.snapshot()).sample(ASK, count=8, seed=0, sampling=SAMPLING)
+        update = await scored(policy, group_of(turns), loss={"type": "topr"}, kl={"type": "abs", "coef": 0.1})
+        assert update.client is not None
+        return update.rows, await policy.update(update, OptimizerConfig(), 1e-2)
+
+    rows, updated = with_policy(served, use)
+    assert updated.metrics["kl"] == pytest.approx(0.0, abs=1e-5)  # a fresh adapter is the reference
+    for row, logprobs in zip(rows, updated.logprobs, strict=True):
+        np.testing.assert_allclose(logprobs[row.mask], row.logprobs[row.mask], atol=1e-5)
+
+
+def test_this_servers_extensions_are_known_and_used(served):
+    async def use(policy: TinkerPolicy):
+        turns = await (await policy.snapshot()).sample(ASK, count=8, seed=0, sampling=SAMPLING)
+        algorithm = {"kl": {"type": "k2", "coef": 0.1}, "entropy": {"coef": 0.01}, "aggregate": "token_mean"}
+        update = await scored(policy, group_of(turns), **algorithm)
+        updated = await policy.update(update, OptimizerConfig(), 1e-2)
+        return policy.extensions, update, updated, await policy.entropies(update.rows)
+
+    extensions, update, updated, entropies = with_policy(served, use)
+    assert {"kl_coef", "entropy_coef", "return_entropy"} <= extensions
+    assert (update.client, update.loss) == (None, "importance_sampling")
+    assert {"kl:sum", "entropy:sum"} <= updated.metrics.keys()
+    assert [len(one) for one in entropies] == [len(row.tokens) for row in update.rows]
+
+
+def test_a_second_adapter_is_taught_tokens_of_its_own(served):
+    async def use(policy: TinkerPolicy):
+        turns = await (await policy.snapshot()).sample(ASK, count=4, seed=0, sampling=SAMPLING)
+        rows = (await scored(policy, group_of(turns))).rows
+        learner = await policy.learner(rank=4, seed=3)
+        ids = tuple(range(learner.vocabulary - 8, learner.vocabulary))
+        before = await learner.logprobs(rows, ids)
+        weights = [np.zeros((len(row.tokens), 8), np.float32) for row in rows]
+        for one in weights:
+            one[:, 2] = 0.1
+        numbers = await learner.fit(rows, ids, weights, OptimizerConfig(), 1e-2)
+        again = await policy.learner(rank=4, seed=3, state=await learner.save("critic", None))
+        return before, numbers, await learner.logprobs(rows, ids), await again.logprobs(rows, ids)
+
+    before, numbers, after, again = with_policy(served, use)
+    assert numbers["loss:sum"] > 0
+    assert np.mean([two[:, 2].mean() - one[:, 2].mean() for one, two in zip(before, after, strict=True)]) > 0
+    for one, two in zip(after, again, strict=True):
+        np.testing.assert_array_equal(one, two)
 
 
 def test_the_weights_to_sample_from_next_are_asked_for_together_with_the_step(served, monkeypatch):

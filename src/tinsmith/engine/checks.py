@@ -108,6 +108,9 @@ def _check_settings(request: Pass, spec: LossSpec) -> None:
 def _check_ranges(name: str, config: Mapping[str, float | str]) -> None:
     if config.get("return_entropy", 0) not in (0, 1):
         raise BadRequest(f"loss_fn_config.return_entropy is {config['return_entropy']}.", "Give 0 or 1.")
+    dual_clip = float(config.get("dual_clip", 0))
+    if dual_clip != 0 and not dual_clip > 1:
+        raise BadRequest(f"loss_fn_config.dual_clip is {config['dual_clip']}.", "Give more than 1, or 0 for none.")
     if name == "trinity_ppo":
         for key, least in (("num_total_datums", 1.0), ("clip_range", 0.0), ("clip_ratio_c", 1.0)):
             if float(config.get(key, least)) < least:

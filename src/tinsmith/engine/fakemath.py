@@ -86,6 +86,10 @@ def _loss(
     if name == "cispo":
         return float(-(clipped * p * adv).sum()), -clipped * adv
     free = r * adv <= clipped * adv
+    if dual := config.get("dual_clip"):
+        gain = np.minimum(r * adv, clipped * adv)
+        floored = (adv < 0) & (gain < dual * adv)
+        return float(-np.where(floored, dual * adv, gain).sum()), np.where(free & ~floored, -r * adv, 0.0)
     return float(-np.minimum(r * adv, clipped * adv).sum()), np.where(free, -r * adv, 0.0)
 
 

@@ -36,8 +36,13 @@ def importance_sampling(logprobs: Tensor, inputs: Inputs, sequence: Tensor, conf
 
 
 def ppo(logprobs: Tensor, inputs: Inputs, sequence: Tensor, config: Config) -> Tensor:
-    """-sum min(r A, clip(r, low, high) A)."""
-    return _clipped(_ratio(logprobs, inputs), inputs, config)
+    """-sum min(r A, clip(r, low, high) A); with dual_clip c, at least c A where A < 0 (arXiv 1912.09729)."""
+    ratio, advantages = _ratio(logprobs, inputs), inputs["advantages"]
+    if not config["dual_clip"]:
+        return _clipped(ratio, inputs, config)
+    gain = torch.minimum(ratio * advantages, _clip(ratio, inputs, config) * advantages)
+    floor = config["dual_clip"] * advantages
+    return -torch.where((advantages < 0) & (gain < floor), floor, gain).sum()
 
 
 def cispo(logprobs: Tensor, inputs: Inputs, sequence: Tensor, config: Config) -> Tensor:

@@ -67,7 +67,11 @@ _CLIPS = ("clip_low_threshold", "clip_high_threshold")
 LOSSES: Mapping[str, LossSpec] = {
     "cross_entropy": LossSpec(optional=("weights",), counts="weights"),
     "importance_sampling": LossSpec(required=_RL),
-    "ppo": LossSpec(required=_RL, optional=_CLIPS, config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}),
+    "ppo": LossSpec(
+        required=_RL,
+        optional=_CLIPS,
+        config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "dual_clip": 0.0},
+    ),
     "cispo": LossSpec(required=_RL, optional=_CLIPS, config={"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}),
     # beta has no published default: 0.05 is the documentation's example.
     "dro": LossSpec(required=_RL, config={"beta": 0.05}),
@@ -89,7 +93,7 @@ LOSSES: Mapping[str, LossSpec] = {
 
 EXTENSIONS: Mapping[str, tuple[str, ...]] = {
     "loss_fn": ("trinity_ppo",),
-    "loss_fn_config": ("entropy_coef", "return_entropy", "kl_coef", "kl_estimator"),
+    "loss_fn_config": ("entropy_coef", "return_entropy", "kl_coef", "kl_estimator", "dual_clip"),
     "loss_fn_inputs": ("entropy_mask", "ref_logprobs", "kl_mask"),
     "loss_fn_outputs": ("entropy",),
 }

@@ -16,7 +16,8 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from tinsmith.rl.algorithms import AlgorithmConfig
-from tinsmith.rl.algorithms.grpo import GrpoConfig
+from tinsmith.rl.algorithms.advantages.group import Grpo
+from tinsmith.rl.algorithms.advantages.turns import StepWiseGrpo
 from tinsmith.rl.evaluate import EvalConfig
 from tinsmith.rl.monitors import MonitorConfig
 from tinsmith.rl.monitors.console import ConsoleConfig
@@ -56,13 +57,13 @@ class RunConfig(Settings):
     """Updates to make."""
     groups_per_step: int = Field(default=16, ge=1)
     """Tasks asked in each step."""
-    group_size: int = Field(default=8, ge=2)
+    group_size: int = Field(default=8, ge=1)
     """Answers to each task, to be compared with each other."""
     staleness: int = Field(default=0, ge=0)
     """Batches that are sampled ahead of the one in training: 0 is synchronous, 1 overlaps sampling and training."""
     sampling: SamplingConfig = SamplingConfig()
     workflow: WorkflowConfig = SingleTurnConfig()
-    algorithm: AlgorithmConfig = GrpoConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     eval: EvalConfig = EvalConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
@@ -81,6 +82,19 @@ class RunConfig(Settings):
     resume: bool = True
     """Go on with the run that the folder holds; false refuses such a folder."""
     service: OwnService = OwnService()
+
+    @model_validator(mode="after")
+    def _start_is_somewhere(self) -> RunConfig:
+        if self.algorithm.reference == "start" and not self.model.load_from:
+            raise ValueError("algorithm.reference start wants model.load_from; a fresh adapter is the base itself")
+        return self
+
+    @model_validator(mode="after")
+    def _groups_can_be_compared(self) -> RunConfig:
+        advantage = self.algorithm.advantage
+        if self.group_size == 1 and isinstance(advantage, Grpo | StepWiseGrpo) and advantage.std_threshold is not None:
+            raise ValueError("group_size 1 leaves nothing to compare; set it to 2 or more, or take a critic (ppo)")
+        return self
 
     @model_validator(mode="after")
     def _evaluation_has_tasks(self) -> RunConfig:

@@ -7,7 +7,6 @@ from rich.console import Console
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.resume import RunFolder, State
 from tinsmith.rl.run import Clock, Connect, Run, assemble, folder_of
-from tinsmith.rl.samples import samples
 
 
 async def train(config: RunConfig, connect: Connect, console: Console) -> State:
@@ -29,9 +28,9 @@ async def loop(run: Run) -> State:
         clock = Clock()
         groups = await run.rollouts.next(step)
         clock.lap("rollouts")
-        advantages = await run.algorithm.score(groups)
+        update = await run.algorithm.score(step, groups)
         version = run.policy.version
-        numbers = await run.update(step, samples(groups, advantages, merge=run.algorithm.merge))
+        numbers = await run.update(step, update)
         clock.lap("update")
         run.log(step, groups, version, numbers, clock)
         await run.save_and_evaluate(step)

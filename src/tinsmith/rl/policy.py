@@ -7,9 +7,9 @@ a run is `tinker_policy.TinkerPolicy`; `scripted.ScriptedPolicy` is the same in 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from pydantic import Field, field_validator, model_validator
@@ -105,15 +105,28 @@ class OptimizerConfig(Settings):
                 return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * min(1.0, done)))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Loss:
-    """What an algorithm asks of the trainer.
+ClientLoss = Callable[[Sequence[Any]], tuple[Any, dict[str, float]]]
+"""From the logprobs of each row (torch tensors [N]) to the loss (a scalar tensor) and numbers worth a look."""
 
-    Example: Loss(name="ppo", config={"clip_low_threshold": 0.8, "clip_high_threshold": 1.2})
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Update:
+    """What an algorithm wants learned: rows, and one loss over all of them.
+
+    Example: Update(rows=(row,), inputs=({"logprobs": q, "advantages": a},), loss="ppo", config={})
     """
 
-    name: str
-    config: Mapping[str, float]
+    rows: tuple[Sample, ...]
+    inputs: tuple[Mapping[str, np.ndarray], ...] = ()
+    """What the server's loss reads of each row, beside its targets: arrays [N]."""
+    loss: str = ""
+    """Of the server; empty where `client` computes it."""
+    config: Mapping[str, float | str] = field(default_factory=dict)
+    """Of the server's loss."""
+    client: ClientLoss | None = None
+    """A loss that the server has not: it costs one more forward pass."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """What the algorithm has to tell of this step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +137,34 @@ class Updated:
     """float32 [N] for each sample's targets, from before the step."""
     metrics: Mapping[str, float]
     """The server's, from the loss and from the optimizer."""
+
+
+class Learner(Protocol):
+    """An adapter in training that is asked for, and taught, the logprobs of K tokens at every position."""
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids there are."""
+        ...
+
+    async def logprobs(self, rows: Sequence[Sample], ids: Sequence[int]) -> list[np.ndarray]:
+        """float32 [N, K] of each row."""
+        ...
+
+    async def fit(
+        self,
+        rows: Sequence[Sample],
+        ids: Sequence[int],
+        weights: Sequence[np.ndarray],
+        optimizer: OptimizerConfig,
+        learning_rate: float,
+    ) -> dict[str, float]:
+        """One step down -sum weights logprobs; weights float32 [N, K] of each row."""
+        ...
+
+    async def save(self, name: str, ttl_seconds: int | None) -> str:
+        """Keep weights and optimizer; returns the path to go on from."""
+        ...
 
 
 class Snapshot(Protocol):
@@ -140,6 +181,10 @@ class Snapshot(Protocol):
         """`count` replies to a chat or to tokens; the same seed again gives the same replies."""
         ...
 
+    async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+        """float32 [N] of tokens 1 to N of N + 1 given ones, untempered."""
+        ...
+
 
 class Policy(Protocol):
     """Weights in training. `update` adds 1 to the version."""
@@ -153,10 +198,25 @@ class Policy(Protocol):
         """The weights of this moment, to sample from."""
         ...
 
-    async def update(
-        self, samples: Sequence[Sample], loss: Loss, optimizer: OptimizerConfig, learning_rate: float
-    ) -> Updated:
-        """One gradient over all samples and one optimizer step."""
+    @property
+    def extensions(self) -> frozenset[str]:
+        """What this server offers beyond the protocol, by name: losses, settings and inputs of losses."""
+        ...
+
+    async def peer(self, name: str) -> Snapshot:
+        """Other weights of this server to ask: a base model by its name, or a tinker:// path."""
+        ...
+
+    async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> Updated:
+        """One gradient over all rows and one optimizer step."""
+        ...
+
+    async def learner(self, rank: int, seed: int, state: str = "") -> Learner:
+        """A second adapter on the same base, fresh or as saved under `state`."""
+        ...
+
+    async def entropies(self, rows: Sequence[Sample]) -> list[np.ndarray]:
+        """float32 [N] of each row: the whole softmax's, now. Raises Unsupported where the server does not tell."""
         ...
 
     async def save(self, name: str, ttl_seconds: int | None) -> str:

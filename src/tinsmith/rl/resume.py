@@ -77,6 +77,12 @@ class State(Settings):
     random: RandomStates
     batches: tuple[Batch, ...] = ()
     """Sampled ahead and not yet trained on; empty with staleness 0."""
+    algorithm: dict[str, float] = Field(default_factory=dict)
+    """Coefficients that adapt."""
+    reference: str = ""
+    """Whose logprobs divergences are taken from: a base model's name, or a path."""
+    critic_path: str = ""
+    """The critic's tinker:// state, if there is a critic."""
     sampling_path: str = ""
     """Weights to sample from; only after the last step."""
 

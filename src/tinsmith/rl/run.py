@@ -19,9 +19,10 @@ from rich.console import Console
 from tinsmith.rl import algorithms, metrics, monitors, workflows
 from tinsmith.rl.algorithms.base import Algorithm
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.critic import Critic
 from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.monitors.base import Monitors, RunInfo
-from tinsmith.rl.policy import Policy
+from tinsmith.rl.policy import Policy, Snapshot, Update
 from tinsmith.rl.resume import RandomStates, RunFolder, State
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts import Plan, Rollouts
@@ -64,6 +65,9 @@ class Run:
     evaluator: Evaluator
     rewards: Rewards
     monitors: Monitors
+    reference: str
+    """The base model's name, or a path: whose logprobs divergences are taken from."""
+    critic: Critic | None
 
     def steps(self) -> range:
         """Those still to do, counted from 1."""
@@ -75,13 +79,19 @@ class Run:
         if self.folder.state is None and self.evaluator.due(0, self.config.steps):
             await self._evaluate(0, self.evaluator.baseline(self.rewards))
 
-    async def update(self, step: int, rows: Sequence[Sample]) -> dict[str, float]:
+    async def update(self, step: int, update: Update) -> dict[str, float]:
         """One update, or none where there is nothing to learn from; its numbers."""
         rate = self.config.optimizer.rate(step, self.config.steps)
-        if not rows:
-            return {"optim/skipped": 1.0, "optim/lr": rate}
-        updated = await self.policy.update(rows, self.algorithm.loss, self.config.optimizer, rate)
-        return {**metrics.of_update(rows, updated), "optim/lr": rate}
+        if not update.rows:
+            return {"optim/skipped": 1.0, "optim/lr": rate, **update.numbers}
+        taught: dict[str, float] = {}
+        if self.critic is not None:
+            taught = await self.critic.learn(step, update.rows)
+            if step <= self.critic.config.warmup_steps:
+                return {"optim/skipped": 1.0, "optim/lr": rate, **update.numbers, **taught}
+        updated = await self.policy.update(update, self.config.optimizer, rate)
+        moved = self.algorithm.learned(update, updated)
+        return {**metrics.of_update(update.rows, updated), "optim/lr": rate, **update.numbers, **moved, **taught}
 
     def log(self, step: int, groups: Sequence[Group], version: int, numbers: Mapping[str, float], clock: Clock) -> None:
         """Tells the monitors of a step that weights of `version` trained on."""
@@ -109,7 +119,8 @@ class Run:
     async def _save(self, step: int, last: bool) -> None:
         batches = await self.rollouts.settle()
         name = "final" if last else f"step-{step:06}"
-        path = await self.policy.save(name, None if last else self.config.checkpoint.ttl_seconds)
+        ttl = None if last else self.config.checkpoint.ttl_seconds
+        path = await self.policy.save(name, ttl)
         sampling_path = await self.policy.save_for_sampling(name) if last else ""
         state = State(
             step=step,
@@ -118,6 +129,9 @@ class Run:
             cursor=self.deck.cursor,
             random=RandomStates.capture(),
             batches=batches,
+            algorithm=dict(self.algorithm.state),
+            reference=self.reference,
+            critic_path=await self.critic.save(f"critic-{name}", ttl) if self.critic else "",
             sampling_path=sampling_path,
         )
         self.folder.save(state)
@@ -148,7 +162,12 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
         seed=config.seed,
     )
     rollouts = Rollouts(workflows.build(config.workflow, config.sampling, rewards), deck, policy, plan, gate)
-    _go_on(state, deck, rollouts, config.seed)
+    critic = await _critic(config, policy, state)
+    reference = await _reference(config, policy, state)
+    columns = _columns(config, policy, reference, critic, gate)
+    algorithm = algorithms.build(config.algorithm, policy.extensions, columns, config.seed)
+    console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.where}[/]", highlight=False)
+    _go_on(state, deck, rollouts, algorithm, config.seed)
     told = monitors.build(config.monitors, info, console)
     try:
         yield Run(
@@ -157,10 +176,12 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
             policy=policy,
             deck=deck,
             rollouts=rollouts,
-            algorithm=algorithms.build(config.algorithm),
+            algorithm=algorithm,
             evaluator=Evaluator(config.eval, held_out, eval_workflow, config.seed, gate),
             rewards=judge,
             monitors=told,
+            reference=reference,
+            critic=critic,
         )
     finally:
         await rollouts.close()
@@ -168,13 +189,56 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
         await policy.close()
 
 
-def _go_on(state: State | None, deck: Deck, rollouts: Rollouts, seed: int) -> None:
+async def _critic(config: RunConfig, policy: Policy, state: State | None) -> Critic | None:
+    if (settings := config.algorithm.critic) is None:
+        return None
+    learner = await policy.learner(settings.rank, config.seed, state.critic_path if state else "")
+    return Critic(settings, learner, config.steps)
+
+
+async def _reference(config: RunConfig, policy: Policy, state: State | None) -> str:
+    if config.algorithm.reference == "base":
+        return config.model.name
+    return state.reference if state else await policy.save_for_sampling("start")
+
+
+def _columns(
+    config: RunConfig, policy: Policy, reference: str, critic: Critic | None, gate: asyncio.Semaphore
+) -> dict[str, algorithms.Ask]:
+    """Whom an algorithm may ask what."""
+
+    def of(name: str) -> algorithms.Ask:
+        async def ask(rows: Sequence[Sample]) -> list[np.ndarray]:
+            return await logprobs_of(await policy.peer(name), rows, gate)
+
+        return ask
+
+    asks: dict[str, algorithms.Ask] = {"reference": of(reference), "entropy": policy.entropies}
+    if critic is not None:
+        asks["values"] = critic.values
+    if config.algorithm.teacher:
+        asks["teacher"] = of(config.algorithm.teacher)
+    return asks
+
+
+async def logprobs_of(snapshot: Snapshot, rows: Sequence[Sample], gate: asyncio.Semaphore) -> list[np.ndarray]:
+    """float32 [N] of each row's targets."""
+
+    async def one(row: Sample) -> np.ndarray:
+        async with gate:
+            return await snapshot.logprobs(row.sequence)
+
+    return list(await asyncio.gather(*map(one, rows)))
+
+
+def _go_on(state: State | None, deck: Deck, rollouts: Rollouts, algorithm: Algorithm, seed: int) -> None:
     if state is None:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         return
     state.random.restore()
     deck.cursor = state.cursor
+    algorithm.restore(state.algorithm)
     rollouts.restore(state.batches)
 
 

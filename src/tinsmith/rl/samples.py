@@ -1,20 +1,23 @@
-"""Groups and advantages become the rows that are trained on.
+"""Rollouts become the rows that are trained on.
 
 Turns that extend each other (the next prompt begins with the last prompt and reply, token by token) share one row; a
-turn that does not begins a new one. Positions that the policy did not speak carry advantage 0 and logprob 0. Equal
-replies of a group become one row whose advantages are summed, where the loss is linear in them: the same gradient from
-less work.
+turn that does not begins a new one. Positions that the policy did not speak are outside of the mask, with logprob and
+advantage 0. A number for each of the policy's tokens goes into rows by `placed` and comes back by `gathered`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal
 
 import numpy as np
 import tinker
 
-from tinsmith.rl.types import POLICY, Group, Rollout
+from tinsmith.rl.types import POLICY, Rollout
+
+Kind = Literal["policy", "expert", "chosen", "rejected"]
+"""Whose words are inside the mask: the policy's, an expert's, or one of a pair to be told apart."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,34 +33,73 @@ class Sample:
     targets: np.ndarray
     """int64 [N]."""
     logprobs: np.ndarray
-    """float32 [N] of the sampler."""
+    """float32 [N] of the sampler; 0 for words that no sampler spoke."""
     advantages: np.ndarray
     """float32 [N]."""
     mask: np.ndarray
-    """bool [N]: where the policy spoke."""
+    """bool [N]: what is learned from."""
     count: int = 1
     """Replies that this row stands for."""
+    kind: Kind = "policy"
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """float32 [N] by name: what others say of the same tokens, as `reference`."""
 
-    def datum(self) -> tinker.Datum:
-        """As the SDK sends it; the mask is in the advantages."""
-        inputs = {"target_tokens": self.targets, "logprobs": self.logprobs, "advantages": self.advantages}
+    @property
+    def sequence(self) -> list[int]:
+        """All N + 1 token ids."""
+        return [*self.tokens.tolist(), *self.targets[-1:].tolist()]
+
+    def datum(self, inputs: Mapping[str, np.ndarray]) -> tinker.Datum:
+        """As the SDK sends it, with what the loss reads beside the targets."""
+        arrays = {"target_tokens": self.targets, **inputs}
         return tinker.Datum(
             model_input=tinker.ModelInput.from_ints(self.tokens.tolist()),
-            loss_fn_inputs={name: tinker.TensorData.from_numpy(values) for name, values in inputs.items()},
+            loss_fn_inputs={name: tinker.TensorData.from_numpy(values) for name, values in arrays.items()},
         )
 
 
-def samples(groups: Sequence[Group], advantages: Sequence[Sequence[np.ndarray]], *, merge: bool) -> list[Sample]:
-    """Rows of every group that has advantages; `advantages[p][g]` is float32 over the policy's tokens of a rollout."""
-    rows: list[Sample] = []
-    for group, advantages_G in zip(groups, advantages, strict=True):
-        if not len(advantages_G):
+def rows_of(rollout: Rollout) -> list[Sample]:
+    """The rows of a rollout, with no advantages yet; in order, their masks together are the policy's tokens."""
+    rows: list[_Row] = []
+    for turn in rollout.turns:
+        if turn.role != POLICY:
             continue
-        mine: list[Sample] = []
-        for rollout, advantages_T in zip(group.rollouts, advantages_G, strict=True):
-            mine += [] if rollout.error else _rows(rollout, advantages_T)
-        rows += _merged(mine) if merge else mine
-    return rows
+        prompt = list(turn.prompt)
+        if not rows or prompt[: len(rows[-1].tokens)] != rows[-1].tokens:
+            rows.append(_Row([], [], []))
+        fresh = prompt[len(rows[-1].tokens) :]
+        rows[-1].add(fresh, [0.0] * len(fresh), False)
+        rows[-1].add(turn.tokens, turn.logprobs, True)
+    return [row.sample() for row in rows]
+
+
+def placed(rows: Sequence[Sample], values_T: np.ndarray) -> list[np.ndarray]:
+    """A number for each of T tokens inside the rows' masks as a column of each row: float32 [N], 0 outside."""
+    columns, begin = [], 0
+    for row in rows:
+        end = begin + int(row.mask.sum())
+        column = np.zeros(len(row.mask), np.float32)
+        column[row.mask] = values_T[begin:end]
+        columns.append(column)
+        begin = end
+    return columns
+
+
+def gathered(rows: Sequence[Sample], columns: Sequence[np.ndarray]) -> np.ndarray:
+    """Back: float64 [T], the tokens inside the rows' masks one after the other."""
+    pieces = [column[row.mask].astype(np.float64) for row, column in zip(rows, columns, strict=True)]
+    return np.concatenate([np.zeros(0), *pieces])
+
+
+def merged(rows: Sequence[Sample]) -> list[Sample]:
+    """Equal rows as one with their advantages summed, in the order of their first; its other numbers stand for all."""
+    kept: dict[bytes, Sample] = {}
+    for row in rows:
+        key = row.tokens.tobytes() + row.targets[-1:].tobytes() + row.mask.tobytes()
+        if (twin := kept.get(key)) is not None:
+            row = replace(twin, advantages=twin.advantages + row.advantages, count=twin.count + row.count)
+        kept[key] = row
+    return list(kept.values())
 
 
 def spoken(rollout: Rollout) -> int:
@@ -69,13 +111,11 @@ def spoken(rollout: Rollout) -> int:
 class _Row:
     tokens: list[int]
     logprobs: list[float]
-    advantages: list[float]
     mask: list[bool]
 
-    def add(self, tokens: Sequence[int], logprobs: Sequence[float], advantages: Sequence[float], mask: bool) -> None:
+    def add(self, tokens: Sequence[int], logprobs: Sequence[float], mask: bool) -> None:
         self.tokens += tokens
         self.logprobs += logprobs
-        self.advantages += advantages
         self.mask += [mask] * len(tokens)
 
     def sample(self) -> Sample:
@@ -83,34 +123,6 @@ class _Row:
             tokens=np.array(self.tokens[:-1], np.int64),
             targets=np.array(self.tokens[1:], np.int64),
             logprobs=np.array(self.logprobs[1:], np.float32),
-            advantages=np.array(self.advantages[1:], np.float32),
+            advantages=np.zeros(len(self.tokens) - 1, np.float32),
             mask=np.array(self.mask[1:], bool),
         )
-
-
-def _rows(rollout: Rollout, advantages_T: np.ndarray) -> list[Sample]:
-    rows: list[_Row] = []
-    begin = 0
-    for turn in rollout.turns:
-        if turn.role != POLICY:
-            continue
-        prompt = list(turn.prompt)
-        if not rows or prompt[: len(rows[-1].tokens)] != rows[-1].tokens:
-            rows.append(_Row([], [], [], []))
-        fresh = prompt[len(rows[-1].tokens) :]
-        rows[-1].add(fresh, [0.0] * len(fresh), [0.0] * len(fresh), False)
-        end = begin + len(turn.tokens)
-        rows[-1].add(turn.tokens, turn.logprobs, advantages_T[begin:end].tolist(), True)
-        begin = end
-    return [row.sample() for row in rows]
-
-
-def _merged(rows: Sequence[Sample]) -> list[Sample]:
-    """Equal rows as one, in the order of their first; the first one's logprobs stand for all."""
-    kept: dict[bytes, Sample] = {}
-    for row in rows:
-        key = row.tokens.tobytes() + row.targets[-1:].tobytes() + row.mask.tobytes()
-        if (twin := kept.get(key)) is not None:
-            row = replace(twin, advantages=twin.advantages + row.advantages, count=twin.count + row.count)
-        kept[key] = row
-    return list(kept.values())

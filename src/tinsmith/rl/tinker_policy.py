@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Sequence
 from typing import Any, cast
-from urllib.parse import urlsplit
 
 import numpy as np
 import tinker
 
-from tinsmith.errors import ConfigError, TinsmithError, UserError
-from tinsmith.rl.policy import Loss, ModelConfig, OptimizerConfig, SamplingConfig, Updated
+from tinsmith.errors import ConfigError, TinsmithError, Unsupported
+from tinsmith.rl.policy import ModelConfig, OptimizerConfig, SamplingConfig, Update, Updated
 from tinsmith.rl.samples import Sample
+from tinsmith.rl.sdk import adam, boundary, extensions, reach
+from tinsmith.rl.tinker_learner import TinkerLearner
 from tinsmith.rl.types import Message, Turn
 
 log = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
 
 
@@ -33,6 +32,11 @@ class Chat:
     def __init__(self, tokenizer: Any) -> None:
         """`tokenizer` is a transformers tokenizer."""
         self._tokenizer = tokenizer
+
+    @property
+    def vocabulary(self) -> int:
+        """How many token ids the tokenizer knows."""
+        return len(self._tokenizer)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
         """The chat so far and the start of the reply; a model without a template gets the bare text."""
@@ -74,7 +78,7 @@ class TinkerSnapshot:
             top_k=sampling.top_k,
             top_p=sampling.top_p,
         )
-        async with _boundary("sampling"):
+        async with boundary("sampling"):
             answer = await self._client.sample(tinker.ModelInput.from_ints(tokens), count, params)
         return tuple(
             Turn(
@@ -88,16 +92,31 @@ class TinkerSnapshot:
             for sequence in answer.sequences
         )
 
+    async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+        """One request; the first token has no logprob and is left out."""
+        async with boundary("asking for logprobs"):
+            found = await self._client.compute_logprobs(tinker.ModelInput.from_ints(list(tokens)))
+        return np.array(found[1:], np.float32)
+
 
 class TinkerPolicy:
     """A LoRA adapter in training. Made by `connect`."""
 
-    def __init__(self, service: tinker.ServiceClient, client: tinker.TrainingClient, chat: Chat, version: int) -> None:
+    def __init__(
+        self,
+        service: tinker.ServiceClient,
+        client: tinker.TrainingClient,
+        chat: Chat,
+        version: int,
+        base_model: str,
+        offered: frozenset[str],
+    ) -> None:
         self._service, self._client, self._chat = service, client, chat
-        self._version = version
+        self._version, self._base_model, self._extensions = version, base_model, offered
         self._snapshot: TinkerSnapshot | None = None
         self._saving: Awaitable[tinker.SamplingClient] | None = None
         """Weights of the present version for sampling, asked for by the update that made it."""
+        self._peers: dict[str, TinkerSnapshot] = {}
 
     @classmethod
     async def connect(
@@ -107,8 +126,8 @@ class TinkerPolicy:
 
         Raises ConfigError where no server answers, UserError where it refuses the model or the key.
         """
-        await _reach(base_url)
-        async with _boundary(f"making the model {config.name} at {base_url}"):
+        await reach(base_url)
+        async with boundary(f"making the model {config.name} at {base_url}"):
             service = await asyncio.to_thread(tinker.ServiceClient, base_url=base_url, api_key=api_key)
             try:
                 client = await _training_client(service, config, seed, state)
@@ -116,7 +135,7 @@ class TinkerPolicy:
             except BaseException:
                 service.close("errored")
                 raise
-        return cls(service, client, chat, version)
+        return cls(service, client, chat, version, config.name, await extensions(base_url, api_key))
 
     @property
     def version(self) -> int:
@@ -126,49 +145,78 @@ class TinkerPolicy:
     async def snapshot(self) -> TinkerSnapshot:
         """One sampling session for each version; asked again, it is the same one."""
         if self._snapshot is None or self._snapshot.version != self._version:
-            async with _boundary("saving weights for sampling"):
+            async with boundary("saving weights for sampling"):
                 saving, self._saving = self._saving or self._client.save_weights_and_get_sampling_client(), None
                 client = await saving
             self._snapshot = TinkerSnapshot(client, self._chat, self._version)
         return self._snapshot
 
-    async def update(
-        self, samples: Sequence[Sample], loss: Loss, optimizer: OptimizerConfig, learning_rate: float
-    ) -> Updated:
+    async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> Updated:
         """Gradient, step and the weights to sample from next are submitted together: the server runs them without a
         pause."""
-        adam = tinker.AdamParams(
-            learning_rate=learning_rate,
-            beta1=optimizer.beta1,
-            beta2=optimizer.beta2,
-            eps=optimizer.eps,
-            weight_decay=optimizer.weight_decay,
-            grad_clip_norm=optimizer.grad_clip_norm,
-        )
-        data = [sample.datum() for sample in samples]
-        async with _boundary(f"training with the loss {loss.name}"):
-            gradient = self._client.forward_backward(data, cast(Any, loss.name), dict(loss.config))
-            step = self._client.optim_step(adam)
+        async with boundary(f"training with the loss {update.loss or 'of the run'}"):
+            gradient = self._gradient(update)
+            step = self._client.optim_step(adam(optimizer, learning_rate))
             saving = self._client.save_weights_and_get_sampling_client()
             passed, stepped = await gradient, await step
         self._version, self._saving = self._version + 1, saving
         logprobs = tuple(np.asarray(one["logprobs"].to_numpy(), np.float32) for one in passed.loss_fn_outputs)
         return Updated(logprobs=logprobs, metrics={**passed.metrics, **(stepped.metrics or {})})
 
+    async def learner(self, rank: int, seed: int, state: str = "") -> TinkerLearner:
+        """A second adapter on the same base, fresh or as saved under `state`, in the same session."""
+        async with boundary("making the critic"):
+            if state:
+                client = await self._service.create_training_client_from_state_with_optimizer(state)
+            else:
+                client = await self._service.create_lora_training_client(self._base_model, rank=rank, seed=seed)
+        return TinkerLearner(client, self._chat.vocabulary)
+
+    def _gradient(self, update: Update) -> Any:
+        if (client := update.client) is not None:
+            data = [row.datum({"weights": row.mask.astype(np.float32)}) for row in update.rows]
+            return self._client.forward_backward_custom(data, lambda _, logprobs: client(logprobs))
+        data = [row.datum(inputs) for row, inputs in zip(update.rows, update.inputs, strict=True)]
+        return self._client.forward_backward(data, cast(Any, update.loss), cast(Any, dict(update.config)))
+
+    @property
+    def extensions(self) -> frozenset[str]:
+        """What get_server_capabilities lists under `extensions`; a server that lists none has none."""
+        return self._extensions
+
+    async def peer(self, name: str) -> TinkerSnapshot:
+        """A sampling session on other weights; asked again, it is the same one."""
+        if name not in self._peers:
+            async with boundary(f"opening {name} for sampling"):
+                path = name if name.startswith("tinker://") else None
+                base = None if path else name
+                client = await self._service.create_sampling_client(model_path=path, base_model=base)
+            self._peers[name] = TinkerSnapshot(client, self._chat, 0)
+        return self._peers[name]
+
+    async def entropies(self, rows: Sequence[Sample]) -> list[np.ndarray]:
+        """One forward pass with the extension `return_entropy`."""
+        if "return_entropy" not in self._extensions:
+            raise Unsupported("This server does not tell entropies.", "Use an algorithm that does not read them.")
+        data = [row.datum({"weights": row.mask.astype(np.float32)}) for row in rows]
+        async with boundary("asking for entropies"):
+            passed = await self._client.forward(data, "cross_entropy", cast(Any, {"return_entropy": 1.0}))
+        return [np.asarray(one["entropy"].to_numpy(), np.float32) for one in passed.loss_fn_outputs]
+
     async def save(self, name: str, ttl_seconds: int | None) -> str:
         """A state checkpoint; overwrites one of that name."""
-        async with _boundary(f"saving the checkpoint {name}"):
+        async with boundary(f"saving the checkpoint {name}"):
             return (await self._client.save_state(name, ttl_seconds=ttl_seconds, overwrite=True)).path
 
     async def save_for_sampling(self, name: str) -> str:
         """Sampler weights without a time to live."""
-        async with _boundary(f"saving the weights {name}"):
+        async with boundary(f"saving the weights {name}"):
             return (await self._client.save_weights_for_sampler(name)).path
 
     async def close(self) -> None:
         """Ends the session at the server; its checkpoints stay. A server that is gone is not waited for."""
         try:
-            async with _boundary("ending the session"), asyncio.timeout(CLOSE_SECONDS):
+            async with boundary("ending the session"), asyncio.timeout(CLOSE_SECONDS):
                 await self._service.close("success")
         except (TinsmithError, TimeoutError) as error:  # whatever ended the run is the thing to tell
             log.warning("The session could not be ended: %s", error)
@@ -189,39 +237,6 @@ async def _training_client(
         train_mlp=config.train_mlp,
         train_unembed=config.train_unembed,
     )
-
-
-@asynccontextmanager
-async def _boundary(what: str) -> AsyncIterator[None]:
-    """Errors of the SDK leave as ours, with what was being asked."""
-    try:
-        yield
-    except tinker.AuthenticationError as error:
-        raise UserError(f"The server refused the key while {what}.", "Set TINKER_API_KEY to one it knows.") from error
-    except tinker.RequestFailedError as error:
-        kind = UserError if str(error.category) == "user" else TinsmithError
-        raise kind(f"The server failed at {what}: {error.message}") from error
-    except tinker.APIStatusError as error:
-        kind = UserError if error.status_code < 500 else TinsmithError
-        raise kind(f"The server answered {error.status_code} while {what}: {error.message}") from error
-    except tinker.TinkerError as error:
-        raise TinsmithError(f"No answer from the server while {what}: {error}") from error
-
-
-async def _reach(base_url: str) -> None:
-    """The SDK waits for a server for hours; a wrong address should be told at once."""
-    url = urlsplit(base_url)
-    try:
-        port = url.port or (443 if url.scheme == "https" else 80)
-        if not url.hostname:
-            raise ConfigError(f"'{base_url}' is no address of a server.", "Write http://HOST:PORT.")
-        async with asyncio.timeout(CONNECT_SECONDS):
-            _, writer = await asyncio.open_connection(url.hostname, port)
-        writer.close()
-        await writer.wait_closed()
-    except (OSError, ValueError, TimeoutError) as error:
-        cure = "Start one with tinsmith serve, or leave out the base URL and one is started for the run."
-        raise ConfigError(f"No server answers at {base_url}.", cure) from error
 
 
 def _tokenizer(config: ModelConfig, client: tinker.TrainingClient) -> Any:

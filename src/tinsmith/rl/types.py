@@ -62,6 +62,10 @@ class Turn:
     role: str = POLICY
     version: int = 0
     """How many updates the weights that spoke had seen."""
+    reward: float | None = None
+    """Of this turn alone, where the workflow knows one; the rollout's reward is the whole."""
+    state: str = ""
+    """What the policy was looking at, as a word equal for equal states; for algorithms that compare turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

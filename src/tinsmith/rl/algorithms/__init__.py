@@ -1,13 +1,16 @@
-"""The table of algorithms."""
+"""The door to algorithms: their configuration, and the one at work that it describes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from tinsmith.rl.algorithms.base import Algorithm
-from tinsmith.rl.algorithms.grpo import Grpo, GrpoConfig
+from tinsmith.rl.algorithms.composed import Ask, Composed
+from tinsmith.rl.algorithms.config import AlgorithmConfig
 
-AlgorithmConfig = GrpoConfig
+__all__ = ["Algorithm", "AlgorithmConfig", "Ask", "build"]
 
 
-def build(config: AlgorithmConfig) -> Algorithm:
-    """The algorithm that the configuration names."""
-    return Grpo(config)
+def build(config: AlgorithmConfig, extensions: frozenset[str], columns: Mapping[str, Ask], seed: int) -> Algorithm:
+    """`extensions` are the server's; `columns` has whom to ask for reference, teacher, values and so on."""
+    return Composed(config, extensions, columns, seed)

@@ -1,29 +1,36 @@
-"""What an algorithm is: groups in, an advantage for each token out, and the loss that takes them."""
+"""What an algorithm is: a step's groups in, rows and one loss over them out."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import numpy as np
-
-from tinsmith.rl.policy import Loss
+from tinsmith.rl.policy import Update, Updated
+from tinsmith.rl.samples import Sample
 from tinsmith.rl.types import Group
 
 
 class Algorithm(Protocol):
-    """It never touches the server: what it wants done is in `loss`."""
+    """It changes no weights: what it wants learned is in the Update."""
 
     @property
-    def loss(self) -> Loss:
-        """The loss that the trainer computes."""
+    def where(self) -> str:
+        """Who computes the loss, for people."""
+        ...
+
+    async def score(self, step: int, groups: Sequence[Group], experts: Sequence[Sample] = ()) -> Update:
+        """What to learn from groups, and from rows of others beside them; no rows means nothing to learn."""
+        ...
+
+    def learned(self, update: Update, updated: Updated) -> dict[str, float]:
+        """Told of the update's answer; returns numbers of its own."""
         ...
 
     @property
-    def merge(self) -> bool:
-        """Whether equal replies of a group may share a row with their advantages summed."""
+    def state(self) -> Mapping[str, float]:
+        """What a run that goes on must know."""
         ...
 
-    async def score(self, groups: Sequence[Group]) -> list[list[np.ndarray]]:
-        """advantages[p][g] is float32 over the policy's tokens of a rollout; an empty list drops the group."""
+    def restore(self, state: Mapping[str, float]) -> None:
+        """As it was."""
         ...

@@ -1,0 +1,97 @@
+"""The algorithm of a run: a preset by name, and what the run file changes of its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from tinsmith.rl.algorithms.advantages import AdvantageConfig
+from tinsmith.rl.algorithms.advantages.group import Grpo
+from tinsmith.rl.algorithms.losses import LossConfig
+from tinsmith.rl.algorithms.losses.base import Aggregate
+from tinsmith.rl.algorithms.losses.clipped import ImportanceSampling
+from tinsmith.rl.algorithms.presets import NAMES, Name, filled
+from tinsmith.rl.algorithms.terms import EntropyConfig, KlConfig
+from tinsmith.rl.critic import CriticConfig
+from tinsmith.settings import Settings
+
+
+class AlgorithmConfig(Settings):
+    """Advantage, policy loss and terms. loss = sum w (policy loss + kl.coef k - entropy.coef H), w by `aggregate`."""
+
+    type: Name = "grpo"
+    """A preset for everything below (docs/algorithms.md has the table)."""
+    advantage: AdvantageConfig = Field(default_factory=Grpo)
+    """How replies are compared."""
+    loss: LossConfig = Field(default_factory=ImportanceSampling)
+    """What is made of ratio and advantage at a token."""
+    aggregate: Aggregate = "token_sum"
+    """How tokens add up: sums, or means over the whole batch, however it is cut for the server."""
+    kl: KlConfig = KlConfig(type="none")
+    """Divergence from the reference, in the loss."""
+    kl_penalty: KlConfig = KlConfig(type="none")
+    """Divergence of the sampler's logprobs from the reference, off the reward at each token."""
+    entropy: EntropyConfig = EntropyConfig()
+    """A bonus for spread, in the loss."""
+    reference: Literal["base", "start"] = "base"
+    """Whose logprobs divergences are taken from: the bare base model, or the weights of model.load_from."""
+    teacher: str = ""
+    """Of advantages that compare with one: a base model by the name that the server has for it, or a tinker:// path."""
+    merge_replies: bool = True
+    """Train on equal replies of a group once, with their advantages summed, where the loss is linear in them."""
+    refill: bool = False
+    """Put copies of kept replies, drawn at random, in the place of those that were dropped."""
+
+    critic: CriticConfig | None = None
+    """Of an advantage that reads values: a second adapter, which tells them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or given.get("type", "grpo") not in NAMES:
+            return given
+        return filled(str(given.get("type", "grpo")), dict(given))
+
+    @model_validator(mode="after")
+    def _parts_fit(self) -> AlgorithmConfig:
+        if (self.critic is not None) != ("values" in self.needs):
+            cure = "no critic; leave it out" if self.critic else "a critic; give critic: {}"
+            raise ValueError(f"advantage {self.advantage.type} wants {cure}")
+        if bool(self.teacher) != ("teacher" in self.needs):
+            cure = "no teacher; leave it out" if self.teacher else "a teacher: the name of a base model, or a path"
+            raise ValueError(f"advantage {self.advantage.type} wants {cure}")
+        if self.reference == "start" and not (self.loss_reads_reference or self.kl_penalty.asks):
+            raise ValueError("nothing reads a reference here; leave out reference: start, or set kl.coef")
+        if self.kl_penalty.asks and self.advantage.needs & {"teacher"}:
+            raise ValueError(
+                f"advantage {self.advantage.type} reads no rewards, so kl_penalty does nothing; leave it out"
+            )
+        return self
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """Columns to ask for before advantages are computed."""
+        penalty = {"reference"} if self.kl_penalty.asks else set()
+        return frozenset({*self.advantage.needs, *penalty})
+
+    @property
+    def loss_reads_reference(self) -> bool:
+        """Whether the loss compares with the reference's logprobs."""
+        return self.kl.asks or self.loss.reads_reference
+
+    @property
+    def asks(self) -> frozenset[str]:
+        """Every column that is asked for."""
+        return self.needs | ({"reference"} if self.loss_reads_reference else set())
+
+    @property
+    def merges(self) -> bool:
+        """Whether equal replies may share a row: where the loss is linear in the advantage, and tokens tell nothing."""
+        return self.merge_replies and self.loss.linear and not self.needs - {"reference"}
+
+    @property
+    def drops_silent(self) -> bool:
+        """Whether rows without advantage teach nothing."""
+        return self.loss.reads_advantage and not (self.kl.asks or self.entropy.coef or self.critic)

@@ -1,0 +1,216 @@
+"""Losses of the policy gradient with bounded ratios: r = exp(p - q), A the advantage, sg(x) x without gradient."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from tinsmith.rl.algorithms.losses.base import PolicyLoss, Tokens, gap, share
+
+
+class ImportanceSampling(PolicyLoss):
+    """-r A."""
+
+    type: Literal["importance_sampling"] = "importance_sampling"
+
+    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T]."""
+        return -batch.advantages * gap(logprobs, batch).exp(), {}
+
+
+class Ppo(PolicyLoss):
+    """max(-A r, -A clip(r, 1 - low, 1 + high)), and where A < 0 at most -A c (arXiv 1707.06347, 1912.09729)."""
+
+    type: Literal["ppo"] = "ppo"
+    clip_low: float = Field(default=0.2, ge=0)
+    """The ratio may fall this far below 1."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The ratio may rise this far above 1."""
+    dual_clip: float | None = Field(default=3.0, gt=1)
+    """c; null is none."""
+    on_policy: bool = False
+    """Take r = exp(p - sg(p)): the plain policy gradient, whatever the sampler said."""
+    mask_drift: float | None = Field(default=None, gt=0)
+    """Leave out tokens of A < 0 in replies whose mean q - p is above this."""
+
+    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T]."""
+        log_ratio = logprobs - logprobs.detach() if self.on_policy else gap(logprobs, batch)
+        values, metrics = self.bounded(log_ratio.exp(), batch)
+        if self.mask_drift is not None:
+            drifted = batch.mean_of_rows(batch.old - logprobs.detach()) > self.mask_drift
+            values = torch.where(drifted & (batch.advantages < 0), torch.zeros_like(values), values)
+        return values, metrics
+
+    def bounded(self, ratio: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """The same for ratios [T] that are given."""
+        advantages = batch.advantages
+        plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        values = torch.maximum(plain, clipped)
+        metrics = {"clipped": share(clipped > plain, batch)}
+        if self.dual_clip is not None:
+            ceiling = -advantages * self.dual_clip
+            below = (advantages < 0) & (ceiling < values)
+            values = torch.where(below, ceiling, values)
+            metrics["clipped_lower"] = share(below, batch)
+        return values, metrics
+
+
+class Gspo(PolicyLoss):
+    """PPO's with one ratio for a reply: exp(sg(mean(p - q)) + p - sg(p)) (arXiv 2507.18071)."""
+
+    type: Literal["gspo"] = "gspo"
+    clip_low: float = Field(default=3e-4, ge=0)
+    """The ratio may fall this far below 1."""
+    clip_high: float = Field(default=4e-4, ge=0)
+    """The ratio may rise this far above 1."""
+
+    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T]; wants the aggregate seq_mean_token_mean."""
+        ratio = (batch.mean_of_rows((logprobs - batch.old).detach()) + logprobs - logprobs.detach()).exp()
+        return Ppo(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=None).bounded(ratio, batch)
+
+
+class Cispo(PolicyLoss):
+    """-A sg(clip(r, 1 - low, 1 + high)) p (arXiv 2506.13585)."""
+
+    type: Literal["cispo"] = "cispo"
+    clip_low: float = Field(default=1.0, ge=0)
+    """1 is no lower bound."""
+    clip_high: float = Field(default=0.28, ge=0)
+    """The ratio may rise this far above 1."""
+    mask: bool = False
+    """Leave out what PPO would: A > 0 above the upper bound, A < 0 below the lower."""
+
+    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T]."""
+        ratio = gap(logprobs.detach(), batch).exp()
+        weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
+        beyond = torch.where(batch.advantages > 0, ratio > 1 + self.clip_high, ratio < 1 - self.clip_low)
+        if self.mask:
+            weight = torch.where(beyond & (batch.advantages != 0), torch.zeros_like(weight), weight)
+        return -batch.advantages * weight * logprobs, {"clipped": share(weight != ratio, batch)}
+
+
+class Sapo(PolicyLoss):
+    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of a clip (arXiv 2511.20347)."""
+
+    type: Literal["sapo"] = "sapo"
+    tau_positive: float = Field(default=1.0, gt=0)
+    """tau where A > 0."""
+    tau_negative: float = Field(default=1.05, gt=0)
+    """tau elsewhere."""
+    score_function: bool = False
+    """-A sg(gate) p in place of the paper's objective, which differentiates the gate itself."""
+
+    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T]."""
+        source = logprobs.detach() if self.score_function else logprobs
+        ratio = gap(source, batch).exp()
+        positive, negative = ratio.new_tensor(self.tau_positive), ratio.new_tensor(self.tau_negative)
+        tau = torch.where(batch.advantages > 0, positive, negative)
+        gate = 4.0 / tau * torch.sigmoid(tau * (ratio - 1.0))
+        return -batch.advantages * gate * (logprobs if self.score_function else 1.0), {}
+
+
+class Topr(PolicyLoss):
+    """-sg(a) A p, a = 1 where A is above the threshold and r within [0, 1] elsewhere (arXiv 2503.14286)."""
+
+    type: Literal["topr"] = "topr"
+    threshold: float = 0.0
+    """Replies of a larger advantage are taken as they are."""
+
+    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T]."""
+        ratio = gap(logprobs.detach(), batch).exp().clamp(0.0, 1.0)
+        taper = torch.where(batch.advantages > self.threshold, torch.ones_like(ratio), ratio)
+        return -taper * batch.advantages * logprobs, {}
+
+
+class Sppo(PolicyLoss):
+    """-A (p - q) where 1 / (1 + e) <= r <= 1 + e, else 0."""
+
+    type: Literal["sppo"] = "sppo"
+    epsilon: float = Field(default=0.3, gt=0)
+    """e."""
+
+    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T]."""
+        ratio = gap(logprobs.detach(), batch).exp()
+        inside = (ratio >= 1 / (1 + self.epsilon)) & (ratio <= 1 + self.epsilon)
+        values = -batch.advantages * (logprobs - batch.old)
+        return torch.where(inside, values, torch.zeros_like(values)), {"clipped": share(~inside, batch)}
+
+
+class Dro(PolicyLoss):
+    """-(p A - beta / 2 (p - q)^2), with no ratio (arXiv 2405.19107)."""
+
+    type: Literal["dro"] = "dro"
+    linear: ClassVar[bool] = False
+    reads_advantage: ClassVar[bool] = False
+    beta: float = Field(default=0.05, ge=0)
+    """How strongly the policy is held where it was."""
+
+    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T]."""
+        return -logprobs * batch.advantages + 0.5 * self.beta * (logprobs - batch.old).square(), {}
+
+
+class Rec(PolicyLoss):
+    """-w A p where the ratio is in range, a family from REINFORCE to PPO (arXiv 2509.24203)."""
+
+    type: Literal["rec"] = "rec"
+    linear: ClassVar[bool] = False
+    clip: Literal["none", "one_side", "two_side", "ring", "gspo_one_side"] = "one_side"
+    """Which tokens count: those that PPO would not clip, those inside both bounds, the same and those far outside that
+    come back, or one_side by the ratio of the reply."""
+    clip_low: float = Field(default=0.2, ge=0)
+    """The ratio may fall this far below 1."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The ratio may rise this far above 1."""
+    ring_low: float = Field(default=0.6, ge=0)
+    """ring: A > 0 counts again further below 1 than this."""
+    ring_high: float = Field(default=2.0, ge=0)
+    """ring: A < 0 counts again further above 1 than this."""
+    weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = "none"
+    """w: 1, sg(r), the reply's ratio, or exp(A / temperature)."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of the weight `advantage`."""
+    regularizer: Literal["none", "k2", "forward_kl"] = "none"
+    """Adds (p - q)^2 / 2 or q - p."""
+    regularizer_coef: float = Field(default=0.0, ge=0)
+    """Its weight."""
+
+    def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
+        """[T]."""
+        ratio = gap(logprobs.detach(), batch).exp()
+        reply = batch.mean_of_rows(logprobs.detach() - batch.old).exp()
+        inside = self._inside(reply if self.clip == "gspo_one_side" else ratio, batch.advantages)
+        weight = {
+            "none": torch.ones_like(ratio),
+            "importance_sampling": ratio,
+            "gspo_importance_sampling": reply,
+            "advantage": (batch.advantages / self.temperature).exp(),
+        }[self.weight]
+        values = -batch.advantages * weight * inside.to(ratio) * logprobs
+        if self.regularizer == "k2":
+            values = values + self.regularizer_coef * 0.5 * (logprobs - batch.old).square()
+        elif self.regularizer == "forward_kl":
+            values = values + self.regularizer_coef * (batch.old - logprobs)
+        return values, {"clipped": share(~inside, batch)}
+
+    def _inside(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        low, high = ratio >= 1 - self.clip_low, ratio <= 1 + self.clip_high
+        match self.clip:
+            case "none":
+                return torch.ones_like(low)
+            case "one_side" | "gspo_one_side":
+                return torch.where(advantages >= 0, high, low)
+            case "two_side":
+                return low & high
+            case "ring":
+                far_below, far_above = ratio <= 1 - self.ring_low, ratio >= 1 + self.ring_high
+                return (low & high) | ((advantages > 0) & far_below) | ((advantages < 0) & far_above)

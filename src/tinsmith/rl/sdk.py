@@ -1,0 +1,75 @@
+"""What everything that speaks to a server through the official SDK shares: errors of ours, and what the SDK leaves out.
+
+Leaves out retries and polling, which the SDK does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from urllib.parse import urlsplit
+
+import httpx
+import tinker
+
+from tinsmith.errors import ConfigError, TinsmithError, UserError
+from tinsmith.rl.policy import OptimizerConfig
+
+CONNECT_SECONDS = 10.0
+
+
+def adam(optimizer: OptimizerConfig, learning_rate: float) -> tinker.AdamParams:
+    """The optimizer's settings at one learning rate."""
+    return tinker.AdamParams(
+        learning_rate=learning_rate,
+        beta1=optimizer.beta1,
+        beta2=optimizer.beta2,
+        eps=optimizer.eps,
+        weight_decay=optimizer.weight_decay,
+        grad_clip_norm=optimizer.grad_clip_norm,
+    )
+
+
+@asynccontextmanager
+async def boundary(what: str) -> AsyncIterator[None]:
+    """Errors of the SDK leave as ours, with what was being asked."""
+    try:
+        yield
+    except tinker.AuthenticationError as error:
+        raise UserError(f"The server refused the key while {what}.", "Set TINKER_API_KEY to one it knows.") from error
+    except tinker.RequestFailedError as error:
+        kind = UserError if str(error.category) == "user" else TinsmithError
+        raise kind(f"The server failed at {what}: {error.message}") from error
+    except tinker.APIStatusError as error:
+        kind = UserError if error.status_code < 500 else TinsmithError
+        raise kind(f"The server answered {error.status_code} while {what}: {error.message}") from error
+    except tinker.TinkerError as error:
+        raise TinsmithError(f"No answer from the server while {what}: {error}") from error
+
+
+async def extensions(base_url: str, api_key: str) -> frozenset[str]:
+    """Every name under `extensions`. The SDK drops the key, and other servers have none."""
+    async with httpx.AsyncClient(base_url=base_url, timeout=CONNECT_SECONDS) as client:
+        try:
+            answer = await client.get("/api/v1/get_server_capabilities", headers={"X-API-Key": api_key})
+            listed = answer.json().get("extensions", {}) if answer.is_success else {}
+        except (httpx.HTTPError, ValueError):  # a server may have another way to tell what it can; then it has no more
+            return frozenset()
+    return frozenset(name for names in listed.values() for name in names)
+
+
+async def reach(base_url: str) -> None:
+    """The SDK waits for a server for hours; a wrong address should be told at once."""
+    url = urlsplit(base_url)
+    try:
+        port = url.port or (443 if url.scheme == "https" else 80)
+        if not url.hostname:
+            raise ConfigError(f"'{base_url}' is no address of a server.", "Write http://HOST:PORT.")
+        async with asyncio.timeout(CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(url.hostname, port)
+        writer.close()
+        await writer.wait_closed()
+    except (OSError, ValueError, TimeoutError) as error:
+        cure = "Start one with tinsmith serve, or leave out the base URL and one is started for the run."
+        raise ConfigError(f"No server answers at {base_url}.", cure) from error

@@ -1,0 +1,265 @@
+"""Each loss against its paper's formula, token by token in plain Python, values and gradients in float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.algorithms.losses import clipped, likelihood, mixed
+from tinsmith.rl.algorithms.losses.base import Tokens, aggregate_weights
+from tinsmith.rl.algorithms.losses.preference import Dpo
+from tinsmith.rl.algorithms.terms import EntropyConfig, KlConfig, divergence, sampled_entropy
+
+TOKEN = st.tuples(st.floats(-4, -0.05), st.floats(-1, 1), st.floats(-2, 2))
+"""p, p - q, A."""
+ROWS = st.lists(st.lists(TOKEN, min_size=1, max_size=4), min_size=1, max_size=4)
+
+
+def batch_of(rows, aggregate="token_mean", counts=None, expert=None, **more) -> tuple[Tensor, Tokens]:
+    """Leaf logprobs [T] and the tokens of rows of (p, p - q, A)."""
+    tokens = [token for row in rows for token in row]
+    sequence = torch.tensor([at for at, row in enumerate(rows) for _ in row])
+    of = torch.tensor(counts or [1.0] * len(rows), dtype=torch.float64)[sequence]
+    theirs = torch.tensor(expert or [False] * len(rows))[sequence]
+    logprobs = torch.tensor([p for p, _, _ in tokens], dtype=torch.float64, requires_grad=True)
+    return logprobs, Tokens(
+        old=torch.tensor([p - gap for p, gap, _ in tokens], dtype=torch.float64),
+        advantages=torch.tensor([a for _, _, a in tokens], dtype=torch.float64),
+        sequence=sequence,
+        counts=of,
+        expert=theirs,
+        weights=aggregate_weights(aggregate, sequence, of, torch.ones_like(theirs)),
+        own_weights=aggregate_weights(aggregate, sequence, of, ~theirs),
+        expert_weights=aggregate_weights(aggregate, sequence, of, theirs),
+        **more,
+    )
+
+
+def same(loss: clipped.PolicyLoss, rows, by_hand: Callable[[Tensor, float, float, list], Tensor]) -> None:
+    """`by_hand(p, q, A, row)` is a token's loss; rows are of equal weight by their tokens."""
+    logprobs, batch = batch_of(rows)
+    value, metrics = loss.total(logprobs, batch)
+    (slope,) = torch.autograd.grad(value, logprobs)
+    leaves = [[torch.tensor(p, dtype=torch.float64, requires_grad=True) for p, _, _ in row] for row in rows]
+    count = sum(len(row) for row in rows)
+    expected = sum(
+        by_hand(leaf, p - gap, a, row) / count
+        for row, leaf_row in zip(rows, leaves, strict=True)
+        for (p, gap, a), leaf in zip(row, leaf_row, strict=True)
+    )
+    assert isinstance(expected, Tensor)
+    flat = [leaf for row in leaves for leaf in row]
+    slopes = torch.autograd.grad(expected, flat, allow_unused=True, materialize_grads=True)
+    torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(slope, torch.stack(slopes), rtol=1e-9, atol=1e-9)
+    assert all(math.isfinite(sg(one)) for one in metrics.values())
+
+
+def sg(value: Tensor) -> float:
+    return float(value.detach())
+
+
+@settings(deadline=None)
+@given(ROWS)
+def test_ppo_with_and_without_dual_clip(rows):
+    def by_hand(p, q, a, _row, low=0.2, high=0.3, c=None):
+        r = torch.exp(p - q)
+        clip = r if 1 - low <= sg(r) <= 1 + high else p * 0 + min(max(sg(r), 1 - low), 1 + high)
+        value = -a * r if sg(-a * r) >= sg(-a * clip) else -a * clip
+        if c is not None and a < 0 and sg(value) > -a * c:
+            return value * 0 - a * c
+        return value
+
+    rows = [[token for token in row if abs(token[2]) > 1e-6 and abs(token[1]) > 1e-6] for row in rows]
+    rows = [row for row in rows if row]
+    if rows:
+        same(clipped.Ppo(clip_low=0.2, clip_high=0.3, dual_clip=None), rows, by_hand)
+        same(
+            clipped.Ppo(clip_low=0.2, clip_high=0.3, dual_clip=1.5),
+            rows,
+            lambda p, q, a, row: by_hand(p, q, a, row, c=1.5),
+        )
+
+
+def test_ppo_on_policy_is_the_policy_gradient_and_drifted_replies_can_be_left_out():
+    rows = [[(-1.0, -2.0, -1.0), (-1.0, -2.0, 0.5)], [(-1.0, 0.0, -1.0)]]
+    same(clipped.Ppo(on_policy=True), rows, lambda p, q, a, _: -a * torch.exp(p - sg(p)))
+    logprobs, batch = batch_of(rows, "token_sum")
+    value, _ = clipped.Ppo(mask_drift=0.1, dual_clip=None).total(logprobs, batch)
+    (slope,) = torch.autograd.grad(value, logprobs)
+    assert slope[0] == 0.0  # A < 0 in a reply that drifted
+    assert slope[1] != 0.0
+    assert slope[2] == 1.0
+
+
+@settings(deadline=None)
+@given(ROWS)
+def test_losses_of_a_ratio(rows):
+    same(clipped.ImportanceSampling(), rows, lambda p, q, a, _: -a * torch.exp(p - q))
+    same(clipped.Cispo(clip_low=0.4), rows, lambda p, q, a, _: -a * min(max(math.exp(sg(p) - q), 0.6), 1.28) * p)
+    same(clipped.Topr(), rows, lambda p, q, a, _: -a * (1.0 if a > 0 else min(1.0, math.exp(sg(p) - q))) * p)
+
+    def sapo(p, q, a, _):
+        tau = 1.0 if a > 0 else 1.05
+        return -a * 4 / tau * torch.sigmoid(tau * (torch.exp(p - q) - 1))
+
+    same(clipped.Sapo(), rows, sapo)
+    same(clipped.Sapo(score_function=True), rows, lambda p, q, a, _: sapo(p.detach(), q, a, _) * p)
+
+    def sppo(p, q, a, _):
+        return -a * (p - q) if 1 / 1.3 <= math.exp(sg(p) - q) <= 1.3 else p * 0
+
+    same(clipped.Sppo(), rows, sppo)
+    same(clipped.Dro(beta=0.3), rows, lambda p, q, a, _: -(p * a - 0.15 * (p - q) ** 2))
+
+
+@settings(deadline=None)
+@given(ROWS)
+def test_gspo_has_one_ratio_for_a_reply(rows):
+    def by_hand(p, _q, a, row):
+        s = math.exp(sum(gap for _, gap, _ in row) / len(row))
+        r = s * torch.exp(p - sg(p))
+        clip = min(max(s, 1 - 0.1), 1 + 0.2)
+        return -a * r if -a * s >= -a * clip else p * 0 - a * clip
+
+    rows = [[(p, gap, a if abs(a) > 1e-6 else 0.5) for p, gap, a in row] for row in rows]
+    same(clipped.Gspo(clip_low=0.1, clip_high=0.2), rows, by_hand)
+
+
+@pytest.mark.parametrize("clip", ["none", "one_side", "two_side", "ring", "gspo_one_side"])
+@pytest.mark.parametrize("weight", ["none", "importance_sampling", "gspo_importance_sampling", "advantage"])
+@pytest.mark.parametrize("regularizer", ["none", "k2", "forward_kl"])
+def test_rec(clip, weight, regularizer):
+    def by_hand(p, q, a, row):
+        r, reply = math.exp(sg(p) - q), math.exp(sum(gap for _, gap, _ in row) / len(row))
+        inside = {
+            "none": True,
+            "one_side": r <= 1.2 if a >= 0 else r >= 0.8,
+            "gspo_one_side": reply <= 1.2 if a >= 0 else reply >= 0.8,
+            "two_side": 0.8 <= r <= 1.2,
+            "ring": 0.8 <= r <= 1.2 or (a > 0 and r <= 0.4) or (a < 0 and r >= 3.0),
+        }[clip]
+        w = {"none": 1.0, "importance_sampling": r, "gspo_importance_sampling": reply, "advantage": math.exp(a / 2)}
+        extra = {"none": p * 0, "k2": 0.5 * (p - q) ** 2, "forward_kl": q - p}[regularizer]
+        return -a * w[weight] * inside * p + 0.3 * extra
+
+    rows = [[(-1.0, gap, a)] for gap in (-1.5, -0.5, 0.1, 0.5, 1.5) for a in (-1.0, 0.7)]
+    loss = clipped.Rec(clip=clip, weight=weight, temperature=2.0, regularizer=regularizer, regularizer_coef=0.3)
+    same(loss, [*rows, [(-1.0, 0.3, 1.0), (-2.0, -0.2, 1.0)]], by_hand)
+
+
+@settings(deadline=None)
+@given(ROWS)
+def test_likelihoods(rows):
+    same(likelihood.Opmd(tau=0.5), rows, lambda p, q, a, _: -a * p / 1.5)
+    same(likelihood.Sft(), rows, lambda p, q, a, _: -p)
+    same(likelihood.SftIs(), rows, lambda p, q, a, _: -math.exp(sg(p)) * p)
+    same(likelihood.SftPhi(), rows, lambda p, q, a, _: -math.exp(sg(p)) * (1 - math.exp(sg(p))) * p)
+
+
+def test_dpo_is_the_paper_s():
+    rows = [[(-1.0, 0, 0), (-0.5, 0, 0)], [(-2.0, 0, 0)], [(-0.3, 0, 0)], [(-0.4, 0, 0), (-3.0, 0, 0)]]
+    reference = torch.tensor([-1.2, -0.4, -1.5, -0.3, -0.6, -2.0], dtype=torch.float64)
+    logprobs, batch = batch_of(rows, reference=reference, pairs=torch.tensor([[0, 1], [2, 3]]))
+    value, metrics = Dpo(beta=0.5, label_smoothing=0.1).total(logprobs, batch)
+    (slope,) = torch.autograd.grad(value, logprobs)
+    leaf = logprobs.detach().clone().requires_grad_()
+    gains = leaf - reference
+    margins = [0.5 * (gains[0] + gains[1] - gains[2]), 0.5 * (gains[3] - gains[4] - gains[5])]
+    sigmoid = [1 / (1 + torch.exp(-margin)) for margin in margins]
+    expected = sum(-0.9 * torch.log(s) - 0.1 * torch.log(1 - s) for s in sigmoid) / 2
+    assert isinstance(expected, Tensor)
+    torch.testing.assert_close(value, expected)
+    torch.testing.assert_close(slope, torch.autograd.grad(expected, leaf)[0])
+    assert float(metrics["dpo/accuracy"]) in (0.0, 0.5, 1.0)
+    with pytest.raises(ConfigError, match="pairs"):
+        Dpo().total(*batch_of(rows))
+
+
+def test_mix_weighs_the_experts_words_by_themselves():
+    rows = [[(-1.0, 0.1, 0.5), (-1.0, 0.1, 0.5)], [(-2.0, -2.0, 0.0)]]
+    logprobs, batch = batch_of(rows, expert=[False, True])
+    value, numbers = mixed.Mix(mu=0.25).total(logprobs, batch)
+    own = -0.5 * math.exp(0.1)
+    assert sg(value) == pytest.approx(0.75 * own + 0.25 * 2.0)
+    assert sg(numbers["mix/expert"]) == pytest.approx(2.0)
+    chord = mixed.MixChord(warmup_steps=10, decay_steps=10, peak=0.4, valley=0.2)
+    assert [chord.share_at(step) for step in (5, 10, 15, 20, 99)] == pytest.approx([0.2, 0.4, 0.3, 0.2, 0.2])
+    value, _ = mixed.MixChord(warmup_steps=0, decay_steps=0, valley=0.5).total(logprobs, batch)
+    chance = math.exp(-2.0)
+    assert sg(value) == pytest.approx(0.5 * own + 0.5 * chance * (1 - chance) * 2.0)
+
+
+@pytest.mark.parametrize(
+    ("aggregate", "weights"),
+    [
+        ("token_sum", [1, 1, 1]),
+        ("token_mean", [1 / 4, 1 / 4, 1 / 4]),
+        ("seq_mean_token_sum", [1 / 3, 1 / 3, 1 / 3]),
+        ("seq_mean_token_mean", [1 / 6, 1 / 6, 1 / 3]),
+        ("seq_mean_token_sum_norm", [1 / 6, 1 / 6, 1 / 6]),
+    ],
+)
+def test_aggregates_count_a_row_as_often_as_it_was_said(aggregate, weights):
+    _, batch = batch_of([[(-1, 0, 1), (-1, 0, 1)], [(-1, 0, 1)]], aggregate, counts=[1.0, 2.0])
+    assert batch.weights.tolist() == pytest.approx(weights)
+    alone = batch.of_rows(torch.tensor([False, True]))
+    assert alone.weights.tolist() == pytest.approx(weights[2:])
+    assert alone.sequence.tolist() == [0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "formula"),
+    [
+        ("k1", lambda d, r: d),
+        ("k2", lambda d, r: 0.5 * d * d),
+        ("k3", lambda d, r: math.exp(-d) - 1 + d),
+        ("low_var_kl", lambda d, r: min(math.exp(-max(min(d, 20), -20)) - 1 + max(min(d, 20), -20), 10)),
+        ("abs", lambda d, r: abs(d)),
+        ("corrected_k3", lambda d, r: min(r, 2.0) * (math.exp(-d) - 1 + d)),
+        ("none", lambda d, r: 0.0),
+    ],
+)
+def test_divergences(kind, formula):
+    p, q, reference = (torch.tensor(v, dtype=torch.float64) for v in ([-1.0, -30.0], [-1.5, -32.0], [-1.3, -2.0]))
+    found = divergence(kind, p, q, reference)
+    expected = [
+        formula(a - c, math.exp(a - b)) for a, b, c in zip(p.tolist(), q.tolist(), reference.tolist(), strict=True)
+    ]
+    assert found.tolist() == pytest.approx(expected)
+
+
+def test_the_coefficient_moves_towards_its_target():
+    kl = KlConfig(coef=0.1, target=0.05, horizon=100)
+    assert kl.moved(0.1, 0.055, 50) == pytest.approx(0.1 * (1 + 0.1 * 0.5))
+    assert kl.moved(0.1, 9.0, 50) == pytest.approx(0.1 * (1 + 0.2 * 0.5))
+    assert kl.moved(0.1, 0.0, 50) == pytest.approx(0.1 * (1 - 0.2 * 0.5))
+    assert KlConfig(coef=0.1).moved(0.1, 9.0, 50) == 0.1
+    for wrong in ({"type": "none", "coef": 0.1}, {"target": 0.1}):
+        with pytest.raises(ValueError, match=r"type none|begin above 0"):
+            KlConfig.model_validate(wrong)
+
+
+def test_sampled_entropy_has_the_value_and_gradient_of_the_whole_softmax():
+    """The mean over every token by its chance is the entropy; the same sum of gradients is its gradient."""
+    logits = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
+    logprobs = torch.log_softmax(logits, 0)
+    entropy = -(logprobs.exp() * logprobs).sum()
+    (exact,) = torch.autograd.grad(entropy, logits, retain_graph=True)
+    behaviour = torch.log_softmax(torch.tensor([1.0, 0.5, 0.0, -0.5], dtype=torch.float64), 0)
+    for old in (logprobs.detach(), behaviour):
+        rows = [[(float(p), float(p - q), 0.0)] for p, q in zip(logprobs.detach(), old, strict=True)]
+        _, batch = batch_of(rows)
+        values, slopes = sampled_entropy(logprobs, batch)
+        chances = old.exp()
+        torch.testing.assert_close((chances * values).sum(), entropy.detach())
+        (slope,) = torch.autograd.grad((chances * slopes).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(slope, exact)
+    assert EntropyConfig().coef == 0.0
