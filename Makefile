@@ -6,7 +6,9 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 CODE := src tests benchmarks examples
 
-.PHONY: help install demo test test-all check bench bench-service gpu-check clean
+VLLM := .venv-vllm
+
+.PHONY: help install vllm demo test test-all check bench bench-service gpu-check clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -19,6 +21,15 @@ $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,hub]'
+	touch $@
+
+vllm: $(VLLM)/.installed  ## make $(VLLM) with vLLM for CPUs, for `tinsmith serve --sampler vllm`
+
+# It asks for packages that text does not need, and some of those for a CUDA build of torch: so nothing is resolved.
+$(VLLM)/.installed: constraints-vllm.txt
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --constraint constraints-vllm.txt torch
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement constraints-vllm.txt
 	touch $@
 
 demo: install  ## train SmolLM2-135M to add two-digit numbers and show it: at most 10 minutes on 2 cores
@@ -53,5 +64,5 @@ gpu-check: install  ## the tests that need a GPU; without one, says what it woul
 	fi
 
 clean:  ## remove what the others made, the venv included
-	rm -rf $(VENV) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf $(VENV) $(VLLM) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

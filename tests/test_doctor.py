@@ -47,15 +47,16 @@ def test_what_is_wrong_is_said_with_its_cure(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         settings = config(
             tmp_path / "file" / "data", port=taken.getsockname()[1], engine="torch", models=("no/such-model",),
-            threads=10_000, database="postgresql+psycopg://nobody:secret@127.0.0.1:1/none",
+            threads=10_000, sampler="vllm", vllm={"python": "/no/such"}, database="postgresql+psycopg://nobody:secret@127.0.0.1:1/none",
         )  # fmt: skip
         found = findings(settings)
     levels = {place: one.level for place, one in found.items() if place not in ("memory", "disk", "sdk", "open files")}
     assert levels == {
         "python": "ok", "torch": "warn", "folder": "fail", "lock": "ok", "database": "fail", "port": "fail",
-        "models": "warn",
+        "models": "warn", "sampler": "fail",
     }  # fmt: skip
     assert all(one.cure for one in found.values() if one.level != "ok")
+    assert "make vllm" in found["sampler"].cure
     assert found["models"].cure == "tinsmith models pull no/such-model"
     assert "secret" not in str(found)
 

@@ -50,6 +50,8 @@ def serve(
     api_key: str | None = None,
     dtype: Literal["auto", "float32", "bfloat16"] | None = None,
     device: Literal["auto", "cpu", "cuda"] | None = None,
+    sampler: Literal["torch", "vllm"] | None = None,
+    vllm_python: Path | None = None,
     threads: int | None = None,
     sharing: Literal["latency", "throughput"] | None = None,
     log_format: Literal["text", "json"] | None = None,
@@ -77,6 +79,11 @@ def serve(
         Of the base models; auto is bfloat16 where the hardware is fast at it.
     device
         auto is a GPU if there is one.
+    sampler
+        Who samples: torch is the engine itself, with the weights that it trains; vllm is a vLLM beside it.
+    vllm_python
+        Python of the venv that holds vLLM; .venv-vllm/bin/python or that of `vllm` on PATH if not given. More settings
+        as vllm.memory=0.4, vllm.rank=64, vllm.adapters=8, vllm.devices=1: docs/vllm.md.
     threads
         CPU threads for tensor work; 0 is one for each core.
     sharing
@@ -90,9 +97,11 @@ def serve(
 
     options = {
         "models": model, "host": host, "port": port, "data": data, "database": database, "api_key": api_key,
-        "dtype": dtype, "device": device, "threads": threads, "sharing": sharing, "log_format": log_format,
+        "dtype": dtype, "device": device, "sampler": sampler, "threads": threads, "sharing": sharing,
+        "log_format": log_format,
     }  # fmt: skip
     given = {name: value for name, value in options.items() if value is not None}
+    overrides = (*overrides, *([f"vllm.python={vllm_python}"] if vllm_python else []))
     place = str(config) if config else COMMAND_LINE
     settings = build(ServeConfig, {**raw(config, overrides), **given}, place, overrides)
     serve_until_signal(settings, on_ready=_show_key if settings.makes_key else None)

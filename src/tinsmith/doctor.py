@@ -42,7 +42,7 @@ class Finding:
 def examine(config: ServeConfig) -> Iterable[Finding]:
     """Every check, one after another; a check that itself breaks is a failure of its own."""
     for check in (
-        _python, _torch, _sdk, _memory, _disk, _folder, _lock, _database, _port, _models, _open_files,
+        _python, _torch, _sdk, _memory, _disk, _folder, _lock, _database, _port, _models, _sampler, _open_files,
     ):  # fmt: skip
         yield _guarded(check, config)
 
@@ -162,6 +162,14 @@ def _models(config: ServeConfig) -> Finding:
         cure = f"tinsmith models pull {missing[0]}"
         return Finding("warn", "models", f"not on this machine yet: {', '.join(missing)}", cure)
     return Finding("ok", "models", f"{', '.join(config.sources())}")
+
+
+def _sampler(config: ServeConfig) -> Finding:
+    if config.sampler == "torch":
+        return Finding("ok", "sampler", "the engine itself")
+    from tinsmith.engine.vllm_server import python_of
+
+    return Finding("ok", "sampler", f"the vLLM of {python_of(config.vllm)}")
 
 
 def _open_files(_config: ServeConfig) -> Finding:

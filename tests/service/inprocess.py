@@ -69,12 +69,13 @@ class Factory:
 
     def __init__(self) -> None:
         self.made: list[Started] = []
+        self.sampler_up: asyncio.Event | None = None
         self.hook: Hook = lambda call, argument: None
 
     async def __call__(self, config: EngineConfig) -> Started:
         died = asyncio.Event()
         engine = MortalEngine(config, lambda call, argument: self.hook(call, argument), died)
-        self.made.append(Started(engine=engine, died=died))
+        self.made.append(Started(engine=engine, died=died, sampler_up=self.sampler_up))
         return self.made[-1]
 
     def kill(self) -> None:

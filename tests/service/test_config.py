@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
-from tinsmith.settings import build, read
+from tinsmith.settings import Settings, build, read
 
 
 def test_names_of_one_source_share_an_engine() -> None:
@@ -25,12 +26,22 @@ def test_names_of_one_source_share_an_engine() -> None:
         ({"models": []}, "NAME"),
         ({"models": ["a", "a=b"]}, "once"),
         ({"models": ["a="]}, "NAME"),
+        ({"vllm": {"rank": 64}}, "give both or none"),
+        ({"sampler": "vllm", "engine": "fake"}, "engine=torch"),
+        ({"sampler": "vllm", "vllm": {"rank": 24}}, "vllm.rank"),
         ({"modles": ["a"]}, "Did you mean 'models'"),
     ],
 )
 def test_what_is_unsafe_or_misspelt_is_refused(values: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         build(ServeConfig, values, "here")
+
+
+def test_what_a_vllm_is_told_reaches_the_engine() -> None:
+    config = ServeConfig.model_validate({"sampler": "vllm", "vllm": {"rank": 64}}).engine_config("a")
+    assert (config.sampler, config.vllm.rank) == ("vllm", 64)
+    again = ServeConfig.model_validate_json(ServeConfig().model_dump_json())
+    assert again == ServeConfig()
 
 
 def test_which_addresses_only_this_machine_reaches() -> None:
@@ -53,14 +64,18 @@ def test_the_documented_settings_are_the_settings() -> None:
 
 
 def table() -> str:
-    rows = ["| key | default | |", "|---|---|---|"]
-    for name, field in ServeConfig.model_fields.items():
+    return "\n".join(["| key | default | |", "|---|---|---|", *rows(ServeConfig)])
+
+
+def rows(kind: type[Settings], within: str = "") -> Iterator[str]:
+    for name, field in kind.model_fields.items():
         default = field.default
+        if isinstance(default, Settings):
+            yield from rows(type(default), f"{name}.")
+            continue
         shown = "~/.tinsmith" if name == "data" else ", ".join(default) if isinstance(default, tuple) else default
-        rows.append(
-            f"| `{name}` | {'' if shown is None else f'`{shown}`'} | {' '.join(str(field.description).split())} |"
-        )
-    return "\n".join(rows)
+        shown = f"`{shown}`" if shown not in (None, "") else ""
+        yield f"| `{within}{name}` | {shown} | {' '.join(str(field.description).split())} |"
 
 
 if __name__ == "__main__":

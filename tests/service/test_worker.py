@@ -84,6 +84,23 @@ def test_an_idle_engine_that_dies_is_started_again_at_once(tmp_path: Path) -> No
     asyncio.run(main())
 
 
+def test_training_goes_on_while_a_sampler_of_its_own_is_away(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        start.sampler_up = asyncio.Event()
+        async with api(tmp_path, start) as on:
+            model = await on.model()
+            waiting = await on.http.get("/api/v1/healthz")
+            assert (waiting.status_code, waiting.json()["waiting_for"]) == (503, ["toy"])
+            assert 'tinsmith_sampler_up{model="toy"} 0.0' in (await on.http.get("/metrics")).text
+            assert len(await train(on, model, 1, 1)) == 1
+            start.sampler_up.set()
+            assert (await on.http.get("/api/v1/healthz")).status_code == 200
+            assert 'tinsmith_sampler_up{model="toy"} 1.0' in (await on.http.get("/metrics")).text
+
+    asyncio.run(main())
+
+
 def test_a_request_that_kills_every_engine_fails_alone(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()

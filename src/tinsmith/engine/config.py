@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
+
+from pydantic import Field
 
 from tinsmith.settings import Settings
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+class VllmConfig(Settings):
+    """How a vLLM that samples is started, in its own venv and process."""
+
+    python: Path | None = None
+    """Python of vLLM's venv; without it: .venv-vllm/bin/python here, else that of the `vllm` command on PATH."""
+
+    rank: Literal[8, 16, 32, 64, 128, 256, 320, 512] = 32
+    """The largest rank of an adapter that is to be sampled from; memory is set aside for it."""
+
+    adapters: int = Field(default=8, ge=1)
+    """Adapter versions that one step may mix; memory is set aside for them. Samples of further ones wait."""
+
+    memory: float = Field(default=0.3, gt=0, lt=1)
+    """Share of each GPU's memory (without a GPU: of the machine's) that its weights, adapters and cache may take."""
+
+    devices: str = ""
+    """The GPUs it sees, as CUDA_VISIBLE_DEVICES names them; empty: those that this process sees."""
+
+    args: tuple[str, ...] = ()
+    """Further options of vLLM's own server, as [--tensor-parallel-size, 2]."""
 
 
 class EngineConfig(Settings):
@@ -17,6 +42,12 @@ class EngineConfig(Settings):
 
     kind: Literal["torch", "fake"] = "torch"
     """`fake` answers in arithmetic instead of a model: for tests without torch."""
+
+    sampler: Literal["torch", "vllm"] = "torch"
+    """Who samples: this engine with the weights that it trains, or a vLLM beside it with weights of its own."""
+
+    vllm: VllmConfig = VllmConfig()
+    """Read where sampler is vllm."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the base model; auto is bfloat16 where the hardware is fast at it. Adapters and moments are float32."""

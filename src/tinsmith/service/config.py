@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig
+from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig, VllmConfig
 from tinsmith.settings import Settings
 
 _ENGINE = EngineConfig()
@@ -49,6 +49,12 @@ class ServeConfig(Settings):
 
     engine: Literal["torch", "fake"] = "torch"
     """`fake` answers in arithmetic instead of a model: for tests and for trying the API."""
+
+    sampler: Literal["torch", "vllm"] = "torch"
+    """Who samples: the engine with the weights that it trains, or a vLLM beside it (docs/vllm.md)."""
+
+    vllm: VllmConfig = VllmConfig()
+    """How that vLLM is started; read where sampler is vllm."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the base models; auto is bfloat16 where the hardware is fast at it."""
@@ -124,6 +130,14 @@ class ServeConfig(Settings):
             raise ValueError(f"api_key must start with {KEY_PREFIX}, the SDK sends no other")
         return self
 
+    @model_validator(mode="after")
+    def _sampler_is_there(self) -> ServeConfig:
+        if self.sampler == "torch" and self.vllm != VllmConfig():
+            raise ValueError("settings of vllm are read with sampler=vllm alone: give both or none")
+        if self.sampler == "vllm" and self.engine == "fake":
+            raise ValueError("sampler=vllm samples for engine=torch alone")
+        return self
+
     @property
     def is_loopback(self) -> bool:
         """Only this machine can connect."""
@@ -155,6 +169,8 @@ class ServeConfig(Settings):
         return EngineConfig(
             source=source,
             kind=self.engine,
+            sampler=self.sampler,
+            vllm=self.vllm,
             dtype=self.dtype,
             device=self.device,
             threads=self.threads,

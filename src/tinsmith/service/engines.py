@@ -26,6 +26,8 @@ class Started:
 
     engine: Engine
     died: asyncio.Event
+    sampler_up: asyncio.Event | None = None
+    """Set while a sampler that is a process of its own answers; None where the engine samples itself."""
 
 
 Start = Callable[[EngineConfig], Awaitable[Started]]
@@ -37,6 +39,11 @@ async def start_engine(config: EngineConfig) -> Started:
         return Started(engine=FakeEngine(config), died=asyncio.Event())
     from tinsmith.engine.process import RemoteEngine  # with kind="fake" nothing of it is needed
 
+    if config.sampler == "vllm":
+        from tinsmith.engine.vllm import VllmEngine
+
+        engine = await VllmEngine.start(config)
+        return Started(engine=engine, died=engine.died, sampler_up=engine.server.up)
     remote = await RemoteEngine.start(config)
     return Started(engine=remote, died=remote.died)
 
@@ -70,6 +77,13 @@ class EngineHost:
     def is_up(self) -> bool:
         """Loaded and alive."""
         return self._started is not None and not self._started.died.is_set()
+
+    @property
+    def sampler_is_up(self) -> bool:
+        """The engine is up, and so is whoever samples for it."""
+        if self._started is None or not self.is_up:
+            return False
+        return self._started.sampler_up is None or self._started.sampler_up.is_set()
 
     @property
     def died(self) -> asyncio.Event:

@@ -22,6 +22,7 @@ from tinsmith.service.engines import EngineHost
 from tinsmith.service.futures import Futures
 from tinsmith.service.journal import Journal
 from tinsmith.service.limits import Limits
+from tinsmith.service.observe import mismatch
 from tinsmith.service.observe.chronicle import Chronicle
 from tinsmith.service.observe.telemetry import Telemetry
 from tinsmith.service.payloads import row_of, stored_kind
@@ -225,6 +226,9 @@ class Worker:
         self._telemetry.taken(row.id for row in batch)
         results = await self.host.engine.run(works)
         self._telemetry.ran(row.id for row in batch)
+        for work, result in zip(works, results, strict=True):
+            if isinstance(result, PassResult) and (apart := mismatch.of_pass(work, result)) is not None:
+                self._telemetry.mismatch(self.host.names[0], apart)
         stamp = time.time_ns()
         ends = [
             Finished(row=row, answer=_answer(result), batch=stamp) for row, result in zip(batch, results, strict=True)

@@ -34,6 +34,8 @@ def engines(hosts: Iterable[EngineHost]) -> Iterable[Metric]:
     hosts = list(hosts)
     up = {(host.names[0],): int(host.is_up) for host in hosts}
     yield _gauge("engine_up", "1 while the engine is loaded and alive.", ("model",), up)
+    samplers = {(host.names[0],): int(host.sampler_is_up) for host in hosts}
+    yield _gauge("sampler_up", "1 while the engine and its sampler answer.", ("model",), samplers)
     family = CounterMetricFamily("tinsmith_engine_restarts", "Times that a dead engine was started.", labels=["model"])
     for host in hosts:
         family.add_metric([host.names[0]], max(0, host.starts - 1))

@@ -24,6 +24,7 @@ log = logging.getLogger(__name__)
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 2.0)
+APART = (1e-6, 1e-5, 1e-4, 1e-3, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -65,6 +66,8 @@ class Telemetry:
         self._seconds = self._histogram("request_seconds", "A request's stages.", SECONDS, "kind", "stage")
         self._fill = self._histogram("batch_fill_ratio", "Tokens of a training batch / batch_tokens.", FILL, "model")
         self._rows = self._histogram("batch_requests", "Requests in a training batch.", COUNTS, "model")
+        what = "Mean |sampler's - trainer's logprob| of the sampled tokens of a forward_backward."
+        self._apart = self._histogram("logprob_mismatch", what, APART, "model")
         self._http = self._histogram("http_seconds", "Answers over HTTP.", SECONDS, "method", "route", "status")
 
     def accepted(self, request_id: str, owner: str, kind: str, model: str) -> None:
@@ -90,6 +93,10 @@ class Telemetry:
         """A training batch of requests of so many tokens each."""
         self._fill.labels(model).observe(sum(tokens) / budget)
         self._rows.labels(model).observe(len(tokens))
+
+    def mismatch(self, model: str, apart: float) -> None:
+        """Of one request, in nats per token."""
+        self._apart.labels(model).observe(apart)
 
     def closed(self, request_id: str, answer: Answer, tokens: Mapping[str, int] | None = None) -> None:
         """Its result can be fetched; `tokens` by what was done with them."""

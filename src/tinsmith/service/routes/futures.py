@@ -74,7 +74,9 @@ def _pending(service: Service, request_id: str) -> Answer:
     owning = request_id.rpartition(":")[0]
     asked = service.store.find(Sampler, owning) or service.store.find(Model, owning)
     worker = service.workers.get(asked.base_model) if asked is not None else None
-    if asked is None or worker is None or worker.host.is_up:
+    if asked is None or worker is None:
+        return Answer(status=408, body=b'{"queue_state": "active"}')
+    if worker.host.sampler_is_up if isinstance(asked, Sampler) else worker.host.is_up:
         return Answer(status=408, body=b'{"queue_state": "active"}')
     reason = f"the engine of {asked.base_model} is loading, or being started again"
     state = {"queue_state": "paused_capacity", "queue_state_reason": reason}

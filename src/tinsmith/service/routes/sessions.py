@@ -101,8 +101,8 @@ async def get_server_capabilities(_tenant: Tenant, service: ServiceDep) -> dict[
 
 @router.get("/healthz")
 async def healthz(service: ServiceDep, response: Response) -> dict[str, Any]:
-    """200 once every engine runs, 503 while one is loading or being started again. Needs no key."""
-    waiting = [name for name, worker in service.workers.items() if not worker.host.is_up]
+    """200 once every engine and sampler runs, 503 while one is loading or being started again. Needs no key."""
+    waiting = [name for name, worker in service.workers.items() if not worker.host.sampler_is_up]
     if waiting:
         response.status_code = 503
         return {"status": "loading", "waiting_for": waiting}

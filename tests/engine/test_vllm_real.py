@@ -1,0 +1,217 @@
+"""vLLM itself on SmolLM2-135M-Instruct, on the CPU: what it draws is what the trainer's weights say. Only in test-all.
+
+`make vllm` makes the venv that these need; without one they are skipped, and say so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import psutil
+import pytest
+
+from tests.engine.sampling import ask, texts, trained_logprobs
+from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass
+from tinsmith.engine.config import EngineConfig, VllmConfig
+from tinsmith.engine.vllm import VllmEngine
+from tinsmith.engine.vllm_server import python_of
+from tinsmith.errors import ConfigError, EngineDied, Gone
+
+pytestmark = pytest.mark.slow
+
+PROMPT = "The quick brown fox jumps over the lazy dog. Once upon a time there was a"
+TEXT = "Once upon a time there was a smith of tin. His hands know the work better than he does."
+PARTS = {
+    "all": LoraSpec(rank=8, seed=1),
+    "head": LoraSpec(rank=8, seed=2, train_attn=False, train_mlp=False),
+    "body": LoraSpec(rank=16, seed=3, train_unembed=False),
+}
+BOUNDS = {"float32": (1e-4, 2e-3), "bfloat16": (0.06, 0.5)}
+"""Mean and largest |vLLM's - trainer's logprob|."""
+
+
+@pytest.fixture(scope="module")
+def python() -> Path:
+    """Of the venv that `make vllm` made, or of the `vllm` on PATH."""
+    try:
+        return python_of(VllmConfig())
+    except ConfigError as error:
+        pytest.skip(f"no vLLM here: {error}")
+
+
+@pytest.fixture(scope="module")
+def words(smollm2: Path) -> Callable[[str], list[int]]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    return lambda text: tokenizer(text, add_special_tokens=False).input_ids
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def engine(
+    request: pytest.FixtureRequest, python: Path, smollm2: Path, words: Callable[[str], list[int]], wait: Any
+) -> Iterator[VllmEngine]:
+    """With three trained models, each captured as a version of its own name."""
+    settings = VllmConfig(python=python, rank=16, adapters=3, memory=0.25, args=("--enforce-eager",))
+    config = EngineConfig(source=str(smollm2), dtype=request.param, device="cpu", sampler="vllm", vllm=settings)
+    engine = wait(VllmEngine.start(config))
+    text = np.array(words(TEXT), np.int32)
+    datum = Datum(tokens=text[:-1], targets=text[1:].astype(np.int64))
+    for name, lora in PARTS.items():
+        wait(engine.create(name, lora))
+        for _ in range(3):
+            wait(engine.run([Pass(model_id=name, data=(datum,), loss_fn="cross_entropy")]))
+            wait(engine.step(name, AdamParams(learning_rate=3e-3)))
+        wait(engine.capture(name, name))
+    wait(engine.create("untrained", LoraSpec(rank=8, seed=1)))
+    yield engine
+    wait(engine.close())
+
+
+def test_its_logprobs_are_the_trainers(engine: VllmEngine, words: Any, wait: Any, record_property: Any):
+    """Three adapters in one batch, the head's among them, and the base model."""
+    prompt = words(PROMPT)
+
+    async def together() -> dict[str | None, Any]:
+        asks = [ask(prompt, version=name, num_samples=3, max_tokens=24, seed=None) for name in [*PARTS, None]]
+        answers = await asyncio.gather(*(engine.sample(one) for one in asks))
+        return {one.version: answer for one, answer in zip(asks, answers, strict=True)}
+
+    mean, most = BOUNDS[engine.card.dtype]
+    for version, sampled in wait(together()).items():
+        apart, moved = [], []
+        for one in sampled.sequences:
+            apart.append(
+                np.abs(one.logprobs - trained_logprobs(engine, wait, version or "untrained", prompt, one.tokens))
+            )
+            moved.append(np.abs(one.logprobs - trained_logprobs(engine, wait, "untrained", prompt, one.tokens)))
+        found = float(np.concatenate(apart).mean())
+        record_property(f"mismatch {engine.card.dtype} {version}", found)
+        print(f"mismatch {engine.card.dtype} {version}: mean {found:.2e}, max {np.concatenate(apart).max():.2e}")
+        assert found < mean
+        assert np.concatenate(apart).max() < most
+        assert version is None or np.concatenate(moved).mean() > 0.3  # the adapter says something else than the base
+
+
+def test_temperature_is_in_the_logprobs(engine: VllmEngine, words: Any, wait: Any):
+    """lp(i) - lp(j) at temperature T is that at 1 divided by T."""
+    prompt = words(PROMPT)
+    (one,) = wait(
+        engine.sample(ask(prompt, version="all", temperature=0.5, topk_sample_logprobs=2, max_tokens=12))
+    ).sequences
+    assert one.topk is not None
+    whole = [*prompt, *one.tokens]
+    wanted = np.full((len(whole) - 1, 2), -1, np.int64)
+    wanted[len(prompt) - 1 :] = one.topk.token_ids
+    asked = wait(engine.sample(ask(whole, version="all", max_tokens=1, target_prompt_logprobs=wanted)))
+    untempered = asked.target_prompt_logprobs[len(prompt) - 1 :]
+    apart = (one.topk.logprobs[:, 0] - one.topk.logprobs[:, 1]) - (untempered[:, 0] - untempered[:, 1]) / 0.5
+    assert np.abs(apart).max() < (1e-2 if engine.card.dtype == "float32" else 1.0)
+
+
+def test_greedy_tokens_are_our_samplers(engine: VllmEngine, words: Any, wait: Any):
+    if engine.card.dtype != "float32":
+        pytest.skip("in bfloat16 the first of two near equals is chance")
+    request = ask(words(PROMPT), version="all", temperature=0, num_samples=2, max_tokens=24)
+    found, wanted = wait(engine.sample(request)), wait(engine.trained.sample(request))
+    for one, two in zip(found.sequences, wanted.sequences, strict=True):
+        np.testing.assert_array_equal(one.tokens, two.tokens)
+        np.testing.assert_allclose(one.logprobs, two.logprobs, atol=2e-3)
+
+
+def test_a_seed_repeats_itself_and_its_samples_differ(engine: VllmEngine, words: Any, wait: Any):
+    request = ask(words(PROMPT), version="body", num_samples=3, seed=5)
+    one, two = wait(engine.sample(request)), wait(engine.sample(request))
+    assert [a.tokens.tolist() for a in one.sequences] == [b.tokens.tolist() for b in two.sequences]
+    assert len({tuple(a.tokens.tolist()) for a in one.sequences}) == 3
+
+
+def test_stops_stay_on_the_end_and_none_means_the_models_own(engine: VllmEngine, words: Any, wait: Any, smollm2: Path):
+    prompt = words(PROMPT)
+    greedy = wait(engine.sample(ask(prompt, temperature=0, max_tokens=40))).sequences[0].tokens.tolist()
+    (one,) = wait(engine.sample(ask(prompt, temperature=0, max_tokens=40, stop_tokens=(greedy[7],)))).sequences
+    assert (one.stop_reason, one.tokens.tolist()) == ("stop", greedy[: greedy.index(greedy[7]) + 1])
+    sampled = wait(engine.sample(ask(prompt, temperature=0, max_tokens=40, stop_strings=(" dog",))))
+    assert sampled.sequences[0].stop_reason == "stop"
+    assert texts(smollm2, sampled)[0].endswith(" dog")
+    question = words("<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n")
+    (ended,) = wait(engine.sample(ask(question, temperature=0, max_tokens=200, stop_tokens=None))).sequences
+    assert (ended.stop_reason, ended.tokens[-1]) == ("stop", engine.card.eos_token_ids[0])
+    (on,) = wait(engine.sample(ask(question, temperature=0, max_tokens=len(ended.tokens) + 5))).sequences
+    assert (on.stop_reason, len(on.tokens)) == ("length", len(ended.tokens) + 5)
+
+
+def test_what_is_cancelled_stops_there(engine: VllmEngine, words: Any, wait: Any):
+    async def running() -> float:
+        async with httpx.AsyncClient(base_url=engine.server.url) as client:
+            lines = (await client.get("/metrics")).text.splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
+
+    async def cancel() -> None:
+        request = ask(words(PROMPT), max_tokens=4000)
+        pieces: list[Any] = []
+        waiting = asyncio.create_task(engine.sample(request, pieces.append))
+        for _ in range(600):
+            await asyncio.sleep(0.1)
+            if len(pieces) > 3:
+                break
+        assert await running() == 1
+        await engine.cancel(request.request_id)
+        with pytest.raises(Gone):
+            await waiting
+        for _ in range(100):
+            await asyncio.sleep(0.1)
+            if await running() == 0:
+                return
+        raise AssertionError("vLLM goes on")
+
+    wait(cancel())
+
+
+def test_after_its_death_it_comes_back_with_the_versions(engine: VllmEngine, words: Any, wait: Any):
+    if engine.card.dtype != "bfloat16":
+        pytest.skip("once is enough: it takes a minute")
+    request = ask(words(PROMPT), version="all", temperature=0)
+    before = wait(engine.sample(request)).sequences[0].tokens.tolist()
+
+    async def death() -> None:
+        waiting = asyncio.create_task(engine.sample(ask(words(PROMPT), max_tokens=4000)))
+        await asyncio.sleep(1)
+        os.kill(engine.server.pid, signal.SIGKILL)
+        with pytest.raises(EngineDied):
+            await waiting
+
+    wait(death())
+    assert wait(engine.sample(request)).sequences[0].tokens.tolist() == before
+
+
+def test_it_dies_with_its_parent(python: Path, smollm2: Path, tmp_path: Path):
+    program = (
+        "import asyncio, sys; from pathlib import Path; from tinsmith.engine.base import ModelCard;"
+        "from tinsmith.engine.config import VllmConfig; from tinsmith.engine.vllm_server import VllmServer;"
+        f"card = ModelCard(source='m', tokenizer={str(smollm2)!r}, arch='llama', vocab_size=49152, context_length=256,"
+        "eos_token_ids=(2,), dtype='bfloat16', device='cpu');"
+        f"server = VllmServer(VllmConfig(python={str(python)!r}), card, 1, Path({str(tmp_path)!r}));"
+        "asyncio.run(server.start())"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    deadline = time.monotonic() + 120
+    while len(children := psutil.Process(parent.pid).children(recursive=True)) < 2:  # it and its engine's process
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    parent.kill()
+    parent.wait()
+    _, alive = psutil.wait_procs(children, timeout=60)
+    for one in alive:
+        one.kill()
+    assert alive == []

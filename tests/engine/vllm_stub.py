@@ -1,0 +1,133 @@
+"""A stand-in for vLLM's server: the few paths that are asked for, token i of sample s being (last + s + i + 1) % 512.
+
+A prompt that begins with token 511 is answered slowly. What it is asked, and who hangs up, it writes to the file that
+its --record names, a line each. With --fail it says why and ends.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+from argparse import ArgumentParser
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+SLOW = 511
+CHUNK = 2
+
+
+class Stub(ThreadingHTTPServer):
+    """What it was asked, in a file, and which adapters it holds."""
+
+    def __init__(self, port: int, record: Path) -> None:
+        super().__init__(("127.0.0.1", port), Answer)
+        self.record, self.loaded = record, {"base"}
+
+    def note(self, what: str, value: Any) -> None:
+        with self.record.open("a") as file:
+            file.write(json.dumps([what, value]) + "\n")
+
+
+class Answer(BaseHTTPRequestHandler):
+    """One request."""
+
+    server: Stub
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        self.say(200, {})
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        self.server.note(self.path, body)
+        if self.path == "/v1/load_lora_adapter":
+            assert (Path(body["lora_path"]) / "adapter_model.safetensors").is_file()
+            self.server.loaded.add(body["lora_name"])
+            self.say(200, {})
+        elif self.path == "/v1/unload_lora_adapter":
+            self.server.loaded.remove(body["lora_name"])
+            self.say(200, {})
+        elif body["model"] not in self.server.loaded:
+            self.say(404, {"error": "no such model"})
+        elif body["stream"]:
+            self.stream(parts(body))
+        elif body["prompt"][0] != SLOW or self.takes_its_time():
+            self.say(200, whole(body))
+
+    def say(self, status: int, body: Any) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def stream(self, said: Iterator[Any]) -> None:
+        self.send_response(200)
+        self.end_headers()
+        for part in said:
+            self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def takes_its_time(self) -> bool:
+        """Whether the client was still there at the end."""
+        gone, _, _ = select.select([self.connection], [], [], 30)
+        if gone:
+            self.server.note("hung up", self.path)
+        return not gone
+
+
+def main() -> None:
+    parser = ArgumentParser()
+    for option in ("--port", "--record"):
+        parser.add_argument(option)
+    parser.add_argument("--fail", action="store_true")
+    options, _ = parser.parse_known_args()
+    if options.port is None:
+        return  # asked only whether there is a vLLM
+    if options.fail:
+        sys.exit("ValueError: no memory left for the cache")
+    Stub(int(options.port), Path(options.record)).serve_forever()
+
+
+def choice_of(body: Any, sample: int) -> dict[str, Any]:
+    tokens: list[int] = []
+    while len(tokens) < body["max_tokens"] and (not tokens or tokens[-1] not in body["stop_token_ids"]):
+        tokens.append((body["prompt"][-1] + sample + len(tokens) + 1) % 512)
+    logprobs = [-token / 100 for token in tokens]
+    # The sampled token is the least likely of the cells, as where it is none of the k likeliest.
+    tops = [
+        {f"token_id:{token}": logprob} | {f"token_id:{k}": logprob + k + 1 for k in range(body["logprobs"])}
+        for token, logprob in zip(tokens, logprobs, strict=True)
+    ]
+    return {
+        "index": sample,
+        "token_ids": tokens,
+        "logprobs": {"token_logprobs": logprobs, "top_logprobs": tops},
+        "finish_reason": "stop" if tokens[-1] in body["stop_token_ids"] else "length",
+    }
+
+
+def whole(body: Any) -> dict[str, Any]:
+    usage = {"prompt_tokens_details": {"cached_tokens": len(body["prompt"]) // 2}}
+    return {"choices": [choice_of(body, sample) for sample in range(body["n"])], "usage": usage}
+
+
+def parts(body: Any) -> Iterator[dict[str, Any]]:
+    for choice in whole(body)["choices"]:
+        count = len(choice["token_ids"])
+        for first in range(0, count, CHUNK):
+            piece = slice(first, first + CHUNK)
+            reason = choice["finish_reason"] if first + CHUNK >= count else None
+            found = {key: values[piece] for key, values in choice["logprobs"].items()}
+            one = {"index": choice["index"], "token_ids": choice["token_ids"][piece], "logprobs": found}
+            yield {"choices": [one | {"finish_reason": reason}], "usage": None}
+    yield {"choices": [], "usage": whole(body)["usage"]}
+
+
+if __name__ == "__main__":
+    main()

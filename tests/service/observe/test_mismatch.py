@@ -1,0 +1,30 @@
+"""How far sampler and trainer are apart, from what clients train on."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tinsmith.engine.base import Datum, Pass, PassResult
+from tinsmith.service.observe import mismatch
+
+
+def datum(**inputs: list[float]) -> Datum:
+    arrays = {name: np.array(values, np.float32) for name, values in inputs.items()}
+    return Datum(tokens=np.arange(3, dtype=np.int32), targets=np.arange(3), inputs=arrays)
+
+
+def request(*data: Datum, loss_fn: str = "importance_sampling") -> tuple[Pass, PassResult]:
+    found = tuple(np.array([-9.0, -1.0, -2.0], np.float32) for _ in data)
+    return Pass(model_id="m", data=data, loss_fn=loss_fn), PassResult(logprobs=found, metrics={"loss:sum": 0.0})
+
+
+def test_it_is_the_mean_over_tokens_with_an_advantage() -> None:
+    one = datum(logprobs=[0.0, -1.5, -2.0], advantages=[0.0, 0.5, 0.5])
+    two = datum(logprobs=[0.0, -1.0, -1.0], advantages=[0.0, 0.0, -2.0])
+    assert mismatch.of_pass(*request(one, two)) == pytest.approx((0.5 + 0.0 + 1.0) / 3)
+
+
+def test_where_nothing_was_sampled_there_is_none() -> None:
+    assert mismatch.of_pass(*request(datum(weights=[1.0, 1.0, 1.0]), loss_fn="cross_entropy")) is None
+    assert mismatch.of_pass(*request(datum(logprobs=[0.0, 0.0, 0.0], advantages=[0.0, 0.0, 0.0]))) is None
