@@ -94,7 +94,8 @@ def test_a_request_leaves_nothing_to_the_defaults_of_vllm():
         "ignore_eos": True, "stop": [], "include_stop_str_in_output": True, "logprobs": 0,
         "return_tokens_as_token_ids": True, "return_token_ids": True, "stream": False,
     }  # fmt: skip
-    body = wire.body_of(ask(num_samples=3, stop_strings=("\n",), stop_tokens=(7,)), CARD, "v1", stream=True)
+    body = wire.body_of(ask(num_samples=3, stop_strings=("\n",), stop_tokens=(7,), space="a"), CARD, "v1", stream=True)
+    assert body["cache_salt"] == "a"
     assert (body["n"], body["stop"], body["stop_token_ids"], body["max_tokens"]) == (3, ["\n"], [7], 16)
     assert body["stream_options"] == {"include_usage": True}
 

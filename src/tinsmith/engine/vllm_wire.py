@@ -63,6 +63,8 @@ def body_of(request: SampleRequest, card: ModelCard, name: str, *, stream: bool)
     }
     if request.seed is not None:
         body["seed"] = _spread(request.seed)
+    if request.space:
+        body["cache_salt"] = request.space
     if stream:
         body["stream_options"] = {"include_usage": True}
     return body
