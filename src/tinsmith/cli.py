@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from tinsmith.rl.config import RunConfig
     from tinsmith.rl.resume import State
+    from tinsmith.service.config import ServeConfig
 
 app = App(
     name="tinsmith",
@@ -82,8 +83,7 @@ def serve(
     sampler
         Who samples: torch is the engine itself, with the weights that it trains; vllm is a vLLM beside it.
     vllm_python
-        Python of the venv that holds vLLM; .venv-vllm/bin/python or that of `vllm` on PATH if not given. More settings
-        as vllm.memory=0.4, vllm.rank=64, vllm.adapters=8, vllm.devices=1: docs/vllm.md.
+        Of the venv that holds vLLM; else .venv-vllm/bin/python. More as vllm.memory=0.4, vllm.rank=64: docs/vllm.md.
     threads
         CPU threads for tensor work; 0 is one for each core.
     sharing
@@ -91,19 +91,15 @@ def serve(
     log_format
         Of the log on standard error: text for people, json for programs.
     """
-    from tinsmith.service.config import ServeConfig
     from tinsmith.service.serving import serve as serve_until_signal
-    from tinsmith.settings import COMMAND_LINE, build, raw
 
     options = {
         "models": model, "host": host, "port": port, "data": data, "database": database, "api_key": api_key,
-        "dtype": dtype, "device": device, "sampler": sampler, "threads": threads, "sharing": sharing,
-        "log_format": log_format,
+        "dtype": dtype, "device": device, "threads": threads, "sharing": sharing, "log_format": log_format,
+        "sampler": sampler,
     }  # fmt: skip
-    given = {name: value for name, value in options.items() if value is not None}
-    overrides = (*overrides, *([f"vllm.python={vllm_python}"] if vllm_python else []))
-    place = str(config) if config else COMMAND_LINE
-    settings = build(ServeConfig, {**raw(config, overrides), **given}, place, overrides)
+    more = (f"vllm.python={vllm_python}",) if vllm_python else ()
+    settings = _serve_settings(config, (*overrides, *more), options)
     serve_until_signal(settings, on_ready=_show_key if settings.makes_key else None)
 
 
@@ -187,6 +183,16 @@ def main() -> None:
     except KeyboardInterrupt:
         console.print("interrupted; the same command goes on from the last checkpoint", highlight=False)
         sys.exit(130)
+
+
+def _serve_settings(config: Path | None, overrides: tuple[str, ...], options: dict[str, Any]) -> ServeConfig:
+    """The file's, with overrides and then options laid on top."""
+    from tinsmith.service.config import ServeConfig
+    from tinsmith.settings import COMMAND_LINE, build, raw
+
+    given = {name: value for name, value in options.items() if value is not None}
+    place = str(config) if config else COMMAND_LINE
+    return build(ServeConfig, {**raw(config, overrides), **given}, place, overrides)
 
 
 def _train(settings: RunConfig, console: Console) -> State:
