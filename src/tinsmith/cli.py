@@ -52,7 +52,7 @@ def serve(
     dtype: Literal["auto", "float32", "bfloat16"] | None = None,
     device: Literal["auto", "cpu", "cuda"] | None = None,
     sampler: Literal["torch", "vllm"] | None = None,
-    vllm_python: Path | None = None,
+    vllm_python: Annotated[Path | None, Parameter(help="Of vLLM's venv; .venv-vllm/bin/python if not given.")] = None,
     threads: int | None = None,
     sharing: Literal["latency", "throughput"] | None = None,
     log_format: Literal["text", "json"] | None = None,
@@ -81,9 +81,7 @@ def serve(
     device
         auto is a GPU if there is one.
     sampler
-        Who samples: torch is the engine itself, with the weights that it trains; vllm is a vLLM beside it.
-    vllm_python
-        Of the venv that holds vLLM; else .venv-vllm/bin/python. More as vllm.memory=0.4, vllm.rank=64: docs/vllm.md.
+        Who samples: torch is the engine itself, with the weights that it trains; vllm is a vLLM beside it (docs/vllm.md).
     threads
         CPU threads for tensor work; 0 is one for each core.
     sharing
@@ -95,11 +93,11 @@ def serve(
 
     options = {
         "models": model, "host": host, "port": port, "data": data, "database": database, "api_key": api_key,
-        "dtype": dtype, "device": device, "threads": threads, "sharing": sharing, "log_format": log_format,
-        "sampler": sampler,
+        "dtype": dtype, "device": device, "threads": threads, "sharing": sharing, "sampler": sampler,
+        "log_format": log_format,
     }  # fmt: skip
-    more = (f"vllm.python={vllm_python}",) if vllm_python else ()
-    settings = _serve_settings(config, (*overrides, *more), options)
+    overrides = (*overrides, f"vllm.python={vllm_python}") if vllm_python else overrides
+    settings = _serve_settings(config, overrides, options)
     serve_until_signal(settings, on_ready=_show_key if settings.makes_key else None)
 
 
