@@ -89,6 +89,25 @@ def test_results_belong_to_their_owner_and_payloads_go_when_covered(tmp_path: Pa
     asyncio.run(main())
 
 
+def test_a_run_knows_its_own_checkpoints_whatever_becomes_of_them(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await open_store(tmp_path, url_of(tmp_path))
+        others = replace(CHECKPOINT, id="d", run="other")
+        younger = replace(CHECKPOINT, id="e", created=2.0)
+        await store.put(SESSION, CHECKPOINT, others)
+        await store.put(younger)
+        changed = await store.change(Checkpoint, "c", public=True)
+        assert store.of_run(MODEL.id) == [changed, younger]
+        await store.remove(younger)
+        assert (store.of_run(MODEL.id), store.of_run("other"), store.of_run("none")) == ([changed], [others], [])
+        await store.close()
+        store = await open_store(tmp_path, url_of(tmp_path))
+        assert (store.of_run(MODEL.id), store.of_run("other")) == ([changed], [others])
+        await store.close()
+
+    asyncio.run(main())
+
+
 def test_changes_at_the_same_time_do_not_undo_each_other(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))

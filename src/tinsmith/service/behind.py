@@ -31,7 +31,7 @@ class Behind:
 
     def owes(self, model: Model) -> bool:
         """A version of this model is not on disk yet."""
-        return any(one.run == model.id and not one.ready for one in self._store.all(Checkpoint))
+        return any(not one.ready for one in self._store.of_run(model.id))
 
     def write(self, version: Checkpoint) -> None:
         """Begin writing a version that the living engine has just captured."""

@@ -58,15 +58,12 @@ class Checkpoints:
 
     def named(self, run: str, kind: str, name: str) -> Checkpoint | None:
         """The checkpoint that has this name now."""
-        wanted = (run, kind, name)
-        for one in self._store.all(Checkpoint):
-            if (one.run, one.kind, one.name) == wanted and not (one.deleted or _over(one)):
-                return one
-        return None
+        found = (one for one in self._store.of_run(run) if (one.kind, one.name) == (kind, name))
+        return next((one for one in found if not (one.deleted or _over(one))), None)
 
     def of_run(self, run: str) -> list[Checkpoint]:
         """A run's named checkpoints, newest first."""
-        return _listed(one for one in self._store.all(Checkpoint) if one.run == run)
+        return _listed(self._store.of_run(run))
 
     def of_owner(self, owner: str) -> list[Checkpoint]:
         """An owner's named checkpoints, newest first."""

@@ -114,7 +114,7 @@ class Journal:
 
     async def _replay_version(self, model: Model, row: Past, engine: Engine) -> list[Checkpoint]:
         work = restored(row.kind, model.id, row.payload)
-        made = [one for one in self._store.all(Checkpoint) if one.made_by == row.id and not one.ready]
+        made = [one for one in self._store.of_run(model.id) if one.made_by == row.id and not one.ready]
         if isinstance(work, SaveSampler):
             for checkpoint in made:
                 await engine.capture(model.id, checkpoint.id)

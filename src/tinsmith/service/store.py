@@ -61,14 +61,15 @@ class Store:
         self._direct = direct_of(engine)
         self._writing = asyncio.Lock()
         self._held: dict[type[Held], dict[str, Any]] = {kind: {} for kind in _TABLES}
+        self._of_run: dict[str, dict[str, Checkpoint]] = {}
+        """run -> its checkpoints by id: every save asks for names of one run."""
 
     async def load(self) -> None:
         """Read what is held in memory."""
         async with self._engine.connect() as db:
             for kind, table in _TABLES.items():
                 for found in await db.execute(select(table).order_by(table.c.created, table.c.id)):
-                    record = _record(kind, found)
-                    self._held[kind][record.id] = record
+                    self._keep([_record(kind, found)])
 
     async def close(self) -> None:
         """Close the database."""
@@ -82,6 +83,10 @@ class Store:
     def all(self, kind: type[H]) -> list[H]:
         """Every record of a kind, oldest first."""
         return list(self._held[kind].values())
+
+    def of_run(self, run: str) -> list[Checkpoint]:
+        """A run's checkpoints, unnamed ones too, oldest first."""
+        return list(self._of_run.get(run, {}).values())
 
     async def write(self, work: Callable[[Connection], R]) -> R:
         """A transaction on tables that are not held here. Raises while the database is away: nothing waits for it."""
@@ -117,6 +122,8 @@ class Store:
             await self._transaction(removed)
             for record in records:
                 self._held[type(record)].pop(record.id, None)
+                if isinstance(record, Checkpoint):
+                    self._of_run.get(record.run, {}).pop(record.id, None)
 
     async def accept(self, row: Row, payload: bytes, *records: Held) -> bool:
         """A request and its payload, with records that come into being by it. After this the promise may be given.
@@ -263,6 +270,8 @@ class Store:
     def _keep(self, records: Iterable[Held]) -> None:
         for record in records:
             self._held[type(record)][record.id] = record
+            if isinstance(record, Checkpoint):
+                self._of_run.setdefault(record.run, {})[record.id] = record
 
 
 async def open_store(data: Path, database: str | None = None) -> Store:
