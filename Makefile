@@ -8,7 +8,7 @@ CODE := src tests benchmarks examples
 
 VLLM := .venv-vllm
 
-.PHONY: help install vllm demo test test-all check bench bench-service gpu-check clean
+.PHONY: help install vllm demo test test-all check bench bench-growth bench-service gpu-check clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -51,14 +51,18 @@ check: install  ## style, types, walls between folders, and the gates of tests/t
 bench: install  ## everything promised of speed and memory, against the common ways, into benchmarks/results
 	$(BIN)/python -m benchmarks.speed
 
+bench-growth: install  ## how cost grows with tenants, rank, length, groups, batch and prefixes: curves
+	$(BIN)/python -m benchmarks.growth
+
 bench-service: install  ## what the service costs beside its engine, into benchmarks/results
 	$(BIN)/python -m benchmarks.service
 
-gpu-check: install  ## the tests that need a GPU; without one, says what it would run
+gpu-check: install  ## tests and benchmarks that need a GPU; without one, says what it would run
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
-	    $(BIN)/python -m pytest -m gpu; \
+	    $(BIN)/python -m pytest -m gpu && $(BIN)/python -m benchmarks.gpu; \
 	else \
 	    echo "PyTorch finds no GPU here, so nothing was checked. With one, this runs:"; \
+	    echo "    $(BIN)/python -m benchmarks.gpu   (into benchmarks/results/gpu.md)"; \
 	    echo "    $(BIN)/python -m pytest -m gpu"; \
 	    $(BIN)/python -m pytest -m gpu --collect-only -q -W ignore | sed 's/^/    /'; \
 	fi

@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from benchmarks.contest import Setting
 
 ROWS = 8
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
 
 
+def load(setting: Setting) -> PreTrainedModel:
+    """The base model of a setting."""
+    return AutoModelForCausalLM.from_pretrained(setting.folder, dtype=getattr(torch, setting.dtype))
+
+
 class Baseline:
     """A base model under a LoRA adapter, in PEFT's hands; PEFT is told to leave the adapter in the base's dtype."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype, rank: int) -> None:
-        base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    def __init__(self, base: PreTrainedModel, rank: int) -> None:
+        self.device = base.device
         config = LoraConfig(r=rank, lora_alpha=32, target_modules=TARGETS)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
@@ -36,21 +42,19 @@ class Baseline:
         for first in range(0, len(rows), ROWS):
             some = rows[first : first + ROWS]
             width = max(len(row) for row in some) - 1
-            ids, labels = (
-                torch.zeros(len(some), width, dtype=torch.long),
-                torch.zeros(len(some), width, dtype=torch.long),
-            )
+            ids, labels = torch.zeros((2, len(some), width), dtype=torch.long)
             mask, advantages = torch.zeros_like(ids), torch.zeros(len(some), width)
             for index, row in enumerate(some):
                 length = len(row) - 1
                 ids[index, :length], labels[index, :length] = torch.from_numpy(row[:-1]), torch.from_numpy(row[1:])
                 mask[index, :length] = 1
                 advantages[index, prompts[first + index] - 1 : length] = 0.5
+            ids, labels, mask, advantages = (one.to(self.device) for one in (ids, labels, mask, advantages))
             logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
             logprobs = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
             ratio = torch.exp(logprobs - logprobs.detach())
             (-(ratio * advantages.flatten())).sum().backward()
-            values = logprobs.detach().view(len(some), width).numpy()
+            values = logprobs.detach().view(len(some), width).cpu().numpy()
             found += [values[index, : len(row) - 1].copy() for index, row in enumerate(some)]
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -61,7 +65,7 @@ class Baseline:
         """`samples` continuations of exactly `tokens` tokens for each prompt, one prompt after the other."""
         self.model.eval()
         for prompt in prompts:
-            ids = torch.from_numpy(prompt.astype(np.int64))[None]
+            ids = torch.from_numpy(prompt.astype(np.int64))[None].to(self.device)
             out = self.model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),

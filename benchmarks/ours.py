@@ -11,19 +11,20 @@ import numpy as np
 from benchmarks.contest import Setting
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult, Piece, Sampled, SampleRequest
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.models import BaseModel
 from tinsmith.engine.torch_engine import TorchEngine
 
 Heard = Callable[[Piece], None]
 
 
 class Ours:
-    """An engine of the setting's model and threads; `options` go to its config."""
+    """An engine of the setting's model and threads, or of a base that is there; `options` go to its config."""
 
-    def __init__(self, setting: Setting, **options: Any) -> None:
+    def __init__(self, setting: Setting, base: BaseModel | None = None, **options: Any) -> None:
         options = {"dtype": setting.dtype, "device": "cpu", **options}
         self._runner = asyncio.Runner()
         self._runner.run(asyncio.sleep(0))
-        self.engine = TorchEngine(EngineConfig(source=str(setting.folder), threads=setting.threads, **options))
+        self.engine = TorchEngine(EngineConfig(source=str(setting.folder), threads=setting.threads, **options), base)
         self._asked = 0
 
     def create(self, model_id: str, rank: int, seed: int = 0) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from benchmarks.contest import Line
 
+TITLE = "Speed (`make bench`, `benchmarks/speed.py`)"
 HEADER = (
     "| work | baseline, in turns with it | ours | theirs | measured: median (spread) | at least | aim | reached |\n"
     "|---|---|---|---|---|---|---|---|"
@@ -39,14 +40,14 @@ def read(results: Path) -> dict[str, Part]:
     }
 
 
-def write(results: Path, parts: Mapping[str, Part], order: Sequence[str]) -> None:
+def write(results: Path, parts: Mapping[str, Part], order: Sequence[str], title: str = TITLE) -> None:
     """The three files, parts in this order."""
     ordered = {name: parts[name] for name in order if name in parts}
     results.parent.mkdir(exist_ok=True)
     results.with_suffix(".json").write_text(
         json.dumps({name: asdict(part) for name, part in ordered.items()}, indent=1) + "\n"
     )
-    results.with_suffix(".md").write_text(_markdown(ordered))
+    results.with_suffix(".md").write_text(_markdown(ordered, title))
     lines = [line for part in ordered.values() for line in part.lines if line.values and line.least is not None]
     if lines:
         _draw(results.with_suffix(".png"), lines)
@@ -71,14 +72,14 @@ def row(line: Line) -> str:
     return f"| {' | '.join([work, line.baseline, line.ours, line.theirs, measured, *marks, line.verdict])} |"
 
 
-def _markdown(parts: Mapping[str, Part]) -> str:
+def _markdown(parts: Mapping[str, Part], title: str) -> str:
     machines = list(dict.fromkeys(part.machine for part in parts.values()))
     days = sorted(part.measured for part in parts.values())
     lines = [
-        "# Speed",
+        f"# {title}",
         "",
-        "Measured by `benchmarks/speed.py` (`make bench`): each line in one run, both sides in turns; spread is the "
-        "least and the greatest of the turns, or 5 to 95 % of twenty and more. How and why: `benchmarks/NOTES.md`.",
+        "Each line in one run, both sides in turns; the spread is the least and the greatest of the turns, or 5 to 95 "
+        "% of twenty and more. How and why: [NOTES.md](../NOTES.md).",
         "",
         f"{'; '.join(machines)}. From {days[0]} to {days[-1]}.",
         "",

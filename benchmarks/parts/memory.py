@@ -11,8 +11,6 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-import torch
-
 from benchmarks.contest import Line, Setting
 from benchmarks.ours import Ours
 from benchmarks.workloads import grpo
@@ -51,9 +49,9 @@ def measure(setting: Setting) -> list[Line]:
 
 
 def _theirs(setting: Setting) -> float:
-    from benchmarks.baseline import ROWS, Baseline
+    from benchmarks.baseline import ROWS, Baseline, load
 
-    theirs, work = Baseline(setting.folder, getattr(torch, setting.dtype), RANK), grpo()
+    theirs, work = Baseline(load(setting), RANK), grpo()
     before = _settled()
     reset_peak()
     theirs.train(work.rows[:ROWS], work.prompts[:ROWS])

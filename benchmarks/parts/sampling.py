@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from itertools import count
 
-import torch
-
-from benchmarks.baseline import Baseline
+from benchmarks.baseline import Baseline, load
 from benchmarks.contest import Line, Setting, in_turns
 from benchmarks.ours import Ours
 from benchmarks.workloads import grpo, questions
@@ -21,7 +19,7 @@ SAMPLES, TOKENS = 8, 96
 
 def measure(setting: Setting) -> list[Line]:
     """One line. Both adapters have been trained a step: B is not zero."""
-    ours, theirs = Ours(setting), Baseline(setting.folder, getattr(torch, setting.dtype), RANK)
+    ours, theirs = Ours(setting), Baseline(load(setting), RANK)
     prompts, small, seeds = questions(), grpo(groups=1, group=2), count(1)
     ours.create("bench", RANK)
     ours.run(small.as_pass("bench"))

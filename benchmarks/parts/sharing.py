@@ -16,17 +16,20 @@ from benchmarks.contest import Line, Setting, percentile
 from benchmarks.ours import Ours
 from benchmarks.workloads import grpo, questions
 from tinsmith.engine.base import Piece
+from tinsmith.engine.turns import POLICIES
 
 RANK, PROMPTS, SAMPLES, TOKENS = 32, 4, 4, 48
 
 
 def measure(setting: Setting) -> list[Line]:
-    """Shares of what each reaches alone, and the latency."""
-    ours = Ours(setting)
-    ours.create("bench", RANK)
-    ours.capture("bench", "version")
-    lines = _lines(ours, setting, "")
-    ours.close()
+    """Shares of what each reaches alone, and the latency, under both policies."""
+    lines = []
+    for policy in POLICIES:
+        ours = Ours(setting, sharing=policy)
+        ours.create("bench", RANK)
+        ours.capture("bench", "version")
+        lines += _lines(ours, setting, policy)
+        ours.close()
     return lines
 
 
@@ -38,7 +41,7 @@ def _lines(ours: Ours, setting: Setting, policy: str) -> list[Line]:
         ours.wait(_side_by_side(ours, alone, seeds, trains=False, samples=True))
         ours.wait(_side_by_side(ours, alone, seeds, trains=True, samples=False))
         ours.wait(_side_by_side(ours, together, seeds, trains=True, samples=True))
-    what = f"sampling and training at once{policy}:"
+    what = f"sampling and training at once, --sharing {policy}:"
     shares = []
     for party in ("sampled", "trained"):
         alone_s, both_s = alone.rates[party], together.rates[party]

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.baseline import Baseline
+from benchmarks.baseline import Baseline, load
 from benchmarks.contest import Contest, Line, Setting, rotate, timed
 from benchmarks.ours import Ours
 from benchmarks.workloads import Batch, grpo
@@ -39,7 +39,7 @@ PEFT = "transformers + PEFT, padded rows of 8"
 def measure(setting: Setting) -> list[Line]:
     """Shared prompts, different prompts; in bfloat16 the share of the peak too."""
     shared, different, small = grpo(), grpo(shared=False), grpo(groups=1)
-    ours, theirs = Ours(setting), Baseline(setting.folder, getattr(torch, setting.dtype), RANK)
+    ours, theirs = Ours(setting), Baseline(load(setting), RANK)
     ours.create("bench", RANK)
     _train(ours, small)
     theirs.train(small.rows, small.prompts)
@@ -47,7 +47,7 @@ def measure(setting: Setting) -> list[Line]:
     exact = setting.dtype == "float32"
     peaks: list[dict[tuple[int, int], float]] = []
     if not exact:
-        sides |= {"different": lambda: _train(ours, different), "peak": lambda: peaks.append(_peaks(ours))}
+        sides |= {"different": lambda: _train(ours, different), "peak": lambda: peaks.append(peak_rates(ours))}
     found = rotate(sides, setting.turns)
     work = f"GRPO batch of {shared.name}, {setting.dtype}"
     promise = {"least": 3.0, "aim": 4.0 if exact else 4.5, "tokens": shared.tokens}
@@ -56,7 +56,7 @@ def measure(setting: Setting) -> list[Line]:
         contest = Contest(found["different"], found["theirs"])
         work = f"the same with {different.name}"
         lines.append(contest.line(work, PEFT, 1.8, 2.3, different.tokens))
-        lines.append(_share(ours, shared, found["shared"], peaks))
+        lines.append(share(ours, shared, found["shared"], peaks))
     ours.close()
     return lines
 
@@ -66,7 +66,7 @@ def _train(ours: Ours, work: Batch) -> None:
     ours.step("bench")
 
 
-def _share(ours: Ours, work: Batch, seconds: list[float], peaks: list[dict[tuple[int, int], float]]) -> Line:
+def share(ours: Ours, work: Batch, seconds: list[float], peaks: list[dict[tuple[int, int], float]]) -> Line:
     """Of each turn's peak; beside it the share if every product ran at the best rate of its own shape."""
     flops = useful_flops(ours, work, RANK)
     best = {shape: max(one[shape] for one in peaks) for shape in peaks[0]}
@@ -128,11 +128,16 @@ def _shapes(ours: Ours) -> dict[str, tuple[int, int]]:
 
 
 @torch.no_grad()
-def _peaks(ours: Ours) -> dict[tuple[int, int], float]:
+def peak_rates(ours: Ours, device: str = "cpu") -> dict[tuple[int, int], float]:
     """FLOP/s of each shape's product at a micro-batch's height: the best of five."""
     found = {}
     for height, width in weight_flops(ours):
-        left, right = torch.randn(HEIGHT, width).bfloat16(), torch.randn(height, width).bfloat16()
-        seconds = min(timed(lambda a=left, b=right: torch.nn.functional.linear(a, b)) for _ in range(6))
-        found[height, width] = 2 * HEIGHT * height * width / seconds
+        left, right = (torch.randn(rows, width, device=device).bfloat16() for rows in (HEIGHT, height))
+
+        def product(left: torch.Tensor = left, right: torch.Tensor = right) -> None:
+            torch.nn.functional.linear(left, right)
+            if left.device.type == "cuda":
+                torch.cuda.synchronize()
+
+        found[height, width] = 2 * HEIGHT * height * width / min(timed(product) for _ in range(6))
     return found

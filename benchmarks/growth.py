@@ -1,0 +1,263 @@
+"""How cost grows, as curves: `make bench-growth`, or `python -m benchmarks.growth --only rank length`.
+
+Tokens/s, and the memory above the loaded base, against tenants in a pass, rank, length of a row, group size under one
+prompt, samples in a batch, and the share of a prompt that is cached. The points of a curve are measured in turns in
+one process; the median is drawn, with the least and the greatest. Each curve has a process of its own, so that its
+memory is its own, and is written to benchmarks/results/growth.{json,md,png} at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import table
+from benchmarks.contest import Setting, timed
+from benchmarks.ours import Ours
+from benchmarks.parts.memory import peak, reset_peak, resident
+from benchmarks.parts.tenants import passes
+from benchmarks.speed import MODEL, RESULTS
+from benchmarks.workloads import grpo, questions, rows_of
+
+TOKENS = 24
+"""Of each answer."""
+CACHE = 131_072
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One size: tokens/s turn by turn, and the most bytes above the loaded base.
+
+    Example: Point(size=8, tokens_per_s=[900.0, 950.0], memory=400_000_000)
+    """
+
+    size: int
+    tokens_per_s: list[float]
+    memory: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """What is varied, what is counted, and the points."""
+
+    varies: str
+    work: str
+    points: list[Point]
+
+
+Job = Callable[[], int]
+"""Does the work once and returns how many tokens the user would count."""
+
+
+def tenants(setting: Setting) -> Curve:
+    """64 rows of 32 tokens, of 1 to 64 tenants."""
+    ours, rows = Ours(setting), rows_of(32, 64)
+    for tenant in range(64):
+        ours.create(f"tenant-{tenant}", 8, seed=tenant)
+    each = passes(rows)
+
+    def job(size: int) -> Job:
+        shared = [
+            one.__class__(model_id=f"tenant-{at % size}", data=one.data, loss_fn=one.loss_fn)
+            for at, one in enumerate(each)
+        ]
+        return lambda: (ours.run(*shared), rows.tokens)[1]
+
+    return _curve(setting, ours, "tenants in a pass", "training on 64 rows of 32, rank 8", (1, 4, 16, 64), job)
+
+
+def rank(setting: Setting) -> Curve:
+    """A GRPO batch of four groups of four under adapters of rank 8 to 128."""
+    ours, work = Ours(setting), grpo(groups=4, group=4)
+
+    def job(size: int) -> Job:
+        ours.create(f"rank-{size}", size)
+        return lambda: (ours.run(work.as_pass(f"rank-{size}")), work.tokens)[1]
+
+    return _curve(setting, ours, "rank", f"training on {work.name}", (8, 32, 128), job)
+
+
+def length(setting: Setting) -> Curve:
+    """4,096 tokens in rows of 128 to 4,096."""
+    ours = Ours(setting)
+    ours.create("bench", 32)
+
+    def job(size: int) -> Job:
+        work = rows_of(size, 4096 // size)
+        return lambda: (ours.run(work.as_pass("bench")), work.tokens)[1]
+
+    return _curve(setting, ours, "length of a row", "training on 4,096 tokens, rank 32", (128, 512, 2048, 4096), job)
+
+
+def group(setting: Setting) -> Curve:
+    """One prompt of 150 tokens with 1 to 32 answers."""
+    ours = Ours(setting)
+    ours.create("bench", 32)
+
+    def job(size: int) -> Job:
+        work = grpo(groups=1, group=size)
+        return lambda: (ours.run(work.as_pass("bench")), work.tokens)[1]
+
+    return _curve(
+        setting, ours, "answers to one prompt", "training, tokens as the user counts them", (1, 4, 16, 32), job
+    )
+
+
+def batch(setting: Setting) -> Curve:
+    """1 to 256 samples at once, each of a prompt of its own."""
+    ours, seeds = Ours(setting), count(1)
+
+    def job(size: int) -> Job:
+        def run() -> int:
+            ours.sample(questions(size, 32, seed=next(seeds)), None, 1, TOKENS)
+            return size * TOKENS
+
+        return run
+
+    return _curve(setting, ours, "samples at once", f"sampling {TOKENS} tokens each", (1, 4, 16, 64, 256), job)
+
+
+def prefix(setting: Setting) -> Curve:
+    """16 prompts of 512 tokens, of which 0 to 480 were read before."""
+    ours, seeds = Ours(setting, cache_tokens=CACHE), count(1)
+
+    def job(size: int) -> Job:
+        known = questions(16, size, seed=size) if size else [np.empty(0, np.int32)] * 16
+        if size:
+            ours.sample(known, None, 1, 1)
+
+        def run() -> int:
+            new = questions(16, 512 - size, seed=10_000 + next(seeds))
+            ours.sample([np.concatenate(parts) for parts in zip(known, new, strict=True)], None, 1, 4)
+            return 16 * 516
+
+        return run
+
+    work = "16 prompts of 512 tokens and 4 answered: tokens read or written in a second"
+    return _curve(setting, ours, "tokens of each prompt that are cached", work, (0, 128, 256, 384, 480), job)
+
+
+CURVES: Mapping[str, Callable[[Setting], Curve]] = {
+    one.__name__: one for one in (tenants, rank, length, group, batch, prefix)
+}
+
+
+def main() -> None:
+    """Every curve that is asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", nargs="+", choices=list(CURVES), help="these curves")
+    parser.add_argument("--model", default=MODEL, help="a hub id, a folder or a GGUF file")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--name", default="growth", help="of the files in benchmarks/results")
+    parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.into:
+        logging.getLogger("benchmarks").setLevel(logging.INFO)
+        from tinsmith.engine.models import locate
+
+        setting = Setting(folder=Path(locate(arguments.model).folder), threads=arguments.threads, turns=arguments.turns)
+        arguments.into.write_text(json.dumps(asdict(CURVES[arguments.only[0]](setting))))
+        return
+    file = RESULTS / f"{arguments.name}.json"
+    found = json.loads(file.read_text())["curves"] if file.is_file() else {}
+    for name in arguments.only or CURVES:
+        with tempfile.TemporaryDirectory() as scratch:
+            into = Path(scratch) / "curve.json"
+            command = [sys.executable, "-m", "benchmarks.growth", "--only", name, "--into", str(into)]
+            command += [
+                "--model",
+                arguments.model,
+                "--threads",
+                str(arguments.threads),
+                "--turns",
+                str(arguments.turns),
+            ]
+            subprocess.run(command, check=True)
+            found[name] = json.loads(into.read_text())
+        _write(file, f"{arguments.model}, {arguments.threads} threads, {table.machine()}", found)
+        print(f"{name}: done", file=sys.stderr, flush=True)
+
+
+def _curve(
+    setting: Setting, ours: Ours, varies: str, work: str, sizes: Sequence[int], job: Callable[[int], Job]
+) -> Curve:
+    """Each size once to warm up, smallest first, with its memory; then all in turns."""
+    base, jobs = resident(), {size: job(size) for size in sizes}
+    speeds: dict[int, list[float]] = {size: [] for size in sizes}
+    memory = {}
+    for size, run in jobs.items():
+        reset_peak()
+        run()
+        memory[size] = max(0, peak() - base)
+    for _ in range(setting.turns):
+        for size, run in jobs.items():
+            tokens: list[int] = []
+            seconds = timed(lambda run=run, tokens=tokens: tokens.append(run()))
+            speeds[size].append(tokens[0] / seconds)
+    ours.close()
+    points = [Point(size=size, tokens_per_s=speeds[size], memory=memory[size]) for size in sizes]
+    return Curve(varies=varies, work=work, points=points)
+
+
+def _write(file: Path, machine: str, found: Mapping[str, dict]) -> None:
+    curves = {name: found[name] for name in CURVES if name in found}
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps({"machine": machine, "curves": curves}, indent=1) + "\n")
+    lines = ["# How cost grows", "", f"`make bench-growth`; {machine}. Median of the turns (least to greatest).", ""]
+    for curve in curves.values():
+        lines += [f"## {curve['varies']}", "", f"{curve['work']}.", ""]
+        lines += [f"| {curve['varies']} | tokens/s | above the loaded base |", "|---|---|---|"]
+        for point in curve["points"]:
+            speed = point["tokens_per_s"]
+            spread = f"{statistics.median(speed):,.0f} ({min(speed):,.0f} to {max(speed):,.0f})"
+            lines.append(f"| {point['size']} | {spread} | {point['memory'] / 1e9:.2f} GB |")
+        lines.append("")
+    file.with_suffix(".md").write_text("\n".join(lines))
+    _draw(file.with_suffix(".png"), list(curves.values()))
+
+
+def _draw(file: Path, curves: Sequence[dict]) -> None:
+    """Small multiples: tokens/s with their spread, memory beside it on an axis of its own."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    figure, panes = pyplot.subplots(2, 3, figsize=(13, 7), layout="constrained")
+    for pane, curve in zip(panes.flat, curves, strict=False):
+        sizes = [point["size"] for point in curve["points"]]
+        places = range(len(sizes))
+        speeds = [point["tokens_per_s"] for point in curve["points"]]
+        middle = [statistics.median(speed) for speed in speeds]
+        pane.fill_between(places, [min(s) for s in speeds], [max(s) for s in speeds], color="#1565c0", alpha=0.2)
+        pane.plot(places, middle, color="#1565c0", marker="o")
+        pane.set_ylim(bottom=0)
+        pane.set_xticks(places, [f"{size:,}" for size in sizes])
+        pane.set_xlabel(curve["varies"])
+        pane.set_ylabel("tokens/s", color="#1565c0")
+        pane.set_title(curve["work"], fontsize=8)
+        beside = pane.twinx()
+        beside.plot(places, [point["memory"] / 1e9 for point in curve["points"]], color="#ef6c00", marker=".", ls="--")
+        beside.set_ylim(bottom=0)
+        beside.set_ylabel("GB above the base", color="#ef6c00")
+    for pane in list(panes.flat)[len(curves) :]:
+        pane.axis("off")
+    figure.savefig(file, dpi=100, metadata={"Software": None})
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
