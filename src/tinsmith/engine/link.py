@@ -33,7 +33,7 @@ class Link:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._file = connection.makefile("rb", buffering=1 << 20)
-        self._out: SimpleQueue[bytes] = SimpleQueue()
+        self._out: SimpleQueue[tuple[bytes, bytes]] = SimpleQueue()
         threading.Thread(target=self._write, name="link-write", daemon=True).start()
 
     def receive(self) -> Any:
@@ -48,8 +48,7 @@ class Link:
 
     def send(self, message: Any) -> None:
         """Messages leave in the order of their sending; nothing waits for them. From any thread."""
-        for part in packed(message):
-            self._out.put(part)
+        self._out.put(packed(message))
 
     def _read(self, loop: asyncio.AbstractEventLoop, hear: Callable[[Any], None]) -> None:
         while True:
@@ -57,9 +56,10 @@ class Link:
 
     def _write(self) -> None:
         while True:
-            part = self._out.get()
+            parts = self._out.get()
             try:
-                self._connection.sendall(part)
+                for part in parts:
+                    self._connection.sendall(part)
             except OSError:
                 os._exit(0)
 
