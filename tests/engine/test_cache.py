@@ -1,8 +1,9 @@
 """Banks of keys and values: who leaves, who moves up, and what the others keep."""
 
+import numpy as np
 import torch
 
-from tinsmith.engine.cache import Cache, Cached, CacheShape, Row
+from tinsmith.engine.cache import BANK, Cache, Cached, CacheShape, Row
 from tinsmith.engine.room import SMALLEST, capacity
 
 SHAPE = CacheShape(layers=2, heads=2, width=4, dtype=torch.float32, device=torch.device("cpu"))
@@ -10,7 +11,7 @@ SHAPE = CacheShape(layers=2, heads=2, width=4, dtype=torch.float32, device=torch
 
 def inserted(cache: Cache, length: int, value: float, room: int = 0) -> Row:
     keys = [torch.full((1, 2, length, 4), value + layer) for layer in range(2)]
-    return cache.insert(keys, keys, torch.arange(length), room or length)
+    return cache.insert(keys, keys, np.arange(length), room or length)
 
 
 def content(row: Row) -> torch.Tensor:
@@ -48,10 +49,26 @@ def test_capacities_leave_at_most_a_third_idle() -> None:
 def test_an_empty_bank_gives_its_memory_back() -> None:
     cache = Cache(SHAPE)
     row = inserted(cache, 3, 1.0)
-    bank = row.bank
     cache.remove(row)
-    assert bank.keys.numel() == 0
+    assert cache._banks == []
     assert cache.tokens == 0
+
+
+def test_a_full_bank_is_followed_by_another() -> None:
+    cache = Cache(SHAPE)
+    rows = [inserted(cache, BANK // 2, float(number)) for number in range(5)]
+    assert len({id(row.bank) for row in rows}) == 3
+    cache.remove(rows[0])
+    rows[0] = inserted(cache, BANK // 2 - 1, 9.0)
+    assert len({id(row.bank) for row in rows}) == 3
+    assert all(holds(row, value) for row, value in zip(rows, (9.0, 1.0, 2.0, 3.0, 4.0), strict=True))
+    assert len({id(inserted(cache, 2 * BANK, 7.0).bank), id(inserted(cache, 2 * BANK, 8.0).bank)}) == 2
+
+
+def test_what_a_row_has_not_written_is_finite() -> None:
+    bank = inserted(Cache(SHAPE), 3, 1.0).bank
+    assert bool((bank.keys[:, 0, :, 3:] == 0).all())
+    assert bool((bank.values[:, 0, :, 3:] == 0).all())
 
 
 def test_a_copy_goes_its_own_way() -> None:
@@ -67,7 +84,7 @@ def test_a_step_looks_at_the_row_s_own_past_and_its_new_token() -> None:
     torch.manual_seed(0)
     cache = Cache(SHAPE)
     pasts = [torch.randn(1, 2, length, 4) for length in (3, 200, 7)]
-    rows = [cache.insert([past, past], [past, past], torch.arange(past.shape[2]), past.shape[2]) for past in pasts]
+    rows = [cache.insert([past, past], [past, past], np.arange(past.shape[2]), past.shape[2]) for past in pasts]
     query, new = torch.randn(1, 4, 3, 4), torch.randn(1, 2, 3, 4)
     context = Cached(rows)
     found = context.attend(0, query, new, new, scale=0.5)

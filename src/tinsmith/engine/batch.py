@@ -146,7 +146,7 @@ def _jobs(chunks: Sequence[_Chunk]) -> Iterator[Job]:
 def _job(chunks: Sequence[_Chunk]) -> Job:
     """The first chunk's prefix holds every prefix position that the later ones need: they branch off its path."""
     first, stop = chunks[0], chunks[-1].stop
-    prefix = _runs(first.path)
+    prefix = runs(first.path)
     if len(chunks) == 1 and not first.depth:
         return Job(start=first.start, stop=stop, prefix=prefix, mask=None)
     mask = np.zeros((stop - first.start, first.depth + stop - first.start), bool)
@@ -161,7 +161,7 @@ def _job(chunks: Sequence[_Chunk]) -> Job:
     return Job(start=first.start, stop=stop, prefix=prefix, mask=mask)
 
 
-def _runs(path: np.ndarray) -> tuple[tuple[int, int], ...]:
+def runs(path: np.ndarray) -> tuple[tuple[int, int], ...]:
     """Packed ids as contiguous runs: [0 1 2 7 8] -> ((0, 3), (7, 9))."""
     if not path.size:
         return ()

@@ -1,9 +1,10 @@
-"""The sampler's keys and values: rows in banks, a bank for each capacity.
+"""The sampler's keys and values: rows in banks, each of one capacity.
 
-A running sequence owns one row of the smallest bank (64, 96, 128, 192, 256 … tokens) that holds it, and moves up a bank
-when it outgrows its own, so at most a third of a row is idle and copying is paid a few times in a long life. A bank's
-rows are dense: who leaves is replaced by the last. So a decoding step is one attention call per bank over plain slices,
-with no gathering.
+A running sequence owns one row of the smallest capacity (64, 96, 128, 160 … tokens) that holds it, and moves up when it
+outgrows its own, so at most a third of a row is idle and copying is paid a few times in a long life. A bank's rows are
+dense: who leaves is replaced by the last. So a decoding step is one attention call per bank over plain slices, with no
+gathering. A bank never grows: its memory is asked for at once, which a CPU gives only as it is written, and when it is
+full there is another.
 
 Left out: what is kept after a sequence has ended (`prefixes.py`).
 """
@@ -13,11 +14,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.engine.attention import additive, attend_once
+from tinsmith.engine.batch import runs
 from tinsmith.engine.room import capacity
+
+BANK = 8192
+"""Tokens of a bank's rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +44,7 @@ class Row:
 
     bank: Bank
     row: int
-    length: int = 0
+    length: int
 
     def content(self) -> tuple[Tensor, Tensor]:
         """Views of its keys and values: [layers, heads, length, width]."""
@@ -46,47 +52,38 @@ class Row:
 
 
 class Bank:
-    """Rows of one capacity; keys and values [layers, rows, heads, capacity, width]."""
+    """Up to `most` rows of one capacity; keys and values [layers, most, heads, capacity, width]."""
 
     def __init__(self, shape: CacheShape, capacity: int) -> None:
-        self.shape, self.capacity = shape, capacity
+        self.shape, self.capacity, self.most = shape, capacity, max(1, BANK // capacity)
         self.rows: list[Row] = []
-        self.keys, self.values = self._tensors(0), self._tensors(0)
+        self._written = 0
+        """Rows that ever held something."""
+        size = (shape.layers, self.most, shape.heads, capacity, shape.width)
+        self.keys, self.values = (torch.empty(size, dtype=shape.dtype, device=shape.device) for _ in range(2))
 
-    def add(self) -> Row:
-        """A fresh row at the end."""
-        self.reserve(1)
-        self.rows.append(Row(self, len(self.rows)))
-        return self.rows[-1]
+    @property
+    def full(self) -> bool:
+        return len(self.rows) == self.most
 
-    def reserve(self, rows: int) -> None:
-        """Room for so many more."""
-        needed, have = len(self.rows) + rows, self.keys.shape[1]
-        if needed > have:
-            self.keys, self.values = (self._grown(old, max(needed, 3 * have // 2)) for old in (self.keys, self.values))
+    def add(self, length: int) -> Row:
+        """A row at the end, whose first `length` tokens the caller writes."""
+        row = Row(self, len(self.rows), length)
+        self.rows.append(row)
+        if row.row == self._written:
+            self._written += 1
+            for tensor in (self.keys, self.values):  # what is unwritten is masked, but a NaN would still reach the sums
+                tensor[:, row.row, :, length:] = 0
+        return row
 
     def remove(self, row: Row) -> None:
-        """Free a row; the last one takes its place. An empty bank gives its memory back."""
+        """Free a row; the last one takes its place."""
         last = self.rows.pop()
         if last is not row:
             for tensor in (self.keys, self.values):
                 tensor[:, row.row, :, : last.length] = tensor[:, last.row, :, : last.length]
             last.row = row.row
             self.rows[row.row] = last
-        if not self.rows:
-            self.keys, self.values = self._tensors(0), self._tensors(0)
-
-    def _grown(self, old: Tensor, rows: int) -> Tensor:
-        new = self._tensors(rows)
-        new[:, : old.shape[1]] = old
-        new[:, old.shape[1] :] = 0  # what a row has not written is masked, but a NaN there would still reach the sums
-        return new
-
-    def _tensors(self, rows: int) -> Tensor:
-        shape = self.shape
-        return torch.empty(
-            (shape.layers, rows, shape.heads, self.capacity, shape.width), dtype=shape.dtype, device=shape.device
-        )
 
 
 class Cache:
@@ -94,55 +91,53 @@ class Cache:
 
     def __init__(self, shape: CacheShape) -> None:
         self._shape = shape
-        self._banks: dict[int, Bank] = {}
+        self._banks: list[Bank] = []
 
     @property
     def tokens(self) -> int:
-        return sum(bank.capacity * len(bank.rows) for bank in self._banks.values())
+        return sum(bank.capacity * len(bank.rows) for bank in self._banks)
 
-    def reserve(self, room: int, rows: int) -> None:
-        """Make room at once for so many rows of `room` tokens, instead of growing row by row."""
-        self._bank(capacity(room)).reserve(rows)
-
-    def insert(self, keys: Sequence[Tensor], values: Sequence[Tensor], index: Tensor, room: int) -> Row:
+    def insert(self, keys: Sequence[Tensor], values: Sequence[Tensor], index: np.ndarray, room: int) -> Row:
         """A row holding the positions `index` of a packed pass (per layer [1, heads, T, width]), with room for more."""
-        row = self._bank(capacity(max(room, len(index)))).add()
-        for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
-            row.bank.keys[layer, row.row, :, : len(index)] = key[0, :, index]
-            row.bank.values[layer, row.row, :, : len(index)] = value[0, :, index]
-        row.length = len(index)
+        row, at = self._add(max(room, len(index)), len(index)), 0
+        for start, stop in runs(index):
+            into = slice(at, at + stop - start)
+            for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
+                row.bank.keys[layer, row.row, :, into] = key[0, :, start:stop]
+                row.bank.values[layer, row.row, :, into] = value[0, :, start:stop]
+            at = into.stop
         return row
 
     def copy(self, source: Row) -> Row:
         """Another row with the same content."""
-        row = source.bank.add()
-        self._fill(row, source)
-        return row
+        return self._filled(source, source.bank.capacity)
 
     def ensure(self, row: Row) -> Row:
-        """A row with room for one more token: the same, or its content in the next bank."""
+        """A row with room for one more token: the same, or its content in a larger one."""
         if row.length < row.bank.capacity:
             return row
-        larger = self._bank(capacity(row.length + 1)).add()
-        self._fill(larger, row)
+        larger = self._filled(row, row.length + 1)
         self.remove(row)
         return larger
 
     def remove(self, row: Row) -> None:
-        """Free a row."""
+        """Free a row; an empty bank gives its memory back."""
         row.bank.remove(row)
+        self._banks = [bank for bank in self._banks if bank.rows]
 
-    def _bank(self, capacity: int) -> Bank:
-        if capacity not in self._banks:
-            self._banks[capacity] = Bank(self._shape, capacity)
-        return self._banks[capacity]
+    def _add(self, room: int, length: int) -> Row:
+        wanted = capacity(room)
+        bank = next((bank for bank in self._banks if bank.capacity == wanted and not bank.full), None)
+        if bank is None:
+            bank = Bank(self._shape, wanted)
+            self._banks.append(bank)
+        return bank.add(length)
 
-    @staticmethod
-    def _fill(row: Row, source: Row) -> None:
-        length = source.length
-        row.bank.keys[:, row.row, :, :length] = source.bank.keys[:, source.row, :, :length]
-        row.bank.values[:, row.row, :, :length] = source.bank.values[:, source.row, :, :length]
-        row.length = length
+    def _filled(self, source: Row, room: int) -> Row:
+        row = self._add(room, source.length)
+        for into, content in zip(row.content(), source.content(), strict=True):
+            into.copy_(content)
+        return row
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class Prefill:
     """int64 [C]."""
     spans: tuple[batch.Span, ...]
     context: attention.Packed | flex.Flexed | Partial
-    index: dict[int, Tensor]
+    index: dict[int, np.ndarray]
     """Row key -> int64 [N]: where its positions stand in the forest."""
     hidden: dict[int, Tensor]
     """Row key -> int64 [N]: where they stand in the pass, 0 for those that it leaves out."""
@@ -69,7 +69,7 @@ def prefill(prompts: Sequence[Prompt], base: BaseModel) -> Prefill:
         context=_partial(forest, chosen, runs, base)
         if runs
         else attention.packed(forest, base.dtype, device, keep=True),
-        index={key: torch.as_tensor(index, device=device) for key, index in forest.index.items()},
+        index=forest.index,
         hidden={
             key: torch.as_tensor(np.where(wanted[index], place[index], 0), device=device)
             for key, index in forest.index.items()
@@ -110,14 +110,22 @@ class Partial:
     chosen: Tensor
     """int64 [C]."""
     parts: Sequence[_Part]
-    runs: Sequence[tuple[Run, Tensor]]
+    runs: Sequence[tuple[Run, tuple[tuple[int, int], ...]]]
+    """Each with the stretches of the forest that its tokens are."""
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [1, Hq, C, D], key and value [1, Hkv, C, D] -> [1, C, Hq, D]."""
         keys, values = (new.new_empty(1, new.shape[1], self.size, new.shape[3]) for new in (key, value))
-        for run, ids in self.runs:
-            keys[0, :, ids], values[0, :, ids] = run.keys[layer, :, : len(ids)], run.values[layer, :, : len(ids)]
+        for run, stretches in self.runs:
+            at = 0
+            for start, stop in stretches:
+                source = slice(at, at + stop - start)
+                keys[0, :, start:stop], values[0, :, start:stop] = (
+                    run.keys[layer, :, source],
+                    run.values[layer, :, source],
+                )
+                at = source.stop
         keys[:, :, self.chosen], values[:, :, self.chosen] = key, value
         self.kept.append((keys, values))
         output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
@@ -142,7 +150,7 @@ def _partial(
         size=len(forest.tokens),
         chosen=torch.as_tensor(chosen, device=base.device),
         parts=parts,
-        runs=[(run, torch.as_tensor(ids, device=base.device)) for run, ids in runs],
+        runs=[(run, batch.runs(ids)) for run, ids in runs],
     )
 
 

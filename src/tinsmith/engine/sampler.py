@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from itertools import groupby
-from operator import itemgetter
 
 import numpy as np
 import torch
@@ -157,22 +156,16 @@ class TorchSampler:
                 states = hidden[work.hidden[key]]
                 ask.prompt = prompts.answer(ask.request, self._head, states, ask.weights, ask.seed)
         lasts = hidden[torch.stack([work.hidden[key][-1] for key in range(len(asks))])]
-        for block in self._head.blocks(lasts, _placed([ask.weights for ask in asks])):
-            beginning = asks[block.first : block.first + len(block.logits)]
+        for first, logits in self._head.together(lasts, _placed([ask.weights for ask in asks])):
+            beginning = asks[first : first + len(logits)]
             counts = torch.tensor([len(ask.answers) for ask in beginning], device=self._base.device)
-            self._draw(
-                [answer for ask in beginning for answer in ask.answers], block.logits.repeat_interleave(counts, 0)
-            )
+            self._draw([answer for ask in beginning for answer in ask.answers], logits.repeat_interleave(counts, 0))
         self._enter(asks, found, work)
         self._settle([answer for ask in asks for answer in ask.answers])
 
     def _enter(self, asks: Sequence[Ask], found: Sequence[Found], work: Prefill) -> None:
         """Give the unfinished answers their rows: each request's first from the pass, the others copied."""
         going = [[answer for answer in ask.answers if answer.stop_reason is None] for ask in asks]
-        for room, same in groupby(
-            sorted((ask.room, len(answers)) for ask, answers in zip(asks, going, strict=True)), itemgetter(0)
-        ):
-            self._cache.reserve(room, sum(count for _, count in same))
         keys, values = zip(*work.context.kept, strict=True)
         for key, (ask, answers) in enumerate(zip(asks, going, strict=True)):
             for answer in answers:
@@ -211,8 +204,8 @@ class TorchSampler:
                 context,
             )
         context.advance()
-        for block in self._head.blocks(hidden, placed):
-            self._draw(going[block.first : block.first + len(block.logits)], block.logits)
+        for first, logits in self._head.together(hidden, placed):
+            self._draw(going[first : first + len(logits)], logits)
         self._settle(going)
 
     def _draw(self, answers: Sequence[Answer], logits: Tensor) -> None:
