@@ -81,7 +81,7 @@ def serve(
     device
         auto is a GPU if there is one.
     sampler
-        Who samples: torch is the engine itself, with the weights that it trains; vllm is a vLLM beside it (docs/vllm.md).
+        Who samples: torch is this engine, with the weights it trains; vllm is a vLLM beside it (docs/vllm.md).
     threads
         CPU threads for tensor work; 0 is one for each core.
     sharing
