@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 
@@ -69,10 +69,7 @@ def tenants(setting: Setting) -> Curve:
     each = passes(rows)
 
     def job(size: int) -> Job:
-        shared = [
-            one.__class__(model_id=f"tenant-{at % size}", data=one.data, loss_fn=one.loss_fn)
-            for at, one in enumerate(each)
-        ]
+        shared = [replace(one, model_id=f"tenant-{at % size}") for at, one in enumerate(each)]
         return lambda: (ours.run(*shared), rows.tokens)[1]
 
     return _curve(setting, ours, "tenants in a pass", "training on 64 rows of 32, rank 8", (1, 4, 16, 64), job)
@@ -145,7 +142,7 @@ def prefix(setting: Setting) -> Curve:
 
         return run
 
-    work = "16 prompts of 512 tokens and 4 answered: tokens read or written in a second"
+    work = "16 prompts of 512 tokens, 4 answered; both are counted"
     return _curve(setting, ours, "tokens of each prompt that are cached", work, (0, 128, 256, 384, 480), job)
 
 

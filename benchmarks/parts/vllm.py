@@ -1,32 +1,93 @@
-"""The 64 samples again, against vLLM on the same cores; vLLM samples without an adapter.
+"""The 64 samples again, against vLLM on the same cores; vLLM samples without an adapter, ours with one.
 
-vLLM lives in an environment of its own: `.venv-vllm`, or what TINSMITH_VLLM_PYTHON names.
+vLLM lives in an environment of its own: what `make vllm` makes, or what TINSMITH_VLLM_PYTHON names. It runs in a
+process that waits while ours works (and ours waits for it), and is asked for all samples at once.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
 from pathlib import Path
 
-from benchmarks.contest import Line, Setting
-from benchmarks.parts.sampling import TOKENS
+from benchmarks.contest import Line, Setting, in_turns
+from benchmarks.ours import Ours
+from benchmarks.parts.sampling import RANK, SAMPLES, TOKENS
+from benchmarks.workloads import grpo, questions
 
 PLACES = (Path(".venv-vllm/bin/python"), Path("/tmp/vllm-venv/bin/python"))
+PROGRAM = Path(__file__).parents[1] / "vllm_baseline.py"
+WORK = f"the same 64 samples of {TOKENS} tokens"
+BASELINE = "vLLM on the same cores, no adapter"
 
 
 def measure(setting: Setting) -> list[Line]:
     """One line; without an environment that has vLLM it says so."""
     named = os.environ.get("TINSMITH_VLLM_PYTHON")
     found = [place for place in ((Path(named),) if named else PLACES) if place.is_file()]
-    why = "no program for it yet" if found else "no environment with vLLM (.venv-vllm or TINSMITH_VLLM_PYTHON)"
-    return [
-        Line(
-            work=f"the same 64 samples of {TOKENS} tokens",
-            baseline="vLLM on the same cores, no adapter",
-            unit="x",
-            least=1.0,
-            aim=2.0,
-            values=[],
-            note=f"not measured: {why}",
+    if not found:
+        why = "not measured: no environment with vLLM (make vllm, or TINSMITH_VLLM_PYTHON)"
+        return [Line(work=WORK, baseline=BASELINE, unit="x", least=1.0, aim=2.0, values=[], note=why)]
+    ours, seeds = Ours(setting), count(1)
+    small = grpo(groups=1, group=2)
+    ours.create("bench", RANK)
+    ours.run(small.as_pass("bench"))
+    ours.step("bench")
+    ours.capture("bench", "version")
+    with _vllm(found[0].absolute(), setting) as sample:
+        ours.sample(questions(), "version", SAMPLES, 4)
+        sample(0, 4)
+        contest = in_turns(
+            lambda: ours.sample(questions(seed=next(seeds)), "version", SAMPLES, TOKENS),
+            lambda: sample(next(seeds), TOKENS),
+            setting.turns,
+            warm_up=0,
         )
-    ]
+    ours.close()
+    return [contest.line(WORK, BASELINE, 1.0, 2.0, 8 * SAMPLES * TOKENS)]
+
+
+@contextmanager
+def _vllm(python: Path, setting: Setting) -> Iterator[Callable[[int, int], None]]:
+    """What samples (seed, tokens of each answer); raises RuntimeError when vLLM ends."""
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": "",
+        "OMP_NUM_THREADS": str(setting.threads),
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by default it leaves one of the cores idle
+    }
+    process = subprocess.Popen(
+        [str(python), str(PROGRAM), str(setting.folder), setting.dtype],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=environment,
+        text=True,
+        bufsize=1,
+    )
+    try:
+        _answer(process, "ready")
+        yield partial(_ask, process)
+    finally:
+        process.terminate()
+        process.wait(timeout=30)
+
+
+def _ask(process: subprocess.Popen[str], seed: int, tokens: int) -> None:
+    prompts = [one.tolist() for one in questions(seed=seed)]
+    assert process.stdin is not None
+    process.stdin.write(json.dumps({"prompts": prompts, "samples": SAMPLES, "tokens": tokens, "seed": seed}) + "\n")
+    _answer(process, f"done {len(prompts) * SAMPLES * tokens}")
+
+
+def _answer(process: subprocess.Popen[str], expected: str) -> None:
+    assert process.stdout is not None
+    if (line := process.stdout.readline().strip()) != expected:
+        raise RuntimeError(f"vLLM answered {line!r} where {expected!r} was expected")
