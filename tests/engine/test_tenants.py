@@ -80,6 +80,29 @@ def test_many_models_at_once(pair: Any, wait: Any):
         assert_same(gradients_of(engine, name), oracle.gradients())
 
 
+@pytest.mark.parametrize(
+    "lengths", [(16,) * 9, (5, 16, 15, 1, 2, 14, 16, 13, 16), (9,) * 4 + (250,) + (3,) * 5], ids=str
+)
+def test_a_crowd_of_small_tenants_is_each_as_alone(lengths: tuple[int, ...], pair: Any, wait: Any):
+    models = [pair(lora=LoraSpec(rank=3, seed=9)) for _ in lengths]
+    requests = [
+        pass_for("cross_entropy", name, seed=seed, lengths=(length,), forward_only=seed == 2)
+        for seed, (length, (_, name, _)) in enumerate(zip(lengths, models, strict=True))
+    ]
+    engine = models[0][0]
+    alone = [wait(engine.run([replace(request, forward_only=True)]))[0] for request in requests]
+    for request, found, single, (_, name, oracle) in zip(
+        requests, wait(engine.run(requests)), alone, models, strict=True
+    ):
+        np.testing.assert_allclose(found.logprobs[0], single.logprobs[0], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(
+            found.logprobs[0], oracle.logprobs(request.data)[0].detach().numpy(), rtol=1e-5, atol=1e-5
+        )
+        if not request.forward_only:
+            oracle.backward(request)
+            assert_same(gradients_of(engine, name), oracle.gradients())
+
+
 def bad_requests(model_id: str) -> dict[str, Pass]:
     good = pass_for("importance_sampling", model_id)
     overflow, steep = (

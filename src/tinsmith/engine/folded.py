@@ -31,7 +31,7 @@ def backward(
     chances = kept if kept.numel() else _chances(query, key, mask, scale)
     folded, slopes = _fold(query, key), _fold(slope, key)
     of_value = torch.bmm(chances.transpose(1, 2), slopes)
-    of_scores = torch._softmax_backward_data(
+    of_scores = torch.ops.aten._softmax_backward_data(
         torch.bmm(slopes, value[0].transpose(1, 2)), chances, -1, chances.dtype
     ).mul_(scale)
     of_query = torch.bmm(of_scores, key[0]).view(query.shape)

@@ -3,7 +3,8 @@
 Logits are float32, and so is the log-softmax: the head's weights are kept in float32, and the product sums in float32
 (where the base is bfloat16, its values are bfloat16 and so is what multiplies them; only the sums are wider). The
 forward serves every target. Where a gradient may come, it keeps the row's probabilities in the base's dtype, for the
-backward to start from; other rows cost nothing then. Entropies are of the whole softmax, from the same block.
+backward to start from; other rows cost nothing then. Blocks reuse one buffer, for 25 MB of fresh pages cost more than
+what is computed in them. Entropies are of the whole softmax, from the same block.
 """
 
 from __future__ import annotations
@@ -32,18 +33,20 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Logits [R, V] of the packed positions from `first` on, all under one adapter."""
+    """Logits [R, V] of the packed positions from `first` on, each under its adapter of `placed`."""
 
     first: int
     logits: Tensor
-    weights: Weights | None
+    placed: tuple[Placed, ...]
+    """Positions within the block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kept:
     """Probabilities [R, V] of the packed positions `rows` (int64 [R], rising), for one backward."""
 
-    weights: Weights | None
+    placed: tuple[Placed, ...]
+    """By index in `rows`."""
     rows: Tensor
     chances: Tensor
 
@@ -67,9 +70,10 @@ class Slopes:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The base's output weights, float32 [V, D]."""
+    """The base's output weights, float32 [V, D]; `narrow` are the same in the base's dtype, for the backward."""
 
     weight: Tensor
+    narrow: Tensor | None = None
 
     def logits(self, hidden: Tensor, weights: Weights | None) -> Tensor:
         """[R, D] -> float32 [R, V], under one adapter or none."""
@@ -80,11 +84,20 @@ class Head:
             logits.addmm_(wide @ pair.a.T, pair.b.T, alpha=weights.scale)
         return logits
 
-    def blocks(self, hidden: Tensor, placed: Sequence[Placed]) -> Iterator[Block]:
-        """The logits of every position of `hidden` [T, D], a block at a time, in order."""
-        for weights, start, stop in _covered(placed, len(hidden)):
-            for first in range(start, stop, ROWS):
-                yield Block(first, self.logits(hidden[first : min(first + ROWS, stop)], weights), weights)
+    def blocks(self, hidden: Tensor, placed: Sequence[Placed], into: Tensor | None = None) -> Iterator[Block]:
+        """The logits of every position of `hidden` [T, D], a block at a time, in order.
+
+        With `into` (float32 [ROWS, V]) each block is written over the one before.
+        """
+        for first in range(0, len(hidden), ROWS):
+            wide = hidden[first : first + ROWS].float()
+            mine = tuple(_clipped(placed, first, first + len(wide)))
+            logits = torch.mm(wide, self.weight.T, out=None if into is None else into[: len(wide)])
+            for weights, start, stop in mine:
+                if HEAD in weights.pairs:
+                    pair = weights.pairs[HEAD]
+                    logits[start:stop].addmm_(wide[start:stop] @ pair.a.T, pair.b.T, alpha=weights.scale)
+            yield Block(first, logits, mine)
 
     def together(self, hidden: Tensor, placed: Sequence[Placed]) -> Iterator[tuple[int, Tensor]]:
         """(first, logits [R, V]) of every position of `hidden` [T, D], in order, whatever adapters a block has: the
@@ -113,21 +126,23 @@ class Head:
         result = torch.empty(len(targets.at), device=hidden.device)
         spread = torch.zeros(len(hidden), device=hidden.device) if entropies else None
         kept: list[Kept] = []
-        for block in self.blocks(hidden, placed):
-            first, logprobs = block.first, torch.log_softmax(block.logits, dim=1)
-            bounds = torch.tensor([first, first + len(logprobs)], device=hidden.device)
+        buffer = torch.empty(min(ROWS, len(hidden)), len(self.weight), device=hidden.device)
+        for block in self.blocks(hidden, placed, buffer):
+            rows = slice(block.first, block.first + len(block.logits))
+            bounds = torch.tensor([rows.start, rows.stop], device=hidden.device)
             low, high = torch.searchsorted(targets.at, bounds).tolist()
             if low == high:
                 continue
-            rows, ids = targets.at[low:high] - first, targets.ids[low:high]
-            result[low:high] = logprobs[rows, ids]
-            if spread is not None:
-                spread[first : first + len(logprobs)] = -(logprobs.exp().mul_(logprobs)).sum(1)
+            shifted = block.logits.sub_(block.logits.amax(1, keepdim=True))
+            at, ids = targets.at[low:high] - rows.start, targets.ids[low:high]
+            picked, surprise = shifted[at, ids], shifted.clone() if spread is not None else None
+            chances = shifted.exp_()
+            totals = chances.sum(1)
+            result[low:high] = picked - totals.log()[at]
+            if spread is not None and surprise is not None:
+                spread[rows] = totals.log() - surprise.mul_(chances).sum(1) / totals
             if learning is not None:
-                learns = learning[first : first + len(logprobs)].nonzero()[:, 0]
-                if len(learns):
-                    chances = logprobs if len(learns) == len(logprobs) else logprobs[learns]
-                    kept.append(Kept(block.weights, learns + first, chances.exp_().to(hidden.dtype)))
+                kept += _keep(block, learning[rows], chances.div_(totals[:, None]), hidden.dtype)
         return Scored(result, spread, kept)
 
     @torch.no_grad()
@@ -137,7 +152,7 @@ class Head:
         `scored.kept` is used up. The gradient must be zero where `learning` was false.
         """
         result = torch.zeros_like(hidden)
-        weight = self.weight.to(hidden.dtype)
+        weight = self.weight.to(hidden.dtype) if self.narrow is None else self.narrow
         for block in scored.kept:
             low, high = torch.searchsorted(targets.at, block.rows[[0, -1]] + self._ends).tolist()
             at, ids, slopes = targets.at[low:high], targets.ids[low:high], gradient.logprobs[low:high]
@@ -180,25 +195,33 @@ def _slope(block: Kept, rows: Tensor, ids: Tensor, slopes: Tensor, spread: tuple
 def _back(hidden: Tensor, weight: Tensor, block: Kept, slope: Tensor) -> Tensor:
     """One block's share of d loss / d hidden [R, D]."""
     result = slope @ weight
-    weights = block.weights
-    if weights is not None and HEAD in weights.pairs:
-        pair = weights.pairs[HEAD]
-        narrow, wide = slope @ pair.b.to(hidden.dtype), hidden @ pair.a.to(hidden.dtype).T
-        result.addmm_(narrow, pair.a.to(hidden.dtype), alpha=weights.scale)
+    for weights, start, stop in block.placed:
+        if HEAD not in weights.pairs:
+            continue
+        pair, rows = weights.pairs[HEAD], slice(start, stop)
+        narrow, wide = slope[rows] @ pair.b.to(hidden.dtype), hidden[rows] @ pair.a.to(hidden.dtype).T
+        result[rows].addmm_(narrow, pair.a.to(hidden.dtype), alpha=weights.scale)
         if weights.gradients:
             into = weights.gradients[HEAD]
-            into.a.add_(narrow.T @ hidden, alpha=weights.scale)
-            into.b.add_(slope.T @ wide, alpha=weights.scale)
+            into.a.add_(narrow.T @ hidden[rows], alpha=weights.scale)
+            into.b.add_(slope[rows].T @ wide, alpha=weights.scale)
     return result
 
 
-def _covered(placed: Sequence[Placed], total: int) -> Iterator[tuple[Weights | None, int, int]]:
-    """Positions 0..total by adapter, in order, with the stretches of the bare base model in between."""
-    at = 0
-    for weights, start, stop in placed:
-        if at < start:
-            yield None, at, start
-        yield weights, start, stop
-        at = stop
-    if at < total:
-        yield None, at, total
+def _keep(block: Block, learning: Tensor, chances: Tensor, dtype: torch.dtype) -> Iterator[Kept]:
+    """What the backward of a block needs, if any of its rows learns; copies, for the block is written over."""
+    learns = learning.nonzero()[:, 0]
+    if not len(learns):
+        return
+    mine = chances if len(learns) == len(chances) else chances[learns]
+    edges = torch.tensor([[start, stop] for _, start, stop in block.placed], device=learns.device).reshape(-1, 2)
+    found = torch.searchsorted(learns, edges).tolist()
+    placed = tuple((weights, low, high) for (weights, _, _), (low, high) in zip(block.placed, found, strict=True))
+    yield Kept(placed, learns + block.first, mine.to(dtype, copy=True))
+
+
+def _clipped(placed: Sequence[Placed], start: int, stop: int) -> Iterator[Placed]:
+    """The adapters of the positions start..stop, counted from `start`."""
+    for weights, low, high in placed:
+        if low < stop and high > start:
+            yield weights, max(low, start) - start, min(high, stop) - start

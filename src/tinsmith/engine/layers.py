@@ -37,7 +37,7 @@ class Shared:
         self._projections, self._router = [linear.projection for linear in linears], linears[0].router
 
     def __call__(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        return products.project(inputs, self._projections, self._router.placed)
+        return products.project(inputs, self._projections, self._router.parts)
 
 
 class Norm(nn.Module):

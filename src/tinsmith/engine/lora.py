@@ -113,16 +113,16 @@ class Router:
     """Tells the projections which adapter serves which packed positions of the pass at hand."""
 
     def __init__(self) -> None:
-        self.placed: tuple[Placed, ...] = ()
+        self.parts: products.Parts = ()
 
     @contextmanager
     def using(self, placed: Sequence[Placed]) -> Iterator[None]:
         """For the passes made inside."""
-        self.placed = tuple(placed)
+        self.parts = products.parts_of(placed)
         try:
             yield
         finally:
-            self.placed = ()
+            self.parts = ()
 
 
 def place(spans: Sequence[Span], adapters: Sequence[Weights | None]) -> list[Placed]:
@@ -139,7 +139,7 @@ class LoraLinear(nn.Module):
         self.weight, self.bias, self.name, self.router = base.weight, base.bias, name, router
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return products.project(inputs, [self.projection], self.router.placed)[0]
+        return products.project(inputs, [self.projection], self.router.parts)[0]
 
     @property
     def projection(self) -> products.Projection:

@@ -59,6 +59,11 @@ class BaseModel:
         return self.head.dtype if self.card.dtype == "float32" else getattr(torch, self.card.dtype)
 
     @property
+    def narrow_head(self) -> Tensor:
+        """The head's weights [V, D] in the base's dtype: the model's own, so they cost nothing."""
+        return self.model.get_output_embeddings().weight.detach()  # pyright: ignore[reportOptionalMemberAccess,reportReturnType,reportCallIssue]
+
+    @property
     def device(self) -> torch.device:
         return self.head.device
 

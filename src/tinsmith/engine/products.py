@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from tinsmith.engine.crowd import Crowd, crowds
+
 if TYPE_CHECKING:
     from tinsmith.engine.lora import Placed, Weights
 
@@ -27,14 +29,6 @@ class Projection:
     bias: Tensor | None
 
 
-def project(inputs: Tensor, shared: Sequence[Projection], placed: Sequence[Placed]) -> tuple[Tensor, ...]:
-    """inputs [1, T, in] -> [1, T, out] of each projection, with the adapters that have these projections."""
-    mine = [Part(weights, start, stop) for weights, start, stop in placed if shared[0].name in weights.pairs]
-    if torch.is_grad_enabled() and inputs.requires_grad:
-        return _Products.apply(inputs, shared, mine)  # type: ignore[no-any-return]
-    return tuple(output[None] for output in _forward(inputs[0], shared, mine)[0])
-
-
 @dataclass(frozen=True, slots=True)
 class Part:
     """One adapter's part of a pass: the packed positions start..stop."""
@@ -46,6 +40,9 @@ class Part:
     @property
     def trains(self) -> bool:
         return bool(self.weights.gradients)
+
+    def has(self, name: str) -> bool:
+        return name in self.weights.pairs
 
     def add(self, inputs: Tensor, outputs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
         """Add s B A x to the outputs; returns A x of all projections side by side [positions, n rank]."""
@@ -71,7 +68,27 @@ class Part:
             gradient.b.add_(slope[rows].T @ seen, alpha=weights.scale)
 
 
-def _forward(inputs: Tensor, shared: Sequence[Projection], parts: Sequence[Part]) -> tuple[list[Tensor], list[Tensor]]:
+Parts = Sequence[Part | Crowd]
+
+
+def parts_of(placed: Sequence[Placed]) -> list[Part | Crowd]:
+    """How the adapters of a pass are computed: together where they are many and small, else one by one."""
+    if not placed:
+        return []
+    device = next(iter(placed[0][0].pairs.values())).a.device
+    together, alone = crowds(placed, device)
+    return [*together, *(Part(weights, start, stop) for weights, start, stop in alone)]
+
+
+def project(inputs: Tensor, shared: Sequence[Projection], parts: Parts) -> tuple[Tensor, ...]:
+    """inputs [1, T, in] -> [1, T, out] of each projection, with the adapters that have these projections."""
+    mine = [part for part in parts if part.has(shared[0].name)]
+    if torch.is_grad_enabled() and inputs.requires_grad:
+        return _Products.apply(inputs, shared, mine)  # type: ignore[no-any-return]
+    return tuple(output[None] for output in _forward(inputs[0], shared, mine)[0])
+
+
+def _forward(inputs: Tensor, shared: Sequence[Projection], parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
     outputs = [torch.nn.functional.linear(inputs, one.weight, one.bias) for one in shared]
     names = [one.name for one in shared]
     return outputs, [part.add(inputs, outputs, names) for part in parts]
@@ -79,7 +96,7 @@ def _forward(inputs: Tensor, shared: Sequence[Projection], parts: Sequence[Part]
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, shared: Sequence[Projection], parts: Sequence[Part]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, inputs: Tensor, shared: Sequence[Projection], parts: Parts) -> tuple[Tensor, ...]:
         outputs, narrow = _forward(inputs[0], shared, parts)
         trained = any(part.trains for part in parts)
         ctx.save_for_backward(*((inputs, *narrow) if trained else ()))

@@ -30,7 +30,7 @@ class TorchTrainer:
 
     def __init__(self, base: BaseModel, router: lora.Router, turns: Turns, pass_tokens: int) -> None:
         self._base, self._router, self._turns, self._pass_tokens = base, router, turns, pass_tokens
-        self._head = Head(base.head)
+        self._head = Head(base.head, base.narrow_head)
         self._models: dict[str, Model] = {}
         self._lock = asyncio.Lock()
 
