@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
-from tinsmith.engine import folded
+from tinsmith.engine import attention, batch, folded
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -31,3 +32,22 @@ def test_it_is_attention(prefix: int, causal: bool) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     for leaf, one in zip((query, key, value), slopes, strict=True):
         torch.testing.assert_close(one, leaf.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("lengths", [((), 300), ((), 17), ((0, 40), 200)])
+def test_pieces_of_a_job_are_the_job(lengths: tuple[tuple[int, ...], int]) -> None:
+    """Rows cut where their scores would not fit the cache, in bfloat16, against one call in float32."""
+    prompt = np.arange(lengths[0][1] if lengths[0] else 0, dtype=np.int32)
+    rows = [np.append(prompt, np.full(lengths[1], 1000 + end)).astype(np.int32) for end in range(2)]
+    forest = batch.pack([batch.Row(key=key, adapter=0, tokens=row) for key, row in enumerate(rows)])
+    draw, total = torch.Generator().manual_seed(2), len(forest.tokens)
+    inputs = [torch.randn(1, heads, total, 16, generator=draw).bfloat16() for heads in (6, 2, 2)]
+    slope, found = torch.randn(1, total, 6, 16, generator=draw).bfloat16(), []
+    for dtype in (torch.float32, torch.bfloat16):
+        leaves = [one.to(dtype).requires_grad_() for one in inputs]
+        context = attention.packed(forest, dtype, torch.device("cpu"))
+        output = context.attend(0, leaves[0], leaves[1], leaves[2], 0.25)
+        output.backward(slope.to(dtype))
+        found.append([output.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)])
+    for exact, rounded in zip(*found, strict=True):
+        assert float((exact - rounded).norm() / exact.norm()) < 0.02

@@ -11,8 +11,9 @@ prefix add up in place; on GPUs it is one call for the whole forest (`flex.py`),
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
@@ -20,9 +21,12 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from tinsmith.engine import flex, folded
-from tinsmith.engine.batch import Forest
+from tinsmith.engine.batch import Forest, Job
 
 NAME = "tinsmith"
+
+QUERIES = 128
+"""Of a piece of a job, where plain products are used: their matrix of scores stays in the cache."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -56,7 +60,8 @@ def _attention(
 
 @dataclass(frozen=True, slots=True)
 class PackedJob:
-    """A job of the forest with its mask as the kernel wants it: None (causal) or additive [Q, P + Q]."""
+    """A job of the forest, or a piece of one, with its mask as the kernel wants it: additive [Q, P + Q], or None where
+    every query sees the whole prefix and its own past."""
 
     start: int
     stop: int
@@ -84,11 +89,20 @@ def packed(forest: Forest, dtype: torch.dtype, device: torch.device, keep: bool 
     """The context of a pass over `forest`, by the best kernel there is here; masks are made once for every layer."""
     if flex.suits(dtype, device):
         return flex.flexed(forest, device, keep)
-    jobs = [
-        PackedJob(job.start, job.stop, job.prefix, None if job.mask is None else additive(job.mask, dtype, device))
-        for job in forest.jobs
-    ]
+    cut = QUERIES if device.type == "cpu" and dtype == torch.bfloat16 else None
+    jobs = [piece for job in forest.jobs for piece in _pieces(job, cut, dtype, device)]
     return Packed(jobs, keep)
+
+
+def _pieces(job: Job, cut: int | None, dtype: torch.dtype, device: torch.device) -> Iterator[PackedJob]:
+    """A job in pieces of `cut` queries: a piece's prefix is the job's and what is before it, so less is masked away."""
+    total = job.stop - job.start
+    depth = 0 if job.mask is None else job.mask.shape[1] - total
+    for first in range(0, total, cut or total):
+        last = min(first + (cut or total), total)
+        mask = None if job.mask is None else additive(job.mask[first:last, : depth + last], dtype, device)
+        before = ((job.start, job.start + first),) if first else ()
+        yield PackedJob(job.start + first, job.start + last, (*job.prefix, *before), mask)
 
 
 def additive(mask: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -113,10 +127,10 @@ def _folds(query: Tensor) -> bool:
 
 def _visible(tensor: Tensor, job: PackedJob) -> Tensor:
     """The keys (or values) of a job: its prefix runs, then its own."""
-    own = tensor[:, :, job.start : job.stop]
-    if not job.prefix:
-        return own
-    return torch.cat([*(tensor[:, :, start:stop] for start, stop in job.prefix), own], dim=2)
+    runs = (*job.prefix, (job.start, job.stop))
+    if all(one[1] == two[0] for one, two in pairwise(runs)):
+        return tensor[:, :, runs[0][0] : job.stop]
+    return torch.cat([tensor[:, :, start:stop] for start, stop in runs], dim=2)
 
 
 def _packed_forward(
@@ -150,7 +164,8 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         query, key, value, output, *sums = ctx.saved_tensors
-        into = [torch.zeros_like(tensor) for tensor in (query, key, value)]
+        # Keys that many answers look at get many gradients: their sum is float32.
+        into = [torch.empty_like(query), *(torch.zeros_like(one, dtype=torch.float32) for one in (key, value))]
         for number, job in enumerate(ctx.jobs):
             own = slice(job.start, job.stop)
             saved = (query[:, :, own], _visible(key, job), _visible(value, job))
@@ -170,7 +185,7 @@ class _PackedAttention(torch.autograd.Function):
                 into[1][:, :, start:stop] += d_key[:, :, at : at + stop - start]
                 into[2][:, :, start:stop] += d_value[:, :, at : at + stop - start]
                 at += stop - start
-        return into[0], into[1], into[2], None, None
+        return into[0], into[1].to(key.dtype), into[2].to(value.dtype), None, None
 
 
 def _recomputed(

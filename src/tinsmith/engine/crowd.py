@@ -2,7 +2,7 @@
 
 One adapter after the other, 64 tenants with a row of 16 tokens would mean 80,000 products too small to be worth their
 call. Here neighbours of one shape in a pass stand as a batch: their matrices are stacked for the product at hand and
-dropped again. Where lengths differ, the shorter are filled up with copies of their last position, whose part is set to zero.
+dropped again. Where lengths differ, the shorter are filled up with copies of their last position, whose part is zero.
 """
 
 from __future__ import annotations

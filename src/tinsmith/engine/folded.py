@@ -15,7 +15,8 @@ KEPT_KEYS = 512
 
 
 def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    """query [1, Hq, Q, D], key and value [1, Hkv, K, D], mask additive [Q, K] or None for causal.
+    """query [1, Hq, Q, D], key and value [1, Hkv, K, D], mask additive [Q, K], or None where
+    every query sees all that is before the last Q keys and its own past among them.
 
     Returns [1, Hq, Q, D] and what the backward wants: the chances, or an empty tensor.
     """
@@ -44,7 +45,7 @@ def _chances(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> T
     scores = torch.bmm(_fold(query * scale, key), key[0].transpose(1, 2))
     by_query = scores.view(key.shape[1], -1, queries, keys)
     if mask is None:
-        by_query += torch.full((queries, keys), float("-inf"), dtype=scores.dtype, device=scores.device).triu_(1)
+        by_query[..., keys - queries :] += torch.full((queries, queries), float("-inf")).triu_(1).to(scores)
     else:
         by_query += mask
     return torch.softmax(scores, -1)

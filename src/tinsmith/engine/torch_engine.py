@@ -34,7 +34,8 @@ class TorchEngine:
         base = layers.take_over(base)
         self._card = base.card
         self._trim = Trimmer()
-        self.trainer = TorchTrainer(base, router, turns, min(config.pass_tokens, policy.tokens or config.pass_tokens))
+        budget = min(config.pass_tokens, policy.tokens or config.pass_tokens)
+        self.trainer = TorchTrainer(base, router, turns, budget, config.recompute)
         self.sampler = TorchSampler(base, router, turns, config.pass_tokens, config.cache_tokens)
         hardware.warm(base)
 

@@ -17,19 +17,27 @@ import torch
 
 from tinsmith.engine import adapters, attention, batch, lora
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult
+from tinsmith.engine.config import Recompute
 from tinsmith.engine.head import Head, Slopes
 from tinsmith.engine.live import Captured, Model
 from tinsmith.engine.models import BaseModel
+from tinsmith.engine.recompute import install
 from tinsmith.engine.turns import Turns
 from tinsmith.engine.work import Work
 from tinsmith.errors import EngineError, NotFound, TinsmithError
+
+BUDGETS = 2
+"""A row of so many times the tokens of a micro-batch keeps its activations; a longer one computes them again."""
 
 
 class TorchTrainer:
     """Implements `engine.base.Trainer`; `capture` is what the sampler takes."""
 
-    def __init__(self, base: BaseModel, router: lora.Router, turns: Turns, pass_tokens: int) -> None:
+    def __init__(
+        self, base: BaseModel, router: lora.Router, turns: Turns, pass_tokens: int, recompute: Recompute = "auto"
+    ) -> None:
         self._base, self._router, self._turns, self._pass_tokens = base, router, turns, pass_tokens
+        self._switch, self._recompute = install(base), recompute
         self._head = Head(base.head, base.narrow_head)
         self._models: dict[str, Model] = {}
         self._lock = asyncio.Lock()
@@ -103,9 +111,14 @@ class TorchTrainer:
             rows = [row for row in work.rows if work.items[row.key].learns is learns]
             for rows_of_batch in batch.micro_batches(rows, self._pass_tokens):
                 async with self._turns.of("training"):
-                    with torch.set_grad_enabled(learns):
-                        self._micro_batch(work, batch.pack(rows_of_batch))
+                    forest = batch.pack(rows_of_batch)
+                    with torch.set_grad_enabled(learns), self._switch.set(self._recomputes(len(forest.tokens))):
+                        self._micro_batch(work, forest)
         return work.finish()
+
+    def _recomputes(self, tokens: int) -> bool:
+        """Whether layers compute again what the backward needs: by choice, or because a row is beyond the budget."""
+        return self._recompute == "always" or (self._recompute == "auto" and tokens > BUDGETS * self._pass_tokens)
 
     def _micro_batch(self, work: Work, forest: batch.Forest) -> None:
         device = self._base.device
@@ -123,4 +136,6 @@ class TorchTrainer:
             into = torch.empty_like(slopes.logprobs)
             into[order] = slopes.logprobs
             slopes = Slopes(into, slopes.entropies)
-            hidden.backward(self._head.backward(hidden.detach(), scored, targets, slopes))
+            back = self._head.backward(hidden.detach(), scored, targets, slopes)
+            with self._router.using(placed):  # layers that compute again need it too
+                hidden.backward(back)

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig, VllmConfig
+from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig, Recompute, VllmConfig
 from tinsmith.settings import Settings
 
 _ENGINE = EngineConfig()
@@ -67,6 +67,10 @@ class ServeConfig(Settings):
 
     pass_tokens: int = _ENGINE.pass_tokens
     """Packed tokens in one micro-batch of training; bounds the memory that activations take."""
+
+    recompute: Recompute = _ENGINE.recompute
+    """Whether a layer's activations are computed again in the backward instead of kept: a third more work, a tenth of
+    the memory. Auto does it for rows of more than twice `pass_tokens`."""
 
     cache_tokens: int = _ENGINE.cache_tokens
     """Tokens that a sampler's cache may hold; requests beyond it wait."""
@@ -175,6 +179,7 @@ class ServeConfig(Settings):
             device=self.device,
             threads=self.threads,
             pass_tokens=self.pass_tokens,
+            recompute=self.recompute,
             cache_tokens=self.cache_tokens,
             sharing=self.sharing,
         )
