@@ -184,17 +184,6 @@ def test_the_last_weights_can_be_sampled_by_their_path(served):
     assert len(answer.sequences) == 1
 
 
-def test_a_reply_ends_before_its_stop_string(served, tiny_llama):
-    from transformers import AutoTokenizer
-
-    from tinsmith.rl.tinker_policy import Chat
-
-    chat = Chat(AutoTokenizer.from_pretrained(tiny_llama))
-    tokens = AutoTokenizer.from_pretrained(tiny_llama).encode("one\nUser: two")
-    assert chat.text(tokens, ("\nUser:",)) == "one"
-    assert chat.text(tokens, None) == "one\nUser: two"
-
-
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [

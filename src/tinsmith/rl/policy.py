@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
+from tinsmith.rl.chat import Conversation, PromptTooLong
 from tinsmith.rl.samples import Sample
 from tinsmith.rl.types import Message, Turn
 from tinsmith.settings import Settings
@@ -38,6 +39,10 @@ class ModelConfig(Settings):
     """A server of the Tinker API; empty: TINKER_BASE_URL, and without that a service started for this run."""
     tokenizer: str = ""
     """A hub id or folder in place of the tokenizer that the server names."""
+    chat_template: str = ""
+    """In place of the tokenizer's own: a Jinja template, or the path of a file that holds one."""
+    chat_template_values: dict[str, Any] = Field(default_factory=dict)
+    """What the chat template reads beside the messages, as {enable_thinking: false}."""
     load_from: str = ""
     """A tinker:// state path whose weights to start from, with a fresh optimizer; empty: a fresh adapter."""
 
@@ -54,6 +59,8 @@ class SamplingConfig(Settings):
 
     max_tokens: int = Field(default=512, ge=1)
     """Longest reply."""
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    """A longer prompt is not asked: its rollouts are kept as failed, with the reason. Not set: the server decides."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy. Training wants 1, where sampled logprobs are the trainer's own."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -167,6 +174,36 @@ class Learner(Protocol):
         ...
 
 
+class Spelling(Protocol):
+    """Chats as tokens; `chat.Chat` does it by a tokenizer and its template."""
+
+    @property
+    def template(self) -> str:
+        """The chat template; empty if there is none."""
+        ...
+
+    def prompt(self, conversation: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """The conversation so far and the start of a reply."""
+        ...
+
+    def taught(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, every: bool = False
+    ) -> tuple[list[int], list[bool]]:
+        """A whole chat, and which of its tokens are the assistant's: of its last message, or of every one."""
+        ...
+
+    def plain(self, text: str) -> list[int]:
+        """Text, with nothing put around it."""
+        ...
+
+    def text(self, tokens: Sequence[int], stop: Sequence[str | int] | None, keep: Sequence[str] = ()) -> str:
+        """A reply without special tokens, but for those in `keep`, and without the string that ended it."""
+        ...
+
+
+Prompt = Conversation | Sequence[int]
+
+
 class Snapshot(Protocol):
     """The policy as it was at one version; it does not change."""
 
@@ -175,10 +212,16 @@ class Snapshot(Protocol):
         """Updates seen."""
         ...
 
-    async def sample(
-        self, prompt: Sequence[Message] | Sequence[int], *, count: int, seed: int, sampling: SamplingConfig
-    ) -> tuple[Turn, ...]:
-        """`count` replies to a chat or to tokens; the same seed again gives the same replies."""
+    @property
+    def chat(self) -> Spelling:
+        """How its chats are spelled."""
+        ...
+
+    async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
+        """`count` replies to a chat or to tokens; the same seed again gives the same replies.
+
+        A Turn in the chat stands for its own tokens: the prompt extends it. Raises PromptTooLong.
+        """
         ...
 
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
@@ -192,6 +235,11 @@ class Policy(Protocol):
     @property
     def version(self) -> int:
         """Updates made."""
+        ...
+
+    @property
+    def chat(self) -> Spelling:
+        """How its chats are spelled."""
         ...
 
     async def snapshot(self) -> Snapshot:
@@ -235,3 +283,12 @@ class Policy(Protocol):
 def request_seed(run_seed: int, *place: int) -> int:
     """A seed of its own for each sampling request: 31 bits from the run's seed and the request's place in the run."""
     return int(np.random.SeedSequence((run_seed, *place)).generate_state(1)[0] & 0x7FFFFFFF)
+
+
+def fits(prompt: Sequence[int], sampling: SamplingConfig) -> None:
+    """Raises PromptTooLong where the prompt is longer than the run allows."""
+    if sampling.max_prompt_tokens is not None and len(prompt) > sampling.max_prompt_tokens:
+        raise PromptTooLong(
+            f"The prompt has {len(prompt)} tokens, sampling.max_prompt_tokens is {sampling.max_prompt_tokens}.",
+            "Raise it, or shorten the task.",
+        )

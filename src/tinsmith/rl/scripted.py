@@ -8,18 +8,57 @@ server it has the losses importance_sampling and cross_entropy, and takes any th
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from tinsmith.errors import Unsupported
-from tinsmith.rl.policy import OptimizerConfig, SamplingConfig, Update, Updated
+from tinsmith.rl.chat import Conversation
+from tinsmith.rl.policy import OptimizerConfig, Prompt, SamplingConfig, Update, Updated, fits
 from tinsmith.rl.samples import Sample
 from tinsmith.rl.types import Message, Turn
 
 END = 0
+
+
+class Letters:
+    """How chats are spelled where a letter is a token: texts one after the other, END after each of the assistant's."""
+
+    template = "{{ tools }} <tool_call>"
+
+    def prompt(self, conversation: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Texts; a Turn is its own tokens and all that came before it."""
+        tokens: list[int] = []
+        for part in conversation:
+            if isinstance(part, Turn):
+                tokens = [*part.prompt, *part.tokens]
+            else:
+                tokens += self.plain(part.content)
+        return tokens
+
+    def taught(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, every: bool = False
+    ) -> tuple[list[int], list[bool]]:
+        """The assistant's texts with their END."""
+        tokens: list[int] = []
+        mask: list[bool] = []
+        for at, message in enumerate(messages):
+            spoken = message.role == "assistant"
+            new = [*self.plain(message.content), *([END] if spoken else [])]
+            tokens += new
+            mask += [spoken and (every or at == len(messages) - 1)] * len(new)
+        return tokens, mask
+
+    def plain(self, text: str) -> list[int]:
+        """Code points."""
+        return [ord(letter) for letter in text]
+
+    def text(self, tokens: Sequence[int], stop: Sequence[str | int] | None, keep: Sequence[str] = ()) -> str:
+        """Letters, without END."""
+        return "".join(chr(token) for token in tokens if token != END)
 
 
 class ScriptedSnapshot:
@@ -35,16 +74,21 @@ class ScriptedSnapshot:
         """Updates seen."""
         return self._version
 
-    async def sample(
-        self, prompt: Sequence[Message] | Sequence[int], *, count: int, seed: int, sampling: SamplingConfig
-    ) -> tuple[Turn, ...]:
+    @property
+    def chat(self) -> Letters:
+        """A letter is a token."""
+        return Letters()
+
+    async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
         """Replies drawn from softmax(logits / temperature); the reply's logprob lies on its first token."""
         logprobs = _log_softmax(self._logits / (sampling.temperature or 1.0))
+        tokens = _tokens(prompt)
+        fits(tokens, sampling)
         if sampling.temperature:
             drawn = np.random.default_rng(seed).choice(len(logprobs), size=count, p=np.exp(logprobs))
         else:
             drawn = np.full(count, int(np.argmax(self._logits)))
-        return tuple(self._turn(_tokens(prompt), int(reply), logprobs, sampling) for reply in drawn)
+        return tuple(self._turn(tokens, int(reply), logprobs, sampling) for reply in drawn)
 
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """The reply begins where the tokens end with one of the replies; its logprob lies on its first token."""
@@ -80,6 +124,11 @@ class ScriptedPolicy:
     def version(self) -> int:
         """Updates made."""
         return self._version
+
+    @property
+    def chat(self) -> Letters:
+        """A letter is a token."""
+        return Letters()
 
     async def snapshot(self) -> ScriptedSnapshot:
         """A copy of the logits."""
@@ -219,9 +268,9 @@ def _slopes(update: Update, logprobs: Sequence[np.ndarray]) -> tuple[float, list
     return float(sum(slope.sum() for slope in slopes)), slopes, {}
 
 
-def _tokens(prompt: Sequence[Message] | Sequence[int]) -> tuple[int, ...]:
-    parts = [tuple(map(ord, part.content)) if isinstance(part, Message) else (part,) for part in prompt]
-    return tuple(token for part in parts for token in part)
+def _tokens(prompt: Prompt) -> tuple[int, ...]:
+    parts = [part for part in prompt if not isinstance(part, int)]
+    return tuple(Letters().prompt(parts)) if parts else tuple(int(cast(int, part)) for part in prompt)
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:

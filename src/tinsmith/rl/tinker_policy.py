@@ -15,43 +15,16 @@ import numpy as np
 import tinker
 
 from tinsmith.errors import ConfigError, TinsmithError, Unsupported
-from tinsmith.rl.policy import ModelConfig, OptimizerConfig, SamplingConfig, Update, Updated
+from tinsmith.rl.chat import Chat, template_of
+from tinsmith.rl.policy import ModelConfig, OptimizerConfig, Prompt, SamplingConfig, Update, Updated, fits
 from tinsmith.rl.samples import Sample
 from tinsmith.rl.sdk import adam, boundary, extensions, reach
 from tinsmith.rl.tinker_learner import TinkerLearner
-from tinsmith.rl.types import Message, Turn
+from tinsmith.rl.types import Turn
 
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-
-
-class Chat:
-    """The model's tokenizer and chat template: messages to tokens, tokens to text."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is a transformers tokenizer."""
-        self._tokenizer = tokenizer
-
-    @property
-    def vocabulary(self) -> int:
-        """How many token ids the tokenizer knows."""
-        return len(self._tokenizer)
-
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The chat so far and the start of the reply; a model without a template gets the bare text."""
-        if not self._tokenizer.chat_template:
-            return self._tokenizer.encode("\n\n".join(message.content for message in messages))
-        chat = [{"role": message.role, "content": message.content} for message in messages]
-        return self._tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True, return_dict=False)
-
-    def text(self, tokens: Sequence[int], stop: Sequence[str | int] | None) -> str:
-        """A reply without special tokens and without the string that ended it."""
-        text = self._tokenizer.decode(list(tokens), skip_special_tokens=True)
-        for one in stop or ():
-            if isinstance(one, str) and one in text:
-                return text[: text.index(one)]
-        return text
 
 
 class TinkerSnapshot:
@@ -65,11 +38,15 @@ class TinkerSnapshot:
         """Updates seen."""
         return self._version
 
-    async def sample(
-        self, prompt: Sequence[Message] | Sequence[int], *, count: int, seed: int, sampling: SamplingConfig
-    ) -> tuple[Turn, ...]:
+    @property
+    def chat(self) -> Chat:
+        """The model's tokenizer and template."""
+        return self._chat
+
+    async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
         """One request for all `count` replies."""
         tokens = _tokens(prompt, self._chat)
+        fits(tokens, sampling)
         params = tinker.SamplingParams(
             max_tokens=sampling.max_tokens,
             seed=seed,
@@ -131,7 +108,8 @@ class TinkerPolicy:
             service = await asyncio.to_thread(tinker.ServiceClient, base_url=base_url, api_key=api_key)
             try:
                 client = await _training_client(service, config, seed, state)
-                chat = Chat(await asyncio.to_thread(_tokenizer, config, client))
+                tokenizer = await asyncio.to_thread(_tokenizer, config, client)
+                chat = Chat(tokenizer, template_of(config.chat_template), config.chat_template_values)
             except BaseException:
                 service.close("errored")
                 raise
@@ -141,6 +119,11 @@ class TinkerPolicy:
     def version(self) -> int:
         """Updates made."""
         return self._version
+
+    @property
+    def chat(self) -> Chat:
+        """The model's tokenizer and template."""
+        return self._chat
 
     async def snapshot(self) -> TinkerSnapshot:
         """One sampling session for each version; asked again, it is the same one."""
@@ -251,6 +234,6 @@ def _tokenizer(config: ModelConfig, client: tinker.TrainingClient) -> Any:
         raise ConfigError(f"The tokenizer ({what}) cannot be loaded: {error}", "Set model.tokenizer.") from error
 
 
-def _tokens(prompt: Sequence[Message] | Sequence[int], chat: Chat) -> list[int]:
-    messages = [part for part in prompt if isinstance(part, Message)]
-    return chat.prompt(messages) if messages else [int(cast(int, part)) for part in prompt]
+def _tokens(prompt: Prompt, chat: Chat) -> list[int]:
+    parts = [part for part in prompt if not isinstance(part, int)]
+    return chat.prompt(parts) if parts else [int(cast(int, part)) for part in prompt]

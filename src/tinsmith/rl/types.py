@@ -25,6 +25,8 @@ class Message:
 
     role: str
     content: str
+    more: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    """What else a chat template may read of it, as tool_calls and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

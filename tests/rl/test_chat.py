@@ -1,0 +1,137 @@
+"""Chats become tokens by the template alone, and what was sampled stays as it was sampled."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.models import CHATML
+from tinsmith.errors import ConfigError, UserError
+from tinsmith.rl.chat import Chat, template_of
+from tinsmith.rl.types import Message, Turn
+
+ASK = Message(role="user", content="What is 39 + 13?")
+MORE = Message(role="user", content="Are you sure?")
+TOOLED = CHATML + "{% if tools %}{{ tools[0].function.name }}{% endif %}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_llama):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(tiny_llama)
+
+
+def spell(tokenizer, text: str) -> tuple[int, ...]:
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def turn(chat: Chat, tokenizer, reply: str, *conversation, stop="stop") -> Turn:
+    """A reply spelled letter by letter, as no tokenizer would spell it."""
+    tokens = tuple(one for letter in reply for one in spell(tokenizer, letter))
+    tokens += spell(tokenizer, "<|im_end|>") if stop == "stop" else ()
+    return Turn(
+        prompt=tuple(chat.prompt(conversation)), tokens=tokens, logprobs=(0.0,) * len(tokens), text=reply, stop=stop
+    )
+
+
+def test_a_prompt_is_what_the_template_writes(tokenizer):
+    chat = Chat(tokenizer)
+    assert (
+        tokenizer.decode(chat.prompt([ASK]))
+        == "<|im_start|>user\n" + ASK.content + "<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert chat.prompt([ASK]) == tokenizer.apply_chat_template(
+        [{"role": "user", "content": ASK.content}], add_generation_prompt=True, return_dict=False
+    )
+
+
+def test_a_template_that_begins_a_text_does_it_once(tokenizer):
+    own = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
+    ids = Chat(tokenizer, own).prompt([ASK])
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert tokenizer.decode(ids) == tokenizer.bos_token + ASK.content
+
+
+def test_values_and_tools_reach_the_template(tokenizer):
+    own = "{{ enable_thinking }} {{ messages[0].content }} {% if tools %}{{ tools[0].function.name }}{% endif %}"
+    chat = Chat(tokenizer, own, {"enable_thinking": False})
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert tokenizer.decode(chat.prompt([ASK], tools)) == f"False {ASK.content} add"
+
+
+def test_a_last_message_of_the_assistant_is_gone_on_with(tokenizer):
+    ids = Chat(tokenizer).prompt([ASK, Message(role="assistant", content="<think>")])
+    assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n<think>")
+
+
+def test_the_next_prompt_extends_prompt_and_reply_token_by_token(tokenizer):
+    chat = Chat(tokenizer)
+    first = turn(chat, tokenizer, "it is 52", ASK)
+    ids = chat.prompt([ASK, first, MORE])
+    said = [*first.prompt, *first.tokens]
+    assert ids[: len(said)] == said
+    assert tokenizer.decode(ids[len(said) :]) == "\n<|im_start|>user\nAre you sure?<|im_end|>\n<|im_start|>assistant\n"
+    assert chat.prompt([ASK, first]) == said
+
+
+def test_a_reply_that_was_cut_is_ended_before_the_next_message(tokenizer):
+    chat = Chat(tokenizer)
+    first = turn(chat, tokenizer, "it is", ASK, stop="length")
+    ids = chat.prompt([ASK, first, MORE])
+    assert tokenizer.decode(ids).count("<|im_end|>") == 3
+    second = turn(chat, tokenizer, "yes", ASK, first, MORE)
+    assert chat.prompt([ASK, first, MORE, second, MORE])[: len(second.prompt)] == ids
+
+
+def test_a_template_that_forgets_replies_is_spelled_anew(tokenizer):
+    chat = Chat(tokenizer, "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}")
+    first = turn(chat, tokenizer, "52", ASK)
+    assert tokenizer.decode(chat.prompt([ASK, first, MORE])) == f"{ASK.content}\n{MORE.content}\n"
+
+
+def test_without_a_template_texts_stand_as_they_are(tokenizer):
+    bare = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+    bare.chat_template = None
+    chat = Chat(bare)
+    first = turn(chat, tokenizer, "52", ASK)
+    assert tokenizer.decode(chat.prompt([ASK, MORE])) == f"{ASK.content}\n\n{MORE.content}"
+    assert tokenizer.decode(chat.prompt([ASK, first, MORE])) == f"{ASK.content}52<|im_end|>\n\n{MORE.content}"
+
+
+def test_what_is_taught_is_the_assistants_last_message_or_every_one(tokenizer):
+    chat = Chat(tokenizer)
+    answers = [Message(role="assistant", content="52"), Message(role="assistant", content="yes, 52")]
+    talk = [ASK, answers[0], MORE, answers[1]]
+    tokens, mask = chat.taught(talk)
+    assert tokens == spell_all(tokenizer, talk)
+    assert tokenizer.decode([one for one, m in zip(tokens, mask, strict=True) if m]) == "yes, 52<|im_end|>\n"
+    tokens, mask = chat.taught(talk, every=True)
+    assert tokens == spell_all(tokenizer, talk)
+    assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "52<|im_end|>\nyes, 52<|im_end|>\n"
+    with pytest.raises(UserError, match="end with the assistant"):
+        chat.taught(talk[:3])
+
+
+def spell_all(tokenizer, messages) -> list[int]:
+    chat = [{"role": one.role, "content": one.content} for one in messages]
+    return tokenizer.apply_chat_template(chat, return_dict=False)
+
+
+def test_a_reply_ends_before_its_stop_string_and_shows_no_marks(tokenizer):
+    chat = Chat(tokenizer)
+    tokens = tokenizer.encode("one\nUser: two<|im_end|>")
+    assert chat.text(tokens, ("\nUser:",)) == "one"
+    assert chat.text(tokens, None) == "one\nUser: two"
+    assert chat.text(tokens, None, keep=("<|im_end|>",)) == "one\nUser: two<|im_end|>"
+
+
+def test_what_a_template_does_not_take_is_the_users_error(tokenizer):
+    with pytest.raises(UserError, match="no system here"):
+        Chat(tokenizer, "{{ raise_exception('no system here') }}").prompt([ASK])
+
+
+def test_a_template_is_text_or_a_file(tmp_path):
+    (tmp_path / "own.jinja").write_text("{{ messages }}")
+    assert template_of(str(tmp_path / "own.jinja")) == template_of("{{ messages }}") == "{{ messages }}"
+    with pytest.raises(ConfigError, match="there is no file"):
+        template_of(str(tmp_path / "other.jinja"))
