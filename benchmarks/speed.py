@@ -37,6 +37,8 @@ PARTS = {
     "agreement": "benchmarks.parts.agreement",
     "sharing": "benchmarks.parts.sharing",
 }
+PART_S = 1800.0
+"""A part that takes longer hangs."""
 RESULTS = Path(__file__).parent / "results"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
@@ -79,12 +81,16 @@ def _arguments() -> argparse.Namespace:
 
 
 def _apart(part: str, arguments: argparse.Namespace) -> list[Line] | None:
-    """One part in a child process; None if it failed."""
+    """One part in a child process; None if it failed, or did not end."""
     with tempfile.TemporaryDirectory() as scratch:
         into = Path(scratch) / "lines.json"
         command = [sys.executable, "-m", "benchmarks.speed", "--only", part, "--into", str(into)]
         command += ["--model", arguments.model, "--threads", str(arguments.threads), "--turns", str(arguments.turns)]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}, check=False)
+        environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
+        try:
+            done = subprocess.run(command, env=environment, check=False, timeout=PART_S)
+        except subprocess.TimeoutExpired:
+            return None
         if done.returncode or not into.is_file():
             return None
         return [Line(**line) for line in json.loads(into.read_text())]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -54,7 +55,7 @@ def measure(setting: Setting) -> list[Line]:
 
 @contextmanager
 def _vllm(python: Path, setting: Setting) -> Iterator[Callable[[int, int], None]]:
-    """What samples (seed, tokens of each answer); raises RuntimeError when vLLM ends."""
+    """What samples (seed, tokens of each answer); raises RuntimeError with the end of vLLM's log when it ends."""
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -63,21 +64,20 @@ def _vllm(python: Path, setting: Setting) -> Iterator[Callable[[int, int], None]
         "VLLM_CPU_KVCACHE_SPACE": "2",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by default it leaves one of the cores idle
     }
-    process = subprocess.Popen(
-        [str(python), str(PROGRAM), str(setting.folder), setting.dtype],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        env=environment,
-        text=True,
-        bufsize=1,
-    )
-    try:
-        _answer(process, "ready")
-        yield partial(_ask, process)
-    finally:
-        process.terminate()
-        process.wait(timeout=30)
+    command = [str(python), str(PROGRAM), str(setting.folder), setting.dtype]
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, text=True, bufsize=1
+        )
+        try:
+            _answer(process, "ready")
+            yield partial(_ask, process)
+        except RuntimeError as error:
+            log.seek(0)
+            raise RuntimeError(f"{error}; it wrote:\n{log.read()[-3000:]}") from error
+        finally:
+            process.terminate()
+            process.wait(timeout=30)
 
 
 def _ask(process: subprocess.Popen[str], seed: int, tokens: int) -> None:
