@@ -115,7 +115,7 @@ def test_samples_come_back_as_they_were_drawn(engine: VllmEngine, wait: Any, ask
     assert sampled.prompt_cache_hit_tokens == 1
     (long,) = wait(engine.sample(ask([10, 20], max_tokens=3))).sequences
     assert (long.tokens.tolist(), long.stop_reason) == ([21, 22, 23], "length")
-    assert [body["model"] for body in asked("/v1/completions")] == ["base", "base"]
+    assert not any(body["model"] == "base" for body in asked("/v1/completions"))  # an adapter stands for it on a CPU
 
 
 def test_the_likeliest_tokens_are_k_whatever_was_sampled(engine: VllmEngine, wait: Any):
@@ -316,7 +316,7 @@ def test_what_is_set_reaches_it(monkeypatch: pytest.MonkeyPatch):
     settings = VllmConfig(rank=64, adapters=40, memory=0.5, devices="1,2", args=("--tensor-parallel-size", "2"))
     command = command_of(Path("/venv/bin/python"), settings, CARD, 1234)
     for pair in (
-        ("--max-lora-rank", "64"), ("--max-loras", "40"), ("--max-cpu-loras", "40"), ("--port", "1234"),
+        ("--max-lora-rank", "64"), ("--max-loras", "41"), ("--max-cpu-loras", "41"), ("--port", "1234"),
         ("--gpu-memory-utilization", "0.5"), ("--max-model-len", "64"), ("--dtype", "bfloat16"), ("--model", "/here"),
         ("--tensor-parallel-size", "2"), ("--generation-config", "vllm"), ("--logprobs-mode", "processed_logprobs"),
     ):  # fmt: skip

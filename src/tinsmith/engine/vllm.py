@@ -36,6 +36,9 @@ from tinsmith.engine.vllm_versions import VllmVersions
 from tinsmith.errors import EngineDied, EngineError, Gone, TinsmithError
 
 CONNECT_S = 10.0
+PLAIN = "plain"
+"""An adapter that adds nothing, for samples of the base model on a CPU: where other rows of a batch name an adapter,
+vLLM's CPU code (0.32) computes those that name none with its last slot's."""
 
 
 class VllmEngine:
@@ -60,10 +63,19 @@ class VllmEngine:
         engine = cls(trained, config)
         try:
             await engine.server.start()
+            if trained.card.device == "cpu":
+                await engine.plain()
         except BaseException:
             await engine.close()
             raise
         return engine
+
+    async def plain(self) -> None:
+        """Make the adapter that adds nothing: a fresh one's B is zero."""
+        await self.trained.create(PLAIN, LoraSpec(rank=1, seed=0, train_mlp=False, train_unembed=False))
+        await self.trained.save(PLAIN, self._folder / PLAIN, optimizer=False)
+        await self.trained.drop(PLAIN)
+        await self._versions.attach(PLAIN, self._folder / PLAIN)
 
     @property
     def card(self) -> ModelCard:
@@ -137,9 +149,9 @@ class VllmEngine:
         return task.result()
 
     async def _ask(self, request: SampleRequest, heard: Heard | None) -> Sampled:
-        if request.version is None:
+        if request.version is None and self.card.device != "cpu":
             return await self._posted(request, BASE, heard)
-        async with self._versions.lent(request.version) as name:
+        async with self._versions.lent(request.version or PLAIN) as name:
             return await self._posted(request, name, heard)
 
     async def _posted(self, request: SampleRequest, name: str, heard: Heard | None) -> Sampled:

@@ -68,6 +68,7 @@ def python_of(config: VllmConfig) -> Path:
 def command_of(python: Path, config: VllmConfig, card: ModelCard, port: int) -> list[str]:
     """Loads the model from where its tokenizer is: folders hold both, and the hub's cache is shared."""
     head = ["--hf-overrides", '{"head_dtype": "float32"}'] if card.dtype == "bfloat16" else []
+    slots = config.adapters + (card.device == "cpu")  # there one adapter stands for none
     return [
         *(str(python), "-c", _DYING_WITH_US, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", card.tokenizer, "--served-model-name", BASE, "--host", "127.0.0.1", "--port", str(port)),
@@ -75,8 +76,8 @@ def command_of(python: Path, config: VllmConfig, card: ModelCard, port: int) -> 
         *("--generation-config", "vllm"),  # no sampling parameters out of the model's folder
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
-        *("--enable-lora", "--max-lora-rank", str(config.rank), "--max-loras", str(config.adapters)),
-        *("--max-cpu-loras", str(max(RESIDENT, config.adapters))),
+        *("--enable-lora", "--max-lora-rank", str(config.rank), "--max-loras", str(slots)),
+        *("--max-cpu-loras", str(max(RESIDENT, slots))),
         *("--gpu-memory-utilization", str(config.memory)),
         *("--disable-uvicorn-access-log",),
         *config.args,
