@@ -39,7 +39,7 @@ class Settings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
 
 
-S = TypeVar("S", bound=Settings)
+S = TypeVar("S", bound=BaseModel)
 
 
 def read(kind: type[S], file: Path | None = None, overrides: Sequence[str] = ()) -> S:
@@ -50,19 +50,46 @@ def read(kind: type[S], file: Path | None = None, overrides: Sequence[str] = ())
 def raw(file: Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The file's mapping with overrides laid on and `${…}` resolved, not yet validated."""
     place = str(file) if file else COMMAND_LINE
-    values = _parse(file) if file else {}
+    return resolved(laid(parsed(file) if file else {}, overrides), place)
+
+
+def parsed(file: Path) -> dict[str, Any]:
+    """The file's mapping as it is written."""
+    values = _parse(file)
     if not isinstance(values, dict):
-        raise ConfigError(f"{place} holds a {type(values).__name__}, not keys and values.", "Write key: value lines.")
-    tree = OmegaConf.create(values)
+        raise ConfigError(f"{file} holds a {type(values).__name__}, not keys and values.", "Write key: value lines.")
+    return values
+
+
+def laid(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The same with `key=value` words laid on; `${…}` stays as it is."""
+    if not overrides:
+        return dict(values)
+    tree = OmegaConf.create(dict(values))
     for override in overrides:
         _lay(tree, override)
+    return typing.cast(dict[str, Any], OmegaConf.to_container(tree))
+
+
+def resolved(values: Mapping[str, Any], place: str, beneath: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The same with `${…}` put in; what they name may stand in `beneath` only, which adds nothing else."""
+    tree = OmegaConf.create(dict(values))
+    whole = OmegaConf.merge(OmegaConf.create(dict(beneath)), tree) if beneath else tree
     try:
-        return typing.cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
+        found = typing.cast(dict[str, Any], OmegaConf.to_container(whole, resolve=True))
     except OmegaConfBaseException as error:
         fault = str(error).splitlines()[0].rpartition("interpolation: ")[2]
         raise ConfigError(
             f"{place}: {fault}.", "Set the variable or give a default: ${oc.env:NAME,default}."
         ) from error
+    return _only(found, values) if beneath else found
+
+
+def _only(found: Any, written: Any) -> Any:
+    """What of `found` stands at a place that `written` has."""
+    if not (isinstance(found, dict) and isinstance(written, dict)):
+        return found
+    return {key: _only(found[key], value) for key, value in written.items()}
 
 
 def build(kind: type[S], values: Mapping[str, Any], place: str, overrides: Sequence[str] = ()) -> S:
