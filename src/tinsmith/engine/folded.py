@@ -45,7 +45,7 @@ def _chances(query: Tensor, key: Tensor, mask: Tensor | None, scale: float) -> T
     scores = torch.bmm(_fold(query * scale, key), key[0].transpose(1, 2))
     by_query = scores.view(key.shape[1], -1, queries, keys)
     if mask is None:
-        by_query[..., keys - queries :] += torch.full((queries, queries), float("-inf")).triu_(1).to(scores)
+        by_query[..., keys - queries :] += scores.new_full((queries, queries), float("-inf")).triu_(1)
     else:
         by_query += mask
     return torch.softmax(scores, -1)
