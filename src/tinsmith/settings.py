@@ -32,6 +32,9 @@ from tinsmith.errors import ConfigError
 
 COMMAND_LINE = "the command line"
 
+ONE, MANY = "(one)", "(several)"
+"""Tags of the two forms of a key that takes one thing or several; no part of the key's name."""
+
 
 class Settings(BaseModel):
     """Frozen, strict about names, documented field by field."""
@@ -176,6 +179,7 @@ def _cure(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[Ba
 def _walk(kind: type[BaseModel], path: Sequence[str]) -> tuple[list[str], list[type[BaseModel]]]:
     """The path without the union tags that pydantic puts in, and the models that own its last key."""
     models, parts = [kind], []
+    path = [part for part in path if part not in (ONE, MANY)]
     for index, part in enumerate(path):
         last = index == len(path) - 1
         found = [model for one in models for model in _models_under(one, part)]

@@ -22,7 +22,7 @@ def members(annotation: typing.Any) -> list[type[Settings]]:
     """The settings classes in a field's type."""
     if isinstance(annotation, type) and not typing.get_args(annotation):
         return [annotation] if issubclass(annotation, Settings) else []
-    return [one for part in typing.get_args(annotation) for one in members(part)]
+    return list(dict.fromkeys(one for part in typing.get_args(annotation) for one in members(part)))
 
 
 def tagged(kind: type[Settings]) -> bool:

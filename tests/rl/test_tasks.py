@@ -14,8 +14,8 @@ from tinsmith.rl.tasks import TasksConfig, split
 def test_held_out_tasks_are_never_drawn():
     deck, held_out = split(TasksConfig(train=Addition(high=14), held_out=5), seed=0)
     drawn = deck.draw(60)
-    assert len(held_out) == 5
-    assert {task.id for task in drawn}.isdisjoint(task.id for task in held_out)
+    assert len(held_out[""]) == 5
+    assert {task.id for task in drawn}.isdisjoint(task.id for task in held_out[""])
     assert len({task.id for task in drawn}) == 20
 
 
@@ -39,7 +39,7 @@ def test_a_cursor_goes_on_where_the_other_stopped():
     resumed, _ = split(config, seed=3)
     assert resumed.draw(18) == tasks[:18]
     cursor, (again, _) = resumed.cursor, split(config, seed=3)
-    again.cursor = cursor
+    again.restore(cursor, {})
     assert again.draw(32) == tasks[18:]
 
 
@@ -49,7 +49,7 @@ def test_rows_that_ask_what_is_held_out_are_passed_over(tmp_path):
     (tmp_path / "e.jsonl").write_text(json.dumps(rows[0]))
     train, held = Jsonl(path=str(tmp_path / "t.jsonl")), Jsonl(path=str(tmp_path / "e.jsonl"))
     deck, held_out = split(TasksConfig(train=train, eval=held), seed=0)
-    assert len(held_out) == 1
+    assert len(held_out[""]) == 1
     assert {task.messages[0].content for task in deck.draw(10)} == {"other"}
     deck, _ = split(TasksConfig(train=held, eval=held), seed=0)
     with pytest.raises(ConfigError, match="held out too"):
@@ -63,6 +63,6 @@ def test_a_split_that_leaves_nothing_is_refused():
 
 def test_a_source_of_its_own_may_be_cut_to_its_first_tasks():
     _, held_out = split(TasksConfig(train=Addition(), eval=Largest(size=10), held_out=4), seed=0)
-    assert [task.id for task in held_out] == [f"largest/{index}" for index in range(4)]
+    assert [task.id for task in held_out[""]] == [f"largest/{index}" for index in range(4)]
     _, held_out = split(TasksConfig(train=Addition(), eval=Largest(size=10), held_out=0), seed=0)
-    assert len(held_out) == 10
+    assert len(held_out[""]) == 10

@@ -53,8 +53,11 @@ class RunConfig(Settings):
     tasks: TasksConfig
     rewards: tuple[RewardConfig, ...] = Field(min_length=1)
     """What an answer is worth: the weighted sum of these."""
-    steps: int = Field(ge=1)
-    """Updates to make."""
+    steps: int = Field(default=0, ge=0)
+    """Updates to make; 0: as many as `epochs` take."""
+    epochs: float | None = Field(default=None, gt=0)
+    """In place of steps: passes over the training tasks, floor(tasks x epochs / groups_per_step) steps. Of both, the
+    fewer steps."""
     groups_per_step: int = Field(default=16, ge=1)
     """Tasks asked in each step."""
     group_size: int = Field(default=8, ge=1)
@@ -84,6 +87,18 @@ class RunConfig(Settings):
     service: OwnService = OwnService()
 
     @model_validator(mode="after")
+    def _has_tasks(self) -> RunConfig:
+        if not self.tasks.sources:
+            raise ValueError("tasks.train is missing: what is the policy to be asked?")
+        return self
+
+    @model_validator(mode="after")
+    def _has_an_end(self) -> RunConfig:
+        if not self.steps and self.epochs is None:
+            raise ValueError("how long? Set steps, or epochs")
+        return self
+
+    @model_validator(mode="after")
     def _start_is_somewhere(self) -> RunConfig:
         if self.algorithm.reference == "start" and not self.model.load_from:
             raise ValueError("algorithm.reference start wants model.load_from; a fresh adapter is the base itself")
@@ -99,6 +114,6 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _evaluation_has_tasks(self) -> RunConfig:
         wanted = self.eval.model_fields_set
-        if wanted and self.tasks.eval is None and self.tasks.held_out == 0:
+        if wanted and not self.tasks.evaluates:
             raise ValueError("eval wants held-out tasks: set tasks.held_out or tasks.eval, or leave out eval")
         return self

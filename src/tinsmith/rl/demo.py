@@ -28,7 +28,7 @@ def settings(*, quick: bool, seed: int, out: Path | None, overrides: Sequence[st
 
 def introduce(config: RunConfig, console: Console) -> None:
     """What is about to happen, with an example of the task."""
-    task = config.tasks.train.load()[0]
+    task = config.tasks.sources[0].load()[0]
     console.print(f"[bold]{escape(config.description)}[/]", soft_wrap=True)
     console.print(
         f"[dim]asked:[/] {escape(task.messages[-1].content)}  [dim]right:[/] {task.answer}",

@@ -19,7 +19,8 @@ from tinsmith.rl.policy import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.rewards import RewardConfig, Rewards
 from tinsmith.rl.rollouts import roll
 from tinsmith.rl.samples import spoken
-from tinsmith.rl.types import Group, Task
+from tinsmith.rl.tasks import Held
+from tinsmith.rl.types import Group
 from tinsmith.rl.workflows.base import Workflow
 from tinsmith.settings import Settings
 
@@ -73,30 +74,29 @@ class Evaluator:
     """Held-out tasks and their judge."""
 
     def __init__(
-        self, config: EvalConfig, tasks: Sequence[Task], workflow: Workflow, seed: int, gate: asyncio.Semaphore
+        self, config: EvalConfig, held_out: Held, workflow: Workflow, seed: int, gate: asyncio.Semaphore
     ) -> None:
         """`workflow` samples and scores as `config` says."""
         self._config, self._workflow, self._seed, self._gate = config, workflow, seed, gate
-        self._tasks = tuple(tasks[: config.limit or len(tasks)])
+        cut = {name: tasks[: config.limit or len(tasks)] for name, tasks in held_out.items()}
+        self._tasks = tuple(task for tasks in cut.values() for task in tasks)
+        self._sizes = {name: len(tasks) for name, tasks in cut.items()}
 
     def due(self, step: int, steps: int) -> bool:
         """Whether there is something to do after `step`."""
         return bool(self._tasks) and self._config.due(step, steps)
 
     async def run(self, step: int, policy: Snapshot) -> tuple[tuple[Group, ...], dict[str, float]]:
-        """A group for each held-out task, and what they amount to."""
+        """A group for each held-out task, and what they amount to: together, and by source where there are several."""
         seeds = [request_seed(self._seed, step, index, _EVALUATION) for index in range(len(self._tasks))]
         size = self._config.num_samples
         groups = await roll(self._workflow, self._tasks, policy, size=size, seeds=seeds, gate=self._gate)
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        good = [rollout for rollout in rollouts if not rollout.error]
-        return groups, {
-            **pass_at(groups, self._config.threshold),
-            **of_rewards("eval/reward", good),
-            "eval/failed": len(rollouts) - len(good),
-            "eval/tokens": float(np.mean([spoken(rollout) for rollout in good])) if good else 0.0,
-            "eval/tasks": len(groups),
-        }
+        values, begin = self._amounts(groups, "eval"), 0
+        for name, count in self._sizes.items():
+            if name and count:
+                values |= self._amounts(groups[begin : begin + count], f"eval/{name}")
+            begin += count
+        return groups, values
 
     def baseline(self, rewards: Rewards) -> dict[str, float]:
         """What the best of the commonest right answers would score if it were always given."""
@@ -110,15 +110,26 @@ class Evaluator:
             "eval/constant_reward": max(float(np.mean(row)) for row in scores),
         }
 
+    def _amounts(self, groups: Sequence[Group], prefix: str) -> dict[str, float]:
+        rollouts = [rollout for group in groups for rollout in group.rollouts]
+        good = [rollout for rollout in rollouts if not rollout.error]
+        return {
+            **pass_at(groups, self._config.threshold, prefix),
+            **of_rewards(f"{prefix}/reward", good),
+            f"{prefix}/failed": len(rollouts) - len(good),
+            f"{prefix}/tokens": float(np.mean([spoken(rollout) for rollout in good])) if good else 0.0,
+            f"{prefix}/tasks": len(groups),
+        }
 
-def pass_at(groups: Sequence[Group], threshold: float) -> dict[str, float]:
-    """eval/pass@k for k = 1, 2, 4, … and n, where each group has n rollouts."""
+
+def pass_at(groups: Sequence[Group], threshold: float, prefix: str = "eval") -> dict[str, float]:
+    """PREFIX/pass@k for k = 1, 2, 4, … and n, where each group has n rollouts."""
     n = len(groups[0].rollouts)
     right = [
         sum(not rollout.error and rollout.reward >= threshold - 1e-9 for rollout in group.rollouts) for group in groups
     ]
     ks = sorted({2**power for power in range(n.bit_length()) if 2**power <= n} | {n})
-    return {f"eval/pass@{k}": float(np.mean([_pass_at(n, c, k) for c in right])) for k in ks}
+    return {f"{prefix}/pass@{k}": float(np.mean([_pass_at(n, c, k) for c in right])) for k in ks}
 
 
 def _pass_at(n: int, c: int, k: int) -> float:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from rich.console import Console
 
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.epochs import with_steps
 from tinsmith.rl.resume import RunFolder, State
 from tinsmith.rl.run import Clock, Connect, Run, assemble, folder_of
 
 
 async def train(config: RunConfig, connect: Connect, console: Console) -> State:
     """Begins the run, or goes on with the one in its folder; returns where it ended. A finished run is left alone."""
+    config = with_steps(config)
     folder = RunFolder.open(folder_of(config), config.model_dump(mode="json"), resume=config.resume)
     try:
         if folder.state is not None and folder.state.step >= config.steps:

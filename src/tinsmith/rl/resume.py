@@ -28,8 +28,8 @@ from tinsmith.rl.rollouts import Batch
 from tinsmith.settings import Settings
 
 _MAY_CHANGE = (
-    "name", "description", "folder", "steps", "eval", "checkpoint", "monitors", "service", "concurrency", "resume",
-    "model.base_url", "model.tokenizer",
+    "name", "description", "folder", "steps", "epochs", "eval", "checkpoint", "monitors", "service", "concurrency",
+    "resume", "model.base_url", "model.tokenizer",
 )  # fmt: skip
 """Keys that may differ when a run goes on: none of them makes what was learned so far untrue."""
 
@@ -74,6 +74,8 @@ class State(Settings):
     """The tinker:// state, with optimizer."""
     cursor: int
     """Training tasks drawn."""
+    order: dict[str, Any] = Field(default_factory=dict)
+    """What their order has learned, beside."""
     random: RandomStates
     batches: tuple[Batch, ...] = ()
     """Sampled ahead and not yet trained on; empty with staleness 0."""

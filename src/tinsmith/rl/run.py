@@ -94,7 +94,8 @@ class Run:
         return {**metrics.of_update(update.rows, updated), "optim/lr": rate, **update.numbers, **moved, **taught}
 
     def log(self, step: int, groups: Sequence[Group], version: int, numbers: Mapping[str, float], clock: Clock) -> None:
-        """Tells the monitors of a step that weights of `version` trained on."""
+        """Tells the order of tasks and the monitors of a step that weights of `version` trained on."""
+        self.deck.told(groups)
         batch = metrics.of_groups(groups, version)
         seconds = clock.total()
         speed = {"speed/tokens_per_second": batch["tokens/sampled"] / seconds, "time/step": seconds}
@@ -127,6 +128,7 @@ class Run:
             version=self.policy.version,
             path=path,
             cursor=self.deck.cursor,
+            order=self.deck.state,
             random=RandomStates.capture(),
             batches=batches,
             algorithm=dict(self.algorithm.state),
@@ -237,7 +239,7 @@ def _go_on(state: State | None, deck: Deck, rollouts: Rollouts, algorithm: Algor
         np.random.seed(seed % 2**32)
         return
     state.random.restore()
-    deck.cursor = state.cursor
+    deck.restore(state.cursor, state.order)
     algorithm.restore(state.algorithm)
     rollouts.restore(state.batches)
 

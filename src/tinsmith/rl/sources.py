@@ -1,62 +1,56 @@
-"""Where tasks come from. Each source is a settings class whose `load` gives a sequence of tasks, the same in every run.
+"""Where tasks come from: the table of sources, and those that make their tasks here.
 
-Leaves out: which tasks are held out and in what order the others come (`tasks.py`). Relative paths are relative to
-where the command runs.
+Each source is a settings class whose `load` gives a sequence of tasks, the same in every run, and whose `lessons` gives
+what an expert would say to them. Leaves out: rows of data (`tables.py`), which tasks are held out (`tasks.py`) and in
+what order the others come (`order.py`).
 
-Example: Jsonl(type="jsonl", path="gsm8k.jsonl", answer_after="####").load()[0].answer == "72"
+Example: Addition().load()[0].answer == "20"
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
-from pathlib import Path
 from random import Random
-from typing import Annotated, Any, Literal, overload
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+import numpy as np
+from pydantic import Discriminator, Field, Tag
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.types import Message, Task
-from tinsmith.settings import Settings
+from tinsmith.rl.fields import Indexed, ask, fill
+from tinsmith.rl.tables import Files, Hub, Jsonl, Learn, Sql
+from tinsmith.rl.types import Lesson, Message, Task
+from tinsmith.settings import MANY, ONE, Settings
 
 
-class Indexed(Sequence[Task]):
-    """Tasks made when asked for: `make(i)` for 0 <= i < `length`."""
+class Generated(Settings):
+    """What every source has that makes its tasks here: no rows, and a lesson is to say the answer."""
 
-    def __init__(self, length: int, make: Callable[[int], Task]) -> None:
-        self._length, self._make = length, make
+    def load(self) -> Sequence[Task]:
+        """The same tasks in every run."""
+        raise NotImplementedError
 
-    def __len__(self) -> int:
-        return self._length
+    def lessons(self, learn: Learn) -> Sequence[Lesson]:
+        """Each task with its answer as the reply."""
+        tasks = self.load()
 
-    @overload
-    def __getitem__(self, index: int) -> Task: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | Sequence[Task]:
-        if isinstance(index, slice):
-            return [self._make(one) for one in range(*index.indices(self._length))]
-        return self._make(range(self._length)[index])
+        def make(index: int) -> Lesson:
+            task = tasks[index]
+            if learn == "text":
+                text = f"{task.messages[-1].content}\n\n{task.answer}"
+                return Lesson(id=task.id, messages=(Message(role="assistant", content=text),))
+            return Lesson(id=task.id, messages=(*task.messages, Message(role="assistant", content=task.answer)))
 
+        return Indexed(len(tasks), make)
 
-def ask(task_id: str, question: str, answer: str) -> Task:
-    """A task of one user message."""
-    return Task(id=task_id, messages=(Message(role="user", content=question),), answer=answer)
-
-
-def fill(template: str, values: Mapping[str, Any], place: str) -> str:
-    """`template` with its {fields} put in. Raises ConfigError that names the place and the fields it has."""
-    try:
-        return template.format_map(values)
-    except (KeyError, IndexError, ValueError) as error:
-        known = ", ".join(sorted(values))
-        raise ConfigError(f"{place}: {template!r} cannot be filled: {error}.", f"Its fields are: {known}.") from error
+    def feature(self, key: str) -> np.ndarray:
+        """There are none."""
+        raise ConfigError(f"These tasks have no field {key!r}.", "Take a source of rows, or leave out tasks.order.by.")
 
 
-class Addition(Settings):
+class Addition(Generated):
     """Sums of two numbers; built in, so that a first run needs no data."""
 
     type: Literal["addition"] = "addition"
@@ -80,7 +74,7 @@ class Addition(Settings):
         return Indexed(span * span, make)
 
 
-class Largest(Settings):
+class Largest(Generated):
     """The largest of four different two-digit numbers; built in. Guessing one of the four is right one time in four."""
 
     type: Literal["largest"] = "largest"
@@ -102,7 +96,7 @@ class Largest(Settings):
         return Indexed(self.size, make)
 
 
-class ReasoningGym(Settings):
+class ReasoningGym(Generated):
     """A dataset of reasoning-gym, generated here; its own scorer is the reward `reasoning_gym`."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
@@ -139,85 +133,35 @@ class ReasoningGym(Settings):
         return Indexed(self.size, make)
 
 
-class Fields(Settings):
-    """How a row of data becomes a task."""
-
-    prompt: str = "{question}"
-    """Fields of the row in braces; a single field that holds a list of {role, content} is a chat as it stands."""
-    answer: str = "{answer}"
-    """Fields of the row in braces; empty where the rows have no answer."""
-    answer_after: str = ""
-    """Only what follows the last such mark is the answer, as '####' in GSM8K."""
-
-    def task(self, task_id: str, row: Mapping[str, Any]) -> Task:
-        """Raises ConfigError that names the row and its fields."""
-        answer = fill(self.answer, row, task_id)
-        if self.answer_after:
-            answer = answer.rpartition(self.answer_after)[2]
-        chat = row.get(self.prompt.strip("{}"))
-        if not isinstance(chat, list):
-            return ask(task_id, fill(self.prompt, row, task_id), answer.strip())
-        try:
-            messages = tuple(Message(role=str(one["role"]), content=str(one["content"])) for one in chat)
-        except (KeyError, TypeError) as error:
-            raise ConfigError(f"{task_id}: '{self.prompt}' is no chat.", "Each message is {role, content}.") from error
-        return Task(id=task_id, messages=messages, answer=answer.strip())
+Source = Annotated[
+    Addition | Largest | ReasoningGym | Jsonl | Files | Hub | Sql,
+    Field(discriminator="type"),
+]
 
 
-class Jsonl(Fields):
-    """A file with a JSON object on each line."""
-
-    type: Literal["jsonl"] = "jsonl"
-    path: str
-    """The file."""
-
-    def load(self) -> Sequence[Task]:
-        """The rows in their order; blank lines are passed over."""
-        file = Path(self.path).expanduser()
-        if not file.is_file():
-            raise ConfigError(f"There is no task file {file}.", "Check tasks' path; it is relative to where you are.")
-        with file.open(encoding="utf-8") as lines:
-            return [
-                self.task(f"{file.stem}/{number}", row)
-                for number, row in enumerate(_objects(file, (line for line in lines if line.strip())))
-            ]
+def _count(given: Any) -> str:
+    return MANY if isinstance(given, list | tuple) else ONE
 
 
-class Hub(Fields):
-    """A dataset of the Hugging Face hub, or a local folder in its layout."""
-
-    type: Literal["hub"] = "hub"
-    name: str
-    """As openai/gsm8k, or a folder."""
-    subset: str | None = None
-    """As main."""
-    split: str = "train"
-    """As train or test."""
-
-    def load(self) -> Sequence[Task]:
-        """The split's rows in their order."""
-        try:
-            from datasets import load_dataset
-        except ImportError as error:
-            raise ConfigError(
-                "tasks from the hub need the package datasets.", "pip install 'tinsmith[hub]'."
-            ) from error
-        try:
-            rows = load_dataset(self.name, self.subset, split=self.split)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"The dataset {self.name} cannot be loaded: {error}") from error
-        return Indexed(len(rows), lambda index: self.task(f"{self.name}/{index}", rows[index]))
+def _named(given: Any) -> str:
+    return MANY if isinstance(given, dict) and not isinstance(given.get("type"), str) else ONE
 
 
-Source = Annotated[Addition | Largest | ReasoningGym | Jsonl | Hub, Field(discriminator="type")]
+Sources = Annotated[
+    Annotated[Source, Tag(ONE)] | Annotated[tuple[Source, ...], Tag(MANY)],
+    Discriminator(_count),
+]
+"""One source, or a list of them."""
+
+NamedSources = Annotated[
+    Annotated[Source, Tag(ONE)] | Annotated[dict[str, Source], Tag(MANY)],
+    Discriminator(_named),
+]
+"""One source, or several by name."""
 
 
-def _objects(file: Path, lines: Iterable[str]) -> Iterable[dict[str, Any]]:
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ConfigError(f"{file}, object {number}: {error}.", "Write one JSON object on each line.") from error
-        if not isinstance(row, dict):
-            raise ConfigError(f"{file}, object {number} is no JSON object.", "Write one JSON object on each line.")
-        yield row
+def listed(sources: Source | tuple[Source, ...] | None) -> tuple[Source, ...]:
+    """As a tuple, whatever was given."""
+    if sources is None:
+        return ()
+    return sources if isinstance(sources, tuple) else (sources,)

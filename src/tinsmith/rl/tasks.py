@@ -1,80 +1,167 @@
-"""Which tasks are trained on and which are held out, and the order in which training tasks come.
+"""Which tasks are trained on and which are held out, and the deck that training tasks are drawn from.
 
-A held-out task is never trained on: neither its row nor any row that asks the same. The order is a permutation for each
-epoch, drawn from the seed, so one number (the cursor: draws so far) says where a run is.
+A held-out task is never trained on: neither its row nor any row that asks the same. Several sources are mixed in
+proportion to their sizes, in an order drawn anew for each epoch; within a source, `order.py` says which row is next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from pydantic import Field
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.sources import Source
-from tinsmith.rl.types import Task
+from tinsmith.rl.order import Lane, Order, Shuffle
+from tinsmith.rl.sources import NamedSources, Source, Sources, listed
+from tinsmith.rl.types import Group, Task
 from tinsmith.settings import Settings
+
+Held = Mapping[str, tuple[Task, ...]]
+"""Held-out tasks by the name of their source; the name is empty where there is only one."""
 
 
 class TasksConfig(Settings):
     """What to train on and what to evaluate on."""
 
-    train: Source
-    """Where training tasks come from."""
-    eval: Source | None = None
-    """Where held-out tasks come from; without it they are split off `train`."""
+    train: Sources | None = None
+    """Where training tasks come from: a source, or a list of them; not set in a run that only learns from experts."""
+    eval: NamedSources | None = None
+    """Where held-out tasks come from: a source, or several by name; without it they are split off `train`."""
     held_out: int = Field(default=100, ge=0)
-    """How many tasks to hold out: split off `train`, or the first ones of `eval` (0: all of them)."""
+    """How many tasks to hold out: split off `train`, or the first ones of each `eval` (0: all of them)."""
     split_seed: int = 0
     """Which tasks are split off; apart from the run's seed, so that runs of several seeds are judged alike."""
+    order: Order = Shuffle()
+    """In what order training tasks come, in each source."""
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """Of training tasks."""
+        return listed(self.train)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether tasks are held out."""
+        return self.eval is not None or bool(self.train and self.held_out)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pile:
+    """One source: its tasks, and which of their rows come next."""
+
+    tasks: Sequence[Task]
+    lane: Lane
+    rows: int
 
 
 class Deck:
-    """Training tasks in a seeded order without end. `cursor` counts the draws; a deck made with it goes on there."""
+    """Training tasks in an order without end. `cursor` counts the draws."""
 
-    def __init__(self, tasks: Sequence[Task], held_out: Sequence[Task], rows: np.ndarray, seed: int) -> None:
-        """`rows` int64 [M] are the indices of `tasks` that may be drawn."""
-        self._tasks, self._rows, self._seed = tasks, rows, seed
-        self._banned = {task.messages for task in held_out}
-        self._order: tuple[int, np.ndarray] = (-1, rows)
+    def __init__(self, piles: Sequence[_Pile], held_out: Held, seed: int) -> None:
+        self._piles, self._seed = tuple(piles), seed
+        self._banned = {task.messages for tasks in held_out.values() for task in tasks}
+        self._turns: tuple[int, np.ndarray, np.ndarray] | None = None
+        self._open: dict[str, list[int]] = {}
         self.cursor = 0
+
+    @property
+    def size(self) -> int:
+        """Rows in an epoch."""
+        return sum(pile.rows for pile in self._piles)
 
     def draw(self, count: int) -> list[Task]:
         """The next `count` tasks; epochs follow each other without a gap."""
         tasks: list[Task] = []
         passed_over = 0
+        taken: list[set[int]] = [set() for _ in self._piles]
         while len(tasks) < count:
-            epoch, place = divmod(self.cursor, len(self._rows))
-            task = self._tasks[int(self._epoch(epoch)[place])]
+            number, draw = self._turn(self.cursor)
+            pile = self._piles[number]
+            row = pile.lane.pick(draw, taken[number])
+            task = pile.tasks[row]
+            taken[number].add(row)
             self.cursor += 1
             if task.messages not in self._banned:
                 tasks.append(task)
+                self._open[task.id] = [number, row]
                 passed_over = 0
-            elif (passed_over := passed_over + 1) > 2 * len(self._rows):
+            elif (passed_over := passed_over + 1) > 2 * self.size:
                 raise ConfigError("Every training task is held out too.", "Use another tasks.eval or a larger source.")
         return tasks
 
-    def _epoch(self, epoch: int) -> np.ndarray:
-        if self._order[0] != epoch:
-            self._order = (epoch, np.random.default_rng((self._seed, epoch)).permutation(self._rows))
-        return self._order[1]
+    def told(self, groups: Sequence[Group]) -> None:
+        """What came of tasks that were drawn: their mean rewards, for orders that learn from them."""
+        for number, pile in enumerate(self._piles):
+            mine = [group for group in groups if self._open.get(group.task.id, [-1])[0] == number and group.rewards]
+            rates = [min(1.0, max(0.0, sum(group.rewards) / len(group.rewards))) for group in mine]
+            pile.lane.told([self._open[group.task.id][1] for group in mine], rates)
+        for group in groups:
+            self._open.pop(group.task.id, None)
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What a run that goes on must know beside the cursor."""
+        return {"lanes": [pile.lane.state for pile in self._piles], "open": self._open}
+
+    def restore(self, cursor: int, state: Mapping[str, Any]) -> None:
+        """As it was."""
+        self.cursor = cursor
+        self._open = dict(state.get("open", {}))
+        for pile, one in zip(self._piles, state.get("lanes", ()), strict=False):
+            pile.lane.restore(one)
+
+    def _turn(self, cursor: int) -> tuple[int, int]:
+        """(pile, number of its draw): every epoch has each pile as often as it has rows."""
+        epoch, place = divmod(cursor, self.size)
+        if len(self._piles) == 1:
+            return 0, cursor
+        if self._turns is None or self._turns[0] != epoch:
+            sizes = [pile.rows for pile in self._piles]
+            turns = np.random.default_rng((self._seed, epoch)).permutation(np.repeat(np.arange(len(sizes)), sizes))
+            before = np.zeros(len(turns), np.int64)
+            for number in range(len(sizes)):
+                mine = turns == number
+                before[mine] = np.arange(int(mine.sum()))
+            self._turns = (epoch, turns, before)
+        number = int(self._turns[1][place])
+        return number, epoch * self._piles[number].rows + int(self._turns[2][place])
 
 
-def split(config: TasksConfig, seed: int) -> tuple[Deck, tuple[Task, ...]]:
+def split(config: TasksConfig, seed: int) -> tuple[Deck, Held]:
     """The training deck and the held-out tasks. Raises ConfigError where nothing is left to train on."""
-    train = config.train.load()
-    rows = np.arange(len(train))
-    if config.eval is not None:
-        tasks = config.eval.load()
-        held_out = tuple(tasks[: config.held_out or len(tasks)])
-    else:
+    loaded = [source.load() for source in config.sources]
+    total = sum(map(len, loaded))
+    rows, held_out = np.arange(total), _evaluated(config)
+    begins = np.cumsum([0, *map(len, loaded)])
+    if config.eval is None and loaded:
         shuffled = np.random.default_rng(config.split_seed).permutation(rows)
-        held_out = tuple(train[int(row)] for row in shuffled[: config.held_out])
+        held_out = {"": tuple(_at(loaded, begins, int(row)) for row in shuffled[: config.held_out])}
         rows = np.sort(shuffled[config.held_out :])
-    if not len(rows):
+    if loaded and not len(rows):
         raise ConfigError(
-            f"tasks.train has {len(train)} tasks; {config.held_out} held out leave none to train on.",
+            f"tasks.train has {total} tasks; {config.held_out} held out leave none to train on.",
             "Set tasks.held_out lower, or give tasks.eval.",
         )
-    return Deck(train, held_out, rows, seed), held_out
+    piles = []
+    for number, (source, tasks) in enumerate(zip(config.sources, loaded, strict=True)):
+        mine = rows[(rows >= begins[number]) & (rows < begins[number + 1])] - begins[number]
+        if len(mine):
+            lane_seed = (seed, number) if number else (seed,)
+            piles.append(_Pile(tasks, config.order.lane(mine, source.feature, lane_seed), len(mine)))
+    return Deck(piles, held_out, seed), held_out
+
+
+def _evaluated(config: TasksConfig) -> dict[str, tuple[Task, ...]]:
+    if config.eval is None:
+        return {}
+    named = config.eval if isinstance(config.eval, dict) else {"": config.eval}
+    loaded = {name: source.load() for name, source in named.items()}
+    return {name: tuple(tasks[: config.held_out or len(tasks)]) for name, tasks in loaded.items()}
+
+
+def _at(loaded: Sequence[Sequence[Task]], begins: np.ndarray, row: int) -> Task:
+    number = int(np.searchsorted(begins, row, side="right")) - 1
+    return loaded[number][row - int(begins[number])]

@@ -46,6 +46,20 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lesson:
+    """What somebody else said, to learn from.
+
+    Example: Lesson(id="addition/2042", messages=(question, Message(role="assistant", content="52")))
+    """
+
+    id: str
+    messages: tuple[Message, ...]
+    """A chat that ends with the reply to learn."""
+    rejected: tuple[Message, ...] = ()
+    """Of a pair: the chat with the worse reply at its end."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
     """One sampled reply and the prompt that it follows.
 

@@ -1,0 +1,23 @@
+"""How many steps a run takes where its file says how often the data is gone through."""
+
+from __future__ import annotations
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.tasks import split
+
+
+def with_steps(config: RunConfig) -> RunConfig:
+    """The same with `steps` counted out: floor(rows x epochs / rows of a step), no more than `steps` if that is set.
+
+    What is left of the last pass and does not fill a step is not trained on.
+    """
+    if config.epochs is None:
+        return config
+    rows, per_step, what = split(config.tasks, config.seed)[0].size, config.groups_per_step, "groups_per_step"
+    steps = int(rows * config.epochs // per_step)
+    if not steps:
+        raise ConfigError(
+            f"{config.epochs:g} epochs of {rows} are less than one step of {per_step}.", f"Set {what} lower."
+        )
+    return config.model_copy(update={"steps": min(steps, config.steps or steps)})

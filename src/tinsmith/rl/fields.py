@@ -1,0 +1,142 @@
+"""How a row of data becomes a task to ask, or a lesson to learn from.
+
+Leaves out where rows come from (`tables.py`).
+
+Example: Fields(answer_after="####").task("gsm8k/0", {"question": "2+2?", "answer": "#### 4"}).answer == "4"
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, overload
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.types import Lesson, Message, Task
+from tinsmith.settings import Settings
+
+T = TypeVar("T")
+
+
+class Indexed(Sequence[T]):
+    """Things made when asked for: `make(i)` for 0 <= i < `length`."""
+
+    def __init__(self, length: int, make: Callable[[int], T]) -> None:
+        self._length, self._make = length, make
+
+    def __len__(self) -> int:
+        return self._length
+
+    @overload
+    def __getitem__(self, index: int) -> T: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[T]: ...
+    def __getitem__(self, index: int | slice) -> T | Sequence[T]:
+        if isinstance(index, slice):
+            return [self._make(one) for one in range(*index.indices(self._length))]
+        return self._make(range(self._length)[index])
+
+
+def ask(task_id: str, question: str, answer: str) -> Task:
+    """A task of one user message."""
+    return Task(id=task_id, messages=(Message(role="user", content=question),), answer=answer)
+
+
+def fill(template: str, values: Mapping[str, Any], place: str) -> str:
+    """`template` with its {fields} put in. Raises ConfigError that names the place and the fields it has."""
+    try:
+        return template.format_map(values)
+    except (KeyError, IndexError, ValueError) as error:
+        known = ", ".join(sorted(values))
+        raise ConfigError(f"{place}: {template!r} cannot be filled: {error}.", f"Its fields are: {known}.") from error
+
+
+class Fields(Settings):
+    """How a row of data becomes a task, or a lesson."""
+
+    prompt: str = "{question}"
+    """Fields of the row in braces; a single field that holds a list of {role, content} is a chat as it stands."""
+    answer: str = "{answer}"
+    """Fields of the row in braces; empty where the rows have no answer."""
+    answer_after: str = ""
+    """Only what follows the last such mark is the answer, as '####' in GSM8K."""
+    system: str = ""
+    """A system message before each prompt; braces are as they stand."""
+    system_key: str = ""
+    """The field with the row's own system message, in place of `system` where it is not empty."""
+    reply_prefix: str = ""
+    """How every reply begins: the policy goes on from there."""
+    reply: str = ""
+    """Of lessons: what to learn to say, fields in braces; empty: the chat's last turn, or the whole answer field."""
+    chosen: str = ""
+    """Of pairs: the better reply, fields in braces; a single field may hold a chat that ends with it."""
+    rejected: str = ""
+    """Of pairs: the worse reply, likewise."""
+
+    def task(self, task_id: str, row: Mapping[str, Any]) -> Task:
+        """Raises ConfigError that names the row and its fields."""
+        answer = fill(self.answer, row, task_id)
+        if self.answer_after:
+            answer = answer.rpartition(self.answer_after)[2]
+        begun = (Message(role="assistant", content=self.reply_prefix),) if self.reply_prefix else ()
+        return Task(id=task_id, messages=(*self._asked(task_id, row), *begun), answer=answer.strip())
+
+    def lesson(self, lesson_id: str, row: Mapping[str, Any]) -> Lesson:
+        """What the row says to say. Raises ConfigError that names the row where it says nothing."""
+        asked = self._asked(lesson_id, row)
+        if self.chosen or self.rejected:
+            return Lesson(
+                id=lesson_id,
+                messages=self._said(self.chosen, asked, row, lesson_id),
+                rejected=self._said(self.rejected, asked, row, lesson_id),
+            )
+        if not self.reply and asked[-1].role == "assistant":
+            return Lesson(id=lesson_id, messages=asked)
+        return Lesson(id=lesson_id, messages=self._said(self.reply or self.answer, asked, row, lesson_id))
+
+    def text(self, lesson_id: str, row: Mapping[str, Any]) -> Lesson:
+        """The prompt as plain text to learn, without a chat around it."""
+        said = Message(role="assistant", content=fill(self.prompt, row, lesson_id))
+        return Lesson(id=lesson_id, messages=(said,))
+
+    def _asked(self, row_id: str, row: Mapping[str, Any]) -> tuple[Message, ...]:
+        messages = _chat(self.prompt, row, row_id)
+        if messages is None:
+            messages = (Message(role="user", content=fill(self.prompt, row, row_id)),)
+        if self.system_key and self.system_key not in row:
+            raise ConfigError(f"{row_id} has no field {self.system_key!r}.", f"Its fields are: {', '.join(row)}.")
+        system = str(row[self.system_key] or "") if self.system_key else ""
+        system = system or self.system
+        return (Message(role="system", content=system), *messages) if system else messages
+
+    def _said(
+        self, template: str, asked: Sequence[Message], row: Mapping[str, Any], row_id: str
+    ) -> tuple[Message, ...]:
+        """The chat with the reply at its end."""
+        if not template:
+            raise ConfigError(f"{row_id} says nothing to learn.", "Set reply, or chosen and rejected, on the source.")
+        chat = _chat(template, row, row_id)
+        if chat is None:
+            return (*asked, Message(role="assistant", content=fill(template, row, row_id)))
+        if chat[-1].role != "assistant":
+            raise ConfigError(f"{row_id}: the chat in {template} does not end with an assistant's turn.")
+        return chat if len(chat) > 1 else (*asked, *chat)
+
+
+def _chat(template: str, row: Mapping[str, Any], place: str) -> tuple[Message, ...] | None:
+    """The chat in the one field that the template names; None where it holds none. A chat may be written as JSON."""
+    chat = row.get(template.removeprefix("{").removesuffix("}"))
+    if isinstance(chat, str) and chat.startswith("[{"):
+        try:
+            chat = json.loads(chat)
+        except ValueError:
+            return None
+    if not isinstance(chat, list):
+        return None
+    try:
+        messages = tuple(Message(role=str(one["role"]), content=str(one["content"])) for one in chat)
+    except (KeyError, TypeError) as error:
+        raise ConfigError(f"{place}: '{template}' is no chat.", "Each message is {role, content}.") from error
+    if not messages:
+        raise ConfigError(f"{place}: the chat in '{template}' is empty.", "Leave the row out, as by an operator.")
+    return messages

@@ -1,0 +1,149 @@
+"""Rows come from files, tables and databases, and operators change them first."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+
+import pytest
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.fields import Fields
+from tinsmith.rl.operators import function
+from tinsmith.rl.tables import Files, Jsonl, Sql
+
+ROWS = [{"question": f"{n}+{n}?", "answer": f"It is\n#### {2 * n}", "level": 5 - n} for n in range(5)]
+
+
+@pytest.fixture(autouse=True)
+def no_shared_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    file = tmp_path / "sums.jsonl"
+    file.write_text("\n".join(map(json.dumps, ROWS)))
+    return file
+
+
+@pytest.fixture
+def database(tmp_path):
+    file = tmp_path / "tasks.db"
+    with sqlite3.connect(file) as db:
+        db.execute("CREATE TABLE sums (id INTEGER PRIMARY KEY, question TEXT, answer TEXT)")
+        db.executemany("INSERT INTO sums VALUES (?, ?, ?)", [(9, "9?", "#### 9"), (1, "1?", "#### 1")])
+    db.close()
+    return f"sqlite:///{file}"
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
+def test_files_of_each_kind_give_the_same_tasks(tmp_path, kind):
+    import pandas
+
+    file = tmp_path / f"sums.{kind}"
+    table = pandas.DataFrame(ROWS)
+    {
+        "csv": lambda: table.to_csv(file, index=False),
+        "parquet": lambda: table.to_parquet(file),
+        "jsonl": lambda: table.to_json(file, orient="records", lines=True),
+    }[kind]()
+    tasks = Files(path=str(tmp_path / f"*.{kind}"), answer_after="####").load()
+    assert [task.answer for task in tasks] == ["0", "2", "4", "6", "8"]
+
+
+def test_a_file_of_another_kind_is_refused():
+    with pytest.raises(ConfigError, match="none of the endings"):
+        Files(path="sums.xlsx").load()
+
+
+def test_a_table_of_a_database_comes_by_its_primary_key(database):
+    assert [task.answer for task in Sql(url=database, table="sums", answer_after="####").load()] == ["1", "9"]
+
+
+def test_a_query_of_a_database(database):
+    source = Sql(url=database, query="SELECT question AS q, id FROM sums ORDER BY id DESC", prompt="{q}", answer="{id}")
+    assert [(task.messages[0].content, task.answer) for task in source.load()] == [("9?", "9"), ("1?", "1")]
+
+
+def test_a_database_that_cannot_be_read_says_so(database):
+    with pytest.raises(ConfigError, match="The rows of none cannot be read"):
+        Sql(url=database, table="none").load()
+    with pytest.raises(ValueError, match="a table or a query"):
+        Sql(url=database)
+
+
+def test_operators_filter_map_sort_and_take(tmp_path, jsonl):
+    own = tmp_path / "own.py"
+    own.write_text(
+        "def even(row):\n    return row['level'] % 2 == 0\n\n"
+        "def louder(row):\n    return {'question': row['question'].replace('?', '!')}\n"
+    )
+    operators = [
+        {"type": "filter", "by": f"{own}:even"},
+        {"type": "map", "by": f"{own}:louder"},
+        {"type": "sort", "by": ["level"]},
+        {"type": "take", "skip": 1, "count": 5},
+    ]
+    tasks = Jsonl.model_validate({"path": str(jsonl), "operators": operators}).load()
+    assert [task.messages[0].content for task in tasks] == ["1+1!"]
+    with pytest.raises(ConfigError, match="leave no rows"):
+        Jsonl.model_validate({"path": str(jsonl), "operators": [{"type": "take", "skip": 9}]}).load()
+    with pytest.raises(ConfigError, match="have no field 'size'"):
+        Jsonl.model_validate({"path": str(jsonl), "operators": [{"type": "sort", "by": ["size"]}]}).load()
+
+
+def test_a_function_is_named_by_module_or_file():
+    assert function("json:dumps")([1]) == "[1]"
+    for name, sentence in [
+        ("dumps", "names no function"),
+        ("json:none", "has no function"),
+        ("no_such_module:f", "cannot be imported"),
+        ("/no/such.py:f", "cannot be imported"),
+    ]:
+        with pytest.raises(ConfigError, match=sentence):
+            function(name)
+
+
+def test_a_task_takes_system_messages_and_a_begun_reply():
+    row = {"question": "q", "answer": "a", "say": "Be kind.", "none": ""}
+    task = Fields(system="Use \\boxed{}.", reply_prefix="<think>").task("r/0", row)
+    assert [(one.role, one.content) for one in task.messages] == [
+        ("system", "Use \\boxed{}."), ("user", "q"), ("assistant", "<think>"),
+    ]  # fmt: skip
+    assert Fields(system="Brief.", system_key="say").task("r/0", row).messages[0].content == "Be kind."
+    assert Fields(system="Brief.", system_key="none").task("r/0", row).messages[0].content == "Brief."
+    with pytest.raises(ConfigError, match="no field 'mood'"):
+        Fields(system_key="mood").task("r/0", row)
+
+
+def test_a_lesson_is_the_reply_the_whole_answer_or_the_chats_end():
+    row = {"question": "2+2?", "answer": "Two and two.\n#### 4", "chat": [
+        {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"},
+    ]}  # fmt: skip
+    assert Fields(answer_after="####").lesson("r/0", row).messages[-1].content == "Two and two.\n#### 4"
+    assert Fields(reply="<{answer}>").lesson("r/0", row).messages[-1].content == "<Two and two.\n#### 4>"
+    assert [one.content for one in Fields(prompt="{chat}").lesson("r/0", row).messages] == ["hi", "ho"]
+    as_text = {**row, "chat": json.dumps(row["chat"])}
+    assert Fields(prompt="{chat}").lesson("r/0", as_text) == Fields(prompt="{chat}").lesson("r/0", row)
+    assert Fields().text("r/0", row).messages[0].content == "2+2?"
+    with pytest.raises(ConfigError, match="says nothing to learn"):
+        Fields(answer="").lesson("r/0", row)
+
+
+def test_a_pair_has_two_ends():
+    said = [{"role": "assistant", "content": "fine"}]
+    row = {
+        "question": "how?",
+        "answer": "",
+        "good": said,
+        "whole": [{"role": "user", "content": "how?"}, *said],
+        "bad": "no",
+    }
+    lesson = Fields(chosen="{good}", rejected="{bad}").lesson("r/0", row)
+    assert [one.content for one in lesson.messages] == ["how?", "fine"]
+    assert [one.content for one in lesson.rejected] == ["how?", "no"]
+    assert Fields(chosen="{whole}", rejected="{bad}").lesson("r/0", row) == lesson
+    with pytest.raises(ConfigError, match="says nothing to learn"):
+        Fields(chosen="{good}").lesson("r/0", row)
