@@ -99,19 +99,6 @@ class Head:
                     logits[start:stop].addmm_(wide[start:stop] @ pair.a.T, pair.b.T, alpha=weights.scale)
             yield Block(first, logits, mine)
 
-    def together(self, hidden: Tensor, placed: Sequence[Placed]) -> Iterator[tuple[int, Tensor]]:
-        """(first, logits [R, V]) of every position of `hidden` [T, D], in order, whatever adapters a block has: the
-        base's product is one for all of them."""
-        for first in range(0, len(hidden), ROWS):
-            logits = self.logits(hidden[first : first + ROWS], None)
-            for weights, start, stop in placed:
-                rows = slice(max(start, first), min(stop, first + len(logits)))
-                if rows.start < rows.stop and HEAD in weights.pairs:
-                    pair = weights.pairs[HEAD]
-                    narrow = hidden[rows].float() @ pair.a.T
-                    logits[rows.start - first : rows.stop - first].addmm_(narrow, pair.b.T, alpha=weights.scale)
-            yield first, logits
-
     @torch.no_grad()
     def score(
         self,

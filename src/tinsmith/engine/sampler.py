@@ -156,10 +156,12 @@ class TorchSampler:
                 states = hidden[work.hidden[key]]
                 ask.prompt = prompts.answer(ask.request, self._head, states, ask.weights, ask.seed)
         lasts = hidden[torch.stack([work.hidden[key][-1] for key in range(len(asks))])]
-        for first, logits in self._head.together(lasts, _placed([ask.weights for ask in asks])):
-            beginning = asks[first : first + len(logits)]
+        for block in self._head.blocks(lasts, _placed([ask.weights for ask in asks])):
+            beginning = asks[block.first : block.first + len(block.logits)]
             counts = torch.tensor([len(ask.answers) for ask in beginning], device=self._base.device)
-            self._draw([answer for ask in beginning for answer in ask.answers], logits.repeat_interleave(counts, 0))
+            self._draw(
+                [answer for ask in beginning for answer in ask.answers], block.logits.repeat_interleave(counts, 0)
+            )
         self._enter(asks, found, work)
         self._settle([answer for ask in asks for answer in ask.answers])
 
@@ -204,8 +206,8 @@ class TorchSampler:
                 context,
             )
         context.advance()
-        for first, logits in self._head.together(hidden, placed):
-            self._draw(going[first : first + len(logits)], logits)
+        for block in self._head.blocks(hidden, placed):
+            self._draw(going[block.first : block.first + len(block.logits)], block.logits)
         self._settle(going)
 
     def _draw(self, answers: Sequence[Answer], logits: Tensor) -> None:
