@@ -43,11 +43,16 @@ END_S = 4.0
 RETRY_CAP_S = 30.0
 
 _DYING_WITH_US = (
-    "import ctypes, os, signal, sys\n"
+    "import ctypes, os, signal, sys, time\n"
+    "vllm = os.getpid()\n"
+    "if os.fork() == 0:\n"
+    "    while os.getppid() == vllm: time.sleep(0.5)\n"
+    "    os.killpg(0, signal.SIGKILL)\n"
     "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
-"""Asks the kernel for a SIGTERM when the parent dies (PR_SET_PDEATHSIG), then becomes what the arguments say."""
+"""Asks the kernel for a SIGTERM when the parent dies (PR_SET_PDEATHSIG), then becomes what the arguments say. What that
+starts may outlive it: a guard ends its whole group when it is gone."""
 
 
 def python_of(config: VllmConfig) -> Path:
