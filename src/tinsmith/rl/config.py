@@ -19,6 +19,7 @@ from tinsmith.rl.algorithms import AlgorithmConfig
 from tinsmith.rl.algorithms.advantages.group import Grpo
 from tinsmith.rl.algorithms.advantages.turns import StepWiseGrpo
 from tinsmith.rl.evaluate import EvalConfig
+from tinsmith.rl.experts import ExpertsConfig
 from tinsmith.rl.monitors import MonitorConfig
 from tinsmith.rl.monitors.console import ConsoleConfig
 from tinsmith.rl.monitors.report import ReportConfig
@@ -50,14 +51,16 @@ class RunConfig(Settings):
     """One run, from tasks to better weights."""
 
     model: ModelConfig
-    tasks: TasksConfig
-    rewards: tuple[RewardConfig, ...] = Field(min_length=1)
-    """What an answer is worth: the weighted sum of these."""
+    tasks: TasksConfig = TasksConfig()
+    rewards: tuple[RewardConfig, ...] = ()
+    """What an answer is worth: the weighted sum of these. Needed wherever answers are sampled."""
+    experts: ExpertsConfig | None = None
+    """Data to learn from as it stands: alone (sft, cpt, dpo), or beside rollouts (mix, mix_chord)."""
     steps: int = Field(default=0, ge=0)
     """Updates to make; 0: as many as `epochs` take."""
     epochs: float | None = Field(default=None, gt=0)
-    """In place of steps: passes over the training tasks, floor(tasks x epochs / groups_per_step) steps. Of both, the
-    fewer steps."""
+    """In place of steps: passes over the data, floor(tasks x epochs / groups_per_step) steps, or with lessons alone
+    floor(lessons x epochs / experts.per_step). Of both, the fewer steps."""
     groups_per_step: int = Field(default=16, ge=1)
     """Tasks asked in each step."""
     group_size: int = Field(default=8, ge=1)
@@ -86,10 +89,27 @@ class RunConfig(Settings):
     """Go on with the run that the folder holds; false refuses such a folder."""
     service: OwnService = OwnService()
 
+    @property
+    def rolls_out(self) -> bool:
+        """Whether the policy is asked anything to learn from."""
+        return self.algorithm.learns_from in ("rollouts", "both")
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out tasks and something to judge answers by."""
+        return self.tasks.evaluates and bool(self.rewards or self.eval.rewards)
+
     @model_validator(mode="after")
-    def _has_tasks(self) -> RunConfig:
-        if not self.tasks.sources:
-            raise ValueError("tasks.train is missing: what is the policy to be asked?")
+    def _has_what_it_learns_from(self) -> RunConfig:
+        kind, wanted = self.algorithm.type, self.algorithm.learns_from
+        if self.rolls_out and not self.tasks.sources:
+            raise ValueError(f"tasks.train is missing: {kind} learns from answers to tasks")
+        if self.rolls_out and not self.rewards:
+            raise ValueError("rewards is missing: what is an answer worth?")
+        if wanted != "rollouts" and self.experts is None:
+            raise ValueError(f"experts is missing: {kind} learns from data; set experts.data")
+        if wanted == "rollouts" and self.experts is not None:
+            raise ValueError(f"{kind} learns nothing from experts; leave them out, or take sft, dpo or mix")
         return self
 
     @model_validator(mode="after")
@@ -114,6 +134,8 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _evaluation_has_tasks(self) -> RunConfig:
         wanted = self.eval.model_fields_set
+        if wanted and self.tasks.evaluates and not self.evaluates:
+            raise ValueError("eval wants rewards to judge answers by: set rewards, or eval.rewards")
         if wanted and not self.tasks.evaluates:
             raise ValueError("eval wants held-out tasks: set tasks.held_out or tasks.eval, or leave out eval")
         return self

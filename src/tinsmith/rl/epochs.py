@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.sources import listed
 from tinsmith.rl.tasks import split
 
 
@@ -14,10 +15,18 @@ def with_steps(config: RunConfig) -> RunConfig:
     """
     if config.epochs is None:
         return config
-    rows, per_step, what = split(config.tasks, config.seed)[0].size, config.groups_per_step, "groups_per_step"
+    rows, per_step, what = _rows(config), config.groups_per_step, "groups_per_step"
+    if config.experts is not None and not config.rolls_out:
+        per_step, what = config.experts.count(per_step, config.group_size, alone=True), "experts.per_step"
     steps = int(rows * config.epochs // per_step)
     if not steps:
         raise ConfigError(
             f"{config.epochs:g} epochs of {rows} are less than one step of {per_step}.", f"Set {what} lower."
         )
     return config.model_copy(update={"steps": min(steps, config.steps or steps)})
+
+
+def _rows(config: RunConfig) -> int:
+    if config.experts is None or config.rolls_out:
+        return split(config.tasks, config.seed)[0].size
+    return sum(len(source.lessons(config.experts.learn)) for source in listed(config.experts.data))

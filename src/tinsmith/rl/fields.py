@@ -72,6 +72,8 @@ class Fields(Settings):
     """Of pairs: the better reply, fields in braces; a single field may hold a chat that ends with it."""
     rejected: str = ""
     """Of pairs: the worse reply, likewise."""
+    tools_key: str = ""
+    """Of lessons: the field that lists tools for the chat template, as JSON text or as it stands."""
 
     def task(self, task_id: str, row: Mapping[str, Any]) -> Task:
         """Raises ConfigError that names the row and its fields."""
@@ -84,15 +86,14 @@ class Fields(Settings):
     def lesson(self, lesson_id: str, row: Mapping[str, Any]) -> Lesson:
         """What the row says to say. Raises ConfigError that names the row where it says nothing."""
         asked = self._asked(lesson_id, row)
+        tools = self._tools(lesson_id, row)
         if self.chosen or self.rejected:
-            return Lesson(
-                id=lesson_id,
-                messages=self._said(self.chosen, asked, row, lesson_id),
-                rejected=self._said(self.rejected, asked, row, lesson_id),
-            )
+            said, rejected = (self._said(end, asked, row, lesson_id) for end in (self.chosen, self.rejected))
+            return Lesson(id=lesson_id, messages=said, rejected=rejected, tools=tools)
         if not self.reply and asked[-1].role == "assistant":
-            return Lesson(id=lesson_id, messages=asked)
-        return Lesson(id=lesson_id, messages=self._said(self.reply or self.answer, asked, row, lesson_id))
+            return Lesson(id=lesson_id, messages=asked, tools=tools)
+        said = self._said(self.reply or self.answer, asked, row, lesson_id)
+        return Lesson(id=lesson_id, messages=said, tools=tools)
 
     def text(self, lesson_id: str, row: Mapping[str, Any]) -> Lesson:
         """The prompt as plain text to learn, without a chat around it."""
@@ -108,6 +109,15 @@ class Fields(Settings):
         system = str(row[self.system_key] or "") if self.system_key else ""
         system = system or self.system
         return (Message(role="system", content=system), *messages) if system else messages
+
+    def _tools(self, row_id: str, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+        if not self.tools_key:
+            return ()
+        tools = row.get(self.tools_key) or ()
+        try:
+            return tuple(json.loads(tools) if isinstance(tools, str) else tools)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{row_id}: {self.tools_key!r} holds no list of tools.", "Write it as JSON.") from error
 
     def _said(
         self, template: str, asked: Sequence[Message], row: Mapping[str, Any], row_id: str
@@ -134,9 +144,14 @@ def _chat(template: str, row: Mapping[str, Any], place: str) -> tuple[Message, .
     if not isinstance(chat, list):
         return None
     try:
-        messages = tuple(Message(role=str(one["role"]), content=str(one["content"])) for one in chat)
+        messages = tuple(_message(one) for one in chat)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{place}: '{template}' is no chat.", "Each message is {role, content}.") from error
     if not messages:
         raise ConfigError(f"{place}: the chat in '{template}' is empty.", "Leave the row out, as by an operator.")
     return messages
+
+
+def _message(one: Mapping[str, Any]) -> Message:
+    more = {name: value for name, value in one.items() if name not in ("role", "content") and value is not None}
+    return Message(role=str(one["role"]), content=str(one["content"] or ""), more=more)

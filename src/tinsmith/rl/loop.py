@@ -28,9 +28,9 @@ async def loop(run: Run) -> State:
     await run.begin()
     for step in run.steps():
         clock = Clock()
-        groups = await run.rollouts.next(step)
+        groups = await run.rollouts.next(step) if run.config.rolls_out else ()
         clock.lap("rollouts")
-        update = await run.algorithm.score(step, groups)
+        update = await run.algorithm.score(step, groups, run.lessons())
         version = run.policy.version
         numbers = await run.update(step, update)
         clock.lap("update")

@@ -46,16 +46,26 @@ def of_rewards(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 def of_update(rows: Sequence[Sample], updated: Updated) -> dict[str, float]:
     """How far trainer and sampler are apart, and what the server told of loss and step."""
-    q_T = np.concatenate([row.logprobs[row.mask] for row in rows]).astype(np.float64)
-    p_T = np.concatenate([p[row.mask] for row, p in zip(rows, updated.logprobs, strict=True)]).astype(np.float64)
-    weight_T = np.concatenate([np.full(int(row.mask.sum()), row.count) for row in rows])
+    answered = list(zip(rows, updated.logprobs, strict=True))
+    own = [(row, p) for row, p in answered if row.kind == "policy"]
+    experts = [p[row.mask] for row, p in answered if row.kind == "expert"]
+    return {
+        **(_of_own(own) if own else {}),
+        **({"optim/expert_nll": -float(np.concatenate(experts).mean())} if experts else {}),
+        "tokens/trained": int(sum(len(row.tokens) for row in rows)),
+        "optim/rows": len(rows),
+        **_servers(updated.metrics),
+    }
+
+
+def _of_own(answered: Sequence[tuple[Sample, np.ndarray]]) -> dict[str, float]:
+    q_T = np.concatenate([row.logprobs[row.mask] for row, _ in answered]).astype(np.float64)
+    p_T = np.concatenate([p[row.mask] for row, p in answered]).astype(np.float64)
+    weight_T = np.concatenate([np.full(int(row.mask.sum()), row.count) for row, _ in answered])
     return {
         "optim/kl_sample_train_v1": float(np.average(q_T - p_T, weights=weight_T)),
         "optim/kl_sample_train_v2": float(np.average((q_T - p_T) ** 2, weights=weight_T)) / 2,
         "optim/entropy": -float(np.average(q_T, weights=weight_T)),
-        "tokens/trained": int(sum(len(row.tokens) for row in rows)),
-        "optim/rows": len(rows),
-        **_servers(updated.metrics),
     }
 
 

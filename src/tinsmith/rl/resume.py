@@ -76,6 +76,8 @@ class State(Settings):
     """Training tasks drawn."""
     order: dict[str, Any] = Field(default_factory=dict)
     """What their order has learned, beside."""
+    lessons: int = 0
+    """Drawn from experts."""
     random: RandomStates
     batches: tuple[Batch, ...] = ()
     """Sampled ahead and not yet trained on; empty with staleness 0."""

@@ -21,6 +21,7 @@ from tinsmith.rl.algorithms.base import Algorithm
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.critic import Critic
 from tinsmith.rl.evaluate import Evaluator
+from tinsmith.rl.experts import Experts
 from tinsmith.rl.monitors.base import Monitors, RunInfo
 from tinsmith.rl.policy import Policy, Snapshot, Update
 from tinsmith.rl.resume import RandomStates, RunFolder, State
@@ -29,6 +30,7 @@ from tinsmith.rl.rollouts import Plan, Rollouts
 from tinsmith.rl.samples import Sample
 from tinsmith.rl.tasks import Deck, split
 from tinsmith.rl.types import Group
+from tinsmith.rl.workflows.base import Unasked
 
 Connect = Callable[[str, int], Awaitable[Policy]]
 """From a state path (empty: a fresh adapter) and its version to the policy."""
@@ -63,11 +65,13 @@ class Run:
     rollouts: Rollouts
     algorithm: Algorithm
     evaluator: Evaluator
-    rewards: Rewards
+    rewards: Rewards | None
+    """What judges held-out answers, if something does."""
     monitors: Monitors
     reference: str
     """The base model's name, or a path: whose logprobs divergences are taken from."""
     critic: Critic | None
+    experts: Experts | None
 
     def steps(self) -> range:
         """Those still to do, counted from 1."""
@@ -77,7 +81,15 @@ class Run:
     async def begin(self) -> None:
         """Evaluates before the first step, with what a constant answer would score."""
         if self.folder.state is None and self.evaluator.due(0, self.config.steps):
-            await self._evaluate(0, self.evaluator.baseline(self.rewards))
+            await self._evaluate(0, self.evaluator.baseline(self.rewards) if self.rewards else {})
+
+    def lessons(self) -> list[Sample]:
+        """The rows of experts for a step."""
+        if self.experts is None or self.config.experts is None:
+            return []
+        alone = not self.config.rolls_out
+        count = self.config.experts.count(self.config.groups_per_step, self.config.group_size, alone=alone)
+        return self.experts.draw(count)
 
     async def update(self, step: int, update: Update) -> dict[str, float]:
         """One update, or none where there is nothing to learn from; its numbers."""
@@ -96,10 +108,12 @@ class Run:
     def log(self, step: int, groups: Sequence[Group], version: int, numbers: Mapping[str, float], clock: Clock) -> None:
         """Tells the order of tasks and the monitors of a step that weights of `version` trained on."""
         self.deck.told(groups)
-        batch = metrics.of_groups(groups, version)
+        batch = metrics.of_groups(groups, version) if groups else {}
         seconds = clock.total()
-        speed = {"speed/tokens_per_second": batch["tokens/sampled"] / seconds, "time/step": seconds}
-        self.monitors.rollouts(step, "train", groups)
+        tokens = batch["tokens/sampled"] if groups else numbers.get("tokens/trained", 0.0)
+        speed = {"speed/tokens_per_second": tokens / seconds, "time/step": seconds}
+        if groups:
+            self.monitors.rollouts(step, "train", groups)
         self.monitors.metrics(step, {**batch, **numbers, **speed, **clock.parts})
 
     async def save_and_evaluate(self, step: int) -> None:
@@ -129,6 +143,7 @@ class Run:
             path=path,
             cursor=self.deck.cursor,
             order=self.deck.state,
+            lessons=self.experts.cursor if self.experts else 0,
             random=RandomStates.capture(),
             batches=batches,
             algorithm=dict(self.algorithm.state),
@@ -143,11 +158,10 @@ class Run:
 async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> AsyncIterator[Run]:
     """The parts of a run, ended in order whatever happens. Raises ConfigError before anything is asked of a server."""
     state = folder.state
-    rewards = Rewards(config.rewards)
     deck, held_out = split(config.tasks, config.seed)
     gate = asyncio.Semaphore(config.concurrency)
-    judge = Rewards(config.eval.rewards or config.rewards)
-    eval_workflow = workflows.build(config.workflow, config.eval.sampling(config.sampling), judge)
+    judge = Rewards(config.eval.rewards or config.rewards) if config.evaluates else None
+    judging = workflows.build(config.workflow, config.eval.sampling(config.sampling), judge) if judge else Unasked()
     info = RunInfo(
         name=config.name,
         folder=folder.path,
@@ -163,13 +177,18 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
         staleness=config.staleness,
         seed=config.seed,
     )
-    rollouts = Rollouts(workflows.build(config.workflow, config.sampling, rewards), deck, policy, plan, gate)
+    asking = workflows.build(config.workflow, config.sampling, Rewards(config.rewards)) if config.rolls_out else None
+    rollouts = Rollouts(asking or Unasked(), deck, policy, plan, gate)
+    pairs = config.algorithm.learns_from == "pairs"
+    experts = Experts(config.experts, held_out, policy.chat, config.seed, pairs=pairs) if config.experts else None
     critic = await _critic(config, policy, state)
     reference = await _reference(config, policy, state)
     columns = _columns(config, policy, reference, critic, gate)
     algorithm = algorithms.build(config.algorithm, policy.extensions, columns, config.seed)
     console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.where}[/]", highlight=False)
     _go_on(state, deck, rollouts, algorithm, config.seed)
+    if state is not None and experts is not None:
+        experts.cursor = state.lessons
     told = monitors.build(config.monitors, info, console)
     try:
         yield Run(
@@ -179,11 +198,12 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
             deck=deck,
             rollouts=rollouts,
             algorithm=algorithm,
-            evaluator=Evaluator(config.eval, held_out, eval_workflow, config.seed, gate),
+            evaluator=Evaluator(config.eval, held_out if judge else {}, judging, config.seed, gate),
             rewards=judge,
             monitors=told,
             reference=reference,
             critic=critic,
+            experts=experts,
         )
     finally:
         await rollouts.close()

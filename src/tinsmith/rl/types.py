@@ -57,6 +57,8 @@ class Lesson:
     """A chat that ends with the reply to learn."""
     rejected: tuple[Message, ...] = ()
     """Of a pair: the chat with the worse reply at its end."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    """What the chat template is told of tools."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

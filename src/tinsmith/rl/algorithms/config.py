@@ -12,6 +12,8 @@ from tinsmith.rl.algorithms.advantages.group import Grpo
 from tinsmith.rl.algorithms.losses import LossConfig
 from tinsmith.rl.algorithms.losses.base import Aggregate
 from tinsmith.rl.algorithms.losses.clipped import ImportanceSampling
+from tinsmith.rl.algorithms.losses.mixed import Mix, MixChord
+from tinsmith.rl.algorithms.losses.preference import Dpo
 from tinsmith.rl.algorithms.presets import NAMES, Name, filled
 from tinsmith.rl.algorithms.terms import EntropyConfig, KlConfig
 from tinsmith.rl.critic import CriticConfig
@@ -69,6 +71,15 @@ class AlgorithmConfig(Settings):
                 f"advantage {self.advantage.type} reads no rewards, so kl_penalty does nothing; leave it out"
             )
         return self
+
+    @property
+    def learns_from(self) -> Literal["rollouts", "experts", "pairs", "both"]:
+        """Rollouts; what experts said; pairs of replies; or rollouts and experts beside each other."""
+        if isinstance(self.loss, Dpo):
+            return "pairs"
+        if isinstance(self.loss, Mix | MixChord):
+            return "both"
+        return "experts" if self.type in ("sft", "cpt") else "rollouts"
 
     @property
     def needs(self) -> frozenset[str]:

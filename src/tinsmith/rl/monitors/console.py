@@ -51,10 +51,10 @@ class ConsoleMonitor:
         """Evaluations always have their line."""
         if "eval/pass@1" in values:
             self._console.print(_evaluation(step, values), highlight=False, soft_wrap=True)
-        if "reward/mean" not in values:
+        if "time/step" not in values:
             return
         speed = values.get("speed/tokens_per_second", 0.0)
-        text = f"{self._info.name}  reward {values['reward/mean']:.3f}  {speed:,.0f} tok/s"
+        text = f"{self._info.name}  {_outcome(values)}  {speed:,.0f} tok/s"
         self._progress.update(self._bar, completed=step, description=text)
         if step % self._every == 0 or step in (1, self._info.steps):
             self._console.print(self._line(step, values), highlight=False, soft_wrap=True)
@@ -67,12 +67,10 @@ class ConsoleMonitor:
         self._progress.stop()
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
-        reward = values["reward/mean"]
-        filled = round(_BAR * min(max(reward, 0.0), 1.0))
         width = len(str(self._info.steps))
         parts = [
             f"step {step:>{width}}/{self._info.steps}",
-            f"reward {reward:6.3f} [green]{'█' * filled}[/][dim]{'░' * (_BAR - filled)}[/]",
+            _outcome(values) + (_bar(values["reward/mean"]) if "reward/mean" in values else ""),
             f"{values.get('speed/tokens_per_second', 0.0):>6,.0f} tok/s",
             f"{values.get('time/step', 0.0):>5.1f} s",
         ]
@@ -81,6 +79,19 @@ class ConsoleMonitor:
         if values.get("optim/skipped"):
             parts.append("[yellow]no signal[/]")
         return "  ".join(parts)
+
+
+def _outcome(values: Mapping[str, float]) -> str:
+    """Of rollouts their reward, of lessons how unlikely they are, else the loss."""
+    for name, word in (("reward/mean", "reward"), ("optim/expert_nll", "expert nll"), ("optim/loss", "loss")):
+        if name in values:
+            return f"{word} {values[name]:6.3f}"
+    return "nothing learned"
+
+
+def _bar(reward: float) -> str:
+    filled = round(_BAR * min(max(reward, 0.0), 1.0))
+    return f" [green]{'█' * filled}[/][dim]{'░' * (_BAR - filled)}[/]"
 
 
 def _evaluation(step: int, values: Mapping[str, float]) -> str:

@@ -17,6 +17,14 @@ class Workflow(Protocol):
         ...
 
 
+class Unasked:
+    """The workflow of a run that asks nothing."""
+
+    async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
+        """Nobody calls it."""
+        raise AssertionError("this run asks nothing")
+
+
 def scored(task: Task, turns: tuple[Turn, ...], rewards: Rewards) -> Rollout:
     """A rollout worth what its last turn says."""
     try:

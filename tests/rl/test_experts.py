@@ -1,0 +1,212 @@
+"""Lessons alone and beside rollouts: rows as they should be, and runs that learn from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.rl.small import rows, run, settings
+from tests.rl.test_resume import Killed, breaking
+from tinsmith.errors import ConfigError
+from tinsmith.rl.experts import Experts, ExpertsConfig
+from tinsmith.rl.scripted import END, Letters
+from tinsmith.rl.sources import Addition
+from tinsmith.rl.types import Message, Task
+
+
+def experts(pairs: bool = False, held_out=(), **config) -> Experts:
+    return Experts(ExpertsConfig.model_validate(config), {"": tuple(held_out)}, Letters(), 0, pairs=pairs)
+
+
+def words(row) -> str:
+    return "".join(chr(target) if target != END else "." for target in row.targets[row.mask])
+
+
+def write(folder: Path, name: str, data: list[dict]) -> str:
+    file = folder / name
+    file.write_text("\n".join(map(json.dumps, data)))
+    return str(file)
+
+
+CHAT = [
+    {"role": "user", "content": "1?"},
+    {"role": "assistant", "content": "one"},
+    {"role": "user", "content": "2?"},
+    {"role": "assistant", "content": "two"},
+]
+
+
+@pytest.mark.parametrize(("learn", "learned"), [("last", "two."), ("all", "one.two."), ("text", "2?")])
+def test_the_last_turn_every_turn_or_the_text_is_learned(tmp_path, learn, learned):
+    path = write(tmp_path, "chats.jsonl", [{"chat": CHAT, "text": "12?"}])
+    prompt = "{text}" if learn == "text" else "{chat}"
+    row = experts(data={"type": "jsonl", "path": path, "prompt": prompt}, learn=learn).draw(1)[0]
+    assert words(row) == learned
+    assert row.kind == "expert"
+    assert not row.logprobs.any()
+    assert len(row.tokens) == len(row.targets) == len(row.mask)
+
+
+def test_a_pair_is_two_rows_side_by_side(tmp_path):
+    data = [{"question": str(n), "good": f"yes{n}", "bad": f"no{n}"} for n in range(3)]
+    source = {
+        "type": "jsonl",
+        "path": write(tmp_path, "pairs.jsonl", data),
+        "chosen": "{good}",
+        "rejected": "{bad}",
+        "answer": "",
+    }
+    drawn = experts(pairs=True, data=source, order={"type": "sequential"}).draw(4)
+    assert [(row.kind, words(row)) for row in drawn] == [
+        (kind, f"{word}{n}.") for n in (0, 1, 2, 0) for kind, word in (("chosen", "yes"), ("rejected", "no"))
+    ]
+    with pytest.raises(ConfigError, match="is no pair"):
+        experts(pairs=True, data={"type": "addition"}).draw(1)
+
+
+def test_every_lesson_comes_once_an_epoch_and_held_out_ones_never():
+    source = Addition(low=1, high=3)
+    held_out = source.load()[:2]
+    lessons = experts(data=[source, {"type": "addition", "low": 4, "high": 5}], held_out=held_out)
+    texts = [words(row) for row in lessons.draw(11)]
+    assert lessons.size == 13
+    assert sorted(texts) == sorted(f"{a + b}." for a, b in [(1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3),
+                                                            (4, 4), (4, 5), (5, 4), (5, 5)])  # fmt: skip
+    with pytest.raises(ConfigError, match="nothing to learn"):
+        experts(data=Addition(low=1, high=1), held_out=Addition(low=1, high=1).load()).draw(1)
+
+
+def test_rows_are_cut_and_left_out_where_nothing_remains(tmp_path):
+    data = [{"question": "long question?", "answer": "no"}, {"question": "q?", "answer": "yes sir"}]
+    path = write(tmp_path, "r.jsonl", data)
+    drawn = experts(data={"type": "jsonl", "path": path}, max_tokens=5).draw(3)
+    assert [words(row) for row in drawn] == ["yes"] * 3
+
+
+def test_how_many_lessons_come_with_a_step():
+    def count(**more):
+        return ExpertsConfig.model_validate({"data": {"type": "addition"}, **more})
+
+    assert count().count(4, 6, alone=True) == 4
+    assert count().count(4, 6, alone=False) == 24
+    assert count(ratio=0.2).count(4, 6, alone=False) == 6
+    assert count(per_step=5).count(4, 6, alone=False) == 5
+    with pytest.raises(ValueError, match="lessons have none"):
+        count(order={"type": "difficulty"})
+
+
+def taught(folder: Path, data: Path, **changes):
+    """A run that learns to say yes from what experts said."""
+    path = write(data, "said.jsonl", [{"question": f"{n}?", "answer": "yes", "no": "no"} for n in range(10)])
+    source = {"type": "jsonl", "path": path}
+    return settings(
+        folder,
+        **{
+            "algorithm": {"type": "sft"},
+            "experts": {"data": source},
+            "tasks": {},
+            "rewards": [],
+            "eval": {},
+            "optimizer": {"learning_rate": 2.0},
+            **changes,
+        },
+    )
+
+
+def test_a_run_of_lessons_alone_asks_nothing_and_learns(tmp_path):
+    state = run(taught(tmp_path / "run", tmp_path))
+    told = [row for row in rows(tmp_path / "run") if "optim/expert_nll" in row]
+    assert (state.step, state.lessons) == (8, 24)
+    assert len(told) == 8
+    assert told[0]["optim/expert_nll"] > 3 * told[-1]["optim/expert_nll"]
+    assert not any(name.startswith(("reward/", "eval/", "rollouts/")) for row in told for name in row)
+
+
+def test_lessons_alone_are_evaluated_where_there_are_tasks_and_rewards(tmp_path):
+    changes = {
+        "tasks": {"eval": {"type": "largest", "size": 4}},
+        "rewards": [{"type": "format", "pattern": "yes"}],
+        "eval": {"every": 4},
+    }
+    run(taught(tmp_path / "run", tmp_path, **changes))
+    passed = [row["eval/pass@1"] for row in rows(tmp_path / "run") if "eval/pass@1" in row]
+    assert passed == [0.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["cpt", "dpo"])
+def test_cpt_and_dpo_run_on_data(tmp_path, name):
+    config = taught(tmp_path / "run", tmp_path, algorithm={"type": name})
+    assert config.experts is not None
+    source = config.experts.data
+    change = {"chosen": "{answer}", "rejected": "{no}"} if name == "dpo" else {"prompt": "?yes"}
+    learn = "last" if name == "dpo" else "text"
+    experts = ExpertsConfig.model_validate({"data": source.model_copy(update=change), "learn": learn})  # type: ignore[union-attr]
+    run(config.model_copy(update={"experts": experts}))
+    last = rows(tmp_path / "run")[-1]
+    if name == "dpo":
+        assert last["optim/dpo/accuracy"] == 1.0
+        assert last["optim/dpo/margin"] > 0
+        assert last["optim/rows"] == 6
+    else:
+        assert last["optim/rows"] == 3
+
+
+@pytest.mark.parametrize("name", ["mix", "mix_chord"])
+def test_experts_stand_beside_rollouts(tmp_path, name):
+    changes = {
+        "algorithm": {"type": name, "kl": {"type": "none", "coef": 0}},
+        "tasks": {"train": {"type": "addition"}, "held_out": 0},
+        "rewards": [{"type": "format", "pattern": "yes"}],
+        "optimizer": {"learning_rate": 0.5},
+    }
+    config = taught(tmp_path / "run", tmp_path, **changes)
+    assert config.experts is not None
+    run(config.model_copy(update={"experts": config.experts.model_copy(update={"ratio": 0.25})}))
+    last = [row for row in rows(tmp_path / "run") if "optim/expert_nll" in row][-1]
+    assert last["optim/rows"] == 12 + 4
+    assert last["optim/mix/expert"] > 0
+
+
+@pytest.mark.parametrize(("at", "calls"), [("update", 4), ("save", 1), ("save_for_sampling", 0)])
+def test_a_run_of_lessons_goes_on_as_if_never_killed(tmp_path, at, calls):
+    run(taught(tmp_path / "whole", tmp_path))
+    broken = taught(tmp_path / "broken", tmp_path)
+    with pytest.raises(Killed):
+        run(broken, breaking(tmp_path / "broken", calls=calls, at=at))
+    assert run(broken).step == 8
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"experts": None}, "sft learns from data"),
+        ({"algorithm": {"type": "mix"}, "experts": None}, "tasks.train is missing"),
+        ({"algorithm": {"type": "grpo"}, "tasks": {"train": {"type": "addition"}}}, "rewards is missing"),
+        (
+            {
+                "algorithm": {"type": "grpo"},
+                "tasks": {"train": {"type": "addition"}},
+                "rewards": [{"type": "number"}],
+            },
+            "grpo learns nothing from experts",
+        ),
+        ({"tasks": {"train": {"type": "addition"}}, "eval": {"every": 2}}, "eval wants rewards"),
+    ],
+)
+def test_what_does_not_fit_is_refused(tmp_path, changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        taught(tmp_path, tmp_path, **changes)
+
+
+def test_epochs_of_lessons_are_counted_by_lessons(tmp_path):
+    assert run(taught(tmp_path / "run", tmp_path, steps=0, epochs=2)).step == 6
+
+
+def test_a_held_out_task_may_have_a_begun_reply():
+    task = Addition(low=1, high=1).load()[0]
+    begun = Task(id="t", messages=(*task.messages, Message(role="assistant", content="The")), answer="2")
+    with pytest.raises(ConfigError, match="nothing to learn"):
+        experts(data=Addition(low=1, high=1), held_out=[begun]).draw(1)
