@@ -155,6 +155,24 @@ def test_the_demo_tells_where_it_began_and_ended(work, tiny_llama):
     assert "0.25" in (work / "runs" / "demo" / "report.html").read_text()
 
 
+def test_stages_run_in_turn_on_one_server_and_go_on(work, tiny_llama):
+    example = Path(__file__).parents[1] / "examples" / "sft_then_grpo.yaml"
+    small = ("service.engine=fake", f"service.source={tiny_llama}", "stages.0.steps=3", "tasks.held_out=4")
+    words = ("run", str(example), "folder=runs/staged", "groups_per_step=2", "group_size=2", *small)
+    first = tinsmith(work, *words, "stages.1.steps=1")
+    assert first.returncode == 0, first.stderr
+    again = tinsmith(work, *words, "stages.1.steps=3")
+    assert again.returncode == 0, again.stderr
+    assert "stage 2 of 2: rewarded" in again.stdout
+    assert "02-rewarded/report.html" in again.stdout.replace("\n", "")
+    folder = work / "runs" / "staged"
+    told = [row for row in metrics(folder / "01-told") if "optim/expert_nll" in row]
+    rewarded = [row["step"] for row in metrics(folder / "02-rewarded") if "reward/mean" in row]
+    assert (len(told), rewarded) == (3, [1, 2, 3])
+    assert (folder / "service").is_dir()
+    assert not (folder / "01-told" / "service").exists()
+
+
 def test_serve_answers_until_it_is_told_to_end(work, tiny_llama):
     command = [sys.executable, "-m", "tinsmith", "serve", "engine=fake", "--model", f"tiny={tiny_llama}"]
     command += ["--model", "other=toy", "--port", "0", "--data", str(work / "data"), "--api-key", "tml-mine"]

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from tinsmith.rl.config import RunConfig
     from tinsmith.rl.resume import State
+    from tinsmith.rl.run import Connect
     from tinsmith.service.config import ServeConfig
 
 app = App(
@@ -129,7 +130,7 @@ def run(
     if not settings.name:
         settings = settings.model_copy(update={"name": file.stem})
     console = Console()
-    state = _train(settings, console)
+    settings, state = _train(settings, console)
     console.print(f"{_plain(settings.name)} is finished: {state.step} steps", highlight=False)
     _tell_where(settings, state, console)
 
@@ -155,7 +156,7 @@ def demo(*overrides: Overrides, quick: bool = False, seed: int = 0, out: Path | 
     console = Console()
     settings = built_in.settings(quick=quick, seed=seed, out=out, overrides=overrides)
     built_in.introduce(settings, console)
-    state = _train(settings, console)
+    settings, state = _train(settings, console)
     built_in.conclude(folder_of(settings), console)
     _tell_where(settings, state, console)
 
@@ -193,23 +194,29 @@ def _serve_settings(config: Path | None, overrides: tuple[str, ...], options: di
     return build(ServeConfig, {**raw(config, overrides), **given}, place, overrides)
 
 
-def _train(settings: RunConfig, console: Console) -> State:
-    """The run of `settings`, on the server that it names or on one of its own that ends with it."""
+def _train(settings: RunConfig, console: Console) -> tuple[RunConfig, State]:
+    """The run of `settings`, on the server that it names or on one of its own that ends with it; its last stage."""
     import asyncio
 
-    from tinsmith.rl.loop import train
+    from tinsmith.rl.stages import run_all
     from tinsmith.rl.tinker_policy import TinkerPolicy
 
     with ExitStack() as stack:
+        found: list[tuple[str, str]] = []
 
-        async def connect(state: str, version: int) -> TinkerPolicy:
-            with console.status(f"Connecting to {settings.model.name}"):
-                base_url, api_key = await asyncio.to_thread(stack.enter_context, _server(settings))
-                return await TinkerPolicy.connect(
-                    settings.model, base_url, api_key, seed=settings.seed, state=state, version=version
-                )
+        def connecting(one: RunConfig) -> Connect:
+            async def connect(state: str, version: int) -> TinkerPolicy:
+                with console.status(f"Connecting to {one.model.name}"):
+                    if not found:
+                        found.append(await asyncio.to_thread(stack.enter_context, _server(settings)))
+                    base_url, api_key = found[0]
+                    return await TinkerPolicy.connect(
+                        one.model, base_url, api_key, seed=one.seed, state=state, version=version
+                    )
 
-        return asyncio.run(train(settings, connect, console))
+            return connect
+
+        return asyncio.run(run_all(settings, connecting, console))
 
 
 @contextmanager

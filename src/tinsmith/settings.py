@@ -108,6 +108,16 @@ def build(kind: type[S], values: Mapping[str, Any], place: str, overrides: Seque
         raise ConfigError("\n".join(lines)) from error
 
 
+def written(value: Any) -> Any:
+    """Plain values as somebody would write these settings: the keys that were set, and what tells types apart."""
+    if isinstance(value, BaseModel):
+        names = value.model_fields_set | ({"type"} & type(value).model_fields.keys())
+        return {name: written(part) for name, part in value if name in names}
+    if isinstance(value, Mapping):
+        return {name: written(part) for name, part in value.items()}
+    return [written(part) for part in value] if isinstance(value, list | tuple) else value
+
+
 def _parse(file: Path) -> Any:
     if not file.is_file():
         raise ConfigError(f"There is no file {file}.", "Check the path.")

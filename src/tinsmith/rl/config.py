@@ -11,10 +11,12 @@ Example:
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
+from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms import AlgorithmConfig
 from tinsmith.rl.algorithms.advantages.group import Grpo
 from tinsmith.rl.algorithms.advantages.turns import StepWiseGrpo
@@ -29,7 +31,7 @@ from tinsmith.rl.rewards import RewardConfig
 from tinsmith.rl.tasks import TasksConfig
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.single_turn import SingleTurnConfig
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, build, written
 
 
 class OwnService(Settings):
@@ -45,6 +47,20 @@ class OwnService(Settings):
     """Where it runs."""
     threads: int = Field(default=0, ge=0)
     """CPU threads; 0 is one for each core."""
+
+
+class Stage(Settings):
+    """One part of a run, with keys of the run's own that it has otherwise: each takes the whole section's place."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Of its folder, and in what is told."""
+    keep_optimizer: bool = False
+    """Go on with the moments of the stage before; not set: a fresh optimizer."""
+
+
+_OF_THE_RUN = ("model", "service", "stages", "folder", "resume")
 
 
 class RunConfig(Settings):
@@ -88,6 +104,36 @@ class RunConfig(Settings):
     resume: bool = True
     """Go on with the run that the folder holds; false refuses such a folder."""
     service: OwnService = OwnService()
+    stages: tuple[Stage, ...] = ()
+    """Parts to run one after the other, each from the weights of the one before."""
+
+    @model_validator(mode="after")
+    def _stages_are_runs(self) -> RunConfig:
+        names = [stage.name for stage in self.stages]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two stages are called {twice[0]}; give each a name of its own")
+        for number in range(1, len(self.stages) + 1):
+            self.staged(number)
+        return self
+
+    def staged(self, number: int, state: str = "tinker://the/stage/before") -> RunConfig:
+        """The run that stage `number` is, from 1; a later one begins with the weights of the path `state`.
+
+        Raises ConfigError that names the stage.
+        """
+        stage, own = self.stages[number - 1], dict(self.stages[number - 1].model_extra or {})
+        if fixed := sorted(own.keys() & set(_OF_THE_RUN)):
+            raise ConfigError(f"stage {stage.name}: {fixed[0]} is the whole run's.", f"Move {fixed[0]} out of stages.")
+        values = {name: part for name, part in written(self).items() if name not in ("stages", "name")}
+        if own.keys() & {"steps", "epochs"}:
+            values = {name: part for name, part in values.items() if name not in ("steps", "epochs")}
+        if number > 1:
+            shape = ("rank", "seed", "train_attn", "train_mlp", "train_unembed")
+            model = {name: part for name, part in values["model"].items() if name not in shape}
+            values["model"] = {**model, "load_from": state}
+        values["folder"] = str(Path(self.folder or f"runs/{self.name}") / f"{number:02}-{stage.name}")
+        values["name"] = f"{self.name} {stage.name}".strip()
+        return build(RunConfig, {**values, **own}, f"stage {stage.name}")
 
     @property
     def rolls_out(self) -> bool:
@@ -101,6 +147,8 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _has_what_it_learns_from(self) -> RunConfig:
+        if self.stages:
+            return self
         kind, wanted = self.algorithm.type, self.algorithm.learns_from
         if self.rolls_out and not self.tasks.sources:
             raise ValueError(f"tasks.train is missing: {kind} learns from answers to tasks")
@@ -114,18 +162,24 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _has_an_end(self) -> RunConfig:
+        if self.stages:
+            return self
         if not self.steps and self.epochs is None:
             raise ValueError("how long? Set steps, or epochs")
         return self
 
     @model_validator(mode="after")
     def _start_is_somewhere(self) -> RunConfig:
+        if self.stages:
+            return self
         if self.algorithm.reference == "start" and not self.model.load_from:
             raise ValueError("algorithm.reference start wants model.load_from; a fresh adapter is the base itself")
         return self
 
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> RunConfig:
+        if self.stages:
+            return self
         advantage = self.algorithm.advantage
         if self.group_size == 1 and isinstance(advantage, Grpo | StepWiseGrpo) and advantage.std_threshold is not None:
             raise ValueError("group_size 1 leaves nothing to compare; set it to 2 or more, or take a critic (ppo)")
@@ -133,6 +187,8 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _evaluation_has_tasks(self) -> RunConfig:
+        if self.stages:
+            return self
         wanted = self.eval.model_fields_set
         if wanted and self.tasks.evaluates and not self.evaluates:
             raise ValueError("eval wants rewards to judge answers by: set rewards, or eval.rewards")

@@ -29,7 +29,7 @@ from tinsmith.settings import Settings
 
 _MAY_CHANGE = (
     "name", "description", "folder", "steps", "epochs", "eval", "checkpoint", "monitors", "service", "concurrency",
-    "resume", "model.base_url", "model.tokenizer",
+    "resume", "stages", "model.base_url", "model.tokenizer",
 )  # fmt: skip
 """Keys that may differ when a run goes on: none of them makes what was learned so far untrue."""
 
@@ -119,7 +119,7 @@ class RunFolder:
 
     def save(self, state: State) -> None:
         """On disk, whole, when this returns."""
-        _write_whole(self.path / "state.json", _STATE.dump_json(state))
+        write_whole(self.path / "state.json", _STATE.dump_json(state))
         self.state = state
 
     def close(self) -> None:
@@ -172,7 +172,7 @@ def _take_back(path: Path, step: int) -> None:
     metrics = path / "metrics.jsonl"
     if metrics.exists():
         lines = [line for line in metrics.read_bytes().splitlines(keepends=True) if _up_to(line, step)]
-        _write_whole(metrics, b"".join(lines))
+        write_whole(metrics, b"".join(lines))
     for file in (path / "rollouts").glob("*-*.jsonl"):
         if int(file.stem.rpartition("-")[2]) > step:
             file.unlink()
@@ -185,7 +185,8 @@ def _up_to(line: bytes, step: int) -> bool:
         return False
 
 
-def _write_whole(target: Path, content: bytes) -> None:
+def write_whole(target: Path, content: bytes) -> None:
+    """On disk when this returns, or as it was before."""
     draft = target.with_suffix(".part")
     with draft.open("wb") as file:
         file.write(content)

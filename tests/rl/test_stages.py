@@ -1,0 +1,180 @@
+"""Stages follow each other from weights to weights, and a run killed in any of them goes on there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.rl.algorithms.asked import run as awaited
+from tests.rl.small import REPLIES, rows, settings
+from tests.rl.test_resume import Killed
+from tinsmith.errors import ConfigError
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.scripted import ScriptedPolicy
+from tinsmith.rl.stages import run_all
+from tinsmith.settings import written
+
+SFT = {
+    "name": "sft",
+    "algorithm": {"type": "sft"},
+    "experts": {"data": {"type": "jsonl", "path": "said.jsonl"}},
+    "optimizer": {"learning_rate": 1.0},
+    "steps": 4,
+}
+GRPO = {"name": "grpo", "steps": 5}
+LAST = {"name": "last", "algorithm": {"type": "rloo", "reference": "start"}, "epochs": 0.01, "keep_optimizer": True}
+
+
+def staged(folder: Path, *stages: dict, **changes) -> RunConfig:
+    said = folder.parent / "said.jsonl"
+    said.write_text("\n".join(json.dumps({"question": f"{n}?", "answer": "yes"}) for n in range(7)))
+    sft = {**SFT, "experts": {"data": {"type": "jsonl", "path": str(said)}}}
+    tasks = {"train": {"type": "largest", "size": 1005}, "held_out": 5}
+    chosen = [sft if stage is SFT else stage for stage in stages or (SFT, GRPO, LAST)]
+    return settings(folder, stages=chosen, steps=0, tasks=tasks, checkpoint={"every": 2}, **changes)
+
+
+class Policies:
+    """Makes a stage's policy, and keeps how each was asked for; may kill the run at one of its calls."""
+
+    def __init__(self, folder: Path, at: str = "", calls: int = 0) -> None:
+        self.asked: list[tuple[str, str, str]] = []
+        self._folder, self._at, self._left = folder, at, calls
+
+    def __call__(self, config: RunConfig):
+        weights = self._folder / "weights" / config.name.rpartition(" ")[2]
+
+        async def connect(state: str, version: int):
+            self.asked.append((config.name, state, config.model.load_from))
+            start = state or config.model.load_from
+            policy = ScriptedPolicy(REPLIES, weights, state=start, version=version)
+            if self._at:
+                method = getattr(policy, self._at)
+
+                async def deadly(*args, **kwargs):
+                    self._left -= 1
+                    if self._left < 0:
+                        raise Killed
+                    return await method(*args, **kwargs)
+
+                setattr(policy, self._at, deadly)
+            return policy
+
+        return connect
+
+
+def run(config: RunConfig, policies: Policies | None = None):
+    return awaited(run_all(config, policies or Policies(Path(config.folder)), Console(quiet=True)))
+
+
+FOLDERS = ("01-sft", "02-grpo", "03-last")
+
+
+def test_each_stage_begins_with_the_weights_of_the_one_before(tmp_path):
+    policies = Policies(tmp_path / "run")
+    last, state = run(staged(tmp_path / "run"), policies)
+    told = json.loads((tmp_path / "run" / "stages.json").read_text())
+    assert told["under_way"] == ""
+    assert list(told["ended"]) == ["sft", "grpo", "last"]
+    assert policies.asked == [
+        ("small sft", "", ""),
+        ("small grpo", "", told["ended"]["sft"]),
+        ("small last", told["ended"]["grpo"], told["ended"]["grpo"]),  # it keeps the optimizer
+    ]
+    assert (last.name, last.steps, state.step) == ("small last", 0, 3)
+    first, second, third = (rows(tmp_path / "run" / folder) for folder in FOLDERS)
+    assert next(row["eval/pass@1"] for row in second if "eval/pass@1" in row) == first[-1]["eval/pass@1"] == 1.0
+    assert len([row for row in first if "optim/expert_nll" in row]) == 4
+    assert len([row for row in second if "reward/mean" in row]) == 5
+    assert len([row for row in third if "reward/mean" in row]) == 3
+    assert state.reference.startswith(str(tmp_path / "run" / "weights" / "last" / "start"))
+
+
+@pytest.mark.parametrize(
+    ("at", "calls"),
+    [
+        ("update", 0),
+        ("update", 3),
+        ("update", 4),
+        ("update", 7),
+        ("save", 2),
+        ("save", 4),
+        ("save_for_sampling", 0),
+        ("save_for_sampling", 1),
+        ("save_for_sampling", 2),
+        ("snapshot", 9),
+        ("snapshot", 14),
+    ],
+)
+def test_a_run_killed_in_any_stage_ends_as_one_never_killed(tmp_path, at, calls):
+    run(staged(tmp_path / "whole"))
+    broken = staged(tmp_path / "broken")
+    with pytest.raises(Killed):
+        run(broken, Policies(tmp_path / "broken", at, calls))
+    run(broken)
+    for folder in FOLDERS:
+        assert rows(tmp_path / "broken" / folder) == rows(tmp_path / "whole" / folder)
+
+
+def test_the_folder_says_which_stage_is_under_way(tmp_path):
+    config = staged(tmp_path / "run")
+    with pytest.raises(Killed):
+        run(config, Policies(tmp_path / "run", "update", 6))
+    told = json.loads((tmp_path / "run" / "stages.json").read_text())
+    assert (told["under_way"], list(told["ended"])) == ("grpo", ["sft"])
+
+
+def test_a_finished_run_asks_for_nothing_and_a_later_stage_may_be_added(tmp_path):
+    run(staged(tmp_path / "run", SFT, GRPO))
+    policies = Policies(tmp_path / "run")
+    run(staged(tmp_path / "run", SFT, GRPO), policies)
+    assert policies.asked == []
+    _, state = run(staged(tmp_path / "run", SFT, GRPO, LAST), policies)
+    assert [name for name, _, _ in policies.asked] == ["small last"]
+    assert state.step == 3
+
+
+def test_other_stages_in_the_folder_are_refused(tmp_path):
+    run(staged(tmp_path / "run", SFT, GRPO))
+    with pytest.raises(ConfigError, match="holds a run of the stages sft, grpo"):
+        run(staged(tmp_path / "run", GRPO))
+    with pytest.raises(ConfigError, match=r"02-grpo holds a run with other settings: group_size"):
+        run(staged(tmp_path / "run", SFT, {**GRPO, "group_size": 7}))
+    with pytest.raises(ConfigError, match="holds a run in stages"):
+        run(settings(tmp_path / "run"))
+    alone = staged(tmp_path / "other", GRPO)
+    run(settings(tmp_path / "other", steps=1, tasks=written(alone.tasks), checkpoint={"every": 2}))
+    with pytest.raises(ConfigError, match="holds a run without stages"):
+        run(alone)
+
+
+@pytest.mark.parametrize(
+    ("stages", "sentence"),
+    [
+        ([{"name": "a", "stepz": 3}], "stage a: there is no key 'stepz'. Did you mean 'steps'"),
+        ([{"name": "a", "steps": 2}, {"name": "b"}], "stage b: how long"),
+        ([{"name": "a", "steps": 2, "model": {"name": "m"}}], "stage a: model is the whole run's"),
+        ([{"name": "a", "steps": 2, "algorithm": {"type": "sft"}}], "stage a: experts is missing"),
+        ([{"name": "a", "steps": 2, "algorithm": {"type": "rloo", "reference": "start"}}], "stage a: .*load_from"),
+    ],
+)
+def test_a_stage_that_is_no_run_is_refused_by_its_name(tmp_path, stages, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        settings(tmp_path, stages=stages, steps=0)
+
+
+def test_two_stages_of_one_name_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="two stages are called grpo"):
+        staged(tmp_path / "run", GRPO, GRPO)
+
+
+def test_a_stages_section_takes_the_place_of_the_runs(tmp_path):
+    config = staged(tmp_path / "run", {**GRPO, "eval": {"every": 3}}, LAST, model={"name": "m", "rank": 4})
+    first, second = config.staged(1), config.staged(2, "tinker://x")
+    assert (first.eval.every, second.eval.every) == (3, 4)
+    assert (first.model.rank, second.model.load_from) == (4, "tinker://x")
+    assert second.rewards == config.rewards
+    assert (first.epochs, first.steps, second.epochs, second.steps) == (None, 5, 0.01, 0)
