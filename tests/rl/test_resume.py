@@ -42,7 +42,17 @@ def breaking(folder: Path, *, calls: int, at: str):
     return connect
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("staleness", "interval", "method"),
+    [
+        (0, 1, "memory"),
+        (1, 1, "memory"),
+        (2, 1, "checkpoint"),
+        (0, 3, "memory"),
+        (1, 2, "checkpoint"),
+        (0, 10, "memory"),
+    ],
+)
 @pytest.mark.parametrize(
     ("at", "calls"),
     [
@@ -53,12 +63,13 @@ def breaking(folder: Path, *, calls: int, at: str):
         ("save", 0),
         ("save", 1),
         ("save_for_sampling", 0),
-        ("snapshot", 5),
+        ("snapshot", 2),
     ],
 )
-def test_a_run_killed_anywhere_ends_with_the_same_metrics(tmp_path, staleness, at, calls):
-    run(settings(tmp_path / "whole", staleness=staleness))
-    broken = settings(tmp_path / "broken", staleness=staleness)
+def test_a_run_killed_anywhere_ends_with_the_same_metrics(tmp_path, staleness, interval, method, at, calls):
+    how = {"staleness": staleness, "sync": {"interval": interval, "method": method}}
+    run(settings(tmp_path / "whole", **how))
+    broken = settings(tmp_path / "broken", **how)
     with pytest.raises(Killed):
         run(broken, breaking(tmp_path / "broken", calls=calls, at=at))
     assert run(broken).step == 8
@@ -117,7 +128,7 @@ def test_what_was_sampled_ahead_is_in_the_state(tmp_path):
         run(settings(tmp_path, staleness=2), breaking(tmp_path, calls=4, at="update"))
     state = json.loads((tmp_path / "state.json").read_text())
     assert state["step"] == 3
-    assert [batch["step"] for batch in state["batches"]] == [4, 5]
+    assert [batch["step"] for batch in state["supply"]["batches"]] == [4, 5]
     assert state["cursor"] == 5 * 3
 
 

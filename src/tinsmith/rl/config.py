@@ -20,6 +20,8 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms import AlgorithmConfig
 from tinsmith.rl.algorithms.advantages.group import Grpo
 from tinsmith.rl.algorithms.advantages.turns import StepWiseGrpo
+from tinsmith.rl.buffers import BufferConfig
+from tinsmith.rl.buffers.memory import MemoryConfig
 from tinsmith.rl.evaluate import EvalConfig
 from tinsmith.rl.experts import ExpertsConfig
 from tinsmith.rl.monitors import MonitorConfig
@@ -28,7 +30,9 @@ from tinsmith.rl.monitors.report import ReportConfig
 from tinsmith.rl.policy import ModelConfig, OptimizerConfig, SamplingConfig
 from tinsmith.rl.resume import CheckpointConfig
 from tinsmith.rl.rewards import RewardConfig
+from tinsmith.rl.sync import SyncConfig
 from tinsmith.rl.tasks import TasksConfig
+from tinsmith.rl.tries import RolloutConfig
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.single_turn import SingleTurnConfig
 from tinsmith.settings import Settings, build, written
@@ -83,6 +87,9 @@ class RunConfig(Settings):
     """Answers to each task, to be compared with each other."""
     staleness: int = Field(default=0, ge=0)
     """Batches that are sampled ahead of the one in training: 0 is synchronous, 1 overlaps sampling and training."""
+    sync: SyncConfig = SyncConfig()
+    buffer: BufferConfig = MemoryConfig()
+    rollout: RolloutConfig = RolloutConfig()
     sampling: SamplingConfig = SamplingConfig()
     workflow: WorkflowConfig = SingleTurnConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -183,6 +190,16 @@ class RunConfig(Settings):
         advantage = self.algorithm.advantage
         if self.group_size == 1 and isinstance(advantage, Grpo | StepWiseGrpo) and advantage.std_threshold is not None:
             raise ValueError("group_size 1 leaves nothing to compare; set it to 2 or more, or take a critic (ppo)")
+        return self
+
+    @model_validator(mode="after")
+    def _styles_fit(self) -> RunConfig:
+        if self.sync.style == "fixed" and self.rollout.over.ratio:
+            raise ValueError(
+                "rollout.over wants another sync.style than fixed, whose batches are the same in every run"
+            )
+        if self.sync.publish_every is not None and self.sync.style not in ("on_publish", "live"):
+            raise ValueError(f"sync.publish_every means nothing with sync.style {self.sync.style}; set sync.interval")
         return self
 
     @model_validator(mode="after")

@@ -6,7 +6,6 @@ of k answers is right: 1 - C(n - c, k) / C(n, k) with c of n right, averaged ove
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -17,9 +16,9 @@ from pydantic import Field, model_validator
 from tinsmith.rl.metrics import of_rewards
 from tinsmith.rl.policy import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.rewards import RewardConfig, Rewards
-from tinsmith.rl.rollouts import roll
 from tinsmith.rl.samples import spoken
 from tinsmith.rl.tasks import Held
+from tinsmith.rl.tries import Tries
 from tinsmith.rl.types import Group
 from tinsmith.rl.workflows.base import Workflow
 from tinsmith.settings import Settings
@@ -73,11 +72,9 @@ class EvalConfig(Settings):
 class Evaluator:
     """Held-out tasks and their judge."""
 
-    def __init__(
-        self, config: EvalConfig, held_out: Held, workflow: Workflow, seed: int, gate: asyncio.Semaphore
-    ) -> None:
+    def __init__(self, config: EvalConfig, held_out: Held, workflow: Workflow, seed: int, tries: Tries) -> None:
         """`workflow` samples and scores as `config` says."""
-        self._config, self._workflow, self._seed, self._gate = config, workflow, seed, gate
+        self._config, self._workflow, self._seed, self._tries = config, workflow, seed, tries
         cut = {name: tasks[: config.limit or len(tasks)] for name, tasks in held_out.items()}
         self._tasks = tuple(task for tasks in cut.values() for task in tasks)
         self._sizes = {name: len(tasks) for name, tasks in cut.items()}
@@ -90,7 +87,7 @@ class Evaluator:
         """A group for each held-out task, and what they amount to: together, and by source where there are several."""
         seeds = [request_seed(self._seed, step, index, _EVALUATION) for index in range(len(self._tasks))]
         size = self._config.num_samples
-        groups = await roll(self._workflow, self._tasks, policy, size=size, seeds=seeds, gate=self._gate)
+        groups = await self._tries.roll(self._workflow, self._tasks, policy, size=size, seeds=seeds)
         values, begin = self._amounts(groups, "eval"), 0
         for name, count in self._sizes.items():
             if name and count:

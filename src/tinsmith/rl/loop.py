@@ -1,4 +1,4 @@
-"""The loop: sample, score, update, log, save. Synchronous is staleness 0; there is no other loop."""
+"""The loop: get a batch, score, update, log, save. Synchronous is staleness 0; there is no other loop."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ async def loop(run: Run) -> State:
     await run.begin()
     for step in run.steps():
         clock = Clock()
-        groups = await run.rollouts.next(step) if run.config.rolls_out else ()
+        batch = await run.supply.next(step)
         clock.lap("rollouts")
-        update = await run.algorithm.score(step, groups, run.lessons())
+        update = await run.algorithm.score(step, batch.groups, run.lessons())
         version = run.policy.version
         numbers = await run.update(step, update)
         clock.lap("update")
-        run.log(step, groups, version, numbers, clock)
+        await run.supply.trained(step)
+        run.log(step, batch, version, numbers, clock)
         await run.save_and_evaluate(step)
     assert run.folder.state is not None  # the last step saves
     return run.folder.state

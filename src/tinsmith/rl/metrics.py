@@ -32,7 +32,14 @@ def of_groups(groups: Sequence[Group], version: int) -> dict[str, float]:
         "tokens/reply": _mean(lengths),
         "policy/staleness": _mean(staleness),
         "policy/staleness_max": max(staleness, default=0),
+        "policy/drift": _mean([_drift(group) for group in groups]),
     }
+
+
+def _drift(group: Group) -> int:
+    """Updates that came while the group was sampled."""
+    versions = [turn.version for rollout in group.rollouts for turn in rollout.turns]
+    return max(versions, default=group.version) - group.version
 
 
 def of_rewards(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:

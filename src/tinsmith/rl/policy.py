@@ -278,8 +278,16 @@ class Policy(Protocol):
         """Keep weights and optimizer on the server; returns the path to go on from."""
         ...
 
-    async def save_for_sampling(self, name: str) -> str:
-        """Keep the weights alone, for good; returns the path to sample from."""
+    async def save_for_sampling(self, name: str, ttl_seconds: int | None = None) -> str:
+        """Keep the weights alone, for good or so long; returns the path to sample from."""
+        ...
+
+    async def opened(self, path: str, version: int) -> Snapshot:
+        """Weights that were kept for sampling, known to be of `version`."""
+        ...
+
+    async def forget(self, path: str) -> None:
+        """Let go of weights that were kept for sampling; who samples from them already may go on."""
         ...
 
     async def close(self) -> None:

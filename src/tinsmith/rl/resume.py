@@ -24,12 +24,12 @@ from omegaconf import OmegaConf
 from pydantic import Field, TypeAdapter
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.rollouts import Batch
+from tinsmith.rl.supply import Supplied
 from tinsmith.settings import Settings
 
 _MAY_CHANGE = (
     "name", "description", "folder", "steps", "epochs", "eval", "checkpoint", "monitors", "service", "concurrency",
-    "resume", "stages", "model.base_url", "model.tokenizer",
+    "resume", "rollout", "stages", "model.base_url", "model.tokenizer",
 )  # fmt: skip
 """Keys that may differ when a run goes on: none of them makes what was learned so far untrue."""
 
@@ -79,8 +79,8 @@ class State(Settings):
     lessons: int = 0
     """Drawn from experts."""
     random: RandomStates
-    batches: tuple[Batch, ...] = ()
-    """Sampled ahead and not yet trained on; empty with staleness 0."""
+    supply: Supplied = Supplied()
+    """Which batches were sampled and trained on; those sampled ahead and not yet trained on."""
     algorithm: dict[str, float] = Field(default_factory=dict)
     """Coefficients that adapt."""
     reference: str = ""

@@ -1,122 +1,186 @@
-"""Groups of rollouts, run side by side, and begun ahead of the step that trains on them.
+"""Batches of rollouts, begun ahead of the steps that train on them.
 
-Bounded staleness is one number S: when step t asks for its batch, batches t to t + S are under way, each with the
-weights of the step that began it. So S = 0 is synchronous, with S = 1 the next batch is sampled while this one is
-trained on, and no batch is trained on by weights more than S updates newer. Batches are used in order, oldest first;
-none is thrown away. A rollout that fails is data; a batch in which all fail ends the run.
+The sampling side of a run: it begins batch after batch as `sync.py` allows, hands them on in order, oldest first, and
+throws none away. A batch in which every rollout failed is sampled anew a bounded number of times, then ends the run.
+Leaves out how a group is tried (`tries.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.policy import Policy, Snapshot, request_seed
+from tinsmith.rl.policy import Snapshot, request_seed
+from tinsmith.rl.sync import Bell, Live, Offered, SyncConfig, Weights
 from tinsmith.rl.tasks import Deck
-from tinsmith.rl.types import Group, Rollout, Task
+from tinsmith.rl.tries import Tries
+from tinsmith.rl.types import Group, Task
 from tinsmith.rl.workflows.base import Workflow
+
+_REFILL = 2
+"""Keeps the seeds of a batch that is sampled anew apart from all others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """The groups that one step trains on.
+    """The groups of one step.
 
-    Example: Batch(step=3, groups=(group, group))
+    Example: Batch(step=3, groups=(group, group), cursor=48, numbers={"sync/weights": 2.0})
     """
 
     step: int
+    """Its number, from 1; the step that trains on it, unless batches are used again or out of order."""
     groups: tuple[Group, ...]
+    cursor: int = 0
+    """Training tasks drawn when it was begun, its own among them."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """What sampling has to tell of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """How much is sampled when.
 
-    Example: Plan(steps=60, groups=16, size=8, staleness=0, seed=0)
+    Example: Plan(steps=60, groups=16, size=8, staleness=0, seed=0, sync=SyncConfig())
     """
 
-    steps: int
+    steps: int | None
+    """Batches to sample; None is as many as are asked for."""
     groups: int
-    """For each step."""
+    """Of each batch."""
     size: int
     """Rollouts of a group."""
     staleness: int
     seed: int
+    sync: SyncConfig
 
 
-async def roll(
-    workflow: Workflow,
-    tasks: Sequence[Task],
-    policy: Snapshot,
-    *,
-    size: int,
-    seeds: Sequence[int],
-    gate: asyncio.Semaphore,
-) -> tuple[Group, ...]:
-    """A group for each task, at most `gate` of them at a time."""
+class Sampler:
+    """Makes the batches of a run."""
 
-    async def one(task: Task, seed: int) -> tuple[Rollout, ...]:
-        async with gate:
-            return await workflow.run(task, policy, count=size, seed=seed)
+    def __init__(
+        self,
+        workflow: Workflow,
+        deck: Deck,
+        weights: Weights,
+        plan: Plan,
+        tries: Tries,
+        bell: Bell,
+        put: Callable[[Batch], Awaitable[None]],
+    ) -> None:
+        """`put` is handed each batch, in order; `bell` is rung when one is there."""
+        self._workflow, self._deck, self._weights, self._plan = workflow, deck, weights, plan
+        self._tries, self._bell, self._put = tries, bell, put
+        self._under_way: dict[int, asyncio.Task[None]] = {}
+        self._producer: asyncio.Task[None] | None = None
+        self._now: Offered | None = None
+        self._held = False
+        self.begun = self.done = 0
+        """Numbers of the last batch begun, and of the last handed on."""
+        self.room: Callable[[], bool] = lambda: True
+        """Whether more batches are wanted than there are."""
 
-    results = await asyncio.gather(*map(one, tasks, seeds), return_exceptions=True)
-    return tuple(
-        Group(
-            task=task,
-            rollouts=_failed(result, size) if isinstance(result, BaseException) else result,
-            version=policy.version,
-        )
-        for task, result in zip(tasks, results, strict=True)
-    )
+    def go_on(self, done: int) -> None:
+        """After batch `done`, of an earlier process."""
+        self.begun = self.done = done
 
+    def start(self) -> None:
+        """Batches are begun from now on, also after `settle`."""
+        self._held = False
+        self._bell.ring()
+        if self._producer is None:
+            self._producer = asyncio.create_task(self._produce(), name="batches")
+            self._producer.add_done_callback(lambda _: self._bell.ring())
 
-class Rollouts:
-    """The batches of a run."""
+    @property
+    def fault(self) -> BaseException | None:
+        """Why there will be no further batch."""
+        tasks = [task for task in (*self._under_way.values(), self._producer) if task is not None and task.done()]
+        return next((error for task in tasks if (error := task.exception()) is not None), None)
 
-    def __init__(self, workflow: Workflow, deck: Deck, policy: Policy, plan: Plan, gate: asyncio.Semaphore) -> None:
-        self._workflow, self._deck, self._policy, self._plan, self._gate = workflow, deck, policy, plan, gate
-        self._under_way: dict[int, asyncio.Task[tuple[Group, ...]]] = {}
-        self._done: dict[int, tuple[Group, ...]] = {}
+    @property
+    def complete(self) -> bool:
+        """Whether all batches are begun, or none will be any more."""
+        return self._producer is not None and self._producer.done()
 
-    async def next(self, step: int) -> tuple[Group, ...]:
-        """The batch of `step`. Raises TinsmithError where none of its rollouts succeeded."""
-        for ahead in range(step, min(step + self._plan.staleness, self._plan.steps) + 1):
-            if ahead not in self._under_way and ahead not in self._done:
-                await self._begin(ahead)
-        groups = self._done.pop(step) if step in self._done else await self._under_way.pop(step)
-        rollouts = [rollout for group in groups for rollout in group.rollouts]
-        if all(rollout.error for rollout in rollouts):
-            raise TinsmithError(f"Every rollout of step {step} failed; the first: {rollouts[0].error}")
-        return groups
-
-    async def settle(self) -> tuple[Batch, ...]:
-        """Waits for what is under way; returns the batches not yet trained on, oldest first."""
-        for step in sorted(self._under_way):
-            self._done[step] = await self._under_way.pop(step)
-        return tuple(Batch(step=step, groups=self._done[step]) for step in sorted(self._done))
-
-    def restore(self, batches: Sequence[Batch]) -> None:
-        """What `settle` returned in an earlier process."""
-        self._done = {batch.step: batch.groups for batch in batches}
+    async def settle(self) -> None:
+        """Begins nothing more, and returns when what is under way is handed on."""
+        self._held = True
+        while left := [task for task in self._under_way.values() if not task.done()]:
+            await asyncio.wait(left)
+        self.begun = self.done
+        self._under_way.clear()
 
     async def close(self) -> None:
         """Stops what is under way."""
-        for task in self._under_way.values():
+        tasks = [task for task in (*self._under_way.values(), self._producer) if task is not None]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._under_way.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._under_way.clear()
 
-    async def _begin(self, step: int) -> None:
+    async def _produce(self) -> None:
+        while self._plan.steps is None or self.begun < self._plan.steps:
+            await self._bell.until(lambda: not self._held and self._may_begin())
+            snapshot, step = await self._weights_for(self.begun + 1)
+            if not self._held:
+                self._begin(self.begun + 1, snapshot, step)
+
+    def _may_begin(self) -> bool:
+        sync = self._plan.sync
+        return self.room() and (sync.style != "live" or len(self._under_way) < sync.in_flight)
+
+    async def _weights_for(self, number: int) -> tuple[Snapshot, int]:
+        """What samples batch `number`, and the step it is of."""
+        sync, offset = self._plan.sync, self._plan.staleness
+        if sync.style == "fixed":
+            self._now = await self._weights.at(sync.weights_for(number, offset))
+        elif self._now is None:
+            self._now = await self._weights.at(0)
+        elif sync.style == "live":
+            self._now = self._weights.newest()
+            return Live(self._weights), self._now.step
+        elif sync.turns(number, offset):
+            await self._bell.until(lambda: not self._under_way)
+            self._now = await self._weights.newer(self._now.step)
+        return (Live(self._weights) if sync.style == "live" else self._now.snapshot), self._now.step
+
+    def _begin(self, number: int, snapshot: Snapshot, step: int) -> None:
         tasks = self._deck.draw(self._plan.groups)
-        seeds = [request_seed(self._plan.seed, step, group) for group in range(len(tasks))]
-        snapshot = await self._policy.snapshot()
-        rolling = roll(self._workflow, tasks, snapshot, size=self._plan.size, seeds=seeds, gate=self._gate)
-        self._under_way[step] = asyncio.create_task(rolling, name=f"rollouts of step {step}")
+        task = asyncio.create_task(
+            self._batch(number, tasks, snapshot, step, self._deck.cursor), name=f"rollouts of step {number}"
+        )
+        self.begun, self._under_way[number] = number, task
+        task.add_done_callback(lambda _: self._bell.ring())
+
+    async def _batch(self, number: int, tasks: Sequence[Task], snapshot: Snapshot, step: int, cursor: int) -> None:
+        """Samples, waits for its turn, and hands on."""
+        refills, groups = 0, await self._roll(number, tasks, snapshot, ())
+        while all(rollout.error for group in groups for rollout in group.rollouts):
+            if refills >= self._tries.config.refills:
+                raise _all_failed(number, groups, refills)
+            refills += 1
+            groups = await self._roll(number, self._deck.draw(self._plan.groups), snapshot, (_REFILL, refills))
+        numbers = {"sync/weights": float(step), **({"rollouts/refills": float(refills)} if refills else {})}
+        await self._bell.until(lambda: self.done == number - 1)
+        await self._put(Batch(step=number, groups=groups, cursor=cursor, numbers=numbers))
+        self.done = number
+        del self._under_way[number]
+
+    async def _roll(
+        self, number: int, tasks: Sequence[Task], snapshot: Snapshot, again: tuple[int, ...]
+    ) -> tuple[Group, ...]:
+        seeds = [request_seed(self._plan.seed, number, group, *again) for group in range(len(tasks))]
+        over = self._tries.config.over if self._plan.sync.style != "fixed" else None
+        return await self._tries.roll(self._workflow, tasks, snapshot, size=self._plan.size, seeds=seeds, over=over)
 
 
-def _failed(error: BaseException, size: int) -> tuple[Rollout, ...]:
-    if isinstance(error, asyncio.CancelledError):
-        raise error
-    return (Rollout(error=f"{type(error).__name__}: {error}"),) * size
+def _all_failed(number: int, groups: Sequence[Group], refills: int) -> TinsmithError:
+    first = next(rollout.error for group in groups for rollout in group.rollouts)
+    again = f" (and so did {refills} more batches before)" if refills else ""
+    return TinsmithError(
+        f"Every rollout of step {number} failed; the first: {first}{again}.",
+        "Mend that, or raise rollout.retries and rollout.refills if it was only for a moment.",
+    )

@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from tinsmith.rl import algorithms, metrics, monitors, workflows
+from tinsmith.rl import algorithms, buffers, metrics, monitors, workflows
 from tinsmith.rl.algorithms.base import Algorithm
+from tinsmith.rl.buffers.reader import Reader
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.critic import Critic
 from tinsmith.rl.evaluate import Evaluator
@@ -26,10 +27,12 @@ from tinsmith.rl.monitors.base import Monitors, RunInfo
 from tinsmith.rl.policy import Policy, Snapshot, Update
 from tinsmith.rl.resume import RandomStates, RunFolder, State
 from tinsmith.rl.rewards import Rewards
-from tinsmith.rl.rollouts import Plan, Rollouts
+from tinsmith.rl.rollouts import Batch, Plan, Sampler
 from tinsmith.rl.samples import Sample
+from tinsmith.rl.supply import NoSupply, OwnSupply, Supply
+from tinsmith.rl.sync import Bell, LocalWeights, Publisher
 from tinsmith.rl.tasks import Deck, split
-from tinsmith.rl.types import Group
+from tinsmith.rl.tries import Tries
 from tinsmith.rl.workflows.base import Unasked
 
 Connect = Callable[[str, int], Awaitable[Policy]]
@@ -62,7 +65,7 @@ class Run:
     folder: RunFolder
     policy: Policy
     deck: Deck
-    rollouts: Rollouts
+    supply: Supply
     algorithm: Algorithm
     evaluator: Evaluator
     rewards: Rewards | None
@@ -105,16 +108,16 @@ class Run:
         moved = self.algorithm.learned(update, updated)
         return {**metrics.of_update(update.rows, updated), "optim/lr": rate, **update.numbers, **moved, **taught}
 
-    def log(self, step: int, groups: Sequence[Group], version: int, numbers: Mapping[str, float], clock: Clock) -> None:
+    def log(self, step: int, batch: Batch, version: int, numbers: Mapping[str, float], clock: Clock) -> None:
         """Tells the order of tasks and the monitors of a step that weights of `version` trained on."""
-        self.deck.told(groups)
-        batch = metrics.of_groups(groups, version) if groups else {}
+        self.deck.told(batch.groups)
+        sampled = metrics.of_groups(batch.groups, version) if batch.groups else {}
         seconds = clock.total()
-        tokens = batch["tokens/sampled"] if groups else numbers.get("tokens/trained", 0.0)
+        tokens = sampled["tokens/sampled"] if batch.groups else numbers.get("tokens/trained", 0.0)
         speed = {"speed/tokens_per_second": tokens / seconds, "time/step": seconds}
-        if groups:
-            self.monitors.rollouts(step, "train", groups)
-        self.monitors.metrics(step, {**batch, **numbers, **speed, **clock.parts})
+        if batch.groups:
+            self.monitors.rollouts(step, "train", batch.groups)
+        self.monitors.metrics(step, {**sampled, **batch.numbers, **numbers, **speed, **clock.parts})
 
     async def save_and_evaluate(self, step: int) -> None:
         """What is due after a step; the state is written last, when all that belongs to the step is on disk."""
@@ -132,7 +135,7 @@ class Run:
         self.monitors.metrics(step, {**values, **beside, "time/eval": clock.total()})
 
     async def _save(self, step: int, last: bool) -> None:
-        batches = await self.rollouts.settle()
+        supplied = await self.supply.settle()
         name = "final" if last else f"step-{step:06}"
         ttl = None if last else self.config.checkpoint.ttl_seconds
         path = await self.policy.save(name, ttl)
@@ -145,13 +148,14 @@ class Run:
             order=self.deck.state,
             lessons=self.experts.cursor if self.experts else 0,
             random=RandomStates.capture(),
-            batches=batches,
+            supply=supplied,
             algorithm=dict(self.algorithm.state),
             reference=self.reference,
             critic_path=await self.critic.save(f"critic-{name}", ttl) if self.critic else "",
             sampling_path=sampling_path,
         )
         self.folder.save(state)
+        await self.supply.saved()
 
 
 @asynccontextmanager
@@ -159,7 +163,7 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
     """The parts of a run, ended in order whatever happens. Raises ConfigError before anything is asked of a server."""
     state = folder.state
     deck, held_out = split(config.tasks, config.seed)
-    gate = asyncio.Semaphore(config.concurrency)
+    tries = Tries(config.rollout, asyncio.Semaphore(config.concurrency))
     judge = Rewards(config.eval.rewards or config.rewards) if config.evaluates else None
     judging = workflows.build(config.workflow, config.eval.sampling(config.sampling), judge) if judge else Unasked()
     info = RunInfo(
@@ -170,23 +174,17 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
         settings=config.model_dump(mode="json"),
     )
     policy = await connect(state.path if state else "", state.version if state else 0)
-    plan = Plan(
-        steps=config.steps,
-        groups=config.groups_per_step,
-        size=config.group_size,
-        staleness=config.staleness,
-        seed=config.seed,
-    )
-    asking = workflows.build(config.workflow, config.sampling, Rewards(config.rewards)) if config.rolls_out else None
-    rollouts = Rollouts(asking or Unasked(), deck, policy, plan, gate)
+    supply = _supply(config, folder, policy, deck, tries) if config.rolls_out else NoSupply()
     pairs = config.algorithm.learns_from == "pairs"
     experts = Experts(config.experts, held_out, policy.chat, config.seed, pairs=pairs) if config.experts else None
     critic = await _critic(config, policy, state)
     reference = await _reference(config, policy, state)
-    columns = _columns(config, policy, reference, critic, gate)
+    columns = _columns(config, policy, reference, critic, tries.gate)
     algorithm = algorithms.build(config.algorithm, policy.extensions, columns, config.seed)
     console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.where}[/]", highlight=False)
-    _go_on(state, deck, rollouts, algorithm, config.seed)
+    _go_on(state, deck, algorithm, config.seed)
+    if state is not None:
+        await supply.restore(state.supply)
     if state is not None and experts is not None:
         experts.cursor = state.lessons
     told = monitors.build(config.monitors, info, console)
@@ -196,9 +194,9 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
             folder=folder,
             policy=policy,
             deck=deck,
-            rollouts=rollouts,
+            supply=supply,
             algorithm=algorithm,
-            evaluator=Evaluator(config.eval, held_out if judge else {}, judging, config.seed, gate),
+            evaluator=Evaluator(config.eval, held_out if judge else {}, judging, config.seed, tries),
             rewards=judge,
             monitors=told,
             reference=reference,
@@ -206,9 +204,46 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
             experts=experts,
         )
     finally:
-        await rollouts.close()
+        await supply.close()
         told.close()
         await policy.close()
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """In style fixed, batch t is for step t alone; else sampling goes on for as long as training does."""
+    waiting = config.buffer
+    one_each = config.sync.style == "fixed" and not waiting.replay.enable and waiting.max_staleness is None
+    return Plan(
+        steps=config.steps if one_each else None,
+        groups=config.groups_per_step,
+        size=config.group_size,
+        staleness=config.staleness,
+        seed=config.seed,
+        sync=config.sync,
+    )
+
+
+def _supply(config: RunConfig, folder: RunFolder, policy: Policy, deck: Deck, tries: Tries) -> Supply:
+    bell, plan = Bell(), plan_of(config)
+    buffer = buffers.build(config.buffer, folder.path)
+    weights = LocalWeights(bell, config.sync.timeout)
+
+    async def put(batch: Batch) -> None:
+        await buffer.put(batch)
+        bell.ring()
+
+    workflow = workflows.build(config.workflow, config.sampling, Rewards(config.rewards))
+    return OwnSupply(
+        Sampler(workflow, deck, weights, plan, tries, bell, put),
+        buffer,
+        Reader(buffer, config.buffer, config.seed),
+        weights,
+        Publisher(policy, config.sync.method or "memory", config.sync.keep, config.checkpoint.ttl_seconds),
+        policy,
+        plan,
+        bell,
+        config.buffer.capacity,
+    )
 
 
 async def _critic(config: RunConfig, policy: Policy, state: State | None) -> Critic | None:
@@ -253,7 +288,7 @@ async def logprobs_of(snapshot: Snapshot, rows: Sequence[Sample], gate: asyncio.
     return list(await asyncio.gather(*map(one, rows)))
 
 
-def _go_on(state: State | None, deck: Deck, rollouts: Rollouts, algorithm: Algorithm, seed: int) -> None:
+def _go_on(state: State | None, deck: Deck, algorithm: Algorithm, seed: int) -> None:
     if state is None:
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -261,7 +296,6 @@ def _go_on(state: State | None, deck: Deck, rollouts: Rollouts, algorithm: Algor
     state.random.restore()
     deck.restore(state.cursor, state.order)
     algorithm.restore(state.algorithm)
-    rollouts.restore(state.batches)
 
 
 def folder_of(config: RunConfig) -> Path:

@@ -176,9 +176,17 @@ class ScriptedPolicy:
         path.write_text(json.dumps(self._logits.tolist()))
         return str(path)
 
-    async def save_for_sampling(self, name: str) -> str:
+    async def save_for_sampling(self, name: str, ttl_seconds: int | None = None) -> str:
         """As `save`."""
-        return await self.save(f"{name}-sampling", None)
+        return await self.save(f"{name}-sampling", ttl_seconds)
+
+    async def opened(self, path: str, version: int) -> ScriptedSnapshot:
+        """The logits that were saved."""
+        return ScriptedSnapshot(self._replies, np.array(json.loads(Path(path).read_text())), version)
+
+    async def forget(self, path: str) -> None:
+        """Its file goes."""
+        Path(path).unlink(missing_ok=True)
 
     async def close(self) -> None:
         """Nothing to end."""

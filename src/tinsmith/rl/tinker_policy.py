@@ -14,7 +14,7 @@ from typing import Any, cast
 import numpy as np
 import tinker
 
-from tinsmith.errors import ConfigError, TinsmithError, Unsupported
+from tinsmith.errors import ConfigError, TinsmithError, Unsupported, UserError
 from tinsmith.rl.chat import Chat, template_of
 from tinsmith.rl.policy import ModelConfig, OptimizerConfig, Prompt, SamplingConfig, Update, Updated, fits
 from tinsmith.rl.samples import Sample
@@ -191,10 +191,24 @@ class TinkerPolicy:
         async with boundary(f"saving the checkpoint {name}"):
             return (await self._client.save_state(name, ttl_seconds=ttl_seconds, overwrite=True)).path
 
-    async def save_for_sampling(self, name: str) -> str:
-        """Sampler weights without a time to live."""
+    async def save_for_sampling(self, name: str, ttl_seconds: int | None = None) -> str:
+        """A sampler checkpoint."""
         async with boundary(f"saving the weights {name}"):
-            return (await self._client.save_weights_for_sampler(name)).path
+            return (await self._client.save_weights_for_sampler(name, ttl_seconds=ttl_seconds)).path
+
+    async def opened(self, path: str, version: int) -> TinkerSnapshot:
+        """A sampling session of its own."""
+        async with boundary(f"opening {path} for sampling"):
+            client = await self._service.create_sampling_client(model_path=path)
+        return TinkerSnapshot(client, self._chat, version)
+
+    async def forget(self, path: str) -> None:
+        """One that is gone already is passed over."""
+        try:
+            async with boundary(f"deleting {path}"):
+                await self._service.create_rest_client().delete_checkpoint_from_tinker_path(path)
+        except UserError as error:
+            log.warning("Old weights could not be deleted: %s", error)
 
     async def close(self) -> None:
         """Ends the session at the server; its checkpoints stay. A server that is gone is not waited for."""

@@ -1,0 +1,170 @@
+"""What the loop trains on: batches from a sampling side in the same process, or from a buffer that another one fills.
+
+Leaves out how batches are made (`rollouts.py`) and where they wait (`buffers/`).
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from tinsmith.rl.buffers.base import Buffer
+from tinsmith.rl.buffers.reader import Reader, Reading
+from tinsmith.rl.policy import Policy
+from tinsmith.rl.rollouts import Batch, Plan, Sampler
+from tinsmith.rl.sync import Bell, LocalWeights, Publisher
+from tinsmith.settings import Settings
+
+
+class Supplied(Settings):
+    """Where a supply is, for a run that goes on."""
+
+    reading: Reading = Reading()
+    sampled: int = 0
+    """Batches sampled."""
+    batches: tuple[Batch, ...] = ()
+    """Those that wait, where nothing else keeps them."""
+
+
+class Supply(Protocol):
+    """Asked by the loop, step by step."""
+
+    async def next(self, step: int) -> Batch:
+        """What `step` trains on. Raises TinsmithError where none will come."""
+        ...
+
+    async def trained(self, step: int) -> None:
+        """The policy has seen `step` steps: its weights may be sampled from."""
+        ...
+
+    async def settle(self) -> Supplied:
+        """Waits for what is under way; returns where to go on from."""
+        ...
+
+    async def saved(self) -> None:
+        """What `settle` returned is on disk."""
+        ...
+
+    async def restore(self, state: Supplied) -> None:
+        """What `settle` returned in an earlier process."""
+        ...
+
+    async def close(self) -> None:
+        """Stops what is under way."""
+        ...
+
+
+POLL_SECONDS = 0.2
+"""How often is looked for what no bell tells: batches that have rested long enough."""
+
+
+class OwnSupply:
+    """Samples and trains in one process."""
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        buffer: Buffer,
+        reader: Reader,
+        weights: LocalWeights,
+        publisher: Publisher,
+        policy: Policy,
+        plan: Plan,
+        bell: Bell,
+        capacity: int,
+    ) -> None:
+        """`sampler` puts into `buffer` and samples by `weights`; `capacity` is the number of batches that may wait."""
+        self._sampler, self._buffer, self._reader = sampler, buffer, reader
+        self._weights, self._publisher, self._policy = weights, publisher, policy
+        self._sync, self._bell = plan.sync, bell
+        self._fixed = plan.sync.style == "fixed"
+        self._published = -1
+        if not self._fixed:
+            sampler.room = lambda: sampler.begun - reader.taken < capacity
+
+    async def next(self, step: int) -> Batch:
+        """Oldest first. Raises what broke the sampling off."""
+        now = step - 1
+        if self._published < 0 or (self._fixed and now % self._sync.interval == 0):
+            await self._publish(now)
+        self._sampler.start()
+        if self._fixed:  # so that what is under way at any step is the same in every run
+            await self._bell.until(lambda: self._weights.waiting or self._sampler.complete)
+        while True:
+            seen = self._bell.rings
+            if (batch := await self._reader.take(self._policy.version)) is not None:
+                return batch
+            if (fault := self._sampler.fault) is not None:
+                raise fault
+            await self._serve(now)
+            await self._bell.rung_since(seen, POLL_SECONDS)
+
+    async def trained(self, step: int) -> None:
+        """In style fixed, weights go out with the next step's question: nothing is under way while a run is saved."""
+        match self._sync.style:
+            case "on_publish" | "live" if step % self._sync.period == 0:
+                await self._publish(step)
+            case "on_demand" if self._weights.wanted is not None:
+                await self._publish(step)
+
+    async def settle(self) -> Supplied:
+        """All of it, or where it is, if the buffer outlives the process."""
+        await self._sampler.settle()
+        held = () if self._buffer.durable else sorted(await self._buffer.numbers())
+        done = self._reader.done
+        batches = [await self._buffer.get(number) for number in held if number not in done]
+        return Supplied(reading=self._reader.state, sampled=self._sampler.done, batches=tuple(batches))
+
+    async def saved(self) -> None:
+        """Drops what was trained on for the last time."""
+        await self._reader.clear()
+
+    async def restore(self, state: Supplied) -> None:
+        """What was sampled after that is sampled again."""
+        self._sampler.go_on(state.sampled)
+        self._reader.restore(state.reading)
+        for batch in state.batches:
+            await self._buffer.put(batch)
+        await self._buffer.drop([number for number in await self._buffer.numbers() if number > state.sampled])
+
+    async def close(self) -> None:
+        """Stops what is under way."""
+        await self._sampler.close()
+        await self._buffer.close()
+
+    async def _publish(self, step: int) -> None:
+        _, snapshot = await self._publisher.publish(step)
+        self._published = step
+        self._weights.offer(step, snapshot)
+
+    async def _serve(self, now: int) -> None:
+        """Training waits: who waits for newer weights gets the newest, or goes on with those there are."""
+        if self._weights.wanted is None:
+            return
+        if self._sync.style == "on_demand" and now > self._published:
+            await self._publish(now)
+        else:
+            self._weights.none_newer()
+
+
+class NoSupply:
+    """Of a run that samples nothing: what it learns from, others said."""
+
+    async def next(self, step: int) -> Batch:
+        """Without groups."""
+        return Batch(step=step, groups=())
+
+    async def trained(self, step: int) -> None:
+        """Nobody samples."""
+
+    async def settle(self) -> Supplied:
+        """Nothing."""
+        return Supplied()
+
+    async def saved(self) -> None:
+        """Nothing waits."""
+
+    async def restore(self, state: Supplied) -> None:
+        """Nothing."""
+
+    async def close(self) -> None:
+        """Nothing."""

@@ -1,0 +1,137 @@
+"""A group is tried within limits of time, again where it failed, and without the slowest where others are enough."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from tests.rl.small import settings
+from tinsmith.rl.tries import BROKEN_OFF, OverSampling, RolloutConfig, Tries
+from tinsmith.rl.types import Group, Rollout, Task, Turn
+
+GOOD = Rollout(turns=(Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text="", stop="stop"),), rewards={"policy": 1.0})
+
+
+class Still:
+    version = 7
+
+
+class Timed:
+    """Each task takes as many seconds as its answer says; 'fail' raises, 'half' fails the second rollout once."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+
+    async def run(self, task: Task, policy, *, count: int, seed: int) -> tuple[Rollout, ...]:
+        self.calls.append((task.answer, count, seed))
+        if task.answer == "fail":
+            raise ValueError("no")
+        if task.answer == "half":
+            first = sum(answer == "half" for answer, *_ in self.calls) == 1
+            return (GOOD, *[Rollout(error="odd") if first else GOOD] * (count - 1))
+        await asyncio.sleep(float(task.answer))
+        return (GOOD,) * count
+
+
+def rolled(answers: list[str], *, workflow: Timed | None = None, size: int = 2, over=None, **config) -> list[Group]:
+    tasks = [Task(id=str(at), messages=(), answer=answer) for at, answer in enumerate(answers)]
+    tries = Tries(RolloutConfig(**config), asyncio.Semaphore(100))
+    seeds = range(100, 100 + len(tasks))
+    return list(asyncio.run(tries.roll(workflow or Timed(), tasks, Still(), size=size, seeds=seeds, over=over)))
+
+
+def errors(group: Group) -> list[str]:
+    return [rollout.error for rollout in group.rollouts]
+
+
+def test_an_attempt_that_takes_too_long_fails_and_says_so():
+    quick, slow = rolled(["0", "5"], timeout=0.05)
+    assert errors(quick) == ["", ""]
+    assert errors(slow) == ["no end within 0.05 seconds"] * 2
+    assert quick.version == slow.version == 7
+
+
+def test_waiting_for_a_turn_is_not_an_attempt():
+    tasks = [Task(id=str(at), messages=(), answer="0.03") for at in range(4)]
+    tries = Tries(RolloutConfig(timeout=0.05), asyncio.Semaphore(1))
+    groups = asyncio.run(tries.roll(Timed(), tasks, Still(), size=1, seeds=range(4)))
+    assert [errors(group) for group in groups] == [[""]] * 4
+
+
+def test_what_failed_is_tried_again_with_another_seed():
+    workflow = Timed()
+    (group,) = rolled(["half"], workflow=workflow, size=3, retries=2)
+    assert errors(group) == ["", "", ""]
+    assert [(count, seed == 100) for _, count, seed in workflow.calls] == [(3, True), (2, False)]
+
+
+def test_what_fails_always_is_tried_a_bounded_number_of_times():
+    workflow = Timed()
+    (group,) = rolled(["fail"], workflow=workflow, retries=2)
+    assert errors(group) == ["ValueError: no"] * 2
+    assert len({seed for *_, seed in workflow.calls}) == len(workflow.calls) == 3
+
+
+@pytest.mark.parametrize(
+    ("partial", "expected"), [("keep", ["", "odd"]), ("drop", ["left out with its group: odd", "odd"])]
+)
+def test_a_group_in_which_some_failed_counts_as_the_run_says(partial, expected):
+    (group,) = rolled(["half"], partial=partial)
+    assert errors(group) == expected
+    assert len(group.rollouts[0].turns) == 1
+
+
+def test_the_slowest_are_broken_off_when_enough_are_there():
+    begin = time.perf_counter()
+    groups = rolled(["0", "5", "0", "0"], over=OverSampling(ratio=0.25, wait=0.05))
+    assert 0.05 <= time.perf_counter() - begin < 3
+    assert [errors(group)[0] for group in groups] == ["", BROKEN_OFF, "", ""]
+
+
+def test_the_others_have_some_time_once_enough_are_there():
+    groups = rolled(["0", "0.05", "0", "0"], over=OverSampling(ratio=0.25, wait=2))
+    assert [errors(group) for group in groups] == [["", ""]] * 4
+
+
+def test_failed_groups_are_not_enough():
+    groups = rolled(["fail", "0.05", "0.05", "0.05"], over=OverSampling(ratio=0.5, wait=0.5))
+    assert [errors(group)[0] for group in groups] == ["ValueError: no", "", "", ""]
+
+
+@pytest.mark.parametrize("partial", [True, False])
+def test_what_was_done_of_a_group_broken_off_is_kept_if_wanted(partial):
+    class Uneven(Timed):
+        async def run(self, task, policy, *, count, seed):
+            if task.answer == "uneven" and self.calls:
+                await asyncio.sleep(5)
+            self.calls.append((task.answer, count, seed))
+            return (GOOD,) * count
+
+    over = OverSampling(ratio=0.5, wait=0.01, partial=partial)
+    first, _ = rolled(["uneven", "0"], workflow=Uneven(), over=over, split=1)
+    kept = "" if partial else f"left out with its group: {BROKEN_OFF}"
+    assert errors(first) == [kept, BROKEN_OFF]
+
+
+def test_the_limit_follows_the_mean_after_warm_up():
+    async def main() -> list[float]:
+        tries = Tries(RolloutConfig(timeout=9.0, timeout_ratio=3.0, timeout_warmup=2), asyncio.Semaphore(10))
+        limits = [tries.limit]
+        for _ in range(2):
+            task = Task(id="0", messages=(), answer="0.02")
+            await tries.roll(Timed(), [task], Still(), size=1, seeds=[1])
+            limits.append(tries.limit)
+        return limits
+
+    first, second, third = asyncio.run(main())
+    assert first == second == 9.0
+    assert 0.06 <= third < 3.0
+
+
+def test_styles_and_rollouts_that_do_not_go_together_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"rollout\.over wants another sync\.style than fixed"):
+        settings(tmp_path, rollout={"over": {"ratio": 0.5}})
+    with pytest.raises(ValueError, match=r"sync\.publish_every means nothing with sync\.style fixed"):
+        settings(tmp_path, sync={"publish_every": 2})
