@@ -54,10 +54,10 @@ def test_an_attempt_that_takes_too_long_fails_and_says_so():
 
 
 def test_waiting_for_a_turn_is_not_an_attempt():
-    tasks = [Task(id=str(at), messages=(), answer="0.03") for at in range(4)]
-    tries = Tries(RolloutConfig(timeout=0.05), asyncio.Semaphore(1))
-    groups = asyncio.run(tries.roll(Timed(), tasks, Still(), size=1, seeds=range(4)))
-    assert [errors(group) for group in groups] == [[""]] * 4
+    tasks = [Task(id=str(at), messages=(), answer="0.1") for at in range(6)]
+    tries = Tries(RolloutConfig(timeout=0.5), asyncio.Semaphore(1))
+    groups = asyncio.run(tries.roll(Timed(), tasks, Still(), size=1, seeds=range(6)))
+    assert [errors(group) for group in groups] == [[""]] * 6
 
 
 def test_what_failed_is_tried_again_with_another_seed():

@@ -145,8 +145,9 @@ class Tries:
         seed = work.seed if place == (0, 0) else request_seed(work.seed, *place)
         async with self.gate:
             begin, limit = time.perf_counter(), self.limit
+            clock = asyncio.timeout(limit)
             try:
-                async with asyncio.timeout(limit) as clock:
+                async with clock:
                     rollouts = await workflow.run(work.task, policy, count=len(slots), seed=seed)
                 self._seconds += time.perf_counter() - begin
                 self._good += 1
