@@ -33,6 +33,8 @@ app = App(
 
 app.command("tinsmith.cli_keys:app", name="keys", help="Keys of tenants: make, list, revoke, and limit a tenant.")
 app.command("tinsmith.cli_machine:models", name="models", help="Base models: what is served, what is here; fetch more.")
+app.command("tinsmith.cli_config:check", name="check", help="Look at a run file without starting anything.")
+app.command("tinsmith.cli_config:config", name="config", help="Run files as they are read: show one, convert one.")
 app.command("tinsmith.cli_machine:doctor", name="doctor", help="Look at this machine: has it what a service needs?")
 
 Overrides = Annotated[
@@ -106,31 +108,30 @@ def serve(
 def run(
     *words: Annotated[str, Parameter(name="FILE [KEY=VALUE]", allow_leading_hyphen=False)], config: Path | None = None
 ) -> None:
-    """Train as a run file says, or go on with the run that its folder holds.
+    """Train as a run file says, or go on with the run that its folder holds. Files of Trinity-RFT run as they are.
 
-    The server is the file's model.base_url, else TINKER_BASE_URL (with TINKER_API_KEY); without either, a service is
-    started on this machine for as long as the run takes.
+    The server is the file's model.base_url, else TINKER_BASE_URL (with TINKER_API_KEY or TRINITY_API_KEY); without
+    either, a service is started on this machine for as long as the run takes.
 
     Parameters
     ----------
     words
-        The run file (YAML or TOML), then settings laid on top, as steps=20 or model.rank=8.
+        The run file (YAML or TOML; or a YAML of Trinity-RFT), then settings laid on top, as steps=20 or model.rank=8.
     config
         The run file, in place of the first word.
     """
     from rich.console import Console
 
-    from tinsmith.rl.config import RunConfig
-    from tinsmith.settings import read
+    from tinsmith.cli_config import tell
+    from tinsmith.dialects import read_run
 
     if config is None and not words:
         raise ConfigError("tinsmith run needs a run file.", "As in: tinsmith run examples/addition.yaml")
     file, overrides = (config, words) if config else (Path(words[0]), words[1:])
-    settings = read(RunConfig, file, overrides)
-    if not settings.name:
-        settings = settings.model_copy(update={"name": file.stem})
     console = Console()
-    settings, state = _train(settings, console)
+    found = read_run(file, overrides)
+    tell(found, console)
+    settings, state = _train(found.settings, console)
     console.print(f"{_plain(settings.name)} is finished: {state.step} steps", highlight=False)
     _tell_where(settings, state, console)
 
@@ -226,10 +227,7 @@ def _server(settings: RunConfig) -> Iterator[tuple[str, str]]:
 
     base_url = settings.model.base_url or os.environ.get("TINKER_BASE_URL", "")
     if base_url:
-        api_key = os.environ.get("TINKER_API_KEY", "")
-        if not api_key:
-            raise ConfigError(f"There is no key for {base_url}.", "Set TINKER_API_KEY.")
-        yield base_url, api_key
+        yield base_url, _api_key(base_url)
         return
     from tinsmith.rl.run import folder_of
     from tinsmith.service.config import ServeConfig
@@ -246,6 +244,18 @@ def _server(settings: RunConfig) -> Iterator[tuple[str, str]]:
     )
     with embedded(config) as (url, key):
         yield url, key
+
+
+def _api_key(base_url: str) -> str:
+    """Of the environment. The name that Trinity-RFT's documents have counts where the SDK's own is not set."""
+    import os
+
+    first, second = os.environ.get("TINKER_API_KEY", ""), os.environ.get("TRINITY_API_KEY", "")
+    if not (first or second):
+        raise ConfigError(f"There is no key for {base_url}.", "Set TINKER_API_KEY.")
+    if first and second and first != second:
+        sys.stderr.write("note: TINKER_API_KEY and TRINITY_API_KEY differ; TINKER_API_KEY is used\n")
+    return first or second
 
 
 def _tell_where(settings: RunConfig, state: State, console: Console) -> None:

@@ -1,0 +1,123 @@
+"""The commands that read a run file and start nothing: `tinsmith check`, `tinsmith config show` and `config convert`.
+
+Imports stand inside the commands. What is for people goes to standard error, so that standard output is a run file.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import App, Parameter
+
+from tinsmith.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tinsmith.dialects import Read
+    from tinsmith.rl.config import RunConfig
+
+config = App(name="config", help="Run files as they are read: show what one means, or write it in our own form.")
+
+Overrides = Annotated[
+    str, Parameter(help="Settings laid on top, as steps=20 or model.rank=8.", allow_leading_hyphen=False)
+]
+
+
+def check(file: Path, /, *overrides: Overrides) -> None:
+    """Look at a run file without starting anything: is it in order, and what of it has no meaning here?
+
+    Ends with 0, or with 2 and every fault, each with its cure.
+
+    Parameters
+    ----------
+    file
+        A run file of ours (YAML or TOML), or of Trinity-RFT (YAML).
+    """
+    found = _read(file, overrides)
+    run = found.settings
+    long = f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs"
+    kind = f", a file of {found.dialect}" if found.dialect else ""
+    summary = f"{run.algorithm.type} on {run.model.name}, {long}"
+    sys.stdout.write(f"{file}{kind} is in order: {summary}\n")
+
+
+@config.command
+def show(file: Path, /, *overrides: Overrides) -> None:
+    """Print the whole run that a file means: every setting, in our own form.
+
+    Parameters
+    ----------
+    file
+        A run file of ours (YAML or TOML), or of Trinity-RFT (YAML).
+    """
+    found = _read(file, overrides)
+    sys.stdout.write(_yaml(found.settings.model_dump(mode="json")))
+
+
+@config.command
+def convert(file: Path, /, *overrides: Overrides, out: Path | None = None) -> None:
+    """Write a run file in our own form; running it is the same run, and its folder the same.
+
+    Parameters
+    ----------
+    file
+        A run file of Trinity-RFT (YAML), or of ours.
+    out
+        Where to; standard output if not given. A file that is there already is refused.
+    """
+    found = _read(file, overrides)
+    text = _yaml(_plain(found.settings))
+    if out is None:
+        sys.stdout.write(text)
+        return
+    if out.exists():
+        raise ConfigError(f"{out} is there already.", "Remove it, or name another file.")
+    out.write_text(text, encoding="utf-8")
+
+
+def tell(found: Read, console: Console) -> None:
+    """What a file says that one may take to mean more than it does, once."""
+    from rich.markup import escape
+
+    if found.dialect:
+        console.print(f"[dim]a file of {found.dialect}; what differs: docs/trinity.md[/]", highlight=False)
+    for note in found.notes:
+        console.print(f"[dim]note: {escape(note)}[/]", highlight=False)
+
+
+def _read(file: Path, overrides: Sequence[str]) -> Read:
+    from rich.console import Console
+
+    from tinsmith.dialects import read_run
+
+    found = read_run(file, overrides)
+    tell(found, Console(stderr=True, soft_wrap=True))
+    return found
+
+
+def _yaml(values: dict[str, Any]) -> str:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_yaml(OmegaConf.create(_literal(values)))
+
+
+def _plain(settings: RunConfig) -> dict[str, Any]:
+    """What is set, as plain values; what is not has its default again when it is read."""
+    from pydantic_core import to_jsonable_python
+
+    from tinsmith.settings import written
+
+    return to_jsonable_python(written(settings))
+
+
+def _literal(value: Any) -> Any:
+    """With `${` marked as what stands there, which is not to be put in when the file is read."""
+    if isinstance(value, dict):
+        return {key: _literal(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_literal(one) for one in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value

@@ -1,0 +1,240 @@
+"""Trinity's `algorithm` section as ours: parts by their names, arguments over defaults, and the optimizer.
+
+In Trinity a user's arguments replace the defaults; here they lie over them. Leaves out the tables of names
+(`names.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from tinsmith.dialects.base import Becoming, idle
+from tinsmith.dialects.trinity.keys import TrinityFile
+from tinsmith.dialects.trinity.keys_algorithm import Algorithm, Optimizer
+from tinsmith.dialects.trinity.names import (
+    ADVANTAGES,
+    AGGREGATES,
+    DIVERGENCES,
+    ENTROPIES,
+    LOSSES,
+    MISSING_ADVANTAGES,
+    PARTS,
+    REPEATS,
+    Only,
+    Part,
+    To,
+)
+
+SUPERVISED = ("sft", "cpt", "dpo")
+"""Algorithms that learn from data in place of rollouts."""
+TAUGHT = ("on_policy_distill", "jsd")
+
+
+def translate(file: TrinityFile, becoming: Becoming) -> None:
+    """`algorithm` and `optimizer` of the run, and `group_size`."""
+    section = file.algorithm
+    name = section.algorithm_type
+    if name not in PARTS:
+        becoming.fault("algorithm.algorithm_type", f"there is no '{name}'.", _near(name, PARTS))
+        return
+    ours: dict[str, Any] = {"type": "grpo_std" if name == "grpo" else name}
+    advantage, loss = PARTS[name]
+    _part(ours, "advantage", section.advantage_fn, advantage, section.advantage_fn_args, ADVANTAGES, becoming)
+    _part(ours, "policy_loss", section.policy_loss_fn, loss, section.policy_loss_fn_args, LOSSES, becoming)
+    _divergence(ours, "kl", "kl_loss_fn", section.kl_loss_fn, section.kl_loss_fn_args, becoming)
+    _divergence(ours, "kl_penalty", "kl_penalty_fn", section.kl_penalty_fn, section.kl_penalty_fn_args, becoming)
+    _entropy(ours, section, becoming)
+    if section.loss_agg_mode is not None:
+        _aggregate(ours, "algorithm.loss_agg_mode", section.loss_agg_mode, becoming)
+    _beside(ours, file, becoming)
+    becoming.settings["algorithm"] = ours
+    _repeats(name, section, becoming)
+    _optimizer(section.optimizer, becoming, by_tinker=file.model.tinker.enable)
+
+
+def _part(
+    ours: dict[str, Any],
+    kind: str,
+    given: str | None,
+    usual: str,
+    arguments: Mapping[str, Any] | None,
+    table: Mapping[str, Part],
+    becoming: Becoming,
+) -> None:
+    """One part by its name, or the algorithm's usual one, with arguments."""
+    key = f"algorithm.{kind}_fn"
+    name = given or usual
+    if not name:
+        if arguments:
+            becoming.fault(f"{key}_args", f"{ours['type']} has none of its own here.", f"Set {key} as well.")
+        return
+    if name in MISSING_ADVANTAGES and table is ADVANTAGES:
+        becoming.fault(key, f"'{name}' is not here.", MISSING_ADVANTAGES[name])
+        return
+    if name not in table:
+        becoming.fault(key, f"there is no '{name}'.", _near(name, table))
+        return
+    part = table[name]
+    settings = {"type": part.type, **part.settings}
+    _arguments(settings, ours, f"{key}_args", part, arguments or {}, becoming)
+    if part.type == "rec" and settings.get("regularizer") == "k2" and "regularizer_coef" in settings:
+        settings["regularizer_coef"] *= 2  # Trinity's is the square without its half
+    if settings.get("clip") == "gspo_one_side":
+        ours["aggregate"] = "seq_mean_token_mean"
+    ours["loss" if table is LOSSES else kind] = settings
+
+
+def _arguments(
+    settings: dict[str, Any],
+    ours: dict[str, Any],
+    key: str,
+    part: Part,
+    arguments: Mapping[str, Any],
+    becoming: Becoming,
+) -> None:
+    known = [*part.arguments, *(["loss_agg_mode"] if "loss" in key else [])]
+    for name in sorted(arguments, key=lambda one: known.index(one) if one in known else -1):
+        value = arguments[name]
+        if name == "loss_agg_mode" and name in known:
+            _aggregate(ours, f"{key}.{name}", value, becoming)
+            continue
+        match part.arguments.get(name):
+            case None:
+                becoming.fault(f"{key}.{name}", "there is no such argument.", _near(name, known))
+            case Only(only, cure) if value != only:
+                becoming.fault(f"{key}.{name}", f"{value!r} is not possible here.", cure)
+            case To(where=where) if where and not arguments.get(where):
+                becoming.note(f"{key}.{name}: it counts only with {where}: true.")
+            case To(names, values) if values is not None and value not in values:
+                becoming.fault(
+                    f"{key}.{name}", f"there is no {value!r}.", f"It is one of {', '.join(map(str, values))}."
+                )
+            case To(names, values, by):
+                _lay(settings, ours, names, values[value] if values is not None else by(value) if by else value)
+
+
+def _lay(settings: dict[str, Any], ours: dict[str, Any], names: Sequence[str], value: Any) -> None:
+    if value is None:
+        return
+    for name in names:
+        if name.startswith("^"):
+            ours[name[1:]] = value
+        else:
+            settings[name] = value
+
+
+def _aggregate(ours: dict[str, Any], key: str, value: Any, becoming: Becoming) -> None:
+    found = AGGREGATES.get(str(value))
+    if found is None:
+        becoming.fault(key, f"there is no '{value}'.", f"It is one of {', '.join(AGGREGATES)}.")
+    elif ours.get("aggregate", found) != found:
+        becoming.fault(key, f"'{value}' here and another mode elsewhere: a run has one.", "Give it once.")
+    else:
+        ours["aggregate"] = found
+
+
+def _divergence(
+    ours: dict[str, Any],
+    to: str,
+    kind: str,
+    given: str | None,
+    arguments: Mapping[str, Any] | None,
+    becoming: Becoming,
+) -> None:
+    """kl_loss_fn and kl_penalty_fn: an estimator, a coefficient, perhaps one that adapts."""
+    if given is not None and given not in DIVERGENCES:
+        becoming.fault(f"algorithm.{kind}", f"there is no '{given}'.", _near(given, DIVERGENCES))
+        return
+    known = ("kl_coef", "adaptive", "target_kl", "horizon")
+    for name in arguments or {}:
+        if name not in known:
+            becoming.fault(f"algorithm.{kind}_args.{name}", "there is no such argument.", _near(name, known))
+    usual = "k2" if to == "kl" and ours["type"] not in _WITHOUT_KL else "none"
+    chosen, values = given or usual, dict(arguments or {})
+    if chosen == "none":
+        if values.get("kl_coef"):
+            becoming.note(f"algorithm.{kind}_args.kl_coef: {kind} is none here, so it does nothing, as in Trinity.")
+        ours[to] = {"type": "none"}
+        return
+    settings: dict[str, Any] = {"type": chosen, "coef": values.get("kl_coef", 0.001)}
+    if values.get("adaptive"):
+        if not (values.get("target_kl") and values.get("horizon")):
+            cure = "Set target_kl and horizon as well, or leave out adaptive."
+            becoming.fault(f"algorithm.{kind}_args.adaptive", "it wants a target and a horizon.", cure)
+            return
+        settings |= {"target": values["target_kl"], "horizon": values["horizon"]}
+    ours[to] = settings
+
+
+_WITHOUT_KL = ("dapo", "asymre", "dpo", "raft", "sppo", "on_policy_distill", "jsd", "sft", "cpt")
+
+
+def _entropy(ours: dict[str, Any], section: Algorithm, becoming: Becoming) -> None:
+    arguments = dict(section.entropy_loss_fn_args or {})
+    name = section.entropy_loss_fn or "default"
+    if name not in ENTROPIES:
+        becoming.fault("algorithm.entropy_loss_fn", f"there is no '{name}'.", _near(name, ENTROPIES))
+    for unknown in arguments.keys() - {"entropy_coef"}:
+        key = f"algorithm.entropy_loss_fn_args.{unknown}"
+        becoming.fault(key, "there is no such argument.", _near(unknown, ["entropy_coef"]))
+    coef = arguments.get("entropy_coef", 0.0)
+    if name == "none" and coef:
+        becoming.note("algorithm.entropy_loss_fn_args.entropy_coef: entropy_loss_fn is none, so it does nothing.")
+    ours["entropy"] = {"coef": 0.0 if name == "none" else coef}
+
+
+def _beside(ours: dict[str, Any], file: TrinityFile, becoming: Becoming) -> None:
+    """A critic's warm-up and a teacher's name, where there is one of them."""
+    reads = ours.get("advantage", {}).get("type")
+    if reads == "gae":
+        ours["critic"] = {"warmup_steps": file.trainer.critic_warmup}
+    elif file.trainer.critic_warmup:
+        becoming.note("trainer.critic_warmup: nothing here has a critic.")
+    for at, one in enumerate(file.explorer.auxiliary_models):
+        if not one.model_path:
+            key = f"explorer.auxiliary_models[{at}].model_path"
+            becoming.fault(key, "it is not set.", "Name a base model that the server has, or a tinker:// path.")
+        elif at or reads not in TAUGHT:
+            idle(one, becoming, f"explorer.auxiliary_models[{at}].", "nothing in this run asks it.")
+    if reads in TAUGHT:
+        auxiliary = file.explorer.auxiliary_models
+        if auxiliary and auxiliary[0].model_path:
+            ours["teacher"] = auxiliary[0].model_path
+        else:
+            cure = "Name one in explorer.auxiliary_models: a model that the server has, or a tinker:// path."
+            becoming.fault("algorithm.advantage_fn", f"{reads} compares with a teacher.", cure)
+
+
+def _repeats(name: str, section: Algorithm, becoming: Becoming) -> None:
+    if section.repeat_times is not None and section.repeat_times < 1:
+        becoming.fault("algorithm.repeat_times", f"{section.repeat_times} replies are none.", "Set 1 or more.")
+        return
+    usual = REPEATS.get(name, 2)
+    becoming.put("group_size", section.repeat_times or usual)
+    if section.repeat_times is None and name not in SUPERVISED:
+        becoming.note(f"algorithm.repeat_times is not set: {usual}, as documented for {name} (Trinity itself takes 1).")
+
+
+def _optimizer(section: Optimizer, becoming: Becoming, *, by_tinker: bool) -> None:
+    schedules = ("constant", "linear", "cosine")
+    schedule = section.warmup_style or section.lr_scheduler_type
+    if schedule not in schedules:
+        key = "warmup_style" if section.warmup_style else "lr_scheduler_type"
+        becoming.fault(f"algorithm.optimizer.{key}", f"there is no '{schedule}'.", _near(schedule, schedules))
+    else:
+        becoming.put("optimizer.schedule", schedule)
+    if section.lr_warmup_steps >= 0:
+        becoming.put("optimizer.warmup_steps", section.lr_warmup_steps)
+    elif section.lr_warmup_steps_ratio:
+        becoming.put("optimizer.warmup_ratio", section.lr_warmup_steps_ratio)
+    becoming.put("optimizer.beta1", section.betas[0])
+    becoming.put("optimizer.beta2", section.betas[1])
+    becoming.put("optimizer.eps", 1e-12 if by_tinker else 1e-8)  # those of the SDK, and of torch; Trinity sends none
+
+
+def _near(name: str, known: Any) -> str:
+    names = [str(one) for one in known]
+    found = get_close_matches(name, names, n=1)
+    return f"Did you mean '{found[0]}'?" if found else f"Known here: {', '.join(names) or 'none'}."

@@ -1,0 +1,159 @@
+"""Trinity's algorithms by their names: each becomes ours, with Trinity's defaults under what a file gives."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dialects.examples import BESIDE, LEARNS, Pairs
+from tests.dialects.written import read
+from tinsmith.dialects.trinity.names import ADVANTAGES, LOSSES, PARTS
+from tinsmith.errors import ConfigError
+from tinsmith.rl.algorithms.advantages.group import Grpo, Opmd
+from tinsmith.rl.algorithms.config import AlgorithmConfig
+from tinsmith.rl.algorithms.losses.clipped import Ppo, Rec
+from tinsmith.rl.algorithms.presets import NAMES
+
+TEACHER: Pairs = (("explorer.auxiliary_models[].model_path", "teacher"),)
+WANTS: dict[str, Pairs] = {
+    "mix": BESIDE,
+    "mix_chord": BESIDE,
+    "sft": LEARNS,
+    "cpt": LEARNS,
+    "dpo": LEARNS,
+    "on_policy_distill": TEACHER,
+    "jsd": TEACHER,
+}
+
+
+def algorithm(folder: Path, name: str, **arguments: Any) -> AlgorithmConfig:
+    pairs = [(f"algorithm.{key}", value) for key, value in arguments.items()]
+    found = read(folder, *WANTS.get(name, ()), ("algorithm.algorithm_type", name), *pairs)
+    return found.settings.algorithm
+
+
+def test_all_of_trinitys_names_are_known():
+    assert set(PARTS) == {*NAMES} - {"grpo_std"}
+    assert len(PARTS) == 24
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_name_alone_is_our_preset_of_that_name(name: str, tmp_path: Path):
+    found = algorithm(tmp_path, name)
+    ours = "grpo_std" if name == "grpo" else name
+    assert found.type == ours
+    given = {"teacher": "teacher"} if found.teacher else {}
+    preset = AlgorithmConfig.model_validate({"type": ours, **given})
+    assert found.kl == preset.kl
+    assert found.aggregate == preset.aggregate
+    assert type(found.advantage) is type(preset.advantage)
+    assert type(found.loss) is type(preset.loss)
+    assert (found.critic is None) == (preset.critic is None)
+
+
+def test_arguments_lie_over_defaults(tmp_path: Path):
+    found = algorithm(tmp_path, "grpo", policy_loss_fn_args={"clip_range_high": 0.3}, kl_loss_fn_args={})
+    assert found.loss == Ppo(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    assert found.kl.coef == 0.001
+    both = algorithm(tmp_path, "grpo", policy_loss_fn_args={"clip_range_high": 0.28, "clip_range": 0.1})
+    assert both.loss == Ppo(clip_low=0.1, clip_high=0.28)
+
+
+def test_an_advantage_takes_its_arguments(tmp_path: Path):
+    args = {"std_threshold": 0.0, "std_cal_level": "batch", "rank_penalty": 0.25, "duplicate_experiences": True}
+    found = algorithm(tmp_path, "dapo", advantage_fn_args=args)
+    assert found.advantage == Grpo(normalize="batch", std_threshold=0.0, rank_penalty=0.25)
+    assert found.refill
+    assert algorithm(tmp_path, "asymre", advantage_fn_args={"baseline_shift": -0.3}).advantage == Opmd(shift=0.3)
+
+
+def test_where_trinitys_defaults_are_not_ours_they_are_written_out(tmp_path: Path):
+    assert algorithm(tmp_path, "opmd").loss.model_dump()["tau"] == 1.0
+    assert algorithm(tmp_path, "rec").loss == Rec(clip="none")
+    assert algorithm(tmp_path, "gigpo").advantage.model_dump()["gamma"] == 1.0
+    chord = algorithm(tmp_path, "mix_chord").loss.model_dump()
+    assert (chord["warmup_steps"], chord["decay_steps"], chord["peak"]) == (0, 0, 0.1)
+
+
+def test_rec_counts_its_square_whole(tmp_path: Path):
+    found = algorithm(tmp_path, "rec", policy_loss_fn_args={"regularizer": "k2", "regularizer_coef": 0.5})
+    assert found.loss == Rec(clip="none", regularizer="k2", regularizer_coef=1.0)
+    sequence = algorithm(tmp_path, "rec", policy_loss_fn_args={"clip_mode": "gspo-one-side"})
+    assert sequence.aggregate == "seq_mean_token_mean"
+
+
+def test_terms(tmp_path: Path):
+    adaptive = {"kl_coef": 0.1, "adaptive": True, "target_kl": 6.0, "horizon": 100}
+    found = algorithm(
+        tmp_path,
+        "rloo",
+        kl_loss_fn="low_var_kl",
+        kl_penalty_fn="k1",
+        kl_penalty_fn_args=adaptive,
+        entropy_loss_fn_args={"entropy_coef": 0.02},
+        loss_agg_mode="seq-mean-token-sum-norm",
+    )
+    assert (found.kl.type, found.kl.coef, found.entropy.coef) == ("low_var_kl", 0.001, 0.02)
+    assert (found.kl_penalty.coef, found.kl_penalty.target, found.kl_penalty.horizon) == (0.1, 6.0, 100)
+    assert found.aggregate == "seq_mean_token_sum_norm"
+
+
+def test_a_group_of_one_is_allowed_and_an_unset_size_is_the_documented_one(tmp_path: Path):
+    assert read(tmp_path, ("algorithm.repeat_times", 1)).settings.group_size == 1
+    unset = read(tmp_path, ("algorithm", {"algorithm_type": "gigpo"}))
+    assert unset.settings.group_size == 8
+    assert any("algorithm.repeat_times is not set: 8" in note for note in unset.notes)
+
+
+def test_warm_up_by_steps_or_by_share(tmp_path: Path):
+    steps = read(tmp_path, ("algorithm.optimizer", {"lr_warmup_steps": 2, "lr_warmup_steps_ratio": 0.5})).settings
+    assert (steps.optimizer.warmup_steps, steps.optimizer.warmup_ratio) == (2, 0.0)
+    share = read(tmp_path, ("algorithm.optimizer", {"lr_warmup_steps_ratio": 0.5})).settings
+    assert (share.optimizer.warmup_steps, share.optimizer.warmup_ratio) == (0, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("algorithm_type", "grop", "Did you mean 'grpo'?"),
+        ("advantage_fn", "remax", "Use rloo"),
+        ("advantage_fn", "gpro", "Did you mean 'grpo'?"),
+        ("advantage_fn_args", {"std_treshold": 0.1}, "Did you mean 'std_threshold'?"),
+        ("advantage_fn_args", {"epsilon": 0.1}, "0.1 is not possible here"),
+        ("advantage_fn_args", {"std_cal_level": "world"}, "It is one of group, batch."),
+        ("policy_loss_fn", "pppo", "Did you mean 'ppo'?"),
+        ("policy_loss_fn_args", {"clip_rang": 0.1}, "Did you mean 'clip_range'?"),
+        ("kl_loss_fn", "k4", "there is no 'k4'"),
+        ("kl_loss_fn_args", {"coef": 0.1}, "Did you mean 'kl_coef'?"),
+        ("kl_loss_fn_args", {"kl_coef": 0.1, "adaptive": True}, "Set target_kl and horizon as well"),
+        ("entropy_loss_fn", "some", "Known here: default, mix, none."),
+        ("entropy_loss_fn_args", {"entropy_coeff": 0.1}, "Did you mean 'entropy_coef'?"),
+        ("loss_agg_mode", "token-sum", "It is one of token-mean"),
+        ("repeat_times", 0, "Set 1 or more."),
+        ("optimizer", {"lr_scheduler_type": "cosin"}, "Did you mean 'cosine'?"),
+        ("sample_strategy", "mixx", "there is no 'mixx'"),
+    ],
+)
+def test_what_is_not_there_is_refused_by_name(key: str, value: Any, says: str, tmp_path: Path):
+    with pytest.raises(ConfigError) as refusal:
+        read(tmp_path, (f"algorithm.{key}", value))
+    assert f"'algorithm.{key}" in str(refusal.value)
+    assert says in str(refusal.value)
+
+
+def test_two_ways_to_add_up_are_a_contradiction(tmp_path: Path):
+    args = {"loss_agg_mode": "token-mean"}
+    with pytest.raises(ConfigError, match="Give it once"):
+        algorithm(tmp_path, "grpo", policy_loss_fn_args=args, loss_agg_mode="seq-mean-token-sum")
+
+
+@pytest.mark.parametrize("name", sorted({*ADVANTAGES} - {"ppo", "on_policy_distill", "jsd"}))
+def test_every_advantage_goes_with_every_critic_less_algorithm(name: str, tmp_path: Path):
+    assert algorithm(tmp_path, "grpo", advantage_fn=name).advantage.type == ADVANTAGES[name].type
+
+
+@pytest.mark.parametrize("name", sorted({*LOSSES} - {"mix", "mix_chord", "dpo", "sft"}))
+def test_every_loss_can_be_chosen(name: str, tmp_path: Path):
+    assert algorithm(tmp_path, "grpo", policy_loss_fn=name).loss.type == LOSSES[name].type

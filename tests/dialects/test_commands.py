@@ -1,0 +1,95 @@
+"""check, config show and config convert as a user meets them; and the keys of a server from the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.dialects.written import SMALL, TINKER, VERL, laid, wrote
+from tinsmith import cli
+from tinsmith.dialects import read_run
+from tinsmith.errors import ConfigError
+from tinsmith.rl.config import RunConfig
+
+OURS = Path(__file__).parents[2] / "examples" / "addition.yaml"
+
+
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[str, str, int]:
+    """Standard output, standard error, exit status."""
+    monkeypatch.setattr("sys.argv", ["tinsmith", *words])
+    status = 0
+    try:
+        cli.main()
+    except SystemExit as end:
+        status = int(end.code or 0)
+    printed = capsys.readouterr()
+    return printed.out, " ".join(printed.err.split()), status
+
+
+def test_check_says_what_a_file_is_and_what_of_it_means_nothing(capsys, monkeypatch):
+    out, err, status = run(capsys, monkeypatch, "check", str(VERL))
+    assert status == 0
+    assert "a file of Trinity-RFT is in order: grpo_std on meta-llama/Llama-3.2-3B, 1 epochs" in out
+    assert "explorer.rollout_model.gpu_memory_utilization: the server decides" in err
+    assert run(capsys, monkeypatch, "check", str(OURS))[2] == 0
+
+
+def test_check_starts_nothing_and_tells_every_fault(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    file = wrote(tmp_path, laid(laid(SMALL, "algorithm.algorithm_type", "grop"), "mode", "serve"))
+    out, err, status = run(capsys, monkeypatch, "check", str(file))
+    assert (out, status) == ("", 2)
+    assert "Did you mean 'grpo'?" in err
+    assert "tinsmith serve" in err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file.yaml"]
+
+
+def test_check_reads_files_of_ours_as_strictly(capsys, monkeypatch, tmp_path):
+    file = wrote(tmp_path, {"model": {"name": "m", "rnk": 8}, "tasks": {"train": {"type": "addition"}}, "steps": 1})
+    _, err, status = run(capsys, monkeypatch, "check", str(file))
+    assert status == 2
+    assert "Did you mean 'model.rank'?" in err
+
+
+def test_show_prints_every_setting(capsys, monkeypatch):
+    out, _, status = run(capsys, monkeypatch, "config", "show", str(TINKER), "steps=3")
+    values = yaml.safe_load(out)
+    assert status == 0
+    assert (values["model"]["rank"], values["steps"], values["algorithm"]["type"]) == (32, 3, "grpo_std")
+    assert values.keys() == RunConfig.model_fields.keys()
+
+
+@pytest.mark.parametrize("file", [TINKER, VERL, OURS], ids=lambda file: file.stem)
+def test_a_converted_file_is_the_same_run(file, capsys, monkeypatch, tmp_path):
+    out = tmp_path / "ours.yaml"
+    assert run(capsys, monkeypatch, "config", "convert", str(file), "--out", str(out))[2] == 0
+    again = read_run(out)
+    assert again.dialect == ""
+    assert again.settings.model_dump() == read_run(file).settings.model_dump()
+    assert "is there already" in run(capsys, monkeypatch, "config", "convert", str(file), "--out", str(out))[1]
+
+
+def test_what_looks_like_a_reference_stays_as_it_stands(capsys, monkeypatch, tmp_path):
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ messages }} costs ${price}")
+    file = wrote(tmp_path, laid(SMALL, "model.chat_template_path", str(template)))
+    out = tmp_path / "ours.yaml"
+    run(capsys, monkeypatch, "config", "convert", str(file), "--out", str(out))
+    assert read_run(out).settings.model.chat_template == "{{ messages }} costs ${price}"
+
+
+def test_either_name_of_a_key_counts(monkeypatch, capsys):
+    for name in ("TINKER_API_KEY", "TRINITY_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="There is no key"):
+        cli._api_key("http://there")
+    monkeypatch.setenv("TRINITY_API_KEY", "tml-one")
+    assert cli._api_key("http://there") == "tml-one"
+    monkeypatch.setenv("TINKER_API_KEY", "tml-one")
+    assert cli._api_key("http://there") == "tml-one"
+    assert capsys.readouterr().err == ""
+    monkeypatch.setenv("TINKER_API_KEY", "tml-two")
+    assert cli._api_key("http://there") == "tml-two"
+    assert "TINKER_API_KEY is used" in capsys.readouterr().err

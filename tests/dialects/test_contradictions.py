@@ -1,0 +1,116 @@
+"""What Trinity itself refuses, and what can be no run here: each is told with its key and its cure, nothing started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dialects.examples import LORA, NO_TINKER, Pairs
+from tests.dialects.written import SMALL, laid, read
+from tinsmith.errors import ConfigError
+
+TASKSET, TASKSETS = "buffer.explorer_input.taskset", "buffer.explorer_input.tasksets"
+NO_TASKSET: Pairs = ((TASKSET, None),)
+
+CONTRADICTIONS: list[tuple[str, Pairs, str, str]] = [
+    ("an unknown mode", (("mode", "foo"),), "mode", "'both', 'explore', 'train'"),
+    ("a run that serves", (("mode", "serve"),), "mode", "tinsmith serve"),
+    ("an unknown module", (("algorithm.algorithm_type", "foo"),), "algorithm.algorithm_type", "Known here: ppo, grpo"),
+    (
+        "longer than the model's length",
+        (("model.max_model_len", 70),),
+        "model.max_model_len",
+        "(64 + 16) is more than max_model_len (70). Raise it to 80",
+    ),
+    (
+        "no length at all",
+        (("model.max_prompt_tokens", None), ("model.max_response_tokens", None)),
+        "model.max_model_len",
+        "Set model.max_response_tokens and model.max_prompt_tokens, or model.max_model_len.",
+    ),
+    ("an interval of 0", (("synchronizer.sync_interval", 0),), "synchronizer.sync_interval", "Set 1"),
+    (
+        "over-rollout in style fixed",
+        (("explorer.over_rollout.ratio", 0.5),),
+        "explorer.over_rollout",
+        "Set synchronizer.sync_style: explorer_driven or trainer_driven",
+    ),
+    ("a share above 1", (("explorer.over_rollout.ratio", 1.5),), "explorer.over_rollout.ratio", "less than 1"),
+    ("an unknown way to run", (("explorer.concurrent_mode", "x"),), "explorer.concurrent_mode", "'sequential'"),
+    ("sft in mode both", (("algorithm.algorithm_type", "sft"),), "mode", "Set mode: train."),
+    ("dpo in mode both", (("algorithm.algorithm_type", "dpo"),), "mode", "Set mode: train."),
+    ("training without a batch", (("mode", "train"),), "buffer.train_batch_size", "Set it to the number of replies"),
+    ("a taskset without a path", ((TASKSET, {}),), f"{TASKSET}.path", "Name a dataset of the hub"),
+    (
+        "taskset and tasksets",
+        ((TASKSETS, [{"path": "a"}]),),
+        TASKSETS,
+        "taskset and tasksets are both set. Move the one into the other.",
+    ),
+    ("no taskset", NO_TASKSET, TASKSET, "Give at least one taskset."),
+    (
+        "an auxiliary model without a path",
+        (("explorer.auxiliary_models", [{"name": "judge"}]),),
+        "explorer.auxiliary_models[0].model_path",
+        "Name a base model that the server has",
+    ),
+    ("a teacher that is not there", (("algorithm.algorithm_type", "jsd"),), "algorithm.advantage_fn", "Name one in"),
+    ("all weights", (("model.tinker.enable", False),), "model.lora_configs", "Add lora_configs: [{lora_rank: 32}]"),
+    ("two adapters", (*NO_TINKER, ("model.lora_configs", [{}, {}])), "model.lora_configs", "Leave one."),
+    ("another alpha", (*NO_TINKER, (f"{LORA}.lora_alpha", 64)), "model.lora_configs[0].lora_alpha", "Set 32"),
+    ("an adapter's folder", (*NO_TINKER, (f"{LORA}.path", "x")), "model.lora_configs[0].path", "tinker:// path"),
+    ("part of a group", (("buffer.train_batch_size", 6),), "buffer.train_batch_size", "Set a multiple of"),
+    ("no model", (("model.model_path", ""),), "model.model_path", "Name the base model"),
+    ("an unknown workflow", (("buffer.explorer_input.default_workflow_type", "math_workflo"),), "", "Did you mean"),
+    (
+        "an expert without data",
+        (("algorithm.algorithm_type", "mix"),),
+        "buffer.trainer_input.auxiliary_buffers.sft_dataset",
+        "Set storage_type: file and a path there.",
+    ),
+    (
+        "all batches too old",
+        (
+            ("algorithm.sample_strategy", "staleness_control"),
+            ("algorithm.sample_strategy_args", {"max_staleness": 0}),
+            ("synchronizer.sync_offset", 1),
+        ),
+        "algorithm.sample_strategy_args.max_staleness",
+        "Lower synchronizer.sync_offset",
+    ),
+    ("a word for a number", (("buffer.batch_size", "abc"),), "buffer.batch_size", "(got 'abc')"),
+    ("an unknown key", (("model.tinker.rnk", 8),), "model.tinker.rnk", "Did you mean 'model.tinker.rank'?"),
+    ("an unknown section", (("modell", {}),), "modell", "Did you mean 'model'?"),
+]
+
+
+@pytest.mark.parametrize(
+    ("pairs", "key", "cure"), [one[1:] for one in CONTRADICTIONS], ids=[c[0] for c in CONTRADICTIONS]
+)
+def test_it_is_told_with_its_cure(pairs: Pairs, key: str, cure: str, tmp_path: Path):
+    with pytest.raises(ConfigError) as refusal:
+        read(tmp_path, *pairs)
+    told = [line for line in str(refusal.value).splitlines() if cure in line]
+    assert told, str(refusal.value)
+    assert f"'{key}'" in told[0] or key in told[0]
+    assert "file.yaml" in told[0]
+
+
+def test_several_are_told_at_once(tmp_path: Path):
+    values: dict[str, Any] = laid(laid(SMALL, "mode", "serve"), "model.max_model_len", 70)
+    with pytest.raises(ConfigError) as refusal:
+        read(tmp_path, ("synchronizer.sync_interval", 0), values=values)
+    assert len(str(refusal.value).splitlines()) >= 3
+
+
+def test_a_variable_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delenv("NOPE", raising=False)
+    with pytest.raises(ConfigError, match="NOPE"):
+        read(tmp_path, ("name", "${oc.env:NOPE}"))
+
+
+def test_references_find_what_the_file_says_and_what_it_leaves_out(tmp_path: Path):
+    found = read(tmp_path, ("group", "${model.model_path}-${mode}-${explorer.rollout_model.seed}")).settings
+    assert found.folder == "out/Trinity-RFT/tiny-both-42/small"

@@ -1,0 +1,69 @@
+"""The two published files, byte for byte: one for the Tinker backend, one for LoRA by another trainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.dialects.written import TINKER, VERL
+from tinsmith.dialects import read_run, recognised
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.sources import Hub
+from tinsmith.settings import parsed
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def no_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRINITY_CHECKPOINT_ROOT_DIR", raising=False)
+
+
+@pytest.mark.parametrize("file", [TINKER, VERL], ids=lambda file: file.stem)
+def test_it_is_the_run_that_it_describes(file: Path):
+    found = read_run(file)
+    run = found.settings
+    assert found.dialect == "Trinity-RFT"
+    assert run.model.name == "meta-llama/Llama-3.2-3B"
+    assert run.model.rank == 32
+    assert run.model.chat_template.startswith("{{- bos_token }}")
+    assert (run.algorithm.type, run.group_size, run.groups_per_step, run.epochs) == ("grpo_std", 8, 96, 1)
+    assert run.algorithm.kl.coef == 0.0
+    assert not run.algorithm.asks
+    assert run.algorithm.aggregate == "token_mean"
+    assert (run.optimizer.learning_rate, run.optimizer.weight_decay, run.optimizer.grad_clip_norm) == (1e-5, 0.01, 1.0)
+    assert (run.optimizer.beta1, run.optimizer.beta2, run.optimizer.schedule) == (0.9, 0.999, "constant")
+    assert (run.sampling.max_prompt_tokens, run.sampling.max_tokens) == (1024, 2048)
+    assert (run.staleness, run.concurrency, run.seed) == (1, 64, 42)
+    assert run.checkpoint.every == 100
+    source = run.tasks.sources[0]
+    assert isinstance(source, Hub)
+    assert (source.name, source.subset, source.split) == ("openai/gsm8k", "main", "train")
+    assert (source.prompt, source.answer, run.tasks.order.type) == ("{question}", "{answer}", "sequential")
+    assert run.folder == f"checkpoints/Trinity-RFT-gsm8k/alignment-tinker/{run.name}"
+
+
+def test_they_differ_in_who_makes_the_adapter():
+    by_tinker, by_lora = read_run(TINKER).settings, read_run(VERL).settings
+    assert by_tinker.model.train_unembed
+    assert not by_lora.model.train_unembed
+    assert (by_tinker.optimizer.eps, by_lora.optimizer.eps) == (1e-12, 1e-8)
+    different = {key for key, value in by_tinker if value != getattr(by_lora, key)}
+    assert different == {"model", "optimizer", "name", "folder"}
+
+
+def test_the_checkpoint_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TRINITY_CHECKPOINT_ROOT_DIR", "/tmp/kept")
+    assert read_run(TINKER).settings.folder.startswith("/tmp/kept/Trinity-RFT-gsm8k/")
+
+
+def test_keys_of_ours_lie_on_top():
+    run = read_run(TINKER, ["steps=2", "groups_per_step=4", "model.rank=8", "service.source=tiny"]).settings
+    assert (run.steps, run.groups_per_step, run.model.rank, run.service.source) == (2, 4, 8, "tiny")
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda file: file.stem)
+def test_files_of_ours_are_ours(file: Path):
+    assert (recognised(parsed(file)) is None) == (read_run(file).dialect == "")
+    assert isinstance(read_run(file).settings, RunConfig)
