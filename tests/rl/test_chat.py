@@ -104,10 +104,10 @@ def test_what_is_taught_is_the_assistants_last_message_or_every_one(tokenizer):
     talk = [ASK, answers[0], MORE, answers[1]]
     tokens, mask = chat.taught(talk)
     assert tokens == spell_all(tokenizer, talk)
-    assert tokenizer.decode([one for one, m in zip(tokens, mask, strict=True) if m]) == "yes, 52<|im_end|>\n"
+    assert tokenizer.decode([one for one, m in zip(tokens, mask, strict=True) if m]) == "yes, 52<|im_end|>"
     tokens, mask = chat.taught(talk, every=True)
     assert tokens == spell_all(tokenizer, talk)
-    assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "52<|im_end|>\nyes, 52<|im_end|>\n"
+    assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "52<|im_end|>yes, 52<|im_end|>"
     with pytest.raises(UserError, match="end with the assistant"):
         chat.taught(talk[:3])
 
@@ -135,3 +135,43 @@ def test_a_template_is_text_or_a_file(tmp_path):
     assert template_of(str(tmp_path / "own.jinja")) == template_of("{{ messages }}") == "{{ messages }}"
     with pytest.raises(ConfigError, match="there is no file"):
         template_of(str(tmp_path / "other.jinja"))
+
+
+TOLD = [ASK, Message(role="assistant", content="51"), MORE, Message(role="assistant", content="It is 52")]
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message.content }}<|im_end|>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def learned(tokenizer, tokens: list[int], mask: list[bool]) -> list[str]:
+    """The texts under the mask, run by run."""
+    runs: list[list[int]] = []
+    for at, (token, one) in enumerate(zip(tokens, mask, strict=True)):
+        if one and (at == 0 or not mask[at - 1]):
+            runs.append([])
+        if one:
+            runs[-1].append(token)
+    return [tokenizer.decode(run) for run in runs]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_a_chat_to_learn_has_the_assistants_words_with_their_end(tokenizer, template):
+    chat = Chat(tokenizer, template)
+    tokens, mask = chat.taught(TOLD)
+    assert learned(tokenizer, tokens, mask) == ["It is 52<|im_end|>"]
+    tokens, mask = chat.taught(TOLD, every=True)
+    assert learned(tokenizer, tokens, mask) == ["51<|im_end|>", "It is 52<|im_end|>"]
+
+
+def test_what_comes_before_a_reply_to_learn_is_its_prompt(tokenizer):
+    chat = Chat(tokenizer)
+    tokens, mask = chat.taught(TOLD[:2])
+    assert tokens[: mask.index(True)] == chat.prompt(TOLD[:1])
+
+
+def test_a_chat_to_learn_ends_with_the_assistant(tokenizer):
+    with pytest.raises(UserError, match="must end with the assistant"):
+        Chat(tokenizer).taught([ASK])

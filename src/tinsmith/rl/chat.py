@@ -7,6 +7,7 @@ one that writes the beginning of a text itself has it once.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.types import Message, Turn
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""How a template says itself which words are the assistant's."""
 
 _MARK = "\ue000reply\ue001"
 """Stands in a rendered chat where a reply's own tokens go; letters that no text has."""
@@ -71,12 +75,15 @@ class Chat:
     ) -> tuple[list[int], list[bool]]:
         """A whole chat as tokens, and which of them are the assistant's: of its last message, or of every one.
 
-        Raises UserError where the assistant does not have the last word.
+        The template's own {% generation %} decides; without one, all that it writes after the start of a reply, up to
+        the token that ends a text. Raises UserError where the assistant does not have the last word.
         """
         if not messages or messages[-1].role != "assistant":
             raise UserError(
                 "A chat to learn from must end with the assistant.", "Add its message, or leave out the row."
             )
+        if _GENERATION.search(self.template):
+            return self._marked(messages, tools, every)
         spoken = [at for at, message in enumerate(messages) if message.role == "assistant"]
         tokens: list[int] = []
         mask: list[bool] = []
@@ -88,9 +95,35 @@ class Chat:
             prompt, all_of_it = self.plain(before), self.plain(before) + self.plain(whole[len(before) :])
             if prompt[: len(tokens)] != tokens:  # an old reply reads otherwise now: it is no part of what is learned
                 mask = []
-            mask = [*mask, *[False] * (len(prompt) - len(mask)), *[True] * (len(all_of_it) - len(prompt))]
+            reply = all_of_it[len(prompt) :]
+            end = self._end_of(reply)
+            mask = [*mask, *[False] * (len(prompt) - len(mask)), *[True] * end, *[False] * (len(reply) - end)]
             tokens = all_of_it
         return tokens, mask
+
+    def _end_of(self, reply: Sequence[int]) -> int:
+        """How much of a rendered reply a policy says: nothing after the token that ends it."""
+        ends = [at for at, token in enumerate(reply) if token == self._tokenizer.eos_token_id]
+        return ends[-1] + 1 if ends else len(reply)
+
+    def _marked(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], every: bool
+    ) -> tuple[list[int], list[bool]]:
+        """By the template's own marks."""
+        given = self._tokenizer.apply_chat_template(
+            [_plain(message) for message in messages],
+            tools=[dict(tool) for tool in tools] or None,
+            chat_template=self.template,
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **self._values,
+        )
+        mask = [bool(one) for one in given["assistant_masks"]]
+        if not every:
+            last = max((at for at, one in enumerate(mask) if one), default=-1)
+            first = next((at for at in range(last, -1, -1) if not mask[at]), -1)
+            mask = [at > first and one for at, one in enumerate(mask)]
+        return list(given["input_ids"]), mask
 
     def plain(self, text: str) -> list[int]:
         """Text as tokens, with nothing put around it."""
