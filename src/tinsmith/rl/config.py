@@ -24,6 +24,7 @@ from tinsmith.rl.buffers import BufferConfig
 from tinsmith.rl.buffers.memory import MemoryConfig
 from tinsmith.rl.evaluate import EvalConfig
 from tinsmith.rl.experts import ExpertsConfig
+from tinsmith.rl.filters import FilterConfig
 from tinsmith.rl.monitors import MonitorConfig
 from tinsmith.rl.monitors.console import ConsoleConfig
 from tinsmith.rl.monitors.report import ReportConfig
@@ -90,6 +91,11 @@ class RunConfig(Settings):
     sync: SyncConfig = SyncConfig()
     buffer: BufferConfig = MemoryConfig()
     rollout: RolloutConfig = RolloutConfig()
+    filters: tuple[FilterConfig, ...] = ()
+    """Which rollouts and groups are learned from: what each filter leaves, in turn."""
+    filter_refills: int = Field(default=0, ge=0)
+    """Sample further tasks until filters leave groups_per_step groups, at most so many batches more; then the run ends.
+    0 learns from what they leave."""
     sampling: SamplingConfig = SamplingConfig()
     workflow: WorkflowConfig = SingleTurnConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -165,6 +171,12 @@ class RunConfig(Settings):
             raise ValueError(f"experts is missing: {kind} learns from data; set experts.data")
         if wanted == "rollouts" and self.experts is not None:
             raise ValueError(f"{kind} learns nothing from experts; leave them out, or take sft, dpo or mix")
+        return self
+
+    @model_validator(mode="after")
+    def _refills_what_is_filtered(self) -> RunConfig:
+        if self.filter_refills and not self.filters:
+            raise ValueError("filter_refills refills what filters leave out; give filters, as {type: reward_std}")
         return self
 
     @model_validator(mode="after")

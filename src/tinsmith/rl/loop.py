@@ -30,7 +30,7 @@ async def loop(run: Run) -> State:
         clock = Clock()
         batch = await run.supply.next(step)
         clock.lap("rollouts")
-        update = await run.algorithm.score(step, batch.groups, run.lessons())
+        update = await run.algorithm.score(step, run.kept(batch.groups), run.lessons())
         version = run.policy.version
         numbers = await run.update(step, update)
         clock.lap("update")

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tinsmith.errors import TinsmithError
+from tinsmith.rl.filters import FilterConfig, filtered
 from tinsmith.rl.policy import Snapshot, request_seed
 from tinsmith.rl.sync import Bell, Live, Offered, SyncConfig, Weights
 from tinsmith.rl.tasks import Deck
@@ -21,6 +22,9 @@ from tinsmith.rl.workflows.base import Workflow
 
 _REFILL = 2
 """Keeps the seeds of a batch that is sampled anew apart from all others."""
+
+_FILL = 3
+"""The same of groups in the place of those that filters leave out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +59,9 @@ class Plan:
     staleness: int
     seed: int
     sync: SyncConfig
+    filters: tuple[FilterConfig, ...] = ()
+    filter_refills: int = 0
+    """Further batches at most, until filters leave as many groups as a batch has; 0 is to take what they leave."""
 
 
 class Sampler:
@@ -163,11 +170,29 @@ class Sampler:
                 raise _all_failed(number, groups, refills)
             refills += 1
             groups = await self._roll(number, self._deck.draw(self._plan.groups), snapshot, (_REFILL, refills))
+        groups, fills = await self._filled(number, groups, snapshot)
         numbers = {"sync/weights": float(step), **({"rollouts/refills": float(refills)} if refills else {})}
+        if self._plan.filter_refills:
+            numbers["filters/refills"] = float(fills)
         await self._bell.until(lambda: self.done == number - 1)
         await self._put(Batch(step=number, groups=groups, cursor=cursor, numbers=numbers))
         self.done = number
         del self._under_way[number]
+
+    async def _filled(
+        self, number: int, groups: tuple[Group, ...], snapshot: Snapshot
+    ) -> tuple[tuple[Group, ...], int]:
+        """With groups of other tasks, until filters leave enough; and how many batches that took."""
+        fills, plan = 0, self._plan
+        while plan.filter_refills and (left := len(filtered(plan.filters, groups))) < plan.groups:
+            if fills >= plan.filter_refills:
+                raise TinsmithError(
+                    f"Step {number}: of {len(groups)} groups filters leave {left}, and a step takes {plan.groups}.",
+                    "Raise filter_refills (0 takes what is left), loosen filters, or take tasks that suit the policy.",
+                )
+            fills += 1
+            groups += await self._roll(number, self._deck.draw(plan.groups), snapshot, (_FILL, fills))
+        return groups, fills
 
     async def _roll(
         self, number: int, tasks: Sequence[Task], snapshot: Snapshot, again: tuple[int, ...]

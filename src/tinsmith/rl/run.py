@@ -23,6 +23,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.critic import Critic
 from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.experts import Experts
+from tinsmith.rl.filters import filtered
 from tinsmith.rl.monitors.base import Monitors, RunInfo
 from tinsmith.rl.policy import Policy, Snapshot, Update
 from tinsmith.rl.resume import RandomStates, RunFolder, State
@@ -33,6 +34,7 @@ from tinsmith.rl.supply import NoSupply, OwnSupply, Supply
 from tinsmith.rl.sync import Bell, LocalWeights, Publisher
 from tinsmith.rl.tasks import Deck, split
 from tinsmith.rl.tries import Tries
+from tinsmith.rl.types import Group
 from tinsmith.rl.workflows.base import Unasked
 
 Connect = Callable[[str, int], Awaitable[Policy]]
@@ -86,6 +88,11 @@ class Run:
         if self.folder.state is None and self.evaluator.due(0, self.config.steps):
             await self._evaluate(0, self.evaluator.baseline(self.rewards) if self.rewards else {})
 
+    def kept(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+        """What filters leave of a batch; of one that was refilled, no more than a step takes."""
+        left = filtered(self.config.filters, groups)
+        return left[: self.config.groups_per_step] if self.config.filter_refills else left
+
     def lessons(self) -> list[Sample]:
         """The rows of experts for a step."""
         if self.experts is None or self.config.experts is None:
@@ -117,6 +124,8 @@ class Run:
         speed = {"speed/tokens_per_second": tokens / seconds, "time/step": seconds}
         if batch.groups:
             self.monitors.rollouts(step, "train", batch.groups)
+        if self.config.filters and batch.groups:
+            sampled["filters/dropped"] = 1.0 - len(self.kept(batch.groups)) / len(batch.groups)
         self.monitors.metrics(step, {**sampled, **batch.numbers, **numbers, **speed, **clock.parts})
 
     async def save_and_evaluate(self, step: int) -> None:
@@ -220,6 +229,8 @@ def plan_of(config: RunConfig) -> Plan:
         staleness=config.staleness,
         seed=config.seed,
         sync=config.sync,
+        filters=config.filters,
+        filter_refills=config.filter_refills,
     )
 
 

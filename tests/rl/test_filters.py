@@ -1,0 +1,132 @@
+"""Filters leave out what they say, and nothing else; what is missing then is sampled anew, within a bound."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from pydantic import TypeAdapter
+
+from tests.rl.algorithms.asked import columns, run
+from tests.rl.small import rows, settings
+from tests.rl.small import run as train
+from tests.rl.test_resume import Killed, breaking
+from tinsmith.errors import TinsmithError
+from tinsmith.rl import algorithms
+from tinsmith.rl.algorithms import AlgorithmConfig
+from tinsmith.rl.filters import FilterConfig, filtered
+from tinsmith.rl.types import Group, Rollout, Task, Turn
+
+FILTERS = TypeAdapter(tuple[FilterConfig, ...])
+
+
+def rollout(reward: float, stop: str = "stop", error: str = "") -> Rollout:
+    turn = Turn(prompt=(1,), tokens=(2, 3), logprobs=(-0.5, -0.5), text="", stop=stop)  # type: ignore[arg-type]
+    return Rollout(turns=(turn,), rewards={"policy": reward}, error=error)
+
+
+def group(*rollouts: Rollout | float) -> Group:
+    made = tuple(one if isinstance(one, Rollout) else rollout(one) for one in rollouts)
+    return Group(task=Task(id="t", messages=()), rollouts=made)
+
+
+def left(filters: list[dict], *groups: Group) -> list[tuple[float, ...]]:
+    return [one.rewards for one in filtered(FILTERS.validate_python(filters), groups)]
+
+
+@pytest.mark.parametrize(
+    ("filters", "expected"),
+    [
+        ([], [(0.0, 1.0), (1.0, 1.0), (0.2, 0.4), (-1.0, 3.0)]),
+        ([{"type": "reward", "low": 0.3}], [(1.0,), (1.0, 1.0), (0.4,), (3.0,)]),
+        ([{"type": "reward", "low": 0.0, "high": 1.0}], [(0.0, 1.0), (1.0, 1.0), (0.2, 0.4)]),
+        ([{"type": "group_mean", "high": 0.9}], [(0.0, 1.0), (0.2, 0.4)]),
+        ([{"type": "reward_std"}], [(0.0, 1.0), (0.2, 0.4), (-1.0, 3.0)]),
+        ([{"type": "reward_std", "threshold": 0.1001}], [(0.0, 1.0), (-1.0, 3.0)]),
+        ([{"type": "reward", "low": 0.3}, {"type": "reward_std"}], []),
+    ],
+)
+def test_rollouts_and_groups_outside_are_left_out(filters, expected):
+    assert left(filters, group(0.0, 1.0), group(1.0, 1.0), group(0.2, 0.4), group(-1.0, 3.0)) == expected
+
+
+def test_a_reward_that_is_no_number_is_left_out_and_failures_stay():
+    one = group(math.nan, 1.0, rollout(0.0, error="gone"), math.inf)
+    (kept,) = filtered(FILTERS.validate_python([{"type": "valid_reward"}]), [one])
+    assert [rollout.error for rollout in kept.rollouts] == ["", "gone"]
+    assert left([{"type": "valid_reward"}], group(math.nan)) == []
+
+
+def test_cut_replies_count_in_the_comparison_but_are_not_learned():
+    one = group(rollout(1.0), rollout(0.0, stop="length"), rollout(0.5))
+    (kept,) = filtered(FILTERS.validate_python([{"type": "cut"}]), [one])
+    assert kept.rewards == (1.0, 0.0, 0.5)
+    config = AlgorithmConfig.model_validate({"type": "grpo", "merge_replies": False})
+    algorithm = algorithms.build(config, frozenset(), columns(), 0)
+    update = run(algorithm.score(1, [kept, group(0.0, 1.0)]))
+    assert [row.advantages[-1] for row in update.rows] == [0.5, -0.5, 0.5]
+    assert left([{"type": "cut", "drop": True}], one) == [(1.0, 0.5)]
+
+
+@pytest.mark.parametrize("name", ["rloo", "opmd", "reinforceplusplus", "raft", "multi_step_grpo", "rec", "grpo_std"])
+def test_every_way_to_compare_takes_a_rollout_that_says_nothing(name):
+    (kept,) = filtered(FILTERS.validate_python([{"type": "cut"}]), [group(rollout(1.0, stop="length"), 0.5, 0.2)])
+    config = AlgorithmConfig.model_validate({"type": name})
+    update = run(algorithms.build(config, frozenset(), columns(), 0).score(1, [kept]))
+    assert len(update.rows) <= 2
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [({"type": "reward"}, "give low, high or both"), ({"type": "group_mean", "low": 1, "high": 0}, "is above high")],
+)
+def test_bounds_must_bound(given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        FILTERS.validate_python([given])
+
+
+SPREAD = {"filters": [{"type": "reward_std"}], "algorithm": {"type": "rloo", "kl": {"type": "none", "coef": 0}}}
+
+
+def test_without_refills_a_step_learns_from_what_is_left(tmp_path):
+    train(settings(tmp_path, **SPREAD))
+    trained = [row for row in rows(tmp_path) if "reward/mean" in row]
+    for row in trained:
+        assert row["filters/dropped"] == pytest.approx(row["groups/constant"])
+    assert any(0 < row["filters/dropped"] < 1 for row in trained)
+
+
+def test_a_step_is_filled_up_with_other_tasks(tmp_path):
+    train(settings(tmp_path, filter_refills=20, steps=6, **SPREAD))
+    trained = [row for row in rows(tmp_path) if "reward/mean" in row]
+    assert any(row["filters/refills"] > 0 for row in trained)
+    for row in trained:
+        lines = (tmp_path / "rollouts" / f"train-{row['step']:06}.jsonl").read_text().splitlines()
+        sampled = len(lines) / 4
+        assert sampled == 3 * (1 + row["filters/refills"])
+        assert (1 - row["filters/dropped"]) * sampled == pytest.approx(3)
+
+
+def test_filling_up_ends_with_what_to_do(tmp_path):
+    never = {**SPREAD, "rewards": [{"type": "format", "pattern": "never"}]}
+    with pytest.raises(TinsmithError, match=r"Step 1: of 9 groups filters leave 0, and a step takes 3.*filter_refills"):
+        train(settings(tmp_path, filter_refills=2, **never))
+    with pytest.raises(ValueError, match="give filters"):
+        settings(tmp_path, filter_refills=2)
+
+
+def test_a_step_of_which_nothing_is_left_is_passed_over(tmp_path):
+    train(settings(tmp_path, steps=1, **{**SPREAD, "rewards": [{"type": "format", "pattern": "never"}]}))
+    assert [row["optim/skipped"] for row in rows(tmp_path) if "reward/mean" in row] == [1.0]
+
+
+@pytest.mark.parametrize("order", ["shuffle", "difficulty"])
+def test_a_filled_run_goes_on_as_if_never_killed(tmp_path, order):
+    tasks = {"train": {"type": "largest", "size": 40}, "held_out": 5, "order": {"type": order}}
+    changes = {"filter_refills": 20, "steps": 6, "checkpoint": {"every": 2}, "tasks": tasks, **SPREAD}
+    train(settings(tmp_path / "whole", **changes))
+    broken = settings(tmp_path / "broken", **changes)
+    with pytest.raises(Killed):
+        train(broken, breaking(tmp_path / "broken", calls=3, at="update"))
+    train(broken)
+    assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
