@@ -20,7 +20,10 @@ MIXES: Pairs = (
 EVALUATED: Pairs = ((f"{EVAL}.path", "held.jsonl"),)
 AUXILIARY = "explorer.auxiliary_models[]"
 
+LIVE: Pairs = (("synchronizer.sync_style", "fully_async"),)
+
 EXAMPLES: dict[str, tuple[Any, Pairs]] = {
+    "stages": ([{"stage_name": "one"}, {"stage_name": "two", "algorithm": {"algorithm_type": "rloo"}}], ()),
     "project": ("mine", ()),
     "group": ("these", ()),
     "name": ("another", ()),
@@ -91,6 +94,22 @@ EXAMPLES: dict[str, tuple[Any, Pairs]] = {
     "trainer.grad_clip": (0.5, ()),
     "trainer.critic_warmup": (2, (("algorithm.algorithm_type", "ppo"),)),
     "synchronizer.sync_offset": (1, ()),
+    "synchronizer.sync_method": ("checkpoint", ()),
+    "synchronizer.sync_style": ("Dynamic_By_Explorer", ()),
+    "synchronizer.sync_interval": (2, ()),
+    "synchronizer.explorer_sync_interval": (2, LIVE),
+    "synchronizer.trainer_sync_interval": (2, LIVE),
+    "synchronizer.sync_timeout": (60, ()),
+    "explorer.max_inflight_batches": (3, LIVE),
+    "explorer.max_timeout": (60, ()),
+    "explorer.max_retry_times": (0, ()),
+    "explorer.max_repeat_times_per_runner": (1, ()),
+    "explorer.over_rollout.ratio": (0.5, LIVE),
+    "explorer.over_rollout.wait_after_min": (5, LIVE),
+    "explorer.over_rollout.return_partial_tasks": (True, LIVE),
+    "explorer.dynamic_timeout.enable": (True, ()),
+    "explorer.dynamic_timeout.warmup_min_steps": (3, (("explorer.dynamic_timeout.enable", True),)),
+    "explorer.dynamic_timeout.ratio": (5.0, (("explorer.dynamic_timeout.enable", True),)),
     f"{AUXILIARY}.model_path": ("teacher", (("algorithm.algorithm_type", "jsd"), (f"{AUXILIARY}.model_path", "one"))),
     f"{EVAL}.repeat_times": (4, EVALUATED),
 }

@@ -1,6 +1,6 @@
-"""When what happens in a run of Trinity's: its mode, its steps, how often weights are handed over, where it is written.
+"""When what happens in a run of Trinity's: its mode, its steps, where it is written.
 
-Leaves out what a step learns (`algorithm.py`) and from what (`data.py`).
+Leaves out what a step learns (`algorithm.py`) and from what (`data.py`), and by which weights (`sync.py`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from tinsmith.dialects.trinity.names import REPEATS
 
 
 def translate(file: TrinityFile, becoming: Becoming) -> None:
-    """Mode, steps, synchronisation, folder, seed, concurrency."""
+    """Mode, steps, folder, seed, concurrency."""
     _mode(file, becoming)
     _steps(file, becoming)
-    _synchronisation(file, becoming)
     folder = Path(file.checkpoint_root_dir) / file.project / file.group / file.name
     becoming.put("name", file.name)
     becoming.put("folder", str(folder))
@@ -71,27 +70,6 @@ def _ends(file: TrinityFile, asked: int | None, becoming: Becoming) -> None:
         becoming.put("epochs", file.buffer.total_epochs)
     if asked is not None or bound:
         becoming.put("steps", min(one for one in (asked, bound) if one))
-
-
-def _synchronisation(file: TrinityFile, becoming: Becoming) -> None:
-    sync = file.synchronizer
-    intervals = {
-        "sync_interval": sync.sync_interval,
-        "explorer_sync_interval": sync.explorer_sync_interval,
-        "trainer_sync_interval": sync.trainer_sync_interval,
-    }
-    for key, value in intervals.items():
-        if value is not None and value < 1:
-            becoming.fault(f"synchronizer.{key}", f"{value} is no interval.", "Set 1 or more.")
-    if sync.sync_offset < 0:
-        becoming.fault("synchronizer.sync_offset", f"{sync.sync_offset} is below 0.", "Set 0 or more.")
-    over = file.explorer.over_rollout
-    if not 0 <= over.ratio < 1:
-        becoming.fault("explorer.over_rollout.ratio", f"{over.ratio} is no share.", "Set 0 or more, and less than 1.")
-    if sync.sync_style == "fixed" and (over.ratio or over.return_partial_tasks):
-        cure = "Set synchronizer.sync_style: explorer_driven or trainer_driven, or leave over_rollout out."
-        becoming.fault("explorer.over_rollout", "sync_style fixed waits for every task.", cure)
-    becoming.put("staleness", max(0, sync.sync_offset))
 
 
 def _at_once(file: TrinityFile, becoming: Becoming) -> None:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from tinsmith.dialects.base import Copied, Honoured, NoMeaning, Refused, Section
 from tinsmith.dialects.trinity.keys_algorithm import Algorithm
-from tinsmith.dialects.trinity.keys_buffer import AUTO, Buffer, Buffers
+from tinsmith.dialects.trinity.keys_buffer import AUTO, Buffers
 from tinsmith.dialects.trinity.keys_explorer import Explorer
 from tinsmith.dialects.trinity.keys_model import Cluster, Model
 from tinsmith.dialects.trinity.keys_trainer import Monitor, Synchronizer, Trainer
@@ -21,9 +21,7 @@ OPERATORS = Refused(
     "rollouts pass through no operators.",
     "Leave them out; algorithm.advantage_fn_args.std_threshold drops level groups.",
 )
-STAGES = Refused(
-    "a file is one stage here.", "Write a file for each, the later with lora_configs: [{path: tinker://…}]."
-)
+STAGES = Honoured("stages: whole sections in place of the file's; each from the weights before, its optimizer fresh")
 Arguments = dict[str, Any]
 
 
@@ -116,8 +114,7 @@ class TrinityFile(Section):
     stages: Annotated[tuple[Arguments, ...], STAGES] = ()
 
 
-SECTIONS = frozenset(TrinityFile.model_fields)
 MARKS = frozenset({"buffer", "explorer", "trainer", "synchronizer", "cluster", "data_processor", "checkpoint_root_dir"})
 """A file with one of these at its top is Trinity's; ours has none of them but `buffer`."""
 
-__all__ = ["MARKS", "SECTIONS", "Buffer", "TrinityFile"]
+__all__ = ["MARKS", "TrinityFile"]

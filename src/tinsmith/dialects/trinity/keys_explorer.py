@@ -6,13 +6,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tinsmith.dialects.base import Honoured, NoMeaning, Refused, Section
+from tinsmith.dialects.base import Copied, Honoured, NoMeaning, Refused, Section
 from tinsmith.dialects.trinity.keys_buffer import AUTO
 from tinsmith.dialects.trinity.keys_model import SERVER, External
 
 RUNNERS = "rollouts are tasks of one event loop; there are no processes to prepare or to watch."
-OVER = Refused("every task of a batch is waited for.", "Leave it out.")
-LIMITS = Refused("a rollout is tried once, without a time limit.", "Leave it out.")
 TEMPLATE = "a run has one chat template."
 PROXY = "serving is a command of its own: tinsmith serve."
 Arguments = dict[str, Any]
@@ -116,17 +114,17 @@ class AuxiliaryModel(Engine):
 class OverRollout(Section):
     """`explorer.over_rollout`."""
 
-    ratio: Annotated[float, OVER] = 0.0
-    wait_after_min: Annotated[float, OVER] = 30.0
-    return_partial_tasks: Annotated[bool, OVER] = False
+    ratio: Annotated[float, Copied("rollout.over.ratio")] = 0.0
+    wait_after_min: Annotated[float, Copied("rollout.over.wait")] = 30.0
+    return_partial_tasks: Annotated[bool, Honoured("rollout.over.partial; rollout.partial: keep")] = False
 
 
 class DynamicTimeout(Section):
     """`explorer.dynamic_timeout`."""
 
-    enable: Annotated[bool, LIMITS] = False
-    warmup_min_steps: Annotated[int, LIMITS] = 1
-    ratio: Annotated[float, LIMITS] = 3.0
+    enable: Annotated[bool, Honoured("rollout.timeout_ratio, which is 0 without")] = False
+    warmup_min_steps: Annotated[int, Copied("rollout.timeout_warmup")] = 1
+    ratio: Annotated[float, Honoured("rollout.timeout_ratio")] = 3.0
 
 
 class Explorer(Section):
@@ -139,8 +137,8 @@ class Explorer(Section):
     runner_prepare_max_retries: Annotated[int, NoMeaning(RUNNERS)] = 2
     runner_num: Annotated[int | None, NoMeaning(RUNNERS)] = None
     runner_state_report_interval: Annotated[int, NoMeaning(RUNNERS)] = 0
-    max_timeout: Annotated[int, LIMITS] = 1800
-    max_retry_times: Annotated[int, LIMITS] = 2
+    max_timeout: Annotated[int, Copied("rollout.timeout")] = 1800
+    max_retry_times: Annotated[int, Copied("rollout.retries")] = 2
     env_vars: Annotated[
         Arguments, Refused("a run changes no environment variable.", "Set them where you start it.")
     ] = Field(default_factory=dict)
@@ -148,7 +146,7 @@ class Explorer(Section):
         Literal["sequential", "asynchronous", "multi-threading"],
         NoMeaning("replies to a task are sampled side by side."),
     ] = "sequential"
-    max_repeat_times_per_runner: Annotated[int | None, NoMeaning("replies to a task are sampled side by side.")] = None
+    max_repeat_times_per_runner: Annotated[int | None, Copied("rollout.split")] = None
     rollout_model: RolloutModel = RolloutModel()
     auxiliary_models: tuple[AuxiliaryModel, ...] = ()
     eval_interval: Annotated[int, Honoured("eval.every")] = 100
@@ -161,4 +159,4 @@ class Explorer(Section):
     db_url: Annotated[str | None, NoMeaning(PROXY)] = None
     over_rollout: OverRollout = OverRollout()
     dynamic_timeout: DynamicTimeout = DynamicTimeout()
-    max_inflight_batches: Annotated[int, NoMeaning("synchronizer.sync_offset says how far sampling runs ahead.")] = 2
+    max_inflight_batches: Annotated[int, Copied("sync.in_flight")] = 2

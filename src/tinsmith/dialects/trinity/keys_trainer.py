@@ -9,8 +9,6 @@ from pydantic import BeforeValidator, Field
 from tinsmith.dialects.base import Copied, Honoured, NoMeaning, Refused, Section
 from tinsmith.dialects.trinity.keys_buffer import AUTO
 
-HANDED = "one process samples and trains: weights go from the one to the other on the server, after every step."
-EVERY = Refused("weights are handed over after every step.", "Set 1; synchronizer.sync_offset lets sampling run ahead.")
 BATCHES = "the server packs passes by itself."
 SHARDS = "the server decides how it holds and trains its models."
 Arguments = dict[str, Any]
@@ -66,17 +64,21 @@ class Trainer(Section):
 class Synchronizer(Section):
     """`synchronizer`."""
 
-    sync_method: Annotated[Literal["nccl", "checkpoint", "memory"], BeforeValidator(_plain), NoMeaning(HANDED)] = "nccl"
+    sync_method: Annotated[
+        Literal["nccl", "checkpoint", "memory"],
+        BeforeValidator(_plain),
+        Honoured("sync.method for checkpoint; nccl and memory leave it to us"),
+    ] = "nccl"
     sync_style: Annotated[
         Literal["fixed", "explorer_driven", "trainer_driven", "fully_async"],
         BeforeValidator(_plain),
-        Refused("only fixed is here.", "Set fixed; synchronizer.sync_offset lets sampling run ahead."),
+        Honoured("sync.style: fixed, on_demand (explorer_driven), on_publish (trainer_driven), live (fully_async)"),
     ] = "fixed"
-    sync_interval: Annotated[int, EVERY] = 1
-    explorer_sync_interval: Annotated[int | None, EVERY] = None
-    trainer_sync_interval: Annotated[int | None, EVERY] = None
+    sync_interval: Annotated[int, Honoured("sync.interval, sync.publish_every")] = 1
+    explorer_sync_interval: Annotated[int | None, Honoured("sync.interval")] = None
+    trainer_sync_interval: Annotated[int | None, Honoured("sync.publish_every")] = None
     sync_offset: Annotated[int, Honoured("staleness")] = 0
-    sync_timeout: Annotated[int, NoMeaning(HANDED)] = 3600
+    sync_timeout: Annotated[int, Copied("sync.timeout")] = 3600
     group_name: Annotated[str, NoMeaning("there is no group of GPUs to name.")] = "rollout_weight_sync"
     wait_for_checkpoint: Annotated[bool, NoMeaning("Trinity does not read it either.")] = False
     explorer_world_size: Annotated[int | None, NoMeaning(AUTO)] = None

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinsmith.dialects.base import Becoming, settle
-from tinsmith.dialects.trinity import algorithm, course, data, lessons, model, work
+from tinsmith.dialects.trinity import algorithm, course, data, lessons, model, stages, sync, work
 from tinsmith.dialects.trinity.keys import MARKS, TrinityFile
 from tinsmith.errors import ConfigError
 from tinsmith.settings import build
@@ -35,9 +35,13 @@ def defaults() -> dict[str, Any]:
 def translate(values: Mapping[str, Any], place: str) -> Becoming:
     """The settings and the notes. Raises ConfigError that tells every fault."""
     file = build(TrinityFile, values, place)
+    return stages.translate(values, file, place, _one) if file.stages else _one(file, place)
+
+
+def _one(file: TrinityFile, place: str) -> Becoming:
     becoming = Becoming()
     settle(file, becoming)
-    for part in (model, algorithm, data, lessons, work, course):
+    for part in (model, algorithm, data, lessons, work, course, sync):
         part.translate(file, becoming)
     if becoming.faults:
         raise ConfigError("\n".join(f"{place}: {fault}" for fault in becoming.faults))

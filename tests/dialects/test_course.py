@@ -1,0 +1,107 @@
+"""How long a run is, by which weights it samples, and its stages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dialects.written import SMALL, read
+from tinsmith.dialects import read_run
+from tinsmith.errors import ConfigError
+
+
+def test_epochs_or_steps_whichever_is_told(tmp_path: Path):
+    by_steps = read(tmp_path, ("buffer.total_steps", 5), ("buffer.total_epochs", 2)).settings
+    assert (by_steps.steps, by_steps.epochs) == (5, None)
+    by_epochs = read(tmp_path, ("buffer.total_steps", None), ("buffer.total_epochs", 2)).settings
+    assert (by_epochs.steps, by_epochs.epochs) == (0, 2)
+    bounded = read(tmp_path, ("buffer.total_steps", None), ("trainer.total_steps", 7)).settings
+    assert (bounded.steps, bounded.epochs) == (7, 1)
+    assert read(tmp_path, ("buffer.total_steps", 5), ("trainer.total_steps", 2)).settings.steps == 2
+
+
+def test_a_training_batch_of_its_own_makes_fewer_or_more_steps(tmp_path: Path):
+    run = read(tmp_path, ("buffer.total_steps", 6), ("buffer.train_batch_size", 32)).settings
+    assert (run.groups_per_step, run.group_size, run.steps) == (8, 4, 3)
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes"),
+    [
+        ({"sync_interval": 10}, ("fixed", 10, None)),
+        ({"sync_style": "EXPLORER_DRIVEN", "sync_interval": 2}, ("on_demand", 2, None)),
+        ({"sync_style": "dynamic_by_trainer", "sync_interval": 2, "trainer_sync_interval": 3}, ("on_publish", 2, 3)),
+        ({"sync_style": "fully_async", "sync_interval": 2}, ("live", 2, None)),
+        ({"sync_style": "fully_async", "explorer_sync_interval": 1, "trainer_sync_interval": 4}, ("live", 1, 4)),
+    ],
+)
+def test_styles_and_intervals(given: dict[str, Any], becomes: tuple[Any, ...], tmp_path: Path):
+    sync = read(tmp_path, ("synchronizer", given)).settings.sync
+    assert (sync.style, sync.interval, sync.publish_every) == becomes
+
+
+def test_methods_are_two(tmp_path: Path):
+    methods = {
+        word: read(tmp_path, ("synchronizer.sync_method", word)).settings.sync.method
+        for word in ("nccl", "online", "memory", "checkpoint", "Offline")
+    }
+    assert methods == {
+        "nccl": None,
+        "online": None,
+        "memory": None,
+        "checkpoint": "checkpoint",
+        "Offline": "checkpoint",
+    }
+
+
+def test_intervals_of_both_sides_are_alike_in_style_fixed(tmp_path: Path):
+    with pytest.raises(ConfigError, match="Make them alike"):
+        read(tmp_path, ("synchronizer", {"sync_interval": 1, "trainer_sync_interval": 2}))
+
+
+def test_attempts_are_those_that_the_file_says(tmp_path: Path):
+    explorer = {"max_timeout": 60, "max_retry_times": 1, "dynamic_timeout": {"enable": True, "ratio": 2.0}}
+    rollout = read(tmp_path, ("explorer", explorer)).settings.rollout
+    assert (rollout.timeout, rollout.retries, rollout.timeout_ratio, rollout.partial) == (60.0, 1, 2.0, "drop")
+
+
+def test_stages_are_whole_files_with_sections_of_their_own(tmp_path: Path):
+    learn = {
+        "mode": "train",
+        "algorithm": {"algorithm_type": "sft", "optimizer": {"lr": 1e-4}},
+        "buffer": {
+            "train_batch_size": 8,
+            "total_steps": 2,
+            "trainer_input": {"experience_buffer": {"storage_type": "file", "path": "chats.jsonl"}},
+        },
+    }
+    found = read(tmp_path, ("stages", [{"stage_name": "warm", **learn}, {"stage_name": "rl"}]))
+    first, second = found.settings.staged(1), found.settings.staged(2)
+    assert (first.algorithm.type, first.steps, first.optimizer.learning_rate) == ("sft", 2, 1e-4)
+    assert first.experts is not None
+    assert first.experts.per_step == 8
+    assert (second.algorithm.type, second.steps, second.optimizer.learning_rate) == ("grpo_std", 3, 1e-6)
+    assert second.experts is None
+    assert second.model.load_from
+    assert (first.folder, second.folder) == ("out/Trinity-RFT/small/01-warm", "out/Trinity-RFT/small/02-rl")
+
+
+def test_faults_of_stages_name_them(tmp_path: Path):
+    stages = [{"stage_name": "one", "algorithm": {"algorithm_type": "grop"}}, {"mod": "both"}]
+    with pytest.raises(ConfigError) as refusal:
+        read(tmp_path, ("stages", stages))
+    assert "stage one: 'algorithm.algorithm_type'" in str(refusal.value)
+    assert "'stages[1].stage_name'" in str(refusal.value)
+    assert "Did you mean 'mode'?" in str(refusal.value)
+
+
+def test_a_file_in_stages_is_the_same_when_converted(tmp_path: Path):
+    from tinsmith.cli_config import _plain, _yaml
+
+    stages = [{"stage_name": "one", "buffer": {**SMALL["buffer"], "total_steps": 1}}, {"stage_name": "two"}]
+    found = read(tmp_path, ("stages", stages)).settings
+    ours = tmp_path / "ours.yaml"
+    ours.write_text(_yaml(_plain(found)))
+    assert read_run(ours).settings.model_dump() == found.model_dump()
