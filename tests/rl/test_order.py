@@ -21,7 +21,7 @@ def deck(order: dict, path=None, seed: int = 0, **more) -> Deck:
 
 
 def numbers(tasks: list[Task]) -> list[int]:
-    return [int(task.id.partition("/")[2]) for task in tasks]
+    return [int(task.id.rpartition("/")[2]) for task in tasks]
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_several_sources_come_in_proportion_in_each_epoch():
     assert cards.size == 6 + 9 + 3
     for _ in range(3):
         epoch = cards.draw(18)
-        assert len({task.messages for task in epoch}) == 18
+        assert len({task.messages for task in epoch}) == len({task.id for task in epoch}) == 18
     first, second = cards.draw(18), cards.draw(18)
     assert [task.id for task in first] != [task.id for task in second]
     assert numbers(several(1).draw(18)) != numbers(several(0).draw(18))
@@ -166,3 +166,14 @@ def test_held_out_tasks_are_split_off_all_sources():
     cards, held_out = split(config, 0)
     assert {task.id.partition("/")[0] for task in held_out[""]} == {"largest", "addition"}
     assert {task.id for task in cards.draw(40)}.isdisjoint(task.id for task in held_out[""])
+
+
+def test_difficulty_draws_the_likely_ones_most(rated):
+    cards = deck({"type": "difficulty", "by": ["weak", "strong"], "tau": 0.05, "target_reward": 1.0}, rated)
+    counts = Counter(number for _ in range(300) for number in numbers(cards.draw(1)))
+    expected = [
+        (1 + 3.2 * (weak + strong) / 2) / (2 + 3.2) for weak, strong in [(0.5, 0.9), (0, 0.2), (0.9, 1), (0.2, 0.6)]
+    ]
+    weights = np.exp(-(1 - np.array(expected)) / 0.05)
+    for number, share in enumerate(weights / weights.sum()):
+        assert counts[number] / 300 == pytest.approx(share, abs=0.07)

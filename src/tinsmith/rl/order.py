@@ -92,7 +92,7 @@ class Random(Settings):
 
     def lane(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> Lane:
         """Of one source."""
-        return _Drawn(rows, seed, lambda: np.zeros(len(rows)))
+        return Drawn(rows, seed)
 
 
 class EasyToHard(Settings):
@@ -149,21 +149,20 @@ Order = Annotated[
 ]
 
 
-class _Drawn:
-    """Each row by a chance of its own; none twice in a batch while others are left."""
+@dataclass
+class Drawn:
+    """Rows by chance, each as likely; none twice in a batch while others are left."""
 
-    def __init__(self, rows: np.ndarray, seed: tuple[int, ...], scores: Callable[[], np.ndarray]) -> None:
-        """`scores` float64 [M] are logs of chances; a largest score that is infinite is taken."""
-        self._rows, self._seed, self._scores = rows, seed, scores
+    rows: np.ndarray
+    seed: tuple[int, ...]
 
     def pick(self, draw: int, taken: Collection[int]) -> int:
         """By the seed and the number of the draw."""
-        scores = self._scores()
-        left = ~np.isin(self._rows, list(taken)) if taken else np.ones(len(self._rows), bool)
-        if not left.any():
-            left[:] = True
-        noise = np.random.default_rng((*self._seed, draw)).gumbel(size=len(scores))
-        return int(self._rows[int(np.argmax(np.where(left, scores + noise, -np.inf)))])
+        random = np.random.default_rng((*self.seed, draw))
+        while True:
+            row = int(self.rows[random.integers(len(self.rows))])
+            if row not in taken or len(taken) >= len(self.rows):
+                return row
 
     def told(self, rows: Sequence[int], rates: Sequence[float]) -> None:
         """Does not count."""
@@ -177,28 +176,27 @@ class _Drawn:
         """There is nothing to restore."""
 
 
-class Beliefs(_Drawn):
+class Beliefs:
     """What is believed of each row's reward, and draws by it."""
 
     def __init__(self, config: Difficulty, rows: np.ndarray, known: np.ndarray | None, seed: tuple[int, ...]) -> None:
         """`known` float64 [2, M]: what a weak and a strong model get."""
-        super().__init__(rows, seed, lambda: np.zeros(0))
-        self._config, self._known = config, known
+        self._config, self._rows, self._known, self._seed = config, rows, known, seed
         guess = 0.0 if known is None else config.rho * config.m * known.mean(axis=0)
         other = 0.0 if known is None else config.rho * config.m * (1 - known.mean(axis=0))
         self.alpha = np.ones(len(rows)) + guess
         self.beta = np.ones(len(rows)) + other
 
     def pick(self, draw: int, taken: Collection[int]) -> int:
-        """By closeness to the target."""
-        random = np.random.default_rng((*self._seed, draw, 1))
+        """By closeness to the target; of equal ones the first, or by chance where `tau` is not 0."""
+        random = np.random.default_rng((*self._seed, draw))
         expected = random.beta(self.alpha, self.beta) if self._config.sample else self.alpha / (self.alpha + self.beta)
-        far = np.abs(self._config.target_reward - expected)
-        if self._config.tau == 0:  # ties by the row's place
-            left = ~np.isin(self._rows, list(taken))
-            return int(self._rows[int(np.argmin(np.where(left | (not left.any()), far, np.inf)))])
-        self._scores = lambda: -far / self._config.tau
-        return super().pick(draw, taken)
+        scores = -np.abs(self._config.target_reward - expected)
+        if self._config.tau:  # the largest of log chances with Gumbel noise is a draw by those chances
+            scores = scores / self._config.tau + random.gumbel(size=len(scores))
+        if 0 < len(taken) < len(self._rows):
+            scores[np.searchsorted(self._rows, list(taken))] = -np.inf
+        return int(self._rows[int(np.argmax(scores))])
 
     def told(self, rows: Sequence[int], rates: Sequence[float]) -> None:
         """Moves the beliefs, all rows of a batch at once."""

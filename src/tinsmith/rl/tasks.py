@@ -7,13 +7,14 @@ proportion to their sizes, in an order drawn anew for each epoch; within a sourc
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from pydantic import Field
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl.fields import Indexed
 from tinsmith.rl.order import Lane, Order, Shuffle
 from tinsmith.rl.sources import NamedSources, Source, Sources, listed
 from tinsmith.rl.types import Group, Task
@@ -132,7 +133,7 @@ class Deck:
 
 def split(config: TasksConfig, seed: int) -> tuple[Deck, Held]:
     """The training deck and the held-out tasks. Raises ConfigError where nothing is left to train on."""
-    loaded = [source.load() for source in config.sources]
+    loaded = _told_apart([source.load() for source in config.sources])
     total = sum(map(len, loaded))
     rows, held_out = np.arange(total), _evaluated(config)
     begins = np.cumsum([0, *map(len, loaded)])
@@ -152,6 +153,21 @@ def split(config: TasksConfig, seed: int) -> tuple[Deck, Held]:
             lane_seed = (seed, number) if number else (seed,)
             piles.append(_Pile(tasks, config.order.lane(mine, source.feature, lane_seed), len(mine)))
     return Deck(piles, held_out, seed), held_out
+
+
+def _told_apart(loaded: Sequence[Sequence[Task]]) -> list[Sequence[Task]]:
+    """No two tasks have one id: those of a later source with the names of an earlier one begin with its number."""
+    apart: list[Sequence[Task]] = []
+    seen: set[str] = set()
+    for number, tasks in enumerate(loaded, 1):
+        first = tasks[0].id if len(tasks) else ""
+        apart.append(_numbered(tasks, number) if first in seen else tasks)
+        seen.add(first)
+    return apart
+
+
+def _numbered(tasks: Sequence[Task], number: int) -> Sequence[Task]:
+    return Indexed(len(tasks), lambda index: replace(tasks[index], id=f"{number}/{tasks[index].id}"))
 
 
 def _evaluated(config: TasksConfig) -> dict[str, tuple[Task, ...]]:
