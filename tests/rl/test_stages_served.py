@@ -1,0 +1,111 @@
+"""Every kind of data to learn from, as stages of one run on a server of the Tinker API."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from gc import collect
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.rl.algorithms.asked import run
+from tests.rl.small import rows
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.run import Connect
+from tinsmith.rl.stages import run_all
+from tinsmith.rl.tinker_policy import TinkerPolicy
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+
+STAGES = """
+- {name: text, algorithm: {type: cpt}, experts: {data: {type: jsonl, path: PATH, prompt: "{text}"}, learn: text}}
+- {name: told, algorithm: {type: sft}, experts: {data: {type: jsonl, path: PATH, prompt: "{chat}"}, learn: all}}
+- {name: pairs, algorithm: {type: dpo, reference: start}, keep_optimizer: true, experts:
+    {data: {type: jsonl, path: PATH, chosen: "{answer}", rejected: "{worse}"}}}
+- {name: mixed, algorithm: {type: mix, reference: start}, experts: {data: {type: jsonl, path: PATH}, ratio: 0.5}}
+- {name: chord, algorithm: {type: mix_chord}, experts: {data: {type: jsonl, path: PATH}, per_step: 3}}
+"""
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the whole run."""
+    from omegaconf import OmegaConf
+
+    folder = tmp_path_factory.mktemp("staged")
+    chat = [{"role": role, "content": word} for role, word in [("user", "1?"), ("assistant", "one")] * 2]
+    data = [
+        {"question": f"{n}?", "answer": str(n), "worse": "no", "text": f"{n} is {n}", "chat": chat} for n in range(9)
+    ]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
+    stages = OmegaConf.to_container(OmegaConf.create(STAGES.replace("PATH", str(folder / "data.jsonl"))))
+    config = RunConfig.model_validate(
+        {
+            "model": {"name": "tiny", "rank": 4},
+            "tasks": {"train": {"type": "addition"}, "held_out": 0},
+            "rewards": [{"type": "number"}],
+            "sampling": {"max_tokens": 4},
+            "groups_per_step": 2,
+            "group_size": 2,
+            "steps": 2,
+            "stages": stages,
+            "monitors": [],
+            "name": "staged",
+            "folder": str(folder / "run"),
+        }
+    )
+    with embedded(ServeConfig(models=(f"tiny={tiny_llama}",), engine="fake", data=folder / "served")) as address:
+
+        def connecting(one: RunConfig) -> Connect:
+            async def connect(state: str, version: int) -> TinkerPolicy:
+                return await TinkerPolicy.connect(one.model, *address, seed=one.seed, state=state, version=version)
+
+            return connect
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ResourceWarning)  # of connections that the SDK leaves open
+            run(run_all(config, connecting, Console(quiet=True)))
+            collect()
+    return folder / "run"
+
+
+def test_every_stage_took_its_steps(finished):
+    for number, name in enumerate(("text", "told", "pairs", "mixed", "chord"), 1):
+        steps = [
+            row["step"] for row in rows(finished / f"{number:02}-{name}") if "time/step" in row or "optim/lr" in row
+        ]
+        assert steps == [1, 2], name
+    assert list(json.loads((finished / "stages.json").read_text())["ended"]) == [
+        "text",
+        "told",
+        "pairs",
+        "mixed",
+        "chord",
+    ]
+
+
+def test_text_and_chats_are_learned_from(finished):
+    for folder in ("01-text", "02-told"):
+        first = rows(finished / folder)[0]
+        assert first["optim/expert_nll"] > 0
+        assert first["optim/rows"] == 2
+        assert first["tokens/trained"] > 0
+
+
+def test_pairs_begin_where_the_reference_is(finished):
+    first = rows(finished / "03-pairs")[0]
+    assert first["optim/rows"] == 4
+    assert first["optim/dpo/margin"] == pytest.approx(0.0, abs=1e-4)
+    assert first["optim/policy_loss"] == pytest.approx(math.log(2.0), abs=1e-4)
+
+
+def test_experts_words_stand_beside_the_policys(finished):
+    for folder, count in (("04-mixed", 4), ("05-chord", 3)):
+        row = rows(finished / folder)[0]
+        assert row["optim/mix/expert"] > 0
+        assert row["optim/expert_nll"] > 0
+        assert row["tokens/sampled"] > 0
+        assert count < row["optim/rows"] <= count + 4
