@@ -8,7 +8,7 @@ CODE := src tests benchmarks examples
 
 VLLM := .venv-vllm
 
-.PHONY: help install vllm demo test test-all check bench bench-growth bench-service gpu-check clean
+.PHONY: help install vllm demo gsm8k test test-all check bench bench-growth bench-service gpu-check clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -34,6 +34,10 @@ $(VLLM)/.installed: constraints-vllm.txt
 
 demo: install  ## train SmolLM2-135M to add two-digit numbers and show it: at most 10 minutes on 2 cores
 	$(BIN)/tinsmith demo
+
+gsm8k: install  ## train SmolLM2 by both of Trinity-RFT's files on GSM8K and draw the curves: make gsm8k DATA=FOLDER
+	@test -n "$(DATA)" || { echo "DATA is a folder with GSM8K's train.jsonl and test.jsonl: make gsm8k DATA=FOLDER"; exit 2; }
+	$(BIN)/python examples/gsm8k/compare.py $(DATA)
 
 test: install  ## the tests that take seconds each
 	$(BIN)/python -m pytest

@@ -3,23 +3,63 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 from rich.console import Console
 
-from tinsmith.rl.monitors.base import Monitors, RunInfo
+from tinsmith.rl.monitors.base import Monitor, Monitors, RunInfo
 from tinsmith.rl.monitors.console import ConsoleConfig, ConsoleMonitor
 from tinsmith.rl.monitors.jsonl import JsonlMonitor
+from tinsmith.rl.monitors.mlflow import MlflowConfig, MlflowMonitor
 from tinsmith.rl.monitors.report import ReportConfig, ReportMonitor
+from tinsmith.rl.monitors.tensorboard import TensorboardConfig, TensorboardMonitor
+from tinsmith.rl.monitors.wandb import WandbConfig, WandbMonitor
+from tinsmith.settings import Settings
 
-MonitorConfig = Annotated[ConsoleConfig | ReportConfig, Field(discriminator="type")]
+
+class SwanlabConfig(Settings):
+    """Not served: its package wants an older protobuf than everything else here is tested with."""
+
+    type: Literal["swanlab"] = "swanlab"
+
+    @model_validator(mode="after")
+    def _refused(self) -> SwanlabConfig:
+        raise ValueError(
+            "swanlab is not served, since its package wants protobuf below 7 and all else here runs with 7; "
+            "use tensorboard, mlflow, or wandb (mode: offline needs no account)"
+        )
+
+
+MonitorConfig = Annotated[
+    ConsoleConfig | ReportConfig | TensorboardConfig | WandbConfig | MlflowConfig | SwanlabConfig,
+    Field(discriminator="type"),
+]
 
 
 def build(configs: Sequence[MonitorConfig], info: RunInfo, console: Console) -> Monitors:
-    """Everything that is told of the run."""
-    made: list[ConsoleMonitor | ReportMonitor] = [
-        ConsoleMonitor(config, info, console) if isinstance(config, ConsoleConfig) else ReportMonitor(config, info)
-        for config in configs
-    ]
-    return Monitors([JsonlMonitor(info), *made])
+    """Everything that is told of the run. Raises where one of them cannot be had; the others are closed then."""
+    made: list[Monitor] = [JsonlMonitor(info)]
+    try:
+        for config in configs:
+            made.append(_made(config, info, console))
+    except BaseException:
+        Monitors(made).close()
+        raise
+    return Monitors(made)
+
+
+def _made(config: MonitorConfig, info: RunInfo, console: Console) -> Monitor:
+    match config:
+        case ConsoleConfig():
+            return ConsoleMonitor(config, info, console)
+        case ReportConfig():
+            return ReportMonitor(config, info)
+        case TensorboardConfig():
+            return TensorboardMonitor(config, info)
+        case WandbConfig():
+            return WandbMonitor(config, info)
+        case MlflowConfig():
+            return MlflowMonitor(config, info)
+        case SwanlabConfig():
+            raise AssertionError("refused when the file was read")

@@ -1,0 +1,150 @@
+"""Trackers hold what metrics.jsonl holds, and a run that goes on goes on in the same run of the tracker."""
+
+from __future__ import annotations
+
+import json
+import struct
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rl.small import rows, run, settings
+from tinsmith.errors import ConfigError
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.monitors.names import TRINITY, renamed
+from tinsmith.settings import build
+
+SHORT = {"steps": 3, "eval": {"every": 0}}
+NOT_OURS = pytest.mark.filterwarnings(  # what these packages warn of is not ours to mend
+    "ignore::DeprecationWarning", "ignore::PendingDeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
+)
+
+
+def tracked(tmp_path, monitor, **changes) -> RunConfig:
+    return settings(tmp_path / "run", **{**SHORT, "monitors": [monitor], **changes})
+
+
+def curve(tmp_path, name) -> dict[int, float]:
+    return {row["step"]: row[name] for row in rows(tmp_path / "run") if name in row}
+
+
+@NOT_OURS
+def test_tensorboard_has_every_metric_and_goes_on(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run(tracked(tmp_path, {"type": "tensorboard"}))
+    run(tracked(tmp_path, {"type": "tensorboard"}, steps=5))
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    for name in ("reward/mean", "eval/pass@1", "optim/lr"):
+        found = {event.step: event.value for event in events.Scalars(name)}
+        assert found == pytest.approx(curve(tmp_path, name))
+    assert set(curve(tmp_path, "reward/mean")) == {1, 2, 3, 4, 5}
+
+
+def records(content: bytes) -> Iterator[bytes]:
+    """What wandb's file holds: LevelDB's log, so blocks of 32 KiB, each piece after (crc, length, whether it is whole)."""
+    at, begun = 7, b""
+    while at + 7 < len(content):
+        left = 32768 - at % 32768
+        if left < 7:
+            at += left
+            continue
+        _, length, kind = struct.unpack_from("<IHB", content, at)
+        begun += content[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last piece
+            yield begun
+            begun = b""
+
+
+def logged(folder) -> list[tuple[str, dict[str, float]]]:
+    """(run id, row) of every row that wandb wrote."""
+    from wandb.proto import wandb_internal_pb2
+
+    found = []
+    for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
+        for data in records(file.read_bytes()):
+            record = wandb_internal_pb2.Record.FromString(data)
+            if record.WhichOneof("record_type") == "history":
+                items = record.history.item
+                row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
+                found.append((file.stem, row))
+    return found
+
+
+@NOT_OURS
+def test_wandb_offline_has_every_metric_and_goes_on_under_one_id(tmp_path):
+    monitor = {"type": "wandb", "mode": "offline", "project": "p", "group": "g", "tags": ["small"]}
+    run(tracked(tmp_path, monitor))
+    run(tracked(tmp_path, monitor, steps=5))
+    found = logged(tmp_path / "run")
+    assert len({name for name, _ in found}) == 1
+    reward = {row["step"]: row["reward/mean"] for _, row in found if "reward/mean" in row}
+    assert reward == pytest.approx(curve(tmp_path, "reward/mean"))
+    assert set(reward) == {1, 2, 3, 4, 5}
+
+
+@NOT_OURS
+@pytest.mark.parametrize("store", ["folder", pytest.param("sqlite", marks=pytest.mark.slow)])
+def test_mlflow_has_every_metric_and_goes_on_in_one_run(tmp_path, monkeypatch, store):
+    from mlflow import MlflowClient
+
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    uri = str(tmp_path / "store") if store == "folder" else ""
+    monitor = {"type": "mlflow", "uri": uri, "project": "p", "group": "g", "tags": ["small"], "names": "trinity"}
+    run(tracked(tmp_path, monitor))
+    run(tracked(tmp_path, monitor, steps=5))
+    client = MlflowClient(tracking_uri=uri or f"sqlite:///{tmp_path / 'mlflow.db'}")
+    project = client.get_experiment_by_name("p")
+    (found,) = client.search_runs([project.experiment_id])
+    assert found.info.status == "FINISHED"
+    assert found.data.params["model.name"] == "scripted"
+    assert found.data.tags["group"] == "g"
+    history = client.get_metric_history(found.info.run_id, "critic/rewards/mean")
+    assert {one.step: one.value for one in history} == pytest.approx(curve(tmp_path, "reward/mean"))
+    assert client.get_metric_history(found.info.run_id, "eval/eval/accuracy/mean")
+
+
+def test_a_tracker_that_is_not_installed_is_said_at_once_with_the_cure(tmp_path, monkeypatch):
+    for package, monitor, extra in (
+        ("torch.utils.tensorboard.writer", "tensorboard", "tensorboard"),
+        ("wandb", "wandb", "wandb"),
+        ("mlflow", "mlflow", "mlflow"),
+    ):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ConfigError, match=f"monitors: {monitor} wants the package") as caught:
+            run(tracked(tmp_path / monitor, {"type": monitor}))
+        assert caught.value.hint == f"pip install 'tinsmith[{extra}]'"
+
+
+def test_swanlab_is_refused_by_name():
+    with pytest.raises(ConfigError, match="swanlab is not served.*use tensorboard, mlflow, or wandb"):
+        build(RunConfig, {"monitors": [{"type": "swanlab"}]}, "run.yaml")
+
+
+def test_names_of_trinity_are_one_to_one_and_of_metrics_that_there_are(finished):
+    there = {name for row in rows(finished, timeless=False) for name in row}
+    there |= {"reward/kl", "reward/kl_coef", "optim/kl", "optim/kl_coef"}  # with a divergence
+    there |= {"critic/explained_variance", "critic/value_mean", "critic/return_mean"}  # with a critic
+    assert set(TRINITY) <= there
+    assert len(set(TRINITY.values())) == len(TRINITY)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("reward/format", "rollout/format/mean"),
+        ("reward/std", "reward/std"),
+        ("eval/pass@1", "eval/eval/accuracy/mean"),
+        ("eval/gsm8k/pass@1", "eval/gsm8k/accuracy/mean"),
+        ("eval/gsm8k/reward/mean", "eval/gsm8k/reward/mean"),
+        ("eval/reward/mean", "eval/eval/reward/mean"),
+        ("eval/pass@4", "eval/pass@4"),
+        ("time/eval", "time/eval"),
+    ],
+)
+def test_families_of_names(ours, theirs):
+    assert renamed(ours) == theirs
