@@ -1,4 +1,4 @@
-"""Trains a small model by both of Trinity-RFT's files and two of ours, and draws their curves: `make gsm8k DATA=FOLDER`.
+"""Trains a small model by both of Trinity-RFT's files and two of ours, and draws the curves: `make gsm8k DATA=FOLDER`.
 
 DATA holds GSM8K as train.jsonl and test.jsonl. tinker.yaml goes through a server of the Tinker API, which serves
 SmolLM2 under the name that the file has; verl.yaml through the run's own service. Neither file is changed: what is
@@ -51,10 +51,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("runs/gsm8k"), help="runs, pictures and numbers")
     parser.add_argument("--only", nargs="+", choices=list(FILES), help="these runs")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--groups", type=int, default=6, help="tasks in a step, of Trinity's files")
+    parser.add_argument("--groups", type=int, default=6, help="tasks in a step, on GSM8K")
     parser.add_argument("--size", type=int, default=8, help="answers to each task")
     parser.add_argument("--max-tokens", type=int, default=96, help="of an answer")
-    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate of Trinity's files; so few steps want more")
+    parser.add_argument(
+        "--rate", type=float, default=3e-4, help="learning rate of Trinity's files; so few steps want more"
+    )
     return parser.parse_args()
 
 
@@ -70,13 +72,16 @@ def _lay_data(data: Path, folder: Path) -> None:
 def _train(name: str, out: Path, arguments: argparse.Namespace) -> None:
     """One run in the folder `out`/`name`."""
     overrides = [f"steps={arguments.steps}", f"folder={out / name}"]
-    if name in BOTH:
+    if name != "arithmetic":
         overrides += [
             f"groups_per_step={arguments.groups}",
             f"group_size={arguments.size}",
             f"sampling.max_tokens={arguments.max_tokens}",
+        ]
+    if name in BOTH:
+        overrides += [
             f"optimizer.learning_rate={arguments.rate}",
-            "model.chat_template=",  # the files bring Llama's; this is another model
+            "model.chat_template=''",  # the files bring Llama's; this is another model
         ]
     environment = {**os.environ, "WANDB_MODE": "offline"}
     for server in ("TINKER_BASE_URL", "TINKER_API_KEY"):

@@ -18,9 +18,7 @@ ROOT = Path(__file__).parents[2]
 FOREIGN = ("tinker.yaml", "verl.yaml")
 """Trinity-RFT's own; dialects read them."""
 EXAMPLES = sorted(
-    file
-    for file in (ROOT / "examples").rglob("*")
-    if file.suffix in (".yaml", ".toml") and file.name not in FOREIGN
+    file for file in (ROOT / "examples").rglob("*") if file.suffix in (".yaml", ".toml") and file.name not in FOREIGN
 )
 
 

@@ -196,7 +196,11 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
         await supply.restore(state.supply)
     if state is not None and experts is not None:
         experts.cursor = state.lessons
-    told = monitors.build(config.monitors, info, console)
+    try:
+        told = monitors.build(config.monitors, info, console)
+    except BaseException:
+        await policy.close()
+        raise
     try:
         yield Run(
             config=config,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -17,7 +18,10 @@ from tinsmith.settings import build
 
 SHORT = {"steps": 3, "eval": {"every": 0}}
 NOT_OURS = pytest.mark.filterwarnings(  # what these packages warn of is not ours to mend
-    "ignore::DeprecationWarning", "ignore::PendingDeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"
+    "ignore::DeprecationWarning",
+    "ignore::PendingDeprecationWarning",
+    "ignore::FutureWarning",
+    "ignore::ResourceWarning",
 )
 
 
@@ -44,7 +48,7 @@ def test_tensorboard_has_every_metric_and_goes_on(tmp_path):
 
 
 def records(content: bytes) -> Iterator[bytes]:
-    """What wandb's file holds: LevelDB's log, so blocks of 32 KiB, each piece after (crc, length, whether it is whole)."""
+    """What wandb's file holds: LevelDB's log, blocks of 32 KiB, each piece after (crc, length, whether it is whole)."""
     at, begun = 7, b""
     while at + 7 < len(content):
         left = 32768 - at % 32768
@@ -78,8 +82,13 @@ def logged(folder) -> list[tuple[str, dict[str, float]]]:
 def test_wandb_offline_has_every_metric_and_goes_on_under_one_id(tmp_path):
     monitor = {"type": "wandb", "mode": "offline", "project": "p", "group": "g", "tags": ["small"]}
     run(tracked(tmp_path, monitor))
+    time.sleep(1.1)  # wandb names the files of a process by the second
     run(tracked(tmp_path, monitor, steps=5))
-    found = logged(tmp_path / "run")
+    for _ in range(100):  # wandb's own process writes behind
+        found = logged(tmp_path / "run")
+        if len(found) == len(rows(tmp_path / "run")):
+            break
+        time.sleep(0.1)
     assert len({name for name, _ in found}) == 1
     reward = {row["step"]: row["reward/mean"] for _, row in found if "reward/mean" in row}
     assert reward == pytest.approx(curve(tmp_path, "reward/mean"))
@@ -121,7 +130,7 @@ def test_a_tracker_that_is_not_installed_is_said_at_once_with_the_cure(tmp_path,
 
 
 def test_swanlab_is_refused_by_name():
-    with pytest.raises(ConfigError, match="swanlab is not served.*use tensorboard, mlflow, or wandb"):
+    with pytest.raises(ConfigError, match=r"swanlab is not served.*use tensorboard, mlflow, or wandb"):
         build(RunConfig, {"monitors": [{"type": "swanlab"}]}, "run.yaml")
 
 

@@ -1,6 +1,6 @@
 """A run in TensorBoard: a curve for each metric, in the run folder's `tensorboard`. Wants the package tensorboard.
 
-    tensorboard --logdir runs
+tensorboard --logdir runs
 """
 
 from __future__ import annotations

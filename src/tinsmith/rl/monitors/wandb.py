@@ -37,7 +37,9 @@ class WandbMonitor:
         except ImportError as error:
             raise missing("wandb", "wandb") from error
         self._config = config
-        given = {"base_url": config.base_url} if config.base_url else {}
+        settings = wandb.Settings(silent=True)
+        if config.base_url:
+            settings.base_url = config.base_url
         self._run = wandb.init(
             project=config.project,
             entity=config.entity or None,
@@ -49,7 +51,7 @@ class WandbMonitor:
             id=kept(info, "wandb", lambda: secrets.token_hex(8)),
             resume="allow",
             config=dict(info.settings),
-            settings=wandb.Settings(silent=True, **given),
+            settings=settings,
         )
         self._run.define_metric("*", step_metric="step")
 
