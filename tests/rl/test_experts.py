@@ -63,7 +63,9 @@ def test_a_pair_is_two_rows_side_by_side(tmp_path):
         (kind, f"{word}{n}.") for n in (0, 1, 2, 0) for kind, word in (("chosen", "yes"), ("rejected", "no"))
     ]
     with pytest.raises(ConfigError, match="is no pair"):
-        experts(pairs=True, data={"type": "addition"}).draw(1)
+        experts(pairs=True, data={"type": "addition"})
+    with pytest.raises(ConfigError, match="is a pair, and nothing here tells"):
+        experts(data=source)
 
 
 def test_every_lesson_comes_once_an_epoch_and_held_out_ones_never():
@@ -137,13 +139,10 @@ def test_lessons_alone_are_evaluated_where_there_are_tasks_and_rewards(tmp_path)
 
 @pytest.mark.parametrize("name", ["cpt", "dpo"])
 def test_cpt_and_dpo_run_on_data(tmp_path, name):
-    config = taught(tmp_path / "run", tmp_path, algorithm={"type": name})
-    assert config.experts is not None
-    source = config.experts.data
+    path = write(tmp_path, "data.jsonl", [{"question": f"{n}?", "answer": "yes", "no": "no"} for n in range(10)])
     change = {"chosen": "{answer}", "rejected": "{no}"} if name == "dpo" else {"prompt": "?yes"}
-    learn = "last" if name == "dpo" else "text"
-    experts = ExpertsConfig.model_validate({"data": source.model_copy(update=change), "learn": learn})  # type: ignore[union-attr]
-    run(config.model_copy(update={"experts": experts}))
+    data = {"data": {"type": "jsonl", "path": path, **change}, "learn": "last" if name == "dpo" else "text"}
+    run(taught(tmp_path / "run", tmp_path, algorithm={"type": name}, experts=data))
     last = rows(tmp_path / "run")[-1]
     if name == "dpo":
         assert last["optim/dpo/accuracy"] == 1.0
@@ -183,6 +182,11 @@ def test_a_run_of_lessons_goes_on_as_if_never_killed(tmp_path, at, calls):
     ("changes", "sentence"),
     [
         ({"experts": None}, "sft learns from data"),
+        ({"algorithm": {"type": "cpt"}}, "cpt learns plain text"),
+        (
+            {"algorithm": {"type": "dpo"}, "experts": {"data": {"type": "addition"}, "learn": "text"}},
+            "leave out experts",
+        ),
         ({"algorithm": {"type": "mix"}, "experts": None}, "tasks.train is missing"),
         ({"algorithm": {"type": "grpo"}, "tasks": {"train": {"type": "addition"}}}, "rewards is missing"),
         (

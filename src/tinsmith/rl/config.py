@@ -171,6 +171,10 @@ class RunConfig(Settings):
             raise ValueError(f"experts is missing: {kind} learns from data; set experts.data")
         if wanted == "rollouts" and self.experts is not None:
             raise ValueError(f"{kind} learns nothing from experts; leave them out, or take sft, dpo or mix")
+        if kind == "cpt" and self.experts is not None and self.experts.learn != "text":
+            raise ValueError("cpt learns plain text: set experts.learn to text, or take sft")
+        if wanted == "pairs" and self.experts is not None and self.experts.learn == "text":
+            raise ValueError(f"{kind} compares replies to a chat; leave out experts.learn: text")
         return self
 
     @model_validator(mode="after")

@@ -72,6 +72,7 @@ class Experts:
         for number, source in enumerate(listed(config.data)):
             lessons = source.lessons(config.learn)
             if len(lessons):
+                _check_pair(lessons[0], pairs)
                 lane = config.order.lane(np.arange(len(lessons)), source.feature, (seed, _EXPERTS, number))
                 self._piles.append(_Pile(lessons, lane))
         self.size = sum(len(pile.lessons) for pile in self._piles)
@@ -117,8 +118,7 @@ class Experts:
 
     def _rows(self, lesson: Lesson) -> list[Sample]:
         """None where a cut leaves nothing to learn."""
-        if self._pairs and not lesson.rejected:
-            raise ConfigError(f"{lesson.id} is no pair.", "Set chosen and rejected on experts.data.")
+        _check_pair(lesson, self._pairs)
         ends: list[tuple[tuple[Message, ...], Kind]] = [(lesson.messages, "chosen" if self._pairs else "expert")]
         if self._pairs:
             ends.append((lesson.rejected, "rejected"))
@@ -142,6 +142,13 @@ class Experts:
             mask=np.array(mask[1:], bool),
             kind=kind,
         )
+
+
+def _check_pair(lesson: Lesson, pairs: bool) -> None:
+    if pairs and not lesson.rejected:
+        raise ConfigError(f"{lesson.id} is no pair.", "Set chosen and rejected on experts.data.")
+    if lesson.rejected and not pairs:
+        raise ConfigError(f"{lesson.id} is a pair, and nothing here tells two replies apart.", "Take dpo.")
 
 
 def _asked(messages: Sequence[Message]) -> tuple[Message, ...]:
