@@ -22,8 +22,12 @@ AUXILIARY = "explorer.auxiliary_models[]"
 
 LIVE: Pairs = (("synchronizer.sync_style", "fully_async"),)
 
+OPERATOR = "data_processor.experience_pipeline.operators[]"
+
 EXAMPLES: dict[str, tuple[Any, Pairs]] = {
     "stages": ([{"stage_name": "one"}, {"stage_name": "two", "algorithm": {"algorithm_type": "rloo"}}], ()),
+    f"{OPERATOR}.name": ("mask_response_truncated", ((f"{OPERATOR}.name", "invalid_reward_filter"),)),
+    f"{OPERATOR}.args": ({"threshold": 0.5}, ((f"{OPERATOR}.name", "reward_filter"),)),
     "project": ("mine", ()),
     "group": ("these", ()),
     "name": ("another", ()),

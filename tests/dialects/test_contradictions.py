@@ -80,6 +80,18 @@ CONTRADICTIONS: list[tuple[str, Pairs, str, str]] = [
         "algorithm.sample_strategy_args.max_staleness",
         "Lower synchronizer.sync_offset",
     ),
+    (
+        "an unknown operator",
+        (("data_processor.experience_pipeline.operators", [{"name": "reward_filte"}]),),
+        "data_processor.experience_pipeline.operators[0].name",
+        "Did you mean 'reward_filter'?",
+    ),
+    (
+        "an operator that is not here",
+        (("data_processor.experience_pipeline.operators", [{"name": "data_juicer"}]),),
+        "data_processor.experience_pipeline.operators[0].name",
+        "Score replies by rewards of your own.",
+    ),
     ("a word for a number", (("buffer.batch_size", "abc"),), "buffer.batch_size", "(got 'abc')"),
     ("an unknown key", (("model.tinker.rnk", 8),), "model.tinker.rnk", "Did you mean 'model.tinker.rank'?"),
     ("an unknown section", (("modell", {}),), "modell", "Did you mean 'model'?"),

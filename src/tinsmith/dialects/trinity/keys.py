@@ -17,10 +17,6 @@ from tinsmith.dialects.trinity.keys_model import Cluster, Model
 from tinsmith.dialects.trinity.keys_trainer import Monitor, Synchronizer, Trainer
 
 JUICER = Refused("Data-Juicer is not part of this.", "Process the data beforehand, and name the file that comes of it.")
-OPERATORS = Refused(
-    "rollouts pass through no operators.",
-    "Leave them out; algorithm.advantage_fn_args.std_threshold drops level groups.",
-)
 STAGES = Honoured("stages: whole sections in place of the file's; each from the weights before, its optimizer fresh")
 Arguments = dict[str, Any]
 
@@ -28,8 +24,8 @@ Arguments = dict[str, Any]
 class Operator(Section):
     """An entry of `operators`."""
 
-    name: Annotated[str, OPERATORS] = ""
-    args: Annotated[Arguments, OPERATORS] = Field(default_factory=dict)
+    name: Annotated[str, Honoured("filters; operators that are not filters are refused by name")] = ""
+    args: Annotated[Arguments, Honoured("filters")] = Field(default_factory=dict)
 
 
 class ExperiencePipeline(Section):
