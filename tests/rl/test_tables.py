@@ -10,7 +10,7 @@ import pytest
 from tinsmith.errors import ConfigError
 from tinsmith.rl.fields import Fields
 from tinsmith.rl.operators import function
-from tinsmith.rl.tables import Files, Jsonl, Sql
+from tinsmith.rl.tables import Files, Hub, Jsonl, Sql
 
 ROWS = [{"question": f"{n}+{n}?", "answer": f"It is\n#### {2 * n}", "level": 5 - n} for n in range(5)]
 
@@ -51,6 +51,18 @@ def test_files_of_each_kind_give_the_same_tasks(tmp_path, kind):
     }[kind]()
     tasks = Files(path=str(tmp_path / f"*.{kind}"), answer_after="####").load()
     assert [task.answer for task in tasks] == ["0", "2", "4", "6", "8"]
+
+
+@pytest.mark.parametrize("inside", ["", "main"])
+def test_a_local_folder_stands_for_a_dataset_of_the_hub(inside, tmp_path, monkeypatch):
+    folder = tmp_path / "openai" / "gsm8k" / inside
+    folder.mkdir(parents=True)
+    for split, question in {"train": "2 + 2?", "test": "3 + 3?"}.items():
+        (folder / f"{split}.jsonl").write_text(json.dumps({"question": question, "answer": "#### 4"}))
+    monkeypatch.chdir(tmp_path)
+    (task,) = Hub(name="openai/gsm8k", subset="main", answer_after="####").load()
+    assert (task.id, task.messages[-1].content, task.answer) == ("openai/gsm8k/0", "2 + 2?", "4")
+    assert Hub(name="openai/gsm8k", subset="main", split="test").load()[0].messages[-1].content == "3 + 3?"
 
 
 def test_a_file_of_another_kind_is_refused():

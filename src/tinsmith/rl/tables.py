@@ -113,7 +113,7 @@ class Hub(Table):
     name: str
     """As openai/gsm8k, or a folder."""
     subset: str | None = None
-    """As main."""
+    """As main. A local folder without a README.md has it as a folder of that name, or is all of one subset."""
     split: str = "train"
     """As train or test."""
 
@@ -124,6 +124,10 @@ class Hub(Table):
 
     def read(self) -> Rows:
         """The split's rows."""
+        folder = Path(self.name).expanduser()
+        if self.subset and folder.is_dir() and not (folder / "README.md").is_file():
+            inside = folder / self.subset
+            return _dataset(self.name, str(inside if inside.is_dir() else folder), split=self.split)
         return _dataset(self.name, self.name, self.subset, split=self.split)
 
 

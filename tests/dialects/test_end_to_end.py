@@ -1,0 +1,71 @@
+"""The two published files, unchanged, run against a server: some steps, a checkpoint, and on from there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.dialects.written import TINKER, VERL
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+
+NAME = "meta-llama/Llama-3.2-3B"
+SHORT = ("groups_per_step=2", "group_size=2", "sampling.max_tokens=4", "sampling.max_prompt_tokens=4000")
+Server = tuple[str, str]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[Server]:
+    config = ServeConfig(models=(f"{NAME}={tiny_llama}",), engine="fake", data=tmp_path_factory.mktemp("served"))
+    with embedded(config) as found:
+        yield found
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Where the data lies as the files name it."""
+    folder = tmp_path / "openai" / "gsm8k"
+    folder.mkdir(parents=True)
+    rows = [{"question": f"What is {a} + 3?", "answer": f"It is {a + 3}.\n#### {a + 3}"} for a in range(9)]
+    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "test.jsonl").write_text(json.dumps(rows[0]))
+    return tmp_path
+
+
+def tinsmith(place: Path, server: Server, *words: str) -> subprocess.CompletedProcess[str]:
+    url, key = server
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TINKER_", "TRINITY_"))}
+    about = {"TINKER_BASE_URL": url, "TRINITY_API_KEY": key, "HF_HOME": str(place / "hf"), "HF_HUB_OFFLINE": "1"}
+    about |= {"COLUMNS": "100", "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_DATASETS_OFFLINE": "1"}
+    command = [sys.executable, "-m", "tinsmith", *words]
+    return subprocess.run(
+        command, cwd=place, env={**clean, **about}, capture_output=True, text=True, timeout=200, check=False
+    )
+
+
+@pytest.mark.parametrize("file", [TINKER, VERL], ids=lambda file: file.stem)
+def test_a_published_file_trains_saves_and_goes_on(file: Path, place: Path, server: Server):
+    before = file.read_bytes()
+    done = tinsmith(place, server, "run", "--config", str(file), *SHORT, "steps=2", "checkpoint.every=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "a file of Trinity-RFT" in done.stdout
+    assert "cluster.node_num, cluster.gpu_per_node" in " ".join(done.stdout.split())
+    (folder,) = (place / "checkpoints" / "Trinity-RFT-gsm8k" / "alignment-tinker").iterdir()
+    state = json.loads((folder / "state.json").read_text())
+    assert state["step"] == 2
+    assert state["path"].startswith("tinker://")
+    first = json.loads((folder / "rollouts" / "train-000001.jsonl").read_text().splitlines()[0])
+    assert "What is 0 + 3?" in json.dumps(first)  # in the file's order
+    assert file.read_bytes() == before
+    if file == VERL:
+        return
+    on = tinsmith(place, server, "run", "--config", str(file), *SHORT, "steps=3", "checkpoint.every=1")
+    assert on.returncode == 0, on.stdout + on.stderr
+    steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [1, 2, 3]
