@@ -28,6 +28,8 @@ EXAMPLES: dict[str, tuple[Any, Pairs]] = {
     "stages": ([{"stage_name": "one"}, {"stage_name": "two", "algorithm": {"algorithm_type": "rloo"}}], ()),
     f"{OPERATOR}.name": ("mask_response_truncated", ((f"{OPERATOR}.name", "invalid_reward_filter"),)),
     f"{OPERATOR}.args": ({"threshold": 0.5}, ((f"{OPERATOR}.name", "reward_filter"),)),
+    "monitor.monitor_type": ("wandb", ()),
+    "monitor.monitor_args": ({"base_url": "http://here"}, (("monitor.monitor_type", "wandb"),)),
     "project": ("mine", ()),
     "group": ("these", ()),
     "name": ("another", ()),

@@ -49,8 +49,9 @@ def test_they_differ_in_who_makes_the_adapter():
     assert by_tinker.model.train_unembed
     assert not by_lora.model.train_unembed
     assert (by_tinker.optimizer.eps, by_lora.optimizer.eps) == (1e-12, 1e-8)
+    assert [one.type for one in by_tinker.monitors] == ["console", "report", "wandb"]
     different = {key for key, value in by_tinker if value != getattr(by_lora, key)}
-    assert different == {"model", "optimizer", "name", "folder"}
+    assert different == {"model", "optimizer", "name", "folder", "monitors"}
 
 
 def test_the_checkpoint_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):

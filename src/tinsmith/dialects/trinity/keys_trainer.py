@@ -88,10 +88,10 @@ class Synchronizer(Section):
 class Monitor(Section):
     """`monitor`."""
 
-    monitor_type: Annotated[str, NoMeaning("a run's numbers are in metrics.jsonl and in its report.")] = "tensorboard"
-    monitor_args: Annotated[Arguments | None, NoMeaning("a run's numbers are in metrics.jsonl and in its report.")] = (
-        None
-    )
+    monitor_type: Annotated[
+        str, Honoured("monitors, beside console and report; unset, these two alone. swanlab is refused")
+    ] = "tensorboard"
+    monitor_args: Annotated[Arguments | None, Honoured("monitors; keys and passwords come from the environment")] = None
     detailed_stats: Annotated[bool, NoMeaning("every rollout of an evaluation is in the run folder.")] = False
     enable_ray_timeline: Annotated[bool, NoMeaning("there is no Ray here.")] = False
     cache_dir: Annotated[str, NoMeaning(AUTO)] = ""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinsmith.dialects.base import Becoming, settle
-from tinsmith.dialects.trinity import algorithm, course, data, lessons, model, operators, stages, sync, work
+from tinsmith.dialects.trinity import algorithm, course, data, lessons, model, monitors, operators, stages, sync, work
 from tinsmith.dialects.trinity.keys import MARKS, TrinityFile
 from tinsmith.errors import ConfigError
 from tinsmith.settings import build
@@ -41,7 +41,7 @@ def translate(values: Mapping[str, Any], place: str) -> Becoming:
 def _one(file: TrinityFile, place: str) -> Becoming:
     becoming = Becoming()
     settle(file, becoming)
-    for part in (model, algorithm, data, lessons, work, course, sync, operators):
+    for part in (model, algorithm, data, lessons, work, course, sync, operators, monitors):
         part.translate(file, becoming)
     if becoming.faults:
         raise ConfigError("\n".join(f"{place}: {fault}" for fault in becoming.faults))
