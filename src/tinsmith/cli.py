@@ -106,7 +106,9 @@ def serve(
 
 @app.command
 def run(
-    *words: Annotated[str, Parameter(name="FILE [KEY=VALUE]", allow_leading_hyphen=False)], config: Path | None = None
+    *words: Annotated[str, Parameter(name="FILE [KEY=VALUE]", allow_leading_hyphen=False)],
+    config: Path | None = None,
+    plugin_dir: Path | None = None,
 ) -> None:
     """Train as a run file says, or go on with the run that its folder holds. Files of Trinity-RFT run as they are.
 
@@ -119,6 +121,8 @@ def run(
         The run file (YAML or TOML; or a YAML of Trinity-RFT), then settings laid on top, as steps=20 or model.rank=8.
     config
         The run file, in place of the first word.
+    plugin_dir
+        A folder of Python files with workflows and rewards of your own, in place of the file's plugins.
     """
     from rich.console import Console
 
@@ -128,6 +132,8 @@ def run(
     if config is None and not words:
         raise ConfigError("tinsmith run needs a run file.", "As in: tinsmith run examples/addition.yaml")
     file, overrides = (config, words) if config else (Path(words[0]), words[1:])
+    if plugin_dir is not None:
+        overrides = (*overrides, f"plugins={plugin_dir}")
     console = Console()
     found = read_run(file, overrides)
     tell(found, console)

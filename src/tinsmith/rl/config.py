@@ -11,12 +11,14 @@ Example:
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl import plugins
 from tinsmith.rl.algorithms import AlgorithmConfig
 from tinsmith.rl.algorithms.advantages.group import Grpo
 from tinsmith.rl.algorithms.advantages.turns import StepWiseGrpo
@@ -73,8 +75,10 @@ class RunConfig(Settings):
 
     model: ModelConfig
     tasks: TasksConfig = TasksConfig()
+    plugins: str = ""
+    """A folder of Python files with workflows and rewards of your own (docs/workflows.md)."""
     rewards: tuple[RewardConfig, ...] = ()
-    """What an answer is worth: the weighted sum of these. Needed wherever answers are sampled."""
+    """What a rollout is worth: the weighted sum of these, and what the workflow itself gives."""
     experts: ExpertsConfig | None = None
     """Data to learn from as it stands: alone (sft, cpt, dpo), or beside rollouts (mix, mix_chord)."""
     steps: int = Field(default=0, ge=0)
@@ -156,7 +160,8 @@ class RunConfig(Settings):
     @property
     def evaluates(self) -> bool:
         """Whether there are held-out tasks and something to judge answers by."""
-        return self.tasks.evaluates and bool(self.rewards or self.eval.rewards)
+        judged = self.rewards or self.eval.rewards or self.workflow.gives_rewards
+        return self.tasks.evaluates and bool(judged)
 
     @model_validator(mode="after")
     def _has_what_it_learns_from(self) -> RunConfig:
@@ -165,7 +170,7 @@ class RunConfig(Settings):
         kind, wanted = self.algorithm.type, self.algorithm.learns_from
         if self.rolls_out and not self.tasks.sources:
             raise ValueError(f"tasks.train is missing: {kind} learns from answers to tasks")
-        if self.rolls_out and not self.rewards:
+        if self.rolls_out and not self.rewards and not self.workflow.gives_rewards:
             raise ValueError("rewards is missing: what is an answer worth?")
         if wanted != "rollouts" and self.experts is None:
             raise ValueError(f"experts is missing: {kind} learns from data; set experts.data")
@@ -190,6 +195,11 @@ class RunConfig(Settings):
         if not self.steps and self.epochs is None:
             raise ValueError("how long? Set steps, or epochs")
         return self
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_plugins(cls, given: Any) -> Any:
+        return plugins.laid_in(given) if isinstance(given, Mapping) else given
 
     @model_validator(mode="after")
     def _start_is_somewhere(self) -> RunConfig:

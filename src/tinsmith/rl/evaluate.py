@@ -19,7 +19,7 @@ from tinsmith.rl.rewards import RewardConfig, Rewards
 from tinsmith.rl.samples import spoken
 from tinsmith.rl.tasks import Held
 from tinsmith.rl.tries import Tries
-from tinsmith.rl.types import Group
+from tinsmith.rl.types import Group, Rollout, Turn
 from tinsmith.rl.workflows.base import Workflow
 from tinsmith.settings import Settings
 
@@ -95,10 +95,13 @@ class Evaluator:
             begin += count
         return groups, values
 
-    def baseline(self, rewards: Rewards) -> dict[str, float]:
+    async def baseline(self, rewards: Rewards, policy: Snapshot) -> dict[str, float]:
         """What the best of the commonest right answers would score if it were always given."""
         answers = Counter(task.answer for task in self._tasks).most_common(self._config.baseline)
-        scores = [[rewards.score(task, answer)[0] for task in self._tasks] for answer, _ in answers if answer]
+        said = [Turn(prompt=(), tokens=(), logprobs=(), text=answer, stop="stop") for answer, _ in answers if answer]
+        scores = [
+            [(await rewards.score(task, Rollout(turns=(turn,)), policy))[0] for task in self._tasks] for turn in said
+        ]
         if not scores:
             return {}
         threshold = self._config.threshold - 1e-9

@@ -43,11 +43,12 @@ def _drift(group: Group) -> int:
 
 
 def of_rewards(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean and deviation of the reward, and the mean of each part."""
+    """Mean and deviation of the reward, and the mean of each part over the rollouts that have it."""
     values = {f"{prefix}/mean": _mean([rollout.reward for rollout in rollouts])}
     values[f"{prefix}/std"] = float(np.std([rollout.reward for rollout in rollouts])) if rollouts else 0.0
-    for name in rollouts[0].reward_parts if rollouts else ():
-        values[f"{prefix}/{name}"] = _mean([rollout.reward_parts[name] for rollout in rollouts])
+    for name in dict.fromkeys(name for rollout in rollouts for name in rollout.reward_parts):
+        had = [rollout.reward_parts[name] for rollout in rollouts if name in rollout.reward_parts]
+        values[f"{prefix}/{name}"] = _mean(had)
     return values
 
 

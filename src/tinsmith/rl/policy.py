@@ -231,6 +231,10 @@ class Snapshot(Protocol):
         """
         ...
 
+    async def peer(self, name: str) -> Snapshot:
+        """Other weights of this server to ask: a base model by its name, or a tinker:// path."""
+        ...
+
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """float32 [N] of tokens 1 to N of N + 1 given ones, untempered."""
         ...

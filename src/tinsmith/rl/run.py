@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from rich.console import Console
 
-from tinsmith.rl import algorithms, buffers, metrics, monitors, workflows
+from tinsmith.rl import algorithms, buffers, metrics, monitors
 from tinsmith.rl.algorithms.base import Algorithm
 from tinsmith.rl.buffers.reader import Reader
 from tinsmith.rl.config import RunConfig
@@ -24,6 +24,7 @@ from tinsmith.rl.critic import Critic
 from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.experts import Experts
 from tinsmith.rl.filters import filtered
+from tinsmith.rl.gateway import Gateway
 from tinsmith.rl.monitors.base import Monitors, RunInfo
 from tinsmith.rl.policy import Policy, Snapshot, Update
 from tinsmith.rl.resume import RandomStates, RunFolder, State
@@ -35,7 +36,7 @@ from tinsmith.rl.sync import Bell, LocalWeights, Publisher
 from tinsmith.rl.tasks import Deck, split
 from tinsmith.rl.tries import Tries
 from tinsmith.rl.types import Group
-from tinsmith.rl.workflows.base import Unasked
+from tinsmith.rl.workflows.base import Parts, Unasked
 
 Connect = Callable[[str, int], Awaitable[Policy]]
 """From a state path (empty: a fresh adapter) and its version to the policy."""
@@ -86,7 +87,10 @@ class Run:
     async def begin(self) -> None:
         """Evaluates before the first step, with what a constant answer would score."""
         if self.folder.state is None and self.evaluator.due(0, self.config.steps):
-            await self._evaluate(0, self.evaluator.baseline(self.rewards) if self.rewards else {})
+            beside: dict[str, float] = {}
+            if self.rewards is not None:
+                beside = await self.evaluator.baseline(self.rewards, await self.policy.snapshot())
+            await self._evaluate(0, beside)
 
     def kept(self, groups: Sequence[Group]) -> tuple[Group, ...]:
         """What filters leave of a batch; of one that was refilled, no more than a step takes."""
@@ -174,7 +178,10 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
     deck, held_out = split(config.tasks, config.seed)
     tries = Tries(config.rollout, asyncio.Semaphore(config.concurrency))
     judge = Rewards(config.eval.rewards or config.rewards) if config.evaluates else None
-    judging = workflows.build(config.workflow, config.eval.sampling(config.sampling), judge) if judge else Unasked()
+    gateway, judging = Gateway(), Unasked()
+    if judge is not None:
+        sampling = config.eval.sampling(config.sampling)
+        judging = config.workflow.make(Parts(sampling=sampling, rewards=judge, gateway=gateway))
     info = RunInfo(
         name=config.name,
         folder=folder.path,
@@ -183,7 +190,7 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
         settings=config.model_dump(mode="json"),
     )
     policy = await connect(state.path if state else "", state.version if state else 0)
-    supply = _supply(config, folder, policy, deck, tries) if config.rolls_out else NoSupply()
+    supply = _supply(config, folder, policy, deck, tries, gateway) if config.rolls_out else NoSupply()
     pairs = config.algorithm.learns_from == "pairs"
     experts = Experts(config.experts, held_out, policy.chat, config.seed, pairs=pairs) if config.experts else None
     critic = await _critic(config, policy, state)
@@ -191,6 +198,8 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
     columns = _columns(config, policy, reference, critic, tries.gate)
     algorithm = algorithms.build(config.algorithm, policy.extensions, columns, config.seed)
     console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.where}[/]", highlight=False)
+    if config.plugins:
+        console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
     _go_on(state, deck, algorithm, config.seed)
     if state is not None:
         await supply.restore(state.supply)
@@ -218,6 +227,7 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
         )
     finally:
         await supply.close()
+        await gateway.close()
         told.close()
         await policy.close()
 
@@ -238,7 +248,7 @@ def plan_of(config: RunConfig) -> Plan:
     )
 
 
-def _supply(config: RunConfig, folder: RunFolder, policy: Policy, deck: Deck, tries: Tries) -> Supply:
+def _supply(config: RunConfig, folder: RunFolder, policy: Policy, deck: Deck, tries: Tries, gateway: Gateway) -> Supply:
     bell, plan = Bell(), plan_of(config)
     buffer = buffers.build(config.buffer, folder.path)
     weights = LocalWeights(bell, config.sync.timeout)
@@ -247,9 +257,9 @@ def _supply(config: RunConfig, folder: RunFolder, policy: Policy, deck: Deck, tr
         await buffer.put(batch)
         bell.ring()
 
-    workflow = workflows.build(config.workflow, config.sampling, Rewards(config.rewards))
+    parts = Parts(sampling=config.sampling, rewards=Rewards(config.rewards), gateway=gateway)
     return OwnSupply(
-        Sampler(workflow, deck, weights, plan, tries, bell, put),
+        Sampler(config.workflow.make(parts), deck, weights, plan, tries, bell, put),
         buffer,
         Reader(buffer, config.buffer, config.seed),
         weights,

@@ -107,6 +107,11 @@ def spoken(rollout: Rollout) -> int:
     return sum(len(turn.tokens) for turn in rollout.turns if turn.role == POLICY)
 
 
+def truncated(rollout: Rollout) -> bool:
+    """Whether a turn of the policy met max_tokens."""
+    return any(turn.stop == "length" for turn in rollout.turns if turn.role == POLICY)
+
+
 @dataclass(slots=True)
 class _Row:
     tokens: list[int]

@@ -90,6 +90,10 @@ class ScriptedSnapshot:
             drawn = np.full(count, int(np.argmax(self._logits)))
         return tuple(self._turn(tokens, int(reply), logprobs, sampling) for reply in drawn)
 
+    async def peer(self, name: str) -> ScriptedSnapshot:
+        """Whatever the name, it says each reply as often."""
+        return ScriptedSnapshot(self._replies, np.zeros(len(self._replies)), 0)
+
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """The reply begins where the tokens end with one of the replies; its logprob lies on its first token."""
         logprobs = _log_softmax(self._logits)

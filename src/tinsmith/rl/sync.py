@@ -193,6 +193,10 @@ class Live:
         """Each turn knows which version spoke."""
         return await self._weights.newest().snapshot.sample(prompt, count=count, seed=seed, sampling=sampling)
 
+    async def peer(self, name: str) -> Snapshot:
+        """As of the policy."""
+        return await self._weights.newest().snapshot.peer(name)
+
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """Of the moment."""
         return await self._weights.newest().snapshot.logprobs(tokens)

@@ -30,8 +30,8 @@ CLOSE_SECONDS = 5.0
 class TinkerSnapshot:
     """A sampling session at one version."""
 
-    def __init__(self, client: tinker.SamplingClient, chat: Chat, version: int) -> None:
-        self._client, self._chat, self._version = client, chat, version
+    def __init__(self, client: tinker.SamplingClient, chat: Chat, version: int, policy: TinkerPolicy) -> None:
+        self._client, self._chat, self._version, self._policy = client, chat, version, policy
 
     @property
     def version(self) -> int:
@@ -68,6 +68,10 @@ class TinkerSnapshot:
             )
             for sequence in answer.sequences
         )
+
+    async def peer(self, name: str) -> TinkerSnapshot:
+        """As of the policy."""
+        return await self._policy.peer(name)
 
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """One request; the first token has no logprob and is left out."""
@@ -131,7 +135,7 @@ class TinkerPolicy:
             async with boundary("saving weights for sampling"):
                 saving, self._saving = self._saving or self._client.save_weights_and_get_sampling_client(), None
                 client = await saving
-            self._snapshot = TinkerSnapshot(client, self._chat, self._version)
+            self._snapshot = TinkerSnapshot(client, self._chat, self._version, self)
         return self._snapshot
 
     async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> Updated:
@@ -168,13 +172,15 @@ class TinkerPolicy:
         return self._extensions
 
     async def peer(self, name: str) -> TinkerSnapshot:
-        """A sampling session on other weights; asked again, it is the same one."""
+        """A sampling session on other weights; asked again, it is the same one. Another base brings its tokenizer."""
         if name not in self._peers:
             async with boundary(f"opening {name} for sampling"):
                 path = name if name.startswith("tinker://") else None
                 base = None if path else name
                 client = await self._service.create_sampling_client(model_path=path, base_model=base)
-            self._peers[name] = TinkerSnapshot(client, self._chat, 0)
+                same = path or name == self._base_model
+                chat = self._chat if same else Chat(await asyncio.to_thread(client.get_tokenizer))
+            self._peers[name] = TinkerSnapshot(client, chat, 0, self)
         return self._peers[name]
 
     async def entropies(self, rows: Sequence[Sample]) -> list[np.ndarray]:
@@ -200,7 +206,7 @@ class TinkerPolicy:
         """A sampling session of its own."""
         async with boundary(f"opening {path} for sampling"):
             client = await self._service.create_sampling_client(model_path=path)
-        return TinkerSnapshot(client, self._chat, version)
+        return TinkerSnapshot(client, self._chat, version, self)
 
     async def forget(self, path: str) -> None:
         """One that is gone already is passed over."""

@@ -20,7 +20,7 @@ from tinsmith.rl.algorithms.advantages.tokens import Gae
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.terms import divergence
 from tinsmith.rl.policy import Update, Updated
-from tinsmith.rl.samples import Sample, gathered, merged, placed, rows_of
+from tinsmith.rl.samples import Sample, gathered, merged, placed, rows_of, truncated
 from tinsmith.rl.types import Group
 
 Ask = Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]
@@ -34,6 +34,8 @@ class _Reply:
     group: int
     rows: tuple[Sample, ...]
     trace: Trace
+    cut: bool
+    """Whether a turn of it met max_tokens."""
 
 
 class Composed:
@@ -59,7 +61,7 @@ class Composed:
     async def score(self, step: int, groups: Sequence[Group], experts: Sequence[Sample] = ()) -> Update:
         """What to learn from a step's groups and from rows of others beside them; no rows: nothing."""
         replies = [
-            _Reply(number, tuple(rows_of(rollout)), trace_of(rollout))
+            _Reply(number, tuple(rows_of(rollout)), trace_of(rollout), truncated(rollout))
             for number, group in enumerate(groups)
             for rollout in group.rollouts
             if not rollout.error
@@ -119,7 +121,7 @@ class Composed:
                 for at, row in enumerate(one.rows)
             )
             known = {name: gathered(one.rows, columns) for name, columns in mine.items()}
-            found.append(_Reply(one.group, filled, one.trace.with_columns(known)))
+            found.append(replace(one, rows=filled, trace=one.trace.with_columns(known)))
         return found
 
     def _penalized(self, replies: Sequence[_Reply]) -> tuple[list[_Reply], dict[str, float]]:
@@ -165,7 +167,7 @@ class Composed:
                         for row, column in zip(one.rows, placed(one.rows, values), strict=True)
                     ]
                     for one, values in zip(mine, advantages_G, strict=False)
-                    if len(values)
+                    if len(values) and not (one.cut and self._config.mask_truncated)
                 ]
             )
         if self._config.refill and (pool := [rows for rows_G in kept for rows in rows_G]):

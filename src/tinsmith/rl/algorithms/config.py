@@ -45,7 +45,8 @@ class AlgorithmConfig(Settings):
     """Train on equal replies of a group once, with their advantages summed, where the loss is linear in them."""
     refill: bool = False
     """Put copies of kept replies, drawn at random, in the place of those that were dropped."""
-
+    mask_truncated: bool = False
+    """Rollouts with a turn that met max_tokens count in comparisons, and are not learned from."""
     critic: CriticConfig | None = None
     """Of an advantage that reads values: a second adapter, which tells them."""
 

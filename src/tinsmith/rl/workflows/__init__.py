@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from tinsmith.rl.policy import SamplingConfig
-from tinsmith.rl.rewards import Rewards
-from tinsmith.rl.workflows.base import Workflow
-from tinsmith.rl.workflows.single_turn import SingleTurn, SingleTurnConfig
+from typing import Annotated
 
-WorkflowConfig = SingleTurnConfig
+from pydantic import Field
 
+from tinsmith.rl.workflows.agent import AgentConfig
+from tinsmith.rl.workflows.custom import CustomConfig
+from tinsmith.rl.workflows.multi_turn import MultiTurnConfig
+from tinsmith.rl.workflows.single_turn import MathConfig, SingleTurnConfig
 
-def build(config: WorkflowConfig, sampling: SamplingConfig, rewards: Rewards) -> Workflow:
-    """The workflow that the configuration names."""
-    return SingleTurn(config, sampling, rewards)
+WorkflowConfig = Annotated[
+    SingleTurnConfig | MathConfig | MultiTurnConfig | AgentConfig | CustomConfig, Field(discriminator="type")
+]
+"""Each makes its workflow: `config.make(parts)`."""

@@ -1,12 +1,23 @@
-"""What a workflow is: how one task becomes rollouts. And how replies are scored, a failing score being data."""
+"""What a workflow is: how one task becomes rollouts. And how rollouts are scored, a failing score being data.
+
+A workflow is made once for a run and called for many tasks at once: it keeps nothing between calls, and a call that is
+cancelled leaves nothing behind.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
-from tinsmith.rl.policy import Snapshot
+from tinsmith.rl.gateway import Gateway
+from tinsmith.rl.policy import SamplingConfig, Snapshot
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.types import POLICY, Rollout, Task, Turn
+from tinsmith.settings import Settings
+
+OWN = "workflow"
+"""The name, among reward parts, of what the workflow itself gave."""
 
 
 class Workflow(Protocol):
@@ -25,10 +36,49 @@ class Unasked:
         raise AssertionError("this run asks nothing")
 
 
-def scored(task: Task, turns: tuple[Turn, ...], rewards: Rewards) -> Rollout:
-    """A rollout worth what its last turn says."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a workflow is made with.
+
+    Example: Parts(sampling=SamplingConfig(), rewards=Rewards([Number()]), gateway=Gateway())
+    """
+
+    sampling: SamplingConfig
+    rewards: Rewards
+    gateway: Gateway
+    """Where agents reach the policy."""
+
+
+class WorkflowOptions(Settings):
+    """What every workflow's settings have."""
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Whether a run may do without rewards of its own."""
+        return False
+
+    def make(self, parts: Parts) -> Workflow:
+        """The workflow."""
+        raise NotImplementedError
+
+
+async def scored(
+    task: Task,
+    turns: tuple[Turn, ...],
+    rewards: Rewards,
+    policy: Snapshot,
+    own: float | Mapping[str, Any] | None = None,
+) -> Rollout:
+    """A rollout worth what rewards say of it, and what the workflow itself gave: a number, or named ones to add up."""
+    rollout = Rollout(turns=turns)
     try:
-        reward, parts = rewards.score(task, turns[-1].text)
+        total, parts = await rewards.score(task, rollout, policy)
     except Exception as error:  # noqa: BLE001  rewards are users' code; the fault is theirs and is kept with the rollout
-        return Rollout(turns=turns, error=f"reward: {type(error).__name__}: {error}")
-    return Rollout(turns=turns, rewards={POLICY: reward}, reward_parts=parts)
+        return replace(rollout, error=f"reward: {type(error).__name__}: {error}")
+    if own is None and not parts:
+        return replace(rollout, error="reward: neither the workflow nor the run's rewards gave one")
+    if own is not None:
+        named = {f"{OWN}/{name}": float(value) for name, value in own.items()} if isinstance(own, Mapping) else {}
+        value = sum(named.values()) if isinstance(own, Mapping) else float(own)
+        total, parts = total + value, {OWN: value, **named, **parts}
+    return replace(rollout, rewards={POLICY: total}, reward_parts=parts)

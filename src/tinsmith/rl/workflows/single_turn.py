@@ -2,32 +2,67 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
 from typing import Literal
 
-from tinsmith.rl.policy import SamplingConfig, Snapshot
-from tinsmith.rl.rewards import Rewards
+from tinsmith.rl.policy import Snapshot
 from tinsmith.rl.types import Message, Rollout, Task
-from tinsmith.rl.workflows.base import scored
-from tinsmith.settings import Settings
+from tinsmith.rl.workflows.base import Parts, Workflow, WorkflowOptions, scored
+
+THINK = (
+    "Think the question through before you answer it. Write your thoughts between <think> and </think>, and after "
+    "them the answer between <answer> and </answer>, like this: <think> thoughts </think> <answer> answer </answer>."
+)
 
 
-class SingleTurnConfig(Settings):
+class SingleTurnConfig(WorkflowOptions):
     """One prompt, one reply."""
 
     type: Literal["single_turn"] = "single_turn"
     system: str = ""
-    """A system message before each task; empty: what the model's chat template puts there."""
+    """A system message before each task that has none; empty: what the model's chat template puts there."""
+    reply_prefix: str = ""
+    """How every reply begins: the policy goes on from it, and rewards read it too."""
+
+    def make(self, parts: Parts) -> Workflow:
+        """The same for every kind of single turn."""
+        return SingleTurn(self.system, self.reply_prefix, parts)
+
+
+class MathConfig(WorkflowOptions):
+    """One prompt, one reply, with a system message that asks for <think> and <answer>."""
+
+    type: Literal["math"] = "math"
+    system: str = THINK
+    """A system message before each task that has none."""
+    reply_prefix: str = ""
+    """How every reply begins: the policy goes on from it, and rewards read it too."""
+
+    def make(self, parts: Parts) -> Workflow:
+        """A single turn."""
+        return SingleTurn(self.system, self.reply_prefix, parts)
 
 
 class SingleTurn:
     """All replies to one task come from one request, so that the server computes the prompt once."""
 
-    def __init__(self, config: SingleTurnConfig, sampling: SamplingConfig, rewards: Rewards) -> None:
-        self._system = (Message(role="system", content=config.system),) if config.system else ()
-        self._sampling, self._rewards = sampling, rewards
+    def __init__(self, system: str, reply_prefix: str, parts: Parts) -> None:
+        self._system, self._prefix, self._parts = system, reply_prefix, parts
 
     async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
         """`count` replies, each a rollout."""
-        messages = (*self._system, *task.messages)
-        turns = await policy.sample(messages, count=count, seed=seed, sampling=self._sampling)
-        return tuple(scored(task, (turn,), self._rewards) for turn in turns)
+        messages = opening(task, self._system)
+        if self._prefix:
+            messages = (*messages, Message(role="assistant", content=self._prefix))
+        begun = messages[-1].content if messages[-1].role == "assistant" else ""
+        turns = await policy.sample(messages, count=count, seed=seed, sampling=self._parts.sampling)
+        read = [replace(turn, text=begun + turn.text) for turn in turns]
+        return tuple(await asyncio.gather(*(scored(task, (one,), self._parts.rewards, policy) for one in read)))
+
+
+def opening(task: Task, system: str) -> tuple[Message, ...]:
+    """A task's messages, with a system message first if they have none and one is wanted."""
+    if not system or (task.messages and task.messages[0].role == "system"):
+        return task.messages
+    return (Message(role="system", content=system), *task.messages)

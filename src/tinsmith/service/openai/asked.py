@@ -13,13 +13,13 @@ import numpy as np
 from tinsmith.engine.base import ModelCard, SampleRequest
 from tinsmith.engine.checks import check_sample
 from tinsmith.errors import BadRequest
+from tinsmith.openai.toolcalls import Form, Reading, marks_of
 from tinsmith.service.openai.bodies import Drawing, Telling
 from tinsmith.service.openai.choices import Choice
 from tinsmith.service.openai.direct import Calls
 from tinsmith.service.openai.errors import TooLong
 from tinsmith.service.openai.named import Named
 from tinsmith.service.openai.texts import Words
-from tinsmith.service.openai.toolcalls import Form, Reading, marks_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

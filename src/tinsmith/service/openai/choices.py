@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from tinsmith.openai.toolcalls import Call, Reading, held_back
 from tinsmith.service.openai.texts import Growing
-from tinsmith.service.openai.toolcalls import Call, Reading, held_back
 
 Finish = Literal["stop", "length", "tool_calls"]
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from tinsmith.engine.base import Sampled, TopK
+from tinsmith.openai.toolcalls import Call
 from tinsmith.service.openai.asked import Asked
 from tinsmith.service.openai.choices import Finish, Grown
-from tinsmith.service.openai.toolcalls import Call
 
 CALL_ID = 9
 """Letters and digits of a tool call's id: Mistral's templates take nothing else back."""

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
+
+import numpy as np
 import pytest
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.rewards import Closeness, Format, MathVerify, Number, ReasoningGymScore, Rewards
+from tinsmith.rl.rewards import Rewards
+from tinsmith.rl.rewards.forms import Format
+from tinsmith.rl.rewards.gym import ReasoningGymScore
+from tinsmith.rl.rewards.mathematics import Math, MathVerify
+from tinsmith.rl.rewards.numbers import Closeness, Number
+from tinsmith.rl.scripted import ScriptedSnapshot
 from tinsmith.rl.sources import ReasoningGym
-from tinsmith.rl.types import Task
+from tinsmith.rl.types import Rollout, Task, Turn
+
+
+def said(text: str) -> Rollout:
+    return Rollout(turns=(Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text=text, stop="stop"),))
+
+
+def scored(rewards: Rewards, task: Task, text: str) -> tuple[float, dict[str, float]]:
+    return asyncio.run(rewards.score(task, said(text), ScriptedSnapshot(("",), np.zeros(1), 0)))
 
 
 def answer(right: str) -> Task:
@@ -85,14 +101,25 @@ def test_reasoning_gym_scores_its_own_tasks():
 
 def test_the_reward_is_the_weighted_sum_and_parts_stay_apart():
     rewards = Rewards([Number(where="reply"), Format(pattern=r"\d+", weight=0.1, name="bare")])
-    assert rewards.score(answer("52"), "52") == (pytest.approx(1.1), {"number": 1.0, "bare": 1.0})
-    assert rewards.score(answer("52"), "53") == (pytest.approx(0.1), {"number": 0.0, "bare": 1.0})
+    assert scored(rewards, answer("52"), "52") == (pytest.approx(1.1), {"number": 1.0, "bare": 1.0})
+    assert scored(rewards, answer("52"), "53") == (pytest.approx(0.1), {"number": 0.0, "bare": 1.0})
 
 
-@pytest.mark.parametrize("configs", [[], [Number(), Number(where="reply")], [Format(pattern="(")]])
-def test_rewards_that_cannot_be_told_apart_or_read_are_refused(configs):
+def test_a_reward_of_several_parts_is_their_sum_and_keeps_them():
+    total, parts = scored(Rewards([Math(weight=2.0)]), answer("52"), "52")
+    assert total == pytest.approx(1.8)
+    assert parts == {"math": pytest.approx(0.9), "math/accuracy": 1.0, "math/format": -0.1}
+
+
+def test_no_rewards_are_worth_nothing():
+    assert scored(Rewards([]), answer("52"), "52") == (0.0, {})
+
+
+def test_rewards_that_cannot_be_told_apart_or_read_are_refused():
     with pytest.raises(ConfigError, match="rewards"):
-        Rewards(configs)
+        Rewards([Number(), Number(where="reply")])
+    with pytest.raises(ValueError, match="is not one"):
+        Format(pattern="(")
 
 
 def test_an_answer_that_is_no_number_is_named():

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinsmith.errors import Unsupported
-from tinsmith.service.openai.toolcalls import Call, Form, Reading, form_of, held_back
+from tinsmith.openai.toolcalls import Call, Form, Reading, form_of, held_back
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 ADD = Call("add", '{"a": 1, "b": "é"}')

@@ -1,0 +1,119 @@
+"""A conversation with an environment of the user's own: it answers each reply, or ends the rollout.
+
+All turns of a rollout are one row to train on, what the environment said being outside of the mask.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from tinsmith.rl.chat import PromptTooLong
+from tinsmith.rl.plugins import accepts, settled, thing_at
+from tinsmith.rl.policy import Snapshot, request_seed
+from tinsmith.rl.types import Rollout, Task, Turn
+from tinsmith.rl.workflows.base import Parts, Workflow, WorkflowOptions, scored
+from tinsmith.rl.workflows.single_turn import opening
+from tinsmith.rl.workflows.talk import Talk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What an environment says to a reply.
+
+    Example: Answer(message="Too low.", reward=0.1, state="guessed 5")
+    """
+
+    message: str = ""
+    """The next message of the user."""
+    reward: float | None = None
+    """What the reply alone was worth."""
+    done: bool = False
+    """The rollout ends here; the message is not said."""
+    state: str = ""
+    """What the policy looks at next, as a word equal for equal states; for algorithms that compare turns."""
+
+
+class Environment:
+    """What the policy talks with, made anew for each rollout: `Environment(task, seed, **args)`."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        """`seed` is the rollout's own, for environments that draw; rollouts of a group share the task alone."""
+        self.task, self.seed = task, seed
+
+    def begin(self) -> Answer | Awaitable[Answer]:
+        """What is said after the task's own messages, before the first reply; nothing unless overridden."""
+        return Answer()
+
+    def step(self, reply: Turn) -> Answer | Awaitable[Answer]:
+        """What follows a reply."""
+        raise NotImplementedError
+
+
+class MultiTurnConfig(WorkflowOptions):
+    """A conversation with an environment. A rollout is worth the sum of its step rewards, and what `rewards` say."""
+
+    type: Literal["multi_turn"] = "multi_turn"
+    path: str
+    """module:Class of an Environment of your own."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of the environment."""
+    system: str = ""
+    """A system message before each task that has none."""
+    max_turns: int = Field(default=10, ge=1)
+    """Replies at most."""
+
+    @model_validator(mode="after")
+    def _can_be_used(self) -> MultiTurnConfig:
+        thing = thing_at(self.path)
+        if not (isinstance(thing, type) and issubclass(thing, Environment)):
+            raise ValueError(f"{self.path} is no {Environment.__module__}.Environment; derive it from that")
+        accepts(thing, self.path, 2, self.args)
+        return self
+
+    @property
+    def gives_rewards(self) -> bool:
+        """Those of the environment."""
+        return True
+
+    def make(self, parts: Parts) -> Workflow:
+        """The workflow."""
+        return MultiTurn(self, parts)
+
+
+class MultiTurn:
+    """Rollouts of a task go side by side."""
+
+    def __init__(self, config: MultiTurnConfig, parts: Parts) -> None:
+        self._config, self._parts, self._environment = config, parts, thing_at(config.path)
+
+    async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
+        """`count` conversations."""
+        return tuple(await asyncio.gather(*(self._one(task, policy, request_seed(seed, at)) for at in range(count))))
+
+    async def _one(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
+        """A prompt that grows too long ends the rollout where it is; what fails makes it a failed one."""
+        talk = Talk(policy, self._parts.sampling, seed)
+        try:
+            await self._play(task, talk, self._environment(task, seed, **self._config.args))
+        except Exception as error:  # noqa: BLE001  an environment is the user's code, and one rollout's fault is not the group's
+            if not (isinstance(error, PromptTooLong) and talk.turns):
+                return Rollout(turns=talk.turns, error=f"{type(error).__name__}: {error}")
+        given = [turn.reward for turn in talk.turns if turn.reward is not None]
+        return await scored(task, talk.turns, self._parts.rewards, policy, sum(given) if given else None)
+
+    async def _play(self, task: Task, talk: Talk, environment: Environment) -> None:
+        answer: Answer = await settled(environment.begin())
+        said = [*opening(task, self._config.system), *([answer.message] if answer.message else [])]
+        for _ in range(self._config.max_turns):
+            if answer.done:
+                return
+            reply = await talk.say(*said, state=answer.state)
+            answer = await settled(environment.step(reply))
+            if answer.reward is not None:
+                talk.credit(answer.reward)
+            said = [answer.message]

@@ -1,0 +1,108 @@
+"""A judge is another model: of the policy's server, or of any in OpenAI's dialect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+
+from tests.rl.rewards.test_rewards import said
+from tinsmith.rl.rewards.forms import Overlong
+from tinsmith.rl.rewards.judge import Criterion, Judge
+from tinsmith.rl.scripted import ScriptedSnapshot
+from tinsmith.rl.types import Message, Rollout, Task, Turn
+
+TASK = Task(
+    id="t/0",
+    messages=(Message(role="user", content="What is {this}?"),),
+    answer="52",
+    extra={"rubric": [{"title": "x", "description": "says 52", "weight": 3}, {"description": "is polite"}]},
+)
+
+
+def judged(judge: Judge, verdict: str, text: str = "it is {52}") -> float:
+    """By a policy whose peer says `verdict`, whatever it is asked."""
+    return asyncio.run(judge.judge(TASK, said(text), ScriptedSnapshot((verdict,), np.zeros(1), 0)))
+
+
+@pytest.mark.parametrize(
+    ("verdict", "worth"),
+    [("Good.\nScore: 7", 0.7), ("score 3, no:\n**Score**: 9.5", 0.95), ("Score: 99", 1.0), ("Score: -4", 0.0)],
+)
+def test_the_last_grade_counts_on_the_judges_scale(verdict, worth):
+    assert judged(Judge(model="big"), verdict) == pytest.approx(worth)
+    with pytest.raises(ValueError, match="the judge gave no grade"):
+        judged(Judge(model="big"), "quite good")
+
+
+@pytest.mark.parametrize(("verdict", "worth"), [("[1, 0]", 0.75), ("so: [0, 1]", 0.25), ("[1,1]", 1.0), ("[0,0]", 0.0)])
+def test_a_rubric_is_the_weighted_share_of_what_is_met(verdict, worth):
+    assert judged(Judge(model="big", rubric_key="rubric"), verdict) == pytest.approx(worth)
+
+
+def test_a_rubric_may_be_the_runs_and_take_off():
+    rubric = (Criterion(description="is right"), Criterion(description="is rude", weight=-1))
+    assert judged(Judge(model="big", rubric=rubric), "[1, 1]") == 0.0
+    with pytest.raises(ValueError, match="no list of 2 marks"):
+        judged(Judge(model="big", rubric=rubric), "[1]")
+    with pytest.raises(ValueError, match="no rubric under 'criteria'"):
+        judged(Judge(model="big", rubric_key="criteria"), "[1]")
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[tuple[str, list[dict]]]:
+    """(base_url, what was asked) of a server that grades 5."""
+    asked: list[dict] = []
+
+    class Grades(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
+            answer = json.dumps({"choices": [{"message": {"content": "Score: 5"}}]}).encode()
+            self.send_response(200 if body["model"] == "big" else 404)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *args) -> None: ...
+
+    server = HTTPServer(("127.0.0.1", 0), Grades)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_judge_elsewhere_is_asked_over_http(elsewhere, monkeypatch):
+    url, asked = elsewhere
+    monkeypatch.setenv("JUDGE_KEY", "secret")
+    assert judged(Judge(model="big", base_url=url, key_env="JUDGE_KEY"), "never asked") == 0.5
+    assert asked[0]["path"] == "/v1/chat/completions"
+    assert asked[0]["key"] == "Bearer secret"
+    prompt = asked[0]["messages"][0]["content"]
+    assert "What is {this}?" in prompt
+    assert "it is {52}" in prompt
+    with pytest.raises(ValueError, match="answered 404"):
+        judged(Judge(model="other", base_url=url), "")
+
+
+def test_settings_that_do_nothing_are_refused():
+    with pytest.raises(ValueError, match="for a judge at base_url"):
+        Judge(model="big", key_env="KEY")
+    with pytest.raises(ValueError, match="high must be above low"):
+        Judge(model="big", low=1, high=1)
+
+
+@pytest.mark.parametrize(("length", "worth"), [(1, 0.0), (6, 0.0), (8, -0.5), (10, -1.0), (12, -1.0)])
+def test_overlong_replies_cost_by_their_tokens(length, worth):
+    turn = Turn(prompt=(1,), tokens=(2,) * length, logprobs=(0.0,) * length, text="", stop="stop")
+    reward = Overlong(max_tokens=10, margin=4)
+    policy = ScriptedSnapshot(("",), np.zeros(1), 0)
+    assert asyncio.run(reward.judge(TASK, Rollout(turns=(turn,)), policy)) == pytest.approx(worth)

@@ -1,0 +1,119 @@
+"""Rewards for mathematics, with the values that a GSM8K run counts on."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.rl.rewards.test_rewards import answer
+from tinsmith.rl.rewards.forms import Format
+from tinsmith.rl.rewards.mathematics import Countdown, Math, MathBoxed, MathVerify, boxed
+from tinsmith.rl.rewards.numbers import Marked, Number
+
+GOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = 72 altogether.\n#### 72"
+FORM = "<think> 48 + 24 </think>\n<answer> 72 </answer>"
+
+
+@pytest.mark.parametrize("gold", [GOLD, "72", "$72$"])
+@pytest.mark.parametrize(
+    ("text", "worth"),
+    [
+        (FORM, 1.1),
+        (FORM.replace("72", "71").replace("48 + 24", "no idea"), 0.1),
+        ("so it is 72", 0.9),
+        ("", -0.1),
+        (FORM + "\nand more", 0.9),
+        ("first: " + FORM, 1.1),
+        ("<think>a<answer>72</answer>", 0.9),
+        ("<think>48 + 24 = 72</think><answer>71</answer>", 0.1),
+        ("<think>71?</think> <answer>72</answer>", 1.1),
+    ],
+)
+def test_math_is_accuracy_and_form(gold, text, worth):
+    assert sum(Math().score(answer(gold), text).values()) == pytest.approx(worth)
+
+
+def test_a_gold_answer_is_read_bare_marked_or_boxed():
+    for gold in ("1/2", r"\frac{1}{2}", "half of it\n#### 0.5", r"so \boxed{\frac{1}{2}}"):
+        assert MathVerify().score(answer(gold), r"$\frac{1}{2}$") == 1.0
+    with pytest.raises(ValueError, match="math-verify cannot read the answer '' of t/0"):
+        MathVerify().score(answer(""), "1")
+
+
+@pytest.mark.parametrize(
+    ("text", "think", "worth"),
+    [
+        (r"so \boxed{72}", False, 1.0),
+        (r"so \boxed{\frac{144}{2}}", False, 1.0),
+        (r"\boxed{72}, no, \boxed{71}", False, 0.0),
+        ("so 72", False, 0.0),
+        (r"so \boxed{72}", True, 0.9),
+        (r"<think>a</think> \boxed{72}", True, 1.0),
+        (r"</think><think> \boxed{72}", True, 0.9),
+        (r"<think><think>a</think> 72", True, -0.1),
+    ],
+)
+def test_math_boxed_reads_the_last_box(text, think, worth):
+    assert sum(MathBoxed(think=think).score(answer(GOLD), text).values()) == pytest.approx(worth)
+
+
+def test_a_box_holds_braces():
+    assert boxed(r"a \boxed{x^{2}} b") == "x^{2}"
+    assert boxed(r"a \boxed{x^{2} b") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "worth"),
+    [
+        ("<answer>(1 + 2 + 3) * 4</answer>", 1.0),
+        ("<answer>4 * (3 + 2 + 1) = 24</answer>", 1.0),
+        ("<answer>24</answer> <answer>1 * 2 * 3 * 4</answer>", 1.0),
+        ("<answer>1 * 2 * 3 * 4</answer> <answer>24</answer>", 0.1),
+        ("<answer>1 + 2 + 3 + 4</answer>", 0.1),
+        ("<answer>6 * 4</answer>", 0.1),
+        ("<answer>1 / 0 + 2 + 3 + 4</answer>", 0.1),
+        ("<answer>__import__('os')</answer>", 0.1),
+        ("<answer>2 ** 4 + 1 + 3</answer>", 0.1),
+        ("(1 + 2 + 3) * 4", 0.0),
+    ],
+)
+@pytest.mark.parametrize("key", ["numbers", "nums"])
+def test_countdown_wants_each_number_once(key, text, worth):
+    assert Countdown().score(answer(f'{{"target": 24, "{key}": [1, 2, 3, 4]}}'), text) == worth
+
+
+def test_countdown_without_numbers_is_told():
+    with pytest.raises(ValueError, match="no target and numbers"):
+        Countdown().score(answer("24"), "<answer>24</answer>")
+
+
+@pytest.mark.parametrize(
+    ("text", "worth"),
+    [
+        ("48 + 24 = 72\n#### 72", 1.0),
+        ("#### 72", 1.0),
+        ("so\n#### -1,072.5\n", 1.0),
+        ("#### 10 #### 10", 0.0),
+        ("#### 10\n#### 10", 0.0),
+        ("so #### 72", 0.0),
+        ("#### 72 clips", 0.0),
+        ("#### 72\nand more", 0.0),
+        ("####", 0.0),
+        ("72", 0.0),
+        ("##### 72", 0.0),
+    ],
+)
+def test_the_mark_stands_once_and_at_the_end(text, worth):
+    assert Marked().score(answer(GOLD), text) == worth
+
+
+def test_a_number_after_the_mark_is_the_answer():
+    reward = Number(where="marked")
+    assert reward.score(answer(GOLD), "71\n#### 72") == 1.0
+    assert reward.score(answer(GOLD), "72\n#### 71") == 0.0
+    assert reward.score(answer(GOLD), "72") == 0.0
+
+
+def test_a_format_may_cost_as_much_as_it_brings():
+    reward = Format(right=0.1, wrong=-0.1)
+    assert reward.score(answer(""), FORM) == 0.1
+    assert reward.score(answer(""), "72") == -0.1

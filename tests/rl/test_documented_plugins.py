@@ -1,0 +1,82 @@
+"""Every example of docs/workflows.md runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.rl.small import rows, run, settings
+from tinsmith.rl.scripted import ScriptedPolicy
+
+PAGE = (Path(__file__).parents[2] / "docs" / "workflows.md").read_text()
+FILES = re.findall(r"```python\n# my_plugins/(\w+\.py)\n(.*?)```", PAGE, re.DOTALL)
+PARTS = [part for part in re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL) if "plugins:" not in part]
+CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    made = tmp_path / "my_plugins"
+    made.mkdir()
+    for name, text in FILES:
+        (made / name).write_text(text)
+    path = list(sys.path)
+    yield made
+    sys.path[:] = path
+    for name, _ in FILES:
+        sys.modules.pop(name.removesuffix(".py"), None)
+
+
+@pytest.mark.parametrize("part", [part for part in PARTS if "judge" not in part])
+def test_the_example_runs(folder, part):
+    async def connect(state: str, version: int) -> ScriptedPolicy:
+        return ScriptedPolicy(("yes, it is", "no", CALL), folder.parent / "weights", state=state, version=version)
+
+    out = folder.parent / "run"
+    config = settings(out, plugins=str(folder), **yaml.safe_load(part), steps=1, optimizer={"learning_rate": 1e-9})
+    if config.workflow.type == "single_turn" or config.workflow.path.startswith("higher"):
+        run(config, connect)  # the scripted policy learns from one reply a row
+        assert all(row["rollouts/failed"] == 0 for row in rows(out) if "reward/mean" in row)
+    else:
+        played = play(config)
+        assert [one.error for one in played] == [""] * len(played)
+        assert len({one.reward for one in played}) > 1
+
+
+def play(config):
+    """Rollouts of one task, without training on them."""
+    import asyncio
+
+    import numpy as np
+
+    from tinsmith.rl.gateway import Gateway
+    from tinsmith.rl.rewards import Rewards
+    from tinsmith.rl.scripted import ScriptedSnapshot
+    from tinsmith.rl.workflows.base import Parts
+
+    async def main():
+        gateway = Gateway()
+        parts = Parts(sampling=config.sampling, rewards=Rewards(config.rewards), gateway=gateway)
+        try:
+            task = config.tasks.train.load()[0]
+            policy = ScriptedSnapshot(("yes, it is", "no", CALL), np.zeros(3), 0)
+            return await config.workflow.make(parts).run(task, policy, count=24, seed=1)
+        finally:
+            await gateway.close()
+
+    return asyncio.run(main())
+
+
+def test_the_example_of_a_judge_is_in_order(tmp_path):
+    (part,) = [part for part in PARTS if "judge" in part]
+    assert len(settings(tmp_path, **yaml.safe_load(part)).rewards) == 3
+
+
+def test_every_kind_of_example_is_there():
+    assert len(FILES) == 4
+    assert len(PARTS) == 5

@@ -1,0 +1,216 @@
+"""An unmodified OpenAI client drives the policy, and every reply is kept as it was sampled."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+import pytest
+
+import openai
+from tests.rl.small import rows, run, settings
+from tests.rl.workflows.test_workflows import YES, policy
+from tinsmith.rl.gateway import Gateway
+from tinsmith.rl.line import Line
+from tinsmith.rl.policy import SamplingConfig
+from tinsmith.rl.samples import rows_of
+from tinsmith.rl.scripted import END
+from tinsmith.rl.types import Message, Rollout, Task
+from tinsmith.rl.workflows.agent import AgentConfig
+from tinsmith.rl.workflows.base import Parts
+
+USER = {"role": "user", "content": "2 + 3?"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
+HERE = __name__
+Use = Callable[[openai.AsyncOpenAI, Line], Awaitable[object]]
+
+
+def served(use: Use, *replies: str, sampling: SamplingConfig | None = None) -> tuple[object, Line]:
+    """What `use` returns, and the line that it used."""
+
+    async def main() -> tuple[object, Line]:
+        gateway = Gateway()
+        try:
+            async with gateway.line(policy(*replies), sampling or SamplingConfig(max_tokens=99), 7) as line:
+                client = openai.AsyncOpenAI(base_url=line.base_url, api_key=line.api_key, max_retries=0)
+                async with client:
+                    return await use(client, line), line
+        finally:
+            await gateway.close()
+
+    return asyncio.run(main())
+
+
+def test_a_completion_is_a_turn_with_its_tokens_and_logprobs():
+    async def use(client, line):
+        return await client.chat.completions.create(
+            model=line.model, messages=[USER], logprobs=True, extra_body={"return_token_ids": True}
+        )
+
+    answer, line = served(use, "five")
+    (turn,) = line.turns
+    assert turn.tokens == (*map(ord, "five"), END)
+    assert turn.version == 3
+    choice = answer.choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("five", "stop")
+    assert choice.token_ids == list(turn.tokens)
+    assert [one.logprob for one in choice.logprobs.content] == list(turn.logprobs)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(turn.prompt), 5)
+
+
+def test_a_conversation_that_goes_on_is_one_row():
+    async def use(client, line):
+        said = [USER]
+        for more in ("sure?", "really?", None):
+            answer = await client.chat.completions.create(model=line.model, messages=said)
+            said.append(answer.choices[0].message.model_dump())
+            said.append({"role": "user", "content": more})
+
+    _, line = served(use, "five")
+    (row,) = rows_of(Rollout(turns=line.turns))
+    assert "".join(map(chr, row.targets[row.mask])) == "five\0five\0five\0"
+
+
+def test_tools_are_called_and_answered_within_one_row():
+    async def use(client, line):
+        said = [USER]
+        first = await client.chat.completions.create(model=line.model, messages=said, tools=TOOLS)
+        (call,) = first.choices[0].message.tool_calls
+        said.append(first.choices[0].message.model_dump(exclude_none=True))
+        said.append({"role": "tool", "tool_call_id": call.id, "content": "5"})
+        await client.chat.completions.create(model=line.model, messages=said, tools=TOOLS)
+        return first.choices[0], call
+
+    (choice, call), line = served(use, CALL)
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2})
+    assert len(line.turns) == 2
+    assert len(rows_of(Rollout(turns=line.turns))) == 1
+
+
+def test_two_conversations_side_by_side_are_two_rows():
+    async def use(client, line):
+        async def one(name: str) -> None:
+            said = [{"role": "user", "content": name}]
+            for _ in range(3):
+                answer = await client.chat.completions.create(model=line.model, messages=said)
+                said += [{"role": "assistant", "content": answer.choices[0].message.content}, USER]
+                await asyncio.sleep(0)
+
+        await asyncio.gather(one("left"), one("right"))
+
+    _, line = served(use, "five")
+    assert len(line.turns) == 6
+    assert len(rows_of(Rollout(turns=line.turns))) == 2
+
+
+def test_n_stop_length_seed_and_temperature_are_heard():
+    async def use(client, line):
+        async def ask(**more):
+            return await client.chat.completions.create(model="any", messages=[USER], **more)
+
+        drawn = [[one.message.content for one in (await ask(n=16, seed=seed)).choices] for seed in (1, 1, 2)]
+        greedy = {one.message.content for one in (await ask(n=16, temperature=0)).choices}
+        cut = (await ask(max_completion_tokens=1)).choices[0].finish_reason
+        unseeded = [(await ask()).choices[0].message.content for _ in range(12)]
+        return drawn, greedy, cut, unseeded
+
+    (drawn, greedy, cut, unseeded), _ = served(use, "five", "six")
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(greedy) == 1
+    assert cut == "length"
+    assert set(unseeded) == {"five", "six"}
+
+
+def test_a_stream_is_one_piece_and_its_end():
+    async def use(client, line):
+        stream = await client.chat.completions.create(
+            model=line.model, messages=[USER], tools=TOOLS, stream=True, stream_options={"include_usage": True}
+        )
+        return [chunk async for chunk in stream]
+
+    chunks, line = served(use, CALL)
+    assert chunks[0].choices[0].delta.tool_calls[0].function.name == "add"
+    assert chunks[1].choices[0].finish_reason == "tool_calls"
+    assert chunks[2].usage.completion_tokens == len(line.turns[0].tokens)
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format is not served here"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice other than"),
+        ({"extra_body": {"top_logprob": 1}}, "'top_logprob'"),
+        ({"temperature": -1}, "'temperature'"),
+        ({"top_logprobs": 3}, "'top_logprobs'"),
+        ({"messages": [{"role": "user", "content": "x" * 200}]}, "max_prompt_tokens is 100"),
+    ],
+)
+def test_what_is_not_done_is_refused_by_name(asked, sentence):
+    async def use(client, line):
+        with pytest.raises(openai.BadRequestError, match=sentence):
+            await client.chat.completions.create(**{"model": line.model, "messages": [USER], **asked})
+        assert [one.id async for one in client.models.list()] == ["policy"]
+
+    _, line = served(use, "five", sampling=SamplingConfig(max_prompt_tokens=100))
+    assert line.turns == ()
+
+
+def test_a_line_has_a_key_of_its_own_and_ends_with_its_rollout():
+    async def main() -> None:
+        gateway = Gateway()
+        async with gateway.line(policy("five"), SamplingConfig(), 1) as first:
+            async with gateway.line(policy("six"), SamplingConfig(), 1) as second:
+                assert first.base_url != second.base_url
+                client = openai.AsyncOpenAI(base_url=second.base_url, api_key=first.api_key, max_retries=0)
+                async with client:
+                    with pytest.raises(openai.AuthenticationError):
+                        await client.chat.completions.create(model="x", messages=[USER])
+            client = openai.AsyncOpenAI(base_url=second.base_url, api_key=second.api_key, max_retries=0)
+            async with client:
+                with pytest.raises(openai.AuthenticationError):
+                    await client.chat.completions.create(model="x", messages=[USER])
+                with pytest.raises(openai.NotFoundError):
+                    await client.embeddings.create(model="x", input="y")
+        await gateway.close()
+
+    asyncio.run(main())
+
+
+async def asks(task: Task, client: openai.AsyncOpenAI, model: str, fails: bool = False) -> dict[str, float] | None:
+    answer = await client.chat.completions.create(
+        model=model, messages=[{"role": one.role, "content": one.content} for one in task.messages]
+    )
+    if fails:
+        raise RuntimeError("lost the thread")
+    return {"tries": 0.5} if answer.choices[0].message.content == "yes" else None
+
+
+def test_an_agent_is_a_function_of_task_client_and_model():
+    task = Task(id="t", messages=(Message(role="user", content="yes or no?"),))
+
+    async def main(**args) -> tuple[Rollout, ...]:
+        gateway = Gateway()
+        parts = Parts(sampling=SamplingConfig(), rewards=YES, gateway=gateway)
+        config = AgentConfig(path=f"{HERE}:asks", args=args)
+        try:
+            return await config.make(parts).run(task, policy("yes", "no"), count=16, seed=3)
+        finally:
+            await gateway.close()
+
+    worth = {one.text: one.reward for one in asyncio.run(main())}
+    assert worth == {"yes": 1.5, "no": 0.0}
+    assert {one.error for one in asyncio.run(main(fails=True))} == {"RuntimeError: lost the thread"}
+
+
+def test_a_whole_run_of_agents(tmp_path):
+    workflow = {"type": "agent", "path": f"{HERE}:asks"}
+    assert run(settings(tmp_path, workflow=workflow, steps=12, optimizer={"learning_rate": 0.3})).step == 12
+    reward = [row["reward/mean"] for row in rows(tmp_path) if "reward/mean" in row]
+    assert np.mean(reward[-3:]) > np.mean(reward[:3])
+    with pytest.raises(ValueError, match="is no async function"):
+        settings(tmp_path, workflow={"type": "agent", "path": f"{HERE}:served"})
