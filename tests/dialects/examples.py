@@ -30,6 +30,8 @@ EXAMPLES: dict[str, tuple[Any, Pairs]] = {
     f"{OPERATOR}.args": ({"threshold": 0.5}, ((f"{OPERATOR}.name", "reward_filter"),)),
     "monitor.monitor_type": ("wandb", ()),
     "monitor.monitor_args": ({"base_url": "http://here"}, (("monitor.monitor_type", "wandb"),)),
+    "buffer.explorer_input.default_workflow_type": ("math_boxed_workflow", ()),
+    "buffer.explorer_input.default_reward_fn_type": ("countdown_reward", ()),
     "project": ("mine", ()),
     "group": ("these", ()),
     "name": ("another", ()),
@@ -118,6 +120,7 @@ EXAMPLES: dict[str, tuple[Any, Pairs]] = {
     "explorer.dynamic_timeout.ratio": (5.0, (("explorer.dynamic_timeout.enable", True),)),
     f"{AUXILIARY}.model_path": ("teacher", (("algorithm.algorithm_type", "jsd"), (f"{AUXILIARY}.model_path", "one"))),
     f"{EVAL}.repeat_times": (4, EVALUATED),
+    f"{EVAL}.default_reward_fn_type": ("accuracy_reward", EVALUATED),
 }
 """By key; tasksets' own keys are below, once for each place."""
 
@@ -135,6 +138,8 @@ _TASKSET: dict[str, tuple[Any, Pairs]] = {
     "rollout_args.max_tokens": (4, ()),
 }
 _TRAINED: dict[str, tuple[Any, Pairs]] = {
+    "default_workflow_type": ("math_boxed_workflow", ()),
+    "default_reward_fn_type": ("countdown_reward", ()),
     "rollout_args.top_p": (0.5, ()),
     "rollout_args.top_k": (5, ()),
     **{
@@ -201,14 +206,8 @@ for key in ("chosen_key", "rejected_key"):
 
 REFUSES: dict[str, tuple[Any, Pairs]] = {
     "mode": ("bench", ()),
-    "buffer.explorer_input.default_workflow_type": ("some", ()),
     "buffer.explorer_input.default_eval_workflow_type": ("some", EVALUATED),
-    "buffer.explorer_input.default_reward_fn_type": ("some", ()),
-    **{
-        f"{place}.{key}": ("some", pairs)
-        for place, pairs in ((TASKSET, ()), (TASKSETS, ONE_LIST), (EVAL, EVALUATED))
-        for key in ("default_workflow_type", "default_reward_fn_type")
-    },
+    f"{EVAL}.default_workflow_type": ("some", EVALUATED),
     "algorithm.sample_strategy": ("mix", ()),
     "model.lora_configs[].lora_alpha": (16, NO_TINKER),
     "model.lora_configs[].target_modules": ("q_proj", NO_TINKER),

@@ -63,6 +63,12 @@ CONTRADICTIONS: list[tuple[str, Pairs, str, str]] = [
     ("an adapter's folder", (*NO_TINKER, (f"{LORA}.path", "x")), "model.lora_configs[0].path", "tinker:// path"),
     ("part of a group", (("buffer.train_batch_size", 6),), "buffer.train_batch_size", "Set a multiple of"),
     ("no model", (("model.model_path", ""),), "model.model_path", "Name the base model"),
+    (
+        "a workflow of one's own",
+        (("buffer.explorer_input.default_workflow_type", "some"),),
+        "buffer.explorer_input.default_workflow_type",
+        "docs/workflows.md",
+    ),
     ("an unknown workflow", (("buffer.explorer_input.default_workflow_type", "math_workflo"),), "", "Did you mean"),
     (
         "an expert without data",

@@ -41,6 +41,8 @@ def test_it_is_the_run_that_it_describes(file: Path):
     assert isinstance(source, Hub)
     assert (source.name, source.subset, source.split) == ("openai/gsm8k", "main", "train")
     assert (source.prompt, source.answer, run.tasks.order.type) == ("{question}", "{answer}", "sequential")
+    assert run.workflow.type == "math"
+    assert [one.type for one in run.rewards] == ["math"]
     assert run.folder == f"checkpoints/Trinity-RFT-gsm8k/alignment-tinker/{run.name}"
 
 

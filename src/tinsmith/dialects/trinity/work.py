@@ -6,7 +6,7 @@ Leaves out where tasks come from (`data.py`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
@@ -23,21 +23,29 @@ class Work:
 
     settings: Mapping[str, Any]
     reward: str = ""
-    arguments: Mapping[str, str] = field(default_factory=dict)
-    """Trinity's workflow_args by the key of ours."""
 
 
-_ASK = {"type": "single_turn"}
+_ASK, _MATH = {"type": "single_turn"}, {"type": "math"}
+_BOXED = {
+    "type": "single_turn",
+    "system": "Work the problem out step by step, and put the final answer in \\boxed{}.",
+}
 
 WORKFLOWS: Mapping[str, Work] = {
     "simple_workflow": Work(_ASK),
-    "math_workflow": Work(_ASK, "math_reward"),
+    "math_workflow": Work(_MATH, "math_reward"),
+    "math_boxed_workflow": Work(_BOXED, "math_boxed_reward"),
+    "on_policy_distill_workflow": Work(_ASK),
+    "on_policy_distill_math_workflow": Work(_MATH, "math_reward"),
 }
 """Also by these names with async_ before them: here all are."""
 
 REWARDS: Mapping[str, Mapping[str, Any]] = {
-    "math_reward": {"type": "math_verify"},
+    "math_reward": {"type": "math"},
+    "math_boxed_reward": {"type": "math_boxed"},
+    "format_reward": {"type": "format", "right": 0.1, "wrong": -0.1},
     "accuracy_reward": {"type": "math_verify"},
+    "countdown_reward": {"type": "countdown"},
 }
 
 
@@ -94,4 +102,5 @@ def _worked(
 
 def _near(name: str, known: Mapping[str, Any]) -> str:
     found = get_close_matches(name, known, n=1)
-    return f"Did you mean '{found[0]}'?" if found else f"Known here: {', '.join(known)}."
+    others = "Others are written anew, in a run file of ours: docs/workflows.md."
+    return f"Did you mean '{found[0]}'?" if found else f"Known here: {', '.join(known)}. {others}"
