@@ -6,7 +6,7 @@ Imports stand inside the commands, so that --help is quick and serving needs not
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -35,6 +35,7 @@ app.command("tinsmith.cli_keys:app", name="keys", help="Keys of tenants: make, l
 app.command("tinsmith.cli_machine:models", name="models", help="Base models: what is served, what is here; fetch more.")
 app.command("tinsmith.cli_config:check", name="check", help="Look at a run file without starting anything.")
 app.command("tinsmith.cli_config:config", name="config", help="Run files as they are read: show one, convert one.")
+app.command("tinsmith.cli_log:log", name="log", help="Show the log of a run.")
 app.command("tinsmith.cli_machine:doctor", name="doctor", help="Look at this machine: has it what a service needs?")
 
 Overrides = Annotated[
@@ -143,6 +144,41 @@ def run(
 
 
 @app.command
+def debug(
+    *words: Annotated[str, Parameter(name="FILE [KEY=VALUE]", allow_leading_hyphen=False)], config: Path | None = None
+) -> None:
+    """Try one task of a run file once and show everything: messages, tokens, logprobs, reward, times. Trains nothing.
+
+    Parameters
+    ----------
+    words
+        The run file, then settings laid on top, as for tinsmith run.
+    config
+        The run file, in place of the first word.
+    """
+    import asyncio
+    from tempfile import TemporaryDirectory
+
+    from rich.console import Console
+
+    from tinsmith.cli_config import tell
+    from tinsmith.dialects import read_run
+    from tinsmith.rl import debug as look
+
+    if config is None and not words:
+        raise ConfigError("tinsmith debug needs a run file.", "As in: tinsmith debug examples/addition.yaml")
+    file, overrides = (config, words) if config else (Path(words[0]), words[1:])
+    console = Console()
+    found = read_run(file, overrides)
+    tell(found, console)
+    with TemporaryDirectory() as folder, ExitStack() as stack:
+        settings = found.settings.model_copy(update={"folder": folder})
+        first = settings.staged(1, "") if settings.stages else settings
+        connect = _connecting(settings, stack, console)(first)
+        look.show(asyncio.run(look.one(first, connect)), console)
+
+
+@app.command
 def demo(*overrides: Overrides, quick: bool = False, seed: int = 0, out: Path | None = None) -> None:
     """Watch a small model learn on this machine: two-digit addition, from no right answer to most.
 
@@ -205,25 +241,35 @@ def _train(settings: RunConfig, console: Console) -> tuple[RunConfig, State]:
     """The run of `settings`, on the server that it names or on one of its own that ends with it; its last stage."""
     import asyncio
 
+    from tinsmith.rl.run import anew
     from tinsmith.rl.stages import run_all
+
+    settings = anew(settings)
+    with ExitStack() as stack:
+        return asyncio.run(run_all(settings, _connecting(settings, stack, console), console))
+
+
+def _connecting(settings: RunConfig, stack: ExitStack, console: Console) -> Callable[[RunConfig], Connect]:
+    """From one stage's settings to a policy; all are on one server, which ends with the stack if it is our own."""
+    import asyncio
+
     from tinsmith.rl.tinker_policy import TinkerPolicy
 
-    with ExitStack() as stack:
-        found: list[tuple[str, str]] = []
+    found: list[tuple[str, str]] = []
 
-        def connecting(one: RunConfig) -> Connect:
-            async def connect(state: str, version: int) -> TinkerPolicy:
-                with console.status(f"Connecting to {one.model.name}"):
-                    if not found:
-                        found.append(await asyncio.to_thread(stack.enter_context, _server(settings)))
-                    base_url, api_key = found[0]
-                    return await TinkerPolicy.connect(
-                        one.model, base_url, api_key, seed=one.seed, state=state, version=version
-                    )
+    def connecting(one: RunConfig) -> Connect:
+        async def connect(state: str, version: int) -> TinkerPolicy:
+            with console.status(f"Connecting to {one.model.name}"):
+                if not found:
+                    found.append(await asyncio.to_thread(stack.enter_context, _server(settings)))
+                base_url, api_key = found[0]
+                return await TinkerPolicy.connect(
+                    one.model, base_url, api_key, seed=one.seed, state=state, version=version
+                )
 
-            return connect
+        return connect
 
-        return asyncio.run(run_all(settings, connecting, console))
+    return connecting
 
 
 @contextmanager

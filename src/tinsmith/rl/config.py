@@ -118,8 +118,8 @@ class RunConfig(Settings):
     """A sentence for the report."""
     folder: str = ""
     """Where the run's files go; empty: runs/NAME."""
-    resume: bool = True
-    """Go on with the run that the folder holds; false refuses such a folder."""
+    resume: bool | Literal["rename"] = True
+    """Go on with the run that the folder holds; false refuses it; rename begins anew in FOLDER_YYYYmmddHHMMSS."""
     service: OwnService = OwnService()
     stages: tuple[Stage, ...] = ()
     """Parts to run one after the other, each from the weights of the one before."""

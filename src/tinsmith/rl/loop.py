@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import logging
+
 from rich.console import Console
 
+from tinsmith.rl import logs
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.epochs import with_steps
 from tinsmith.rl.resume import RunFolder, State
-from tinsmith.rl.run import Clock, Connect, Run, assemble, folder_of
+from tinsmith.rl.run import Clock, Connect, Run, anew, assemble, folder_of
+
+log = logging.getLogger(__name__)
 
 
 async def train(config: RunConfig, connect: Connect, console: Console) -> State:
     """Begins the run, or goes on with the one in its folder; returns where it ended. A finished run is left alone."""
-    config = with_steps(config)
+    config = with_steps(anew(config))
     folder = RunFolder.open(folder_of(config), config.model_dump(mode="json"), resume=config.resume)
     try:
         if folder.state is not None and folder.state.step >= config.steps:
             return folder.state
-        async with assemble(config, folder, connect, console) as run:
-            return await loop(run)
+        with logs.writing(folder.path):
+            return await _logged(config, folder, connect, console)
     finally:
         folder.close()
+
+
+async def _logged(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> State:
+    async with assemble(config, folder, connect, console) as run:
+        log.info("%s: step %d of %d is next, in %s", config.name, run.steps().start, config.steps, folder.path)
+        state = await loop(run)
+    log.info("Finished: %d steps; weights to go on from: %s", state.step, state.path)
+    return state
 
 
 async def loop(run: Run) -> State:

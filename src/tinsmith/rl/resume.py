@@ -17,7 +17,7 @@ import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -27,11 +27,16 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.supply import Supplied
 from tinsmith.settings import Settings
 
+SETTINGS = "run.yaml"
 _MAY_CHANGE = (
     "name", "description", "folder", "steps", "epochs", "eval", "checkpoint", "monitors", "service", "concurrency",
     "resume", "rollout", "stages", "model.base_url", "model.tokenizer",
 )  # fmt: skip
 """Keys that may differ when a run goes on: none of them makes what was learned so far untrue."""
+
+
+Checkpoints = tuple[tuple[str, ...], ...]
+"""The tinker:// paths of each, oldest first: the policy's state and the critic's."""
 
 
 class CheckpointConfig(Settings):
@@ -41,6 +46,13 @@ class CheckpointConfig(Settings):
     """Every so many steps; 0 is only at the end."""
     ttl_seconds: int | None = Field(default=604_800, ge=3600)
     """How long the server keeps them (a week); null is for good. The last one is kept for good."""
+    keep: int = Field(default=0, ge=0)
+    """Delete all but so many, the newest; 0 deletes none."""
+
+    def cut(self, checkpoints: Checkpoints) -> tuple[Checkpoints, Checkpoints]:
+        """(to delete, to keep) of all there are, oldest first."""
+        at = max(0, len(checkpoints) - self.keep) if self.keep else 0
+        return checkpoints[:at], checkpoints[at:]
 
 
 class RandomStates(Settings):
@@ -87,6 +99,8 @@ class State(Settings):
     """Whose logprobs divergences are taken from: a base model's name, or a path."""
     critic_path: str = ""
     """The critic's tinker:// state, if there is a critic."""
+    checkpoints: Checkpoints = ()
+    """On the server, the newest last."""
     sampling_path: str = ""
     """Weights to sample from; only after the last step."""
 
@@ -102,7 +116,7 @@ class RunFolder:
         self._lock = lock
 
     @classmethod
-    def open(cls, path: Path, settings: Mapping[str, Any], *, resume: bool = True) -> RunFolder:
+    def open(cls, path: Path, settings: Mapping[str, Any], *, resume: bool | Literal["rename"] = True) -> RunFolder:
         """Makes the folder, or goes on in it. Raises ConfigError where it holds another run or is in use."""
         path.mkdir(parents=True, exist_ok=True)
         lock = (path / ".lock").open("w")
@@ -113,7 +127,7 @@ class RunFolder:
         except BaseException:
             lock.close()
             raise
-        (path / "run.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(dict(settings))), encoding="utf-8")
+        (path / SETTINGS).write_text(OmegaConf.to_yaml(OmegaConf.create(dict(settings))), encoding="utf-8")
         _take_back(path, state.step if state else -1)
         return cls(path, lock, state)
 
@@ -134,8 +148,8 @@ def _hold(lock: IO[str], path: Path) -> None:
         raise ConfigError(f"A run is under way in {path}.", "Wait for it, or set another folder.") from error
 
 
-def _same_run(path: Path, settings: Mapping[str, Any], resume: bool) -> None:
-    file = path / "run.yaml"
+def _same_run(path: Path, settings: Mapping[str, Any], resume: bool | Literal["rename"]) -> None:
+    file = path / SETTINGS
     if not file.exists():
         return
     if not resume:

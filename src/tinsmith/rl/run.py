@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -27,7 +28,7 @@ from tinsmith.rl.filters import filtered
 from tinsmith.rl.gateway import Gateway
 from tinsmith.rl.monitors.base import Monitors, RunInfo
 from tinsmith.rl.policy import Policy, Snapshot, Update
-from tinsmith.rl.resume import RandomStates, RunFolder, State
+from tinsmith.rl.resume import SETTINGS, RandomStates, RunFolder, State
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts import Batch, Plan, Sampler
 from tinsmith.rl.samples import Sample
@@ -37,6 +38,8 @@ from tinsmith.rl.tasks import Deck, split
 from tinsmith.rl.tries import Tries
 from tinsmith.rl.types import Group
 from tinsmith.rl.workflows.base import Parts, Unasked
+
+log = logging.getLogger(__name__)
 
 Connect = Callable[[str, int], Awaitable[Policy]]
 """From a state path (empty: a fresh adapter) and its version to the policy."""
@@ -131,6 +134,10 @@ class Run:
         if self.config.filters and batch.groups:
             sampled["filters/dropped"] = 1.0 - len(self.kept(batch.groups)) / len(batch.groups)
         self.monitors.metrics(step, {**sampled, **batch.numbers, **numbers, **speed, **clock.parts})
+        reward = sampled.get("reward/mean", float("nan"))
+        log.info("Step %d of %d: reward %.4g, %.2f seconds", step, self.config.steps, reward, seconds)
+        if failed := [one.error for group in batch.groups for one in group.rollouts if one.error]:
+            log.warning("%d rollouts of step %d failed; the first: %s", len(failed), step, failed[0])
 
     async def save_and_evaluate(self, step: int) -> None:
         """What is due after a step; the state is written last, when all that belongs to the step is on disk."""
@@ -153,6 +160,11 @@ class Run:
         ttl = None if last else self.config.checkpoint.ttl_seconds
         path = await self.policy.save(name, ttl)
         sampling_path = await self.policy.save_for_sampling(name) if last else ""
+        critic_path = await self.critic.save(f"critic-{name}", ttl) if self.critic else ""
+        new = (path, critic_path) if critic_path else (path,)
+        before = self.folder.state.checkpoints if self.folder.state else ()
+        checkpoints = (*(paths for paths in before if paths[0] != path), new)
+        dropped, checkpoints = self.config.checkpoint.cut(checkpoints)
         state = State(
             step=step,
             version=self.policy.version,
@@ -164,10 +176,14 @@ class Run:
             supply=supplied,
             algorithm=dict(self.algorithm.state),
             reference=self.reference,
-            critic_path=await self.critic.save(f"critic-{name}", ttl) if self.critic else "",
+            critic_path=critic_path,
             sampling_path=sampling_path,
+            checkpoints=checkpoints,
         )
         self.folder.save(state)
+        for paths in dropped:
+            for one in paths:
+                await self.policy.forget(one)
         await self.supply.saved()
 
 
@@ -321,6 +337,14 @@ def _go_on(state: State | None, deck: Deck, algorithm: Algorithm, seed: int) -> 
     state.random.restore()
     deck.restore(state.cursor, state.order)
     algorithm.restore(state.algorithm)
+
+
+def anew(config: RunConfig) -> RunConfig:
+    """The same in a folder of its own, FOLDER_YYYYmmddHHMMSS, where `resume: rename` finds a run in its folder."""
+    folder = folder_of(config)
+    if config.resume != "rename" or not (folder / SETTINGS).exists():
+        return config
+    return config.model_copy(update={"folder": f"{folder}_{time.strftime('%Y%m%d%H%M%S')}"})
 
 
 def folder_of(config: RunConfig) -> Path:

@@ -21,7 +21,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.loop import train
 from tinsmith.rl.policy import Policy
 from tinsmith.rl.resume import RunFolder, State, write_whole
-from tinsmith.rl.run import Connect, folder_of
+from tinsmith.rl.run import Connect, anew, folder_of
 
 _FILE = "stages.json"
 
@@ -33,6 +33,7 @@ async def run_all(
 
     `connecting` gives the way to a policy of one stage's settings; all are on one server.
     """
+    config = anew(config)
     path = folder_of(config)
     if not config.stages:
         if (path / _FILE).exists():

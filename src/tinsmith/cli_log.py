@@ -1,0 +1,59 @@
+"""The command `tinsmith log`: what a run wrote to its own log. Imports stand inside it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+
+from tinsmith.errors import ConfigError
+
+
+def log(
+    folder: Path | None = None,
+    /,
+    *,
+    keyword: Annotated[str, Parameter(name=("--keyword", "-k"))] = "",
+    last: Annotated[int, Parameter(name=("--last", "-n"))] = 0,
+    level: Annotated[Literal["", "DEBUG", "INFO", "WARNING", "ERROR"], Parameter(name=("--level", "-l"))] = "",
+    follow: Annotated[bool, Parameter(negative="")] = False,
+) -> None:
+    """Show the log of a run.
+
+    Parameters
+    ----------
+    folder
+        The run's folder; without it, the one under runs/ that was written to last.
+    keyword
+        Only entries that hold this, in any case.
+    last
+        Only so many entries, the last ones; 0 is all.
+    level
+        Only entries of this level and above.
+    follow
+        Go on showing entries as they are written, until interrupted.
+    """
+    from tinsmith.rl import logs
+
+    place = folder or _latest(Path("runs"))
+    if not (place / logs.FILE).exists():
+        raise ConfigError(
+            f"There is no {logs.FILE} in {place}.", "Name the folder of a run, as in: tinsmith log runs/demo."
+        )
+    for entry in logs.read(place, keyword=keyword, last=last, level=level):
+        sys.stdout.write(entry + "\n")
+    if follow:
+        for entry in logs.follow(place, keyword=keyword, level=level):
+            sys.stdout.write(entry + "\n")
+            sys.stdout.flush()
+
+
+def _latest(runs: Path) -> Path:
+    from tinsmith.rl import logs
+
+    found = list(runs.glob(f"**/{logs.FILE}"))
+    if not found:
+        raise ConfigError(f"There is no run in {runs}.", "Name the folder of a run, as in: tinsmith log runs/demo.")
+    return max(found, key=lambda file: file.stat().st_mtime).parent

@@ -1,0 +1,108 @@
+"""One task, one rollout, shown in full: what is asked, how it is spelled, what comes back and what that is worth.
+
+Nothing is trained and no run folder is touched. The weights are those that the run would begin with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+
+from tinsmith.errors import TinsmithError
+from tinsmith.rl import workflows
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.policy import Spelling, request_seed
+from tinsmith.rl.rewards import Rewards
+from tinsmith.rl.run import Connect
+from tinsmith.rl.tasks import split
+from tinsmith.rl.tries import Tries
+from tinsmith.rl.types import Group, Turn
+
+_SHOWN = 12
+"""Least likely tokens that are shown."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """One rollout and how long its parts took.
+
+    Example: Seen(group=group, chat=chat, seconds={"tasks": 0.2, "connect": 3.1, "rollout": 0.8})
+    """
+
+    group: Group
+    """Of one rollout."""
+    chat: Spelling
+    seconds: dict[str, float]
+
+
+async def one(config: RunConfig, connect: Connect) -> Seen:
+    """The first training task, tried once. Raises TinsmithError where the run has none to try."""
+    if not config.rolls_out:
+        raise TinsmithError(
+            f"{config.algorithm.type} learns from data alone: there is no rollout.", "Use tinsmith check."
+        )
+    begin = time.perf_counter()
+    deck, _ = split(config.tasks, config.seed)
+    (task,) = deck.draw(1)
+    drawn = time.perf_counter()
+    policy = await connect("", 0)
+    try:
+        snapshot = await policy.snapshot()
+        connected = time.perf_counter()
+        workflow = workflows.build(config.workflow, config.sampling, Rewards(config.rewards))
+        tries = Tries(config.rollout, asyncio.Semaphore(1))
+        (group,) = await tries.roll(workflow, [task], snapshot, size=1, seeds=[request_seed(config.seed, 1, 0)])
+        done = time.perf_counter()
+    finally:
+        await policy.close()
+    seconds = {"tasks": drawn - begin, "connect": connected - drawn, "rollout": done - connected}
+    return Seen(group=group, chat=snapshot.chat, seconds=seconds)
+
+
+def show(seen: Seen, console: Console) -> None:
+    """Everything there is to know of it."""
+    task, rollout = seen.group.task, seen.group.rollouts[0]
+    _head(console, f"task {task.id}")
+    for message in task.messages:
+        _line(console, message.role, message.content)
+    _line(console, "right", task.answer or "(not told)")
+    for number, turn in enumerate(rollout.turns, 1):
+        _head(console, f"turn {number} of {len(rollout.turns)}, {turn.role}, version {turn.version}")
+        _line(console, "prompt", seen.chat.text(turn.prompt, None))
+        _line(console, "tokens", f"{len(turn.prompt)} in the prompt, {len(turn.tokens)} sampled, ended by {turn.stop}")
+        _line(console, "reply", turn.text)
+        for name, text in _likelihood(turn, seen.chat):
+            _line(console, name, text)
+    _head(console, "reward")
+    if rollout.error:
+        _line(console, "failed", rollout.error)
+    for name, value in rollout.reward_parts.items():
+        _line(console, name, f"{value:g}")
+    _line(console, "in all", f"{rollout.reward:g}")
+    _head(console, "seconds")
+    for name, value in seen.seconds.items():
+        _line(console, name, f"{value:.2f}")
+
+
+def _likelihood(turn: Turn, chat: Spelling) -> Iterator[tuple[str, str]]:
+    if not turn.logprobs:
+        return
+    logprobs = np.array(turn.logprobs)
+    yield "logprobs", f"mean {logprobs.mean():.3f}, least {logprobs.min():.3f}, sum {logprobs.sum():.2f}"
+    rare: Sequence[int] = np.argsort(logprobs, kind="stable")[:_SHOWN].tolist()
+    yield "least likely", "  ".join(f"{chat.text([turn.tokens[at]], None)!r} {logprobs[at]:.2f}" for at in sorted(rare))
+    yield "token ids", " ".join(map(str, turn.tokens))
+
+
+def _head(console: Console, text: str) -> None:
+    console.print(f"\n[bold]{escape(text)}[/]", highlight=False, soft_wrap=True)
+
+
+def _line(console: Console, name: str, text: str) -> None:
+    console.print(f"[dim]{escape(name):>12}[/]  {escape(text)}", highlight=False, soft_wrap=True)

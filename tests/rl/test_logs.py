@@ -1,0 +1,115 @@
+"""A run's own log: what it holds, and what `tinsmith log` shows of it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+import pytest
+
+from tests.rl.small import run, scripted, settings
+from tinsmith.cli_log import log
+from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.rl import logs
+
+
+def test_a_run_logs_its_steps_and_its_end(finished):
+    entries = logs.read(finished)
+    assert "step 1 of 8 is next" in entries[0]
+    assert sum("Step 3 of 8: reward" in entry for entry in entries) == 1
+    assert "Finished: 8 steps" in entries[-1]
+
+
+def test_what_broke_a_run_off_is_in_its_log_and_warnings_are_too(tmp_path):
+    with pytest.raises(TinsmithError):
+        run(settings(tmp_path, rewards=[{"type": "reasoning_gym"}]))
+    assert "broken off by TinsmithError: Every rollout of step 1 failed" in logs.read(tmp_path, level="ERROR")[0]
+
+    async def connect(state, version):
+        raise ZeroDivisionError("our fault")
+
+    with pytest.raises(ZeroDivisionError):
+        run(settings(tmp_path / "other"), connect)
+    (entry,) = logs.read(tmp_path / "other")
+    assert "Traceback" in entry
+    assert entry.endswith("ZeroDivisionError: our fault")
+
+
+def test_the_log_goes_on_where_the_run_does_and_leaves_logging_as_it_was(tmp_path):
+    before = list(logging.getLogger().handlers), logging.getLogger("tinsmith").level
+    run(settings(tmp_path, steps=2))
+    run(settings(tmp_path, steps=3))
+    steps = [entry.partition("Step ")[2][:1] for entry in logs.read(tmp_path, keyword="REWARD")]
+    assert steps == ["1", "2", "3"]
+    assert (list(logging.getLogger().handlers), logging.getLogger("tinsmith").level) == before
+
+
+def test_keyword_level_and_last_choose_among_entries(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "runs" / "one"
+    folder.mkdir(parents=True)
+    with logs.writing(folder):
+        ours = logging.getLogger("tinsmith.rl.test")
+        ours.info("first")
+        ours.warning("second\nwith a line more")
+        ours.info("third of the second kind")
+    assert len(logs.read(folder)) == 3
+    assert logs.read(folder, level="WARNING")[0].endswith("second\nwith a line more")
+    assert [entry[-4:] for entry in logs.read(folder, keyword="second", last=1)] == ["kind"]
+    monkeypatch.chdir(tmp_path)
+    log(last=1)
+    assert capsys.readouterr().out.endswith("INFO tinsmith.rl.test: third of the second kind\n")
+    with pytest.raises(ConfigError, match=r"no log\.txt in"):
+        log(tmp_path)
+
+
+def test_what_older_files_hold_comes_first(tmp_path):
+    (tmp_path / "log.txt.1").write_text("2026-01-01 00:00:00,000 INFO tinsmith: old\n")
+    (tmp_path / "log.txt").write_text("2026-01-02 00:00:00,000 INFO tinsmith: new\n")
+    assert [entry[-3:] for entry in logs.read(tmp_path)] == ["old", "new"]
+
+
+def test_following_shows_what_is_written_from_then_on(tmp_path):
+    file = tmp_path / "log.txt"
+    file.write_text("2026-01-01 00:00:00,000 INFO tinsmith: before\n")
+    entries = logs.follow(tmp_path, keyword="now")
+
+    def write():
+        with file.open("a") as lines:
+            lines.write("2026-01-01 00:00:01,000 INFO tinsmith: other\n2026-01-01 00:00:02,000 INFO tinsmith: now\n")
+
+    writer = threading.Timer(0.2, write)
+    writer.start()
+    assert next(entries).endswith("now")
+    writer.join()
+
+
+@pytest.mark.parametrize("keep", [0, 2])
+def test_no_more_checkpoints_are_kept_than_wanted(tmp_path, keep):
+    gone = []
+
+    async def connect(state, version):
+        policy = await scripted(tmp_path)(state, version)
+
+        async def forget(path):
+            gone.append(path)
+
+        policy.forget = forget
+        return policy
+
+    run(settings(tmp_path, steps=4, checkpoint={"every": 1, "keep": keep}), connect)
+    state = run(settings(tmp_path, steps=8, checkpoint={"every": 1, "keep": keep}), connect)
+    assert len(state.checkpoints) == (keep or 8)
+    assert state.checkpoints[-1] == (state.path,)
+    assert len(gone) == (8 - keep if keep else 0)
+    assert not {path for paths in state.checkpoints for path in paths} & set(gone)
+
+
+def test_a_run_may_begin_anew_beside_the_old_one(tmp_path):
+    folder = tmp_path / "run"
+    run(settings(folder, steps=1))
+    before = (folder / "metrics.jsonl").read_text()
+    run(settings(folder, steps=2, group_size=5, resume="rename"))
+    assert (folder / "metrics.jsonl").read_text() == before
+    (new,) = [one for one in tmp_path.iterdir() if one != folder and one.name.startswith("run_")]
+    assert len(new.name) == len("run_20261121160000")
+    assert (new / "state.json").exists()
