@@ -65,44 +65,32 @@ async def _run(config: RunConfig, url: str) -> list[tuple[float, float]]:
     shares: list[tuple[float, float]] = []
 
     async def connect(state: str, version: int) -> Any:
-        policy = await TinkerPolicy.connect(config.model, url, KEY, seed=0, state=state, version=version)
-        return Watched(policy, shares)
+        policy = await Watched.connect(config.model, url, KEY, seed=0, state=state, version=version)
+        assert isinstance(policy, Watched)
+        policy.shares = shares
+        return policy
 
     await train(config, connect, Console(file=io.StringIO()))
     return shares
 
 
-class Watched:
-    """A policy whose sampling and training are timed."""
+class Watched(TinkerPolicy):
+    """A policy whose sampling and training are timed; made by `connect`, as any."""
 
-    def __init__(self, policy: TinkerPolicy, shares: list[tuple[float, float]]) -> None:
-        self._policy, self._shares = policy, shares
-        self._open, self._since, self.sampled = 0, 0.0, 0.0
-
-    @property
-    def version(self) -> int:
-        return self._policy.version
+    shares: list[tuple[float, float]]
+    _open, _since, sampled = 0, 0.0, 0.0
 
     async def snapshot(self) -> Any:
         """The policy's own, watched; every step begins with it."""
         self.sampled = 0.0
-        return WatchedSnapshot(await self._policy.snapshot(), self)
+        return WatchedSnapshot(await super().snapshot(), self)
 
     async def update(self, *arguments: Any) -> Any:
         """Ends a step's account."""
         start = time.perf_counter()
-        updated = await self._policy.update(*arguments)
-        self._shares.append((self.sampled, time.perf_counter() - start))
+        updated = await super().update(*arguments)
+        self.shares.append((self.sampled, time.perf_counter() - start))
         return updated
-
-    async def save(self, name: str, ttl_seconds: int | None) -> str:
-        return await self._policy.save(name, ttl_seconds)
-
-    async def save_for_sampling(self, name: str) -> str:
-        return await self._policy.save_for_sampling(name)
-
-    async def close(self) -> None:
-        await self._policy.close()
 
     @contextmanager
     def sampling(self) -> Any:
@@ -127,6 +115,14 @@ class WatchedSnapshot:
     @property
     def version(self) -> int:
         return self._snapshot.version
+
+    @property
+    def chat(self) -> Any:
+        return self._snapshot.chat
+
+    async def logprobs(self, tokens: Sequence[int]) -> Any:
+        """As the policy's own."""
+        return await self._snapshot.logprobs(tokens)
 
     async def sample(self, prompt: Any, **settings: Any) -> Any:
         """As the policy's own."""

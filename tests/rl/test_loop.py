@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 
 import pytest
 
@@ -121,3 +123,32 @@ def test_the_end_leaves_weights_to_go_on_from_and_to_sample_from(tmp_path):
     state = run(settings(tmp_path, steps=1), scripted(tmp_path))
     assert "final" in state.path
     assert "final-sampling" in state.sampling_path
+
+
+def test_hundreds_of_rollouts_are_under_way_at_once_without_a_thread(tmp_path):
+    under_way, most, threads = 0, 0, set()
+
+    class Slow(ScriptedPolicy):
+        async def snapshot(self):
+            snapshot = await super().snapshot()
+            sample = snapshot.sample
+
+            async def slow(prompt, *, count, seed, sampling):
+                nonlocal under_way, most
+                under_way += 1
+                most = max(most, under_way)
+                await asyncio.sleep(0.05)
+                under_way -= 1
+                threads.add(threading.active_count())
+                return await sample(prompt, count=count, seed=seed, sampling=sampling)
+
+            snapshot.sample = slow
+            return snapshot
+
+    async def connect(state, version):
+        return Slow(("no", "yes"), tmp_path / "weights", state=state, version=version)
+
+    before = threading.active_count()
+    run(settings(tmp_path, groups_per_step=256, group_size=2, steps=2, concurrency=256, eval={"every": 0}), connect)
+    assert most == 256
+    assert threads == {before}

@@ -15,14 +15,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from tinsmith.errors import TinsmithError
-from tinsmith.rl import workflows
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.gateway import Gateway
 from tinsmith.rl.policy import Spelling, request_seed
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.run import Connect
 from tinsmith.rl.tasks import split
 from tinsmith.rl.tries import Tries
 from tinsmith.rl.types import Group, Turn
+from tinsmith.rl.workflows.base import Parts
 
 _SHOWN = 12
 """Least likely tokens that are shown."""
@@ -52,14 +53,17 @@ async def one(config: RunConfig, connect: Connect) -> Seen:
     (task,) = deck.draw(1)
     drawn = time.perf_counter()
     policy = await connect("", 0)
+    gateway = Gateway()
     try:
         snapshot = await policy.snapshot()
         connected = time.perf_counter()
-        workflow = workflows.build(config.workflow, config.sampling, Rewards(config.rewards))
+        parts = Parts(sampling=config.sampling, rewards=Rewards(config.rewards), gateway=gateway)
+        workflow = config.workflow.make(parts)
         tries = Tries(config.rollout, asyncio.Semaphore(1))
         (group,) = await tries.roll(workflow, [task], snapshot, size=1, seeds=[request_seed(config.seed, 1, 0)])
         done = time.perf_counter()
     finally:
+        await gateway.close()
         await policy.close()
     seconds = {"tasks": drawn - begin, "connect": connected - drawn, "rollout": done - connected}
     return Seen(group=group, chat=snapshot.chat, seconds=seconds)
