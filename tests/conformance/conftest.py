@@ -67,8 +67,10 @@ def world(
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[[str], Path]) -> Iterator[World]:
-    """Our own service with a tiny model of random weights."""
-    config = ServeConfig(models=(f"tiny={tiny('llama')}",), threads=1, data=tmp_path_factory.mktemp("real"))
+    """Our own service with a tiny model of random weights; in float32, where the sampler's memory changes no draw."""
+    config = ServeConfig(
+        models=(f"tiny={tiny('llama')}",), threads=1, dtype="float32", data=tmp_path_factory.mktemp("real")
+    )
     with embedded(config) as (url, key):
         yield _world(url, key, "tiny")
 
