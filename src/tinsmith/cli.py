@@ -113,6 +113,8 @@ def run(
 ) -> None:
     """Train as a run file says, or go on with the run that its folder holds. Files of Trinity-RFT run as they are.
 
+    mode=explore samples only, and mode=train trains only, as two processes of one run; mode=bench compares checkpoints.
+
     The server is the file's model.base_url, else TINKER_BASE_URL (with TINKER_API_KEY or TRINITY_API_KEY); without
     either, a service is started on this machine for as long as the run takes.
 
@@ -138,6 +140,9 @@ def run(
     console = Console()
     found = read_run(file, overrides)
     tell(found, console)
+    if found.settings.mode in ("explore", "bench"):
+        _sample(found.settings, console)
+        return
     settings, state = _train(found.settings, console)
     console.print(f"{_plain(settings.name)} is finished: {state.step} steps", highlight=False)
     _tell_where(settings, state, console)
@@ -272,6 +277,28 @@ def _connecting(settings: RunConfig, stack: ExitStack, console: Console) -> Call
     return connecting
 
 
+def _sample(settings: RunConfig, console: Console) -> None:
+    """A process that trains nothing: it samples for another that does, or compares checkpoints."""
+    import asyncio
+
+    from tinsmith.rl.bench import bench
+    from tinsmith.rl.explore import explore
+    from tinsmith.rl.tinker_peers import TinkerPeers
+
+    with ExitStack() as stack:
+
+        async def connect() -> TinkerPeers:
+            with console.status(f"Connecting to {settings.model.name}"):
+                base_url, api_key = await asyncio.to_thread(stack.enter_context, _server(settings))
+                return await TinkerPeers.connect(settings.model, base_url, api_key)
+
+        if settings.mode == "bench":
+            asyncio.run(bench(settings, connect, console))
+            return
+        count = asyncio.run(explore(settings, connect, console))
+        console.print(f"{_plain(settings.name)}: {count} batches are sampled", highlight=False)
+
+
 @contextmanager
 def _server(settings: RunConfig) -> Iterator[tuple[str, str]]:
     """(base_url, api_key) of the server to use."""
@@ -281,6 +308,11 @@ def _server(settings: RunConfig) -> Iterator[tuple[str, str]]:
     if base_url:
         yield base_url, _api_key(base_url)
         return
+    if settings.meets:
+        raise ConfigError(
+            f"mode {settings.mode} is one of two processes, and needs a server that both reach.",
+            "Start one with tinsmith serve; set TINKER_BASE_URL and TINKER_API_KEY for both.",
+        )
     from tinsmith.rl.run import folder_of
     from tinsmith.service.config import ServeConfig
     from tinsmith.service.embedded import embedded

@@ -165,9 +165,9 @@ def test_fixed_says_which_weights_sample_which_batch(interval, offset, expected,
 
 def test_named_weights_are_published_at_every_interval_and_the_last_few_kept():
     policy = Counting()
-    batches = supply(Watched(), policy, steps=6, method="checkpoint", keep=2)
+    batches = supply(Watched(), policy, steps=6, method="checkpoint", keep=3)
     asyncio.run(trained(policy, batches, range(1, 7)))
-    assert policy.kept == ["sync-000004", "sync-000005"]
+    assert policy.kept == ["sync-000003", "sync-000004", "sync-000005"]
 
 
 def test_on_demand_training_gives_its_newest_weights_after_the_step_under_way():

@@ -24,7 +24,7 @@ from tinsmith.rl.algorithms.advantages.group import Grpo
 from tinsmith.rl.algorithms.advantages.turns import StepWiseGrpo
 from tinsmith.rl.buffers import BufferConfig
 from tinsmith.rl.buffers.memory import MemoryConfig
-from tinsmith.rl.evaluate import EvalConfig
+from tinsmith.rl.evaluate import BenchConfig, EvalConfig
 from tinsmith.rl.experts import ExpertsConfig
 from tinsmith.rl.filters import FilterConfig
 from tinsmith.rl.monitors import MonitorConfig
@@ -73,6 +73,8 @@ _OF_THE_RUN = ("model", "service", "stages", "folder", "resume")
 class RunConfig(Settings):
     """One run, from tasks to better weights."""
 
+    mode: Literal["both", "explore", "train", "bench"] = "both"
+    """Sample and train; sample into a buffer; train from a buffer that another process fills; compare checkpoints."""
     model: ModelConfig
     tasks: TasksConfig = TasksConfig()
     plugins: str = ""
@@ -105,6 +107,7 @@ class RunConfig(Settings):
     algorithm: AlgorithmConfig = AlgorithmConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     eval: EvalConfig = EvalConfig()
+    bench: BenchConfig = BenchConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitors: tuple[MonitorConfig, ...] = (ConsoleConfig(), ReportConfig())
     """Besides the run folder's own files: console and report."""
@@ -216,6 +219,28 @@ class RunConfig(Settings):
         advantage = self.algorithm.advantage
         if self.group_size == 1 and isinstance(advantage, Grpo | StepWiseGrpo) and advantage.std_threshold is not None:
             raise ValueError("group_size 1 leaves nothing to compare; set it to 2 or more, or take a critic (ppo)")
+        return self
+
+    @property
+    def meets(self) -> bool:
+        """Whether this process is one of two, which meet in a buffer and at a server."""
+        return self.mode in ("explore", "train") and self.rolls_out
+
+    @model_validator(mode="after")
+    def _modes_fit(self) -> RunConfig:
+        if self.stages and self.mode in ("explore", "bench"):
+            raise ValueError(f"mode {self.mode} knows no stages; give it the stage's settings and folder as a run")
+        if self.mode == "explore" and not self.rolls_out:
+            raise ValueError(f"mode explore samples, and {self.algorithm.type} learns from data alone; take mode train")
+        if self.mode == "bench" and not self.evaluates:
+            raise ValueError("mode bench wants held-out tasks and rewards to judge answers by: set tasks.eval, rewards")
+        if self.meets and not self.stages and self.buffer.type == "memory":
+            raise ValueError(f"mode {self.mode} is one of two processes, which meet in a buffer of type file or sql")
+        if self.meets and self.sync.method == "memory":
+            raise ValueError(
+                f"mode {self.mode}: weights in memory have no name that another process could open; "
+                "set sync.method to checkpoint"
+            )
         return self
 
     @model_validator(mode="after")

@@ -69,6 +69,15 @@ class EvalConfig(Settings):
         return training.model_copy(update=change)
 
 
+class BenchConfig(Settings):
+    """What mode bench compares."""
+
+    checkpoints: tuple[str, ...] = ()
+    """tinker:// paths of sampler weights; empty: the last weights of the run that the folder holds."""
+    base: bool = True
+    """The base model too, first."""
+
+
 class Evaluator:
     """Held-out tasks and their judge."""
 

@@ -240,6 +240,27 @@ class Snapshot(Protocol):
         ...
 
 
+class Peers(Protocol):
+    """Weights of a server to sample from, by name; nothing is trained."""
+
+    @property
+    def chat(self) -> Spelling:
+        """How its chats are spelled."""
+        ...
+
+    async def peer(self, name: str) -> Snapshot:
+        """A base model by its name, or a tinker:// path."""
+        ...
+
+    async def opened(self, path: str, version: int) -> Snapshot:
+        """Weights that were kept for sampling, known to be of `version`."""
+        ...
+
+    async def close(self) -> None:
+        """End the session."""
+        ...
+
+
 class Policy(Protocol):
     """Weights in training. `update` adds 1 to the version."""
 

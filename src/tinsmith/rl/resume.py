@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,13 +23,14 @@ from omegaconf import OmegaConf
 from pydantic import Field, TypeAdapter
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl.files import write_whole
 from tinsmith.rl.supply import Supplied
 from tinsmith.settings import Settings
 
 SETTINGS = "run.yaml"
 _MAY_CHANGE = (
-    "name", "description", "folder", "steps", "epochs", "eval", "checkpoint", "monitors", "service", "concurrency",
-    "resume", "rollout", "stages", "model.base_url", "model.tokenizer",
+    "name", "description", "folder", "mode", "bench", "steps", "epochs", "eval", "checkpoint", "monitors", "service",
+    "concurrency", "resume", "rollout", "stages", "sync.timeout", "sync.keep", "model.base_url", "model.tokenizer",
 )  # fmt: skip
 """Keys that may differ when a run goes on: none of them makes what was learned so far untrue."""
 
@@ -108,6 +108,12 @@ class State(Settings):
 _STATE = TypeAdapter(State)
 
 
+def state_of(path: Path) -> State | None:
+    """Where the run in a folder is; None where there is none yet."""
+    file = path / "state.json"
+    return _STATE.validate_json(file.read_bytes()) if file.exists() else None
+
+
 class RunFolder:
     """One run's files, held by one process at a time."""
 
@@ -116,19 +122,26 @@ class RunFolder:
         self._lock = lock
 
     @classmethod
-    def open(cls, path: Path, settings: Mapping[str, Any], *, resume: bool | Literal["rename"] = True) -> RunFolder:
-        """Makes the folder, or goes on in it. Raises ConfigError where it holds another run or is in use."""
+    def open(
+        cls, path: Path, settings: Mapping[str, Any], *, resume: bool | Literal["rename"] = True, part: str = ""
+    ) -> RunFolder:
+        """Makes the folder, or goes on in it. Raises ConfigError where it holds another run or is in use.
+
+        `part` is that of a process beside the one that trains: what that one wrote is left as it is.
+        """
         path.mkdir(parents=True, exist_ok=True)
-        lock = (path / ".lock").open("w")
+        lock = (path / (f".lock-{part}" if part else ".lock")).open("w")
         try:
             _hold(lock, path)
             _same_run(path, settings, resume)
-            state = _read(path / "state.json")
+            state = state_of(path)
         except BaseException:
             lock.close()
             raise
-        (path / SETTINGS).write_text(OmegaConf.to_yaml(OmegaConf.create(dict(settings))), encoding="utf-8")
-        _take_back(path, state.step if state else -1)
+        if not (part and (path / SETTINGS).exists()):
+            write_whole(path / SETTINGS, OmegaConf.to_yaml(OmegaConf.create(dict(settings))).encode())
+        if not part:
+            _take_back(path, state.step if state else -1)
         return cls(path, lock, state)
 
     def save(self, state: State) -> None:
@@ -177,10 +190,6 @@ def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for name, part in pairs for key, value in _flat(part, f"{prefix}{name}.").items()}
 
 
-def _read(file: Path) -> State | None:
-    return _STATE.validate_json(file.read_bytes()) if file.exists() else None
-
-
 def _take_back(path: Path, step: int) -> None:
     """Forgets what was logged after `step`."""
     metrics = path / "metrics.jsonl"
@@ -197,13 +206,3 @@ def _up_to(line: bytes, step: int) -> bool:
         return json.loads(line)["step"] <= step
     except ValueError:  # the line that was being written when the process was killed
         return False
-
-
-def write_whole(target: Path, content: bytes) -> None:
-    """On disk when this returns, or as it was before."""
-    draft = target.with_suffix(".part")
-    with draft.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.replace(target)

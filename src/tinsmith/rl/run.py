@@ -32,7 +32,8 @@ from tinsmith.rl.resume import SETTINGS, RandomStates, RunFolder, State
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts import Batch, Plan, Sampler
 from tinsmith.rl.samples import Sample
-from tinsmith.rl.supply import NoSupply, OwnSupply, Supply
+from tinsmith.rl.shared import SharedSupply
+from tinsmith.rl.supply import NoSupply, OwnSupply, Supplied, Supply
 from tinsmith.rl.sync import Bell, LocalWeights, Publisher
 from tinsmith.rl.tasks import Deck, split
 from tinsmith.rl.tries import Tries
@@ -217,8 +218,7 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
     if config.plugins:
         console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
     _go_on(state, deck, algorithm, config.seed)
-    if state is not None:
-        await supply.restore(state.supply)
+    await supply.restore(state.supply if state else Supplied())
     if state is not None and experts is not None:
         experts.cursor = state.lessons
     try:
@@ -266,7 +266,10 @@ def plan_of(config: RunConfig) -> Plan:
 
 def _supply(config: RunConfig, folder: RunFolder, policy: Policy, deck: Deck, tries: Tries, gateway: Gateway) -> Supply:
     bell, plan = Bell(), plan_of(config)
-    buffer = buffers.build(config.buffer, folder.path)
+    buffer = buffers.build(config.buffer, folder.path, config.name)
+    reader, ttl = Reader(buffer, config.buffer, config.seed), config.checkpoint.ttl_seconds
+    if config.mode == "train":
+        return SharedSupply(buffer, reader, policy, plan, config.steps, ttl)
     weights = LocalWeights(bell, config.sync.timeout)
 
     async def put(batch: Batch) -> None:
@@ -277,9 +280,9 @@ def _supply(config: RunConfig, folder: RunFolder, policy: Policy, deck: Deck, tr
     return OwnSupply(
         Sampler(config.workflow.make(parts), deck, weights, plan, tries, bell, put),
         buffer,
-        Reader(buffer, config.buffer, config.seed),
+        reader,
         weights,
-        Publisher(policy, config.sync.method or "memory", config.sync.keep, config.checkpoint.ttl_seconds),
+        Publisher(policy, config.sync.method or "memory", config.sync.kept(config.staleness), ttl),
         policy,
         plan,
         bell,

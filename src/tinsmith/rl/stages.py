@@ -18,9 +18,10 @@ from rich.console import Console
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.files import write_whole
 from tinsmith.rl.loop import train
 from tinsmith.rl.policy import Policy
-from tinsmith.rl.resume import RunFolder, State, write_whole
+from tinsmith.rl.resume import RunFolder, State
 from tinsmith.rl.run import Connect, anew, folder_of
 
 _FILE = "stages.json"

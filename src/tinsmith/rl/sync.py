@@ -54,6 +54,10 @@ class SyncConfig(Settings):
         """The step whose weights sample `batch` in style fixed."""
         return max(0, (batch - 1 - offset) // self.interval * self.interval)
 
+    def kept(self, offset: int) -> int:
+        """Checkpoints to keep: in style fixed, all that a batch not yet sampled may want."""
+        return max(self.keep, 2 - (-offset // self.interval)) if self.style == "fixed" else self.keep
+
     def turns(self, batch: int, offset: int) -> bool:
         """Whether newer weights are looked for before `batch`, in on_publish and on_demand."""
         return batch - 1 > offset and (batch - 1 - offset) % self.interval == 0

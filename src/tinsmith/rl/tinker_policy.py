@@ -14,70 +14,15 @@ from typing import Any, cast
 import numpy as np
 import tinker
 
-from tinsmith.errors import ConfigError, TinsmithError, Unsupported, UserError
+from tinsmith.errors import Unsupported, UserError
 from tinsmith.rl.chat import Chat, template_of
-from tinsmith.rl.policy import ModelConfig, OptimizerConfig, Prompt, SamplingConfig, Update, Updated, fits
+from tinsmith.rl.policy import ModelConfig, OptimizerConfig, Update, Updated
 from tinsmith.rl.samples import Sample
 from tinsmith.rl.sdk import adam, boundary, extensions, reach
 from tinsmith.rl.tinker_learner import TinkerLearner
-from tinsmith.rl.types import Turn
+from tinsmith.rl.tinker_peers import TinkerPeers, TinkerSnapshot, tokenizer_of
 
 log = logging.getLogger(__name__)
-
-CLOSE_SECONDS = 5.0
-
-
-class TinkerSnapshot:
-    """A sampling session at one version."""
-
-    def __init__(self, client: tinker.SamplingClient, chat: Chat, version: int, policy: TinkerPolicy) -> None:
-        self._client, self._chat, self._version, self._policy = client, chat, version, policy
-
-    @property
-    def version(self) -> int:
-        """Updates seen."""
-        return self._version
-
-    @property
-    def chat(self) -> Chat:
-        """The model's tokenizer and template."""
-        return self._chat
-
-    async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
-        """One request for all `count` replies."""
-        tokens = _tokens(prompt, self._chat)
-        fits(tokens, sampling)
-        params = tinker.SamplingParams(
-            max_tokens=sampling.max_tokens,
-            seed=seed,
-            stop=cast(Any, None if sampling.stop is None else list(sampling.stop)),
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-        )
-        async with boundary("sampling"):
-            answer = await self._client.sample(tinker.ModelInput.from_ints(tokens), count, params)
-        return tuple(
-            Turn(
-                prompt=tuple(tokens),
-                tokens=tuple(sequence.tokens),
-                logprobs=tuple(sequence.logprobs or ()),
-                text=self._chat.text(sequence.tokens, sampling.stop),
-                stop="stop" if sequence.stop_reason == "stop" else "length",
-                version=self._version,
-            )
-            for sequence in answer.sequences
-        )
-
-    async def peer(self, name: str) -> TinkerSnapshot:
-        """As of the policy."""
-        return await self._policy.peer(name)
-
-    async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        """One request; the first token has no logprob and is left out."""
-        async with boundary("asking for logprobs"):
-            found = await self._client.compute_logprobs(tinker.ModelInput.from_ints(list(tokens)))
-        return np.array(found[1:], np.float32)
 
 
 class TinkerPolicy:
@@ -93,11 +38,11 @@ class TinkerPolicy:
         offered: frozenset[str],
     ) -> None:
         self._service, self._client, self._chat = service, client, chat
+        self._others = TinkerPeers(service, chat, base_model)
         self._version, self._base_model, self._extensions = version, base_model, offered
         self._snapshot: TinkerSnapshot | None = None
         self._saving: Awaitable[tinker.SamplingClient] | None = None
         """Weights of the present version for sampling, asked for by the update that made it."""
-        self._peers: dict[str, TinkerSnapshot] = {}
 
     @classmethod
     async def connect(
@@ -112,7 +57,7 @@ class TinkerPolicy:
             service = await asyncio.to_thread(tinker.ServiceClient, base_url=base_url, api_key=api_key)
             try:
                 client = await _training_client(service, config, seed, state)
-                tokenizer = await asyncio.to_thread(_tokenizer, config, client)
+                tokenizer = await asyncio.to_thread(tokenizer_of, config, client)
                 chat = Chat(tokenizer, template_of(config.chat_template), config.chat_template_values)
             except BaseException:
                 service.close("errored")
@@ -135,7 +80,7 @@ class TinkerPolicy:
             async with boundary("saving weights for sampling"):
                 saving, self._saving = self._saving or self._client.save_weights_and_get_sampling_client(), None
                 client = await saving
-            self._snapshot = TinkerSnapshot(client, self._chat, self._version, self)
+            self._snapshot = TinkerSnapshot(client, self._chat, self._version, self._others)
         return self._snapshot
 
     async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> Updated:
@@ -173,15 +118,7 @@ class TinkerPolicy:
 
     async def peer(self, name: str) -> TinkerSnapshot:
         """A sampling session on other weights; asked again, it is the same one. Another base brings its tokenizer."""
-        if name not in self._peers:
-            async with boundary(f"opening {name} for sampling"):
-                path = name if name.startswith("tinker://") else None
-                base = None if path else name
-                client = await self._service.create_sampling_client(model_path=path, base_model=base)
-                same = path or name == self._base_model
-                chat = self._chat if same else Chat(await asyncio.to_thread(client.get_tokenizer))
-            self._peers[name] = TinkerSnapshot(client, chat, 0, self)
-        return self._peers[name]
+        return await self._others.peer(name)
 
     async def entropies(self, rows: Sequence[Sample]) -> list[np.ndarray]:
         """One forward pass with the extension `return_entropy`."""
@@ -204,9 +141,7 @@ class TinkerPolicy:
 
     async def opened(self, path: str, version: int) -> TinkerSnapshot:
         """A sampling session of its own."""
-        async with boundary(f"opening {path} for sampling"):
-            client = await self._service.create_sampling_client(model_path=path)
-        return TinkerSnapshot(client, self._chat, version, self)
+        return await self._others.opened(path, version)
 
     async def forget(self, path: str) -> None:
         """One that is gone already is passed over."""
@@ -218,11 +153,7 @@ class TinkerPolicy:
 
     async def close(self) -> None:
         """Ends the session at the server; its checkpoints stay. A server that is gone is not waited for."""
-        try:
-            async with boundary("ending the session"), asyncio.timeout(CLOSE_SECONDS):
-                await self._service.close("success")
-        except (TinsmithError, TimeoutError) as error:  # whatever ended the run is the thing to tell
-            log.warning("The session could not be ended: %s", error)
+        await self._others.close()
 
 
 async def _training_client(
@@ -240,20 +171,3 @@ async def _training_client(
         train_mlp=config.train_mlp,
         train_unembed=config.train_unembed,
     )
-
-
-def _tokenizer(config: ModelConfig, client: tinker.TrainingClient) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        if config.tokenizer:
-            return AutoTokenizer.from_pretrained(config.tokenizer)
-        return client.get_tokenizer()
-    except (OSError, ValueError) as error:
-        what = config.tokenizer or f"the server's for {config.name}"
-        raise ConfigError(f"The tokenizer ({what}) cannot be loaded: {error}", "Set model.tokenizer.") from error
-
-
-def _tokens(prompt: Prompt, chat: Chat) -> list[int]:
-    parts = [part for part in prompt if not isinstance(part, int)]
-    return chat.prompt(parts) if parts else [int(cast(int, part)) for part in prompt]

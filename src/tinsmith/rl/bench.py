@@ -1,0 +1,84 @@
+"""Comparing checkpoints: each is evaluated on the held-out tasks, with the same seeds; nothing is trained.
+
+bench/results.json                 a row of numbers for each
+bench/rollouts/eval-000002.jsonl   every answer of the second
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.evaluate import Evaluator
+from tinsmith.rl.files import write_whole
+from tinsmith.rl.gateway import Gateway
+from tinsmith.rl.monitors.base import RunInfo
+from tinsmith.rl.monitors.jsonl import JsonlMonitor
+from tinsmith.rl.policy import Peers
+from tinsmith.rl.resume import RunFolder, state_of
+from tinsmith.rl.rewards import Rewards
+from tinsmith.rl.run import folder_of
+from tinsmith.rl.tasks import split
+from tinsmith.rl.tries import Tries
+from tinsmith.rl.workflows.base import Parts
+
+
+async def bench(
+    config: RunConfig, connect: Callable[[], Awaitable[Peers]], console: Console
+) -> list[dict[str, float | str]]:
+    """A row for each checkpoint, in order, with its name under `checkpoint`; also printed, and written."""
+    path = folder_of(config)
+    names = names_of(config, path)
+    folder = RunFolder.open(path, config.model_dump(mode="json"), part="bench")
+    try:
+        _, held_out = split(config.tasks, config.seed)
+        judge = Rewards(config.eval.rewards or config.rewards)
+        gateway = Gateway()
+        parts = Parts(sampling=config.eval.sampling(config.sampling), rewards=judge, gateway=gateway)
+        tries = Tries(config.rollout, asyncio.Semaphore(config.concurrency))
+        evaluator = Evaluator(config.eval, held_out, config.workflow.make(parts), config.seed, tries)
+        peers = await connect()
+        told = JsonlMonitor(RunInfo(name=config.name, folder=path / "bench", steps=len(names)))
+        rows: list[dict[str, float | str]] = []
+        try:
+            for number, name in enumerate(names, 1):
+                with console.status(f"{number} of {len(names)}: {name}"):
+                    groups, values = await evaluator.run(0, await peers.peer(name))
+                told.rollouts(number, "eval", groups)
+                rows.append({"checkpoint": name, **values})
+                write_whole(path / "bench" / "results.json", json.dumps(rows, indent=2).encode())
+        finally:
+            told.close()
+            await gateway.close()
+            await peers.close()
+    finally:
+        folder.close()
+    console.print(_table(rows))
+    return rows
+
+
+def names_of(config: RunConfig, path: Path) -> list[str]:
+    """What is compared: the base model, then checkpoints. Raises ConfigError where there is nothing."""
+    names = list(config.bench.checkpoints)
+    if not names and (state := state_of(path)) is not None and state.sampling_path:
+        names = [state.sampling_path]
+    if config.bench.base:
+        names = [config.model.name, *names]
+    if not names:
+        raise ConfigError("There is nothing to compare.", "Set bench.checkpoints to tinker:// paths, or bench.base.")
+    return names
+
+
+def _table(rows: Sequence[Mapping[str, float | str]]) -> Table:
+    columns = [name for name in rows[0] if name.startswith("eval/") and name not in ("eval/tasks", "eval/failed")]
+    table = Table("checkpoint", *(name.removeprefix("eval/") for name in columns))
+    for row in rows:
+        table.add_row(str(row["checkpoint"]), *(f"{row[name]:.4g}" for name in columns))
+    return table

@@ -1,0 +1,126 @@
+"""Sampling alone, into a buffer from which another process trains; by the weights that it publishes there."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+import numpy as np
+from rich.console import Console
+
+from tinsmith.rl import buffers, metrics, monitors
+from tinsmith.rl.buffers.base import Buffer
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.epochs import with_steps
+from tinsmith.rl.gateway import Gateway
+from tinsmith.rl.meeting import LOOK_SECONDS, Notes, Sampling, SharedWeights, TrainingEnded
+from tinsmith.rl.monitors.base import Monitors, RunInfo
+from tinsmith.rl.policy import Peers
+from tinsmith.rl.resume import RunFolder
+from tinsmith.rl.rewards import Rewards
+from tinsmith.rl.rollouts import Batch, Sampler
+from tinsmith.rl.run import folder_of, plan_of
+from tinsmith.rl.sync import Bell
+from tinsmith.rl.tasks import Deck, split
+from tinsmith.rl.tries import Tries
+from tinsmith.rl.workflows.base import Parts
+
+
+async def explore(config: RunConfig, connect: Callable[[], Awaitable[Peers]], console: Console) -> int:
+    """Begins, or goes on after the last batch that is in the buffer; returns how many there are in all."""
+    config = with_steps(config)
+    path = folder_of(config)
+    folder = RunFolder.open(path, config.model_dump(mode="json"), part="explore")
+    try:
+        buffer = buffers.build(config.buffer, path, config.name)
+        random.seed(config.seed)
+        np.random.seed(config.seed % 2**32)
+        info = RunInfo(
+            name=f"{config.name} explore",
+            folder=path / "explore",
+            steps=config.steps,
+            settings=config.model_dump(mode="json"),
+        )
+        peers = await connect()
+        told = monitors.build(config.monitors, info, console)
+        try:
+            return await _explored(config, buffer, peers, told)
+        finally:
+            told.close()
+            await peers.close()
+            await buffer.close()
+    finally:
+        folder.close()
+
+
+async def _explored(config: RunConfig, buffer: Buffer, peers: Peers, told: Monitors) -> int:
+    notes, bell = Notes(buffer), Bell()
+    weights = SharedWeights(notes, peers, config.sync.timeout, config.steps)
+    deck, _ = split(config.tasks, config.seed)
+    last = await _last(buffer, notes)
+
+    async def put(batch: Batch) -> None:
+        nonlocal last
+        await buffer.put(batch)
+        deck.told(batch.groups)
+        last = Sampling(done=batch.step, cursor=batch.cursor, order=deck.state)
+        await notes.tell_sampling(last)
+        version = batch.groups[0].version
+        told.metrics(batch.step, {**metrics.of_groups(batch.groups, version), **batch.numbers})
+
+    gateway = Gateway()
+    workflow = config.workflow.make(Parts(sampling=config.sampling, rewards=Rewards(config.rewards), gateway=gateway))
+    tries = Tries(config.rollout, asyncio.Semaphore(config.concurrency))
+    sampler = Sampler(workflow, deck, weights, plan_of(config), tries, bell, put)
+    sampler.go_on(last.done)
+    _place(deck, last)
+    await notes.tell_sampling(last)
+    try:
+        await _until_done(config, sampler, weights, notes, bell)
+    except TrainingEnded:
+        pass
+    except Exception as error:
+        await notes.tell_sampling(last.model_copy(update={"state": "failed", "reason": str(error)}))
+        raise
+    finally:
+        await sampler.close()
+        await gateway.close()
+    await notes.tell_sampling(last.model_copy(update={"state": "ended"}))
+    return sampler.done
+
+
+async def _until_done(config: RunConfig, sampler: Sampler, weights: SharedWeights, notes: Notes, bell: Bell) -> None:
+    """Returns when all batches are put. Raises what broke the sampling off, TrainingEnded among it."""
+    taken = 0
+    if config.sync.style != "fixed":
+        sampler.room = lambda: sampler.begun - taken < config.buffer.capacity
+    sampler.start()
+    while True:
+        seen = bell.rings
+        if (fault := sampler.fault) is not None:
+            raise fault
+        if sampler.complete and sampler.done == sampler.begun:
+            return
+        training = await notes.training()
+        if training.ended_at >= config.steps:
+            raise TrainingEnded
+        taken = training.taken
+        if config.sync.style == "live":
+            await weights.look()
+        await bell.rung_since(seen, LOOK_SECONDS)
+        bell.ring()
+
+
+async def _last(buffer: Buffer, notes: Notes) -> Sampling:
+    """Where an earlier process was: what it told, or the last batch, where it was killed between the two."""
+    told = await notes.sampling()
+    newest = max(await buffer.numbers(), default=0)
+    if newest > told.done:
+        told = told.model_copy(update={"done": newest, "cursor": (await buffer.get(newest)).cursor})
+    return told.model_copy(update={"state": "under way", "reason": ""})
+
+
+def _place(deck: Deck, last: Sampling) -> None:
+    if last.done:
+        deck.restore(last.cursor, last.order)

@@ -1,0 +1,116 @@
+"""Every buffer keeps what it was given, in order, and two that look at one place see the same."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl import buffers
+from tinsmith.rl.buffers.base import Buffer
+from tinsmith.rl.buffers.file import FileBuffer, FileConfig
+from tinsmith.rl.buffers.memory import MemoryBuffer, MemoryConfig
+from tinsmith.rl.buffers.sql import SqlBuffer, SqlConfig
+from tinsmith.rl.rollouts import Batch
+from tinsmith.rl.types import Group, Message, Rollout, Task, Turn
+
+MAKERS: dict[str, Callable[[Path], Buffer]] = {
+    "memory": lambda _: MemoryBuffer(),
+    "file": lambda path: FileBuffer(path / "buffer"),
+    "sql": lambda path: SqlBuffer(f"sqlite:///{path}/buffer.db", "run"),
+}
+
+
+def batch(number: int, version: int = 0, groups: int = 1) -> Batch:
+    task = Task(id="t", messages=(Message(role="user", content="ü?", more={"name": "a"}),), extra={"x": [1, None]})
+    turn = Turn(prompt=(1, 2), tokens=(3,), logprobs=(-0.1,), text="é", stop="stop", version=version)
+    rollouts = (Rollout(turns=(turn,), rewards={"policy": 0.1}), Rollout(error="broken"))
+    group = Group(task=task, rollouts=rollouts, version=version)
+    return Batch(step=number, groups=(group,) * groups, cursor=4, numbers={"sync/weights": 1.0})
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_batches_come_out_as_they_went_in(tmp_path, kind):
+    async def main() -> None:
+        buffer = MAKERS[kind](tmp_path)
+        for number in (2, 1, 3):
+            await buffer.put(batch(number, version=number))
+        await buffer.put(batch(3, version=9))
+        assert sorted(await buffer.numbers()) == [1, 2, 3]
+        assert await buffer.get(2) == batch(2, version=2)
+        assert await buffer.get(3) == batch(3, version=9)
+        await buffer.drop([1, 7])
+        await buffer.drop([])
+        assert sorted(await buffer.numbers()) == [2, 3]
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_note_takes_the_place_of_the_one_before(tmp_path, kind):
+    async def main() -> None:
+        buffer = MAKERS[kind](tmp_path)
+        assert await buffer.notes() == {}
+        await buffer.note("wanted", "3")
+        await buffer.note("weights", "[]")
+        await buffer.note("wanted", "")
+        assert await buffer.notes() == {"wanted": "", "weights": "[]"}
+        await buffer.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("kind", ["file", "sql"])
+def test_what_outlives_a_process_is_there_for_another(tmp_path, kind):
+    async def main() -> None:
+        one, other = MAKERS[kind](tmp_path), MAKERS[kind](tmp_path)
+        assert one.durable
+        await one.put(batch(1))
+        await one.note("a", "b")
+        assert (await other.get(1), await other.notes()) == (batch(1), {"a": "b"})
+        await one.close()
+        await other.close()
+
+    asyncio.run(main())
+
+
+def test_runs_of_one_database_do_not_see_each_other(tmp_path):
+    async def main() -> None:
+        url = f"sqlite:///{tmp_path}/buffer.db"
+        one, other = SqlBuffer(url, "one"), SqlBuffer(url, "other")
+        await one.put(batch(1))
+        await one.note("a", "b")
+        assert (list(await other.numbers()), await other.notes()) == ([], {})
+        await other.drop([1])
+        assert list(await one.numbers()) == [1]
+        await one.close()
+        await other.close()
+
+    asyncio.run(main())
+
+
+def test_a_file_half_written_is_no_batch(tmp_path):
+    buffer = FileBuffer(tmp_path)
+    (tmp_path / "batch-000001.part").write_text('{"step": 1, "gro')
+    assert list(asyncio.run(buffer.numbers())) == []
+
+
+def test_each_configuration_makes_its_buffer(tmp_path):
+    assert isinstance(buffers.build(MemoryConfig(), tmp_path, "run"), MemoryBuffer)
+    assert isinstance(buffers.build(FileConfig(), tmp_path, "run"), FileBuffer)
+    assert (tmp_path / "buffer").is_dir()
+    buffers.build(FileConfig(path=str(tmp_path / "there")), tmp_path, "run")
+    assert (tmp_path / "there").is_dir()
+    made = buffers.build(SqlConfig(url=f"sqlite:///{tmp_path}/b.db"), tmp_path, "run")
+    assert isinstance(made, SqlBuffer)
+    asyncio.run(made.close())
+
+
+@pytest.mark.parametrize("url", ["nonsense", "nodialect://x", "sqlite:////no/such/folder/b.db"])
+def test_a_database_that_cannot_be_opened_is_refused(url):
+    with pytest.raises(ConfigError, match=r"buffer\.url: the database cannot be opened"):
+        SqlBuffer(url, "run")

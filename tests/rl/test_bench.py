@@ -1,0 +1,59 @@
+"""Checkpoints are compared on the held-out tasks, with the same seeds."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from tests.rl.small import REPLIES, run, settings
+from tinsmith.errors import ConfigError
+from tinsmith.rl.bench import bench
+from tinsmith.rl.scripted import ScriptedPolicy
+
+
+class Paths(ScriptedPolicy):
+    """Opens its own files by their paths, as a server does."""
+
+    async def peer(self, name: str):
+        return await (self.opened(name, 0) if "/" in name else super().peer(name))
+
+
+def compared(config, folder) -> tuple[list[dict], str]:
+    shown = io.StringIO()
+
+    async def connect():
+        return Paths(REPLIES, folder / "weights")
+
+    rows = asyncio.run(bench(config, connect, Console(file=shown, width=200)))
+    return rows, shown.getvalue()
+
+
+def test_the_base_and_the_runs_last_weights_are_compared(tmp_path):
+    state = run(settings(tmp_path, steps=30, checkpoint={"every": 5}))
+    config = settings(tmp_path, steps=30, mode="bench", eval={"temperature": 1.0, "num_samples": 8})
+    found, shown = compared(config, tmp_path)
+    assert [row["checkpoint"] for row in found] == ["scripted", state.sampling_path]
+    assert found[0]["eval/pass@1"] < 0.6 < 0.9 < found[1]["eval/pass@1"]
+    assert json.loads((tmp_path / "bench" / "results.json").read_text()) == found
+    assert len((tmp_path / "bench" / "rollouts" / "eval-000002.jsonl").read_text().splitlines()) == 5 * 8
+    assert "pass@1" in shown
+    again, _ = compared(config, tmp_path)
+    assert again == found
+
+
+def test_a_list_of_checkpoints_without_the_base(tmp_path):
+    run(settings(tmp_path / "run", steps=4, sync={"method": "checkpoint"}))
+    paths = sorted(str(file) for file in (tmp_path / "run" / "weights").glob("sync-*"))
+    config = settings(tmp_path / "bench", mode="bench", bench={"checkpoints": paths, "base": False})
+    found, _ = compared(config, tmp_path / "bench")
+    assert [row["checkpoint"] for row in found] == paths
+    assert len(paths) > 1
+
+
+def test_nothing_to_compare_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="nothing to compare"):
+        compared(settings(tmp_path, mode="bench", bench={"base": False}), tmp_path)

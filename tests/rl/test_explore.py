@@ -1,0 +1,227 @@
+"""Two processes make one run: one samples, one trains, and they meet in a buffer. Either may be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.rl.small import REPLIES, rows, run, scripted, settings
+from tests.rl.test_resume import Killed
+from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.rl import meeting, shared
+from tinsmith.rl.buffers.file import FileBuffer
+from tinsmith.rl.explore import explore
+from tinsmith.rl.loop import train
+from tinsmith.rl.scripted import ScriptedPolicy
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (meeting, shared):
+        monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr("tinsmith.rl.explore.LOOK_SECONDS", 0.01)
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def sampling(folder: Path, **changes: Any) -> Coroutine[Any, Any, int]:
+    async def connect() -> ScriptedPolicy:
+        return ScriptedPolicy(REPLIES, folder / "weights")
+
+    return explore(settings(folder, mode="explore", **changes), connect, quiet())
+
+
+def training(folder: Path, connect: Any = None, **changes: Any) -> Coroutine[Any, Any, Any]:
+    return train(settings(folder, mode="train", **changes), connect or scripted(folder), quiet())
+
+
+def together(folder: Path, **changes: Any) -> tuple[int, Any]:
+    async def main() -> tuple[int, Any]:
+        async with asyncio.timeout(60):
+            return tuple(await asyncio.gather(sampling(folder, **changes), training(folder, **changes)))
+
+    return asyncio.run(main())
+
+
+def same(one: Path, other: Path) -> None:
+    assert rows(one) == rows(other)
+    names = {file.name for file in (one / "rollouts").iterdir()}
+    assert names == {file.name for file in (other / "rollouts").iterdir()}
+    for name in names:
+        assert (one / "rollouts" / name).read_text() == (other / "rollouts" / name).read_text()
+
+
+FILE = {"type": "file"}
+
+
+@pytest.mark.parametrize(("staleness", "interval"), [(0, 1), (1, 1), (2, 3)])
+@pytest.mark.parametrize("kind", ["file", "sql"])
+def test_two_processes_learn_what_one_learns(tmp_path, kind, staleness, interval):
+    how = {"staleness": staleness, "sync": {"interval": interval, "timeout": 20}}
+    buffer = FILE if kind == "file" else {"type": "sql", "url": f"sqlite:///{tmp_path}/buffer.db"}
+    run(settings(tmp_path / "one", **how))
+    sampled, state = together(tmp_path / "two", buffer=buffer, **how)
+    assert (sampled, state.step) == (8, 8)
+    same(tmp_path / "one", tmp_path / "two")
+    told = [json.loads(line) for line in (tmp_path / "two" / "explore" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in told] == list(range(1, 9))
+
+
+def test_every_publication_that_is_due_is_made_whatever_is_saved(tmp_path):
+    published: list[str] = []
+
+    async def connect(state: str, version: int) -> ScriptedPolicy:
+        policy = await scripted(tmp_path)(state, version)
+        keep = policy.save_for_sampling
+
+        async def telling(name: str, ttl_seconds: int | None = None) -> str:
+            published.append(name)
+            return await keep(name, ttl_seconds)
+
+        policy.save_for_sampling = telling
+        return policy
+
+    changes = {"buffer": FILE, "checkpoint": {"every": 2}, "sync": {"interval": 2, "timeout": 20}}
+    changes["algorithm"] = {"advantage": {"std_threshold": None}, "kl": {"type": "k2", "coef": 1e-9}}
+
+    async def main() -> None:
+        await asyncio.gather(sampling(tmp_path, **changes), training(tmp_path, connect, **changes))
+
+    asyncio.run(main())
+    assert published == ["sync-000000", "sync-000002", "sync-000004", "sync-000006", "sync-000008", "final"]
+
+
+@pytest.mark.parametrize(("at", "calls"), [("update", 0), ("update", 4), ("save", 1), ("save_for_sampling", 3)])
+def test_a_training_process_killed_goes_on_beside_one_that_never_stopped(tmp_path, at, calls):
+    how = {"staleness": 1, "sync": {"timeout": 20}}
+    run(settings(tmp_path / "one", **how))
+    left = [calls]
+
+    async def connect(state: str, version: int) -> ScriptedPolicy:
+        policy = await scripted(tmp_path / "two")(state, version)
+        method = getattr(policy, at)
+
+        async def deadly(*args: Any, **kwargs: Any) -> Any:
+            left[0] -= 1
+            if left[0] == -1:
+                raise Killed
+            return await method(*args, **kwargs)
+
+        setattr(policy, at, deadly)
+        return policy
+
+    async def main() -> Any:
+        asking = asyncio.create_task(sampling(tmp_path / "two", buffer=FILE, **how))
+        with pytest.raises(Killed):
+            await training(tmp_path / "two", connect, buffer=FILE, **how)
+        state = await training(tmp_path / "two", connect, buffer=FILE, **how)
+        await asking
+        return state
+
+    assert asyncio.run(main()).step == 8
+    same(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize("batches", [1, 4])
+def test_a_sampling_process_killed_goes_on_beside_one_that_never_stopped(tmp_path, batches, monkeypatch):
+    how = {"staleness": 1, "sync": {"timeout": 20}}
+    run(settings(tmp_path / "one", **how))
+    put, left = FileBuffer.put, [batches]
+
+    async def deadly(self: FileBuffer, batch: Any) -> None:
+        left[0] -= 1
+        await put(self, batch)
+        if left[0] == 0:
+            raise Killed  # between the batch and what is told of it
+
+    monkeypatch.setattr(FileBuffer, "put", deadly)
+
+    async def main() -> Any:
+        teaching = asyncio.create_task(training(tmp_path / "two", buffer=FILE, **how))
+        with pytest.raises(Killed):
+            await sampling(tmp_path / "two", buffer=FILE, **how)
+        await sampling(tmp_path / "two", buffer=FILE, **how)
+        return await teaching
+
+    assert asyncio.run(main()).step == 8
+    same(tmp_path / "one", tmp_path / "two")
+
+
+@pytest.mark.parametrize(
+    "sync",
+    [
+        {"style": "on_demand", "interval": 2},
+        {"style": "on_publish", "publish_every": 2},
+        {"style": "live", "in_flight": 3},
+    ],
+    ids=lambda sync: sync["style"],
+)
+def test_the_other_styles_end_too_and_sample_no_further_than_allowed(tmp_path, sync):
+    sampled, state = together(
+        tmp_path, buffer={**FILE, "capacity": 3}, sync={**sync, "timeout": 20}, rollout={"over": {"ratio": 0.3}}
+    )
+    assert state.step == 8
+    assert 8 <= sampled <= 8 + 3
+    assert [row["step"] for row in rows(tmp_path) if "reward/mean" in row] == list(range(1, 9))
+
+
+def refused(use: Callable[[], Coroutine[Any, Any, Any]], match: str) -> None:
+    async def main() -> None:
+        async with asyncio.timeout(30):
+            await use()
+
+    with pytest.raises(TinsmithError, match=match):
+        asyncio.run(main())
+
+
+def test_training_learns_at_once_that_sampling_failed(tmp_path):
+    changes = {"buffer": FILE, "rewards": [{"type": "reasoning_gym"}]}
+
+    async def both() -> None:
+        asking = asyncio.create_task(sampling(tmp_path, **changes))
+        try:
+            await training(tmp_path, **changes)
+        finally:
+            with pytest.raises(TinsmithError, match="Every rollout of step 1 failed"):
+                await asking
+
+    refused(both, r"The process that samples failed: Every rollout of step 1 failed; .*no task of reasoning-gym")
+
+
+def test_neither_waits_for_ever(tmp_path):
+    how = {"buffer": FILE, "sync": {"timeout": 0.05}}
+    refused(lambda: training(tmp_path / "a", **how), "No batch for step 1 within 0.05 seconds. Is .* mode explore")
+    refused(lambda: sampling(tmp_path / "b", **how), "No weights of step 0 within 0.05 seconds. Is .* mode train")
+
+
+def test_a_second_process_of_the_same_kind_and_other_settings_are_refused(tmp_path):
+    how = {"buffer": FILE, "sync": {"timeout": 0.05}}
+
+    async def twice() -> None:
+        await asyncio.gather(sampling(tmp_path, **how), sampling(tmp_path, **how))
+
+    refused(twice, "A run is under way")
+    with pytest.raises(ConfigError, match="other settings: group_size"):
+        asyncio.run(sampling(tmp_path, group_size=2, **how))
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"mode": "train"}, "meet in a buffer of type file or sql"),
+        ({"mode": "explore", "buffer": FILE, "sync": {"method": "memory"}}, "weights in memory have no name"),
+        ({"mode": "bench", "tasks": {"train": {"type": "addition"}, "held_out": 0}, "eval": {}}, "mode bench wants"),
+    ],
+)
+def test_modes_that_cannot_work_are_refused(tmp_path, changes, match):
+    with pytest.raises(ValueError, match=match):
+        settings(tmp_path, **changes)

@@ -1,0 +1,85 @@
+"""Two processes make one run at one server, each killed on the way; then its weights are compared with the base's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.test_cli import RUN_FILE, STEPS, environment, metrics, tinsmith
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+
+WORDS = ("run", "small.yaml", "folder=runs/two", "buffer={type: file}", "sync.timeout=120", "staleness=1")
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("work")
+    (folder / "small.yaml").write_text(RUN_FILE)
+    return folder
+
+
+@contextmanager
+def begun(work: Path, mode: str, server: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "tinsmith", *WORDS, f"mode={mode}"]
+    with (work / f"{mode}.log").open("w") as told:
+        process = subprocess.Popen(command, cwd=work, env={**environment(), **server}, stdout=told, stderr=told)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def trained(work: Path) -> list[dict[str, float]]:
+    folder = work / "runs" / "two"
+    return [row for row in metrics(folder) if "reward/mean" in row] if (folder / "metrics.jsonl").exists() else []
+
+
+def killed_after(work: Path, steps: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while len(trained(work)) < steps and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert process.poll() is None
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def ended(work: Path, mode: str, process: subprocess.Popen[bytes]) -> None:
+    assert process.wait(150) == 0, (work / f"{mode}.log").read_text()
+
+
+def test_two_processes_make_one_run_and_either_may_be_killed(work, tiny_llama):
+    with embedded(ServeConfig(models=(f"tiny={tiny_llama}",), engine="fake", data=work / "met")) as (url, key):
+        server = {"TINKER_BASE_URL": url, "TINKER_API_KEY": key}
+        with begun(work, "train", server) as teaching:
+            with begun(work, "explore", server) as asking:
+                killed_after(work, 2, asking)
+            with begun(work, "explore", server) as asking:
+                killed_after(work, 6, teaching)
+                with begun(work, "train", server) as again:
+                    ended(work, "train", again)
+                ended(work, "explore", asking)
+        compared = tinsmith(work, *WORDS, "mode=bench", **server)
+    assert compared.returncode == 0, compared.stderr
+    rows = trained(work)
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert [row["sync/weights"] for row in rows] == [0, *range(STEPS - 1)]
+    results = json.loads((work / "runs" / "two" / "bench" / "results.json").read_text())
+    assert [row["checkpoint"].partition(":")[0] for row in results] == ["tiny", "tinker"]
+
+
+def test_two_processes_need_a_server_that_both_reach(work):
+    for mode in ("explore", "train"):
+        alone = tinsmith(work, "run", "small.yaml", f"mode={mode}", "buffer={type: file}", "folder=runs/alone")
+        assert alone.returncode == 2
+        assert "needs a server that both reach" in alone.stderr
