@@ -18,7 +18,7 @@ from tests.test_cli import RUN_FILE, STEPS, environment, metrics, tinsmith
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-WORDS = ("run", "small.yaml", "folder=runs/two", "buffer={type: file}", "sync.timeout=120", "staleness=1")
+WORDS = ("run", "small.yaml", "folder=runs/two", "buffer={type: file}", "sync.timeout=400", "staleness=1")
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def trained(work: Path) -> list[dict[str, float]]:
 
 
 def killed_after(work: Path, steps: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 400
     while len(trained(work)) < steps and time.monotonic() < deadline:
         time.sleep(0.02)
     assert process.poll() is None
@@ -55,7 +55,7 @@ def killed_after(work: Path, steps: int, process: subprocess.Popen[bytes]) -> No
 
 
 def ended(work: Path, mode: str, process: subprocess.Popen[bytes]) -> None:
-    assert process.wait(150) == 0, (work / f"{mode}.log").read_text()
+    assert process.wait(400) == 0, (work / f"{mode}.log").read_text()
 
 
 def test_two_processes_make_one_run_and_either_may_be_killed(work, tiny_llama):

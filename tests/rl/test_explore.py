@@ -46,7 +46,7 @@ def training(folder: Path, connect: Any = None, **changes: Any) -> Coroutine[Any
 
 def together(folder: Path, **changes: Any) -> tuple[int, Any]:
     async def main() -> tuple[int, Any]:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(200):
             return tuple(await asyncio.gather(sampling(folder, **changes), training(folder, **changes)))
 
     return asyncio.run(main())
@@ -66,7 +66,7 @@ FILE = {"type": "file"}
 @pytest.mark.parametrize(("staleness", "interval"), [(0, 1), (1, 1), (2, 3)])
 @pytest.mark.parametrize("kind", ["file", "sql"])
 def test_two_processes_learn_what_one_learns(tmp_path, kind, staleness, interval):
-    how = {"staleness": staleness, "sync": {"interval": interval, "timeout": 20}}
+    how = {"staleness": staleness, "sync": {"interval": interval, "timeout": 100}}
     buffer = FILE if kind == "file" else {"type": "sql", "url": f"sqlite:///{tmp_path}/buffer.db"}
     run(settings(tmp_path / "one", **how))
     sampled, state = together(tmp_path / "two", buffer=buffer, **how)
@@ -90,7 +90,7 @@ def test_every_publication_that_is_due_is_made_whatever_is_saved(tmp_path):
         policy.save_for_sampling = telling
         return policy
 
-    changes = {"buffer": FILE, "checkpoint": {"every": 2}, "sync": {"interval": 2, "timeout": 20}}
+    changes = {"buffer": FILE, "checkpoint": {"every": 2}, "sync": {"interval": 2, "timeout": 100}}
     changes["algorithm"] = {"advantage": {"std_threshold": None}, "kl": {"type": "k2", "coef": 1e-9}}
 
     async def main() -> None:
@@ -102,7 +102,7 @@ def test_every_publication_that_is_due_is_made_whatever_is_saved(tmp_path):
 
 @pytest.mark.parametrize(("at", "calls"), [("update", 0), ("update", 4), ("save", 1), ("save_for_sampling", 3)])
 def test_a_training_process_killed_goes_on_beside_one_that_never_stopped(tmp_path, at, calls):
-    how = {"staleness": 1, "sync": {"timeout": 20}}
+    how = {"staleness": 1, "sync": {"timeout": 100}}
     run(settings(tmp_path / "one", **how))
     left = [calls]
 
@@ -133,7 +133,7 @@ def test_a_training_process_killed_goes_on_beside_one_that_never_stopped(tmp_pat
 
 @pytest.mark.parametrize("batches", [1, 4])
 def test_a_sampling_process_killed_goes_on_beside_one_that_never_stopped(tmp_path, batches, monkeypatch):
-    how = {"staleness": 1, "sync": {"timeout": 20}}
+    how = {"staleness": 1, "sync": {"timeout": 100}}
     run(settings(tmp_path / "one", **how))
     put, left = FileBuffer.put, [batches]
 
@@ -167,7 +167,7 @@ def test_a_sampling_process_killed_goes_on_beside_one_that_never_stopped(tmp_pat
 )
 def test_the_other_styles_end_too_and_sample_no_further_than_allowed(tmp_path, sync):
     sampled, state = together(
-        tmp_path, buffer={**FILE, "capacity": 3}, sync={**sync, "timeout": 20}, rollout={"over": {"ratio": 0.3}}
+        tmp_path, buffer={**FILE, "capacity": 3}, sync={**sync, "timeout": 100}, rollout={"over": {"ratio": 0.3}}
     )
     assert state.step == 8
     assert 8 <= sampled <= 8 + 3

@@ -79,6 +79,15 @@ class Failing(Watched):
         return await super().run(task, policy, count=count, seed=seed)
 
 
+async def until(holds: Callable[[], bool]) -> None:
+    """Returns when something has come about, and had time to go too far."""
+    async with asyncio.timeout(60):
+        while not holds():
+            await asyncio.sleep(0.001)
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
 def deck() -> Deck:
     return split(TasksConfig(train=Addition(), held_out=0), seed=0)[0]
 
@@ -95,7 +104,7 @@ def supply(
     capacity: int = 16,
     **sync: Any,
 ) -> OwnSupply:
-    how = SyncConfig(**{"timeout": 5.0, **sync})
+    how = SyncConfig(**{"timeout": 60.0, **sync})
     bell, buffer, plan = (
         Bell(),
         MemoryBuffer(),
@@ -212,7 +221,7 @@ def test_live_has_a_bounded_number_of_batches_under_way_and_tells_the_drift():
         batches = supply(watched, policy, steps=None, style="live", in_flight=2)
         watched.open.clear()
         first = asyncio.create_task(batches.next(1))
-        await asyncio.sleep(0.01)
+        await until(lambda: len(watched.seeds) >= 8)
         begun = len(watched.seeds)
         policy.version = 1
         await batches.trained(1)
@@ -232,7 +241,7 @@ def test_sampling_waits_where_enough_batches_wait():
         watched = Watched()
         batches = supply(watched, Counting(), steps=None, style="live", in_flight=2, capacity=3)
         await batches.next(1)
-        await asyncio.sleep(0.05)
+        await until(lambda: len(watched.seeds) >= 16)
         await batches.close()
         return len(watched.seeds)
 
@@ -245,7 +254,7 @@ def test_the_next_batch_is_sampled_while_this_one_is_trained_on():
         batches = supply(watched, Counting(), staleness=1)
         await batches.next(1)
         watched.open.clear()
-        await asyncio.sleep(0.01)
+        await until(lambda: len(watched.seeds) >= 8)
         before = len(watched.seeds)
         await batches.close()
         return before, watched.most
