@@ -98,6 +98,7 @@ EXAMPLES: dict[str, tuple[Any, Pairs]] = {
     "explorer.eval_interval": (7, EVALUATED),
     "explorer.eval_on_startup": (False, EVALUATED),
     "trainer.save_interval": (5, ()),
+    "trainer.max_checkpoints_to_keep": (2, ()),
     "trainer.total_steps": (2, ()),
     "trainer.grad_clip": (0.5, ()),
     "trainer.critic_warmup": (2, (("algorithm.algorithm_type", "ppo"),)),

@@ -20,6 +20,7 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
     _steps(file, becoming)
     folder = Path(file.checkpoint_root_dir) / file.project / file.group / file.name
     becoming.put("name", file.name)
+    becoming.put("resume", True if file.continue_from_checkpoint else "rename")
     becoming.put("folder", str(folder))
     becoming.put("seed", max(0, file.explorer.rollout_model.seed))
     becoming.put("checkpoint.ttl_seconds", None)  # Trinity sets no end to what it saves

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from tinsmith.dialects.base import Copied, Honoured, NoMeaning, Refused, Section
+from tinsmith.dialects.base import Honoured, NoMeaning, Refused, Section
 from tinsmith.dialects.trinity.keys_algorithm import Algorithm
 from tinsmith.dialects.trinity.keys_buffer import AUTO, Buffers
 from tinsmith.dialects.trinity.keys_explorer import Explorer
@@ -94,7 +94,7 @@ class TrinityFile(Section):
     checkpoint_root_dir: Annotated[str, Honoured("folder")] = ""
     checkpoint_job_dir: Annotated[str, NoMeaning(AUTO)] = ""
     ray_namespace: Annotated[str, NoMeaning("there is no Ray here.")] = ""
-    continue_from_checkpoint: Annotated[bool, Copied("resume")] = True
+    continue_from_checkpoint: Annotated[bool, Honoured("resume; false is rename, as in Trinity")] = True
     ignore_validator_suggestions: Annotated[bool, NoMeaning("what must be mended is told, and nothing else.")] = False
     algorithm: Algorithm = Algorithm()
     data_processor: DataProcessor = DataProcessor()

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from tinsmith.dialects.base import Copied, Honoured, NoMeaning, Refused, Section
+from tinsmith.dialects.base import Copied, Honoured, NoMeaning, Section
 from tinsmith.dialects.trinity.keys_buffer import AUTO
 
 BATCHES = "the server packs passes by itself."
@@ -52,9 +52,7 @@ class Trainer(Section):
     grad_offload: Annotated[bool, NoMeaning(SHARDS)] = False
     offload_policy: Annotated[bool, NoMeaning(SHARDS)] = False
     save_strategy: Annotated[str, NoMeaning("one process saves.")] = "unrestricted"
-    max_checkpoints_to_keep: Annotated[
-        int, Refused("checkpoints go by age, not by number.", "Leave it out; checkpoint.ttl_seconds=… is laid on top.")
-    ] = 0
+    max_checkpoints_to_keep: Annotated[int, Copied("checkpoint.keep")] = 0
     megatron: Annotated[Arguments, NoMeaning(SHARDS)] = Field(default_factory=dict)
     trust_remote_code: Annotated[bool, NoMeaning(AUTO)] = False
     trainer_config: Annotated[Arguments, NoMeaning(SHARDS)] = Field(default_factory=dict)
