@@ -61,7 +61,7 @@ class EngineConfig(Settings):
     threads: int = 0
     """CPU threads for tensor work; 0 is one for each core."""
 
-    pass_tokens: int = 1024
+    pass_tokens: int = 768
     """Packed tokens in one micro-batch of training; bounds the memory that activations take."""
 
     recompute: Recompute = "auto"
