@@ -91,7 +91,8 @@ class TinkerPeers:
         async with boundary(f"opening the model {config.name} at {base_url}"):
             service = await asyncio.to_thread(tinker.ServiceClient, base_url=base_url, api_key=api_key)
             try:
-                client = await service.create_sampling_client(base_model=config.name)
+                # Servers name the tokenizer of a model in training alone, and a name may be an alias: so one is made.
+                client = await service.create_lora_training_client(base_model=config.name, rank=1)
                 tokenizer = await asyncio.to_thread(tokenizer_of, config, client)
             except BaseException:
                 service.close("errored")
@@ -132,7 +133,7 @@ class TinkerPeers:
             log.warning("The session could not be ended: %s", error)
 
 
-def tokenizer_of(config: ModelConfig, client: tinker.TrainingClient | tinker.SamplingClient) -> Any:
+def tokenizer_of(config: ModelConfig, client: tinker.TrainingClient) -> Any:
     """The configured one, or the one that the server names. Raises ConfigError."""
     from transformers import AutoTokenizer
 
