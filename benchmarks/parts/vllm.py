@@ -21,7 +21,7 @@ from benchmarks.ours import Ours
 from benchmarks.parts.sampling import RANK, SAMPLES, TOKENS
 from benchmarks.workloads import grpo, questions
 
-PLACES = (Path(".venv-vllm/bin/python"), Path("/tmp/vllm-venv/bin/python"))
+PLACES = (Path(".venv-vllm/bin/python"),)
 PROGRAM = Path(__file__).parents[1] / "vllm_baseline.py"
 WORK = f"the same 64 samples of {TOKENS} tokens"
 BASELINE = "vLLM on the same cores, no adapter"
