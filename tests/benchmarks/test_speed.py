@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
+from benchmarks import table
 from benchmarks.contest import Contest, Line, Setting, rotate
 from benchmarks.parts import agreement, sharing, switching, tenants, vllm
 from benchmarks.workloads import grpo
-
-from benchmarks import table
 from tinsmith.engine import batch
 
 

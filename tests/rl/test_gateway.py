@@ -7,9 +7,9 @@ import json
 from collections.abc import Awaitable, Callable
 
 import numpy as np
+import openai
 import pytest
 
-import openai
 from tests.rl.small import rows, run, settings
 from tests.rl.workflows.test_workflows import YES, policy
 from tinsmith.rl.gateway import Gateway
