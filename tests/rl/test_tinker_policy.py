@@ -310,5 +310,11 @@ def test_the_weights_to_sample_from_next_are_asked_for_together_with_the_step(se
         assert snapshot.version == policy.version == 1
         assert await policy.snapshot() is snapshot
         assert len(asked) == 3
+        update = await scored(policy, group_of(await snapshot.sample(ASK, count=8, seed=2, sampling=SAMPLING)))
+        await policy.update(update, OptimizerConfig(), 1e-2)
+        asked.clear()
+        await policy.update(update, OptimizerConfig(), 1e-2)  # nobody sampled from the weights before it
+        assert asked == ["forward_backward", "optim_step"]
+        assert (await policy.snapshot()).version == policy.version == 3
 
     with_policy(served, use)

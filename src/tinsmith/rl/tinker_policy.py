@@ -85,11 +85,12 @@ class TinkerPolicy:
 
     async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> Updated:
         """Gradient, step and the weights to sample from next are submitted together: the server runs them without a
-        pause."""
+        pause. Where the present weights were not sampled from, as in a run on data alone, the next are not saved."""
+        sampled = self._snapshot is not None and self._snapshot.version == self._version
         async with boundary(f"training with the loss {update.loss or 'of the run'}"):
             gradient = self._gradient(update)
             step = self._client.optim_step(adam(optimizer, learning_rate))
-            saving = self._client.save_weights_and_get_sampling_client()
+            saving = self._client.save_weights_and_get_sampling_client() if sampled else None
             passed, stepped = await gradient, await step
         self._version, self._saving = self._version + 1, saving
         logprobs = tuple(np.asarray(one["logprobs"].to_numpy(), np.float32) for one in passed.loss_fn_outputs)
