@@ -233,7 +233,10 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *w
         (("run", "none.yaml"), "error: There is no file none.yaml. Check the path."),
         (("run", "small.yaml", "stepz=3"), "the command line: there is no key 'stepz'. Did you mean 'steps'?"),
         (("run", "small.yaml", "model.rnk=3"), "there is no key 'model.rnk'. Did you mean 'model.rank'?"),
-        (("run", "small.yaml", "group_size=1"), "small.yaml: group_size 1 leaves nothing to compare; set it to 2 or more"),
+        (
+            ("run", "small.yaml", "group_size=1"),
+            "small.yaml: group_size 1 leaves nothing to compare; set it to 2 or more",
+        ),
         (("run", "small.yaml", "tasks.held_out=0"), "eval wants held-out tasks"),
         (
             ("run", "small.yaml", "model.base_url=http://127.0.0.1:9", "folder=x"),
