@@ -1,9 +1,9 @@
 """Banks of keys and values: who leaves, who moves up, and what the others keep."""
 
-import numpy as np
 import torch
 
 from tinsmith.engine.cache import BANK, Cache, Cached, CacheShape, Row
+from tinsmith.engine.prefixes import Stretch
 from tinsmith.engine.room import SMALLEST, capacity
 
 SHAPE = CacheShape(layers=2, heads=2, width=4, dtype=torch.float32, device=torch.device("cpu"))
@@ -11,7 +11,7 @@ SHAPE = CacheShape(layers=2, heads=2, width=4, dtype=torch.float32, device=torch
 
 def inserted(cache: Cache, length: int, value: float, room: int = 0) -> Row:
     keys = [torch.full((1, 2, length, 4), value + layer) for layer in range(2)]
-    return cache.insert(keys, keys, np.arange(length), room or length)
+    return cache.insert([Stretch(None, 0, length)], [(one, one) for one in keys], room or length)
 
 
 def content(row: Row) -> torch.Tensor:
@@ -84,7 +84,7 @@ def test_a_step_looks_at_the_row_s_own_past_and_its_new_token() -> None:
     torch.manual_seed(0)
     cache = Cache(SHAPE)
     pasts = [torch.randn(1, 2, length, 4) for length in (3, 200, 7)]
-    rows = [cache.insert([past, past], [past, past], np.arange(past.shape[2]), past.shape[2]) for past in pasts]
+    rows = [cache.insert([Stretch(None, 0, past.shape[2])], [(past, past)] * 2, past.shape[2]) for past in pasts]
     query, new = torch.randn(1, 4, 3, 4), torch.randn(1, 2, 3, 4)
     context = Cached(rows)
     found = context.attend(0, query, new, new, scale=0.5)

@@ -76,6 +76,32 @@ def test_what_a_running_sequence_holds_too_goes_before_all_others() -> None:
     assert [find(prefixes, ONE, *row).length for row in ((1, 2, 3), (7, 8))] == [3, 0]
 
 
+def test_a_conversation_that_is_lent_goes_whole_and_others_on_it_stay() -> None:
+    prefixes = Prefixes()
+    add(prefixes, ONE, 7, 8)
+    for row in ((1, 2, 3), (1, 2, 3, 4, 5), (1, 2, 3, 4, 5, 6), (1, 2, 9)):
+        add(prefixes, ONE, *row)
+    prefixes.lend(find(prefixes, ONE, 1, 2, 3, 4, 5, 6))
+    prefixes.shrink(6)
+    assert [find(prefixes, ONE, *row).length for row in ((1, 2, 3, 4, 5, 6), (1, 2, 9), (7, 8))] == [3, 3, 2]
+
+
+def test_a_whole_prompt_is_found_with_its_last_state_just_where_it_ended() -> None:
+    prefixes = Prefixes()
+    rows = [np.array(row, np.int32) for row in ((1, 2, 3), (1, 2, 3, 4, 5))]
+    add(prefixes, ONE, 1, 2, 3, 4, 5)
+    prefixes.mark(ONE, rows[0], torch.ones(2))
+    prefixes.mark(ONE, np.array((1, 2, 3, 4, 5, 6), np.int32), torch.zeros(2))  # which is not kept
+    found = prefixes.find_whole(ONE, rows[0])
+    assert found is not None
+    assert found.last is not None
+    assert torch.equal(found.last, torch.ones(2))
+    assert torch.equal(read(found), tensors(rows[0]))
+    assert prefixes.find_whole(ONE, rows[1]) is None
+    assert prefixes.find_whole(ONE, rows[0][:2]) is None
+    assert prefixes.find_whole(OTHER, rows[0]) is None
+
+
 def test_a_version_is_dropped_whole() -> None:
     prefixes = Prefixes()
     for trunk in (ONE, OTHER, ("base", 0, "")):

@@ -50,10 +50,18 @@ def test_the_second_turn_finds_the_prompt_and_what_was_said(kind: str, engine_of
         assert_same_samples(second, wanted)
 
 
-def test_a_prompt_asked_again_is_computed_but_for_its_last_token(engine: Any, wait: Any, space: str):
-    first, again = (wait(engine.sample(ask(max_tokens=40, space=space))) for _ in range(2))
-    assert again.prompt_cache_hit_tokens == len(PROMPT) - 1
-    assert_same_samples(again, first)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("length", [13, 300])
+def test_a_prompt_asked_again_is_not_computed_and_says_the_same_to_the_bit(
+    dtype: str, length: int, engine_of: Any, wait: Any, space: str
+):
+    engine = engine_of("llama", dtype=dtype)
+    prompt = tuple(int(token) for token in np.random.default_rng(length).integers(3, 500, length))
+    wait(engine.sample(ask(prompt[: length // 2], space=space)))
+    first, again = (wait(engine.sample(ask(prompt, num_samples=3, max_tokens=40, space=space))) for _ in range(2))
+    assert (first.prompt_cache_hit_tokens, again.prompt_cache_hit_tokens) == (length // 2, length)
+    assert_same_samples(again, first, atol=0)
+    assert wait(engine.sample(ask(prompt[:-1], space=space))).prompt_cache_hit_tokens == length - 2
 
 
 def test_a_request_that_comes_while_another_runs_finds_its_prompt(engine: Any, wait: Any, space: str):
@@ -73,7 +81,7 @@ def test_nothing_is_found_of_another_space_or_version(engine: Any, pair: Any, wa
     wait(engine.sample(ask(space=space)))
     assert wait(engine.sample(ask(space=f"{space}-2"))).prompt_cache_hit_tokens == 0
     assert wait(engine.sample(ask(space=space, version=f"{model_id}-v"))).prompt_cache_hit_tokens == 0
-    assert wait(engine.sample(ask(space=space, version=f"{model_id}-v"))).prompt_cache_hit_tokens == len(PROMPT) - 1
+    assert wait(engine.sample(ask(space=space, version=f"{model_id}-v"))).prompt_cache_hit_tokens == len(PROMPT)
     wait(engine.detach(f"{model_id}-v"))
 
 
@@ -140,7 +148,7 @@ def test_known_and_new_prompts_in_one_pass(engine: Any, forgetful: Any, wait: An
     mine, theirs = wait(together(engine)), wait(together(forgetful))
     for found, wanted in zip(mine, theirs, strict=True):
         assert_same_samples(found, wanted)
-    assert [found.prompt_cache_hit_tokens for found in mine] == [280, 199, 13, 0, 3, 50, 0, 279]
+    assert [found.prompt_cache_hit_tokens for found in mine] == [280, 199, 13, 0, 3, 50, 0, 280]
     np.testing.assert_allclose(mine[3].prompt_logprobs, theirs[3].prompt_logprobs, atol=1e-5)
 
 
@@ -185,7 +193,7 @@ def test_cancelled_and_failed_requests_leave_nothing_wrong(engine: Any, wait: An
         return found
 
     found = wait(disturbed())
-    assert found.prompt_cache_hit_tokens == len(PROMPT) - 1  # what was read before the cancelling is right
+    assert found.prompt_cache_hit_tokens == len(PROMPT)  # what was read before the cancelling is right
     assert_same_samples(found, wanted)
 
 

@@ -14,12 +14,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tinsmith.engine.attention import additive, attend_once
-from tinsmith.engine.batch import runs
+from tinsmith.engine.prefixes import Stretch
 from tinsmith.engine.room import capacity
 
 BANK = 8192
@@ -97,14 +96,19 @@ class Cache:
     def tokens(self) -> int:
         return sum(bank.capacity * len(bank.rows) for bank in self._banks)
 
-    def insert(self, keys: Sequence[Tensor], values: Sequence[Tensor], index: np.ndarray, room: int) -> Row:
-        """A row holding the positions `index` of a packed pass (per layer [1, heads, T, width]), with room for more."""
-        row, at = self._add(max(room, len(index)), len(index)), 0
-        for start, stop in runs(index):
-            into = slice(at, at + stop - start)
-            for layer, (key, value) in enumerate(zip(keys, values, strict=True)):
-                row.bank.keys[layer, row.row, :, into] = key[0, :, start:stop]
-                row.bank.values[layer, row.row, :, into] = value[0, :, start:stop]
+    def insert(self, content: Sequence[Stretch], kept: Sequence[tuple[Tensor, Tensor]], room: int) -> Row:
+        """A row filled from runs and from what was kept of a pass ([1, heads, C, width] of each layer)."""
+        length = sum(one.stop - one.start for one in content)
+        row, at = self._add(max(room, length), length), 0
+        keys, values = row.content()
+        for one in content:
+            into = slice(at, at + one.stop - one.start)
+            if one.run is not None:
+                keys[:, :, into] = one.run.keys[:, :, one.start : one.stop]
+                values[:, :, into] = one.run.values[:, :, one.start : one.stop]
+            else:
+                for layer, passed in enumerate(kept):
+                    keys[layer, :, into], values[layer, :, into] = one.of(layer, *passed)
             at = into.stop
         return row
 

@@ -1,14 +1,15 @@
 """The pass over new prompts: only what is not known of them goes through the model.
 
 All prompts are packed as one forest, equal beginnings once. The positions whose keys and values were found among the
-prefixes are left out of the pass, unless something is asked about them; the others attend to both. Keys and values of
-the whole forest are put together layer by layer and kept, for the rows of the answers to be copied from.
+prefixes are left out of the pass, unless something is asked about them; the others read them where they are, so that
+nothing is copied. Keys and values of the pass are kept, for the rows of the answers to be filled from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from tinsmith.engine import attention, batch, flex
 from tinsmith.engine.models import BaseModel
-from tinsmith.engine.prefixes import Found, Run
+from tinsmith.engine.prefixes import Found, Run, Stretch
 
 FEW = 128
 """Queries up to which scores are made whole: faster on a CPU than its flash kernel, while they are small."""
@@ -42,21 +43,33 @@ class Prefill:
     """int64 [C]."""
     spans: tuple[batch.Span, ...]
     context: attention.Packed | flex.Flexed | Partial
-    index: dict[int, np.ndarray]
-    """Row key -> int64 [N]: where its positions stand in the forest."""
+    stretches: dict[int, tuple[Stretch, ...]]
+    """Row key -> where its keys and values are."""
     hidden: dict[int, Tensor]
-    """Row key -> int64 [N]: where they stand in the pass, 0 for those that it leaves out."""
+    """Row key -> int64 [N]: where its positions stand in the pass, 0 for those that it leaves out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A prompt that has been read: its last hidden state [D], and where its keys and values are."""
+
+    last: Tensor
+    where: tuple[Stretch, ...]
+    kept: Sequence[tuple[Tensor, Tensor]] = ()
+    """Of the pass, layer by layer."""
+
+
+def whole(found: Found) -> Read:
+    """A prompt that was read before."""
+    assert found.last is not None
+    return Read(found.last, tuple(Stretch(run, 0, count) for run, count in found.pieces))
 
 
 def prefill(prompts: Sequence[Prompt], base: BaseModel) -> Prefill:
     """The pass over these prompts."""
     forest, device = batch.pack([prompt.row for prompt in prompts]), base.device
-    known, runs = _known(prompts, forest)
-    wanted = np.ones(len(forest.tokens), bool) if not runs else ~known
-    for prompt in prompts:
-        wanted[forest.index[prompt.row.key][prompt.needed :]] = True
-    chosen = np.flatnonzero(wanted)
-    place = np.cumsum(wanted) - 1
+    places = _places(prompts, forest)
+    chosen = np.flatnonzero(places.run < 0)
     spans = [
         batch.Span(adapter=span.adapter, start=int(start), stop=int(stop))
         for span in forest.spans
@@ -66,100 +79,134 @@ def prefill(prompts: Sequence[Prompt], base: BaseModel) -> Prefill:
         tokens=torch.as_tensor(forest.tokens[chosen], device=device),
         positions=torch.as_tensor(forest.positions[chosen], device=device),
         spans=tuple(spans),
-        context=_partial(forest, chosen, runs, base)
-        if runs
+        context=Partial(list(_parts(forest, chosen, places, base)))
+        if places.runs
         else attention.packed(forest, base.dtype, device, keep=True),
-        index=forest.index,
+        stretches={key: places.stretches(index) for key, index in forest.index.items()},
         hidden={
-            key: torch.as_tensor(np.where(wanted[index], place[index], 0), device=device)
+            key: torch.as_tensor(np.where(places.run[index] < 0, places.at[index], 0), device=device)
             for key, index in forest.index.items()
         },
     )
 
 
-def _known(prompts: Sequence[Prompt], forest: batch.Forest) -> tuple[np.ndarray, list[tuple[Run, np.ndarray]]]:
-    """bool [T]: positions found; and the runs they come from, each once, with the packed ids of its tokens."""
-    known, runs = np.zeros(len(forest.tokens), bool), dict[int, tuple[Run, np.ndarray]]()
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Where the keys and values of each of the forest's T positions are."""
+
+    runs: Sequence[Run]
+    run: np.ndarray
+    """int64 [T]: which of the runs, or -1 for the pass."""
+    at: np.ndarray
+    """int64 [T]: where in the run or in the pass."""
+
+    def stretches(self, path: np.ndarray) -> tuple[Stretch, ...]:
+        """Of packed positions, in order."""
+        run, at = self.run[path], self.at[path]
+        cuts = np.flatnonzero((np.diff(run) != 0) | (np.diff(at) != 1)) + 1
+        return tuple(
+            Stretch(self.runs[run[start]] if run[start] >= 0 else None, int(at[start]), int(at[stop - 1]) + 1)
+            for start, stop in pairwise([0, *cuts.tolist(), len(path)])
+        )
+
+
+def _places(prompts: Sequence[Prompt], forest: batch.Forest) -> _Places:
+    """What is found is read where it is; the rest, and what is wanted of it all the same, goes through the pass."""
+    runs, numbers = list[Run](), dict[int, int]()
+    run, at = np.full(len(forest.tokens), -1), np.zeros(len(forest.tokens), np.int64)
     for prompt in prompts:
-        at = 0
-        for run, count in prompt.found.pieces:
-            ids = forest.index[prompt.row.key][at : at + count]
-            known[ids] = True
-            at += count
-            if id(run) not in runs or len(runs[id(run)][1]) < count:
-                runs[id(run)] = (run, ids)
-    return known, list(runs.values())
+        first = 0
+        for piece, count in prompt.found.pieces:
+            if id(piece) not in numbers:
+                numbers[id(piece)] = len(runs)
+                runs.append(piece)
+            ids = forest.index[prompt.row.key][first : first + count]
+            run[ids], at[ids] = numbers[id(piece)], np.arange(count)
+            first += count
+    for prompt in prompts:
+        run[forest.index[prompt.row.key][prompt.needed :]] = -1
+    passed = run < 0
+    at[passed] = np.arange(int(passed.sum()))
+    return _Places(runs, run, at)
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One attention call: queries of the pass from start to stop, over runs of the forest, with an additive mask."""
+    """One attention call: queries of the pass from start to stop, and all that any of them sees."""
 
     start: int
     stop: int
-    runs: tuple[tuple[int, int], ...]
-    mask: Tensor
-    """[Q, K]."""
+    seen: tuple[Stretch, ...]
+    masks: tuple[Tensor | None, ...]
+    """For each stretch: additive [Q, keys], or None if every query sees all of it."""
 
 
 @dataclass(slots=True)
 class Partial:
-    """Attention of the chosen positions over the whole forest; keys and values stay, as in `attention.Packed`."""
+    """Attention of the pass over itself and what is known; its keys and values stay, as in `attention.Packed`."""
 
-    size: int
-    chosen: Tensor
-    """int64 [C]."""
     parts: Sequence[_Part]
-    runs: Sequence[tuple[Run, tuple[tuple[int, int], ...]]]
-    """Each with the stretches of the forest that its tokens are."""
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [1, Hq, C, D], key and value [1, Hkv, C, D] -> [1, C, Hq, D]."""
-        keys, values = (new.new_empty(1, new.shape[1], self.size, new.shape[3]) for new in (key, value))
-        for run, stretches in self.runs:
-            at = 0
-            for start, stop in stretches:
-                source = slice(at, at + stop - start)
-                keys[0, :, start:stop], values[0, :, start:stop] = (
-                    run.keys[layer, :, source],
-                    run.values[layer, :, source],
-                )
-                at = source.stop
-        keys[:, :, self.chosen], values[:, :, self.chosen] = key, value
-        self.kept.append((keys, values))
+        self.kept.append((key, value))
         output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
         for part in self.parts:
-            seen = [torch.cat([one[:, :, start:stop] for start, stop in part.runs], dim=2) for one in (keys, values)]
-            found = _attended(query[:, :, part.start : part.stop], seen[0], seen[1], part.mask, scale)
-            output[:, part.start : part.stop] = found.transpose(1, 2)
+            seen = [stretch.of(layer, key, value) for stretch in part.seen]
+            attended = _folded if query.device.type == "cpu" and part.stop - part.start <= FEW else _joined
+            found = attended(query[0, :, part.start : part.stop], seen, part.masks, scale)
+            output[0, part.start : part.stop] = found.transpose(0, 1)
         return output
 
 
-def _partial(
-    forest: batch.Forest, chosen: np.ndarray, runs: Sequence[tuple[Run, np.ndarray]], base: BaseModel
-) -> Partial:
-    parts = []
+def _parts(forest: batch.Forest, chosen: np.ndarray, places: _Places, base: BaseModel) -> Iterator[_Part]:
+    # Where plain products beat the flash kernel by much, long parts are cut to be computed by them.
+    most = FEW if base.device.type == "cpu" and base.dtype == torch.bfloat16 else len(chosen)
     for job in forest.jobs:
         start, stop = (int(one) for one in np.searchsorted(chosen, [job.start, job.stop]))
-        if start < stop:
-            whole = np.tri(job.stop - job.start, dtype=bool) if job.mask is None else job.mask
-            mask = attention.additive(whole[chosen[start:stop] - job.start], base.dtype, base.device)
-            parts.append(_Part(start, stop, (*job.prefix, (job.start, job.stop)), mask))
-    return Partial(
-        size=len(forest.tokens),
-        chosen=torch.as_tensor(chosen, device=base.device),
-        parts=parts,
-        runs=[(run, batch.runs(ids)) for run, ids in runs],
-    )
+        whole = np.tri(job.stop - job.start, dtype=bool) if job.mask is None else job.mask
+        path = np.concatenate([np.arange(*run) for run in (*job.prefix, (job.start, job.stop))])
+        for first in range(start, stop, most):
+            last = min(first + most, stop)
+            allowed = whole[chosen[first:last] - job.start]
+            keys = int(np.flatnonzero(allowed.any(0))[-1]) + 1
+            seen = places.stretches(path[:keys])
+            edges = np.cumsum([0, *(one.stop - one.start for one in seen)])
+            masks = [allowed[:, low:high] for low, high in pairwise(edges)]
+            yield _Part(first, last, seen, tuple(_additive(mask, base) for mask in masks))
 
 
-def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """query [1, Hq, Q, D], key and value [1, Hkv, K, D], mask [Q, K] -> [1, Hq, Q, D]."""
-    if query.device.type != "cpu" or query.shape[2] > FEW:
-        return attention.attend_once(query, key, value, mask, scale)
-    # Query heads that share a key head stand as rows of one matrix: [Hkv, Hq / Hkv, Q, K].
-    queries = query[0].unflatten(0, (key.shape[1], -1))
-    scores = torch.matmul(queries.flatten(1, 2), key[0].transpose(1, 2)).unflatten(1, (-1, query.shape[2]))
-    chances = scores.mul_(scale).add_(mask).softmax(dim=-1)
-    return torch.matmul(chances.flatten(1, 2), value[0]).view(1, query.shape[1], *query.shape[2:])
+def _additive(allowed: np.ndarray, base: BaseModel) -> Tensor | None:
+    return None if allowed.all() else attention.additive(allowed, base.dtype, base.device)
+
+
+Seen = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values [Hkv, K, D] of each stretch."""
+
+
+def _joined(query: Tensor, seen: Seen, masks: Sequence[Tensor | None], scale: float) -> Tensor:
+    """query [Hq, Q, D] -> [Hq, Q, D], by one call of the kernel."""
+    key, value = (torch.cat(parts, dim=1)[None] for parts in zip(*seen, strict=True))
+    whole = [
+        query.new_zeros(query.shape[1], keys.shape[1]) if mask is None else mask
+        for (keys, _), mask in zip(seen, masks, strict=True)
+    ]
+    return attention.attend_once(query[None], key, value, torch.cat(whole, dim=1), scale)[0]
+
+
+def _folded(query: Tensor, seen: Seen, masks: Sequence[Tensor | None], scale: float) -> Tensor:
+    """The same by plain products, stretch by stretch: query heads that share a key head are rows of one matrix."""
+    heads, length = len(seen[0][0]), query.shape[1]
+    folded = (query * scale).reshape(heads, -1, query.shape[2])
+    scores = []
+    for (key, _), mask in zip(seen, masks, strict=True):
+        found = torch.bmm(folded, key.transpose(1, 2))
+        if mask is not None:
+            found.view(heads, -1, *mask.shape).add_(mask)
+        scores.append(found)
+    chances = torch.cat(scores, dim=2).softmax(dim=-1).split([key.shape[1] for key, _ in seen], dim=2)
+    output = torch.bmm(chances[0], seen[0][1])
+    for some, (_, value) in zip(chances[1:], seen[1:], strict=True):
+        output.baddbmm_(some, value)
+    return output.view(-1, length, query.shape[2])

@@ -1,4 +1,5 @@
-"""What the sampler still knows of what it has read and said: keys and values, found again by their tokens.
+"""What the sampler still knows of what it has read and said: keys and values, found again by their tokens; and the
+last hidden state of each prompt, so that a prompt asked again needs no pass, and says to the bit what it said.
 
 A tree for each trunk (a version's life and a space: what may share at all). Its nodes are runs of tokens; a run hangs
 on its parent where it leaves it, which may be in the middle, so nothing is ever split and nothing is kept twice. The
@@ -31,6 +32,8 @@ class Run:
     at: int
     children: dict[tuple[int, int], Run] = field(default_factory=dict)
     """By where they leave this run and the token that they begin with."""
+    ends: dict[int, Tensor] = field(default_factory=dict)
+    """Last hidden states [D] of prompts that end after so many tokens of this run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +41,26 @@ class Found:
     """The beginning of a prompt that is known: so many tokens of each run, one after the other."""
 
     pieces: tuple[tuple[Run, int], ...] = ()
+    last: Tensor | None = None
+    """The last hidden state [D], if it is the whole prompt and was one before."""
 
     @property
     def length(self) -> int:
         return sum(count for _, count in self.pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Tokens from start to stop of a run, or of the pass at hand."""
+
+    run: Run | None
+    start: int
+    stop: int
+
+    def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Their keys and values in a layer [heads, N, width]; those of the pass are [1, heads, C, width]."""
+        keys, values = (key[0], value[0]) if self.run is None else (self.run.keys[layer], self.run.values[layer])
+        return keys[:, self.start : self.stop], values[:, self.start : self.stop]
 
 
 class Prefixes:
@@ -63,6 +82,21 @@ class Prefixes:
             if not left:
                 break
         return Found(tuple((run, count) for run, count in pieces if count))
+
+    def find_whole(self, trunk: Trunk, tokens: np.ndarray) -> Found | None:
+        """All of a prompt with its last hidden state, if it was asked before."""
+        path = self._walk(trunk, tokens)
+        if sum(count for _, count in path) < len(tokens):
+            return None
+        run, count = path[-1]
+        return Found(tuple(path), run.ends[count]) if count in run.ends else None
+
+    def mark(self, trunk: Trunk, tokens: np.ndarray, last: Tensor) -> None:
+        """Keep a prompt's last hidden state [D], if the prompt itself is kept."""
+        path = self._walk(trunk, tokens)
+        if sum(count for _, count in path) == len(tokens):
+            run, count = path[-1]
+            run.ends.setdefault(count, last.clone())
 
     def add(self, trunk: Trunk, tokens: np.ndarray, keys: Tensor, values: Tensor) -> None:
         """Keep what is new of a sequence: tokens int32 [N], keys and values [layers, heads, N, width], copied."""
@@ -89,9 +123,14 @@ class Prefixes:
 
     def lend(self, found: Found) -> None:
         """A sequence has copied it and will bring it back when it ends: if room is short, it goes before all others."""
-        run = found.pieces[-1][0] if found.pieces else None
-        if run is not None and not run.children and id(run) in self._order:
-            self._order.move_to_end(id(run), last=False)
+        lent: list[Run] = []
+        for run, _ in reversed(found.pieces):
+            if any(child not in lent for child in run.children.values()):
+                break  # another sequence goes through here
+            lent.append(run)
+        for run in reversed(lent):
+            if id(run) in self._order:
+                self._order.move_to_end(id(run), last=False)
 
     def shrink(self, most: int) -> None:
         """Drop runs until they hold `most` tokens at most."""

@@ -22,15 +22,15 @@ from tinsmith.engine.base import Heard, Sampled, SampleRequest
 from tinsmith.engine.cache import Cache, Cached, CacheShape, Row
 from tinsmith.engine.head import Head
 from tinsmith.engine.models import BaseModel
-from tinsmith.engine.prefill import Prefill, Prompt, prefill
+from tinsmith.engine.prefill import Prompt, Read, prefill, whole
 from tinsmith.engine.prefixes import Found, Prefixes
 from tinsmith.engine.room import ANSWERS
 from tinsmith.engine.turns import Turns
 from tinsmith.engine.versions import Versions
 from tinsmith.errors import EngineError, Gone, TinsmithError
 
-PACKED = 8
-"""Passes' worth of prompt tokens in one pass, together with those that are known and only copied."""
+FIRST = 3
+"""Micro-batches' worth of prompt tokens in a pass that nobody has to wait for: without a backward it takes as long."""
 
 
 class TorchSampler:
@@ -112,14 +112,13 @@ class TorchSampler:
     def _next_asks(self) -> list[Ask]:
         """As many of those who wait, oldest first, as fit a pass, the cache and the step; one at least when idle."""
         admitted: list[Ask] = []
-        passed, packed, cached, running = 0, 0, self._cache.tokens, len(self._running)
+        most = self._pass_tokens * (1 if self._running else FIRST)
+        passed, cached, running = 0, self._cache.tokens, len(self._running)
         for ask in self._waiting:
-            prompt = len(ask.request.prompt)
-            passed, packed = passed + prompt - self._found(ask).length, packed + prompt
+            passed += len(ask.request.prompt) - self._found(ask).length
             cached, running = cached + len(ask.answers) * ask.room, running + len(ask.answers)
-            full = passed > self._pass_tokens or packed > PACKED * self._pass_tokens
-            full = full or cached > self._cache_tokens or running > ANSWERS
-            if full and (admitted or self._running):
+            crowded = cached > self._cache_tokens or running > ANSWERS
+            if (admitted and passed > most) or (crowded and (admitted or self._running)):
                 break
             admitted.append(ask)
         self._waiting = self._waiting[len(admitted) :]
@@ -127,57 +126,66 @@ class TorchSampler:
 
     def _found(self, ask: Ask) -> Found:
         """What is known of a prompt, but for the positions that something is asked about."""
-        return self._prefixes.find(ask.trunk, ask.request.prompt, prompts.needed(ask.request))
+        request = ask.request
+        whole = None if prompts.asks(request) else self._prefixes.find_whole(ask.trunk, request.prompt)
+        return whole or self._prefixes.find(ask.trunk, request.prompt, prompts.needed(request))
 
     def _prefill(self, asks: Sequence[Ask]) -> None:
-        """One packed pass over the new prompts: what is asked about them, and every answer's first token."""
+        """Every answer's first token, and what is asked about the prompts; one packed pass over what is not known."""
         asks = sorted(asks, key=lambda ask: id(ask.weights))
-        adapters = list({id(ask.weights): ask.weights for ask in asks}.values())
-        slots = {id(weights): slot for slot, weights in enumerate(adapters)}
         found = [self._found(ask) for ask in asks]
         for ask, known in zip(asks, found, strict=True):
             ask.found = known.length
             self._prefixes.touch(known)
-        work = prefill(
-            [
-                Prompt(
-                    row=batch.Row(key=key, adapter=slots[id(ask.weights)], tokens=ask.request.prompt),
-                    found=known,
-                    needed=prompts.needed(ask.request),
-                )
-                for key, (ask, known) in enumerate(zip(asks, found, strict=True))
-            ],
-            self._base,
-        )
-        with self._router.using(lora.place(work.spans, adapters)):
-            hidden = self._base.hidden(work.tokens, work.positions, work.context)
-        for key, ask in enumerate(asks):
-            if prompts.asks(ask.request):
-                states = hidden[work.hidden[key]]
-                ask.prompt = prompts.answer(ask.request, self._head, states, ask.weights, ask.seed)
-        lasts = hidden[torch.stack([work.hidden[key][-1] for key in range(len(asks))])]
-        for block in self._head.blocks(lasts, _placed([ask.weights for ask in asks])):
+        read = self._read(asks, found)
+        for block in self._head.blocks(torch.stack([one.last for one in read]), _placed([ask.weights for ask in asks])):
             beginning = asks[block.first : block.first + len(block.logits)]
             counts = torch.tensor([len(ask.answers) for ask in beginning], device=self._base.device)
             self._draw(
                 [answer for ask in beginning for answer in ask.answers], block.logits.repeat_interleave(counts, 0)
             )
-        self._enter(asks, found, work)
+        self._enter(asks, read)
         self._settle([answer for ask in asks for answer in ask.answers])
 
-    def _enter(self, asks: Sequence[Ask], found: Sequence[Found], work: Prefill) -> None:
-        """Give the unfinished answers their rows: each request's first from the pass, the others copied."""
-        going = [[answer for answer in ask.answers if answer.stop_reason is None] for ask in asks]
-        keys, values = zip(*work.context.kept, strict=True)
-        for key, (ask, answers) in enumerate(zip(asks, going, strict=True)):
-            for answer in answers:
-                known = answers[0].row
-                where = work.index[key]
-                answer.row = self._cache.copy(known) if known else self._cache.insert(keys, values, where, ask.room)
-            self._running.extend(answers)
-            if answers:
-                self._prefixes.lend(found[key])
-                self._remember(answers[0], ask.request.prompt)
+    def _read(self, asks: Sequence[Ask], found: Sequence[Found]) -> list[Read]:
+        """Every prompt as it stands once read, and what is asked about it."""
+        read = {key: whole(known) for key, known in enumerate(found) if known.last is not None}
+        new = {key: ask for key, ask in enumerate(asks) if key not in read}
+        if new:
+            adapters = list({id(ask.weights): ask.weights for ask in new.values()}.values())
+            slots = {id(weights): slot for slot, weights in enumerate(adapters)}
+            work = prefill(
+                [
+                    Prompt(
+                        row=batch.Row(key=key, adapter=slots[id(ask.weights)], tokens=ask.request.prompt),
+                        found=found[key],
+                        needed=prompts.needed(ask.request),
+                    )
+                    for key, ask in new.items()
+                ],
+                self._base,
+            )
+            with self._router.using(lora.place(work.spans, adapters)):
+                hidden = self._base.hidden(work.tokens, work.positions, work.context)
+            for key, ask in new.items():
+                if prompts.asks(ask.request):
+                    states = hidden[work.hidden[key]]
+                    ask.prompt = prompts.answer(ask.request, self._head, states, ask.weights, ask.seed)
+                read[key] = Read(hidden[work.hidden[key][-1]], work.stretches[key], work.context.kept)
+        return [read[key] for key in range(len(asks))]
+
+    def _enter(self, asks: Sequence[Ask], read: Sequence[Read]) -> None:
+        """Give the unfinished answers their rows: each request's first from what was read, the others copied."""
+        for ask, known in zip(asks, read, strict=True):
+            going = [answer for answer in ask.answers if answer.stop_reason is None]
+            for answer in going:
+                first = going[0].row
+                answer.row = self._cache.copy(first) if first else self._cache.insert(known.where, known.kept, ask.room)
+            self._running.extend(going)
+            if going:
+                self._remember(going[0], ask.request.prompt)
+                self._prefixes.mark(ask.trunk, ask.request.prompt, known.last)
+                self._prefixes.lend(self._found(ask))
         self._prefixes.shrink(self._cache_tokens - self._cache.tokens)
 
     def _remember(self, answer: Answer, tokens: np.ndarray) -> None:
