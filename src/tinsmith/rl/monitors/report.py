@@ -131,6 +131,8 @@ def _charts(rows: Sequence[Row]) -> list[dict[str, Any]]:
         _noisy("Loss (sum)", rows, "optim/loss"),
         _noisy("Gradient norm before clipping", rows, "optim/grad_norm", floor=0.0),
         _noisy("Groups without a signal (share)", rows, "groups/constant", floor=0.0, ceiling=1.0),
+        _noisy("Tokens of an answer (mean)", rows, "tokens/reply", floor=0.0),
+        _noisy("Answers cut off at the limit (share)", rows, "rollouts/cut", floor=0.0, ceiling=1.0),
         _noisy("Tokens sampled per second", rows, "speed/tokens_per_second", floor=0.0),
     ]
 

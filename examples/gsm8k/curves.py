@@ -1,0 +1,168 @@
+"""What the runs of compare.py came to, read from their folders: pictures, and a page of numbers and answers.
+
+Leaves out how they are run.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tinsmith.rl.monitors.jsonl import read_metrics
+
+FILES = {
+    "tinker": "the Tinker file, through a served Tinker API",
+    "verl": "the verl file (LoRA), through the run's own service",
+    "smollm2": "our file: a strict form",
+    "arithmetic": "our file: one-digit sums and differences",
+}
+BOTH = ("tinker", "verl")
+_EDGE = 5
+"""Steps whose mean is told, at each end."""
+_SHOWN = 3
+"""Answers shown, at each end."""
+
+Row = dict[str, float]
+Points = list[tuple[float, float]]
+
+
+def draw_all(out: Path) -> None:
+    """gsm8k.png, and one picture for each of the other runs that are there."""
+    both = {FILES[name]: _points(rewarded(out / name), "reward/mean") for name in BOTH if _begun(out / name)}
+    if both:
+        _draw(out / "gsm8k.png", "GSM8K: reward of each step (thin) and of the last five", both)
+    for name, key, what in (("arithmetic", "reward/mean", "right"), ("smollm2", "reward/form", "in the form")):
+        if not _begun(out / name):
+            continue
+        rows = rewarded(out / name)
+        dots = {"held out, greedy: right": _points(rows, "eval/pass@1")}
+        if held := _points(rows, "eval/reward/form"):
+            dots["held out, greedy: in the form"] = held
+        levels = [row["eval/constant_pass@1"] for row in rows if "eval/constant_pass@1" in row]
+        _draw(out / f"{name}.png", FILES[name], {f"sampled in training: {what}": _points(rows, key)}, dots, levels[-1:])
+
+
+def report(out: Path) -> str:
+    """A table of the runs, how far the first two are alike, and answers from first and last step, as markdown."""
+    names = [name for name in FILES if _begun(out / name)]
+    lines = [
+        "| run | steps | minutes | reward | in the form | right | tokens of an answer | held out, greedy: right |",
+        "|---|---|---|---|---|---|---|---|",
+        *(_line(name, rewarded(out / name)) for name in names),
+        "",
+        f"Arrows: from the mean of the first {_EDGE} steps to that of the last {_EDGE}; held out: before and after.",
+    ]
+    if set(BOTH) <= set(names):
+        lines += ["", _alike(*(rewarded(out / name) for name in BOTH))]
+    return "\n".join([*lines, *(line for name in names for line in _answers(name, _folder(out / name)))]) + "\n"
+
+
+def rewarded(folder: Path) -> list[Row]:
+    """A row for each step of reinforcement; a stage that is told answers comes before it and has no reward."""
+    return read_metrics(_folder(folder))
+
+
+def _folder(folder: Path) -> Path:
+    return folder / "02-rewarded" if (folder / "stages.json").exists() else folder
+
+
+def _begun(folder: Path) -> bool:
+    return any("reward/mean" in row for row in rewarded(folder))
+
+
+def _points(rows: Sequence[Row], key: str) -> Points:
+    return [(row["step"], row[key]) for row in rows if key in row]
+
+
+def _form(row: Row) -> float:
+    """The share of answers in the form: Trinity's math reward has 0.1 for it, and -0.1 without."""
+    return row["reward/math/format"] * 5 + 0.5 if "reward/math/format" in row else row["reward/form"]
+
+
+def _right(row: Row) -> float:
+    return next(row[key] for key in ("reward/math/accuracy", "reward/right", "reward/number") if key in row)
+
+
+def _line(name: str, rows: Sequence[Row]) -> str:
+    trained = [row for row in rows if "reward/mean" in row]
+    held_out = [f"{value:.3f}" for _, value in _points(rows, "eval/pass@1")]
+    seconds = sum(row.get("time/step", 0.0) + row.get("time/eval", 0.0) for row in rows)
+    cells = [
+        FILES[name],
+        str(len(trained)),
+        f"{seconds / 60:.0f}",
+        _span([row["reward/mean"] for row in trained]),
+        "-" if name == "arithmetic" else _span([_form(row) for row in trained]),
+        _span([_right(row) for row in trained]),
+        _span([row["tokens/reply"] for row in trained], 0),
+        f"{held_out[0]} → {held_out[-1]}" if held_out else "-",
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _span(values: Sequence[float], digits: int = 3) -> str:
+    first, last = values[:_EDGE], values[-_EDGE:]
+    return f"{sum(first) / len(first):.{digits}f} → {sum(last) / len(last):.{digits}f}"
+
+
+def _alike(one: Sequence[Row], other: Sequence[Row]) -> str:
+    """How far apart two curves are, beside how far a step's mean strays by the chance of its own answers."""
+    pairs = [(a, b) for a, b in zip(one, other, strict=False) if "reward/mean" in a and "reward/mean" in b]
+    apart = [a["reward/mean"] - b["reward/mean"] for a, b in pairs]
+    chance = [
+        (row["reward/std"] ** 2 * row["tokens/reply"] / row["tokens/sampled"]) ** 0.5 for pair in pairs for row in pair
+    ]
+    return (
+        f"Of {len(pairs)} steps the rewards of the first two runs differ by {sum(apart) / len(apart):+.3f} in the mean "
+        f"and by {sum(map(abs, apart)) / len(apart):.3f} at a step; the standard error of one step's reward is "
+        f"{sum(chance) / len(chance):.3f}."
+    )
+
+
+def _answers(name: str, folder: Path) -> list[str]:
+    """The first answers of the first step and of the last, one to a task."""
+    files = sorted((folder / "rollouts").glob("train-*.jsonl"))
+    lines = ["", f"## {name}"]
+    for file in dict.fromkeys((files[0], files[-1])) if files else ():
+        rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
+        lines += ["", f"Step {rows[0]['step']}:", ""]
+        for row in [row for row in rows if row["index"] == 0][:_SHOWN]:
+            said = json.dumps(row["text"], ensure_ascii=False)
+            lines.append(f"- {said} (reward {row['reward']:g}; right is {row['answer'].rpartition('####')[2].strip()})")
+    return lines
+
+
+def _draw(
+    target: Path,
+    title: str,
+    curves: dict[str, Points],
+    dots: dict[str, Points] | None = None,
+    level: Sequence[float] = (),
+) -> None:
+    """Curves thin as they were and thick smoothed, and dots joined by dashes."""
+    import matplotlib as mpl
+
+    mpl.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.2, 4.2), layout="constrained")
+    for color, (label, points) in zip(("tab:blue", "tab:orange"), curves.items(), strict=False):
+        steps, values = [step for step, _ in points], [value for _, value in points]
+        axes.plot(steps, values, color=color, alpha=0.3, linewidth=1)
+        axes.plot(steps, _smooth(values), color=color, linewidth=2, label=label)
+    for color, (label, points) in zip(("tab:green", "tab:purple"), (dots or {}).items(), strict=False):
+        axes.plot(*zip(*points, strict=True), "o--", color=color, label=label)
+    for value in level:
+        axes.axhline(value, color="gray", linestyle=":", label="held out: the best constant answer")
+    axes.set(title=title, xlabel="step", ylabel="mean reward" if dots is None else "share of answers")
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize="small")
+    figure.savefig(target, dpi=120)
+    pyplot.close(figure)
+
+
+def _smooth(values: Sequence[float], window: int = 5) -> list[float]:
+    """The mean of up to `window` values that end here."""
+    return [sum(part := values[max(0, at - window + 1) : at + 1]) / len(part) for at in range(len(values))]
