@@ -2,16 +2,21 @@
 
 import torch
 
-from tinsmith.engine.cache import BANK, Cache, Cached, CacheShape, Row
-from tinsmith.engine.prefixes import Stretch
+from tinsmith.engine.cache import BANK, Cache, CacheShape, Row
 from tinsmith.engine.room import SMALLEST, capacity
+from tinsmith.engine.stretches import Read, Stretch
 
 SHAPE = CacheShape(layers=2, heads=2, width=4, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def inserted(cache: Cache, length: int, value: float, room: int = 0) -> Row:
     keys = [torch.full((1, 2, length, 4), value + layer) for layer in range(2)]
-    return cache.insert([Stretch(None, 0, length)], [(one, one) for one in keys], room or length)
+    return cache.insert(read([(one, one) for one in keys]), room or length)
+
+
+def read(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> Read:
+    """A prompt all of which was in the pass."""
+    return Read(torch.zeros(1), (Stretch(None, 0, kept[0][0].shape[2]),), kept)
 
 
 def content(row: Row) -> torch.Tensor:
@@ -78,19 +83,3 @@ def test_a_copy_goes_its_own_way() -> None:
     second.bank.keys[:, second.row] = 9.0
     assert holds(first, 1.0)
     assert second.length == 3
-
-
-def test_a_step_looks_at_the_row_s_own_past_and_its_new_token() -> None:
-    torch.manual_seed(0)
-    cache = Cache(SHAPE)
-    pasts = [torch.randn(1, 2, length, 4) for length in (3, 200, 7)]
-    rows = [cache.insert([Stretch(None, 0, past.shape[2])], [(past, past)] * 2, past.shape[2]) for past in pasts]
-    query, new = torch.randn(1, 4, 3, 4), torch.randn(1, 2, 3, 4)
-    context = Cached(rows)
-    found = context.attend(0, query, new, new, scale=0.5)
-    for number, past in enumerate(pasts):
-        keys = torch.cat([past, new[:, :, number : number + 1]], dim=2).repeat_interleave(2, dim=1)
-        scores = (query[:, :, number : number + 1] @ keys.transpose(2, 3) * 0.5).softmax(dim=-1)
-        torch.testing.assert_close(found[:, number], (scores @ keys)[:, :, 0])
-    context.advance()
-    assert [row.length for row in rows] == [4, 201, 8]

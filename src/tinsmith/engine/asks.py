@@ -101,6 +101,11 @@ class Ask:
         return capacity(len(self.request.prompt) + min(self.limit, FORESEEN))
 
     @property
+    def tail(self) -> int:
+        """The same where the prompt is read where it is."""
+        return min(self.limit, FORESEEN)
+
+    @property
     def rule(self) -> choice.Rule:
         asked = self.request
         return choice.Rule(asked.temperature, asked.top_k, asked.top_p, asked.topk_sample_logprobs)

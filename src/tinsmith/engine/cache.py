@@ -6,23 +6,24 @@ dense: who leaves is replaced by the last. So a decoding step is one attention c
 gathering. A bank never grows: its memory is asked for at once, which a CPU gives only as it is written, and when it is
 full there is another.
 
-Left out: what is kept after a sequence has ended (`prefixes.py`).
+Where many sequences go on from one prompt, it stands in the prefixes once, and their rows hold what is their own.
+
+Left out: attention over the rows (`decoding.py`); what is kept after a sequence has ended (`prefixes.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from tinsmith.engine.attention import additive, attend_once
-from tinsmith.engine.prefixes import Stretch
+from tinsmith.engine.prefixes import Found
 from tinsmith.engine.room import capacity
+from tinsmith.engine.stretches import Read
 
 BANK = 8192
-"""Tokens of a bank's rows."""
+"""Tokens of a bank's rows, at least: a call over a few rows costs little less than one over many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,18 @@ class Row:
     bank: Bank
     row: int
     length: int
+    before: Found = field(default_factory=Found)
+    """What the sequence begins with and shares with others: read where it is."""
+
+    @property
+    def position(self) -> int:
+        """Of the next token in its sequence."""
+        return self.before.length + self.length
+
+    def since(self, first: int) -> tuple[Tensor, Tensor]:
+        """A copy of the sequence's keys and values from a position on; none of it before the row's own."""
+        keys, values = (one[:, :, first - self.before.length :] for one in self.content())
+        return keys.clone(), values.clone()
 
     def content(self) -> tuple[Tensor, Tensor]:
         """Views of its keys and values: [layers, heads, length, width]."""
@@ -53,8 +66,8 @@ class Row:
 class Bank:
     """Up to `most` rows of one capacity; keys and values [layers, most, heads, capacity, width]."""
 
-    def __init__(self, shape: CacheShape, capacity: int) -> None:
-        self.shape, self.capacity, self.most = shape, capacity, max(1, BANK // capacity)
+    def __init__(self, shape: CacheShape, capacity: int, tokens: int = BANK) -> None:
+        self.shape, self.capacity, self.most = shape, capacity, max(1, tokens // capacity)
         self.rows: list[Row] = []
         self._written = 0
         """Rows that ever held something."""
@@ -86,30 +99,28 @@ class Bank:
 
 
 class Cache:
-    """All banks. `tokens` is what their rows could hold."""
+    """All banks. `tokens` is what their rows could hold; `foreseen` what they will hold in all."""
 
-    def __init__(self, shape: CacheShape) -> None:
+    def __init__(self, shape: CacheShape, foreseen: int = 0) -> None:
         self._shape = shape
+        # Where memory that nobody writes costs nothing, a bank may have many rows.
+        self._bank = max(BANK, foreseen // 4) if shape.device.type == "cpu" else BANK
         self._banks: list[Bank] = []
 
     @property
     def tokens(self) -> int:
         return sum(bank.capacity * len(bank.rows) for bank in self._banks)
 
-    def insert(self, content: Sequence[Stretch], kept: Sequence[tuple[Tensor, Tensor]], room: int) -> Row:
-        """A row filled from runs and from what was kept of a pass ([1, heads, C, width] of each layer)."""
-        length = sum(one.stop - one.start for one in content)
-        row, at = self._add(max(room, length), length), 0
-        keys, values = row.content()
-        for one in content:
-            into = slice(at, at + one.stop - one.start)
-            if one.run is not None:
-                keys[:, :, into] = one.run.keys[:, :, one.start : one.stop]
-                values[:, :, into] = one.run.values[:, :, one.start : one.stop]
-            else:
-                for layer, passed in enumerate(kept):
-                    keys[layer, :, into], values[layer, :, into] = one.of(layer, *passed)
-            at = into.stop
+    def insert(self, read: Read, room: int) -> Row:
+        """A row with the keys and values of a prompt, and room for more."""
+        row = self._add(max(room, read.length), read.length)
+        read.write(*row.content())
+        return row
+
+    def open(self, before: Found, room: int) -> Row:
+        """An empty row of a sequence that begins with what others read too."""
+        row = self._add(room, 0)
+        row.before = before
         return row
 
     def copy(self, source: Row) -> Row:
@@ -133,75 +144,13 @@ class Cache:
         wanted = capacity(room)
         bank = next((bank for bank in self._banks if bank.capacity == wanted and not bank.full), None)
         if bank is None:
-            bank = Bank(self._shape, wanted)
+            bank = Bank(self._shape, wanted, self._bank)
             self._banks.append(bank)
         return bank.add(length)
 
     def _filled(self, source: Row, room: int) -> Row:
         row = self._add(room, source.length)
+        row.before = source.before
         for into, content in zip(row.content(), source.content(), strict=True):
             into.copy_(content)
         return row
-
-
-@dataclass(frozen=True, slots=True)
-class _Slice:
-    """One bank's part in a step: which of the step's tokens are its rows', and what each may see."""
-
-    bank: Bank
-    tokens: Tensor
-    """int64 [rows of the bank]: place in the step of row 0, 1, …"""
-    at: Tensor
-    """int64 [rows]: where each row's new token goes."""
-    mask: Tensor
-    """Additive [rows, 1, 1, capacity]."""
-
-
-@dataclass(slots=True)
-class Cached:
-    """The attention context of a decoding step: token b of the step belongs to `rows[b]`, which has room for it."""
-
-    rows: Sequence[Row]
-    _slices: list[_Slice] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        places = {id(row): place for place, row in enumerate(self.rows)}
-        for bank in {id(row.bank): row.bank for row in self.rows}.values():
-            device = bank.shape.device
-            tokens = torch.tensor([places[id(row)] for row in bank.rows], device=device)
-            at = torch.tensor([row.length for row in bank.rows], device=device)
-            seen = torch.arange(bank.capacity, device=device)[None] <= at[:, None]
-            mask = additive(seen, bank.shape.dtype, device)
-            self._slices.append(_Slice(bank, tokens, at, mask[:, None, None]))
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query [1, Hq, B, D], key and value [1, Hkv, B, D] -> [1, B, Hq, D]."""
-        output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
-        for part in self._slices:
-            count = len(part.tokens)
-            order = torch.arange(count, device=query.device)
-            keys, values = part.bank.keys[layer], part.bank.values[layer]
-            keys[order, :, part.at] = key[0, :, part.tokens].transpose(0, 1)
-            values[order, :, part.at] = value[0, :, part.tokens].transpose(0, 1)
-            # Query heads that share a key head stand as rows of one small matrix: [rows, Hkv, Hq / Hkv, D].
-            queries = query[0, :, part.tokens].transpose(0, 1).unflatten(1, (keys.shape[1], -1))
-            found = _attended(queries, keys[:count], values[:count], part.mask, scale)
-            output[0, part.tokens] = found.flatten(1, 2)
-        return output
-
-    def advance(self) -> None:
-        """After the pass: every row is one token longer."""
-        for row in self.rows:
-            row.length += 1
-
-
-def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """query [R, Hkv, G, D], key and value [R, Hkv, L, D] -> [R, Hkv, G, D].
-
-    Written out: with one new token to a row, the CPU's flash kernel takes more than twice as long. Rows are read up to
-    their capacity, since a product over a part of each would first copy it.
-    """
-    if query.device.type != "cpu":
-        return attend_once(query, key, value, mask.expand(-1, 1, query.shape[2], -1), scale)
-    scores = torch.matmul(query, key.transpose(2, 3)).mul_(scale).add_(mask)
-    return torch.matmul(scores.softmax(dim=-1), value)

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tinsmith.engine import attention, batch, flex
 from tinsmith.engine.models import BaseModel
-from tinsmith.engine.prefixes import Found, Run, Stretch
+from tinsmith.engine.prefixes import Found, Run
+from tinsmith.engine.stretches import Stretch
 
 FEW = 128
 """Queries up to which scores are made whole: faster on a CPU than its flash kernel, while they are small."""
@@ -47,22 +48,6 @@ class Prefill:
     """Row key -> where its keys and values are."""
     hidden: dict[int, Tensor]
     """Row key -> int64 [N]: where its positions stand in the pass, 0 for those that it leaves out."""
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """A prompt that has been read: its last hidden state [D], and where its keys and values are."""
-
-    last: Tensor
-    where: tuple[Stretch, ...]
-    kept: Sequence[tuple[Tensor, Tensor]] = ()
-    """Of the pass, layer by layer."""
-
-
-def whole(found: Found) -> Read:
-    """A prompt that was read before."""
-    assert found.last is not None
-    return Read(found.last, tuple(Stretch(run, 0, count) for run, count in found.pieces))
 
 
 def prefill(prompts: Sequence[Prompt], base: BaseModel) -> Prefill:
@@ -172,7 +157,7 @@ def _parts(forest: batch.Forest, chosen: np.ndarray, places: _Places, base: Base
             allowed = whole[chosen[first:last] - job.start]
             keys = int(np.flatnonzero(allowed.any(0))[-1]) + 1
             seen = places.stretches(path[:keys])
-            edges = np.cumsum([0, *(one.stop - one.start for one in seen)])
+            edges = np.cumsum([0, *(one.length for one in seen)])
             masks = [allowed[:, low:high] for low, high in pairwise(edges)]
             yield _Part(first, last, seen, tuple(_additive(mask, base) for mask in masks))
 

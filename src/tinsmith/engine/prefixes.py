@@ -5,13 +5,14 @@ A tree for each trunk (a version's life and a space: what may share at all). Its
 on its parent where it leaves it, which may be in the middle, so nothing is ever split and nothing is kept twice. The
 run that was used least lately goes first; a parent counts as used after its children, so that one is always a leaf.
 
-Left out: sequences that are running. They have rows of their own (`cache.py`), copied from here, so whatever is dropped
-here is never missed by one.
+Left out: sequences that are running. They have rows of their own (`cache.py`), copied from here, or hold what they read
+here, which is then not dropped.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,18 +50,17 @@ class Found:
         return sum(count for _, count in self.pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Tokens from start to stop of a run, or of the pass at hand."""
+Content = Callable[[int], tuple[Tensor, Tensor]]
+"""A sequence's keys and values [layers, heads, N, width] from a position on, in memory of their own."""
 
-    run: Run | None
-    start: int
-    stop: int
 
-    def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Their keys and values in a layer [heads, N, width]; those of the pass are [1, heads, C, width]."""
-        keys, values = (key[0], value[0]) if self.run is None else (self.run.keys[layer], self.run.values[layer])
-        return keys[:, self.start : self.stop], values[:, self.start : self.stop]
+@dataclass(slots=True)
+class _Held:
+    """A run that so many running sequences read, of a trunk that lives, or lived."""
+
+    run: Run
+    trunk: Trunk | None
+    readers: int = 0
 
 
 class Prefixes:
@@ -71,7 +71,8 @@ class Prefixes:
         self._tops: dict[Trunk, dict[int, Run]] = {}
         """Runs that begin a sequence, by their first token."""
         self._order: OrderedDict[int, tuple[Trunk, Run]] = OrderedDict()
-        """Least lately used first, by the run's identity."""
+        """Least lately used first, by the run's identity; but for those that are held."""
+        self._held: dict[int, _Held] = {}
 
     def find(self, trunk: Trunk, tokens: np.ndarray, most: int) -> Found:
         """The longest known beginning of `tokens` (int32 [N]), of `most` tokens at most."""
@@ -98,14 +99,13 @@ class Prefixes:
             run, count = path[-1]
             run.ends.setdefault(count, last.clone())
 
-    def add(self, trunk: Trunk, tokens: np.ndarray, keys: Tensor, values: Tensor) -> None:
-        """Keep what is new of a sequence: tokens int32 [N], keys and values [layers, heads, N, width], copied."""
+    def add(self, trunk: Trunk, tokens: np.ndarray, content: Content) -> None:
+        """Keep what is new of a sequence: tokens int32 [N], and what gives their keys and values."""
         path = self._walk(trunk, tokens)
         known = sum(count for _, count in path)
         if known < len(tokens):
             parent, at = path[-1] if path else (None, 0)
-            rest = slice(known, len(tokens))
-            run = Run(tokens[rest].copy(), keys[:, :, rest].clone(), values[:, :, rest].clone(), parent, at)
+            run = Run(tokens[known:].copy(), *content(known), parent, at)
             if parent is None:
                 self._tops.setdefault(trunk, {})[int(tokens[0])] = run
             else:
@@ -114,6 +114,31 @@ class Prefixes:
             self._order[id(run)] = (trunk, run)
             path.append((run, len(run.tokens)))
         self.touch(Found(tuple(path)))
+
+    @property
+    def held(self) -> int:
+        """Tokens that running sequences read: they are not dropped."""
+        return sum(len(one.run.tokens) for one in self._held.values())
+
+    def hold(self, trunk: Trunk, found: Found) -> None:
+        """A running sequence reads it where it is, until it is let go."""
+        for run, _ in found.pieces:
+            if id(run) not in self._held:
+                del self._order[id(run)]
+            self._held.setdefault(id(run), _Held(run, trunk)).readers += 1
+
+    def let_go(self, found: Found) -> None:
+        """One reader less; what was dropped meanwhile is gone with its last."""
+        for run, _ in reversed(found.pieces):
+            held = self._held[id(run)]
+            held.readers -= 1
+            if held.readers:
+                continue
+            del self._held[id(run)]
+            if held.trunk is None:
+                self.tokens -= len(run.tokens)
+            else:
+                self._order[id(run)] = (held.trunk, run)
 
     def touch(self, found: Found) -> None:
         """It was used now."""
@@ -133,8 +158,8 @@ class Prefixes:
                 self._order.move_to_end(id(run), last=False)
 
     def shrink(self, most: int) -> None:
-        """Drop runs until they hold `most` tokens at most."""
-        while self.tokens > max(most, 0):
+        """Drop runs until they hold `most` tokens at most, or all are held."""
+        while self.tokens > max(most, 0) and self._order:
             _, (trunk, run) = self._order.popitem(last=False)
             self.tokens -= len(run.tokens)
             if run.parent is not None:
@@ -148,6 +173,9 @@ class Prefixes:
         """Forget a version's runs: those of trunks that begin with its name."""
         for trunk in [trunk for trunk in self._tops if trunk[0] == version]:
             del self._tops[trunk]
+        for held in self._held.values():
+            if held.trunk is not None and held.trunk[0] == version:
+                held.trunk = None
         for key in [key for key, (trunk, _) in self._order.items() if trunk[0] == version]:
             _, run = self._order.pop(key)
             self.tokens -= len(run.tokens)

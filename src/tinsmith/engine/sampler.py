@@ -9,6 +9,7 @@ whoever goes on from there. Between rounds the trainer has its turn.
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -19,12 +20,14 @@ from torch import Tensor
 from tinsmith.engine import batch, choice, lora, prompts
 from tinsmith.engine.asks import Answer, Ask, ask_of, asks_of
 from tinsmith.engine.base import Heard, Sampled, SampleRequest
-from tinsmith.engine.cache import Cache, Cached, CacheShape, Row
+from tinsmith.engine.cache import Cache, CacheShape, Row
+from tinsmith.engine.decoding import Cached
 from tinsmith.engine.head import Head
 from tinsmith.engine.models import BaseModel
-from tinsmith.engine.prefill import Prompt, Read, prefill, whole
-from tinsmith.engine.prefixes import Found, Prefixes
-from tinsmith.engine.room import ANSWERS
+from tinsmith.engine.prefill import Prompt, prefill
+from tinsmith.engine.prefixes import Content, Found, Prefixes
+from tinsmith.engine.room import ANSWERS, shares
+from tinsmith.engine.stretches import Read, whole
 from tinsmith.engine.turns import Turns
 from tinsmith.engine.versions import Versions
 from tinsmith.errors import EngineError, Gone, TinsmithError
@@ -40,7 +43,7 @@ class TorchSampler:
         self._base, self._router, self._turns = base, router, turns
         self._pass_tokens, self._cache_tokens = pass_tokens, cache_tokens
         self._head = Head(base.head)
-        self._cache, self._prefixes = Cache(_cache_shape(base)), Prefixes()
+        self._cache, self._prefixes = Cache(_cache_shape(base), cache_tokens), Prefixes()
         self._waiting: list[Ask] = []
         self._running: list[Answer] = []
         self._driver: asyncio.Task[None] | None = None
@@ -97,8 +100,7 @@ class TorchSampler:
     def _leave(self, asks: Sequence[Ask]) -> None:
         """Take requests out of the batch, as if they had never been in it."""
         for answer in [answer for ask in asks for answer in ask.answers]:
-            if answer.row is not None:
-                self._cache.remove(answer.row)
+            self._free(answer)
             answer.restart()
         self._running = [answer for answer in self._running if answer.ask not in asks]
         self._waiting = [ask for ask in self._waiting if ask not in asks]
@@ -113,7 +115,7 @@ class TorchSampler:
         """As many of those who wait, oldest first, as fit a pass, the cache and the step; one at least when idle."""
         admitted: list[Ask] = []
         most = self._pass_tokens * (1 if self._running else FIRST)
-        passed, cached, running = 0, self._cache.tokens, len(self._running)
+        passed, cached, running = 0, self._cache.tokens + self._prefixes.held, len(self._running)
         for ask in self._waiting:
             passed += len(ask.request.prompt) - self._found(ask).length
             cached, running = cached + len(ask.answers) * ask.room, running + len(ask.answers)
@@ -175,25 +177,43 @@ class TorchSampler:
         return [read[key] for key in range(len(asks))]
 
     def _enter(self, asks: Sequence[Ask], read: Sequence[Read]) -> None:
-        """Give the unfinished answers their rows: each request's first from what was read, the others copied."""
-        for ask, known in zip(asks, read, strict=True):
-            going = [answer for answer in ask.answers if answer.stop_reason is None]
-            for answer in going:
-                first = going[0].row
-                answer.row = self._cache.copy(first) if first else self._cache.insert(known.where, known.kept, ask.room)
-            self._running.extend(going)
-            if going:
-                self._remember(going[0], ask.request.prompt)
+        """Give the unfinished answers their rows, and remember the prompts."""
+        going = [[answer for answer in ask.answers if answer.stop_reason is None] for ask in asks]
+        for ask, known, answers in zip(asks, read, going, strict=True):
+            if answers:
+                self._remember(ask, ask.request.prompt, known.since)
                 self._prefixes.mark(ask.trunk, ask.request.prompt, known.last)
-                self._prefixes.lend(self._found(ask))
-        self._prefixes.shrink(self._cache_tokens - self._cache.tokens)
+            self._running.extend(answers)
+        found = [self._prefixes.find_whole(ask.trunk, ask.request.prompt) or Found() for ask in asks]
+        readers = Counter(known.pieces for known, answers in zip(found, going, strict=True) for _ in answers)
+        for ask, known, where, answers in zip(asks, found, read, going, strict=True):
+            if self._base.device.type == "cpu" and shares(known.length, len(known.pieces), readers[known.pieces]):
+                for answer in answers:
+                    answer.row = self._cache.open(known, ask.tail)
+                    self._prefixes.hold(ask.trunk, known)
+                continue
+            for answer in answers:
+                first = answers[0].row
+                answer.row = self._cache.copy(first) if first else self._cache.insert(where, ask.room)
+            self._prefixes.lend(known)
+        self._shrink()
 
-    def _remember(self, answer: Answer, tokens: np.ndarray) -> None:
-        """Keep the tokens that an answer's row holds, if its version still lives."""
-        ask, row = answer.ask, answer.row
+    def _remember(self, ask: Ask, tokens: np.ndarray, content: Content) -> None:
+        """Keep what was read and said, if its version still lives."""
         version = ask.request.version
-        if row is not None and (version is None or self.versions.life(version) == ask.life):
-            self._prefixes.add(ask.trunk, tokens, *row.content())
+        if version is None or self.versions.life(version) == ask.life:
+            self._prefixes.add(ask.trunk, tokens, content)
+
+    def _free(self, answer: Answer) -> None:
+        """It needs its row no more."""
+        if answer.row is not None:
+            self._prefixes.let_go(answer.row.before)
+            self._cache.remove(answer.row)
+            answer.row = None
+
+    def _shrink(self) -> None:
+        """Rows go first; what is remembered has the rest."""
+        self._prefixes.shrink(self._cache_tokens - self._cache.tokens)
 
     def _step(self) -> None:
         """One more token for everyone."""
@@ -204,13 +224,13 @@ class TorchSampler:
             assert answer.row is not None
             answer.row = self._cache.ensure(answer.row)
             rows.append(answer.row)
-        self._prefixes.shrink(self._cache_tokens - self._cache.tokens)
+        self._shrink()
         placed = _placed([answer.ask.weights for answer in going])
         context = Cached(rows)
         with self._router.using(placed):
             hidden = self._base.hidden(
                 torch.tensor([answer.tokens[-1] for answer in going], device=self._base.device),
-                torch.tensor([row.length for row in rows], device=self._base.device),
+                torch.tensor([row.position for row in rows], device=self._base.device),
                 context,
             )
         context.advance()
@@ -245,12 +265,11 @@ class TorchSampler:
         if not finished:
             return
         self._running = [answer for answer in self._running if answer.stop_reason is None]
-        for answer in finished:
+        for answer in reversed(finished):  # the last rows of a bank leave first, so that none must move
             if answer.row is not None:
-                self._remember(answer, answer.read())
-                self._cache.remove(answer.row)
-                answer.row = None
-        self._prefixes.shrink(self._cache_tokens - self._cache.tokens)
+                self._remember(answer.ask, answer.read(), answer.row.since)
+                self._free(answer)
+        self._shrink()
         for ask in asks_of(finished):
             ask.finish()
 
