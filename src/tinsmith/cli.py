@@ -41,6 +41,10 @@ app.command("tinsmith.cli_machine:doctor", name="doctor", help="Look at this mac
 Overrides = Annotated[
     str, Parameter(help="Settings laid on top, as steps=20 or model.rank=8.", allow_leading_hyphen=False)
 ]
+Recompute = Annotated[
+    Literal["auto", "always", "never"],
+    Parameter(help="Activations again in the backward: more work, less memory; auto does so for very long rows."),
+]
 
 
 @app.command
@@ -59,6 +63,7 @@ def serve(
     vllm_python: Annotated[Path | None, Parameter(help="Of vLLM's venv; .venv-vllm/bin/python if not given.")] = None,
     threads: int | None = None,
     sharing: Literal["latency", "throughput"] | None = None,
+    recompute: Recompute | None = None,
     log_format: Literal["text", "json"] | None = None,
 ) -> None:
     """Serve the Tinker API on this machine until interrupted.
@@ -98,7 +103,7 @@ def serve(
     options = {
         "models": model, "host": host, "port": port, "data": data, "database": database, "api_key": api_key,
         "dtype": dtype, "device": device, "threads": threads, "sharing": sharing, "sampler": sampler,
-        "log_format": log_format,
+        "recompute": recompute, "log_format": log_format,
     }  # fmt: skip
     overrides = (*overrides, f"vllm.python={vllm_python}") if vllm_python else overrides
     settings = _serve_settings(config, overrides, options)

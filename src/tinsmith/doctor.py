@@ -87,9 +87,10 @@ def _sdk(_config: ServeConfig) -> Finding:
 
 
 def _memory(_config: ServeConfig) -> Finding:
-    pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
-    free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
-    what = f"{free / GIB:.1f} GiB {'free' if pages.startswith('SC_AV') else 'in all'}"
+    from tinsmith.engine.memory import free_bytes
+
+    free = free_bytes()
+    what = f"{free / GIB:.1f} GiB free"
     if free < 2 * GIB:
         return Finding("warn", "memory", what, "A model of 135M parameters takes 2 GiB: end other programs.")
     return Finding("ok", "memory", what)

@@ -40,6 +40,8 @@ class ModelCard:
     eos_token_ids: tuple[int, ...]
     dtype: str
     device: str
+    pass_tokens: int = 0
+    """Packed tokens in a micro-batch of training, as chosen; 0 where nothing is packed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

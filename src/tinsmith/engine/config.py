@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -13,6 +13,7 @@ DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 Recompute = Literal["auto", "always", "never"]
+PassTokens = Literal["auto"] | Annotated[int, Field(ge=1)]
 
 
 class VllmConfig(Settings):
@@ -61,12 +62,13 @@ class EngineConfig(Settings):
     threads: int = 0
     """CPU threads for tensor work; 0 is one for each core."""
 
-    pass_tokens: int = 768
-    """Packed tokens in one micro-batch of training; bounds the memory that activations take."""
+    pass_tokens: PassTokens = "auto"
+    """Packed tokens in one micro-batch of training; bounds the memory that activations take. Auto is what fits a
+    quarter of the memory that is free once the model is loaded: at most 768 on a CPU, 8192 on a GPU."""
 
     recompute: Recompute = "auto"
     """Whether a layer's activations are computed again in the backward instead of kept: a third more work, a tenth of
-    the memory. Auto does it for rows of more than twice `pass_tokens`."""
+    the memory. Auto does it for rows of more than twice a micro-batch's tokens."""
 
     cache_tokens: int = 32768
     """Tokens that the sampler's cache may hold; requests beyond it wait."""

@@ -6,11 +6,12 @@ Neither computes while the other does: each hands the turn over between micro-ba
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from tinsmith.engine import hardware, layers, lora, models
+from tinsmith.engine import budget, hardware, layers, lora, models, recompute
 from tinsmith.engine.base import AdamParams, Heard, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.memory import Trimmer
@@ -32,12 +33,15 @@ class TorchEngine:
         policy = POLICIES[config.sharing]
         router, turns = lora.adapt(base), Turns(policy)
         base = layers.take_over(base)
-        self._card = base.card
         self._trim = Trimmer()
-        budget = min(config.pass_tokens, policy.tokens or config.pass_tokens)
-        self.trainer = TorchTrainer(base, router, turns, budget, config.recompute)
-        self.sampler = TorchSampler(base, router, turns, config.pass_tokens, config.cache_tokens)
         hardware.warm(base)
+        switch = recompute.install(base)
+        with switch.set(config.recompute == "always"):
+            tokens = budget.chosen(config.pass_tokens, base, router)
+        packed = max(1, round(policy.share * tokens))
+        self._card = replace(base.card, pass_tokens=packed)
+        self.trainer = TorchTrainer(base, router, turns, packed, switch, config.recompute)
+        self.sampler = TorchSampler(base, router, turns, tokens, config.cache_tokens)
 
     @property
     def card(self) -> ModelCard:

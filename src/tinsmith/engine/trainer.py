@@ -21,7 +21,7 @@ from tinsmith.engine.config import Recompute
 from tinsmith.engine.head import Head, Slopes
 from tinsmith.engine.live import Captured, Model
 from tinsmith.engine.models import BaseModel
-from tinsmith.engine.recompute import install
+from tinsmith.engine.recompute import Switch
 from tinsmith.engine.turns import Turns
 from tinsmith.engine.work import Work
 from tinsmith.errors import EngineError, NotFound, TinsmithError
@@ -34,10 +34,16 @@ class TorchTrainer:
     """Implements `engine.base.Trainer`; `capture` is what the sampler takes."""
 
     def __init__(
-        self, base: BaseModel, router: lora.Router, turns: Turns, pass_tokens: int, recompute: Recompute = "auto"
+        self,
+        base: BaseModel,
+        router: lora.Router,
+        turns: Turns,
+        pass_tokens: int,
+        switch: Switch,
+        recompute: Recompute,
     ) -> None:
         self._base, self._router, self._turns, self._pass_tokens = base, router, turns, pass_tokens
-        self._switch, self._recompute = install(base), recompute
+        self._switch, self._recompute = switch, recompute
         self._head = Head(base.head, base.narrow_head)
         self._models: dict[str, Model] = {}
         self._lock = asyncio.Lock()

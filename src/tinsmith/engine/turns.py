@@ -38,12 +38,12 @@ class Policy:
     """Seconds of a spell of training; at least one micro-batch."""
     weight: float
     """A spell of sampling is so many times as long as the spell of training before it; at least one step."""
-    tokens: int | None = None
-    """The most packed tokens in a micro-batch; None: as many as memory allows."""
+    share: float = 1.0
+    """Of `pass_tokens` in a micro-batch: smaller ones hand the device over sooner."""
 
 
 POLICIES: Mapping[Sharing, Policy] = {
-    "latency": Policy(stretch=0.0, weight=3.0, tokens=512),
+    "latency": Policy(stretch=0.0, weight=3.0, share=2 / 3),
     "throughput": Policy(stretch=2.0, weight=1.0),
 }
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig, Recompute, VllmConfig
+from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig, PassTokens, Recompute, VllmConfig
 from tinsmith.settings import Settings
 
 _ENGINE = EngineConfig()
@@ -65,12 +65,13 @@ class ServeConfig(Settings):
     threads: int = 0
     """CPU threads for tensor work; 0 is one for each core."""
 
-    pass_tokens: int = _ENGINE.pass_tokens
-    """Packed tokens in one micro-batch of training; bounds the memory that activations take."""
+    pass_tokens: PassTokens = _ENGINE.pass_tokens
+    """Packed tokens in one micro-batch of training; bounds the memory that activations take. Auto is what fits a
+    quarter of the memory that is free once the model is loaded: at most 768 on a CPU, 8192 on a GPU."""
 
     recompute: Recompute = _ENGINE.recompute
     """Whether a layer's activations are computed again in the backward instead of kept: a third more work, a tenth of
-    the memory. Auto does it for rows of more than twice `pass_tokens`."""
+    the memory. Auto does it for rows of more than twice a micro-batch's tokens."""
 
     cache_tokens: int = _ENGINE.cache_tokens
     """Tokens that a sampler's cache may hold; requests beyond it wait."""

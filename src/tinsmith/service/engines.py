@@ -109,6 +109,7 @@ class EngineHost:
         """Start the engine. Raises what its start raises."""
         self._started = await self._start(self.config)
         self._card = self._started.engine.card
+        log.info("%s is loaded: %s", self.config.source, _described(self._card))
         self.starts += 1
         self.known = set()
         self._ready.set()
@@ -149,3 +150,8 @@ class EngineHost:
         if version in self.known and self.is_up:
             self.known.discard(version)
             await self.engine.detach(version)
+
+
+def _described(card: ModelCard) -> str:
+    packed = f", micro-batches of {card.pass_tokens} tokens" if card.pass_tokens else ""
+    return f"{card.dtype} on {card.device}{packed}"
