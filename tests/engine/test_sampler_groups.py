@@ -48,6 +48,21 @@ def test_a_group_s_rows_hold_what_is_their_own(engine: Any, wait: Any, space: st
     assert sampler._prefixes.held == sampler._cache.tokens == 0
 
 
+def test_a_group_counts_for_what_it_takes(engine_of: Any, wait: Any, space: str):
+    """Two groups run at once where not one would have room for a prompt in each of its rows."""
+    engine = engine_of("llama", cache_tokens=3000)
+    looks: list[int] = []
+
+    async def both() -> None:
+        requests = [ask((seed, *PROMPT), num_samples=8, max_tokens=30, space=space) for seed in (5, 6)]
+        await asyncio.gather(
+            *(engine.sample(one, lambda _: looks.append(len(engine.sampler._running))) for one in requests)
+        )
+
+    wait(both())
+    assert max(looks) == 16
+
+
 def test_requests_with_one_prompt_and_others_in_one_batch(engine: Any, engine_of: Any, wait: Any, space: str):
     """Single requests share too; some prompts go on from a shared one, some are alone, one is asked about."""
     fresh = engine_of("llama", cache_tokens=1)

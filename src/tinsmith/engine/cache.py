@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from tinsmith.engine import lora
+from tinsmith.engine.models import BaseModel
 from tinsmith.engine.prefixes import Found
 from tinsmith.engine.room import capacity
 from tinsmith.engine.stretches import Read
@@ -36,6 +38,19 @@ class CacheShape:
     width: int
     dtype: torch.dtype
     device: torch.device
+
+
+def shape_of(base: BaseModel) -> CacheShape:
+    """Of a base model's keys and values."""
+    config = base.model.config
+    key = next(one for one in base.model.modules() if isinstance(one, lora.LoraLinear) and one.name.endswith("k_proj"))
+    return CacheShape(
+        layers=config.num_hidden_layers,
+        heads=config.num_key_value_heads,
+        width=key.weight.shape[0] // config.num_key_value_heads,
+        dtype=base.dtype,
+        device=base.device,
+    )
 
 
 @dataclass(eq=False, slots=True)

@@ -20,13 +20,13 @@ from torch import Tensor
 from tinsmith.engine import batch, choice, lora, prompts
 from tinsmith.engine.asks import Answer, Ask, ask_of, asks_of
 from tinsmith.engine.base import Heard, Sampled, SampleRequest
-from tinsmith.engine.cache import Cache, CacheShape, Row
+from tinsmith.engine.cache import Cache, Row, shape_of
 from tinsmith.engine.decoding import Cached
 from tinsmith.engine.head import Head
 from tinsmith.engine.models import BaseModel
 from tinsmith.engine.prefill import Prompt, prefill
 from tinsmith.engine.prefixes import Content, Found, Prefixes
-from tinsmith.engine.room import ANSWERS, shares
+from tinsmith.engine.room import ANSWERS, room, shares
 from tinsmith.engine.stretches import Read, whole
 from tinsmith.engine.turns import Turns
 from tinsmith.engine.versions import Versions
@@ -43,7 +43,7 @@ class TorchSampler:
         self._base, self._router, self._turns = base, router, turns
         self._pass_tokens, self._cache_tokens = pass_tokens, cache_tokens
         self._head = Head(base.head)
-        self._cache, self._prefixes = Cache(_cache_shape(base), cache_tokens), Prefixes()
+        self._cache, self._prefixes = Cache(shape_of(base), cache_tokens), Prefixes()
         self._waiting: list[Ask] = []
         self._running: list[Answer] = []
         self._driver: asyncio.Task[None] | None = None
@@ -117,8 +117,10 @@ class TorchSampler:
         most = self._pass_tokens * (1 if self._running else FIRST)
         passed, cached, running = 0, self._cache.tokens + self._prefixes.held, len(self._running)
         for ask in self._waiting:
-            passed += len(ask.request.prompt) - self._found(ask).length
-            cached, running = cached + len(ask.answers) * ask.room, running + len(ask.answers)
+            found, length, answers = self._found(ask), len(ask.request.prompt), len(ask.answers)
+            together = self._together(length, len(found.pieces) + 1, answers)
+            passed, running = passed + length - found.length, running + answers
+            cached += room(length, answers, ask.limit, together)
             crowded = cached > self._cache_tokens or running > ANSWERS
             if (admitted and passed > most) or (crowded and (admitted or self._running)):
                 break
@@ -187,7 +189,7 @@ class TorchSampler:
         found = [self._prefixes.find_whole(ask.trunk, ask.request.prompt) or Found() for ask in asks]
         readers = Counter(known.pieces for known, answers in zip(found, going, strict=True) for _ in answers)
         for ask, known, where, answers in zip(asks, found, read, going, strict=True):
-            if self._base.device.type == "cpu" and shares(known.length, len(known.pieces), readers[known.pieces]):
+            if self._together(known.length, len(known.pieces), readers[known.pieces]):
                 for answer in answers:
                     answer.row = self._cache.open(known, ask.tail)
                     self._prefixes.hold(ask.trunk, known)
@@ -197,6 +199,10 @@ class TorchSampler:
                 answer.row = self._cache.copy(first) if first else self._cache.insert(where, ask.room)
             self._prefixes.lend(known)
         self._shrink()
+
+    def _together(self, length: int, pieces: int, answers: int) -> bool:
+        """Whether answers read their prompt where it is."""
+        return self._base.device.type == "cpu" and shares(length, pieces, answers)
 
     def _remember(self, ask: Ask, tokens: np.ndarray, content: Content) -> None:
         """Keep what was read and said, if its version still lives."""
@@ -283,15 +289,3 @@ def _placed(weights: Sequence[lora.Weights | None]) -> list[lora.Placed]:
             placed.append((members[0], at, at + len(members)))
         at += len(members)
     return placed
-
-
-def _cache_shape(base: BaseModel) -> CacheShape:
-    config = base.model.config
-    key = next(one for one in base.model.modules() if isinstance(one, lora.LoraLinear) and one.name.endswith("k_proj"))
-    return CacheShape(
-        layers=config.num_hidden_layers,
-        heads=config.num_key_value_heads,
-        width=key.weight.shape[0] // config.num_key_value_heads,
-        dtype=base.dtype,
-        device=base.device,
-    )
