@@ -134,16 +134,14 @@ def run(
     """
     from rich.console import Console
 
-    from tinsmith.cli_config import tell
+    from tinsmith.cli_config import tell, with_plugins
     from tinsmith.dialects import read_run
 
     if config is None and not words:
         raise ConfigError("tinsmith run needs a run file.", "As in: tinsmith run examples/addition.yaml")
     file, overrides = (config, words) if config else (Path(words[0]), words[1:])
-    if plugin_dir is not None:
-        overrides = (*overrides, f"plugins={plugin_dir}")
     console = Console()
-    found = read_run(file, overrides)
+    found = read_run(file, with_plugins(overrides, plugin_dir))
     tell(found, console)
     if found.settings.mode in ("explore", "bench"):
         _sample(found.settings, console)
@@ -155,7 +153,9 @@ def run(
 
 @app.command
 def debug(
-    *words: Annotated[str, Parameter(name="FILE [KEY=VALUE]", allow_leading_hyphen=False)], config: Path | None = None
+    *words: Annotated[str, Parameter(name="FILE [KEY=VALUE]", allow_leading_hyphen=False)],
+    config: Path | None = None,
+    plugin_dir: Path | None = None,
 ) -> None:
     """Try one task of a run file once and show everything: messages, tokens, logprobs, reward, times. Trains nothing.
 
@@ -165,13 +165,15 @@ def debug(
         The run file, then settings laid on top, as for tinsmith run.
     config
         The run file, in place of the first word.
+    plugin_dir
+        As for tinsmith run.
     """
     import asyncio
     from tempfile import TemporaryDirectory
 
     from rich.console import Console
 
-    from tinsmith.cli_config import tell
+    from tinsmith.cli_config import tell, with_plugins
     from tinsmith.dialects import read_run
     from tinsmith.rl import debug as look
 
@@ -179,7 +181,7 @@ def debug(
         raise ConfigError("tinsmith debug needs a run file.", "As in: tinsmith debug examples/addition.yaml")
     file, overrides = (config, words) if config else (Path(words[0]), words[1:])
     console = Console()
-    found = read_run(file, overrides)
+    found = read_run(file, with_plugins(overrides, plugin_dir))
     tell(found, console)
     with TemporaryDirectory() as folder, ExitStack() as stack:
         settings = found.settings.model_copy(update={"folder": folder})

@@ -26,8 +26,10 @@ Overrides = Annotated[
     str, Parameter(help="Settings laid on top, as steps=20 or model.rank=8.", allow_leading_hyphen=False)
 ]
 
+PluginDir = Annotated[Path | None, Parameter(help="A folder of Python files, as for tinsmith run.")]
 
-def check(file: Path, /, *overrides: Overrides) -> None:
+
+def check(file: Path, /, *overrides: Overrides, plugin_dir: PluginDir = None) -> None:
     """Look at a run file without starting anything: is it in order, and what of it has no meaning here?
 
     Ends with 0, or with 2 and every fault, each with its cure.
@@ -37,7 +39,7 @@ def check(file: Path, /, *overrides: Overrides) -> None:
     file
         A run file of ours (YAML or TOML), or of Trinity-RFT (YAML).
     """
-    found = _read(file, overrides)
+    found = _read(file, with_plugins(overrides, plugin_dir))
     run = found.settings
     long = f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs"
     kind = f", a file of {found.dialect}" if found.dialect else ""
@@ -46,7 +48,7 @@ def check(file: Path, /, *overrides: Overrides) -> None:
 
 
 @config.command
-def show(file: Path, /, *overrides: Overrides) -> None:
+def show(file: Path, /, *overrides: Overrides, plugin_dir: PluginDir = None) -> None:
     """Print the whole run that a file means: every setting, in our own form.
 
     Parameters
@@ -54,12 +56,12 @@ def show(file: Path, /, *overrides: Overrides) -> None:
     file
         A run file of ours (YAML or TOML), or of Trinity-RFT (YAML).
     """
-    found = _read(file, overrides)
+    found = _read(file, with_plugins(overrides, plugin_dir))
     sys.stdout.write(_yaml(found.settings.model_dump(mode="json")))
 
 
 @config.command
-def convert(file: Path, /, *overrides: Overrides, out: Path | None = None) -> None:
+def convert(file: Path, /, *overrides: Overrides, out: Path | None = None, plugin_dir: PluginDir = None) -> None:
     """Write a run file in our own form; running it is the same run, and its folder the same.
 
     Parameters
@@ -69,7 +71,7 @@ def convert(file: Path, /, *overrides: Overrides, out: Path | None = None) -> No
     out
         Where to; standard output if not given. A file that is there already is refused.
     """
-    found = _read(file, overrides)
+    found = _read(file, with_plugins(overrides, plugin_dir))
     text = _yaml(_plain(found.settings))
     if out is None:
         sys.stdout.write(text)
@@ -77,6 +79,11 @@ def convert(file: Path, /, *overrides: Overrides, out: Path | None = None) -> No
     if out.exists():
         raise ConfigError(f"{out} is there already.", "Remove it, or name another file.")
     out.write_text(text, encoding="utf-8")
+
+
+def with_plugins(overrides: Sequence[str], folder: Path | None) -> tuple[str, ...]:
+    """The words with `--plugin-dir` as one of them."""
+    return (*overrides, f"plugins={folder}") if folder is not None else tuple(overrides)
 
 
 def tell(found: Read, console: Console) -> None:

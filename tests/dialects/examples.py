@@ -20,6 +20,11 @@ MIXES: Pairs = (
 EVALUATED: Pairs = ((f"{EVAL}.path", "held.jsonl"),)
 AUXILIARY = "explorer.auxiliary_models[]"
 
+JUDGED: Pairs = (
+    ("buffer.explorer_input.default_workflow_type", "math_rm_workflow"),
+    (f"{AUXILIARY}.model_path", "judge"),
+)
+
 LIVE: Pairs = (("synchronizer.sync_style", "fully_async"),)
 
 OPERATOR = "data_processor.experience_pipeline.operators[]"
@@ -32,6 +37,8 @@ EXAMPLES: dict[str, tuple[Any, Pairs]] = {
     "monitor.monitor_args": ({"base_url": "http://here"}, (("monitor.monitor_type", "wandb"),)),
     "buffer.explorer_input.default_workflow_type": ("math_boxed_workflow", ()),
     "buffer.explorer_input.default_reward_fn_type": ("countdown_reward", ()),
+    "mode": ("explore", ()),
+    "log.level": ("debug", ()),
     "project": ("mine", ()),
     "group": ("these", ()),
     "name": ("another", ()),
@@ -120,6 +127,13 @@ EXAMPLES: dict[str, tuple[Any, Pairs]] = {
     "explorer.dynamic_timeout.warmup_min_steps": (3, (("explorer.dynamic_timeout.enable", True),)),
     "explorer.dynamic_timeout.ratio": (5.0, (("explorer.dynamic_timeout.enable", True),)),
     f"{AUXILIARY}.model_path": ("teacher", (("algorithm.algorithm_type", "jsd"), (f"{AUXILIARY}.model_path", "one"))),
+    f"{AUXILIARY}.max_response_tokens": (9, JUDGED),
+    "explorer.bench_on_latest_checkpoint": (True, (*EVALUATED, ("mode", "bench"))),
+    "explorer.rollout_model.enable_thinking": (False, ()),
+    "buffer.explorer_input.default_eval_workflow_type": ("math_boxed_workflow", EVALUATED),
+    f"{EVAL}.default_workflow_type": ("math_boxed_workflow", EVALUATED),
+    f"{EVAL}.rollout_args.top_p": (0.5, EVALUATED),
+    f"{EVAL}.rollout_args.top_k": (5, EVALUATED),
     f"{EVAL}.repeat_times": (4, EVALUATED),
     f"{EVAL}.default_reward_fn_type": ("accuracy_reward", EVALUATED),
 }
@@ -135,8 +149,12 @@ _TASKSET: dict[str, tuple[Any, Pairs]] = {
     "format.system_prompt": ("Be brief.", ()),
     "format.system_prompt_key": ("system", ()),
     "format.reply_prefix": ("<think>", ()),
+    "format.enable_thinking": (True, ()),
+    "format.chat_template": ("{{ messages }}", ()),
     "rollout_args.temperature": (0.5, ()),
     "rollout_args.max_tokens": (4, ()),
+    "workflow_args": ({"with_think": True}, (("default_workflow_type", "math_boxed_workflow"),)),
+    "reward_fn_args": ({"pattern": "yes"}, (("default_reward_fn_type", "format_reward"),)),
 }
 _TRAINED: dict[str, tuple[Any, Pairs]] = {
     "default_workflow_type": ("math_boxed_workflow", ()),
@@ -185,6 +203,8 @@ _BUFFER: dict[str, tuple[Any, Pairs]] = {
     "format.system_prompt_key": ("system", ()),
     "format.reply_prefix": ("<think>", ()),
     "format.enable_concatenated_multi_turn": (True, ()),
+    "format.enable_thinking": (True, ()),
+    "format.chat_template": ("{{ messages }}", ()),
     **{f"data_selector.{key}": _TRAINED[f"data_selector.{key}"] for key in ("selector_type", "feature_keys", "kwargs")},
 }
 OWN, OTHER = "buffer.trainer_input.experience_buffer", "buffer.trainer_input.auxiliary_buffers.*"
@@ -194,6 +214,7 @@ LEARNS: Pairs = (
     (f"{OWN}.storage_type", "file"),
     (f"{OWN}.path", "chats.jsonl"),
 )
+LEARNED: Pairs = (("mode", "train"), ("buffer.train_batch_size", 8))
 BESIDE: Pairs = (
     ("algorithm.algorithm_type", "mix"),
     ("algorithm.sample_strategy_args", {"sft_dataset_name": "some"}),
@@ -205,10 +226,18 @@ EXAMPLES |= _at(OTHER, _BUFFER, BESIDE)
 for key in ("chosen_key", "rejected_key"):
     EXAMPLES[f"{OWN}.format.{key}"] = ("reply", (*LEARNS, ("algorithm.algorithm_type", "dpo")))
 
+REPLAYED: Pairs = ((f"{OWN}.replay_buffer.enable", True),)
+EXAMPLES |= {
+    f"{OWN}.replay_buffer.enable": (True, ()),
+    f"{OWN}.replay_buffer.priority_fn": ("decay_limit_randomization", REPLAYED),
+    f"{OWN}.replay_buffer.reuse_cooldown_time": (5.0, REPLAYED),
+    f"{OWN}.replay_buffer.priority_fn_args": ({"decay": 3.0}, REPLAYED),
+    f"{OWN}.capacity": (5, LIVE),
+    f"{OWN}.max_read_timeout": (60, LEARNED),
+}
+
 REFUSES: dict[str, tuple[Any, Pairs]] = {
-    "mode": ("bench", ()),
-    "buffer.explorer_input.default_eval_workflow_type": ("some", EVALUATED),
-    f"{EVAL}.default_workflow_type": ("some", EVALUATED),
+    "model.critic_model_path": ("some", ()),
     "algorithm.sample_strategy": ("mix", ()),
     "model.lora_configs[].lora_alpha": (16, NO_TINKER),
     "model.lora_configs[].target_modules": ("q_proj", NO_TINKER),
@@ -218,5 +247,11 @@ REFUSES: dict[str, tuple[Any, Pairs]] = {
 NOTED: dict[str, tuple[Any, Pairs]] = {
     f"{OTHER}.format.chosen_key": ("reply", BESIDE),
     f"{OTHER}.format.rejected_key": ("reply", BESIDE),
+    f"{OTHER}.capacity": (5, BESIDE),
+    f"{OTHER}.max_read_timeout": (60, BESIDE),
+    f"{OTHER}.replay_buffer.enable": (True, BESIDE),
+    f"{OTHER}.replay_buffer.priority_fn": ("some", BESIDE),
+    f"{OTHER}.replay_buffer.reuse_cooldown_time": (5.0, BESIDE),
+    f"{OTHER}.replay_buffer.priority_fn_args": ({"decay": 3.0}, BESIDE),
 }
 """Keys that count in other places where the same section stands, and are noted here."""

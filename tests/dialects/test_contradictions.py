@@ -12,11 +12,25 @@ from tests.dialects.written import SMALL, laid, read
 from tinsmith.errors import ConfigError
 
 TASKSET, TASKSETS = "buffer.explorer_input.taskset", "buffer.explorer_input.tasksets"
+BUFFER = "buffer.trainer_input.experience_buffer"
 NO_TASKSET: Pairs = ((TASKSET, None),)
 
 CONTRADICTIONS: list[tuple[str, Pairs, str, str]] = [
     ("an unknown mode", (("mode", "foo"),), "mode", "'both', 'explore', 'train'"),
-    ("a run that serves", (("mode", "serve"),), "mode", "tinsmith serve"),
+    (
+        "a run that serves",
+        (("mode", "serve"),),
+        "mode",
+        "Use: tinsmith serve --model tiny --host localhost --port 8010",
+    ),
+    ("a bench of nothing", (("mode", "bench"),), "buffer.explorer_input.eval_tasksets", "Give at least one."),
+    (
+        "training without an end",
+        (*NO_TASKSET, ("mode", "train"), ("buffer.train_batch_size", 8), ("buffer.total_steps", None)),
+        "trainer.total_steps",
+        "Set trainer.total_steps, or give the taskset",
+    ),
+    ("sampling without tasks", (*NO_TASKSET, ("mode", "explore")), TASKSET, "Give at least one taskset."),
     ("an unknown module", (("algorithm.algorithm_type", "foo"),), "algorithm.algorithm_type", "Known here: ppo, grpo"),
     (
         "longer than the model's length",
@@ -30,6 +44,14 @@ CONTRADICTIONS: list[tuple[str, Pairs, str, str]] = [
         "model.max_model_len",
         "Set model.max_response_tokens and model.max_prompt_tokens, or model.max_model_len.",
     ),
+    ("an unknown method", (("synchronizer.sync_method", "foo"),), "synchronizer.sync_method", "'nccl', 'checkpoint'"),
+    (
+        "an unknown style",
+        (("synchronizer.sync_style", "foo"),),
+        "synchronizer.sync_style",
+        "'fixed', 'explorer_driven'",
+    ),
+    ("another critic", (("model.critic_model_path", "big"),), "model.critic_model_path", "name the same model"),
     ("an interval of 0", (("synchronizer.sync_interval", 0),), "synchronizer.sync_interval", "Set 1"),
     (
         "over-rollout in style fixed",
@@ -67,7 +89,7 @@ CONTRADICTIONS: list[tuple[str, Pairs, str, str]] = [
         "a workflow of one's own",
         (("buffer.explorer_input.default_workflow_type", "some"),),
         "buffer.explorer_input.default_workflow_type",
-        "docs/workflows.md",
+        "One of your own wants --plugin-dir",
     ),
     ("an unknown workflow", (("buffer.explorer_input.default_workflow_type", "math_workflo"),), "", "Did you mean"),
     (
@@ -85,6 +107,70 @@ CONTRADICTIONS: list[tuple[str, Pairs, str, str]] = [
         ),
         "algorithm.sample_strategy_args.max_staleness",
         "Lower synchronizer.sync_offset",
+    ),
+    (
+        "an unknown priority",
+        ((f"{BUFFER}.replay_buffer", {"enable": True, "priority_fn": "linear_deca"}),),
+        f"{BUFFER}.replay_buffer.priority_fn",
+        "Did you mean 'linear_decay'?",
+    ),
+    (
+        "an unknown argument of it",
+        ((f"{BUFFER}.replay_buffer", {"enable": True, "priority_fn_args": {"decai": 1}}),),
+        f"{BUFFER}.replay_buffer.priority_fn_args.decai",
+        "Did you mean 'decay'?",
+    ),
+    ("no room", ((f"{BUFFER}.capacity", 0),), f"{BUFFER}.capacity", "Set 1 or more."),
+    ("no time", ((f"{BUFFER}.max_read_timeout", 0),), f"{BUFFER}.max_read_timeout", "Set more than 0."),
+    (
+        "two ways to think",
+        (("model.enable_thinking", True), (f"{TASKSET}.format.enable_thinking", False)),
+        f"{TASKSET}.format.enable_thinking",
+        "Make them alike",
+    ),
+    ("an unknown level", (("log.level", "loud"),), "log.level", "It is one of DEBUG, INFO"),
+    (
+        "a judge that is not there",
+        (("buffer.explorer_input.default_workflow_type", "rubric_judge_workflow"),),
+        "buffer.explorer_input.default_reward_fn_type",
+        "Name a model of the server in explorer.auxiliary_models",
+    ),
+    (
+        "an argument of a workflow",
+        (
+            ("buffer.explorer_input.default_workflow_type", "math_boxed_workflow"),
+            (f"{TASKSET}.workflow_args", {"x": 1}),
+        ),
+        f"{TASKSET}.workflow_args.x",
+        "Known here: with_think, format_score_coef, use_base.",
+    ),
+    (
+        "an argument of a reward",
+        ((f"{TASKSET}.reward_fn_args", {"pattern": "x"}),),
+        f"{TASKSET}.reward_fn_args.pattern",
+        "Known here: none.",
+    ),
+    (
+        "a workflow with a world",
+        (("buffer.explorer_input.default_workflow_type", "alfworld_workflow"),),
+        "buffer.explorer_input.default_workflow_type",
+        "Write the world as a class derived from Environment",
+    ),
+    (
+        "a path that leads nowhere",
+        (("buffer.explorer_input.default_workflow_type", "nowhere.flow"),),
+        "buffer.explorer_input.default_workflow_type",
+        "Give its folder as --plugin-dir",
+    ),
+    (
+        "greedy answers many times",
+        (
+            ("buffer.explorer_input.eval_tasksets[].path", "held.jsonl"),
+            ("buffer.explorer_input.eval_tasksets[].repeat_times", 4),
+            ("buffer.explorer_input.eval_tasksets[].rollout_args.temperature", 0.0),
+        ),
+        "buffer.explorer_input.eval_tasksets[0].repeat_times",
+        "greedy answers are all the same",
     ),
     (
         "an unknown operator",
@@ -122,6 +208,16 @@ def test_it_is_told_with_its_cure(pairs: Pairs, key: str, cure: str, tmp_path: P
     assert told, str(refusal.value)
     assert f"'{key}'" in told[0] or key in told[0]
     assert "file.yaml" in told[0]
+
+
+def test_what_trinity_refuses_and_can_be_run_is_run(tmp_path: Path):
+    ppo = read(tmp_path, ("algorithm.algorithm_type", "ppo"), ("model.critic_model_path", "tiny")).settings
+    assert ppo.algorithm.critic is not None
+    style, held = (
+        ("synchronizer.sync_style", "fully_async"),
+        ("buffer.explorer_input.eval_tasksets[].path", "held.jsonl"),
+    )
+    assert read(tmp_path, style, held).settings.evaluates
 
 
 def test_several_are_told_at_once(tmp_path: Path):

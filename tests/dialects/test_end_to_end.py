@@ -6,36 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.dialects.conftest import Server
 from tests.dialects.written import TINKER, VERL
-from tinsmith.service.config import ServeConfig
-from tinsmith.service.embedded import embedded
 
-NAME = "meta-llama/Llama-3.2-3B"
 SHORT = ("groups_per_step=2", "group_size=2", "sampling.max_tokens=4", "sampling.max_prompt_tokens=4000")
-Server = tuple[str, str]
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[Server]:
-    config = ServeConfig(models=(f"{NAME}={tiny_llama}",), engine="fake", data=tmp_path_factory.mktemp("served"))
-    with embedded(config) as found:
-        yield found
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """Where the data lies as the files name it."""
-    folder = tmp_path / "openai" / "gsm8k"
-    folder.mkdir(parents=True)
-    rows = [{"question": f"What is {a} + 3?", "answer": f"It is {a + 3}.\n#### {a + 3}"} for a in range(9)]
-    (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "test.jsonl").write_text(json.dumps(rows[0]))
-    return tmp_path
 
 
 def tinsmith(place: Path, server: Server, *words: str) -> subprocess.CompletedProcess[str]:

@@ -45,6 +45,22 @@ def test_the_base_and_the_runs_last_weights_are_compared(tmp_path):
     assert again == found
 
 
+def test_all_that_a_run_saved_is_compared_oldest_first(tmp_path):
+    state = run(settings(tmp_path, steps=6, checkpoint={"every": 2}))
+    config = settings(tmp_path, mode="bench", bench={"of_run": "all", "base": False})
+    found, _ = compared(config, tmp_path)
+    saved = [paths[0] for paths in state.checkpoints]
+    assert len(saved) == 3
+    assert [row["checkpoint"] for row in found] == [*saved[:2], state.sampling_path]
+
+
+def test_held_out_tasks_of_its_own_are_enough(tmp_path):
+    run(settings(tmp_path, steps=2))
+    config = settings(tmp_path, mode="bench", tasks={"eval": {"type": "addition", "high": 11}}, steps=0, group_size=2)
+    found, _ = compared(config, tmp_path)
+    assert [row["eval/tasks"] for row in found] == [4, 4]
+
+
 def test_a_list_of_checkpoints_without_the_base(tmp_path):
     run(settings(tmp_path / "run", steps=4, sync={"method": "checkpoint"}))
     paths = sorted(str(file) for file in (tmp_path / "run" / "weights").glob("sync-*"))

@@ -61,6 +61,29 @@ def test_pass_at_k_and_a_judge_of_its_own(tmp_path):
     assert first["eval/pass@4"] > 0.5
 
 
+def test_sources_are_tried_each_in_its_way(tmp_path):
+    sources = {
+        "hard": {"num_samples": 4, "temperature": 1.0, "top_k": 1, "rewards": [{"type": "format", "pattern": "no"}]},
+        "plain": {"workflow": {"type": "single_turn", "system": "Say yes."}},
+    }
+    held = {name: {"type": "addition", "low": 10 * at, "high": 10 * at + 1} for at, name in enumerate(sources, 1)}
+    tasks = {"train": {"type": "addition", "low": 50}, "eval": held}
+    run(settings(tmp_path, steps=1, tasks=tasks, eval={"sources": sources, "temperature": 0.0}))
+    first = rows(tmp_path)[0]
+    assert {"eval/hard/pass@4", "eval/plain/pass@1"} <= first.keys()
+    assert {"eval/plain/pass@2", "eval/pass@2"}.isdisjoint(first)
+    assert first["eval/tasks"] == 8
+    lines = (tmp_path / "rollouts" / "eval-000000.jsonl").read_text().splitlines()
+    assert len(lines) == 4 * 4 + 4
+
+
+def test_settings_of_a_source_that_is_not_there_are_refused(tmp_path):
+    with pytest.raises(ValueError, match="no source of that name"):
+        settings(tmp_path, eval={"sources": {"some": {"num_samples": 1}}})
+    with pytest.raises(ValidationError, match="greedy answers are all the same"):
+        EvalConfig.model_validate({"sources": {"some": {"num_samples": 2}}})
+
+
 def test_the_best_constant_answer_is_told_beside_the_first_evaluation(tmp_path):
     change = {"baseline": 100, "rewards": [{"type": "closeness"}]}
     run(settings(tmp_path, steps=1, tasks={"train": {"type": "largest", "size": 500}, "held_out": 50}, eval=change))

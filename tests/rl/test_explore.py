@@ -17,6 +17,7 @@ from tests.rl.test_resume import Killed
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl import meeting, shared
 from tinsmith.rl.buffers.file import FileBuffer
+from tinsmith.rl.config import RunConfig
 from tinsmith.rl.explore import explore
 from tinsmith.rl.loop import train
 from tinsmith.rl.scripted import ScriptedPolicy
@@ -212,6 +213,28 @@ def test_a_second_process_of_the_same_kind_and_other_settings_are_refused(tmp_pa
     refused(twice, "A run is under way")
     with pytest.raises(ConfigError, match="other settings: group_size"):
         asyncio.run(sampling(tmp_path, group_size=2, **how))
+
+
+def test_each_process_has_settings_of_its_own_but_for_what_both_go_by(tmp_path):
+    shared = {"buffer": FILE, "sync": {"timeout": 100}}
+    alone = {"optimizer": {"learning_rate": 0.1}, **shared}
+
+    async def main() -> tuple[int, Any]:
+        learned = RunConfig.model_validate(
+            {"model": {"name": "scripted"}, "name": "small", "folder": str(tmp_path), "mode": "train", "steps": 4}
+            | {"groups_per_step": 3, "group_size": 4, "monitors": [], **alone}
+        )
+        async with asyncio.timeout(200):
+            asking = sampling(tmp_path, steps=4, **shared)
+            return tuple(await asyncio.gather(asking, train(learned, scripted(tmp_path), quiet())))
+
+    sampled, state = asyncio.run(main())
+    assert (sampled, state.step) == (4, 4)
+    assert (tmp_path / "run.yaml").exists()
+    assert (tmp_path / "explore" / "run.yaml").exists()
+    (tmp_path / "run.yaml").unlink()
+    with pytest.raises(ConfigError, match=r"explore.run\.yaml is of the same run, and differs in group_size"):
+        asyncio.run(training(tmp_path, group_size=2, **shared))
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,12 @@ def test_what_broke_a_run_off_is_in_its_log_and_warnings_are_too(tmp_path):
     assert entry.endswith("ZeroDivisionError: our fault")
 
 
+def test_less_is_written_where_less_is_wanted(tmp_path):
+    run(settings(tmp_path, steps=1, log_level="WARNING"))
+    file = tmp_path / logs.FILE
+    assert not file.exists() or not file.read_text()
+
+
 def test_the_log_goes_on_where_the_run_does_and_leaves_logging_as_it_was(tmp_path):
     before = list(logging.getLogger().handlers), logging.getLogger("tinsmith").level
     run(settings(tmp_path, steps=2))

@@ -80,6 +80,15 @@ def test_jsonl_takes_fields_and_the_part_after_a_mark(tmp_path):
     assert tasks[0].messages[0].content == "Q: 2+2?"
 
 
+def test_fields_beside_question_and_answer_go_with_a_task(tmp_path):
+    path = write(tmp_path / "t.jsonl", [{"question": "2+2?", "answer": "4", "level": 3}])
+    assert Jsonl(path=path).load()[0].extra == {}
+    assert Jsonl(path=path, extra=("level",)).load()[0].extra == {"level": 3}
+    assert Jsonl(path=path, extra=("*",)).load()[0].extra == {"question": "2+2?", "answer": "4", "level": 3}
+    with pytest.raises(ConfigError, match="has no field 'levl'"):
+        Jsonl(path=path, extra=("levl",)).load()
+
+
 def test_jsonl_takes_a_chat_as_it_stands(tmp_path):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     task = Jsonl(path=write(tmp_path / "c.jsonl", [{"messages": chat}]), prompt="{messages}", answer="").load()[0]

@@ -13,7 +13,10 @@ from typing import Any
 
 from tinsmith.dialects.base import Becoming
 from tinsmith.dialects.trinity import translate as trinity
+from tinsmith.dialects.trinity.standins import standing_in
+from tinsmith.rl import plugins
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.plugins import Names
 from tinsmith.settings import build, laid, parsed, resolved
 
 
@@ -25,7 +28,7 @@ class Dialect:
     recognises: Callable[[Mapping[str, Any]], bool]
     defaults: Callable[[], Mapping[str, Any]]
     """What references in a file find where it says nothing itself."""
-    translate: Callable[[Mapping[str, Any], str], Becoming]
+    translate: Callable[[Mapping[str, Any], str, Names], Becoming]
 
 
 DIALECTS = (Dialect(trinity.NAME, trinity.recognises, trinity.defaults, trinity.translate),)
@@ -52,16 +55,27 @@ def recognised(values: Mapping[str, Any]) -> Dialect | None:
 
 def read_run(file: Path, overrides: Sequence[str] = ()) -> Read:
     """A run from a file in any dialect. Raises ConfigError with every fault, its place and its cure."""
+    with standing_in():
+        return _read(file, overrides)
+
+
+def _read(file: Path, overrides: Sequence[str]) -> Read:
     place, values = str(file), parsed(file)
     if (dialect := recognised(values)) is None:
         settings = build(RunConfig, resolved(laid(values, overrides), place), place, overrides)
         return Read(settings=_named(settings, file))
     beneath = dialect.defaults() if "${" in str(values) else None
-    becoming = dialect.translate(resolved(values, place, beneath), place)
+    becoming = dialect.translate(resolved(values, place, beneath), place, _plugins(overrides))
     ours = laid(becoming.settings, overrides)
     place = f"{place} (read as {dialect.name})"
     settings = build(RunConfig, ours, place, overrides)
     return Read(settings=_named(settings, file), dialect=dialect.name, notes=tuple(becoming.notes))
+
+
+def _plugins(overrides: Sequence[str]) -> Names:
+    """A foreign file names no folder of plugins: a word of the command line does."""
+    folders = [word.removeprefix("plugins=") for word in overrides if word.startswith("plugins=")]
+    return plugins.names(Path(folders[-1])) if folders and folders[-1] else frozenset()
 
 
 def _named(settings: RunConfig, file: Path) -> RunConfig:

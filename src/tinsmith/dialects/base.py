@@ -19,6 +19,8 @@ from typing import Any, get_args
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
+from tinsmith.rl.plugins import Names
+
 
 @dataclass(frozen=True, slots=True)
 class Copied:
@@ -80,6 +82,8 @@ class Becoming:
     notes: list[str] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     """Each a sentence on what is wrong, where, and what to do."""
+    plugins: Names = frozenset()
+    """What the run's folder of plugins marks."""
 
     def put(self, key: str, value: Any) -> None:
         """Sets a dotted key of RunConfig."""

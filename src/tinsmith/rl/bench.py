@@ -23,11 +23,9 @@ from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.monitors.jsonl import JsonlMonitor
 from tinsmith.rl.policy import Peers
 from tinsmith.rl.resume import RunFolder, state_of
-from tinsmith.rl.rewards import Rewards
-from tinsmith.rl.run import folder_of
+from tinsmith.rl.run import folder_of, judging
 from tinsmith.rl.tasks import split
 from tinsmith.rl.tries import Tries
-from tinsmith.rl.workflows.base import Parts
 
 
 async def bench(
@@ -39,11 +37,9 @@ async def bench(
     folder = RunFolder.open(path, config.model_dump(mode="json"), part="bench")
     try:
         _, held_out = split(config.tasks, config.seed)
-        judge = Rewards(config.eval.rewards or config.rewards)
         gateway = Gateway()
-        parts = Parts(sampling=config.eval.sampling(config.sampling), rewards=judge, gateway=gateway)
         tries = Tries(config.rollout, asyncio.Semaphore(config.concurrency))
-        evaluator = Evaluator(config.eval, held_out, config.workflow.make(parts), config.seed, tries)
+        evaluator = Evaluator(config.eval, held_out, judging(config, gateway), config.seed, tries)
         peers = await connect()
         told = JsonlMonitor(RunInfo(name=config.name, folder=path / "bench", steps=len(names)))
         rows: list[dict[str, float | str]] = []
@@ -67,8 +63,10 @@ async def bench(
 def names_of(config: RunConfig, path: Path) -> list[str]:
     """What is compared: the base model, then checkpoints. Raises ConfigError where there is nothing."""
     names = list(config.bench.checkpoints)
-    if not names and (state := state_of(path)) is not None and state.sampling_path:
-        names = [state.sampling_path]
+    if not names and (state := state_of(path)) is not None:
+        last = [state.sampling_path] if state.sampling_path else []
+        saved = [paths[0] for paths in state.checkpoints if not (last and paths[0] == state.path)]
+        names = [*saved, *last] if config.bench.of_run == "all" else last
     if config.bench.base:
         names = [config.model.name, *names]
     if not names:

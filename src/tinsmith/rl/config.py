@@ -111,6 +111,8 @@ class RunConfig(Settings):
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitors: tuple[MonitorConfig, ...] = (ConsoleConfig(), ReportConfig())
     """Besides the run folder's own files: console and report."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """What is written to log.txt: this and above."""
     seed: int = Field(default=0, ge=0)
     """Of the adapter, the order of tasks and every sampling request."""
     concurrency: int = Field(default=256, ge=1)
@@ -161,19 +163,28 @@ class RunConfig(Settings):
         return self.algorithm.learns_from in ("rollouts", "both")
 
     @property
+    def asks(self) -> bool:
+        """Whether this process asks the policy for what is learned from."""
+        return self.rolls_out and self.mode in ("both", "explore")
+
+    @property
     def evaluates(self) -> bool:
         """Whether there are held-out tasks and something to judge answers by."""
-        judged = self.rewards or self.eval.rewards or self.workflow.gives_rewards
-        return self.tasks.evaluates and bool(judged)
+        named = self.tasks.eval if isinstance(self.tasks.eval, dict) else {"": None}
+        judged = all(
+            one.rewards or self.rewards or (one.workflow or self.workflow).gives_rewards
+            for one in map(self.eval.of, named)
+        )
+        return self.tasks.evaluates and judged
 
     @model_validator(mode="after")
     def _has_what_it_learns_from(self) -> RunConfig:
-        if self.stages:
+        if self.stages or self.mode == "bench":
             return self
         kind, wanted = self.algorithm.type, self.algorithm.learns_from
-        if self.rolls_out and not self.tasks.sources:
+        if self.asks and not self.tasks.sources:
             raise ValueError(f"tasks.train is missing: {kind} learns from answers to tasks")
-        if self.rolls_out and not self.rewards and not self.workflow.gives_rewards:
+        if self.asks and not self.rewards and not self.workflow.gives_rewards:
             raise ValueError("rewards is missing: what is an answer worth?")
         if wanted != "rollouts" and self.experts is None:
             raise ValueError(f"experts is missing: {kind} learns from data; set experts.data")
@@ -195,8 +206,10 @@ class RunConfig(Settings):
     def _has_an_end(self) -> RunConfig:
         if self.stages:
             return self
-        if not self.steps and self.epochs is None:
+        if not self.steps and self.epochs is None and self.mode != "bench":
             raise ValueError("how long? Set steps, or epochs")
+        if self.mode == "train" and self.rolls_out and not self.tasks.sources and not self.steps:
+            raise ValueError("how long? Set steps; epochs are counted by tasks, and here are none")
         return self
 
     @model_validator(mode="before")
@@ -262,4 +275,7 @@ class RunConfig(Settings):
             raise ValueError("eval wants rewards to judge answers by: set rewards, or eval.rewards")
         if wanted and not self.tasks.evaluates:
             raise ValueError("eval wants held-out tasks: set tasks.held_out or tasks.eval, or leave out eval")
+        named = self.tasks.eval if isinstance(self.tasks.eval, dict) else {}
+        if unknown := sorted(self.eval.sources.keys() - named.keys()):
+            raise ValueError(f"eval.sources.{unknown[0]}: tasks.eval has no source of that name")
         return self

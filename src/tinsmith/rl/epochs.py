@@ -11,9 +11,10 @@ from tinsmith.rl.tasks import split
 def with_steps(config: RunConfig) -> RunConfig:
     """The same with `steps` counted out: floor(rows x epochs / rows of a step), no more than `steps` if that is set.
 
-    What is left of the last pass and does not fill a step is not trained on.
+    What is left of the last pass and does not fill a step is not trained on. A run of mode train may know no tasks, and
+    one of mode bench takes no steps: those say all they need.
     """
-    if config.epochs is None:
+    if config.epochs is None or (config.rolls_out and not config.tasks.sources):
         return config
     rows, per_step, what = _rows(config), config.groups_per_step, "groups_per_step"
     if config.experts is not None and not config.rolls_out:

@@ -6,9 +6,12 @@ of k answers is right: 1 - C(n - c, k) / C(n, k) with c of n right, averaged ove
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -19,12 +22,32 @@ from tinsmith.rl.rewards import RewardConfig, Rewards
 from tinsmith.rl.samples import spoken
 from tinsmith.rl.tasks import Held
 from tinsmith.rl.tries import Tries
-from tinsmith.rl.types import Group, Rollout, Turn
+from tinsmith.rl.types import Group, Rollout, Task, Turn
+from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.base import Workflow
 from tinsmith.settings import Settings
 
 _EVALUATION = 1
 """Keeps an evaluation's seeds apart from a step's."""
+
+
+class EvalSource(Settings):
+    """How the held-out tasks of one source are tried; what is not set is as for the others."""
+
+    num_samples: int | None = Field(default=None, ge=1)
+    """Answers to each task."""
+    temperature: float | None = Field(default=None, ge=0)
+    """0 is greedy."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Keep the likeliest tokens that make up this share."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """Keep this many likeliest tokens; -1 is all."""
+    max_tokens: int | None = Field(default=None, ge=1)
+    """Longest answer."""
+    workflow: WorkflowConfig | None = None
+    """How they are asked."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """What judges an answer."""
 
 
 class EvalConfig(Settings):
@@ -42,10 +65,18 @@ class EvalConfig(Settings):
     """Answers to each task; pass@k is told for every power of two up to it, and for itself."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    """Keep the likeliest tokens that make up this share; not set: as in training."""
+    top_k: int | None = Field(default=None, ge=-1)
+    """Keep this many likeliest tokens, -1 being all; not set: as in training."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest answer; not set: as in training."""
+    workflow: WorkflowConfig | None = None
+    """How held-out tasks are asked; not set: as in training."""
     rewards: tuple[RewardConfig, ...] = ()
     """What judges an answer; empty: the run's rewards."""
+    sources: dict[str, EvalSource] = Field(default_factory=dict)
+    """By names of tasks.eval: what is otherwise there."""
     threshold: float = 1.0
     """An answer is right where its reward is at least this."""
     baseline: int = Field(default=0, ge=0)
@@ -53,9 +84,15 @@ class EvalConfig(Settings):
 
     @model_validator(mode="after")
     def _samples_differ(self) -> EvalConfig:
-        if self.num_samples > 1 and self.temperature == 0:
-            raise ValueError("num_samples above 1 wants a temperature above 0; greedy answers are all the same")
+        for one in (self, *map(self.of, self.sources)):
+            if one.num_samples > 1 and one.temperature == 0:
+                raise ValueError("num_samples above 1 wants a temperature above 0; greedy answers are all the same")
         return self
+
+    def of(self, name: str) -> EvalConfig:
+        """What counts for the source of that name."""
+        own = self.sources.get(name, EvalSource())
+        return self.model_copy(update={key: value for key, value in own if key in own.model_fields_set})
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to evaluate after `step` of `steps`; step 0 is before the first."""
@@ -64,53 +101,72 @@ class EvalConfig(Settings):
         return self.every > 0 and step % self.every == 0
 
     def sampling(self, training: SamplingConfig) -> SamplingConfig:
-        """As in training but for temperature and length; no top_p or top_k where greedy."""
-        change = {"temperature": self.temperature, "max_tokens": self.max_tokens or training.max_tokens}
-        return training.model_copy(update=change)
+        """As in training but for what is set here."""
+        change = {"top_p": self.top_p, "top_k": self.top_k, "max_tokens": self.max_tokens}
+        given = {key: value for key, value in change.items() if value is not None}
+        return training.model_copy(update={"temperature": self.temperature, **given})
 
 
 class BenchConfig(Settings):
     """What mode bench compares."""
 
     checkpoints: tuple[str, ...] = ()
-    """tinker:// paths of sampler weights; empty: the last weights of the run that the folder holds."""
+    """tinker:// paths; empty: those of the run that the folder holds."""
+    of_run: Literal["last", "all"] = "last"
+    """Without `checkpoints`: the run's last weights, or all that it saved and still keeps, oldest first."""
     base: bool = True
     """The base model too, first."""
 
 
-class Evaluator:
-    """Held-out tasks and their judge."""
+@dataclass(frozen=True, slots=True)
+class _Tried:
+    """A source of held-out tasks, and how they are tried."""
 
-    def __init__(self, config: EvalConfig, held_out: Held, workflow: Workflow, seed: int, tries: Tries) -> None:
-        """`workflow` samples and scores as `config` says."""
-        self._config, self._workflow, self._seed, self._tries = config, workflow, seed, tries
-        cut = {name: tasks[: config.limit or len(tasks)] for name, tasks in held_out.items()}
-        self._tasks = tuple(task for tasks in cut.values() for task in tasks)
-        self._sizes = {name: len(tasks) for name, tasks in cut.items()}
+    name: str
+    tasks: tuple[Task, ...]
+    workflow: Workflow
+    size: int
+
+
+class Evaluator:
+    """Held-out tasks and their judges."""
+
+    def __init__(
+        self, config: EvalConfig, held_out: Held, making: Callable[[EvalConfig], Workflow], seed: int, tries: Tries
+    ) -> None:
+        """`making` gives the workflow that samples and scores as one source's settings say."""
+        self._config, self._seed, self._tries = config, seed, tries
+        self._parts: list[_Tried] = []
+        for name, tasks in held_out.items():
+            one, cut = config.of(name), tasks[: config.limit or len(tasks)]
+            if cut:
+                self._parts.append(_Tried(name, tuple(cut), making(one), one.num_samples))
 
     def due(self, step: int, steps: int) -> bool:
         """Whether there is something to do after `step`."""
-        return bool(self._tasks) and self._config.due(step, steps)
+        return bool(self._parts) and self._config.due(step, steps)
 
     async def run(self, step: int, policy: Snapshot) -> tuple[tuple[Group, ...], dict[str, float]]:
         """A group for each held-out task, and what they amount to: together, and by source where there are several."""
-        seeds = [request_seed(self._seed, step, index, _EVALUATION) for index in range(len(self._tasks))]
-        size = self._config.num_samples
-        groups = await self._tries.roll(self._workflow, self._tasks, policy, size=size, seeds=seeds)
-        values, begin = self._amounts(groups, "eval"), 0
-        for name, count in self._sizes.items():
-            if name and count:
-                values |= self._amounts(groups[begin : begin + count], f"eval/{name}")
-            begin += count
+        found = await asyncio.gather(*(self._try(number, step, policy) for number in range(len(self._parts))))
+        groups = tuple(group for part in found for group in part)
+        values = self._amounts(groups, "eval")
+        for one, part in zip(self._parts, found, strict=True):
+            if one.name:
+                values |= self._amounts(part, f"eval/{one.name}")
         return groups, values
+
+    async def _try(self, number: int, step: int, policy: Snapshot) -> tuple[Group, ...]:
+        one, before = self._parts[number], sum(len(part.tasks) for part in self._parts[:number])
+        seeds = [request_seed(self._seed, step, before + index, _EVALUATION) for index in range(len(one.tasks))]
+        return await self._tries.roll(one.workflow, one.tasks, policy, size=one.size, seeds=seeds)
 
     async def baseline(self, rewards: Rewards, policy: Snapshot) -> dict[str, float]:
         """What the best of the commonest right answers would score if it were always given."""
-        answers = Counter(task.answer for task in self._tasks).most_common(self._config.baseline)
+        tasks = [task for part in self._parts for task in part.tasks]
+        answers = Counter(task.answer for task in tasks).most_common(self._config.baseline)
         said = [Turn(prompt=(), tokens=(), logprobs=(), text=answer, stop="stop") for answer, _ in answers if answer]
-        scores = [
-            [(await rewards.score(task, Rollout(turns=(turn,)), policy))[0] for task in self._tasks] for turn in said
-        ]
+        scores = [[(await rewards.score(task, Rollout(turns=(turn,)), policy))[0] for task in tasks] for turn in said]
         if not scores:
             return {}
         threshold = self._config.threshold - 1e-9
@@ -132,13 +188,15 @@ class Evaluator:
 
 
 def pass_at(groups: Sequence[Group], threshold: float, prefix: str = "eval") -> dict[str, float]:
-    """PREFIX/pass@k for k = 1, 2, 4, … and n, where each group has n rollouts."""
-    n = len(groups[0].rollouts)
+    """PREFIX/pass@k for k = 1, 2, 4, … and n, the rollouts of the smallest group."""
+    sizes = [len(group.rollouts) for group in groups]
     right = [
         sum(not rollout.error and rollout.reward >= threshold - 1e-9 for rollout in group.rollouts) for group in groups
     ]
-    ks = sorted({2**power for power in range(n.bit_length()) if 2**power <= n} | {n})
-    return {f"{prefix}/pass@{k}": float(np.mean([_pass_at(n, c, k) for c in right])) for k in ks}
+    least = min(sizes)
+    ks = sorted({2**power for power in range(least.bit_length()) if 2**power <= least} | {least})
+    chances = {k: [_pass_at(n, c, k) for n, c in zip(sizes, right, strict=True)] for k in ks}
+    return {f"{prefix}/pass@{k}": float(np.mean(each)) for k, each in chances.items()}
 
 
 def _pass_at(n: int, c: int, k: int) -> float:

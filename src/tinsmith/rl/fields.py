@@ -66,6 +66,8 @@ class Fields(Settings):
     """The field with the row's own system message, in place of `system` where it is not empty."""
     reply_prefix: str = ""
     """How every reply begins: the policy goes on from there."""
+    extra: tuple[str, ...] = ()
+    """Of tasks: fields of the row that workflows and rewards read besides, as `task.extra`; '*' is all of them."""
     reply: str = ""
     """Of lessons: what to learn to say, fields in braces; empty: the chat's last turn, or the whole answer field."""
     chosen: str = ""
@@ -81,7 +83,12 @@ class Fields(Settings):
         if self.answer_after:
             answer = answer.rpartition(self.answer_after)[2]
         begun = (Message(role="assistant", content=self.reply_prefix),) if self.reply_prefix else ()
-        return Task(id=task_id, messages=(*self._asked(task_id, row), *begun), answer=answer.strip())
+        return Task(
+            id=task_id,
+            messages=(*self._asked(task_id, row), *begun),
+            answer=answer.strip(),
+            extra=self._extra(task_id, row),
+        )
 
     def lesson(self, lesson_id: str, row: Mapping[str, Any]) -> Lesson:
         """What the row says to say. Raises ConfigError that names the row where it says nothing."""
@@ -109,6 +116,11 @@ class Fields(Settings):
         system = str(row[self.system_key] or "") if self.system_key else ""
         system = system or self.system
         return (Message(role="system", content=system), *messages) if system else messages
+
+    def _extra(self, row_id: str, row: Mapping[str, Any]) -> dict[str, Any]:
+        if missing := [name for name in self.extra if name not in row and name != "*"]:
+            raise ConfigError(f"{row_id} has no field {missing[0]!r}.", f"Its fields are: {', '.join(row)}.")
+        return dict(row) if "*" in self.extra else {name: row[name] for name in self.extra}
 
     def _tools(self, row_id: str, row: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
         if not self.tools_key:

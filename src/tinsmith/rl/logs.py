@@ -25,8 +25,8 @@ _LOOK_S = 0.3
 
 
 @contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """While the block runs, what the package logs from INFO on is in the folder too, and what ended the block.
+def writing(folder: Path, level: str = "INFO") -> Iterator[None]:
+    """While the block runs, what the package logs from `level` on is in the folder too, and what ended the block.
 
     Warnings stay on the terminal; other packages are heard from WARNING on.
     """
@@ -38,8 +38,8 @@ def writing(folder: Path) -> Iterator[None]:
         shown = logging.StreamHandler()
         shown.setLevel(logging.WARNING)
         added.append(shown)
-    level = ours.level
-    ours.setLevel(logging.INFO)
+    before = ours.level
+    ours.setLevel(level)
     for one in added:
         root.addHandler(one)
     try:
@@ -51,7 +51,7 @@ def writing(folder: Path) -> Iterator[None]:
         for one in added:
             root.removeHandler(one)
             one.close()
-        ours.setLevel(level)
+        ours.setLevel(before)
 
 
 def read(folder: Path, *, keyword: str = "", last: int = 0, level: str = "") -> list[str]:

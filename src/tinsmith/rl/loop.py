@@ -22,7 +22,7 @@ async def train(config: RunConfig, connect: Connect, console: Console) -> State:
     try:
         if folder.state is not None and folder.state.step >= config.steps:
             return folder.state
-        with logs.writing(folder.path):
+        with logs.writing(folder.path, config.log_level):
             return await _logged(config, folder, connect, console)
     finally:
         folder.close()

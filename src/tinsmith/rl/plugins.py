@@ -22,6 +22,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.settings import Settings
 
 Kind = Literal["workflow", "reward"]
+Names = frozenset[tuple[Kind, str]]
 T = TypeVar("T", bound=Callable[..., Any])
 S = TypeVar("S", bound=Settings)
 _MARK = "__tinsmith_part__"
@@ -39,6 +40,11 @@ def reward(name: str) -> Callable[[T], T]:
     return _mark("reward", name)
 
 
+def names(folder: Path) -> Names:
+    """What the files of a folder mark. Raises ConfigError where one cannot be imported."""
+    return frozenset(part for part, _ in _parts(folder.expanduser()))
+
+
 def laid_in(values: Mapping[str, Any]) -> dict[str, Any]:
     """A run file's values with the types of its plugin folder written as `custom` ones. Raises ConfigError."""
     found = dict(values)
@@ -49,6 +55,8 @@ def laid_in(values: Mapping[str, Any]) -> dict[str, Any]:
     found = _translated(found, parts)
     if isinstance(found.get("eval"), Mapping):
         found["eval"] = _translated(found["eval"], parts)
+        sources = found["eval"].get("sources", {})
+        found["eval"]["sources"] = {name: _translated(one, parts) for name, one in sources.items()}
     if isinstance(found.get("stages"), list):
         found["stages"] = [_translated(one, parts) if isinstance(one, Mapping) else one for one in found["stages"]]
     return found

@@ -1,6 +1,6 @@
 """The run folder: what is written when, and how a run goes on after it was broken off.
 
-    run.yaml        the settings, written at the start
+    run.yaml        the settings, written at the start; those of mode explore or bench are in a folder of that name
     metrics.jsonl   a row for each step; rollouts/ has every rollout (monitors/jsonl.py)
     state.json      where to go on from: written last of all at each checkpoint, whole or not at all
     report.html     the run as a page (monitors/report.py)
@@ -30,9 +30,16 @@ from tinsmith.settings import Settings
 SETTINGS = "run.yaml"
 _MAY_CHANGE = (
     "name", "description", "folder", "mode", "bench", "steps", "epochs", "eval", "checkpoint", "monitors", "service",
-    "concurrency", "resume", "rollout", "stages", "sync.timeout", "sync.keep", "model.base_url", "model.tokenizer",
+    "concurrency", "log_level", "resume", "rollout", "stages", "sync.timeout", "sync.keep", "model.base_url",
+    "model.tokenizer",
 )  # fmt: skip
 """Keys that may differ when a run goes on: none of them makes what was learned so far untrue."""
+_BOTH = (
+    "model.name", "groups_per_step", "group_size", "staleness", "sync.style", "sync.interval",
+    "buffer.type", "buffer.path", "buffer.url", "buffer.run", "buffer.max_staleness", "buffer.replay",
+)  # fmt: skip
+"""Keys that are alike in two processes that make one run; all else is the affair of the one that reads it."""
+_ALIKE = {"": _BOTH, "explore": _BOTH, "bench": ("model.name",)}
 
 
 Checkpoints = tuple[tuple[str, ...], ...]
@@ -127,19 +134,22 @@ class RunFolder:
     ) -> RunFolder:
         """Makes the folder, or goes on in it. Raises ConfigError where it holds another run or is in use.
 
-        `part` is that of a process beside the one that trains: what that one wrote is left as it is.
+        `part` is that of a process beside the one that trains: its settings are in a folder of its own, and what the
+        others wrote is left as it is.
         """
-        path.mkdir(parents=True, exist_ok=True)
+        own = path / part
+        own.mkdir(parents=True, exist_ok=True)
         lock = (path / (f".lock-{part}" if part else ".lock")).open("w")
         try:
             _hold(lock, path)
-            _same_run(path, settings, resume)
+            _same_run(own, settings, resume)
+            for other in {"", "explore"} - {part}:
+                _agrees(path / other, settings, _ALIKE[part])
             state = state_of(path)
         except BaseException:
             lock.close()
             raise
-        if not (part and (path / SETTINGS).exists()):
-            write_whole(path / SETTINGS, OmegaConf.to_yaml(OmegaConf.create(dict(settings))).encode())
+        write_whole(own / SETTINGS, OmegaConf.to_yaml(OmegaConf.create(dict(settings))).encode())
         if not part:
             _take_back(path, state.step if state else -1)
         return cls(path, lock, state)
@@ -169,8 +179,7 @@ def _same_run(path: Path, settings: Mapping[str, Any], resume: bool | Literal["r
         raise ConfigError(
             f"{path} holds a run already.", "Set another folder, or leave out resume=false to go on with it."
         )
-    before, now = _flat(OmegaConf.to_container(OmegaConf.load(file))), _flat(dict(settings))
-    changed = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key) and not _free(key))
+    changed = [key for key in _changed(file, settings) if not _under(key, _MAY_CHANGE)]
     if changed:
         raise ConfigError(
             f"{path} holds a run with other settings: {', '.join(changed)}.",
@@ -178,8 +187,24 @@ def _same_run(path: Path, settings: Mapping[str, Any], resume: bool | Literal["r
         )
 
 
-def _free(key: str) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in _MAY_CHANGE)
+def _agrees(other: Path, settings: Mapping[str, Any], alike: tuple[str, ...]) -> None:
+    """Raises ConfigError where another process of the run has other settings of those that both go by."""
+    file = other / SETTINGS
+    differ = [key for key in _changed(file, settings) if _under(key, alike)] if file.exists() else []
+    if differ:
+        raise ConfigError(
+            f"{file} is of the same run, and differs in {', '.join(differ)}.",
+            "Make them alike in both files, or set another folder, as in folder=runs/another.",
+        )
+
+
+def _changed(file: Path, settings: Mapping[str, Any]) -> list[str]:
+    before, now = _flat(OmegaConf.to_container(OmegaConf.load(file))), _flat(dict(settings))
+    return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+
+
+def _under(key: str, keys: tuple[str, ...]) -> bool:
+    return any(key == one or key.startswith(f"{one}.") for one in keys)
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

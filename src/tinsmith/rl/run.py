@@ -22,7 +22,7 @@ from tinsmith.rl.algorithms.base import Algorithm
 from tinsmith.rl.buffers.reader import Reader
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.critic import Critic
-from tinsmith.rl.evaluate import Evaluator
+from tinsmith.rl.evaluate import EvalConfig, Evaluator
 from tinsmith.rl.experts import Experts
 from tinsmith.rl.filters import filtered
 from tinsmith.rl.gateway import Gateway
@@ -38,7 +38,7 @@ from tinsmith.rl.sync import Bell, LocalWeights, Publisher
 from tinsmith.rl.tasks import Deck, split
 from tinsmith.rl.tries import Tries
 from tinsmith.rl.types import Group
-from tinsmith.rl.workflows.base import Parts, Unasked
+from tinsmith.rl.workflows.base import Parts, Workflow
 
 log = logging.getLogger(__name__)
 
@@ -195,10 +195,7 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
     deck, held_out = split(config.tasks, config.seed)
     tries = Tries(config.rollout, asyncio.Semaphore(config.concurrency))
     judge = Rewards(config.eval.rewards or config.rewards) if config.evaluates else None
-    gateway, judging = Gateway(), Unasked()
-    if judge is not None:
-        sampling = config.eval.sampling(config.sampling)
-        judging = config.workflow.make(Parts(sampling=sampling, rewards=judge, gateway=gateway))
+    gateway = Gateway()
     info = RunInfo(
         name=config.name,
         folder=folder.path,
@@ -234,7 +231,7 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
             deck=deck,
             supply=supply,
             algorithm=algorithm,
-            evaluator=Evaluator(config.eval, held_out if judge else {}, judging, config.seed, tries),
+            evaluator=Evaluator(config.eval, held_out if judge else {}, judging(config, gateway), config.seed, tries),
             rewards=judge,
             monitors=told,
             reference=reference,
@@ -246,6 +243,18 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
         await gateway.close()
         told.close()
         await policy.close()
+
+
+def judging(config: RunConfig, gateway: Gateway) -> Callable[[EvalConfig], Workflow]:
+    """From how a source of held-out tasks is tried to the workflow that does it."""
+
+    def make(one: EvalConfig) -> Workflow:
+        parts = Parts(
+            sampling=one.sampling(config.sampling), rewards=Rewards(one.rewards or config.rewards), gateway=gateway
+        )
+        return (one.workflow or config.workflow).make(parts)
+
+    return make
 
 
 def plan_of(config: RunConfig) -> Plan:

@@ -112,7 +112,11 @@ class TinkerPeers:
             async with boundary(f"opening {name} for sampling"):
                 path = name if name.startswith("tinker://") else None
                 base = None if path else name
-                client = await self._service.create_sampling_client(model_path=path, base_model=base)
+                if path and "/weights/" in path:  # a state: servers sample from weights that were saved for it alone
+                    trained = await self._service.create_training_client_from_state(path)
+                    client = await trained.save_weights_and_get_sampling_client()
+                else:
+                    client = await self._service.create_sampling_client(model_path=path, base_model=base)
                 same = path or name == self._base_model
                 chat = self._chat if same else Chat(await asyncio.to_thread(client.get_tokenizer))
             self._peers[name] = TinkerSnapshot(client, chat, 0, self)

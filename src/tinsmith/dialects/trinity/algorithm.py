@@ -6,11 +6,11 @@ In Trinity a user's arguments replace the defaults; here they lie over them. Lea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Mapping
 from typing import Any
 
 from tinsmith.dialects.base import Becoming, idle
+from tinsmith.dialects.trinity.arguments import Part, laid_over, near
 from tinsmith.dialects.trinity.keys import TrinityFile
 from tinsmith.dialects.trinity.keys_algorithm import Algorithm, Optimizer
 from tinsmith.dialects.trinity.names import (
@@ -22,10 +22,8 @@ from tinsmith.dialects.trinity.names import (
     MISSING_ADVANTAGES,
     PARTS,
     REPEATS,
-    Only,
-    Part,
-    To,
 )
+from tinsmith.dialects.trinity.works import JUDGE, WORKFLOWS
 
 SUPERVISED = ("sft", "cpt", "dpo")
 """Algorithms that learn from data in place of rollouts."""
@@ -37,7 +35,7 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
     section = file.algorithm
     name = section.algorithm_type
     if name not in PARTS:
-        becoming.fault("algorithm.algorithm_type", f"there is no '{name}'.", _near(name, PARTS))
+        becoming.fault("algorithm.algorithm_type", f"there is no '{name}'.", near(name, PARTS))
         return
     ours: dict[str, Any] = {"type": "grpo_std" if name == "grpo" else name}
     advantage, loss = PARTS[name]
@@ -74,55 +72,17 @@ def _part(
         becoming.fault(key, f"'{name}' is not here.", MISSING_ADVANTAGES[name])
         return
     if name not in table:
-        becoming.fault(key, f"there is no '{name}'.", _near(name, table))
+        becoming.fault(key, f"there is no '{name}'.", near(name, table))
         return
-    part = table[name]
-    settings = {"type": part.type, **part.settings}
-    _arguments(settings, ours, f"{key}_args", part, arguments or {}, becoming)
+    part, rest = table[name], dict(arguments or {})
+    if table is LOSSES and (mode := rest.pop("loss_agg_mode", None)) is not None:
+        _aggregate(ours, f"{key}_args.loss_agg_mode", mode, becoming)
+    settings = laid_over(part, rest, f"{key}_args", ours, becoming)
     if part.type == "rec" and settings.get("regularizer") == "k2" and "regularizer_coef" in settings:
         settings["regularizer_coef"] *= 2  # Trinity's is the square without its half
     if settings.get("clip") == "gspo_one_side":
         ours["aggregate"] = "seq_mean_token_mean"
     ours["loss" if table is LOSSES else kind] = settings
-
-
-def _arguments(
-    settings: dict[str, Any],
-    ours: dict[str, Any],
-    key: str,
-    part: Part,
-    arguments: Mapping[str, Any],
-    becoming: Becoming,
-) -> None:
-    known = [*part.arguments, *(["loss_agg_mode"] if "loss" in key else [])]
-    for name in sorted(arguments, key=lambda one: known.index(one) if one in known else -1):
-        value = arguments[name]
-        if name == "loss_agg_mode" and name in known:
-            _aggregate(ours, f"{key}.{name}", value, becoming)
-            continue
-        match part.arguments.get(name):
-            case None:
-                becoming.fault(f"{key}.{name}", "there is no such argument.", _near(name, known))
-            case Only(only, cure) if value != only:
-                becoming.fault(f"{key}.{name}", f"{value!r} is not possible here.", cure)
-            case To(where=where) if where and not arguments.get(where):
-                becoming.note(f"{key}.{name}: it counts only with {where}: true.")
-            case To(names, values) if values is not None and value not in values:
-                becoming.fault(
-                    f"{key}.{name}", f"there is no {value!r}.", f"It is one of {', '.join(map(str, values))}."
-                )
-            case To(names, values, by):
-                _lay(settings, ours, names, values[value] if values is not None else by(value) if by else value)
-
-
-def _lay(settings: dict[str, Any], ours: dict[str, Any], names: Sequence[str], value: Any) -> None:
-    if value is None:
-        return
-    for name in names:
-        if name.startswith("^"):
-            ours[name[1:]] = value
-        else:
-            settings[name] = value
 
 
 def _aggregate(ours: dict[str, Any], key: str, value: Any, becoming: Becoming) -> None:
@@ -145,12 +105,12 @@ def _divergence(
 ) -> None:
     """kl_loss_fn and kl_penalty_fn: an estimator, a coefficient, perhaps one that adapts."""
     if given is not None and given not in DIVERGENCES:
-        becoming.fault(f"algorithm.{kind}", f"there is no '{given}'.", _near(given, DIVERGENCES))
+        becoming.fault(f"algorithm.{kind}", f"there is no '{given}'.", near(given, DIVERGENCES))
         return
     known = ("kl_coef", "adaptive", "target_kl", "horizon")
     for name in arguments or {}:
         if name not in known:
-            becoming.fault(f"algorithm.{kind}_args.{name}", "there is no such argument.", _near(name, known))
+            becoming.fault(f"algorithm.{kind}_args.{name}", "there is no such argument.", near(name, known))
     usual = "k2" if to == "kl" and ours["type"] not in _WITHOUT_KL else "none"
     chosen, values = given or usual, dict(arguments or {})
     if chosen == "none":
@@ -175,10 +135,10 @@ def _entropy(ours: dict[str, Any], section: Algorithm, becoming: Becoming) -> No
     arguments = dict(section.entropy_loss_fn_args or {})
     name = section.entropy_loss_fn or "default"
     if name not in ENTROPIES:
-        becoming.fault("algorithm.entropy_loss_fn", f"there is no '{name}'.", _near(name, ENTROPIES))
+        becoming.fault("algorithm.entropy_loss_fn", f"there is no '{name}'.", near(name, ENTROPIES))
     for unknown in arguments.keys() - {"entropy_coef"}:
         key = f"algorithm.entropy_loss_fn_args.{unknown}"
-        becoming.fault(key, "there is no such argument.", _near(unknown, ["entropy_coef"]))
+        becoming.fault(key, "there is no such argument.", near(unknown, ["entropy_coef"]))
     coef = arguments.get("entropy_coef", 0.0)
     if name == "none" and coef:
         becoming.note("algorithm.entropy_loss_fn_args.entropy_coef: entropy_loss_fn is none, so it does nothing.")
@@ -196,7 +156,7 @@ def _beside(ours: dict[str, Any], file: TrinityFile, becoming: Becoming) -> None
         if not one.model_path:
             key = f"explorer.auxiliary_models[{at}].model_path"
             becoming.fault(key, "it is not set.", "Name a base model that the server has, or a tinker:// path.")
-        elif at or reads not in TAUGHT:
+        elif at or not (reads in TAUGHT or _judges(file)):
             idle(one, becoming, f"explorer.auxiliary_models[{at}].", "nothing in this run asks it.")
     if reads in TAUGHT:
         auxiliary = file.explorer.auxiliary_models
@@ -205,6 +165,16 @@ def _beside(ours: dict[str, Any], file: TrinityFile, becoming: Becoming) -> None
         else:
             cure = "Name one in explorer.auxiliary_models: a model that the server has, or a tinker:// path."
             becoming.fault("algorithm.advantage_fn", f"{reads} compares with a teacher.", cure)
+
+
+def _judges(file: TrinityFile) -> bool:
+    """Whether some workflow has its replies judged by another model."""
+    given = file.buffer.explorer_input
+    tasksets = [one for one in (given.taskset, *given.tasksets, *given.eval_tasksets) if one is not None]
+    names = {one.default_workflow_type or given.default_workflow_type or "" for one in tasksets}
+    names |= {given.default_eval_workflow_type or ""} if given.eval_tasksets else set()
+    works = [WORKFLOWS.get(name.removeprefix("async_")) for name in names]
+    return any(work is not None and work.reward == JUDGE for work in works)
 
 
 def _repeats(name: str, section: Algorithm, becoming: Becoming) -> None:
@@ -222,7 +192,7 @@ def _optimizer(section: Optimizer, becoming: Becoming, *, by_tinker: bool) -> No
     schedule = section.warmup_style or section.lr_scheduler_type
     if schedule not in schedules:
         key = "warmup_style" if section.warmup_style else "lr_scheduler_type"
-        becoming.fault(f"algorithm.optimizer.{key}", f"there is no '{schedule}'.", _near(schedule, schedules))
+        becoming.fault(f"algorithm.optimizer.{key}", f"there is no '{schedule}'.", near(schedule, schedules))
     else:
         becoming.put("optimizer.schedule", schedule)
     if section.lr_warmup_steps >= 0:
@@ -232,9 +202,3 @@ def _optimizer(section: Optimizer, becoming: Becoming, *, by_tinker: bool) -> No
     becoming.put("optimizer.beta1", section.betas[0])
     becoming.put("optimizer.beta2", section.betas[1])
     becoming.put("optimizer.eps", 1e-12 if by_tinker else 1e-8)  # those of the SDK, and of torch; Trinity sends none
-
-
-def _near(name: str, known: Any) -> str:
-    names = [str(one) for one in known]
-    found = get_close_matches(name, names, n=1)
-    return f"Did you mean '{found[0]}'?" if found else f"Known here: {', '.join(names) or 'none'}."

@@ -10,8 +10,11 @@ from pathlib import Path
 from tinsmith.dialects.base import Becoming
 from tinsmith.dialects.trinity import lessons
 from tinsmith.dialects.trinity.algorithm import SUPERVISED
+from tinsmith.dialects.trinity.data import training
 from tinsmith.dialects.trinity.keys import TrinityFile
 from tinsmith.dialects.trinity.names import REPEATS
+
+LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 
 def translate(file: TrinityFile, becoming: Becoming) -> None:
@@ -22,6 +25,7 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
     becoming.put("name", file.name)
     becoming.put("resume", True if file.continue_from_checkpoint else "rename")
     becoming.put("folder", str(folder))
+    _log(file, becoming)
     becoming.put("seed", max(0, file.explorer.rollout_model.seed))
     becoming.put("checkpoint.ttl_seconds", None)  # Trinity sets no end to what it saves
     _at_once(file, becoming)
@@ -30,20 +34,24 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
 
 
 def _mode(file: TrinityFile, becoming: Becoming) -> None:
-    name = file.algorithm.algorithm_type
+    name, explorer = file.algorithm.algorithm_type, file.explorer
     if file.mode == "serve":
-        becoming.fault("mode", "serving is no run.", "Use: tinsmith serve --model NAME")
-    if name in SUPERVISED and file.mode != "train":
+        model = file.model.tinker.base_model or file.model.model_path or "NAME"
+        command = f"tinsmith serve --model {model} --host {explorer.listen_address} --port {explorer.proxy_port}"
+        becoming.fault("mode", "serving is a command of its own, with OpenAI's API beside Tinker's.", f"Use: {command}")
+        return
+    if name in SUPERVISED and file.mode not in ("train", "bench"):
         becoming.fault("mode", f"{name} learns from data, not from rollouts.", "Set mode: train.")
-    if file.mode in ("explore", "bench") or (file.mode == "train" and name not in SUPERVISED):
-        becoming.fault("mode", f"{file.mode} alone is not here.", "Set mode: both.")
     if file.mode == "train" and not file.buffer.train_batch_size:
         cure = "Set it to the number of replies that one step learns from."
         becoming.fault("buffer.train_batch_size", "mode train wants it.", cure)
+    becoming.put("mode", "both" if file.mode == "colocate" else file.mode)
 
 
 def _steps(file: TrinityFile, becoming: Becoming) -> None:
     buffer = file.buffer
+    if file.mode == "bench":
+        return
     for key, value in (("buffer.batch_size", buffer.batch_size), ("buffer.total_epochs", buffer.total_epochs)):
         if value < 1:
             becoming.fault(key, f"{value} is none.", "Set 1 or more.")
@@ -60,17 +68,28 @@ def _steps(file: TrinityFile, becoming: Becoming) -> None:
         becoming.fault("buffer.train_batch_size", f"{size} replies of the policy are no whole groups.", cure)
         return
     becoming.put("groups_per_step", size // group)
-    asked = buffer.total_steps
-    _ends(file, None if asked is None else asked * buffer.batch_size // (size // group), becoming)
+    asked, drawn = buffer.total_steps, buffer.batch_size
+    if file.mode == "train" and "batch_size" not in buffer.model_fields_set:
+        drawn = size // group
+    _ends(file, None if asked is None else asked * drawn // (size // group), becoming)
 
 
 def _ends(file: TrinityFile, asked: int | None, becoming: Becoming) -> None:
     """After so many steps, or else epochs; the trainer's own bound lies over both."""
     bound = file.trainer.total_steps
-    if asked is None:
+    if file.mode == "train" and not (asked or bound) and not _counted(file):
+        cure = "Set trainer.total_steps, or give the taskset whose epochs are counted."
+        becoming.fault("trainer.total_steps", "nothing says how many steps there are.", cure)
+        return
+    if asked is None and _counted(file):
         becoming.put("epochs", file.buffer.total_epochs)
     if asked is not None or bound:
         becoming.put("steps", min(one for one in (asked, bound) if one))
+
+
+def _counted(file: TrinityFile) -> bool:
+    """Whether there is data whose epochs can be counted."""
+    return file.algorithm.algorithm_type in SUPERVISED or bool(training(file))
 
 
 def _at_once(file: TrinityFile, becoming: Becoming) -> None:
@@ -80,6 +99,14 @@ def _at_once(file: TrinityFile, becoming: Becoming) -> None:
         becoming.fault("explorer.runner_per_model", "nothing would be sampled.", cure)
         return
     becoming.put("concurrency", runners * engines)
+
+
+def _log(file: TrinityFile, becoming: Becoming) -> None:
+    level = file.log.level.upper()
+    if level not in LEVELS:
+        becoming.fault("log.level", f"there is no '{file.log.level}'.", f"It is one of {', '.join(LEVELS)}.")
+    else:
+        becoming.put("log_level", level)
 
 
 def _dtype(file: TrinityFile, becoming: Becoming) -> str:

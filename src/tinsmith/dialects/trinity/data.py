@@ -1,6 +1,7 @@
-"""Trinity's tasksets as `tasks` of ours, with how they are sampled and evaluated.
+"""Trinity's tasksets as `tasks` of ours, with how they are sampled.
 
-Leaves out what is asked and what an answer is worth (`work.py`), and data to learn from (`lessons.py`).
+Leaves out what is asked and what an answer is worth (`work.py`), what is held out (`evaluation.py`), and data to learn
+from (`lessons.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,15 @@ from tinsmith.dialects.base import Becoming, idle
 from tinsmith.dialects.trinity.algorithm import SUPERVISED
 from tinsmith.dialects.trinity.keys import TrinityFile
 from tinsmith.dialects.trinity.keys_buffer import Asked, Buffer, Format, LessonFormat, Selector, Taskset
+from tinsmith.dialects.trinity.works import WORKFLOWS
 
 INPUT = "buffer.explorer_input"
+DRIVERS = {
+    "postgres": "postgresql+psycopg",
+    "postgresql": "postgresql+psycopg",
+    "postgresql+asyncpg": "postgresql+psycopg",
+    "sqlite+aiosqlite": "sqlite",
+}
 LINES, FILES = (".jsonl",), (".json", ".parquet", ".csv", ".arrow")
 
 Located = tuple[str, Taskset]
@@ -30,37 +38,37 @@ def training(file: TrinityFile) -> list[Located]:
 
 
 def translate(file: TrinityFile, becoming: Becoming) -> None:
-    """`tasks`, `sampling` and `eval`."""
+    """`tasks` to train on, and `sampling`."""
     given, tasksets = file.buffer.explorer_input, training(file)
-    supervised = file.algorithm.algorithm_type in SUPERVISED
+    name = file.algorithm.algorithm_type
     if given.taskset is not None and given.tasksets:
         becoming.fault(f"{INPUT}.tasksets", "taskset and tasksets are both set.", "Move the one into the other.")
-    if not tasksets and not supervised and file.mode in ("both", "colocate", "explore"):
+    why = "mode bench trains nothing." if file.mode == "bench" else f"{name} learns from data, and asks no tasks."
+    if file.mode == "bench" or name in SUPERVISED:
+        for key, one in tasksets:
+            idle(one, becoming, f"{key}.", why)
+        return
+    if not tasksets and file.mode != "train":
         becoming.fault(f"{INPUT}.taskset", "there is nothing to train on.", "Give at least one taskset.")
-    if tasksets and not supervised:
-        sources = [source(one, key, becoming) for key, one in tasksets]
+    if tasksets:
+        sources = [source(one, key, becoming, given.default_workflow_type) for key, one in tasksets]
         becoming.put("tasks.train", sources[0] if len(sources) == 1 else sources)
         becoming.put("tasks.order", order([(key, _selector(one)) for key, one in tasksets], becoming))
         _sampling(tasksets, becoming)
-    for key, one in tasksets if supervised else ():
-        idle(one, becoming, f"{key}.", f"{file.algorithm.algorithm_type} learns from data, and asks no tasks.")
-    becoming.put("tasks.held_out", 0)
-    if given.eval_tasksets:
-        _evaluation(file, becoming)
-    elif file.explorer.model_fields_set & {"eval_interval", "eval_on_startup"}:
-        becoming.note("explorer.eval_interval, explorer.eval_on_startup: there are no eval_tasksets to try.")
 
 
-def source(one: Asked | Buffer, key: str, becoming: Becoming) -> dict[str, Any]:
-    """Where rows come from, and which of their fields are what."""
+def source(one: Asked | Buffer, key: str, becoming: Becoming, workflow: str | None = None) -> dict[str, Any]:
+    """Where rows come from, and which of their fields are what; `workflow` is that of a taskset that names none."""
     if not one.path:
         becoming.fault(f"{key}.path", "it is not set.", "Name a dataset of the hub, a folder, a file or a database.")
         return {}
     fields = _fields(one.format)
+    if isinstance(one, Asked) and (extra := _extra(one.default_workflow_type or workflow)):
+        fields["extra"] = extra
     if one.storage_type == "sql":
         if not one.name:
             becoming.fault(f"{key}.name", "it is not set.", "Name the table.")
-        return {"type": "sql", "url": one.path, "table": one.name, **fields}
+        return {"type": "sql", "url": database(one.path), "table": one.name, **fields}
     suffix = Path(one.path).suffix
     if suffix in LINES:
         return {"type": "jsonl", "path": one.path, **fields}
@@ -68,6 +76,20 @@ def source(one: Asked | Buffer, key: str, becoming: Becoming) -> dict[str, Any]:
         return {"type": "files", "path": one.path, **fields}
     subset = {"subset": one.subset_name} if one.subset_name else {}
     return {"type": "hub", "name": one.path, **subset, "split": one.split, **fields}
+
+
+def database(url: str) -> str:
+    """By the driver that is here; Trinity's are others."""
+    scheme, colon, rest = url.partition("://")
+    return DRIVERS.get(scheme, scheme) + colon + rest
+
+
+def _extra(workflow: str | None) -> list[str]:
+    """Fields that the workflow reads; one of the user's own may read any."""
+    if workflow is None:
+        return []
+    known = WORKFLOWS.get(workflow.removeprefix("async_"))
+    return list(known.extra) if known else ["*"]
 
 
 def _fields(format: Format | LessonFormat) -> dict[str, Any]:
@@ -132,31 +154,3 @@ def _sampling(tasksets: Sequence[Located], becoming: Becoming) -> None:
             becoming.put(f"sampling.{name}", value)
     if "top_k" in arguments.model_fields_set:
         becoming.put("sampling.top_k", arguments.top_k)
-
-
-def _evaluation(file: TrinityFile, becoming: Becoming) -> None:
-    given = file.buffer.explorer_input.eval_tasksets
-    located = [(f"{INPUT}.eval_tasksets[{at}]", one) for at, one in enumerate(given)]
-    named = {one.name or f"eval{at}": source(one, key, becoming) for at, (key, one) in enumerate(located)}
-    if len(named) < len(located):
-        becoming.fault(f"{INPUT}.eval_tasksets", "two have one name.", "Give each a name of its own.")
-    becoming.put("tasks.eval", named)
-    every = file.explorer.eval_interval
-    interval = file.synchronizer.explorer_sync_interval or file.synchronizer.sync_interval
-    if every > 0 and interval > 0 and every % interval:
-        every = max(interval, every - every % interval)
-        what = f"explorer.eval_interval: {every}, so that it is a multiple of the interval of synchronisation."
-        becoming.note(what)
-    becoming.put("eval.every", max(0, every))
-    becoming.put("eval.before", file.explorer.eval_on_startup)
-    becoming.put("eval.after", False)
-    repeats = same(located, lambda one: one.repeat_times, "repeat_times", becoming)
-    arguments = same(located, lambda one: one.rollout_args, "rollout_args", becoming)
-    temperature = file.model.temperature if arguments.temperature is None else arguments.temperature
-    becoming.put("eval.num_samples", repeats)
-    becoming.put("eval.temperature", temperature)
-    if arguments.max_tokens is not None:
-        becoming.put("eval.max_tokens", arguments.max_tokens)
-    if repeats > 1 and temperature == 0:
-        cure = "Set rollout_args.temperature above 0, or repeat_times to 1."
-        becoming.fault(f"{located[0][0]}.repeat_times", "greedy answers are all the same.", cure)

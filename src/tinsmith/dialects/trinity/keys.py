@@ -18,6 +18,7 @@ from tinsmith.dialects.trinity.keys_trainer import Monitor, Synchronizer, Traine
 
 JUICER = Refused("Data-Juicer is not part of this.", "Process the data beforehand, and name the file that comes of it.")
 STAGES = Honoured("stages: whole sections in place of the file's; each from the weights before, its optimizer fresh")
+MODES = "mode: both (colocate too), explore, train, bench; serve is a command of its own, tinsmith serve"
 Arguments = dict[str, Any]
 
 
@@ -79,7 +80,7 @@ class Service(Section):
 class Log(Section):
     """`log`."""
 
-    level: Annotated[str, NoMeaning("warnings are on standard error; a service's log is in its folder.")] = "INFO"
+    level: Annotated[str, Honoured("log_level: of log.txt in the run's folder")] = "INFO"
     group_by_node: Annotated[bool, NoMeaning("one process writes.")] = False
     save_dir: Annotated[str, NoMeaning(AUTO)] = ""
 
@@ -87,7 +88,7 @@ class Log(Section):
 class TrinityFile(Section):
     """A whole file."""
 
-    mode: Annotated[Literal["both", "explore", "train", "bench", "colocate", "serve"], Honoured("mode")] = "both"
+    mode: Annotated[Literal["both", "explore", "train", "bench", "colocate", "serve"], Honoured(MODES)] = "both"
     project: Annotated[str, Honoured("folder: checkpoint_root_dir/project/group/name")] = "Trinity-RFT"
     group: Annotated[str, Honoured("folder")] = ""
     name: Annotated[str, Honoured("name, folder")] = "rft"

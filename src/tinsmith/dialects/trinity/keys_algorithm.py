@@ -32,7 +32,9 @@ class Algorithm(Section):
         int | None, Honoured("group_size; unset, the algorithm's documented default, and the run says so")
     ] = None  # fmt: skip
     optimizer: Optimizer = Optimizer()
-    sample_strategy: Annotated[str | None, Honoured("experts for mix; staleness for staleness_control")] = None
+    sample_strategy: Annotated[str | None, Honoured("experts for mix; buffer.max_staleness for staleness_control")] = (
+        None
+    )
     sample_strategy_args: Annotated[Arguments | None, Honoured("with sample_strategy")] = None
     advantage_fn: Annotated[str | None, Honoured("algorithm.advantage")] = None
     advantage_fn_args: Annotated[Arguments | None, Honoured("algorithm.advantage, over its defaults")] = None

@@ -9,9 +9,7 @@ from pydantic import Field
 from tinsmith.dialects.base import Honoured, NoMeaning, Refused, Section
 
 AUTO = "Trinity sets it by itself."
-REPLAY = Refused("each rollout is trained on once.", "Leave replay_buffer out.")
 LESSON = NoMeaning("it is about data to learn from as it stands; a task is asked.")
-ARGUMENTS = Refused("what is here takes no arguments.", "Leave them out.")
 WHOLE = NoMeaning("every task of an evaluation is tried, so their order does not count.")
 READER = "a file is read whole when the run begins."
 Arguments = dict[str, Any]
@@ -35,12 +33,10 @@ class Format(Section):
     chosen_key: Annotated[str, LESSON] = "chosen"
     rejected_key: Annotated[str, LESSON] = "rejected"
     enable_concatenated_multi_turn: Annotated[bool, LESSON] = False
-    chat_template: Annotated[
-        str | None, Refused("a run has one chat template.", "Set model.custom_chat_template.")
-    ] = None  # fmt: skip
+    chat_template: Annotated[str | None, Honoured("model.chat_template; a run has one")] = None
     enable_thinking: Annotated[
-        bool | None, Refused("it is a variable of the chat template.", "Set it in model.custom_chat_template.")
-    ] = None
+        bool | None, Honoured("model.chat_template_values.enable_thinking; a run has one")
+    ] = None  # fmt: skip
 
 
 class LessonFormat(Format):
@@ -71,8 +67,8 @@ class Sampling(Section):
 class EvalSampling(Sampling):
     """`rollout_args` of an entry of `eval_tasksets`."""
 
-    top_p: Annotated[float | None, Refused("evaluation samples with training's.", "Set model.top_p.")] = None
-    top_k: Annotated[int, Refused("evaluation samples with training's.", "Set model.top_k.")] = -1
+    top_p: Annotated[float | None, Honoured("eval.top_p")] = None
+    top_k: Annotated[int, Honoured("eval.top_k")] = -1
 
 
 class Selector(Section):
@@ -96,16 +92,20 @@ class EvalSelector(Selector):
 class Replay(Section):
     """`replay_buffer` of a queue."""
 
-    enable: Annotated[bool, REPLAY] = False
-    priority_fn: Annotated[str, REPLAY] = "linear_decay"
-    reuse_cooldown_time: Annotated[float | None, REPLAY] = None
-    priority_fn_args: Annotated[Arguments, REPLAY] = Field(default_factory=lambda: {"decay": 2.0})
+    enable: Annotated[bool, Honoured("buffer.replay.enable")] = False
+    priority_fn: Annotated[
+        str, Honoured("buffer.replay.priority: linear_decay, or linear_decay_limited (decay_limit_randomization)")
+    ] = "linear_decay"
+    reuse_cooldown_time: Annotated[float | None, Honoured("buffer.replay.cooldown; null uses each batch once")] = None
+    priority_fn_args: Annotated[
+        Arguments, Honoured("buffer.replay: decay, limit (use_count_limit), sigma; over the defaults")
+    ] = Field(default_factory=lambda: {"decay": 2.0})
 
 
 class Stored(Section):
     """What tasksets and buffers share."""
 
-    name: Annotated[str, NoMeaning("data is known by its place.")] = ""
+    name: Annotated[str, NoMeaning("it counts for tables of a database and for eval_tasksets alone.")] = ""
     path: Annotated[str | None, Honoured("tasks.*.name or path")] = None
     split: Annotated[str, Honoured("tasks.*.split")] = "train"
     subset_name: Annotated[str | None, Honoured("tasks.*.subset")] = None
@@ -127,8 +127,12 @@ class Asked(Stored):
     storage_type: Annotated[Literal["file", "sql"], Honoured("tasks.*.type")] = "file"
     default_workflow_type: Annotated[str | None, Honoured("workflow")] = None
     default_reward_fn_type: Annotated[str | None, Honoured("rewards")] = None
-    workflow_args: Annotated[Arguments, ARGUMENTS] = Field(default_factory=dict)
-    reward_fn_args: Annotated[Arguments, ARGUMENTS] = Field(default_factory=dict)
+    workflow_args: Annotated[Arguments, Honoured("workflow; arguments of code of your own too")] = Field(
+        default_factory=dict
+    )
+    reward_fn_args: Annotated[Arguments, Honoured("rewards; arguments of code of your own too")] = Field(
+        default_factory=dict
+    )
     is_eval: Annotated[bool, NoMeaning(AUTO)] = False
 
 
@@ -153,14 +157,16 @@ class EvalTaskset(Asked):
 class Buffer(Stored):
     """`experience_buffer`, and an entry of `auxiliary_buffers`."""
 
+    path: Annotated[str | None, Honoured("experts.data; buffer.path or buffer.url of rollouts")] = None
     storage_type: Annotated[
-        Literal["queue", "file", "sql"], Honoured("experts.data.type; queue is the run's own memory")
+        Literal["queue", "file", "sql"],
+        Honoured(
+            "experts.data.type; buffer.type of rollouts, where queue is memory, and a file in modes of two processes"
+        ),
     ] = "queue"
     format: LessonFormat = LessonFormat()
-    capacity: Annotated[int, NoMeaning("sampling ahead is bounded by staleness, not by a queue.")] = 10000
-    max_read_timeout: Annotated[float, NoMeaning("one process samples and trains; it need not wait for another.")] = (
-        1800
-    )
+    capacity: Annotated[int, Honoured("buffer.capacity; buffer.replay.size where batches are used again")] = 10000
+    max_read_timeout: Annotated[float, Honoured("sync.timeout, in mode train")] = 1800
     replay_buffer: Replay | None = Replay()
     data_selector: Selector = Selector()
     schema_type: Annotated[str | None, NoMeaning(AUTO)] = None
@@ -174,7 +180,7 @@ class ExplorerInput(Section):
     tasksets: tuple[Taskset, ...] = ()
     eval_tasksets: tuple[EvalTaskset, ...] = ()
     default_workflow_type: Annotated[str | None, Honoured("workflow")] = None
-    default_eval_workflow_type: Annotated[str | None, Honoured("workflow of evaluation")] = None
+    default_eval_workflow_type: Annotated[str | None, Honoured("eval.workflow")] = None
     default_reward_fn_type: Annotated[str | None, Honoured("rewards")] = None
 
 

@@ -64,7 +64,7 @@ class Engine(Section):
     repetition_penalty: Annotated[float | None, Refused("the Tinker API has none.", "Leave it out.")] = None
     enable_multimodal: Annotated[bool, Refused("models with images are not served.", "Leave it out.")] = False
     enable_thinking: Annotated[
-        bool | None, Refused("it is a variable of the chat template.", "Set it in model.custom_chat_template.")
+        bool | None, Refused("it is a variable of the chat template.", "Serve the model with a template that fixes it.")
     ] = None
     enable_history: Annotated[bool, NoMeaning("every turn of every model is kept.")] = False
     enable_openai_api: Annotated[bool, NoMeaning("workflows that want OpenAI's API have it.")] = False
@@ -92,22 +92,25 @@ class RolloutModel(Engine):
     max_prompt_tokens: Annotated[int | None, Honoured("in place of model's")] = None
     max_response_tokens: Annotated[int | None, Honoured("in place of model's")] = None
     chat_template: Annotated[str | None, Honoured("model.chat_template, in place of model's")] = None
+    enable_thinking: Annotated[
+        bool | None, Honoured("model.chat_template_values.enable_thinking, in place of model's")
+    ] = None
 
 
 class AuxiliaryModel(Engine):
     """An entry of `explorer.auxiliary_models`."""
 
-    model_path: Annotated[str | None, Honoured("algorithm.teacher, of the first one")] = None
+    model_path: Annotated[
+        str | None, Honoured("of the first one: algorithm.teacher, and the model of a judge")
+    ] = None  # fmt: skip
     name: Annotated[str | None, NoMeaning("a model is known by its path.")] = None
-    ignore_eos: Annotated[bool, NoMeaning("a teacher is asked for logprobs, and says nothing itself.")] = False
+    ignore_eos: Annotated[bool, NoMeaning("a judge's word ends where it ends.")] = False
     engine_num: Annotated[int, NoMeaning(SERVER)] = 1
     dtype: Annotated[str, NoMeaning(SERVER)] = "bfloat16"
     seed: Annotated[int, NoMeaning("each request draws a seed of its own from the run's.")] = 42
     max_model_len: Annotated[int | None, NoMeaning(SERVER)] = None
     max_prompt_tokens: Annotated[int | None, NoMeaning(SERVER)] = None
-    max_response_tokens: Annotated[
-        int | None, NoMeaning("a teacher is asked for logprobs, and says nothing itself.")
-    ] = None
+    max_response_tokens: Annotated[int | None, Honoured("max_tokens of a judge")] = None
     chat_template: Annotated[str | None, Refused(TEMPLATE, "Serve the model with its own template.")] = None
 
 
@@ -150,8 +153,8 @@ class Explorer(Section):
     rollout_model: RolloutModel = RolloutModel()
     auxiliary_models: tuple[AuxiliaryModel, ...] = ()
     eval_interval: Annotated[int, Honoured("eval.every")] = 100
-    eval_on_startup: Annotated[bool, Honoured("eval.before")] = True
-    bench_on_latest_checkpoint: Annotated[bool, Refused("mode bench is not here.", "Leave it out.")] = False
+    eval_on_startup: Annotated[bool, Honoured("eval.before; bench.base in mode bench")] = True
+    bench_on_latest_checkpoint: Annotated[bool, Honoured("bench.of_run: last; else all, in mode bench")] = False
     proxy_port: Annotated[int, NoMeaning(PROXY)] = 8010
     listen_address: Annotated[str, NoMeaning(PROXY)] = "localhost"
     service_status_check_interval: Annotated[int, NoMeaning(PROXY)] = 60

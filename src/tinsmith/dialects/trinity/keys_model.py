@@ -65,9 +65,7 @@ class Model(Section):
     trust_remote_code: Annotated[
         bool, Refused("no code that comes with a model is run.", "Serve a model that transformers knows.")
     ] = False
-    critic_model_path: Annotated[
-        str, Refused("the critic is a second adapter on the model itself.", "Leave it out, or name model_path.")
-    ] = ""
+    critic_model_path: Annotated[str, Honoured("a second adapter on the model itself; other models are refused")] = ""
     custom_chat_template: Annotated[str | None, Honoured("model.chat_template")] = None
     chat_template_path: Annotated[str | None, Honoured("model.chat_template, from the file")] = None
     temperature: Annotated[float, Copied("sampling.temperature")] = 1.0
@@ -86,7 +84,7 @@ class Model(Section):
         bool, NoMeaning("a prompt above max_prompt_tokens makes a failed rollout, which is left out.")
     ] = True
     repetition_penalty: Annotated[float, Refused("the Tinker API has none.", "Leave it out.")] = 1.0
-    enable_thinking: Annotated[bool | None, Copied("model.chat_template_values.enable_thinking")] = None
+    enable_thinking: Annotated[bool | None, Honoured("model.chat_template_values.enable_thinking")] = None
     lora_configs: Annotated[tuple[Lora, ...] | None, Honoured(LORA)] = None
     fully_sharded_loras: Annotated[bool, NoMeaning(SERVER)] = False
     max_cpu_loras: Annotated[int | None, NoMeaning(SERVER)] = None

@@ -28,6 +28,8 @@ def ratio(file: TrinityFile) -> float:
 def translate(file: TrinityFile, becoming: Becoming) -> None:
     """`experts`."""
     name, strategy = file.algorithm.algorithm_type, file.algorithm.sample_strategy or "default"
+    if file.mode == "bench":
+        return
     if strategy not in STRATEGIES:
         cure = f"It is one of {', '.join(STRATEGIES)}."
         becoming.fault("algorithm.sample_strategy", f"there is no '{strategy}'.", cure)
@@ -40,8 +42,6 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
         _beside(file, becoming)
     else:
         _stale(file, strategy, becoming)
-    if name not in SUPERVISED:
-        idle(_queue(file), becoming, f"{PLACE}.experience_buffer.", "a run's own rollouts pass through no files.")
     if not mixed(file):
         for buffer, one in file.buffer.trainer_input.auxiliary_buffers.items():
             idle(one, becoming, f"{PLACE}.auxiliary_buffers.{buffer}.", "it counts only for sample_strategy mix.")
@@ -84,22 +84,20 @@ def _beside(file: TrinityFile, becoming: Becoming) -> None:
 
 
 def _stale(file: TrinityFile, strategy: str, becoming: Becoming) -> None:
-    """No batch is older than sampling runs ahead, so a bound on age is kept or it is a contradiction."""
     arguments = dict(file.algorithm.sample_strategy_args or {})
     bound = arguments.pop("max_staleness", None) if strategy == "staleness_control" else None
     for unknown in arguments:
         becoming.fault(f"algorithm.sample_strategy_args.{unknown}", "there is no such argument.", "Leave it out.")
-    if bound is not None and file.synchronizer.sync_offset > bound:
+    if bound is None:
+        return
+    if bound < 0:
+        key = "algorithm.sample_strategy_args.max_staleness"
+        becoming.fault(key, f"{bound} updates are no age.", "Set 0 or more.")
+    elif file.synchronizer.sync_style == "fixed" and file.synchronizer.sync_offset > bound:
         cure = "Lower synchronizer.sync_offset, or raise max_staleness."
         what = f"batches are {file.synchronizer.sync_offset} steps old, and all would be left out."
         becoming.fault("algorithm.sample_strategy_args.max_staleness", what, cure)
-
-
-def _queue(file: TrinityFile) -> Buffer | None:
-    """The buffer of rollouts, where its kind is not what it has to be."""
-    own = _own(file)
-    plain = own is not None and own.storage_type == "queue" and own.model_fields_set <= {"name", "storage_type"}
-    return None if plain else own
+    becoming.put("buffer.max_staleness", bound)
 
 
 def _own(file: TrinityFile) -> Buffer | None:
@@ -108,6 +106,7 @@ def _own(file: TrinityFile) -> Buffer | None:
 
 def _lesson(buffer: Buffer, key: str, name: str, becoming: Becoming) -> dict[str, Any]:
     """The source, with which fields are asked, learned, or told apart."""
+    _waiting(buffer, key, becoming)
     form = buffer.format
     found = source(buffer, key, becoming)
     found.pop("answer", None)
@@ -121,6 +120,15 @@ def _lesson(buffer: Buffer, key: str, name: str, becoming: Becoming) -> dict[str
     if name != "dpo" and form.model_fields_set & {"chosen_key", "rejected_key"}:
         becoming.note(f"{key}.format.chosen_key, {key}.format.rejected_key: they count only for dpo.")
     return found
+
+
+def _waiting(buffer: Buffer, key: str, becoming: Becoming) -> None:
+    """Of rollouts alone."""
+    why = "it is about rollouts, and these are data to learn from."
+    names = {"capacity", "max_read_timeout"} & buffer.model_fields_set
+    for name in sorted(names):
+        becoming.note(f"{key}.{name}: {why}")
+    idle(buffer.replay_buffer, becoming, f"{key}.replay_buffer.", why)
 
 
 def _learn(buffer: Buffer, name: str) -> str:

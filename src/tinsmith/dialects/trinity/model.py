@@ -5,10 +5,13 @@ The adapter is that of model.tinker where it is enabled, else that of the first 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from tinsmith.dialects.base import Becoming, idle
 from tinsmith.dialects.trinity.keys import TrinityFile
+from tinsmith.dialects.trinity.keys_buffer import Format
 from tinsmith.dialects.trinity.keys_model import Lora
 
 ALPHA = 32
@@ -22,6 +25,9 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
     if not name:
         becoming.fault("model.model_path", "it is not set.", "Name the base model as the server names it.")
     becoming.put("model.name", name)
+    if section.critic_model_path not in ("", name):
+        what = f"the critic is a second adapter on {name or 'the model'} itself."
+        becoming.fault("model.critic_model_path", what, "Leave it out, or name the same model.")
     if section.tinker.enable:
         _by_tinker(file, becoming)
     else:
@@ -79,15 +85,50 @@ def _lora(lora: Lora, becoming: Becoming) -> None:
 
 
 def _template(file: TrinityFile, becoming: Becoming) -> None:
-    section = file.model
+    section, rollout = file.model, file.explorer.rollout_model
+    formats = _formats(file)
+    thinking = {"explorer.rollout_model.enable_thinking": rollout.enable_thinking}
+    if not any(value is not None for value in thinking.values()):
+        thinking = {"model.enable_thinking": section.enable_thinking}
+    thinking |= {f"{key}.enable_thinking": one.enable_thinking for key, one in formats}
+    if (value := _one_of(thinking, becoming)) is not None:
+        becoming.put("model.chat_template_values.enable_thinking", value)
     if section.chat_template_path:
         path = Path(section.chat_template_path).expanduser()
         if path.is_file():
             becoming.put("model.chat_template", path.read_text(encoding="utf-8"))
         else:
             becoming.fault("model.chat_template_path", f"there is no file {path}.", "Check the path.")
-    elif template := file.explorer.rollout_model.chat_template or section.custom_chat_template:
+        return
+    templates = {"model.custom_chat_template": rollout.chat_template or section.custom_chat_template}
+    templates |= {f"{key}.chat_template": one.chat_template for key, one in formats}
+    if template := _one_of(templates, becoming):
         becoming.put("model.chat_template", template)
+
+
+def _formats(file: TrinityFile) -> list[tuple[str, Format]]:
+    """Of everything that is asked or learned from, with their keys."""
+    given, taught = file.buffer.explorer_input, file.buffer.trainer_input
+    found: list[tuple[str, Format]] = []
+    place = "buffer.explorer_input"
+    for name, tasksets in (("tasksets", given.tasksets), ("eval_tasksets", given.eval_tasksets)):
+        found += [(f"{place}.{name}[{at}].format", one.format) for at, one in enumerate(tasksets)]
+    if given.taskset is not None:
+        found.append((f"{place}.taskset.format", given.taskset.format))
+    buffers = {f"auxiliary_buffers.{name}": one for name, one in taught.auxiliary_buffers.items()}
+    if taught.experience_buffer is not None:
+        buffers["experience_buffer"] = taught.experience_buffer
+    return found + [(f"buffer.trainer_input.{name}.format", one.format) for name, one in buffers.items()]
+
+
+def _one_of(values: Mapping[str, Any], becoming: Becoming) -> Any:
+    """The value of those keys that have one; a run has one for all."""
+    given = {key: value for key, value in values.items() if value not in (None, "")}
+    first = next(iter(given.values()), None)
+    for key, value in given.items():
+        if value != first:
+            becoming.fault(key, "it is another elsewhere, and a run has one.", "Make them alike, or give it once.")
+    return first
 
 
 def _lengths(file: TrinityFile, becoming: Becoming) -> None:

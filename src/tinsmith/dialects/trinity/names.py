@@ -6,40 +6,9 @@ A part's own arguments lie over Trinity's defaults; what ours has no place for i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping
 
-
-@dataclass(frozen=True, slots=True)
-class To:
-    """The value goes to these settings of the part; `values` translates it, `by` computes it."""
-
-    names: tuple[str, ...]
-    values: Mapping[Any, Any] | None = None
-    by: Callable[[Any], Any] | None = None
-    where: str = ""
-    """Only where this other argument is true."""
-
-
-@dataclass(frozen=True, slots=True)
-class Only:
-    """No other value is possible here."""
-
-    value: Any
-    cure: str = "Leave it out."
-
-
-Argument = To | Only
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One of Trinity's parts: our type, what Trinity sets otherwise than we do, and its arguments."""
-
-    type: str
-    arguments: Mapping[str, Argument] = field(default_factory=dict)
-    settings: Mapping[str, Any] = field(default_factory=dict)
+from tinsmith.dialects.trinity.arguments import Only, Part, To
 
 
 def _to(*names: str) -> To:

@@ -9,12 +9,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinsmith.dialects.base import Becoming, settle
-from tinsmith.dialects.trinity import algorithm, course, data, lessons, model, monitors, operators, stages, sync, work
+from tinsmith.dialects.trinity import (
+    algorithm,
+    buffers,
+    course,
+    data,
+    evaluation,
+    lessons,
+    model,
+    monitors,
+    operators,
+    stages,
+    sync,
+    work,
+)
 from tinsmith.dialects.trinity.keys import MARKS, TrinityFile
 from tinsmith.errors import ConfigError
+from tinsmith.rl.plugins import Names
 from tinsmith.settings import build
 
 NAME = "Trinity-RFT"
+PARTS = (model, algorithm, data, lessons, buffers, work, evaluation, course, sync, operators, monitors)
+"""In this order: what comes later reads what is there."""
 
 
 def recognises(values: Mapping[str, Any]) -> bool:
@@ -32,17 +48,17 @@ def defaults() -> dict[str, Any]:
     return TrinityFile().model_dump(mode="json")
 
 
-def translate(values: Mapping[str, Any], place: str) -> Becoming:
-    """The settings and the notes. Raises ConfigError that tells every fault."""
+def translate(values: Mapping[str, Any], place: str, plugins: Names = frozenset()) -> Becoming:
+    """The settings and the notes; `plugins` are what a folder of them marks. Raises ConfigError with every fault."""
+
+    def one(file: TrinityFile, place: str) -> Becoming:
+        becoming = Becoming(plugins=plugins)
+        settle(file, becoming)
+        for part in PARTS:
+            part.translate(file, becoming)
+        if becoming.faults:
+            raise ConfigError("\n".join(f"{place}: {fault}" for fault in becoming.faults))
+        return becoming
+
     file = build(TrinityFile, values, place)
-    return stages.translate(values, file, place, _one) if file.stages else _one(file, place)
-
-
-def _one(file: TrinityFile, place: str) -> Becoming:
-    becoming = Becoming()
-    settle(file, becoming)
-    for part in (model, algorithm, data, lessons, work, course, sync, operators, monitors):
-        part.translate(file, becoming)
-    if becoming.faults:
-        raise ConfigError("\n".join(f"{place}: {fault}" for fault in becoming.faults))
-    return becoming
+    return stages.translate(values, file, place, one) if file.stages else one(file, place)

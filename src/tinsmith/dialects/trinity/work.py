@@ -1,106 +1,141 @@
 """What Trinity's workflows ask and what its reward functions are worth, as `workflow` and `rewards` of ours.
 
-Leaves out where tasks come from (`data.py`).
+A name is one of Trinity's (`works.py`), one that a file of the plugin folder marks, or a dotted path. Leaves out where
+tasks come from (`data.py`) and how they are evaluated (`evaluation.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
+import inspect
+from collections.abc import Sequence
 from typing import Any
 
 from tinsmith.dialects.base import Becoming
 from tinsmith.dialects.trinity.algorithm import SUPERVISED
+from tinsmith.dialects.trinity.arguments import laid_over, near
 from tinsmith.dialects.trinity.data import INPUT, same, training
 from tinsmith.dialects.trinity.keys import TrinityFile
 from tinsmith.dialects.trinity.keys_buffer import Asked
+from tinsmith.dialects.trinity.works import JUDGE, REWARDS, THINK_BOXED, WORKFLOWS, Work, elsewhere
+from tinsmith.rl.plugins import thing_at
+from tinsmith.rl.workflows.multi_turn import Environment
 
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """A workflow of Trinity's as one of ours, and what judges its replies where a file names nothing."""
-
-    settings: Mapping[str, Any]
-    reward: str = ""
-
-
-_ASK, _MATH = {"type": "single_turn"}, {"type": "math"}
-_BOXED = {
-    "type": "single_turn",
-    "system": "Work the problem out step by step, and put the final answer in \\boxed{}.",
-}
-
-WORKFLOWS: Mapping[str, Work] = {
-    "simple_workflow": Work(_ASK),
-    "math_workflow": Work(_MATH, "math_reward"),
-    "math_boxed_workflow": Work(_BOXED, "math_boxed_reward"),
-    "on_policy_distill_workflow": Work(_ASK),
-    "on_policy_distill_math_workflow": Work(_MATH, "math_reward"),
-}
-"""Also by these names with async_ before them: here all are."""
-
-REWARDS: Mapping[str, Mapping[str, Any]] = {
-    "math_reward": {"type": "math"},
-    "math_boxed_reward": {"type": "math_boxed"},
-    "format_reward": {"type": "format", "right": 0.1, "wrong": -0.1},
-    "accuracy_reward": {"type": "math_verify"},
-    "countdown_reward": {"type": "countdown"},
-}
+Worked = tuple[dict[str, Any], list[dict[str, Any]]]
+"""A workflow and rewards."""
 
 
 def translate(file: TrinityFile, becoming: Becoming) -> None:
-    """`workflow`, `rewards`, and where evaluation judges otherwise, `eval.rewards`."""
+    """`workflow` and `rewards` of training."""
     given, asked = file.buffer.explorer_input, training(file)
-    if file.algorithm.algorithm_type in SUPERVISED:
-        asked = []
-    trained = _worked(asked, given.default_workflow_type, given.default_reward_fn_type, becoming)
-    if trained is not None:
-        becoming.put("workflow", trained[0])
-        becoming.put("rewards", trained[1])
-    tried = [(f"{INPUT}.eval_tasksets[{at}]", one) for at, one in enumerate(given.eval_tasksets)]
-    usual = given.default_eval_workflow_type or given.default_workflow_type
-    found = _worked(tried, usual, given.default_reward_fn_type, becoming)
-    if found is None:
+    if file.algorithm.algorithm_type in SUPERVISED or file.mode == "bench":
         return
-    if trained is None:
+    found = worked(file, asked, given.default_workflow_type, becoming) if asked else None
+    if found is not None:
         becoming.put("workflow", found[0])
-    elif found[0] != trained[0]:
-        cure = "Give them one workflow, or evaluate in a run of its own."
-        becoming.fault(f"{tried[0][0]}.default_workflow_type", "evaluation asks as training does.", cure)
-    if trained is None or found[1] != trained[1]:
-        becoming.put("eval.rewards", found[1])
+        becoming.put("rewards", found[1])
 
 
-Asking = Sequence[tuple[str, Asked]]
-
-
-def _worked(
-    tasksets: Asking, usual: str | None, reward: str | None, becoming: Becoming
-) -> tuple[dict[str, Any], list[dict[str, Any]]] | None:
-    """The workflow and the rewards of these tasksets; None where there are none, or no right ones."""
-    if not tasksets:
-        return None
+def worked(
+    file: TrinityFile, tasksets: Sequence[tuple[str, Asked]], usual: str | None, becoming: Becoming
+) -> Worked | None:
+    """The workflow and the rewards of these tasksets, which are alike; None where there are no right ones."""
+    key, one = tasksets[0]
     own = same(tasksets, lambda one: one.default_workflow_type, "default_workflow_type", becoming)
-    name = own or usual or "simple_workflow"
-    work = WORKFLOWS.get(name.removeprefix("async_"))
-    if work is None:
-        key = f"{tasksets[0][0] if own else INPUT}.default_workflow_type"
-        becoming.fault(key, f"there is no workflow '{name}' here.", _near(name, WORKFLOWS))
+    judged = same(tasksets, lambda one: one.default_reward_fn_type, "default_reward_fn_type", becoming)
+    same(tasksets, lambda one: (one.workflow_args, one.reward_fn_args), "workflow_args", becoming)
+    name, at = own or usual or "simple_workflow", f"{key if own else INPUT}.default_workflow_type"
+    work, to_reward = WORKFLOWS.get(name.removeprefix("async_")), dict[str, Any]()
+    if work is not None:
+        workflow = laid_over(work.part, one.workflow_args, f"{key}.workflow_args", to_reward, becoming)
+        if to_reward.get("think"):
+            workflow["system"] = THINK_BOXED
+    elif (workflow := _own_workflow(name, at, one, becoming)) is None:
         return None
-    judge = same(tasksets, lambda one: one.default_reward_fn_type, "default_reward_fn_type", becoming)
-    key = f"{tasksets[0][0] if judge else INPUT}.default_reward_fn_type"
-    judge = judge or reward or work.reward
-    if not judge:
-        becoming.fault(key, "nothing says what a reply is worth.", f"Set one of {', '.join(REWARDS)}.")
-    elif judge not in REWARDS:
-        becoming.fault(key, f"there is no reward '{judge}' here.", _near(judge, REWARDS))
-    else:
-        return dict(work.settings), [dict(REWARDS[judge])]
+    judge = judged or file.buffer.explorer_input.default_reward_fn_type or (work.reward if work else "")
+    rewards = _rewards(file, judge, key, one, work, becoming)
+    if rewards is None:
+        return None
+    for reward in rewards:
+        if reward["type"] == "math_boxed":
+            reward |= to_reward
+    return workflow, rewards
+
+
+def _own_workflow(name: str, key: str, one: Asked, becoming: Becoming) -> dict[str, Any] | None:
+    """One of the plugin folder, or of a dotted path."""
+    if ("workflow", name) in becoming.plugins:
+        return {"type": name, **one.workflow_args}
+    module, dot, attribute = name.rpartition(".")
+    if not dot:
+        known = [*WORKFLOWS, *(plugin for kind, plugin in becoming.plugins if kind == "workflow")]
+        cure = elsewhere(name) or f"{near(name, known)} One of your own wants --plugin-dir: docs/trinity.md."
+        becoming.fault(key, f"there is no workflow '{name}' here.", cure)
+        return None
+    path = f"{module}:{attribute}"
+    try:
+        thing = thing_at(path)
+    except ValueError as error:
+        becoming.fault(key, f"{error}.", "Give its folder as --plugin-dir, or install its package.")
+        return None
+    args = {"args": dict(one.workflow_args)} if one.workflow_args else {}
+    return {"type": _form(thing), "path": path, **args}
+
+
+def _form(thing: Any) -> str:
+    """An environment, an agent (task, client, model), or what is called with (task, talk)."""
+    if isinstance(thing, type):
+        return "multi_turn" if issubclass(thing, Environment) else "custom"
+    plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    wanted = inspect.signature(thing).parameters.values() if callable(thing) else ()
+    return "agent" if sum(one.kind in plain and one.default is one.empty for one in wanted) == 3 else "custom"
+
+
+def _rewards(
+    file: TrinityFile, judge: str, place: str, one: Asked, work: Work | None, becoming: Becoming
+) -> list[dict[str, Any]] | None:
+    """None where there are no right ones; of a workflow of one's own, none are needed."""
+    key, args = f"{place}.reward_fn_args", one.reward_fn_args
+    at = f"{place if one.default_reward_fn_type else INPUT}.default_reward_fn_type"
+    if judge == JUDGE:
+        return _judged(file, work, at, becoming)
+    if ("reward", judge) in becoming.plugins:
+        return [{"type": judge, **args}]
+    if judge in REWARDS:
+        beside: dict[str, Any] = {}
+        found = [laid_over(REWARDS[judge], args, key, beside, becoming)]
+        return found + _overlong(beside, key, becoming)
+    if "." in judge:
+        module, _, attribute = judge.rpartition(".")
+        return [{"type": "custom", "path": f"{module}:{attribute}", "args": dict(args)}]
+    if judge:
+        known = [*REWARDS, *(plugin for kind, plugin in becoming.plugins if kind == "reward")]
+        cure = f"{near(judge, known)} One of your own wants --plugin-dir: docs/trinity.md."
+        becoming.fault(at, f"there is no reward '{judge}' here.", cure)
+        return None
+    if work is None:
+        return []
+    becoming.fault(at, "nothing says what a reply is worth.", f"Set one of {', '.join(REWARDS)}.")
     return None
 
 
-def _near(name: str, known: Mapping[str, Any]) -> str:
-    found = get_close_matches(name, known, n=1)
-    others = "Others are written anew, in a run file of ours: docs/workflows.md."
-    return f"Did you mean '{found[0]}'?" if found else f"Known here: {', '.join(known)}. {others}"
+def _judged(file: TrinityFile, work: Work | None, key: str, becoming: Becoming) -> list[dict[str, Any]] | None:
+    models = file.explorer.auxiliary_models
+    if not (models and models[0].model_path):
+        cure = "Name a model of the server in explorer.auxiliary_models, or set default_reward_fn_type."
+        becoming.fault(key, "another model judges here, and there is none.", cure)
+        return None
+    words = {"max_tokens": models[0].max_response_tokens} if models[0].max_response_tokens else {}
+    rubric = {"rubric_key": work.rubric} if work and work.rubric else {}
+    return [{"type": "judge", "model": models[0].model_path, **words, **rubric}]
+
+
+def _overlong(beside: dict[str, Any], key: str, becoming: Becoming) -> list[dict[str, Any]]:
+    wanted = beside.pop("overlong", False)
+    if not wanted:
+        if beside:
+            becoming.note(f"{key}: what is said of length counts only with enable_overlong_penalty: true.")
+        return []
+    if not {"max_tokens", "margin"} <= beside.keys():
+        cure = "Set max_response_length and cache_length as well."
+        becoming.fault(f"{key}.enable_overlong_penalty", "nothing says how long is too long.", cure)
+    return [{"type": "overlong", **beside}]

@@ -28,14 +28,6 @@ class Workflow(Protocol):
         ...
 
 
-class Unasked:
-    """The workflow of a run that asks nothing."""
-
-    async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
-        """Nobody calls it."""
-        raise AssertionError("this run asks nothing")
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
     """What a workflow is made with.

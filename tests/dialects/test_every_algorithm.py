@@ -1,0 +1,94 @@
+"""The two published files with each algorithm in turn, and nothing else changed but what it needs: two steps each."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from rich.console import Console
+
+from tests.dialects.conftest import NAME, Server
+from tests.dialects.examples import Pairs
+from tests.dialects.written import TINKER, VERL, laid
+from tinsmith.dialects import read_run
+from tinsmith.dialects.trinity.names import PARTS
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.policy import Policy
+from tinsmith.rl.run import Connect
+from tinsmith.rl.stages import run_all
+from tinsmith.rl.tinker_policy import TinkerPolicy
+
+SHORT = (
+    "steps=2", "groups_per_step=3", "group_size=4", "sampling.max_tokens=4", "sampling.max_prompt_tokens=4000",
+    "monitors=[]", "rewards=[{type: format, pattern: '[^aeiou]*'}]",
+)  # fmt: skip
+"""Laid on top, so that a step is quick, and an untrained model's replies differ in worth."""
+
+OWN, OTHER = "buffer.trainer_input.experience_buffer", "buffer.trainer_input.auxiliary_buffers.sft_dataset"
+TEACHER: Pairs = (("explorer.auxiliary_models", [{"model_path": NAME}]),)
+ALONE: Pairs = (("mode", "train"), ("buffer.train_batch_size", 4), (f"{OWN}.storage_type", "file"))
+BESIDE: Pairs = ((f"{OTHER}.storage_type", "file"), (f"{OTHER}.path", "chats.jsonl"), ("buffer.train_batch_size", 32))
+NEEDS: dict[str, Pairs] = {
+    "sft": (*ALONE, (f"{OWN}.path", "chats.jsonl")),
+    "cpt": (*ALONE, (f"{OWN}.path", "texts.jsonl"), (f"{OWN}.format.prompt_type", "plaintext")),
+    "dpo": (*ALONE, (f"{OWN}.path", "pairs.jsonl"), (f"{OWN}.format.messages_key", "prompt")),
+    "mix": BESIDE,
+    "mix_chord": BESIDE,
+    "on_policy_distill": TEACHER,
+    "jsd": TEACHER,
+}
+QUICK = ("grpo", "ppo", "gspo", "reinforceplusplus", "jsd", "mix", "dpo", "sft")
+"""Each another way through the harness: the others of the table are tried by test-all."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK's first connection
+
+CASES = [
+    pytest.param(
+        file, name, marks=() if file == TINKER and name in QUICK else pytest.mark.slow, id=f"{file.stem}-{name}"
+    )
+    for file in (TINKER, VERL)
+    for name in PARTS
+]
+
+
+def changed(file: Path, name: str) -> str:
+    """The file's text with another algorithm."""
+    text = file.read_text()
+    assert text.count("algorithm_type: grpo\n") == 1
+    text = text.replace("algorithm_type: grpo\n", f"algorithm_type: {name}\n")
+    values = yaml.safe_load(text)
+    for key, value in NEEDS.get(name, ()):
+        values = laid(values, key, value)
+    return yaml.safe_dump(values, sort_keys=False) if name in NEEDS else text
+
+
+def connecting(server: Server):
+    def one(config: RunConfig) -> Connect:
+        async def connect(state: str, version: int) -> Policy:
+            url, key = server
+            return await TinkerPolicy.connect(config.model, url, key, seed=config.seed, state=state, version=version)
+
+        return connect
+
+    return one
+
+
+@pytest.mark.parametrize(("file", "name"), CASES)
+def test_it_takes_two_steps(file: Path, name: str, place: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(place)
+    for offline in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        monkeypatch.setenv(offline, "1")
+    (place / "run.yaml").write_text(changed(file, name))
+    found = read_run(place / "run.yaml", SHORT)
+    told = io.StringIO()
+    _, state = asyncio.run(run_all(found.settings, connecting(server), Console(file=told, width=200)))
+    assert (state.step, state.version) == (2, 2), told.getvalue()
+    assert found.settings.algorithm.type == ("grpo_std" if name == "grpo" else name)
+    folder = Path(found.settings.folder)
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert not any("optim/skipped" in row for row in rows)

@@ -1,0 +1,120 @@
+"""Modes, and where rollouts wait: in memory, or in a folder or a database where two processes meet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dialects.examples import EVALUATED, LEARNED, OWN
+from tests.dialects.written import read
+from tinsmith.errors import ConfigError
+from tinsmith.rl.buffers.file import FileConfig
+from tinsmith.rl.buffers.memory import MemoryConfig
+from tinsmith.rl.buffers.sql import SqlConfig
+from tinsmith.rl.sources import Sql
+
+NO_TASKSET = ("buffer.explorer_input.taskset", None)
+TASKSET = "buffer.explorer_input.taskset"
+
+
+@pytest.mark.parametrize(("mode", "ours"), [("both", "both"), ("colocate", "both"), ("explore", "explore")])
+def test_modes(mode: str, ours: str, tmp_path: Path):
+    assert read(tmp_path, ("mode", mode)).settings.mode == ours
+
+
+def test_training_alone_needs_no_tasks(tmp_path: Path):
+    run = read(tmp_path, *LEARNED, NO_TASKSET, ("trainer.total_steps", 7)).settings
+    assert (run.mode, run.tasks.sources, run.steps, run.epochs) == ("train", (), 6, None)
+    assert (run.groups_per_step, run.group_size) == (2, 4)
+    run = read(tmp_path, *LEARNED, NO_TASKSET, ("buffer.total_steps", None), ("trainer.total_steps", 7)).settings
+    assert (run.steps, run.epochs) == (7, None)
+
+
+def test_two_processes_meet_in_the_runs_folder_or_in_a_database(tmp_path: Path):
+    where: list[tuple[dict[str, Any], Any]] = [
+        ({}, FileConfig()),
+        ({"storage_type": "file"}, FileConfig()),
+        ({"storage_type": "file", "path": "some/rollouts.jsonl"}, FileConfig(path="some/rollouts")),
+        ({"storage_type": "sql", "path": "postgresql://a/b"}, SqlConfig(url="postgresql+psycopg://a/b")),
+        (
+            {"storage_type": "sql", "name": "meet"},
+            SqlConfig(url="sqlite:///out/Trinity-RFT/small/buffer.db", run="meet"),
+        ),
+    ]
+    for given, ours in where:
+        explore = read(tmp_path, ("mode", "explore"), (OWN, given)).settings
+        train = read(tmp_path, *LEARNED, (OWN, given)).settings
+        assert explore.buffer == train.buffer == ours
+        assert explore.folder == train.folder
+
+
+def test_one_process_keeps_them_in_memory_unless_told_otherwise(tmp_path: Path):
+    assert read(tmp_path, (OWN, {"name": "queue", "storage_type": "queue"})).settings.buffer == MemoryConfig()
+    queue = read(tmp_path, (OWN, {"path": "sqlite:///queue.db"}))
+    assert queue.settings.buffer == MemoryConfig()
+    assert any("Trinity copies its queue there" in note for note in queue.notes)
+    assert isinstance(read(tmp_path, (OWN, {"storage_type": "file"})).settings.buffer, FileConfig)
+
+
+def test_replay(tmp_path: Path):
+    given = {"enable": True, "reuse_cooldown_time": 5, "priority_fn_args": {"decay": 1.5}}
+    plain = read(tmp_path, (OWN, {"replay_buffer": given, "capacity": 9})).settings.buffer.replay
+    assert (plain.enable, plain.priority, plain.decay, plain.cooldown, plain.size) == (
+        True,
+        "linear_decay",
+        1.5,
+        5.0,
+        9,
+    )
+    for name in ("decay_limit_randomization", "linear_decay_use_count_control_randomization"):
+        limited = {**given, "priority_fn": name, "priority_fn_args": {"use_count_limit": 2, "sigma": 0.5}}
+        found = read(tmp_path, (OWN, {"replay_buffer": limited})).settings.buffer.replay
+        assert (found.priority, found.decay, found.limit, found.sigma) == ("linear_decay_limited", 2.0, 2, 0.5)
+    off = read(tmp_path, (OWN, {"replay_buffer": {"enable": False, "priority_fn": "x"}}))
+    assert any("it counts only with enable: true" in note for note in off.notes)
+
+
+def test_the_age_of_what_is_learned_from(tmp_path: Path):
+    bounded = (
+        ("algorithm.sample_strategy", "staleness_control"),
+        ("algorithm.sample_strategy_args", {"max_staleness": 2}),
+        ("synchronizer", {"sync_style": "fully_async", "sync_offset": 3}),
+    )
+    assert read(tmp_path, *bounded).settings.buffer.max_staleness == 2
+    with pytest.raises(ConfigError, match="are no age"):
+        read(tmp_path, *bounded, ("algorithm.sample_strategy_args", {"max_staleness": -1}))
+
+
+def test_waiting(tmp_path: Path):
+    train = read(tmp_path, *LEARNED, (OWN, {"max_read_timeout": 60}), ("synchronizer.sync_timeout", 5))
+    assert train.settings.sync.timeout == 60
+    both = read(tmp_path, (OWN, {"max_read_timeout": 60, "capacity": 5}), ("synchronizer.sync_timeout", 7))
+    assert both.settings.sync.timeout == 7
+    assert sum("max_read_timeout: it counts in mode train" in note for note in both.notes) == 1
+    assert sum("in sync_style fixed" in note for note in both.notes) == 1
+
+
+def test_bench_tries_checkpoints_of_the_run_and_the_base(tmp_path: Path):
+    found = read(tmp_path, *EVALUATED, ("mode", "bench"), NO_TASKSET).settings
+    assert (found.mode, found.bench.of_run, found.bench.base) == ("bench", "all", True)
+    assert found.eval.workflow is not None
+    latest = {"bench_on_latest_checkpoint": True, "eval_on_startup": False}
+    found = read(tmp_path, *EVALUATED, ("mode", "bench"), ("explorer", latest)).settings
+    assert (found.bench.of_run, found.bench.base) == ("last", False)
+    learned = read(tmp_path, *EVALUATED, ("mode", "bench"), ("algorithm.algorithm_type", "sft")).settings
+    assert learned.mode == "bench"
+
+
+def test_a_process_that_samples_does_not_evaluate_and_says_so(tmp_path: Path):
+    found = read(tmp_path, *EVALUATED, ("mode", "explore"))
+    assert not found.settings.evaluates
+    assert any("the process of mode train evaluates" in note for note in found.notes)
+
+
+def test_a_table_of_a_database_is_read_by_the_driver_that_is_here(tmp_path: Path):
+    asked = {"storage_type": "sql", "name": "rows", "path": "postgresql://me@here/tasks"}
+    (source,) = read(tmp_path, (TASKSET, asked)).settings.tasks.sources
+    assert isinstance(source, Sql)
+    assert (source.url, source.table) == ("postgresql+psycopg://me@here/tasks", "rows")

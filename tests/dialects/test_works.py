@@ -1,0 +1,162 @@
+"""Workflows and rewards by Trinity's names, by those of a plugin folder, and by dotted paths; and evaluation."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.dialects.examples import EVAL, Pairs
+from tests.dialects.written import SMALL, laid, read, wrote
+from tinsmith.dialects import read_run
+from tinsmith.dialects.trinity.works import REWARDS, THINK_BOXED, WORKFLOWS
+from tinsmith.rl.config import RunConfig
+
+WORKFLOW, TASKSET = "buffer.explorer_input.default_workflow_type", "buffer.explorer_input.taskset"
+REWARD = "buffer.explorer_input.default_reward_fn_type"
+JUDGE: Pairs = (("explorer.auxiliary_models[].model_path", "judge"),)
+
+PLUGINS = '''
+from tinsmith.rl.plugins import reward, workflow
+from tinsmith.rl.workflows.multi_turn import Environment
+
+@workflow("twice")
+async def twice(task, talk, question="Sure?"):
+    await talk.say(*task.messages)
+    await talk.say(question)
+    return float(task.extra["level"])
+
+@reward("brief")
+def brief(task, rollout, most=20):
+    return float(len(rollout.text) <= most)
+
+async def agent(task, client, model, rounds=3):
+    return 1.0
+
+class World(Environment):
+    """Never answers."""
+'''
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    made = tmp_path_factory.mktemp("plugins")
+    (made / "trinity_works.py").write_text(PLUGINS)
+    before = list(sys.path)
+    yield made
+    sys.path[:] = before
+    sys.modules.pop("trinity_works", None)
+
+
+def run(tmp_path: Path, *pairs: tuple[str, Any], words: tuple[str, ...] = ()) -> RunConfig:
+    values = SMALL
+    for key, value in pairs:
+        values = laid(values, key, value)
+    return read_run(wrote(tmp_path, values), words).settings
+
+
+@pytest.mark.parametrize("name", WORKFLOWS)
+def test_every_workflow_of_the_table_is_a_run_of_its_own_or_with_a_reward(name: str, tmp_path: Path):
+    judged = () if WORKFLOWS[name].reward else ((REWARD, "math_reward"),)
+    plain, concurrent = (run(tmp_path, *JUDGE, *judged, (WORKFLOW, word)) for word in (name, f"async_{name}"))
+    assert plain == concurrent
+    assert plain.workflow.type in ("single_turn", "math")
+    assert plain.rewards
+
+
+@pytest.mark.parametrize("name", REWARDS)
+def test_every_reward_of_the_table_can_be_chosen(name: str, tmp_path: Path):
+    assert run(tmp_path, (REWARD, name)).rewards[0].type == REWARDS[name].type
+
+
+def test_arguments_of_a_workflow_reach_its_reward(tmp_path: Path):
+    args = {"with_think": True, "format_score_coef": 0.3, "use_base": False}
+    found = run(tmp_path, (WORKFLOW, "math_boxed_workflow"), (f"{TASKSET}.workflow_args", args))
+    assert found.workflow.model_dump()["system"] == THINK_BOXED
+    assert found.rewards[0].model_dump(include={"think", "form"}) == {"think": True, "form": 0.3}
+
+
+def test_length_costs_where_the_file_says_so(tmp_path: Path):
+    args = {"enable_overlong_penalty": True, "max_response_length": 16, "cache_length": 4, "penalty_factor": 0.5}
+    found = run(tmp_path, (REWARD, "math_dapo_reward"), (f"{TASKSET}.reward_fn_args", args))
+    assert [one.type for one in found.rewards] == ["math_boxed", "overlong"]
+    assert found.rewards[1].model_dump(exclude={"name", "type"}) == {"max_tokens": 16, "margin": 4, "weight": 0.5}
+
+
+def test_another_model_judges_by_a_rubric_of_each_row(tmp_path: Path):
+    words = ("explorer.auxiliary_models[].max_response_tokens", 64)
+    found = run(tmp_path, *JUDGE, words, (WORKFLOW, "rubric_judge_workflow"))
+    told = found.rewards[0].model_dump(include={"model", "max_tokens", "rubric_key"})
+    assert told == {"model": "judge", "max_tokens": 64, "rubric_key": "rubric"}
+    assert found.tasks.sources[0].model_dump()["extra"] == ("rubric",)
+    assert not any(
+        "nothing in this run asks it" in note for note in read(tmp_path, *JUDGE, (WORKFLOW, "math_rm_workflow")).notes
+    )
+
+
+def test_names_of_a_plugin_folder_are_types_with_arguments(folder: Path, tmp_path: Path):
+    found = run(
+        tmp_path,
+        (WORKFLOW, "twice"),
+        (REWARD, "brief"),
+        (f"{TASKSET}.workflow_args", {"question": "Really?"}),
+        (f"{TASKSET}.reward_fn_args", {"most": 5}),
+        words=(f"plugins={folder}",),
+    )
+    assert found.workflow.model_dump(exclude={"type"}) == {
+        "path": "trinity_works:twice",
+        "args": {"question": "Really?"},
+    }
+    assert found.rewards[0].model_dump()["args"] == {"most": 5}
+    assert found.tasks.sources[0].model_dump()["extra"] == ("*",)
+    alone = run(tmp_path, (WORKFLOW, "twice"), words=(f"plugins={folder}",))
+    assert alone.rewards == ()
+
+
+@pytest.mark.parametrize(("path", "kind"), [("twice", "custom"), ("agent", "agent"), ("World", "multi_turn")])
+def test_a_dotted_path_is_what_stands_there(path: str, kind: str, folder: Path, tmp_path: Path):
+    found = run(tmp_path, (WORKFLOW, f"trinity_works.{path}"), words=(f"plugins={folder}",))
+    assert (found.workflow.type, found.workflow.model_dump()["path"]) == (kind, f"trinity_works:{path}")
+
+
+def test_a_dotted_path_judges_too(folder: Path, tmp_path: Path):
+    found = run(tmp_path, (REWARD, "trinity_works.brief"), words=(f"plugins={folder}",))
+    assert found.rewards[0].model_dump()["path"] == "trinity_works:brief"
+
+
+def test_a_misspelt_name_of_a_plugin_is_told(folder: Path, tmp_path: Path):
+    with pytest.raises(Exception, match="Did you mean 'twice'"):
+        run(tmp_path, (WORKFLOW, "twise"), words=(f"plugins={folder}",))
+
+
+def held(*tasksets: dict[str, Any]) -> tuple[str, Any]:
+    named = [{"name": f"set{at}", "path": f"held{at}.jsonl", **one} for at, one in enumerate(tasksets)]
+    return (EVAL.removesuffix("[]"), named)
+
+
+def test_what_evaluations_have_alike_stands_once_and_what_differs_by_name(tmp_path: Path):
+    sampled = {"repeat_times": 4, "rollout_args": {"temperature": 0.6, "top_p": 0.9}}
+    other = {"rollout_args": {"temperature": 0.0, "max_tokens": 4}, "default_workflow_type": "math_boxed_workflow"}
+    found = run(tmp_path, held(sampled, other)).eval
+    first, second = found.of("set0"), found.of("set1")
+    assert (first.num_samples, first.temperature, first.top_p, first.max_tokens) == (4, 0.6, 0.9, None)
+    assert (second.num_samples, second.temperature, second.top_p, second.max_tokens) == (1, 0.0, None, 4)
+    assert first.workflow is None
+    assert second.workflow is not None
+    assert [one.type for one in second.rewards] == ["math_boxed"]
+    assert (found.every, found.before, found.after) == (100, True, False)
+
+
+def test_evaluations_that_are_alike_need_no_names(tmp_path: Path):
+    found = run(tmp_path, held({"repeat_times": 2}, {"repeat_times": 2})).eval
+    assert (found.num_samples, found.temperature, dict(found.sources)) == (2, 1.0, {})
+
+
+def test_evaluation_has_the_models_settings_and_not_those_of_training(tmp_path: Path):
+    trained = (f"{TASKSET}.rollout_args", {"temperature": 0.5, "top_p": 0.5, "max_tokens": 3})
+    found = run(tmp_path, trained, held({}))
+    assert (found.sampling.temperature, found.sampling.top_p, found.sampling.max_tokens) == (0.5, 0.5, 3)
+    assert (found.eval.temperature, found.eval.top_p, found.eval.max_tokens) == (1.0, 1.0, 16)
