@@ -1,8 +1,8 @@
 """What a plugin file written for Trinity-RFT imports, so that its reward functions run where Trinity is not.
 
 While such files are imported, `trinity` and all below it are stand-ins with three names: `RewardFn` to derive from,
-`REWARD_FUNCTIONS` to register with, and `get_logger`. A class that is registered there is a reward of that name. Any other name is
-refused where it is imported: what a workflow of Trinity's does is a function here (docs/workflows.md).
+`REWARD_FUNCTIONS` to register with, and `get_logger`. A class that is registered there is a reward of that name. Any
+other name is refused where it is imported: what a workflow of Trinity's does is a function here (docs/workflows.md).
 """
 
 from __future__ import annotations

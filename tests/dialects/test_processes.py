@@ -1,0 +1,111 @@
+"""Trinity's files of modes explore, train and bench, run: two processes make one run, and its checkpoints are tried."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from tests.dialects.conftest import NAME, Server
+from tests.dialects.test_every_algorithm import connecting
+from tests.dialects.written import wrote
+from tinsmith.dialects import read_run
+from tinsmith.rl.bench import bench
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.explore import explore
+from tinsmith.rl.loop import train
+from tinsmith.rl.tinker_peers import TinkerPeers
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:unclosed:ResourceWarning", "ignore:DEPRECATED:FutureWarning"
+)  # the SDK's first connection, and its way to delete
+
+SAME: dict[str, Any] = {
+    "project": "two",
+    "name": "processes",
+    "checkpoint_root_dir": "out",
+    "algorithm": {"algorithm_type": "rloo", "repeat_times": 4},
+    "model": {"model_path": NAME, "max_prompt_tokens": 400, "max_response_tokens": 4, "tinker": {"enable": True}},
+    "synchronizer": {"sync_method": "checkpoint", "sync_interval": 1, "sync_offset": 1, "sync_timeout": 300},
+}
+ROWS = {"path": "rows.jsonl", "format": {"prompt_key": "question", "response_key": "answer"}}
+ASKED = {"taskset": ROWS, "default_workflow_type": "simple_workflow", "default_reward_fn_type": "format_reward"}
+PATTERN = {"reward_fn_args": {"pattern": "[^aeiou]*"}}
+EXPLORE: dict[str, Any] = {
+    **SAME,
+    "mode": "explore",
+    "buffer": {"batch_size": 3, "total_steps": 3, "explorer_input": {**ASKED, "taskset": {**ROWS, **PATTERN}}},
+}
+TRAIN: dict[str, Any] = {
+    **SAME,
+    "mode": "train",
+    "algorithm": {**SAME["algorithm"], "optimizer": {"lr": 1e-4}},
+    "buffer": {"train_batch_size": 12},
+    "trainer": {"total_steps": 3, "save_interval": 1},
+}
+BENCH: dict[str, Any] = {
+    **SAME,
+    "mode": "bench",
+    "buffer": {
+        "explorer_input": {
+            **ASKED,
+            "taskset": None,
+            "eval_tasksets": [
+                {"name": "greedy", **ROWS, "rollout_args": {"temperature": 0.0}},
+                {"name": "drawn", **ROWS, "repeat_times": 2, "rollout_args": {"temperature": 1.0}},
+            ],
+        }
+    },
+}
+
+
+def buffered(values: dict[str, Any], buffer: dict[str, Any]) -> dict[str, Any]:
+    return {**values, "buffer": {**values["buffer"], "trainer_input": {"experience_buffer": buffer}}}
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO(), width=200)
+
+
+def peers(config: RunConfig, server: Server):
+    async def connect() -> TinkerPeers:
+        return await TinkerPeers.connect(config.model, *server)
+
+    return connect
+
+
+def run_of(place: Path, values: dict[str, Any]) -> RunConfig:
+    return read_run(wrote(place, values, f"{values['mode']}.yaml"), ["monitors=[]"]).settings
+
+
+@pytest.mark.parametrize("kind", ["queue", "sql"])
+def test_two_files_make_one_run_and_a_third_tries_what_it_saved(
+    kind: str, place: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(place)
+    (place / "rows.jsonl").write_text((place / "openai" / "gsm8k" / "train.jsonl").read_text())
+    buffer = {"name": "meet", "storage_type": kind, **({"path": f"sqlite:///{place}/meet.db"} if kind == "sql" else {})}
+    asking, teaching = run_of(place, buffered(EXPLORE, buffer)), run_of(place, buffered(TRAIN, buffer))
+
+    async def both() -> tuple[int, Any]:
+        async with asyncio.timeout(300):
+            learned = train(teaching, connecting(server)(teaching), quiet())
+            return tuple(await asyncio.gather(explore(asking, peers(asking, server), quiet()), learned))
+
+    sampled, state = asyncio.run(both())
+    assert (sampled, state.step) == (3, 3)
+    folder = place / "out" / "two" / "processes"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["sync/weights"] for row in rows] == [0, 0, 1]
+    if kind == "sql":
+        return
+    trying = run_of(place, BENCH)
+    found = asyncio.run(bench(trying, peers(trying, server), quiet()))
+    assert found[0]["checkpoint"] == NAME
+    assert len(found) == 1 + 3
+    assert all({"eval/greedy/pass@1", "eval/drawn/pass@2"} <= row.keys() for row in found)
