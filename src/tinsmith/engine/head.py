@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tinsmith.engine.batch import runs
+from tinsmith.engine.fixed import Fixed
 from tinsmith.engine.lora import HEAD, Placed, Weights
 
 ROWS = 128
@@ -68,36 +70,31 @@ class Slopes:
     entropies: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
 class Head:
-    """The base's output weights, float32 [V, D]; `narrow` are the same in the base's dtype, for the backward."""
+    """The base's output weights [V, D], in its dtype: float32 products forward, in the base's dtype backward."""
 
-    weight: Tensor
-    narrow: Tensor | None = None
+    def __init__(self, weight: Tensor) -> None:
+        self._narrow, self._product = weight, Fixed(weight.float())
 
     def logits(self, hidden: Tensor, weights: Weights | None) -> Tensor:
         """[R, D] -> float32 [R, V], under one adapter or none."""
-        wide = hidden.float()
-        logits = torch.nn.functional.linear(wide, self.weight)
-        if weights is not None and HEAD in weights.pairs:
-            pair = weights.pairs[HEAD]
-            logits.addmm_(wide @ pair.a.T, pair.b.T, alpha=weights.scale)
-        return logits
+        return self._logits(hidden, [] if weights is None else [(weights, 0, len(hidden))])
 
-    def blocks(self, hidden: Tensor, placed: Sequence[Placed], into: Tensor | None = None) -> Iterator[Block]:
-        """The logits of every position of `hidden` [T, D], a block at a time, in order.
-
-        With `into` (float32 [ROWS, V]) each block is written over the one before.
-        """
+    def blocks(self, hidden: Tensor, placed: Sequence[Placed]) -> Iterator[Block]:
+        """The logits of every position of `hidden` [T, D], a block at a time, in order."""
         for first in range(0, len(hidden), ROWS):
-            wide = hidden[first : first + ROWS].float()
-            mine = tuple(_clipped(placed, first, first + len(wide)))
-            logits = torch.mm(wide, self.weight.T, out=None if into is None else into[: len(wide)])
-            for weights, start, stop in mine:
-                if HEAD in weights.pairs:
-                    pair = weights.pairs[HEAD]
-                    logits[start:stop].addmm_(wide[start:stop] @ pair.a.T, pair.b.T, alpha=weights.scale)
-            yield Block(first, logits, mine)
+            rows = hidden[first : first + ROWS]
+            mine = tuple(_clipped(placed, first, first + len(rows)))
+            yield Block(first, self._logits(rows, mine), mine)
+
+    def _logits(self, hidden: Tensor, placed: Sequence[Placed]) -> Tensor:
+        wide = hidden.float()
+        logits = self._product(wide)
+        for weights, start, stop in placed:
+            if HEAD in weights.pairs:
+                pair = weights.pairs[HEAD]
+                logits[start:stop].addmm_(wide[start:stop] @ pair.a.T, pair.b.T, alpha=weights.scale)
+        return logits
 
     @torch.no_grad()
     def score(
@@ -113,23 +110,22 @@ class Head:
         result = torch.empty(len(targets.at), device=hidden.device)
         spread = torch.zeros(len(hidden), device=hidden.device) if entropies else None
         kept: list[Kept] = []
-        buffer = torch.empty(min(ROWS, len(hidden)), len(self.weight), device=hidden.device)
-        for block in self.blocks(hidden, placed, buffer):
+        for block in self.blocks(hidden, placed):
             rows = slice(block.first, block.first + len(block.logits))
             bounds = torch.tensor([rows.start, rows.stop], device=hidden.device)
             low, high = torch.searchsorted(targets.at, bounds).tolist()
             if low == high:
                 continue
-            shifted = block.logits.sub_(block.logits.amax(1, keepdim=True))
             at, ids = targets.at[low:high] - rows.start, targets.ids[low:high]
-            picked, surprise = shifted[at, ids], shifted.clone() if spread is not None else None
-            chances = shifted.exp_()
-            totals = chances.sum(1)
-            result[low:high] = picked - totals.log()[at]
+            picked, top = block.logits[at, ids], block.logits.amax(1)
+            surprise = block.logits - top[:, None] if spread is not None else None
+            chances = torch.softmax(block.logits, 1, out=block.logits)
+            totals = chances.amax(1).log_().neg_()  # the greatest is 1 / sum(exp(logit - top))
+            result[low:high] = picked - (top + totals)[at]
             if spread is not None and surprise is not None:
-                spread[rows] = totals.log() - surprise.mul_(chances).sum(1) / totals
+                spread[rows] = totals - surprise.mul_(chances).sum(1)
             if learning is not None:
-                kept += _keep(block, learning[rows], chances.div_(totals[:, None]), hidden.dtype)
+                kept += _keep(block, learning[rows], chances, hidden.dtype)
         return Scored(result, spread, kept)
 
     @torch.no_grad()
@@ -139,19 +135,18 @@ class Head:
         `scored.kept` is used up. The gradient must be zero where `learning` was false.
         """
         result = torch.zeros_like(hidden)
-        weight = self.weight.to(hidden.dtype) if self.narrow is None else self.narrow
         for block in scored.kept:
             low, high = torch.searchsorted(targets.at, block.rows[[0, -1]] + self._ends).tolist()
             at, ids, slopes = targets.at[low:high], targets.ids[low:high], gradient.logprobs[low:high]
             inside = slopes != 0
             rows, ids, slopes = torch.searchsorted(block.rows, at[inside]), ids[inside], slopes[inside]
             slope = _slope(block, rows, ids, slopes, _spread(block, scored, gradient))
-            result[block.rows] = _back(hidden[block.rows], weight, block, slope)
+            result[block.rows] = _back(hidden[block.rows], self._narrow, block, slope)
         return result
 
     @property
     def _ends(self) -> Tensor:
-        return torch.tensor([0, 1], device=self.weight.device)
+        return torch.tensor([0, 1], device=self._narrow.device)
 
 
 def _spread(block: Kept, scored: Scored, gradient: Slopes) -> tuple[Tensor, Tensor] | None:
@@ -200,11 +195,14 @@ def _keep(block: Block, learning: Tensor, chances: Tensor, dtype: torch.dtype) -
     learns = learning.nonzero()[:, 0]
     if not len(learns):
         return
-    mine = chances if len(learns) == len(chances) else chances[learns]
+    mine, at = chances.new_empty(len(learns), chances.shape[1], dtype=dtype), 0
+    for start, stop in runs(learns.cpu().numpy()):  # faster than by index
+        mine[at : at + stop - start] = chances[start:stop]
+        at += stop - start
     edges = torch.tensor([[start, stop] for _, start, stop in block.placed], device=learns.device).reshape(-1, 2)
     found = torch.searchsorted(learns, edges).tolist()
     placed = tuple((weights, low, high) for (weights, _, _), (low, high) in zip(block.placed, found, strict=True))
-    yield Kept(placed, learns + block.first, mine.to(dtype, copy=True))
+    yield Kept(placed, learns + block.first, mine)
 
 
 def _clipped(placed: Sequence[Placed], start: int, stop: int) -> Iterator[Placed]:

@@ -42,25 +42,23 @@ PROJECTIONS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """A base model ready to be shared: frozen weights, the head kept aside in float32."""
+    """A base model ready to be shared: frozen weights."""
 
     card: ModelCard
     model: PreTrainedModel
     body: nn.Module
     """Tokens' embeddings -> last hidden states, without the head."""
-    head: Tensor
-    """float32 [V, D]: logits are always computed in float32."""
     tokenizer: Any
     wide: bool = False
     """Whether the residual stream is float32 whatever the base's dtype is."""
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.head.dtype if self.card.dtype == "float32" else getattr(torch, self.card.dtype)
+        return self.head.dtype
 
     @property
-    def narrow_head(self) -> Tensor:
-        """The head's weights [V, D] in the base's dtype: the model's own, so they cost nothing."""
+    def head(self) -> Tensor:
+        """The output weights [V, D]."""
         return self.model.get_output_embeddings().weight.detach()  # pyright: ignore[reportOptionalMemberAccess,reportReturnType,reportCallIssue]
 
     @property
@@ -102,7 +100,6 @@ def shared(model: PreTrainedModel, tokenizer: Any, source: str, tokenizer_source
         card=_card(source, tokenizer_source, model, tokenizer),
         model=model,
         body=model.base_model,
-        head=model.get_output_embeddings().weight.detach().float(),  # pyright: ignore[reportOptionalMemberAccess]
         tokenizer=tokenizer,
     )
     _check_projections(base)
@@ -250,7 +247,7 @@ def _check_attention(base: BaseModel) -> None:
     """The packed path must give what transformers' eager attention gives, on a text with a fork in it."""
     expected = base.model(input_ids=_forked(base).to(base.device)).logits.float()
     base.model.set_attn_implementation(attention.NAME)
-    got = probe(base) @ base.head.T
+    got = probe(base) @ base.head.float().T
     # Rounding is relative to the spread of the logits; a wrong mask or a scaled head is off by much more.
     error = (got - expected).abs().mean() / expected.std().clamp(min=1e-6)
     if not error < (0.1 if base.dtype == torch.bfloat16 else 1e-3):

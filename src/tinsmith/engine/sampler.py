@@ -39,10 +39,12 @@ FIRST = 3
 class TorchSampler:
     """Implements the sampling half of `engine.base.Sampler`; what concerns versions is in `versions`."""
 
-    def __init__(self, base: BaseModel, router: lora.Router, turns: Turns, pass_tokens: int, cache_tokens: int) -> None:
+    def __init__(
+        self, base: BaseModel, head: Head, router: lora.Router, turns: Turns, pass_tokens: int, cache_tokens: int
+    ) -> None:
         self._base, self._router, self._turns = base, router, turns
         self._pass_tokens, self._cache_tokens = pass_tokens, cache_tokens
-        self._head = Head(base.head)
+        self._head = head
         self._cache, self._prefixes = Cache(shape_of(base), cache_tokens), Prefixes()
         self._waiting: list[Ask] = []
         self._running: list[Answer] = []

@@ -14,6 +14,7 @@ import torch
 from tinsmith.engine import budget, hardware, layers, lora, models, recompute
 from tinsmith.engine.base import AdamParams, Heard, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.head import Head
 from tinsmith.engine.memory import Trimmer
 from tinsmith.engine.sampler import TorchSampler
 from tinsmith.engine.trainer import TorchTrainer
@@ -32,7 +33,7 @@ class TorchEngine:
         hardware.round_products(base.dtype)
         policy = POLICIES[config.sharing]
         router, turns = lora.adapt(base), Turns(policy)
-        base = layers.take_over(base)
+        base, head = layers.take_over(base), Head(base.head)
         self._trim = Trimmer()
         hardware.warm(base)
         switch = recompute.install(base)
@@ -40,8 +41,8 @@ class TorchEngine:
             tokens = budget.chosen(config.pass_tokens, base, router)
         packed = max(1, round(policy.share * tokens))
         self._card = replace(base.card, pass_tokens=packed)
-        self.trainer = TorchTrainer(base, router, turns, packed, switch, config.recompute)
-        self.sampler = TorchSampler(base, router, turns, tokens, config.cache_tokens)
+        self.trainer = TorchTrainer(base, head, router, turns, packed, switch, config.recompute)
+        self.sampler = TorchSampler(base, head, router, turns, tokens, config.cache_tokens)
 
     @property
     def card(self) -> ModelCard:

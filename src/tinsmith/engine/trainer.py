@@ -36,6 +36,7 @@ class TorchTrainer:
     def __init__(
         self,
         base: BaseModel,
+        head: Head,
         router: lora.Router,
         turns: Turns,
         pass_tokens: int,
@@ -44,7 +45,7 @@ class TorchTrainer:
     ) -> None:
         self._base, self._router, self._turns, self._pass_tokens = base, router, turns, pass_tokens
         self._switch, self._recompute = switch, recompute
-        self._head = Head(base.head, base.narrow_head)
+        self._head = head
         self._models: dict[str, Model] = {}
         self._lock = asyncio.Lock()
 

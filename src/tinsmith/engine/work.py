@@ -7,6 +7,7 @@ in buffers of the run's own, so that models change only when the whole run went 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -60,7 +61,7 @@ class Work:
         self.rows = [
             batch.Row(key=key, adapter=item.slot, tokens=item.datum.tokens) for key, item in enumerate(self.items)
         ]
-        self._pending = [torch.zeros_like(model.gradient) for model in models] if self._any_learns() else []
+        self._pending = _cleared([model.gradient for model in models]) if self._any_learns() else []
         self.weights = [self._reading(slot) for slot in range(len(models))]
         self._logprobs: list[list[np.ndarray]] = [[np.empty(0)] * len(one.data) for one in passes]
         self._entropies: list[list[np.ndarray]] = [[np.empty(0)] * len(one.data) for one in passes]
@@ -179,6 +180,15 @@ class Work:
         if not self._pending:
             return reading
         return lora.Weights(reading.scale, reading.pairs, model.layout.pairs(self._pending[slot]), reading.stacks)
+
+
+def _cleared(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Zeros of the gradients' sizes; those of one size side by side in one memory, so that many are added at once."""
+    blocks = {
+        size: iter(gradients[0].new_zeros(count, size))
+        for size, count in Counter(len(one) for one in gradients).items()
+    }
+    return [next(blocks[len(one)]) for one in gradients]
 
 
 def _gathered(one: Pass, data: Sequence[Datum]) -> dict[str, np.ndarray]:

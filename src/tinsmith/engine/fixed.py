@@ -1,0 +1,28 @@
+"""Products with a matrix that never changes, float32, ordered once as oneDNN likes to read it.
+
+PyTorch gives float32 products to a library that orders the matrix anew at each call, and on some CPUs (AMD's) is slow
+besides. Ordered beforehand a product of 8 rows takes a fifth of the time, one of 128 rows two thirds; NOTES.md in
+benchmarks/ has the figures. Elsewhere than on a CPU with oneDNN it is PyTorch's own product. Left out: gradients.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+ROWS = 128
+"""The height of product that the order is chosen for; any other works too."""
+
+
+class Fixed:
+    """weight float32 [out, in]; called with rows [R, in] it returns rows @ weight.T in memory of its own."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.size, self.device = weight.shape[0], weight.device
+        self._ordered = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if self._ordered else weight
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        if self._ordered:
+            return torch.ops.mkldnn._linear_pointwise(rows, self._weight, None, "none", [], "")
+        return torch.nn.functional.linear(rows, self._weight)
