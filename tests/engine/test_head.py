@@ -32,7 +32,7 @@ def test_entropies_and_their_gradient(dtype: torch.dtype, near: float, sharp: fl
     leaf = hidden.double().requires_grad_()
     logprobs, entropies = whole(leaf, weight.double(), targets)
     ((logprobs * slopes).sum() + (entropies * steep).sum()).backward()
-    head = Head(weight)
+    head = Head(weight.to(dtype))
     scored = head.score(hidden, [], targets, learning, entropies=True)
     assert scored.entropies is not None
     torch.testing.assert_close(scored.logprobs.double(), logprobs.detach(), rtol=1e-5, atol=1e-4)
