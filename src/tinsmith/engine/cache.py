@@ -119,7 +119,7 @@ class Cache:
     def __init__(self, shape: CacheShape, foreseen: int = 0) -> None:
         self._shape = shape
         # Where memory that nobody writes costs nothing, a bank may have many rows.
-        self._bank = max(BANK, foreseen // 4) if shape.device.type == "cpu" else BANK
+        self._bank = max(BANK, foreseen // 2) if shape.device.type == "cpu" else BANK
         self._banks: list[Bank] = []
 
     @property

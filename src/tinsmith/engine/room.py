@@ -8,7 +8,7 @@ SMALLEST = 64
 LONG = 1024
 FORESEEN = 64
 """Tokens of an answer for which its row has room from the start; who writes more moves to a larger row."""
-FEWEST, WORTH = 3, 2048
+FEWEST, WORTH = 3, 3072
 """Answers that go on from one prompt, and tokens that they would have copied of it, to read it together instead."""
 ANSWERS = 256
 """In one decoding step; more wait."""
