@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,7 +59,7 @@ def test_only_the_chances_among_the_bins_count():
 
 
 def test_it_learns_what_is_returned_and_says_how_much_it_explained(tmp_path):
-    critic = Critic(CriticConfig(optimizer=OptimizerConfig(learning_rate=50.0)), ScriptedLearner(tmp_path), 100)
+    critic = Critic(CriticConfig(optimizer=OptimizerConfig(learning_rate=10.0)), ScriptedLearner(tmp_path), 100)
     rows = [sample("abc", 1.0), sample("xyz", 0.0)]
 
     async def teach():
@@ -73,6 +74,46 @@ def test_it_learns_what_is_returned_and_says_how_much_it_explained(tmp_path):
     good = [sample("abc", 1.0, 0.9), sample("xyz", 0.0, 0.1)]
     assert explained(good)["critic/explained_variance"] == pytest.approx(1 - 0.01 / 0.25)
     assert explained(rows[:1])["critic/explained_variance"] == 0.0
+
+
+class Watched(ScriptedLearner):
+    """Keeps what it was asked for and taught."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.asked, self.weights = 0, []
+
+    async def logprobs(self, rows, ids):
+        self.asked += 1
+        return await super().logprobs(rows, ids)
+
+    async def fit(self, rows, ids, weights, optimizer, learning_rate):
+        self.weights += weights
+        return await super().fit(rows, ids, weights, optimizer, learning_rate)
+
+
+def test_chances_of_the_rest_of_the_vocabulary_are_left_alone(tmp_path):
+    learner = Watched(tmp_path)
+    critic = Critic(CriticConfig(bins=4, low=0.0, high=3.0), learner, 1)
+    asyncio.run(critic.learn(1, [sample("abc", 2.0)]))
+    (weights,) = learner.weights
+    assert weights.sum(axis=1).tolist() == pytest.approx([0.0, 0.0], abs=1e-7)
+    assert weights[0].tolist() == [0.0] * 4  # outside of the mask
+    assert weights[1].tolist() == pytest.approx(critic._bins.targets(np.array([2.0]))[0] - 0.25, abs=1e-7)
+
+
+def test_nobody_is_asked_twice_by_the_same_weights(tmp_path):
+    learner = Watched(tmp_path)
+    critic = Critic(CriticConfig(epochs=2), learner, 1)
+    rows = [sample("abc", 1.0)]
+
+    async def step():
+        await critic.values(rows)
+        return await critic.learn(1, rows)
+
+    first = asyncio.run(step())["critic/loss"]
+    assert learner.asked == 2  # for the values, and again before the second update
+    assert asyncio.run(step())["critic/loss"] < first
 
 
 def test_a_bound_keeps_returns_near_what_was_told(tmp_path):
