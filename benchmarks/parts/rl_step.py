@@ -1,4 +1,4 @@
-"""One RL step of the demo at staleness 0, and how much of it is neither sampling nor training.
+"""One RL step of the demo at staleness 0, and of one with 64 rollouts: how much of it is neither sampling nor training.
 
 The demo's own run file against a service of its own. Its policy is wrapped: sampling is the time in which any request
 for replies is open, training the time of an update. What is left of a step is the harness: tasks, rewards, advantages,
@@ -30,34 +30,43 @@ QUIET = ("eval.every=0", "eval.before=false", "eval.after=false", "eval.baseline
 """Steps alone."""
 
 
+SIZES = ("", "groups_per_step=8 group_size=8")
+"""The demo's own, and 64 rollouts: the less a step samples, the more its own work weighs."""
+
+
 def measure(setting: Setting) -> list[Line]:
-    """One line; a lower ratio is better."""
+    """A line for each size; a lower ratio is better."""
     steps = 2 + 3 * setting.turns
+    lines = []
     with tempfile.TemporaryDirectory() as folder:
         where = Path(folder)
         with tinsmith(setting.folder, setting.dtype, where / "service", setting.threads) as service:
-            overrides = [f"steps={steps}", f"model.name={MODEL}", *QUIET]
-            config = demo.settings(quick=False, seed=0, out=where / "run", overrides=overrides)
-            shares = asyncio.run(_run(config, service.url))
-        rows = [row for row in read_metrics(where / "run") if "time/step" in row]
-    # A step in which nobody was better than others updates nothing; the first one warms up, the last one saves.
-    took = [row["time/step"] for row in rows if not row.get("optim/skipped")]
+            for number, size in enumerate(SIZES):
+                overrides = [f"steps={steps}", f"model.name={MODEL}", *QUIET, *size.split()]
+                config = demo.settings(quick=False, seed=0, out=where / f"run-{number}", overrides=overrides)
+                shares = asyncio.run(_run(config, service.url))
+                lines.append(_line(config, shares, list(read_metrics(where / f"run-{number}"))))
+    return lines
+
+
+def _line(config: RunConfig, shares: list[tuple[float, float]], rows: list[dict[str, float]]) -> Line:
+    """Steps in which nobody was better than others update nothing; the first one warms up, the last one saves."""
+    took = [row["time/step"] for row in rows if "time/step" in row and not row.get("optim/skipped")]
     used = list(zip(took, shares, strict=True))[1:-1]
-    note = "" if used else "not measured: no step had anything to learn from"
-    return [
-        Line(
-            work=f"one RL step of the demo ({config.groups_per_step} x {config.group_size} rollouts), staleness 0",
-            baseline="its sampling + its training time",
-            unit="x",
-            least=1.1,
-            aim=1.05,
-            values=[step / (sampling + training) for step, (sampling, training) in used],
-            ours=f"{_mean([step for step, _ in used]):.2f} s",
-            theirs=" + ".join(f"{_mean([parts[at] for _, parts in used]):.2f}" for at in (0, 1)) + " s",
-            note=note,
-            lower=True,
-        )
-    ]
+    own = [100 * (1 - (sampling + training) / step) for step, (sampling, training) in used]
+    note = f"the harness's own share is {_mean(own):.2g} %" if used else "no step had anything to learn from"
+    return Line(
+        work=f"one RL step of the demo ({config.groups_per_step} x {config.group_size} rollouts), staleness 0",
+        baseline="its sampling + its training time",
+        unit="x",
+        least=1.05,
+        aim=1.02,
+        values=[step / (sampling + training) for step, (sampling, training) in used],
+        ours=f"{_mean([step for step, _ in used]):.2f} s",
+        theirs=" + ".join(f"{_mean([parts[at] for _, parts in used]):.2f}" for at in (0, 1)) + " s",
+        note=note,
+        lower=True,
+    )
 
 
 async def _run(config: RunConfig, url: str) -> list[tuple[float, float]]:

@@ -43,12 +43,13 @@ async def loop(run: Run) -> State:
         clock = Clock()
         batch = await run.supply.next(step)
         clock.lap("rollouts")
-        update = await run.algorithm.score(step, run.kept(batch.groups), run.lessons())
+        groups = run.kept(batch.groups)
+        update = await run.algorithm.score(step, groups, run.lessons())
         version = run.policy.version
         numbers = await run.update(step, update)
         clock.lap("update")
         await run.supply.trained(step)
-        run.log(step, batch, version, numbers, clock)
+        run.log(step, batch, len(groups), version, numbers, clock)
         await run.save_and_evaluate(step)
     assert run.folder.state is not None  # the last step saves
     return run.folder.state

@@ -123,8 +123,8 @@ class Run:
         moved = self.algorithm.learned(update, updated)
         return {**metrics.of_update(update.rows, updated), "optim/lr": rate, **update.numbers, **moved, **taught}
 
-    def log(self, step: int, batch: Batch, version: int, numbers: Mapping[str, float], clock: Clock) -> None:
-        """Tells the order of tasks and the monitors of a step that weights of `version` trained on."""
+    def log(self, step: int, batch: Batch, kept: int, version: int, numbers: Mapping[str, float], clock: Clock) -> None:
+        """Tells the order of tasks and the monitors of a step: weights of `version` learned from `kept` groups."""
         self.deck.told(batch.groups)
         sampled = metrics.of_groups(batch.groups, version) if batch.groups else {}
         seconds = clock.total()
@@ -133,7 +133,7 @@ class Run:
         if batch.groups:
             self.monitors.rollouts(step, "train", batch.groups)
         if self.config.filters and batch.groups:
-            sampled["filters/dropped"] = 1.0 - len(self.kept(batch.groups)) / len(batch.groups)
+            sampled["filters/dropped"] = 1.0 - kept / len(batch.groups)
         self.monitors.metrics(step, {**sampled, **batch.numbers, **numbers, **speed, **clock.parts})
         reward = sampled.get("reward/mean", float("nan"))
         log.info("Step %d of %d: reward %.4g, %.2f seconds", step, self.config.steps, reward, seconds)
