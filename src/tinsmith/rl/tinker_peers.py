@@ -118,9 +118,17 @@ class TinkerPeers:
                 else:
                     client = await self._service.create_sampling_client(model_path=path, base_model=base)
                 same = path or name == self._base_model
-                chat = self._chat if same else Chat(await asyncio.to_thread(client.get_tokenizer))
+                chat = self._chat if same else Chat(await self._tokenizer(name, client))
             self._peers[name] = TinkerSnapshot(client, chat, 0, self)
         return self._peers[name]
+
+    async def _tokenizer(self, name: str, client: tinker.SamplingClient) -> Any:
+        """Of another base, by its name; where that is an alias, by what the server says of a model in training."""
+        try:
+            return await asyncio.to_thread(client.get_tokenizer)
+        except (OSError, ValueError):
+            training = await self._service.create_lora_training_client(base_model=name, rank=1)
+            return await asyncio.to_thread(training.get_tokenizer)
 
     async def opened(self, path: str, version: int) -> TinkerSnapshot:
         """A sampling session of its own."""

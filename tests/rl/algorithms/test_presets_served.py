@@ -1,0 +1,131 @@
+"""Every name of an algorithm through SDK, service and the engine in torch, on a tiny random Llama: two steps each."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import warnings
+from collections.abc import Iterator
+from gc import collect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tinker
+from rich.console import Console
+
+from tests.rl.algorithms.asked import run
+from tests.rl.small import rows
+from tinsmith.rl.algorithms.presets import NAMES
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.loop import train
+from tinsmith.rl.policy import Policy
+from tinsmith.rl.tinker_peers import TinkerPeers
+from tinsmith.rl.tinker_policy import TinkerPolicy
+from tinsmith.rl.types import Rollout, Task
+from tinsmith.rl.workflows.talk import Talk
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+
+HERE = {"dpo", "topr", "sapo", "sppo", "rec", "mix", "mix_chord"}
+"""Whose loss no server has."""
+
+Served = tuple[tuple[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def served(tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """Address of a service with two models, and a file of lessons."""
+    folder = tmp_path_factory.mktemp("presets")
+    data = [{"question": f"{n}?", "answer": str(n), "worse": "no", "text": f"{n} is {n}"} for n in range(9)]
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
+    models = (f"tiny={tiny('llama')}", f"teacher={tiny('untied')}")
+    with embedded(ServeConfig(models=models, threads=1, data=folder / "served")) as address:
+        yield address, folder / "data.jsonl"
+
+
+def worth(task: Task, rollout: Rollout) -> float:
+    """Replies of random weights differ in it."""
+    return sum(letter in "aeiou" for letter in rollout.text) / 4
+
+
+async def looking(task: Task, talk: Talk) -> None:
+    """Says what the policy looks at, which gigpo compares."""
+    await talk.say(*task.messages, state=task.id)
+
+
+def settings(name: str, data: Path, folder: Path) -> RunConfig:
+    algorithm: dict[str, Any] = {"type": name}
+    if name in ("jsd", "on_policy_distill"):
+        algorithm["teacher"] = "teacher"
+    lessons: dict[str, Any] = {"type": "jsonl", "path": str(data)}
+    if name == "dpo":
+        lessons |= {"chosen": "{answer}", "rejected": "{worse}"}
+    if name == "cpt":
+        lessons |= {"prompt": "{text}"}
+    experts = {"experts": {"data": lessons, **({"learn": "text"} if name == "cpt" else {})}}
+    values = {
+        "model": {"name": "tiny", "rank": 4},
+        "algorithm": algorithm,
+        "tasks": {"train": {"type": "addition"}, "held_out": 0},
+        "rewards": [{"type": "custom", "path": f"{__name__}:worth"}],
+        "sampling": {"max_tokens": 6},
+        "groups_per_step": 3,
+        "group_size": 4,
+        "steps": 2,
+        "optimizer": {"learning_rate": 1e-2},
+        "monitors": [],
+        "name": name,
+        "folder": str(folder),
+        **({"workflow": {"type": "custom", "path": f"{__name__}:looking"}} if name == "gigpo" else {}),
+        **(experts if name in ("sft", "cpt", "dpo", "mix", "mix_chord") else {}),
+    }
+    return RunConfig.model_validate(values)
+
+
+def trained(config: RunConfig, address: tuple[str, str]) -> tuple[str, float]:
+    """What the run said of its loss, and how far its weights are from the base in a logprob."""
+
+    async def connect(state: str, version: int) -> Policy:
+        return await TinkerPolicy.connect(config.model, *address, seed=1, state=state, version=version)
+
+    async def work() -> tuple[str, float]:
+        said = io.StringIO()
+        state = await train(config, connect, Console(file=said, width=200))
+        peers = await TinkerPeers.connect(config.model, *address)
+        base, after = [await (await peers.peer(name)).logprobs(range(50)) for name in ("tiny", state.sampling_path)]
+        await peers.close()
+        return said.getvalue(), float(np.abs(base - after).max())
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # of connections that the SDK leaves open
+        found = run(work())
+        collect()
+    return found
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_learns_where_it_says(name, served: Served, tmp_path, monkeypatch):
+    address, data = served
+    asked: list[str] = []
+
+    def recorded(method: Any, label: str | None) -> Any:
+        def call(self: tinker.TrainingClient, rows: Any, loss: Any, *rest: Any) -> Any:
+            asked.append(label or loss)
+            return method(self, rows, loss, *rest)
+
+        return call
+
+    for method, label in (("forward_backward", None), ("forward_backward_custom", "computed here")):
+        monkeypatch.setattr(tinker.TrainingClient, method, recorded(getattr(tinker.TrainingClient, method), label))
+    said, moved = trained(settings(name, data, tmp_path), address)
+
+    where = "computed here" if name in HERE else asked[-1]
+    assert f"{where}, which costs" in said if name in HERE else f"the server's {where}\n" in said
+    assert asked.count(where) >= 2
+    assert moved > 1e-3
+    steps = [row for row in rows(tmp_path) if row["step"] > 0]
+    assert [row["step"] for row in steps if "optim/rows" in row] == [1, 2]
+    assert all(math.isfinite(value) for row in steps for value in row.values())
