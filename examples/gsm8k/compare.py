@@ -51,7 +51,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--sums", type=int, default=40, help="steps of arithmetic.yaml")
     parser.add_argument("--rate", type=float, default=3e-4, help="learning rate: so few steps want more than 1e-5")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="laid on top of every run")
-    return parser.parse_args()
+    return parser.parse_intermixed_args()  # overrides may stand behind options
 
 
 def _lay_data(data: Path, folder: Path) -> None:
@@ -97,6 +97,7 @@ def _fitted(name: str, arguments: argparse.Namespace) -> list[str]:
         *sizes,
         f"steps={arguments.steps}",
         f"optimizer.learning_rate={arguments.rate}",
+        "checkpoint.every=8",  # the files' 100 is more than there are
         "model.chat_template=''",  # the files bring Llama's; this is another model
         f"stages={json.dumps(_stages(arguments.told))}",
         *([f"service.source={arguments.model}"] if name == "verl" else []),
