@@ -20,6 +20,7 @@ MIXES: Pairs = (
 EVALUATED: Pairs = ((f"{EVAL}.path", "held.jsonl"),)
 AUXILIARY = "explorer.auxiliary_models[]"
 
+ELSEWHERE = f"{AUXILIARY}.external_model_config"
 JUDGED: Pairs = (
     ("buffer.explorer_input.default_workflow_type", "math_rm_workflow"),
     (f"{AUXILIARY}.model_path", "judge"),
@@ -128,6 +129,19 @@ EXAMPLES: dict[str, tuple[Any, Pairs]] = {
     "explorer.dynamic_timeout.ratio": (5.0, (("explorer.dynamic_timeout.enable", True),)),
     f"{AUXILIARY}.model_path": ("teacher", (("algorithm.algorithm_type", "jsd"), (f"{AUXILIARY}.model_path", "one"))),
     f"{AUXILIARY}.max_response_tokens": (9, JUDGED),
+    f"{ELSEWHERE}.enable": (True, (*JUDGED, (f"{ELSEWHERE}.base_url_env", "PATH"))),
+    f"{ELSEWHERE}.base_url_env": (
+        "HOME",
+        (*JUDGED, (f"{ELSEWHERE}.enable", True), (f"{ELSEWHERE}.base_url_env", "PATH")),
+    ),
+    f"{ELSEWHERE}.api_key_env": (
+        "SOME",
+        (*JUDGED, (f"{ELSEWHERE}.enable", True), (f"{ELSEWHERE}.base_url_env", "PATH")),
+    ),
+    f"{ELSEWHERE}.model_name": (
+        "some",
+        (*JUDGED, (f"{ELSEWHERE}.enable", True), (f"{ELSEWHERE}.base_url_env", "PATH")),
+    ),
     "explorer.bench_on_latest_checkpoint": (True, (*EVALUATED, ("mode", "bench"))),
     "explorer.rollout_model.enable_thinking": (False, ()),
     "buffer.explorer_input.default_eval_workflow_type": ("math_boxed_workflow", EVALUATED),

@@ -163,6 +163,27 @@ CONTRADICTIONS: list[tuple[str, Pairs, str, str]] = [
         "Give its folder as --plugin-dir",
     ),
     (
+        "a reward's path that leads nowhere",
+        (("buffer.explorer_input.default_reward_fn_type", "nowhere.reward"),),
+        "buffer.explorer_input.default_reward_fn_type",
+        "Give its folder as --plugin-dir",
+    ),
+    (
+        "a word for an age",
+        (
+            ("algorithm.sample_strategy", "staleness_control"),
+            ("algorithm.sample_strategy_args", {"max_staleness": "two"}),
+        ),
+        "algorithm.sample_strategy_args.max_staleness",
+        "Set a whole number, 0 or more.",
+    ),
+    (
+        "a word for a share",
+        (("algorithm.algorithm_type", "mix"), ("algorithm.sample_strategy_args", {"expert_data_ratio": "half"})),
+        "algorithm.sample_strategy_args.expert_data_ratio",
+        "Set a number above 0 and below 1.",
+    ),
+    (
         "greedy answers many times",
         (
             ("buffer.explorer_input.eval_tasksets[].path", "held.jsonl"),

@@ -13,6 +13,7 @@ from tests.dialects.examples import EVAL, Pairs
 from tests.dialects.written import SMALL, laid, read, wrote
 from tinsmith.dialects import read_run
 from tinsmith.dialects.trinity.works import REWARDS, THINK_BOXED, WORKFLOWS
+from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 
 WORKFLOW, TASKSET = "buffer.explorer_input.default_workflow_type", "buffer.explorer_input.taskset"
@@ -95,6 +96,19 @@ def test_another_model_judges_by_a_rubric_of_each_row(tmp_path: Path):
     assert not any(
         "nothing in this run asks it" in note for note in read(tmp_path, *JUDGE, (WORKFLOW, "math_rm_workflow")).notes
     )
+
+
+def test_a_judge_may_be_at_another_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    external = {"enable": True, "base_url_env": "JUDGE_URL", "api_key_env": "JUDGE_KEY", "model_name": "grader"}
+    given = ("explorer.auxiliary_models", [{"model_path": "some", "external_model_config": external}])
+    monkeypatch.setenv("JUDGE_URL", "http://there/v1")
+    told = run(tmp_path, given, (WORKFLOW, "math_rm_workflow")).rewards[0].model_dump()
+    assert (told["model"], told["base_url"], told["key_env"]) == ("grader", "http://there/v1", "JUDGE_KEY")
+    monkeypatch.delenv("JUDGE_URL")
+    with pytest.raises(ConfigError, match="JUDGE_URL is not set"):
+        run(tmp_path, given, (WORKFLOW, "math_rm_workflow"))
+    with pytest.raises(ConfigError, match="a teacher tells logprobs"):
+        run(tmp_path, given, ("algorithm.algorithm_type", "jsd"))
 
 
 def test_names_of_a_plugin_folder_are_types_with_arguments(folder: Path, tmp_path: Path):

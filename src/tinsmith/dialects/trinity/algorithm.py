@@ -158,6 +158,12 @@ def _beside(ours: dict[str, Any], file: TrinityFile, becoming: Becoming) -> None
             becoming.fault(key, "it is not set.", "Name a base model that the server has, or a tinker:// path.")
         elif at or not (reads in TAUGHT or _judges(file)):
             idle(one, becoming, f"explorer.auxiliary_models[{at}].", "nothing in this run asks it.")
+        elif one.external_model_config.enable and reads in TAUGHT:
+            key = f"explorer.auxiliary_models[{at}].external_model_config.enable"
+            becoming.fault(key, "a teacher tells logprobs, which OpenAI's API does not.", "Serve it: tinsmith serve.")
+        elif not one.external_model_config.enable:
+            why = "it counts only with enable: true."
+            idle(one.external_model_config, becoming, f"explorer.auxiliary_models[{at}].external_model_config.", why)
     if reads in TAUGHT:
         auxiliary = file.explorer.auxiliary_models
         if auxiliary and auxiliary[0].model_path:

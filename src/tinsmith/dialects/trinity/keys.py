@@ -16,7 +16,10 @@ from tinsmith.dialects.trinity.keys_explorer import Explorer
 from tinsmith.dialects.trinity.keys_model import Cluster, Model
 from tinsmith.dialects.trinity.keys_trainer import Monitor, Synchronizer, Trainer
 
-JUICER = Refused("Data-Juicer is not part of this.", "Process the data beforehand, and name the file that comes of it.")
+JUICER = Refused(
+    "Data-Juicer is not part of this.",
+    "Process the data beforehand; or convert this file (tinsmith config convert) and set operators on tasks.train.",
+)
 STAGES = Honoured("stages: whole sections in place of the file's; each from the weights before, its optimizer fresh")
 MODES = "mode: both (colocate too), explore, train, bench; serve is a command of its own, tinsmith serve"
 Arguments = dict[str, Any]

@@ -76,12 +76,12 @@ class Engine(Section):
     enable_return_routed_experts: Annotated[
         bool, Refused("routers of experts are not told by the Tinker API.", "Leave it out.")
     ] = False
-    external_model_config: External = External()
 
 
 class RolloutModel(Engine):
     """`explorer.rollout_model`."""
 
+    external_model_config: External = External()
     model_path: Annotated[str | None, NoMeaning(AUTO)] = None
     name: Annotated[str | None, NoMeaning("the model in training has one name, model.model_path.")] = None
     engine_num: Annotated[int, Honoured("concurrency: runner_per_model times this")] = 1
@@ -97,9 +97,19 @@ class RolloutModel(Engine):
     ] = None
 
 
+class ExternalJudge(External):
+    """`external_model_config` of an auxiliary model: a judge at another service, in OpenAI's dialect."""
+
+    enable: Annotated[bool, Honoured("base_url and key_env of a judge")] = False
+    base_url_env: Annotated[str, Honoured("base_url of a judge: what this variable holds")] = "OPENAI_BASE_URL"
+    api_key_env: Annotated[str, Honoured("key_env of a judge")] = "OPENAI_API_KEY"
+    model_name: Annotated[str | None, Honoured("model of a judge; unset, model_path")] = None
+
+
 class AuxiliaryModel(Engine):
     """An entry of `explorer.auxiliary_models`."""
 
+    external_model_config: ExternalJudge = ExternalJudge()
     model_path: Annotated[
         str | None, Honoured("of the first one: algorithm.teacher, and the model of a judge")
     ] = None  # fmt: skip

@@ -21,8 +21,9 @@ def mixed(file: TrinityFile) -> bool:
 
 
 def ratio(file: TrinityFile) -> float:
-    """The expert's share of a training batch."""
-    return float((file.algorithm.sample_strategy_args or {}).get("expert_data_ratio", 0.5))
+    """The expert's share of a training batch; 0 where the file gives no number."""
+    share = (file.algorithm.sample_strategy_args or {}).get("expert_data_ratio", 0.5)
+    return float(share) if isinstance(share, int | float) else 0.0
 
 
 def translate(file: TrinityFile, becoming: Becoming) -> None:
@@ -68,7 +69,7 @@ def _beside(file: TrinityFile, becoming: Becoming) -> None:
     share = ratio(file)
     if not 0 < share < 1:
         key = "algorithm.sample_strategy_args.expert_data_ratio"
-        becoming.fault(key, f"{share} is no share.", "Set more than 0 and less than 1.")
+        becoming.fault(key, "it is no share.", "Set a number above 0 and below 1.")
         return
     name = str(arguments.get("sft_dataset_name", "sft_dataset"))
     key = f"{PLACE}.auxiliary_buffers.{name}"
@@ -90,10 +91,11 @@ def _stale(file: TrinityFile, strategy: str, becoming: Becoming) -> None:
         becoming.fault(f"algorithm.sample_strategy_args.{unknown}", "there is no such argument.", "Leave it out.")
     if bound is None:
         return
-    if bound < 0:
+    if not isinstance(bound, int) or bound < 0:
         key = "algorithm.sample_strategy_args.max_staleness"
-        becoming.fault(key, f"{bound} updates are no age.", "Set 0 or more.")
-    elif file.synchronizer.sync_style == "fixed" and file.synchronizer.sync_offset > bound:
+        becoming.fault(key, f"{bound} updates are no age.", "Set a whole number, 0 or more.")
+        return
+    if file.synchronizer.sync_style == "fixed" and file.synchronizer.sync_offset > bound:
         cure = "Lower synchronizer.sync_offset, or raise max_staleness."
         what = f"batches are {file.synchronizer.sync_offset} steps old, and all would be left out."
         becoming.fault("algorithm.sample_strategy_args.max_staleness", what, cure)

@@ -7,6 +7,7 @@ tasks come from (`data.py`) and how they are evaluated (`evaluation.py`).
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -72,13 +73,19 @@ def _own_workflow(name: str, key: str, one: Asked, becoming: Becoming) -> dict[s
         becoming.fault(key, f"there is no workflow '{name}' here.", cure)
         return None
     path = f"{module}:{attribute}"
-    try:
-        thing = thing_at(path)
-    except ValueError as error:
-        becoming.fault(key, f"{error}.", "Give its folder as --plugin-dir, or install its package.")
+    if (thing := _found(path, key, becoming)) is None:
         return None
     args = {"args": dict(one.workflow_args)} if one.workflow_args else {}
     return {"type": _form(thing), "path": path, **args}
+
+
+def _found(path: str, key: str, becoming: Becoming) -> Any:
+    """What stands there; None where nothing does."""
+    try:
+        return thing_at(path)
+    except ValueError as error:
+        becoming.fault(key, f"{error}.", "Give its folder as --plugin-dir, or install its package.")
+        return None
 
 
 def _form(thing: Any) -> str:
@@ -106,7 +113,8 @@ def _rewards(
         return found + _overlong(beside, key, becoming)
     if "." in judge:
         module, _, attribute = judge.rpartition(".")
-        return [{"type": "custom", "path": f"{module}:{attribute}", "args": dict(args)}]
+        path = f"{module}:{attribute}"
+        return [{"type": "custom", "path": path, "args": dict(args)}] if _found(path, at, becoming) else None
     if judge:
         known = [*REWARDS, *(plugin for kind, plugin in becoming.plugins if kind == "reward")]
         cure = f"{near(judge, known)} One of your own wants --plugin-dir: docs/trinity.md."
@@ -124,9 +132,21 @@ def _judged(file: TrinityFile, work: Work | None, key: str, becoming: Becoming) 
         cure = "Name a model of the server in explorer.auxiliary_models, or set default_reward_fn_type."
         becoming.fault(key, "another model judges here, and there is none.", cure)
         return None
-    words = {"max_tokens": models[0].max_response_tokens} if models[0].max_response_tokens else {}
-    rubric = {"rubric_key": work.rubric} if work and work.rubric else {}
-    return [{"type": "judge", "model": models[0].model_path, **words, **rubric}]
+    one, external = models[0], models[0].external_model_config
+    judge: dict[str, Any] = {"type": "judge", "model": one.model_path}
+    if external.enable:
+        url = os.environ.get(external.base_url_env, "")
+        if not url:
+            place = "explorer.auxiliary_models[0].external_model_config.base_url_env"
+            becoming.fault(
+                place, f"{external.base_url_env} is not set.", "Set it to the address of the judge's service."
+            )
+        judge |= {"model": external.model_name or one.model_path, "base_url": url, "key_env": external.api_key_env}
+    if one.max_response_tokens:
+        judge["max_tokens"] = one.max_response_tokens
+    if work and work.rubric:
+        judge["rubric_key"] = work.rubric
+    return [judge]
 
 
 def _overlong(beside: dict[str, Any], key: str, becoming: Becoming) -> list[dict[str, Any]]:

@@ -72,7 +72,10 @@ _ELSEWHERE = (
     _Elsewhere(
         ("ruler",), "Judges that rank a whole group are not here; use rubric_judge_workflow or math_rm_workflow."
     ),
-    _Elsewhere(("rubric_judge_openai",), "Use rubric_judge_workflow with explorer.auxiliary_models."),
+    _Elsewhere(
+        ("rubric_judge_openai",),
+        "Use rubric_judge_workflow, with external_model_config.enable in the first of explorer.auxiliary_models.",
+    ),
     _Elsewhere(("_mm_",), "Models with images are not served."),
 )
 
