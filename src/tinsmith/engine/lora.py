@@ -56,12 +56,21 @@ class Layout:
 
     def pairs(self, flat: Tensor) -> dict[str, Pair]:
         """Views of `flat` by module name."""
-        rank, at, pairs = self.spec.rank, 0, {}
-        for name, width, height in self.shapes:
-            middle, end = at + rank * width, at + rank * (width + height)
-            pairs[name] = Pair(flat[at:middle].view(rank, width), flat[middle:end].view(height, rank))
-            at = end
-        return pairs
+        return self._cut(flat, self.shapes)
+
+    def halves(self, body: Tensor, head: Tensor) -> dict[str, Pair]:
+        """The same of a tensor that was cut in two at `body_size`."""
+        last = [shape for shape in self.shapes if shape[0] == HEAD]
+        return self._cut(body, self.shapes[: len(self.shapes) - len(last)]) | self._cut(head, last)
+
+    def _cut(self, flat: Tensor, shapes: Sequence[tuple[str, int, int]]) -> dict[str, Pair]:
+        """One split for all: hundreds of slices would take milliseconds of each step."""
+        rank = self.spec.rank
+        pieces = iter(flat.split([rank * length for _, width, height in shapes for length in (width, height)]))
+        return {
+            name: Pair(next(pieces).view(rank, width), next(pieces).view(height, rank))
+            for name, width, height in shapes
+        }
 
     def initial(self) -> Tensor:
         """A fresh adapter, the same for the same seed on every machine: float32 [size] on the CPU."""
@@ -96,13 +105,7 @@ class Weights:
 def weights_of(layout: Layout, master: Tensor, dtype: torch.dtype) -> Weights:
     """A frozen reading of `master` (float32 [size]) of this moment; copies, so that later steps don't show."""
     body, head = master[: layout.body_size].to(dtype, copy=True), master[layout.body_size :].clone()
-    pairs = {}
-    for name, pair in layout.pairs(master).items():
-        rank, width = pair.a.shape
-        source, at = (head, 0) if name == HEAD else (body, pair.a.storage_offset() - master.storage_offset())
-        middle, end = at + rank * width, at + rank * width + pair.b.numel()
-        pairs[name] = Pair(source[at:middle].view_as(pair.a), source[middle:end].view_as(pair.b))
-    return Weights(layout.scale, pairs)
+    return Weights(layout.scale, layout.halves(body, head))
 
 
 Placed = tuple[Weights, int, int]
