@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -67,7 +68,14 @@ def _vllm(python: Path, setting: Setting) -> Iterator[Callable[[int, int], None]
     command = [str(python), str(PROGRAM), str(setting.folder), setting.dtype]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, text=True, bufsize=1
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            text=True,
+            bufsize=1,
+            process_group=0,  # its engine is a process of its own, and outlives it where it is terminated
         )
         try:
             _answer(process, "ready")
@@ -76,7 +84,7 @@ def _vllm(python: Path, setting: Setting) -> Iterator[Callable[[int, int], None]
             log.seek(0)
             raise RuntimeError(f"{error}; it wrote:\n{log.read()[-3000:]}") from error
         finally:
-            process.terminate()
+            os.killpg(process.pid, signal.SIGKILL)
             process.wait(timeout=30)
 
 
