@@ -7,6 +7,7 @@ in buffers of the run's own, so that models change only when the whole run went 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,8 +64,9 @@ class Work:
         ]
         self._pending = _cleared([model.gradient for model in models]) if self._any_learns() else []
         self.weights = [self._reading(slot) for slot in range(len(models))]
-        self._logprobs: list[list[np.ndarray]] = [[np.empty(0)] * len(one.data) for one in passes]
-        self._entropies: list[list[np.ndarray]] = [[np.empty(0)] * len(one.data) for one in passes]
+        spread = any(specs.wants_entropy(one) for one in passes)
+        self._logprobs = [_blank([datum.targets.shape for datum in one.data]) for one in passes]
+        self._entropies = [_blank([datum.tokens.shape for datum in one.data] if spread else []) for one in passes]
         self._metrics: list[dict[str, float]] = [{"loss:sum": 0.0} for _ in passes]
         self._programs = {number: Program(one.graph) for number, one in enumerate(passes) if one.graph is not None}
 
@@ -167,8 +169,8 @@ class Work:
     def _keep(self, into: list[list[np.ndarray]], keys: Sequence[int], pieces: Sequence[Tensor]) -> None:
         for key, piece in zip(keys, pieces, strict=True):
             item = self.items[key]
-            shape = item.datum.targets.shape if into is self._logprobs else item.datum.tokens.shape
-            into[item.number][item.place] = piece.cpu().numpy().reshape(shape)
+            kept = into[item.number][item.place]
+            kept[...] = piece.cpu().numpy().reshape(kept.shape)
 
     def _any_learns(self) -> bool:
         return any(item.learns for item in self.items)
@@ -189,6 +191,14 @@ def _cleared(gradients: Sequence[Tensor]) -> list[Tensor]:
         for size, count in Counter(len(one) for one in gradients).items()
     }
     return [next(blocks[len(one)]) for one in gradients]
+
+
+def _blank(shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """An array of each shape, float32, all in one piece: thousands of small ones, made while a run goes on, would lie
+    between activations and keep the memory of these from being used again."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes], dtype=np.int64)
+    pieces = np.split(np.empty(ends[-1] if shapes else 0, np.float32), ends)[: len(shapes)]
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
 def _gathered(one: Pass, data: Sequence[Datum]) -> dict[str, np.ndarray]:
