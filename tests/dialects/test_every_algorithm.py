@@ -54,6 +54,7 @@ CASES = [
     )
     for file in (TINKER, VERL)
     for name in PARTS
+    if name != "gigpo"  # which compares turns by their states, and math_workflow has one turn: refused by name
 ]
 
 
