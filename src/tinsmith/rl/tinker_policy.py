@@ -31,13 +31,14 @@ class TinkerPolicy:
     def __init__(
         self,
         service: tinker.ServiceClient,
+        rest: tinker.RestClient,
         client: tinker.TrainingClient,
         chat: Chat,
         version: int,
         base_model: str,
         offered: frozenset[str],
     ) -> None:
-        self._service, self._client, self._chat = service, client, chat
+        self._service, self._rest, self._client, self._chat = service, rest, client, chat
         self._others = TinkerPeers(service, chat, base_model)
         self._version, self._base_model, self._extensions = version, base_model, offered
         self._snapshot: TinkerSnapshot | None = None
@@ -55,6 +56,7 @@ class TinkerPolicy:
         await reach(base_url)
         async with boundary(f"making the model {config.name} at {base_url}"):
             service = await asyncio.to_thread(tinker.ServiceClient, base_url=base_url, api_key=api_key)
+            rest = await asyncio.to_thread(tinker.RestClient, base_url=base_url, api_key=api_key)
             try:
                 client = await _training_client(service, config, seed, state)
                 tokenizer = await asyncio.to_thread(tokenizer_of, config, client)
@@ -62,7 +64,7 @@ class TinkerPolicy:
             except BaseException:
                 service.close("errored")
                 raise
-        return cls(service, client, chat, version, config.name, await extensions(base_url, api_key))
+        return cls(service, rest, client, chat, version, config.name, await extensions(base_url, api_key))
 
     @property
     def version(self) -> int:
@@ -148,7 +150,7 @@ class TinkerPolicy:
         """One that is gone already is passed over."""
         try:
             async with boundary(f"deleting {path}"):
-                await self._service.create_rest_client().delete_checkpoint_from_tinker_path(path)
+                await self._rest.delete_checkpoint_from_tinker_path(path)
         except UserError as error:
             log.warning("Old weights could not be deleted: %s", error)
 
