@@ -88,7 +88,7 @@ def test_environment_variables_are_read_with_their_defaults(run_file, monkeypatc
         ("more: [{type: sums, siz: 2}]", "run.yaml: there is no key 'more.0.siz'. Did you mean 'more.0.size'?"),
         (
             "source: {type: jsonl, path: a, size: 2}",
-            "there is no key 'source.size'. It belongs to another type than the one given here, which knows: path, type.",
+            "run.yaml: there is no key 'source.size'. It belongs to another type; this one knows: path, type.",
         ),
         ("source: {type: jsonl}", "run.yaml: 'source.path' is missing."),
         ("source: {type: jsnl}", "run.yaml: 'source' has no type 'jsnl'. Did you mean 'jsonl'?"),

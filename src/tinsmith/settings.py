@@ -182,7 +182,7 @@ def _cure(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[Ba
         return f"Did you mean '{'.'.join([*parts[:-1], near[0]])}'?"
     elsewhere = [path for path in _paths(kind) if path.rpartition(".")[2] == parts[-1]]
     if ".".join(parts) in elsewhere:
-        return f"It belongs to another type than the one given here, which knows: {', '.join(known)}."
+        return f"It belongs to another type; this one knows: {', '.join(known)}."
     if elsewhere:
         return f"Did you mean '{elsewhere[0]}'?"
     return f"Known here: {', '.join(known)}."
