@@ -25,9 +25,9 @@ GB = 10**9
 @pytest.mark.parametrize(
     ("free", "each", "most", "tokens"),
     [
-        (16 * GB, 0.8e6, 768, 768),
-        (2 * GB, 0.8e6, 768, 512),
-        (0, 0.8e6, 768, 256),
+        (16 * GB, 0.8e6, 1024, 1024),
+        (2 * GB, 0.8e6, 1024, 512),
+        (0, 0.8e6, 1024, 256),
         (120 * GB, 5.6e6, 8192, 5248),
         (16 * GB, 3.4e6, 8192, 1152),
     ],
@@ -62,7 +62,7 @@ def test_layers_that_compute_again_cost_less(engine_of: Any):
 
 
 def test_the_card_tells_what_was_chosen(engine_of: Any):
-    assert engine_of("llama").card.pass_tokens == 768
+    assert engine_of("llama").card.pass_tokens == 1024
     assert engine_of("llama", sharing="latency").card.pass_tokens == 512
     assert engine_of("llama", pass_tokens=96).card.pass_tokens == 96
 

@@ -20,7 +20,7 @@ from tinsmith.engine.models import BaseModel
 SHARE = 4
 """One part in so many of the free memory."""
 STEP, LEAST = 128, 256
-MOST = {"cpu": 768, "cuda": 8192}
+MOST = {"cpu": 1024, "cuda": 8192}
 """More gains nothing on a CPU, whose products are as fast with fewer rows; a GPU wants many at once."""
 TRIED = 64
 """Tokens of the small pass."""

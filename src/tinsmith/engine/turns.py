@@ -43,7 +43,7 @@ class Policy:
 
 
 POLICIES: Mapping[Sharing, Policy] = {
-    "latency": Policy(stretch=0.0, weight=3.0, share=2 / 3),
+    "latency": Policy(stretch=0.0, weight=3.0, share=1 / 2),
     "throughput": Policy(stretch=2.0, weight=1.0),
 }
 
