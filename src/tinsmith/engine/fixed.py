@@ -1,6 +1,6 @@
 """Products with a matrix that never changes, float32, ordered once as oneDNN likes to read it.
 
-PyTorch's own float32 product orders the matrix anew at each call, and on some CPUs (AMD's) goes to a slow library
+PyTorch's own float32 product orders the matrix anew at each call, and on some CPUs (AMD's) goes to a slow library.
 Ordered beforehand, products of 8 to 128 rows take 0.7 to 0.9 of the time where the values are bfloat16, and 0.6
 where they are float32 (benchmarks/NOTES.md). Elsewhere than on a CPU with oneDNN it is PyTorch's own product. Left out:
 gradients.
