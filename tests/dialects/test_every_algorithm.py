@@ -23,7 +23,7 @@ from tinsmith.rl.stages import run_all
 from tinsmith.rl.tinker_policy import TinkerPolicy
 
 SHORT = (
-    "steps=2", "groups_per_step=3", "group_size=4", "sampling.max_tokens=4", "sampling.max_prompt_tokens=4000",
+    "steps=2", "groups_per_step=4", "group_size=8", "sampling.max_tokens=2", "sampling.max_prompt_tokens=4000",
     "monitors=[]", "rewards=[{type: format, pattern: '[^aeiou]*'}]",
 )  # fmt: skip
 """Laid on top, so that a step is quick, and an untrained model's replies differ in worth."""
