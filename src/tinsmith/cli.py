@@ -6,7 +6,7 @@ Imports stand inside the commands, so that --help is quick and serving needs not
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -137,9 +137,7 @@ def run(
     from tinsmith.cli_config import tell, with_plugins
     from tinsmith.dialects import read_run
 
-    if config is None and not words:
-        raise ConfigError("tinsmith run needs a run file.", "As in: tinsmith run examples/addition.yaml")
-    file, overrides = (config, words) if config else (Path(words[0]), words[1:])
+    file, overrides = _run_file("run", words, config)
     console = Console()
     found = read_run(file, with_plugins(overrides, plugin_dir))
     tell(found, console)
@@ -149,6 +147,15 @@ def run(
     settings, state = _train(found.settings, console)
     console.print(f"{_plain(settings.name)} is finished: {state.step} steps", highlight=False)
     _tell_where(settings, state, console)
+
+
+def _run_file(command: str, words: Sequence[str], config: Path | None) -> tuple[Path, Sequence[str]]:
+    """The run file, by --config or as the first word, and what is laid on top."""
+    if config is not None:
+        return config, words
+    if not words:
+        raise ConfigError(f"tinsmith {command} needs a run file.", f"As in: tinsmith {command} examples/addition.yaml")
+    return Path(words[0]), words[1:]
 
 
 @app.command
@@ -177,9 +184,7 @@ def debug(
     from tinsmith.dialects import read_run
     from tinsmith.rl import debug as look
 
-    if config is None and not words:
-        raise ConfigError("tinsmith debug needs a run file.", "As in: tinsmith debug examples/addition.yaml")
-    file, overrides = (config, words) if config else (Path(words[0]), words[1:])
+    file, overrides = _run_file("debug", words, config)
     console = Console()
     found = read_run(file, with_plugins(overrides, plugin_dir))
     tell(found, console)

@@ -19,7 +19,6 @@ class Fixed:
     """weight float32 [out, in]; called with rows [R, in] it returns rows @ weight.T in memory of its own."""
 
     def __init__(self, weight: Tensor) -> None:
-        self.size, self.device = weight.shape[0], weight.device
         self._ordered = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, ROWS) if self._ordered else weight
 

@@ -1,10 +1,10 @@
 """From hidden states to logits and logprobs, a few rows at a time: never a whole [T, V] in float32.
 
-Logits are float32, and so is the log-softmax: the head's weights are kept in float32, and the product sums in float32
-(where the base is bfloat16, its values are bfloat16 and so is what multiplies them; only the sums are wider). The
-forward serves every target. Where a gradient may come, it keeps the row's probabilities in the base's dtype, for the
-backward to start from; other rows cost nothing then. Blocks reuse one buffer, for 25 MB of fresh pages cost more than
-what is computed in them. Entropies are of the whole softmax, from the same block.
+Logits are float32, and so is the log-softmax: the product sums in float32 (where the base is bfloat16, its values are
+bfloat16 and so is what multiplies them; only the sums are wider). The forward serves every target. Where a gradient may
+come, it keeps the row's probabilities in the base's dtype, for the backward to start from; other rows cost nothing
+then. The softmax is made in the logits' own memory, for 25 MB of fresh pages cost more than what is computed in them.
+Entropies are of the whole softmax, from the same block.
 """
 
 from __future__ import annotations
