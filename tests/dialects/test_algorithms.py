@@ -12,9 +12,12 @@ from tests.dialects.written import read
 from tinsmith.dialects.trinity.names import ADVANTAGES, LOSSES, PARTS
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms.advantages.group import Grpo, Opmd
+from tinsmith.rl.algorithms.advantages.turns import Gigpo, StepWiseGrpo
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.losses.clipped import Ppo, Rec
 from tinsmith.rl.algorithms.presets import NAMES
+from tinsmith.rl.types import Task
+from tinsmith.rl.workflows.talk import Talk
 
 TEACHER: Pairs = (("explorer.auxiliary_models[].model_path", "teacher"),)
 WANTS: dict[str, Pairs] = {
@@ -44,6 +47,8 @@ def test_a_name_alone_is_our_preset_of_that_name(name: str, tmp_path: Path):
     found = algorithm(tmp_path, name)
     ours = "grpo_std" if name == "grpo" else name
     assert found.type == ours
+    if name == "gigpo":  # one turn has no states: below
+        return
     given = {"teacher": "teacher"} if found.teacher else {}
     preset = AlgorithmConfig.model_validate({"type": ours, **given})
     assert found.kl == preset.kl
@@ -72,9 +77,23 @@ def test_an_advantage_takes_its_arguments(tmp_path: Path):
 def test_where_trinitys_defaults_are_not_ours_they_are_written_out(tmp_path: Path):
     assert algorithm(tmp_path, "opmd").loss.model_dump()["tau"] == 1.0
     assert algorithm(tmp_path, "rec").loss == Rec(clip="none")
-    assert algorithm(tmp_path, "gigpo").advantage.model_dump()["gamma"] == 1.0
     chord = algorithm(tmp_path, "mix_chord").loss.model_dump()
     assert (chord["warmup_steps"], chord["decay_steps"], chord["peak"]) == (0, 0, 0.1)
+
+
+async def looking(task: Task, talk: Talk) -> None:
+    """A workflow whose turns have states."""
+    await talk.say(*task.messages, state="here")
+
+
+def test_gigpo_compares_whole_rollouts_alone_where_turns_have_no_states(tmp_path: Path):
+    for fnorm, normalize in (("none", "none"), ("std", "group")):
+        pairs = (("algorithm.algorithm_type", "gigpo"), ("algorithm.advantage_fn_args", {"fnorm": fnorm}))
+        found = read(tmp_path, *pairs)
+        assert found.settings.algorithm.advantage == StepWiseGrpo(normalize=normalize)
+        assert any("turns of this workflow have no states" in note for note in found.notes)
+        asked = ("buffer.explorer_input.default_workflow_type", f"{__name__}.looking")
+        assert read(tmp_path, *pairs, asked).settings.algorithm.advantage == Gigpo(gamma=1.0, normalize=fnorm == "std")
 
 
 def test_rec_counts_its_square_whole(tmp_path: Path):
@@ -149,7 +168,7 @@ def test_two_ways_to_add_up_are_a_contradiction(tmp_path: Path):
         algorithm(tmp_path, "grpo", policy_loss_fn_args=args, loss_agg_mode="seq-mean-token-sum")
 
 
-@pytest.mark.parametrize("name", sorted({*ADVANTAGES} - {"ppo", "on_policy_distill", "jsd"}))
+@pytest.mark.parametrize("name", sorted({*ADVANTAGES} - {"ppo", "on_policy_distill", "jsd", "gigpo"}))
 def test_every_advantage_goes_with_every_critic_less_algorithm(name: str, tmp_path: Path):
     assert algorithm(tmp_path, "grpo", advantage_fn=name).advantage.type == ADVANTAGES[name].type
 

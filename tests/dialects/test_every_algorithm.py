@@ -54,7 +54,6 @@ CASES = [
     )
     for file in (TINKER, VERL)
     for name in PARTS
-    if name != "gigpo"  # which compares turns by their states, and math_workflow has one turn: refused by name
 ]
 
 

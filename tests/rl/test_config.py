@@ -12,6 +12,8 @@ from tests.rl.reference import PAGE, members, written
 from tinsmith.errors import ConfigError
 from tinsmith.rl import demo
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.types import Task
+from tinsmith.rl.workflows.talk import Talk
 from tinsmith.settings import Settings, read
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +65,32 @@ def test_evaluation_without_tasks_is_refused():
         RunConfig.model_validate(
             {**base, "tasks": {"train": {"type": "addition"}, "held_out": 0}, "eval": {"every": 5}}
         )
+
+
+async def looking(task: Task, talk: Talk) -> None:
+    """A workflow whose turns have states, perhaps."""
+    await talk.say(*task.messages, state="here")
+
+
+def test_turns_are_not_compared_by_state_where_they_have_none():
+    base = {
+        "model": {"name": "m"},
+        "tasks": {"train": {"type": "addition"}},
+        "rewards": [{"type": "number"}],
+        "steps": 1,
+    }
+    for flow in ({"type": "single_turn"}, {"type": "math"}, {"type": "agent", "path": f"{__name__}:agent"}):
+        gigpo = {"algorithm": {"type": "gigpo"}, "workflow": flow}
+        with pytest.raises(ValueError, match=f"workflow {flow['type']} has none; take multi_turn or custom, or"):
+            RunConfig.model_validate({**base, **gigpo})
+        cured = {"algorithm": {"type": "gigpo", "advantage": {"type": "step_wise_grpo"}}, "workflow": flow}
+        assert RunConfig.model_validate({**base, **cured}).algorithm.type == "gigpo"
+    custom = {"algorithm": {"type": "gigpo"}, "workflow": {"type": "custom", "path": f"{__name__}:looking"}}
+    assert RunConfig.model_validate({**base, **custom}).algorithm.advantage.reads_states
+
+
+async def agent(task: Task, client: object, model: str) -> None:
+    """Says nothing."""
 
 
 @pytest.mark.parametrize("quick", [False, True])

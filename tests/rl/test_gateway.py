@@ -16,7 +16,7 @@ from tinsmith.rl.gateway import Gateway
 from tinsmith.rl.line import Line
 from tinsmith.rl.policy import SamplingConfig
 from tinsmith.rl.samples import rows_of
-from tinsmith.rl.scripted import END
+from tinsmith.rl.scripted import END, Letters
 from tinsmith.rl.types import Message, Rollout, Task
 from tinsmith.rl.workflows.agent import AgentConfig
 from tinsmith.rl.workflows.base import Parts
@@ -158,6 +158,16 @@ def test_what_is_not_done_is_refused_by_name(asked, sentence):
 
     _, line = served(use, "five", sampling=SamplingConfig(max_prompt_tokens=100))
     assert line.turns == ()
+
+
+def test_tools_for_a_template_that_takes_none_are_refused_with_a_cure(monkeypatch):
+    monkeypatch.setattr(Letters, "template", "{{ messages }}")
+
+    async def use(client, line):
+        with pytest.raises(openai.BadRequestError, match=r"takes no tools\. Leave .* or set model\.chat_template"):
+            await client.chat.completions.create(model=line.model, messages=[USER], tools=TOOLS)
+
+    served(use, "five")
 
 
 def test_a_line_has_a_key_of_its_own_and_ends_with_its_rollout():

@@ -33,12 +33,10 @@ class Call:
     arguments: str
 
 
-def form_of(template: str, name: str) -> Form:
-    """How the model of this chat template calls tools. Raises Unsupported."""
+def form_of(template: str, name: str, otherwise: str = "serve a model trained to use them") -> Form:
+    """How the model of this chat template calls tools. Raises Unsupported; `otherwise` is a cure beside leaving out."""
     if not re.search(r"\btools\b", template):
-        raise Unsupported(
-            f"The chat template of {name} takes no tools.", "Leave tools out, or serve a model trained to use them."
-        )
+        raise Unsupported(f"The chat template of {name} takes no tools.", f"Leave tools out, or {otherwise}.")
     if TAG in template:
         return "tagged"
     if MISTRAL in template:

@@ -232,6 +232,11 @@ class RunConfig(Settings):
         advantage = self.algorithm.advantage
         if self.group_size == 1 and isinstance(advantage, Grpo | StepWiseGrpo) and advantage.std_threshold is not None:
             raise ValueError("group_size 1 leaves nothing to compare; set it to 2 or more, or take a critic (ppo)")
+        if self.asks and advantage.reads_states and not self.workflow.tells_states:
+            raise ValueError(
+                f"{advantage.type} compares turns by state, and workflow {self.workflow.type} has none; "
+                "take multi_turn or custom, or algorithm.advantage {type: step_wise_grpo}: whole rollouts alone"
+            )
         return self
 
     @property

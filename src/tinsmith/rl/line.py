@@ -103,7 +103,7 @@ class Line:
         """The answer to chat/completions. Raises UserError for what cannot be asked."""
         chat = self._policy.chat
         tools = plain_tools(asked.tools, asked.tool_choice)
-        form = form_of(chat.template, "the policy") if tools else None
+        form = form_of(chat.template, "the policy", "set model.chat_template to one that takes them") if tools else None
         messages = plain_messages(asked.messages, knows_developer="developer" in chat.template)
         try:
             sampling = asked.sampling(self._sampling)

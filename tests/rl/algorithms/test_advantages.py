@@ -172,7 +172,7 @@ def test_gigpo_adds_what_a_turn_was_worth_in_its_state():
     step = returns_a[0] - statistics.mean(returns_a)
     assert found[0].tolist() == pytest.approx([0.5 + 2 * step, 0.5, 0.5])
     assert found[1].tolist() == pytest.approx([-0.5 - 2 * step, -0.5])
-    with pytest.raises(ConfigError, match="by state"):
+    with pytest.raises(ConfigError, match="a turn of this workflow has none"):
         Gigpo().of([[trace(1.0)]], random())
 
 

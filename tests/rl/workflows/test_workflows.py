@@ -119,6 +119,18 @@ def test_a_conversation_ends_at_max_turns_and_where_the_prompt_grows_too_long():
     assert "max_prompt_tokens is 3" in failed.error
 
 
+class Mute(Environment):
+    """Says nothing of states."""
+
+    def step(self, reply: Turn) -> Answer:
+        return Answer(done=True)
+
+
+def test_an_environment_that_begins_with_nothing_has_the_task_itself_for_a_first_state():
+    config = MultiTurnConfig.model_validate({"path": f"{HERE}:Mute"})
+    assert {turn.state for one in play(config, policy("yes")) for turn in one.turns} == {TASK.id}
+
+
 class Broken(Environment):
     """Fails for some seeds."""
 

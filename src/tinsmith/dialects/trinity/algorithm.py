@@ -183,6 +183,18 @@ def _judges(file: TrinityFile) -> bool:
     return any(work is not None and work.reward == JUDGE for work in works)
 
 
+def without_states(becoming: Becoming) -> None:
+    """gigpo of turns that have none, as Trinity does it: whole rollouts are compared, and nothing is added."""
+    ours = becoming.settings.get("algorithm", {})
+    given = ours.get("advantage", {})
+    if given.get("type") == "gigpo":
+        normalize = "group" if given.get("normalize") else "none"
+        ours["advantage"] = {"type": "step_wise_grpo", "normalize": normalize}
+        becoming.note(
+            "gigpo: turns of this workflow have no states, so whole rollouts alone are compared, as in Trinity."
+        )
+
+
 def _repeats(name: str, section: Algorithm, becoming: Becoming) -> None:
     if section.repeat_times is not None and section.repeat_times < 1:
         becoming.fault("algorithm.repeat_times", f"{section.repeat_times} replies are none.", "Set 1 or more.")

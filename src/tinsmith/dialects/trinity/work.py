@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tinsmith.dialects.base import Becoming
-from tinsmith.dialects.trinity.algorithm import SUPERVISED
+from tinsmith.dialects.trinity.algorithm import SUPERVISED, without_states
 from tinsmith.dialects.trinity.arguments import laid_over, near
 from tinsmith.dialects.trinity.data import INPUT, same, training
 from tinsmith.dialects.trinity.keys import TrinityFile
@@ -23,6 +23,8 @@ from tinsmith.rl.workflows.multi_turn import Environment
 
 Worked = tuple[dict[str, Any], list[dict[str, Any]]]
 """A workflow and rewards."""
+_STATELESS = ("single_turn", "math", "agent")
+"""Types of ours whose turns have no states."""
 
 
 def translate(file: TrinityFile, becoming: Becoming) -> None:
@@ -34,6 +36,8 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
     if found is not None:
         becoming.put("workflow", found[0])
         becoming.put("rewards", found[1])
+        if found[0]["type"] in _STATELESS:
+            without_states(becoming)
 
 
 def worked(

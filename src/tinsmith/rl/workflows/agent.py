@@ -39,6 +39,11 @@ class AgentConfig(WorkflowOptions):
         """The function may return one."""
         return True
 
+    @property
+    def tells_states(self) -> bool:
+        """OpenAI's dialect has no place for them."""
+        return False
+
     def make(self, parts: Parts) -> Workflow:
         """The workflow."""
         return Agent(self, parts)

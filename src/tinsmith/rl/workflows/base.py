@@ -49,6 +49,11 @@ class WorkflowOptions(Settings):
         """Whether a run may do without rewards of its own."""
         return False
 
+    @property
+    def tells_states(self) -> bool:
+        """Whether its turns may have states."""
+        return True
+
     def make(self, parts: Parts) -> Workflow:
         """The workflow."""
         raise NotImplementedError

@@ -35,6 +35,11 @@ class CustomConfig(WorkflowOptions):
         """A function may return one."""
         return self._made.gives_rewards if isinstance(self._made, WorkflowOptions) else True
 
+    @property
+    def tells_states(self) -> bool:
+        """A function may."""
+        return self._made.tells_states if isinstance(self._made, WorkflowOptions) else True
+
     @cached_property
     def _made(self) -> Any:
         """WorkflowOptions, or the function. Raises ValueError."""

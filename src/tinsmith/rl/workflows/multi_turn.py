@@ -46,8 +46,11 @@ class Environment:
         self.task, self.seed = task, seed
 
     def begin(self) -> Answer | Awaitable[Answer]:
-        """What is said after the task's own messages, before the first reply; nothing unless overridden."""
-        return Answer()
+        """What is said after the task's own messages, before the first reply; nothing unless overridden.
+
+        The state then is the task itself.
+        """
+        return Answer(state=self.task.id)
 
     def step(self, reply: Turn) -> Answer | Awaitable[Answer]:
         """What follows a reply."""

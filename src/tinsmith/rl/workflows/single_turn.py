@@ -25,6 +25,11 @@ class SingleTurnConfig(WorkflowOptions):
     reply_prefix: str = ""
     """How every reply begins: the policy goes on from it, and rewards read it too."""
 
+    @property
+    def tells_states(self) -> bool:
+        """There is one turn."""
+        return False
+
     def make(self, parts: Parts) -> Workflow:
         """The same for every kind of single turn."""
         return SingleTurn(self.system, self.reply_prefix, parts)
@@ -38,6 +43,11 @@ class MathConfig(WorkflowOptions):
     """A system message before each task that has none."""
     reply_prefix: str = ""
     """How every reply begins: the policy goes on from it, and rewards read it too."""
+
+    @property
+    def tells_states(self) -> bool:
+        """There is one turn."""
+        return False
 
     def make(self, parts: Parts) -> Workflow:
         """A single turn."""

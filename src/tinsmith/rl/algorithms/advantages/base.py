@@ -92,6 +92,8 @@ class Advantage(Settings):
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """Columns that it reads."""
+    reads_states: ClassVar[bool] = False
+    """Whether it wants to know what the policy was looking at before each turn."""
 
     def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """An advantage for each token. `random` is for those that draw."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -46,6 +46,7 @@ class Gigpo(Advantage):
     """
 
     type: Literal["gigpo"] = "gigpo"
+    reads_states: ClassVar[bool] = True
     gamma: float = Field(default=0.95, ge=0, le=1)
     """Discount from turn to turn."""
     omega: float = Field(default=1.0, ge=0)
@@ -60,7 +61,10 @@ class Gigpo(Advantage):
         for traces_G, returns_G in zip(traces_PG, returns, strict=True):
             for trace, values in zip(traces_G, returns_G, strict=True):
                 if len(trace.states) != len(trace.turns) or not all(trace.states):
-                    raise ConfigError("gigpo compares turns by state, and this workflow tells none.", "Use grpo.")
+                    raise ConfigError(
+                        "gigpo compares turns by state, and a turn of this workflow has none.",
+                        "Tell it with every turn: talk.say(…, state=…), or Answer(state=…) of begin and step.",
+                    )
                 for state, value in zip(trace.states, values, strict=True):
                     buckets[state].append(value)
         found: Advantages = []
