@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import re
 
 import pytest
 from rich.console import Console
@@ -28,7 +29,7 @@ def compared(config, folder) -> tuple[list[dict], str]:
     async def connect():
         return Paths(REPLIES, folder / "weights")
 
-    rows = asyncio.run(bench(config, connect, Console(file=shown, width=200)))
+    rows = asyncio.run(bench(config, connect, Console(file=shown, width=80)))
     return rows, shown.getvalue()
 
 
@@ -40,7 +41,9 @@ def test_the_base_and_the_runs_last_weights_are_compared(tmp_path):
     assert found[0]["eval/pass@1"] < 0.6 < 0.9 < found[1]["eval/pass@1"]
     assert json.loads((tmp_path / "bench" / "results.json").read_text()) == found
     assert len((tmp_path / "bench" / "rollouts" / "eval-000002.jsonl").read_text().splitlines()) == 5 * 8
-    assert "pass@1" in shown
+    assert f"1  scripted\n2  {state.sampling_path}\n" in shown
+    assert re.search(rf"pass@1 .* {found[0]['eval/pass@1']:.4g} .* {found[1]['eval/pass@1']:.4g} ", shown)
+    assert "…" not in shown
     again, _ = compared(config, tmp_path)
     assert again == found
 

@@ -204,6 +204,29 @@ def test_neither_waits_for_ever(tmp_path):
     refused(lambda: sampling(tmp_path / "b", **how), "No weights of step 0 within 0.05 seconds. Is .* mode train")
 
 
+@pytest.mark.parametrize("sync", [{}, {"style": "on_publish"}], ids=["fixed", "on_publish"])
+def test_sampling_ends_with_training_and_goes_on_with_it(tmp_path, sync):
+    how = {"buffer": FILE, "sync": {"timeout": 20, **sync}}
+    said = io.StringIO()
+
+    async def main(steps: int, more: int) -> int:
+        async def connect() -> ScriptedPolicy:
+            return ScriptedPolicy(REPLIES, tmp_path / "weights")
+
+        config = settings(tmp_path, mode="explore", steps=more, **how)
+        async with asyncio.timeout(100):
+            asking = asyncio.create_task(explore(config, connect, Console(file=said, width=200)))
+            await asyncio.sleep(0.1)  # the second time it waits for training, which had ended
+            await training(tmp_path, steps=steps, **how)
+            return await asking
+
+    assert asyncio.run(main(4, 8)) >= 4
+    assert said.getvalue() == "Training has ended after step 4, so sampling ends too.\n"
+    assert asyncio.run(main(8, 8)) >= 8
+    assert said.getvalue().endswith("\nTraining ended after step 4: it must be started with more steps too.\n")
+    assert [row["step"] for row in rows(tmp_path) if "reward/mean" in row] == list(range(1, 9))
+
+
 def test_a_second_process_of_the_same_kind_and_other_settings_are_refused(tmp_path):
     how = {"buffer": FILE, "sync": {"timeout": 0.05}}
 

@@ -56,6 +56,8 @@ async def bench(
             await peers.close()
     finally:
         folder.close()
+    for number, name in enumerate(names, 1):
+        console.print(f"{number}  {name}", highlight=False, markup=False, soft_wrap=True)
     console.print(_table(rows))
     return rows
 
@@ -75,8 +77,9 @@ def names_of(config: RunConfig, path: Path) -> list[str]:
 
 
 def _table(rows: Sequence[Mapping[str, float | str]]) -> Table:
-    columns = [name for name in rows[0] if name.startswith("eval/") and name not in ("eval/tasks", "eval/failed")]
-    table = Table("checkpoint", *(name.removeprefix("eval/") for name in columns))
-    for row in rows:
-        table.add_row(str(row["checkpoint"]), *(f"{row[name]:.4g}" for name in columns))
+    """A column for each checkpoint, by its number: there may be many numbers, and names are long."""
+    table = Table("", *(str(number) for number in range(1, len(rows) + 1)))
+    for name in rows[0]:
+        if name.startswith("eval/") and name not in ("eval/tasks", "eval/failed"):
+            table.add_row(name.removeprefix("eval/"), *(f"{row[name]:.4g}" for row in rows))
     return table

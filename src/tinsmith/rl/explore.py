@@ -45,7 +45,7 @@ async def explore(config: RunConfig, connect: Callable[[], Awaitable[Peers]], co
         peers = await connect()
         told = monitors.build(config.monitors, info, console)
         try:
-            return await _explored(config, buffer, peers, told)
+            return await _explored(config, buffer, peers, told, console)
         finally:
             told.close()
             await peers.close()
@@ -54,9 +54,11 @@ async def explore(config: RunConfig, connect: Callable[[], Awaitable[Peers]], co
         folder.close()
 
 
-async def _explored(config: RunConfig, buffer: Buffer, peers: Peers, told: Monitors) -> int:
+async def _explored(config: RunConfig, buffer: Buffer, peers: Peers, told: Monitors, console: Console) -> int:
     notes, bell = Notes(buffer), Bell()
-    weights = SharedWeights(notes, peers, config.sync.timeout, config.steps)
+    if 0 < (before := (await notes.training()).ended_at) < config.steps:
+        console.print(f"Training ended after step {before}: it must be started with more steps too.", highlight=False)
+    weights = SharedWeights(notes, peers, config.sync.timeout)
     deck, _ = split(config.tasks, config.seed)
     last = await _last(buffer, notes)
 
@@ -77,9 +79,10 @@ async def _explored(config: RunConfig, buffer: Buffer, peers: Peers, told: Monit
     _place(deck, last)
     await notes.tell_sampling(last)
     try:
-        await _until_done(config, sampler, weights, notes, bell)
-    except TrainingEnded:
-        pass
+        await _until_done(config, sampler, weights, notes, bell, before)
+    except TrainingEnded as end:
+        if end.step < config.steps:
+            console.print(f"Training has ended after step {end.step}, so sampling ends too.", highlight=False)
     except Exception as error:
         await notes.tell_sampling(last.model_copy(update={"state": "failed", "reason": str(error)}))
         raise
@@ -90,8 +93,13 @@ async def _explored(config: RunConfig, buffer: Buffer, peers: Peers, told: Monit
     return sampler.done
 
 
-async def _until_done(config: RunConfig, sampler: Sampler, weights: SharedWeights, notes: Notes, bell: Bell) -> None:
-    """Returns when all batches are put. Raises what broke the sampling off, TrainingEnded among it."""
+async def _until_done(
+    config: RunConfig, sampler: Sampler, weights: SharedWeights, notes: Notes, bell: Bell, before: int
+) -> None:
+    """Returns when all batches are put. Raises what broke the sampling off, TrainingEnded among it.
+
+    Where training had ended `before` that step already, it is waited for: it may go on with more steps.
+    """
     taken = 0
     if config.sync.style != "fixed":
         sampler.room = lambda: sampler.begun - taken < config.buffer.capacity
@@ -103,8 +111,8 @@ async def _until_done(config: RunConfig, sampler: Sampler, weights: SharedWeight
         if sampler.complete and sampler.done == sampler.begun:
             return
         training = await notes.training()
-        if training.ended_at >= config.steps:
-            raise TrainingEnded
+        if training.ended_at >= config.steps or training.ended_at not in (0, before):
+            raise TrainingEnded(training.ended_at)
         taken = training.taken
         if config.sync.style == "live":
             await weights.look()

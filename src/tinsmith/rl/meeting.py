@@ -111,13 +111,18 @@ class Notes:
 class TrainingEnded(Exception):
     """No further batch is wanted."""
 
+    def __init__(self, step: int) -> None:
+        """`step` was the last one."""
+        super().__init__(step)
+        self.step = step
+
 
 class SharedWeights:
     """Of a policy that trains in another process; implements `sync.Weights`."""
 
-    def __init__(self, notes: Notes, peers: Peers, timeout: float, steps: int) -> None:
-        """`timeout` in seconds; training ends after `steps`."""
-        self._notes, self._peers, self._timeout, self._steps = notes, peers, timeout, steps
+    def __init__(self, notes: Notes, peers: Peers, timeout: float) -> None:
+        """`timeout` in seconds."""
+        self._notes, self._peers, self._timeout = notes, peers, timeout
         self._newest: Offered | None = None
         self._path = ""
 
@@ -161,8 +166,6 @@ class SharedWeights:
     async def _until(self, look: Callable[[], Awaitable[Offered | None]], what: str) -> Offered:
         end = time.monotonic() + self._timeout
         while (found := await look()) is None:
-            if (await self._notes.training()).ended_at >= self._steps:
-                raise TrainingEnded
             if time.monotonic() > end:
                 raise TinsmithError(
                     f"{what} within {self._timeout:g} seconds.",

@@ -78,6 +78,21 @@ def test_what_outlives_a_process_is_there_for_another(tmp_path, kind):
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("kind", ["file", "sql"])
+def test_what_nobody_waits_for_any_more_is_done_before_what_comes_after(tmp_path, kind):
+    async def main() -> None:
+        buffer = MAKERS[kind](tmp_path)
+        for number in range(30):
+            broken_off = asyncio.create_task(buffer.note("a", "old" * 10_000))
+            await asyncio.sleep(0.0005 * (number % 3))
+            broken_off.cancel()
+            await buffer.note("a", f"new {number}")
+            assert await buffer.notes() == {"a": f"new {number}"}
+        await buffer.close()
+
+    asyncio.run(main())
+
+
 def test_runs_of_one_database_do_not_see_each_other(tmp_path):
     async def main() -> None:
         url = f"sqlite:///{tmp_path}/buffer.db"

@@ -8,7 +8,6 @@ Every file is there whole or not at all.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
@@ -16,6 +15,7 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from tinsmith.rl.buffers.replay import Waiting
+from tinsmith.rl.buffers.turns import InTurn
 from tinsmith.rl.files import write_whole
 from tinsmith.rl.rollouts import Batch
 
@@ -36,12 +36,12 @@ class FileBuffer:
     durable = True
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
+        self._folder, self._turn = folder, InTurn()
         folder.mkdir(parents=True, exist_ok=True)
 
     async def put(self, batch: Batch) -> None:
         """On disk when this returns."""
-        await asyncio.to_thread(lambda: write_whole(self._file(batch.step), _BATCH.dump_json(batch)))
+        await self._turn.do(lambda: write_whole(self._file(batch.step), _BATCH.dump_json(batch)))
 
     async def numbers(self) -> Collection[int]:
         """Of the files that are there now."""
@@ -49,7 +49,7 @@ class FileBuffer:
 
     async def get(self, number: int) -> Batch:
         """Read anew each time."""
-        return await asyncio.to_thread(lambda: _BATCH.validate_json(self._file(number).read_bytes()))
+        return await self._turn.do(lambda: _BATCH.validate_json(self._file(number).read_bytes()))
 
     async def drop(self, numbers: Collection[int]) -> None:
         """The files go."""
@@ -58,7 +58,7 @@ class FileBuffer:
 
     async def note(self, name: str, text: str) -> None:
         """On disk when this returns."""
-        await asyncio.to_thread(write_whole, self._folder / f"note-{name}.json", text.encode())
+        await self._turn.do(lambda: write_whole(self._folder / f"note-{name}.json", text.encode()))
 
     async def notes(self) -> Mapping[str, str]:
         """Those that are there now."""
@@ -68,7 +68,8 @@ class FileBuffer:
         }
 
     async def close(self) -> None:
-        """Nothing is held open."""
+        """All is written."""
+        await self._turn.close()
 
     def _file(self, number: int) -> Path:
         return self._folder / f"batch-{number:06}.json"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Collection, Mapping
 from typing import Literal, TypeVar
 
@@ -25,6 +24,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.buffers.replay import Waiting
+from tinsmith.rl.buffers.turns import InTurn
 from tinsmith.rl.rollouts import Batch
 
 T = TypeVar("T")
@@ -58,13 +58,13 @@ class SqlConfig(Waiting):
 
 
 class SqlBuffer:
-    """Implements `base.Buffer`; statements run in threads."""
+    """Implements `base.Buffer`; statements run in a thread."""
 
     durable = True
 
     def __init__(self, url: str, run: str) -> None:
         """Makes the tables where they are missing. Raises ConfigError where the database cannot be opened."""
-        self._run = run
+        self._run, self._turn = run, InTurn()
         try:
             self._engine = create_engine(url)
             _TABLES.create_all(self._engine)
@@ -114,7 +114,8 @@ class SqlBuffer:
 
     async def close(self) -> None:
         """Lets go of the connections."""
-        await asyncio.to_thread(self._engine.dispose)
+        await self._turn.do(self._engine.dispose)
+        await self._turn.close()
 
     def _batch(self, number: int) -> ColumnElement[bool]:
         return (_BATCHES.c.run == self._run) & (_BATCHES.c.number == number)
@@ -125,6 +126,6 @@ class SqlBuffer:
                 return work(connection)
 
         try:
-            return await asyncio.to_thread(run)
+            return await self._turn.do(run)
         except SQLAlchemyError as error:
             raise TinsmithError(f"The buffer's database failed: {str(error).splitlines()[0]}") from error
