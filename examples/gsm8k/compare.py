@@ -22,6 +22,12 @@ from curves import FILES, draw_all, report
 HERE = Path(__file__).resolve().parent
 NAMED = "meta-llama/Llama-3.2-3B"
 TRAINED = "HuggingFaceTB/SmolLM2-135M-Instruct"
+HELD_OUT = {
+    "type": "hub", "name": "openai/gsm8k", "subset": "main", "split": "test",
+    "prompt": "{question}", "answer": "{answer}",
+}  # fmt: skip
+JUDGED = {"every": 0, "threshold": 0.85}
+"""0.9 is a right answer without the form, 1.1 one with it, and no wrong one has more than 0.1."""
 
 
 def main() -> None:
@@ -99,6 +105,9 @@ def _fitted(name: str, arguments: argparse.Namespace) -> list[str]:
         f"optimizer.learning_rate={arguments.rate}",
         "checkpoint.every=8",  # the files' 100 is more than there are
         "model.chat_template=''",  # the files bring Llama's; this is another model
+        f"tasks.eval={json.dumps(HELD_OUT)}",  # the files evaluate nothing
+        "tasks.held_out=64",
+        f"eval={json.dumps(JUDGED)}",
         f"stages={json.dumps(_stages(arguments.told))}",
         *([f"service.source={arguments.model}"] if name == "verl" else []),
     ]
@@ -125,6 +134,7 @@ def _stages(told: int) -> list[dict[str, Any]]:
         "experts": {"data": rows, "per_step": 16},
         "steps": told,
         "optimizer": {"learning_rate": 5e-4, "warmup_steps": 2},
+        "eval": {**JUDGED, "after": False},  # the next stage begins with it
     }
     return [first, {"name": "rewarded"}]
 

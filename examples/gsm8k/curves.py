@@ -48,11 +48,12 @@ def report(out: Path) -> str:
     """A table of the runs, how far the first two are alike, and answers from first and last step, as markdown."""
     names = [name for name in FILES if _begun(out / name)]
     lines = [
-        "| run | steps | minutes | reward | in the form | right | tokens of an answer | held out, greedy: right |",
-        "|---|---|---|---|---|---|---|---|",
+        "| run | steps | minutes | reward | in the form | right | tokens | held out, greedy: right | in the form |",
+        "|---|---|---|---|---|---|---|---|---|",
         *(_line(name, rewarded(out / name)) for name in names),
         "",
         f"Arrows: from the mean of the first {_EDGE} steps to that of the last {_EDGE}; held out: before and after.",
+        "Tokens are those of an answer.",
     ]
     if set(BOTH) <= set(names):
         lines += ["", _alike(*(rewarded(out / name) for name in BOTH))]
@@ -76,9 +77,10 @@ def _points(rows: Sequence[Row], key: str) -> Points:
     return [(row["step"], row[key]) for row in rows if key in row]
 
 
-def _form(row: Row) -> float:
+def _form(row: Row, of: str = "") -> float:
     """The share of answers in the form: Trinity's math reward has 0.1 for it, and -0.1 without."""
-    return row["reward/math/format"] * 5 + 0.5 if "reward/math/format" in row else row["reward/form"]
+    by_trinity = row.get(f"{of}reward/math/format")
+    return row[f"{of}reward/form"] if by_trinity is None else by_trinity * 5 + 0.5
 
 
 def _right(row: Row) -> float:
@@ -87,7 +89,7 @@ def _right(row: Row) -> float:
 
 def _line(name: str, rows: Sequence[Row]) -> str:
     trained = [row for row in rows if "reward/mean" in row]
-    held_out = [f"{value:.3f}" for _, value in _points(rows, "eval/pass@1")]
+    held_out = [row for row in rows if "eval/pass@1" in row]
     seconds = sum(row.get("time/step", 0.0) + row.get("time/eval", 0.0) for row in rows)
     cells = [
         FILES[name],
@@ -97,9 +99,14 @@ def _line(name: str, rows: Sequence[Row]) -> str:
         "-" if name == "arithmetic" else _span([_form(row) for row in trained]),
         _span([_right(row) for row in trained]),
         _span([row["tokens/reply"] for row in trained], 0),
-        f"{held_out[0]} → {held_out[-1]}" if held_out else "-",
+        _ends([row["eval/pass@1"] for row in held_out]),
+        "-" if name == "arithmetic" else _ends([_form(row, "eval/") for row in held_out]),
     ]
     return f"| {' | '.join(cells)} |"
+
+
+def _ends(values: Sequence[float]) -> str:
+    return f"{values[0]:.3f} → {values[-1]:.3f}" if values else "-"
 
 
 def _span(values: Sequence[float], digits: int = 3) -> str:
@@ -109,7 +116,8 @@ def _span(values: Sequence[float], digits: int = 3) -> str:
 
 def _alike(one: Sequence[Row], other: Sequence[Row]) -> str:
     """How far apart two curves are, beside how far a step's mean strays by the chance of its own answers."""
-    pairs = [(a, b) for a, b in zip(one, other, strict=False) if "reward/mean" in a and "reward/mean" in b]
+    trained = ([row for row in rows if "reward/mean" in row] for rows in (one, other))
+    pairs = list(zip(*trained, strict=False))
     apart = [a["reward/mean"] - b["reward/mean"] for a, b in pairs]
     chance = [
         (row["reward/std"] ** 2 * row["tokens/reply"] / row["tokens/sampled"]) ** 0.5 for pair in pairs for row in pair

@@ -106,7 +106,7 @@ def test_a_report_tells_what_runs_came_to(room, tmp_path: Path):
     finished(tmp_path / "tinker", [-0.1] * 5 + [0.1] * 5)
     finished(tmp_path / "verl", [-0.1] * 5 + [0.0] * 5)
     report = curves.report(tmp_path)
-    assert "| 10 | 5 | -0.100 → 0.100 | 0.000 → 1.000 | 0.000 → 0.000 | 10 → 10 | - |" in report
+    assert "| 10 | 5 | -0.100 → 0.100 | 0.000 → 1.000 | 0.000 → 0.000 | 10 → 10 | - | - |" in report
     assert "differ by +0.050 in the mean and by 0.050 at a step" in report
     assert "the standard error of one step's reward is 0.025" in report  # 0.1 of 16 answers
     assert '- "said at 10" (reward -0.1; right is 72)' in report
