@@ -5,7 +5,6 @@ Without --url our own service is started with its fake engine. At the end: what 
 
 from __future__ import annotations
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,14 +72,6 @@ def real(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[[str], Path]) 
     )
     with embedded(config) as (url, key):
         yield _world(url, key, "tiny")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collect_what_the_sdk_leaks() -> Iterator[None]:
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
 
 
 def _world(url: str, key: str, model: str | None, *, is_ours: bool = False) -> World:

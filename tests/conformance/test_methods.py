@@ -10,9 +10,8 @@ import tinker
 from tests.conformance import cases_clients, cases_rest, cases_sampling, cases_training
 from tests.conformance.catalog import CASES, case_of, methods
 from tests.conformance.world import World
-from tests.service.conftest import SDK_LEAKS
 
-pytestmark = [SDK_LEAKS, pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")]
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 ROOMS = (cases_clients, cases_rest, cases_sampling, cases_training)
 
 REAL = (

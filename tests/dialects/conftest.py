@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,19 +17,10 @@ Server = tuple[str, str]
 
 
 @pytest.fixture(scope="package")
-def _server(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[Server]:
     config = ServeConfig(models=(f"{NAME}={tiny_llama}",), engine="fake", data=tmp_path_factory.mktemp("served"))
     with embedded(config) as found:
         yield found
-
-
-@pytest.fixture
-def server(_server: Server) -> Iterator[Server]:
-    """Connections that the SDK leaves open are closed with the test that opened them, not in another."""
-    yield _server
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
 
 
 @pytest.fixture

@@ -44,9 +44,7 @@ NEEDS: dict[str, Pairs] = {
 QUICK = ("grpo", "ppo", "gspo", "reinforceplusplus", "jsd", "mix", "dpo", "sft")
 """Each another way through the harness: the others of the table are tried by test-all."""
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:unclosed:ResourceWarning", "ignore:DEPRECATED:FutureWarning"
-)  # the SDK's first connection, and its way to delete
+pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")  # the SDK's way to delete
 
 CASES = [
     pytest.param(

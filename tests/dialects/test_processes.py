@@ -21,9 +21,7 @@ from tinsmith.rl.explore import explore
 from tinsmith.rl.loop import train
 from tinsmith.rl.tinker_peers import TinkerPeers
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:unclosed:ResourceWarning", "ignore:DEPRECATED:FutureWarning"
-)  # the SDK's first connection, and its way to delete
+pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")  # the SDK's way to delete
 
 SAME: dict[str, Any] = {
     "project": "two",

@@ -25,7 +25,7 @@ import tinker
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.service.conftest import SDK_LEAKS, _collect_what_the_sdk_leaks, datum  # noqa: F401  a fixture
+from tests.service.conftest import datum
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -157,7 +157,6 @@ def test_fine_tuning_on_chats_and_going_on_from_a_checkpoint(recipe: Recipe, pyt
     assert losses[3] < 0.7 * losses[0]
 
 
-@SDK_LEAKS
 def test_weights_are_downloaded_sealed_and_merged(python: Path, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """The cookbook asks for files that only it can open, opens them, and merges them into a model that thinks alike."""
     base, tokens = tiny("untied"), [5, 6, 7, 8, 9, 10]

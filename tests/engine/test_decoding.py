@@ -1,15 +1,13 @@
-"""A step's attention: each row over its own past, and what several begin with read once for all of them."""
+"""A step's attention: each row over its own past, and the stem that several begin with read once for all of them."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tests.engine.test_cache import SHAPE, read
 from tinsmith.engine.cache import Cache, Row
 from tinsmith.engine.decoding import Cached
-from tinsmith.engine.prefixes import Found, Run
 
 
 def compare(rows: list[Row], pasts: list[Tensor]) -> None:
@@ -34,16 +32,59 @@ def test_a_step_looks_at_the_row_s_own_past_and_its_new_token() -> None:
     compare([cache.insert(read([(past, past)] * 2), past.shape[2]) for past in pasts], pasts)
 
 
-def test_rows_that_begin_with_the_same_read_it_in_place() -> None:
+def test_rows_that_begin_with_the_same_read_their_stem() -> None:
     torch.manual_seed(0)
     cache = Cache(SHAPE)
-    one, two, three = (torch.randn(1, 2, length, 4) for length in (50, 30, 9))
-    runs = [Run(np.zeros(len(part[0, 0]), np.int32), *[part.expand(2, -1, -1, -1)] * 2, None, 0) for part in (one, two)]
-    both, half = Found(((runs[0], 50), (runs[1], 30))), Found(((runs[0], 20),))
-    rows = [cache.open(both, 64), cache.insert(read([(three, three)] * 2), 64), cache.open(half, 64)]
-    rows += [cache.open(both, 64), cache.open(half, 128)]
-    assert [row.position for row in rows] == [80, 9, 20, 80, 20]
-    pasts = [torch.cat([one, two], dim=2), three, one[:, :, :20], torch.cat([one, two], dim=2), one[:, :, :20]]
+    one, two, three, four = (torch.randn(1, 2, length, 4) for length in (80, 20, 9, 200))
+    long, short, wide = (
+        cache.stem(read([(part, part)] * 2), readers) for part, readers in ((one, 2), (two, 2), (four, 4))
+    )
+    rows = [cache.open(long, 64), cache.insert(read([(three, three)] * 2), 64), cache.open(short, 64)]
+    rows += [
+        cache.open(wide, 64),
+        cache.open(long, 64),
+        cache.open(wide, 64),
+        cache.open(short, 128),
+        cache.open(wide, 64),
+    ]
+    assert [row.position for row in rows] == [80, 9, 20, 200, 80, 200, 20, 200]
+    pasts = [one, three, two, four, one, four, two, four]
     compare(rows, pasts)
     rows = [cache.ensure(row) for row in rows]
-    assert [row.position for row in rows] == [81, 10, 21, 81, 21]
+    assert [row.position for row in rows] == [81, 10, 21, 201, 81, 201, 21, 201]
+    cache.remove(rows.pop(0))
+    del pasts[0]
+    for row in rows:  # as they were: what the last step added is another token for each
+        row.length -= 1
+    compare(rows, pasts)
+
+
+def test_a_row_behind_a_stem_gives_its_whole_past() -> None:
+    torch.manual_seed(0)
+    cache = Cache(SHAPE)
+    prompt = torch.randn(1, 2, 70, 4)
+    rows = [cache.open(cache.stem(read([(prompt, prompt)] * 2), 1), 64)]
+    query, new = torch.randn(1, 4, 1, 4), torch.randn(1, 2, 1, 4)
+    context = Cached(rows)
+    for layer in range(2):
+        context.attend(layer, query, new, new, scale=0.5)
+    context.advance()
+    whole = torch.cat([prompt, new], dim=2)[0]
+    for first in (0, 50, 70):
+        for found in rows[0].since(first):
+            torch.testing.assert_close(found, whole[:, first:].expand(2, -1, -1, -1))
+
+
+def test_a_stem_leaves_with_the_last_that_reads_it() -> None:
+    cache = Cache(SHAPE)
+    prompt = torch.randn(1, 2, 70, 4)
+    stem = cache.stem(read([(prompt, prompt)] * 2), 3)
+    rows = [cache.open(stem, 64) for _ in range(3)]
+    rows[0].length = 64
+    rows[0] = cache.ensure(rows[0], left=100)
+    assert (rows[0].position, rows[0].bank.capacity, stem.readers) == (134, 128, 3)
+    assert cache.tokens == 96 + 128 + 64 + 64
+    for row in rows:
+        assert stem.bank.rows == [stem]
+        cache.remove(row)
+    assert cache.tokens == 0

@@ -76,39 +76,6 @@ def test_what_a_running_sequence_holds_too_goes_before_all_others() -> None:
     assert [find(prefixes, ONE, *row).length for row in ((1, 2, 3), (7, 8))] == [3, 0]
 
 
-def test_what_is_held_stays_until_the_last_reader_lets_go() -> None:
-    prefixes = Prefixes()
-    add(prefixes, ONE, 1, 2, 3)
-    add(prefixes, ONE, 1, 2, 3, 4, 5)
-    add(prefixes, ONE, 7, 8)
-    found = find(prefixes, ONE, 1, 2, 3, 4, 5)
-    prefixes.hold(ONE, found)
-    prefixes.hold(ONE, found)
-    prefixes.shrink(0)
-    assert (prefixes.tokens, prefixes.held) == (5, 5)
-    prefixes.let_go(found)
-    prefixes.shrink(0)
-    assert find(prefixes, ONE, 1, 2, 3, 4, 5).length == 5
-    prefixes.let_go(found)
-    assert prefixes.held == 0
-    prefixes.shrink(3)
-    assert find(prefixes, ONE, 1, 2, 3, 4, 5).length == 3
-    prefixes.shrink(0)
-    assert prefixes.tokens == 0
-
-
-def test_what_is_held_of_a_version_that_is_dropped_counts_until_it_is_let_go() -> None:
-    prefixes = Prefixes()
-    add(prefixes, ONE, 1, 2, 3)
-    found = find(prefixes, ONE, 1, 2, 3)
-    prefixes.hold(ONE, found)
-    prefixes.drop("version")
-    assert find(prefixes, ONE, 1, 2, 3).length == 0
-    assert prefixes.tokens == 3
-    prefixes.let_go(found)
-    assert prefixes.tokens == 0
-
-
 def test_a_conversation_that_is_lent_goes_whole_and_others_on_it_stay() -> None:
     prefixes = Prefixes()
     add(prefixes, ONE, 7, 8)

@@ -78,7 +78,7 @@ def test_more_than_the_cache_holds_waits_its_turn(engine_of: Any, wait: Any):
     small, large = engine_of("llama", cache_tokens=512), engine_of("llama")
 
     async def all_of(engine: Any) -> list[Sampled]:
-        requests = [ask((*PROMPT, seed + 3), num_samples=4, max_tokens=60, seed=seed) for seed in range(12)]
+        requests = [ask((*PROMPT, seed + 3), num_samples=4, max_tokens=60, seed=100 + seed) for seed in range(12)]
         return await asyncio.gather(*(engine.sample(request) for request in requests))
 
     for found, wanted in zip(wait(all_of(small)), wait(all_of(large)), strict=True):

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
-from gc import collect
 from pathlib import Path
 
 import pytest
@@ -65,10 +63,7 @@ def finished(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
             return connect
 
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)  # of connections that the SDK leaves open
-            run(run_all(config, connecting, Console(quiet=True)))
-            collect()
+        run(run_all(config, connecting, Console(quiet=True)))
     return folder / "run"
 
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import socket
-import warnings
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -25,20 +23,10 @@ from tinsmith.rl.types import Group, Message, Rollout, Task
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-pytestmark = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")  # the SDK's first connection
-
 ASK = (Message(role="user", content="What is 39 + 13?"),)
 SAMPLING = SamplingConfig(max_tokens=5)
 MODEL = ModelConfig(name="tiny", rank=4)
 T = TypeVar("T")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collect_what_the_sdk_leaks() -> Iterator[None]:
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -74,17 +72,6 @@ class Served:
 
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of the served fakes: two threads on busy cores are 20 times slower
-
-SDK_LEAKS = pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning")
-"""The SDK never closes the connection by which it asks for its flags."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _collect_what_the_sdk_leaks() -> Iterator[None]:
-    yield
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)
-        gc.collect()
 
 
 @pytest.fixture(scope="module")

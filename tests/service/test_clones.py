@@ -10,11 +10,9 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.service.conftest import SDK_LEAKS, Served, datum
+from tests.service.conftest import Served, datum
 from tests.service.process import child, free_port
 from tinsmith.service.config import ServeConfig
-
-pytestmark = SDK_LEAKS
 
 TOKENS = [5, 6, 7, 8, 9]
 PROMPT = types.ModelInput.from_ints(TOKENS)

@@ -15,11 +15,8 @@ import torch
 from tinker import types
 
 from tests.engine.reference import plain_model
-from tests.service.conftest import SDK_LEAKS
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
-
-pytestmark = SDK_LEAKS
 
 TOKENS = [1, 349, 201, 410, 297, 77, 130, 9]
 N, K = len(TOKENS) - 1, 40

@@ -10,11 +10,10 @@ from pathlib import Path
 import httpx
 import tinker
 
-from tests.service.conftest import SDK_LEAKS, datum
+from tests.service.conftest import datum
 from tests.service.process import child, free_port
 from tinsmith.service.config import ServeConfig
 
-pytestmark = SDK_LEAKS
 KEY = "tml-x"
 
 

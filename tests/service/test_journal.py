@@ -10,13 +10,11 @@ import tinker
 from sqlalchemy import update
 from tinker import types
 
-from tests.service.conftest import SDK_LEAKS, datum
+from tests.service.conftest import datum
 from tests.service.databases import beside
 from tests.service.process import child, free_port
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.tables import CHECKPOINTS
-
-pytestmark = SDK_LEAKS
 
 TOKENS = [5, 6, 7, 8, 9]
 ADAM = types.AdamParams(learning_rate=0.02)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import tinker
 
-from tests.service.conftest import SDK_LEAKS, datum
+from tests.service.conftest import datum
 from tests.service.databases import url_of
 from tests.service.inprocess import KEY, Api, Factory, api, pass_body
 from tests.service.process import child, free_port
@@ -16,8 +16,6 @@ from tinsmith.errors import Busy
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.keys import Quotas, create_key, keys_of, set_quotas
 from tinsmith.service.limits import Limits
-
-pytestmark = SDK_LEAKS
 
 
 class Told:

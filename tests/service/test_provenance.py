@@ -7,12 +7,9 @@ import tinker
 from tinker import types
 from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
 
-from tests.service.conftest import SDK_LEAKS
 from tinsmith.errors import BadRequest
 from tinsmith.service.provenance import REMEMBERED, Sequences, claims_of
 from tinsmith.service.schema import pb
-
-pytestmark = SDK_LEAKS
 
 
 def spanned(sequence: str, prompt: int, sampled: int) -> types.Datum:

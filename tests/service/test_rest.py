@@ -20,11 +20,9 @@ from safetensors.numpy import load
 from tinker import types
 from tinker.lib._jwt_auth import JwtAuthProvider
 
-from tests.service.conftest import SDK_LEAKS, Served, datum
+from tests.service.conftest import Served, datum
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
-
-pytestmark = SDK_LEAKS
 
 
 @pytest.fixture(scope="module")

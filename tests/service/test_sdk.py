@@ -10,9 +10,7 @@ import tinker
 import torch
 from tinker import types
 
-from tests.service.conftest import SDK_LEAKS, Served, datum
-
-pytestmark = SDK_LEAKS
+from tests.service.conftest import Served, datum
 
 TOKENS = [5, 6, 7, 8, 9]
 N = len(TOKENS) - 1

@@ -11,14 +11,12 @@ import httpx
 import pytest
 import tinker
 
-from tests.service.conftest import SDK_LEAKS, datum
+from tests.service.conftest import datum
 from tests.service.databases import url_of
 from tests.service.process import child, free_port
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.keys import create_key, keys_of
 from tinsmith.service.observe.logs import JsonLines, TextLines
-
-pytestmark = SDK_LEAKS
 
 OWN = "tml-own-key-of-the-server"
 WRONG = "tml-key-that-nobody-made"

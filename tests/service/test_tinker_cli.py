@@ -13,13 +13,11 @@ import tinker
 from safetensors.numpy import load_file
 from tinker import types
 
-from tests.service.conftest import SDK_LEAKS, Served, datum
+from tests.service.conftest import Served, datum
 from tests.service.hub import Hub, hub
 from tests.service.tinker_command import Tinker, tinker_command
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
-
-pytestmark = SDK_LEAKS
 
 
 @pytest.fixture(scope="module")

@@ -11,14 +11,12 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.service.conftest import SDK_LEAKS, Served, datum
+from tests.service.conftest import Served, datum
 from tinsmith import errors
 from tinsmith.errors import TinsmithError
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 from tinsmith.settings import build
-
-pytestmark = SDK_LEAKS
 
 TOKENS = [5, 6, 7, 8, 9]
 PROMPT = types.ModelInput.from_ints(TOKENS)

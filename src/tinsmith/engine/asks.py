@@ -15,7 +15,10 @@ from tinsmith.engine.base import Heard, ModelCard, Piece, Sampled, SampledSequen
 from tinsmith.engine.cache import Row
 from tinsmith.engine.lora import Weights
 from tinsmith.engine.prefixes import Trunk
-from tinsmith.engine.room import FORESEEN, capacity
+from tinsmith.engine.room import ahead, capacity
+
+Beginning = tuple[Trunk, bytes]
+"""A prompt, and what it may be shared with."""
 
 
 @dataclass(eq=False, slots=True)
@@ -60,6 +63,11 @@ class Answer:
         self.told = len(self.tokens)
         self.ask.heard(piece)
 
+    @property
+    def left(self) -> int:
+        """Tokens that it may still say."""
+        return self.ask.limit - len(self.tokens)
+
     def read(self) -> np.ndarray:
         """int32: the tokens whose keys and values its row holds: the prompt and all that was said but the last."""
         return np.concatenate([self.ask.request.prompt, np.array(self.tokens[:-1], np.int32)])
@@ -96,14 +104,20 @@ class Ask:
         return (self.request.version or "", self.life, self.request.space)
 
     @property
+    def beginning(self) -> Beginning:
+        """The same for requests whose answers may read their prompt together."""
+        return self.trunk, self.request.prompt.tobytes()
+
+    @property
     def room(self) -> int:
         """Tokens that each answer's row of the cache begins with."""
-        return capacity(len(self.request.prompt) + min(self.limit, FORESEEN))
+        length = len(self.request.prompt)
+        return capacity(length + ahead(length, self.limit))
 
     @property
     def tail(self) -> int:
-        """The same where the prompt is read where it is."""
-        return min(self.limit, FORESEEN)
+        """The same where the prompt has a row of its own."""
+        return capacity(ahead(0, self.limit))
 
     @property
     def rule(self) -> choice.Rule:

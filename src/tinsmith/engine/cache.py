@@ -1,27 +1,26 @@
 """The sampler's keys and values: rows in banks, each of one capacity.
 
 A running sequence owns one row of the smallest capacity (64, 96, 128, 160 … tokens) that holds it, and moves up when it
-outgrows its own, so at most a third of a row is idle and copying is paid a few times in a long life. A bank's rows are
+outgrows its own; how far ahead it then looks is `room.py`'s. A bank's rows are
 dense: who leaves is replaced by the last. So a decoding step is one attention call per bank over plain slices, with no
 gathering. A bank never grows: its memory is asked for at once, which a CPU gives only as it is written, and when it is
 full there is another.
 
-Where many sequences go on from one prompt, it stands in the prefixes once, and their rows hold what is their own.
+Where many sequences go on from one prompt, it has a row of its own, their stem, and theirs hold what they say.
 
 Left out: attention over the rows (`decoding.py`); what is kept after a sequence has ended (`prefixes.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tinsmith.engine import lora
 from tinsmith.engine.models import BaseModel
-from tinsmith.engine.prefixes import Found
-from tinsmith.engine.room import capacity
+from tinsmith.engine.room import ahead, capacity, stem
 from tinsmith.engine.stretches import Read
 
 BANK = 8192
@@ -47,7 +46,7 @@ def shape_of(base: BaseModel) -> CacheShape:
     return CacheShape(
         layers=config.num_hidden_layers,
         heads=config.num_key_value_heads,
-        width=key.weight.shape[0] // config.num_key_value_heads,
+        width=key.product.shape[0] // config.num_key_value_heads,
         dtype=base.dtype,
         device=base.device,
     )
@@ -60,34 +59,56 @@ class Row:
     bank: Bank
     row: int
     length: int
-    before: Found = field(default_factory=Found)
-    """What the sequence begins with and shares with others: read where it is."""
+    stem: Row | None = None
+    """What the sequence begins with and shares with others."""
+    readers: int = 0
+    """Rows that go on from this one."""
 
     @property
     def position(self) -> int:
         """Of the next token in its sequence."""
-        return self.before.length + self.length
+        return (self.stem.length if self.stem else 0) + self.length
 
     def since(self, first: int) -> tuple[Tensor, Tensor]:
-        """A copy of the sequence's keys and values from a position on; none of it before the row's own."""
-        keys, values = (one[:, :, first - self.before.length :] for one in self.content())
-        return keys.clone(), values.clone()
+        """A copy of the sequence's keys and values from a position on."""
+        if self.stem is None:
+            keys, values = (one[:, :, first:] for one in self.content())
+            return keys.clone(), values.clone()
+        own = max(0, first - self.stem.length)
+        parts = zip(self.stem.content(), self.content(), strict=True)
+        keys, values = (torch.cat([stem[:, :, first:], mine[:, :, own:]], dim=2) for stem, mine in parts)
+        return keys, values
 
     def content(self) -> tuple[Tensor, Tensor]:
         """Views of its keys and values: [layers, heads, length, width]."""
         return self.bank.keys[:, self.row, :, : self.length], self.bank.values[:, self.row, :, : self.length]
 
 
-class Bank:
-    """Up to `most` rows of one capacity; keys and values [layers, most, heads, capacity, width]."""
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """What may stand side by side: one capacity, and either stems with about as many readers, or what goes on from
+    stems, or whole sequences."""
 
-    def __init__(self, shape: CacheShape, capacity: int, tokens: int = BANK) -> None:
-        self.shape, self.capacity, self.most = shape, capacity, max(1, tokens // capacity)
+    capacity: int
+    stems: int = 0
+    """Binary digits of the number of readers; 0: no stems."""
+    goes_on: bool = False
+
+
+class Bank:
+    """Up to `most` rows of one kind; keys and values [layers, most, heads, capacity, width]."""
+
+    def __init__(self, shape: CacheShape, kind: Kind, tokens: int = BANK) -> None:
+        self.shape, self.kind, self.most = shape, kind, max(1, tokens // kind.capacity)
         self.rows: list[Row] = []
         self._written = 0
         """Rows that ever held something."""
-        size = (shape.layers, self.most, shape.heads, capacity, shape.width)
+        size = (shape.layers, self.most, shape.heads, kind.capacity, shape.width)
         self.keys, self.values = (torch.empty(size, dtype=shape.dtype, device=shape.device) for _ in range(2))
+
+    @property
+    def capacity(self) -> int:
+        return self.kind.capacity
 
     @property
     def full(self) -> bool:
@@ -128,44 +149,57 @@ class Cache:
 
     def insert(self, read: Read, room: int) -> Row:
         """A row with the keys and values of a prompt, and room for more."""
-        row = self._add(max(room, read.length), read.length)
+        row = self._add(Kind(capacity(max(room, read.length))), read.length)
         read.write(*row.content())
         return row
 
-    def open(self, before: Found, room: int) -> Row:
-        """An empty row of a sequence that begins with what others read too."""
-        row = self._add(room, 0)
-        row.before = before
+    def stem(self, read: Read, readers: int) -> Row:
+        """A row with the keys and values of a prompt that so many will go on from; it leaves with the last of them."""
+        row = self._add(Kind(stem(read.length), stems=readers.bit_length()), read.length)
+        read.write(*row.content())
         return row
+
+    def open(self, stem: Row, room: int) -> Row:
+        """An empty row of a sequence that begins with a stem."""
+        return self._behind(stem, self._add(Kind(capacity(room), goes_on=True), 0))
 
     def copy(self, source: Row) -> Row:
         """Another row with the same content."""
         return self._filled(source, source.bank.capacity)
 
-    def ensure(self, row: Row) -> Row:
-        """A row with room for one more token: the same, or its content in a larger one."""
+    def ensure(self, row: Row, left: int = 1) -> Row:
+        """A row with room for one more token, of `left` that may come: the same, or its content in a larger one."""
         if row.length < row.bank.capacity:
             return row
-        larger = self._filled(row, row.length + 1)
+        larger = self._filled(row, row.length + max(1, ahead(row.length, left)))
         self.remove(row)
         return larger
 
     def remove(self, row: Row) -> None:
-        """Free a row; an empty bank gives its memory back."""
+        """Free a row, and its stem with the last that reads it; an empty bank gives its memory back."""
         row.bank.remove(row)
         self._banks = [bank for bank in self._banks if bank.rows]
+        if row.stem is not None:
+            row.stem.readers -= 1
+            if not row.stem.readers:
+                self.remove(row.stem)
 
-    def _add(self, room: int, length: int) -> Row:
-        wanted = capacity(room)
-        bank = next((bank for bank in self._banks if bank.capacity == wanted and not bank.full), None)
+    def _add(self, kind: Kind, length: int) -> Row:
+        bank = next((bank for bank in self._banks if bank.kind == kind and not bank.full), None)
         if bank is None:
-            bank = Bank(self._shape, wanted, self._bank)
+            bank = Bank(self._shape, kind, self._bank)
             self._banks.append(bank)
         return bank.add(length)
 
+    def _behind(self, stem: Row, row: Row) -> Row:
+        row.stem = stem
+        stem.readers += 1
+        return row
+
     def _filled(self, source: Row, room: int) -> Row:
-        row = self._add(room, source.length)
-        row.before = source.before
+        row = self._add(replace(source.bank.kind, capacity=capacity(room)), source.length)
+        if source.stem is not None:
+            self._behind(source.stem, row)
         for into, content in zip(row.content(), source.content(), strict=True):
             into.copy_(content)
         return row

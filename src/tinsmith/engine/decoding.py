@@ -1,7 +1,7 @@
 """Attention of a decoding step: one new token of every running sequence, each over its own row of the cache.
 
-A bank's rows are one call. What several sequences begin with and hold in common is read once for all of them, their
-queries side by side; the two parts of such a sequence are then weighed by what their softmaxes summed to.
+A bank's rows are one call. What several sequences begin with is a row of its own, a stem, whose keys are read once for
+all of them, their queries side by side; one softmax then goes over a sequence's stem and its row together.
 """
 
 from __future__ import annotations
@@ -14,7 +14,51 @@ from torch import Tensor
 
 from tinsmith.engine.attention import additive, attend_once
 from tinsmith.engine.cache import Bank, Row
-from tinsmith.engine.prefixes import Found, Run
+
+
+@dataclass(frozen=True, slots=True)
+class _Stems:
+    """A bank of stems, as n rows of another bank read them: up to M of these each of its S rows."""
+
+    bank: Bank
+    readers: Tensor
+    """int64 [S M]: which row reads it as which of its readers; where there is none, any."""
+    mine: Tensor | None
+    """int64 [n]: the rows that read this bank at all; None if it is all of them."""
+    places: Tensor
+    """int64 [n]: where they stand in `readers`."""
+    seen: Tensor
+    """bool [rows, capacity]."""
+
+    @property
+    def most(self) -> int:
+        return len(self.readers) // len(self.bank.rows)
+
+    def scores(self, layer: int, queries: Tensor) -> Tensor:
+        """queries [rows, Hkv, G, D] -> [rows, Hkv, G, capacity]; of no meaning for rows that don't read this bank."""
+        found = torch.matmul(self._by_stem(queries), self.bank.keys[layer, : len(self.bank.rows)].mT)
+        return self._by_row(found, queries)
+
+    def add(self, layer: int, chances: Tensor, onto: Tensor) -> None:
+        """Add what chances [rows, Hkv, G, capacity] give of the values onto [rows, Hkv, G, D]."""
+        found = torch.matmul(self._by_stem(chances), self.bank.values[layer, : len(self.bank.rows)])
+        if self.mine is None:
+            onto += self._by_row(found, onto)
+        else:
+            onto.index_add_(0, self.mine, self._by_row(found, onto[: len(self.mine)]))
+
+    def _by_stem(self, rows: Tensor) -> Tensor:
+        """[rows, Hkv, G, X] -> [S, Hkv, M G, X]."""
+        taken = rows.index_select(0, self.readers).unflatten(0, (-1, self.most))
+        return taken.transpose(1, 2).flatten(2, 3)
+
+    def _by_row(self, found: Tensor, like: Tensor) -> Tensor:
+        """[S, Hkv, M G, X] -> [rows or n, Hkv, G, X]."""
+        apart = found.unflatten(2, (self.most, like.shape[2])).transpose(1, 2).flatten(0, 1)
+        if self.mine is None or len(like) == len(self.mine):
+            return apart.index_select(0, self.places)
+        every = apart.new_zeros(len(like), *apart.shape[1:])
+        return every.index_copy_(0, self.mine, apart.index_select(0, self.places))
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,39 +69,41 @@ class _Slice:
     tokens: Tensor
     """int64 [rows of the bank]: place in the step of row 0, 1, …"""
     at: Tensor
-    """int64 [rows]: where each row's new token goes."""
+    """int64 [rows Hkv]: where each row's new token goes, among all places of a layer in the bank."""
     mask: Tensor
-    """Additive [rows, 1, 1, capacity]."""
-    continues: bool
-    """Whether some of its rows go on from what others read too."""
+    """Additive [rows, 1, 1, capacity and that of the stems]."""
+    stems: tuple[_Stems, ...]
 
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """query [B, Hq, D], key and value [B, Hkv, D] -> [rows, Hq, D]."""
+        banks = self.bank.keys[layer], self.bank.values[layer]
+        for bank, new in zip(banks, (key, value), strict=True):
+            bank.view(-1, bank.shape[-1]).index_copy_(0, self.at, new.index_select(0, self.tokens).flatten(0, 1))
+        # Query heads that share a key head stand as rows of one small matrix: [rows, Hkv, Hq / Hkv, D].
+        queries = query.index_select(0, self.tokens).unflatten(1, (key.shape[1], -1))
+        keys, values = (bank[: len(self.tokens)] for bank in banks)
+        if query.device.type != "cpu":
+            return attend_once(queries, keys, values, self.mask.expand(-1, 1, queries.shape[2], -1), scale).flatten(
+                1, 2
+            )
+        return self._weighed(layer, queries * scale, keys, values).flatten(1, 2)
 
-@dataclass(frozen=True, slots=True)
-class _Shared:
-    """What several sequences begin with: each beginning, and how many of `tokens` (int64 [M], in order) are its own."""
-
-    found: Sequence[tuple[Found, int]]
-    tokens: Tensor
-
-    def attend(self, layer: int, query: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        """query [Hq, M, D] -> float32 [M, Hq, D], and what the softmaxes summed to, as logarithms [M, Hq]."""
-        heads, group = self._heads(query)
-        wide = (query * scale).unflatten(0, (heads, group)).transpose(1, 2).contiguous()  # [Hkv, M, G, D]
-        parts, sums = list[Tensor](), list[Tensor]()
-        at = 0
-        for found, count in self.found:
-            seen = [(run.keys[layer, :, :length], run.values[layer, :, :length]) for run, length in found.pieces]
-            part, summed = _weighed(wide[:, at : at + count].flatten(1, 2), seen, None)
-            parts.append(part)
-            sums.append(summed)
-            at += count
-        every, total = torch.cat(parts, dim=1).unflatten(1, (-1, group)), torch.cat(sums, dim=1)
-        return every.transpose(0, 1).flatten(1, 2), total.unflatten(1, (-1, group)).transpose(0, 1).flatten(1)
-
-    def _heads(self, query: Tensor) -> tuple[int, int]:
-        """Key heads, and query heads to each."""
-        heads = self.found[0][0].pieces[0][0].keys.shape[1]
-        return heads, len(query) // heads
+    def _weighed(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        """Written out: with one new token to a row, the CPU's flash kernel takes more than twice as long. Rows are read
+        up to their capacity, since a product over a part of each would first copy it."""
+        scores = torch.matmul(queries, keys.mT)
+        if not self.stems:
+            return torch.matmul(scores.add_(self.mask).softmax(dim=-1), values)
+        every = torch.cat([scores, *(one.scores(layer, queries) for one in self.stems)], dim=-1)
+        own, *others = (
+            every.add_(self.mask)
+            .softmax(dim=-1)
+            .split([self.bank.capacity, *(one.bank.capacity for one in self.stems)], dim=-1)
+        )
+        found = torch.matmul(own, values)
+        for one, chances in zip(self.stems, others, strict=True):
+            one.add(layer, chances, found)
+        return found
 
 
 @dataclass(slots=True)
@@ -66,34 +112,18 @@ class Cached:
 
     rows: Sequence[Row]
     _slices: list[_Slice] = field(default_factory=list)
-    _shared: _Shared | None = None
 
     def __post_init__(self) -> None:
         self._slices.extend(_slices(self.rows))
-        self._shared = _shared(self.rows)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [1, Hq, B, D], key and value [1, Hkv, B, D] -> [1, B, Hq, D]."""
-        output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
-        sums = query.new_empty(output.shape[1:3], dtype=torch.float32)
-        for part in self._slices:
-            count = len(part.tokens)
-            order = torch.arange(count, device=query.device)
-            keys, values = part.bank.keys[layer], part.bank.values[layer]
-            keys[order, :, part.at] = key[0, :, part.tokens].transpose(0, 1)
-            values[order, :, part.at] = value[0, :, part.tokens].transpose(0, 1)
-            # Query heads that share a key head stand as rows of one small matrix: [rows, Hkv, Hq / Hkv, D].
-            queries = query[0, :, part.tokens].transpose(0, 1).unflatten(1, (keys.shape[1], -1))
-            if part.continues:
-                found, summed = _weighed(queries * scale, [(keys[:count], values[:count])], part.mask)
-                sums[part.tokens] = summed.flatten(1, 2)
-            else:
-                found = _attended(queries, keys[:count], values[:count], part.mask, scale)
-            output[0, part.tokens] = found.flatten(1, 2).to(output.dtype)
-        if self._shared is not None:
-            tokens = self._shared.tokens
-            _blend(output[0], sums, tokens, *self._shared.attend(layer, query[0, :, tokens], scale))
-        return output
+        query, key, value = (one[0].transpose(0, 1) for one in (query, key, value))
+        found = [part.attend(layer, query, key, value, scale) for part in self._slices]
+        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        for part, rows in zip(self._slices, found, strict=True):
+            output.index_copy_(0, part.tokens, rows)
+        return output[None]
 
     def advance(self) -> None:
         """After the pass: every row is one token longer."""
@@ -104,53 +134,37 @@ class Cached:
 def _slices(rows: Sequence[Row]) -> Iterator[_Slice]:
     places = {id(row): place for place, row in enumerate(rows)}
     for bank in {id(row.bank): row.bank for row in rows}.values():
-        device = bank.shape.device
+        device, heads = bank.shape.device, bank.shape.heads
+        lengths = torch.tensor([row.length for row in bank.rows], device=device)
+        first = torch.arange(len(bank.rows) * heads, device=device).view(-1, heads) * bank.capacity
+        stems = tuple(_stems(bank))
+        seen = torch.arange(bank.capacity, device=device)[None] <= lengths[:, None]
+        mask = additive(torch.cat([seen, *(one.seen for one in stems)], dim=1), bank.shape.dtype, device)
         tokens = torch.tensor([places[id(row)] for row in bank.rows], device=device)
-        at = torch.tensor([row.length for row in bank.rows], device=device)
-        seen = torch.arange(bank.capacity, device=device)[None] <= at[:, None]
-        mask = additive(seen, bank.shape.dtype, device)
-        yield _Slice(bank, tokens, at, mask[:, None, None], any(row.before.pieces for row in bank.rows))
+        yield _Slice(bank, tokens, (first + lengths[:, None]).flatten(), mask[:, None, None], stems)
 
 
-def _shared(rows: Sequence[Row]) -> _Shared | None:
-    together: dict[tuple[tuple[Run, int], ...], list[int]] = {}
-    for place, row in enumerate(rows):
-        if row.before.pieces:
-            together.setdefault(row.before.pieces, []).append(place)
-    if not together:
-        return None
-    tokens = torch.tensor([place for places in together.values() for place in places], device=rows[0].bank.shape.device)
-    return _Shared([(Found(pieces), len(places)) for pieces, places in together.items()], tokens)
-
-
-def _attended(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """query [R, Hkv, G, D], key and value [R, Hkv, L, D] -> [R, Hkv, G, D].
-
-    Written out: with one new token to a row, the CPU's flash kernel takes more than twice as long. Rows are read up to
-    their capacity, since a product over a part of each would first copy it.
-    """
-    if query.device.type != "cpu":
-        return attend_once(query, key, value, mask.expand(-1, 1, query.shape[2], -1), scale)
-    scores = torch.matmul(query * scale, key.transpose(2, 3)).add_(mask)
-    return torch.matmul(scores.softmax(dim=-1), value)
-
-
-def _weighed(query: Tensor, seen: Sequence[tuple[Tensor, Tensor]], mask: Tensor | None) -> tuple[Tensor, Tensor]:
-    """query [..., Q, D], keys and values [..., K, D] -> float32 [..., Q, D], and what the softmax summed to, as a
-    logarithm [..., Q]. `torch.logsumexp` on a CPU is ten times as slow."""
-    scores = [torch.matmul(query, key.mT) for key, _ in seen]
-    joined = scores[0] if len(scores) == 1 else torch.cat(scores, dim=-1)
-    if mask is not None:
-        joined.add_(mask)
-    top = joined.amax(dim=-1, keepdim=True)
-    chances = joined.sub_(top).exp_()
-    total = chances.sum(dim=-1, keepdim=True, dtype=torch.float32)
-    pieces = chances.split([key.shape[-2] for key, _ in seen], dim=-1)
-    parts = [torch.matmul(piece, value).float() for piece, (_, value) in zip(pieces, seen, strict=True)]
-    return sum(parts[1:], parts[0]) / total, (total.log() + top)[..., 0]
-
-
-def _blend(output: Tensor, sums: Tensor, tokens: Tensor, found: Tensor, summed: Tensor) -> None:
-    """Weigh what these tokens have in output [B, Hq, D], which summed to `sums` [B, Hq], with what is before it."""
-    share = torch.sigmoid(summed - sums[tokens])[..., None]
-    output[tokens] = torch.lerp(output[tokens].float(), found, share).to(output.dtype)
+def _stems(bank: Bank) -> Iterator[_Stems]:
+    """The banks that a bank's rows go on from."""
+    device = bank.shape.device
+    behind = {number: row.stem for number, row in enumerate(bank.rows) if row.stem is not None}
+    for stems in {id(stem.bank): stem.bank for stem in behind.values()}.values():
+        readers: list[list[int]] = [[] for _ in stems.rows]
+        for number, stem in behind.items():
+            if stem.bank is stems:
+                readers[stem.row].append(number)
+        most = max(len(numbers) for numbers in readers)
+        places = {number: row * most + at for row, numbers in enumerate(readers) for at, number in enumerate(numbers)}
+        mine = sorted(places)
+        length = torch.zeros(len(bank.rows), 1, dtype=torch.int64, device=device)
+        for number in mine:
+            length[number] = behind[number].length
+        yield _Stems(
+            bank=stems,
+            readers=torch.tensor(
+                [(numbers + [0] * most)[at] for numbers in readers for at in range(most)], device=device
+            ),
+            mine=None if len(mine) == len(bank.rows) else torch.tensor(mine, device=device),
+            places=torch.tensor([places[number] for number in mine], device=device),
+            seen=torch.arange(stems.capacity, device=device)[None] < length,
+        )

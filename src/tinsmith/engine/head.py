@@ -74,7 +74,7 @@ class Head:
     """The base's output weights [V, D], in its dtype: float32 products forward, in the base's dtype backward."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._narrow, self._product = weight, Fixed(weight.float())
+        self._narrow, self._product = weight, Fixed(weight.float()).order(back=False)
 
     def logits(self, hidden: Tensor, weights: Weights | None) -> Tensor:
         """[R, D] -> float32 [R, V], under one adapter or none."""

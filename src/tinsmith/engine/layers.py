@@ -127,9 +127,9 @@ def _same(theirs: nn.Module, ours: nn.Module) -> bool:
     """Whether a norm or an MLP gives what the base's own gives; attention shows in the whole model alone."""
     if isinstance(ours, Attention):
         return True
-    weight: Any = ours.weight if isinstance(ours, Norm) else ours.get_parameter("gate_proj.weight")
+    like: Any = ours.weight if isinstance(ours, Norm) else ours.gate_proj.product  # type: ignore[union-attr]
     draw = torch.Generator().manual_seed(0)
-    inputs = torch.randn(1, 3, weight.shape[-1], generator=draw).to(weight)
+    inputs = torch.randn(1, 3, like.shape[-1], generator=draw).to(like.device, like.dtype)
     expected = theirs(inputs).float()
     return bool((ours(inputs).float() - expected).abs().mean() <= MODULE_TOLERANCE * expected.std())
 

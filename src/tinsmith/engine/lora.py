@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from tinsmith.engine import products
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.batch import Span
+from tinsmith.engine.fixed import Fixed
 from tinsmith.engine.models import PROJECTIONS, BaseModel
 
 HEAD = "lm_head"
@@ -139,7 +140,8 @@ class LoraLinear(nn.Module):
 
     def __init__(self, base: nn.Linear, name: str, router: Router) -> None:
         super().__init__()
-        self.weight, self.bias, self.name, self.router = base.weight, base.bias, name, router
+        bias = None if base.bias is None else base.bias.detach()
+        self.product, self.name, self.router = Fixed(base.weight.detach(), bias), name, router
 
     def forward(self, inputs: Tensor) -> Tensor:
         return products.project(inputs, [self.projection], self.router.parts)[0]
@@ -147,7 +149,7 @@ class LoraLinear(nn.Module):
     @property
     def projection(self) -> products.Projection:
         """What `products` takes."""
-        return products.Projection(self.name, self.weight, self.bias)
+        return products.Projection(self.name, self.product)
 
 
 def adapt(base: BaseModel) -> Router:
@@ -165,7 +167,7 @@ def layout_for(base: BaseModel, spec: LoraSpec) -> Layout:
     """The layout of an adapter on an adapted base, for the parts that the spec trains."""
     leaves = (*(PROJECTIONS["attn"] if spec.train_attn else ()), *(PROJECTIONS["mlp"] if spec.train_mlp else ()))
     shapes = [
-        (module.name, module.weight.shape[1], module.weight.shape[0])
+        (module.name, module.product.shape[1], module.product.shape[0])
         for module in base.model.modules()
         if isinstance(module, LoraLinear) and module.name.rpartition(".")[2] in leaves
     ]

@@ -5,8 +5,7 @@ A tree for each trunk (a version's life and a space: what may share at all). Its
 on its parent where it leaves it, which may be in the middle, so nothing is ever split and nothing is kept twice. The
 run that was used least lately goes first; a parent counts as used after its children, so that one is always a leaf.
 
-Left out: sequences that are running. They have rows of their own (`cache.py`), copied from here, or hold what they read
-here, which is then not dropped.
+Left out: sequences that are running. They have rows of their own (`cache.py`), copied from here.
 """
 
 from __future__ import annotations
@@ -54,15 +53,6 @@ Content = Callable[[int], tuple[Tensor, Tensor]]
 """A sequence's keys and values [layers, heads, N, width] from a position on, in memory of their own."""
 
 
-@dataclass(slots=True)
-class _Held:
-    """A run that so many running sequences read, of a trunk that lives, or lived."""
-
-    run: Run
-    trunk: Trunk | None
-    readers: int = 0
-
-
 class Prefixes:
     """All trunks. `tokens` is what their runs hold."""
 
@@ -71,8 +61,7 @@ class Prefixes:
         self._tops: dict[Trunk, dict[int, Run]] = {}
         """Runs that begin a sequence, by their first token."""
         self._order: OrderedDict[int, tuple[Trunk, Run]] = OrderedDict()
-        """Least lately used first, by the run's identity; but for those that are held."""
-        self._held: dict[int, _Held] = {}
+        """Least lately used first, by the run's identity."""
 
     def find(self, trunk: Trunk, tokens: np.ndarray, most: int) -> Found:
         """The longest known beginning of `tokens` (int32 [N]), of `most` tokens at most."""
@@ -115,36 +104,10 @@ class Prefixes:
             path.append((run, len(run.tokens)))
         self.touch(Found(tuple(path)))
 
-    @property
-    def held(self) -> int:
-        """Tokens that running sequences read: they are not dropped."""
-        return sum(len(one.run.tokens) for one in self._held.values())
-
-    def hold(self, trunk: Trunk, found: Found) -> None:
-        """A running sequence reads it where it is, until it is let go."""
-        for run, _ in found.pieces:
-            if id(run) not in self._held:
-                del self._order[id(run)]
-            self._held.setdefault(id(run), _Held(run, trunk)).readers += 1
-
-    def let_go(self, found: Found) -> None:
-        """One reader less; what was dropped meanwhile is gone with its last."""
-        for run, _ in reversed(found.pieces):
-            held = self._held[id(run)]
-            held.readers -= 1
-            if held.readers:
-                continue
-            del self._held[id(run)]
-            if held.trunk is None:
-                self.tokens -= len(run.tokens)
-            else:
-                self._order[id(run)] = (held.trunk, run)
-
     def touch(self, found: Found) -> None:
         """It was used now."""
         for run, _ in reversed(found.pieces):
-            if id(run) in self._order:
-                self._order.move_to_end(id(run))
+            self._order.move_to_end(id(run))
 
     def lend(self, found: Found) -> None:
         """A sequence has copied it and will bring it back when it ends: if room is short, it goes before all others."""
@@ -154,12 +117,11 @@ class Prefixes:
                 break  # another sequence goes through here
             lent.append(run)
         for run in reversed(lent):
-            if id(run) in self._order:
-                self._order.move_to_end(id(run), last=False)
+            self._order.move_to_end(id(run), last=False)
 
     def shrink(self, most: int) -> None:
-        """Drop runs until they hold `most` tokens at most, or all are held."""
-        while self.tokens > max(most, 0) and self._order:
+        """Drop runs until they hold `most` tokens at most."""
+        while self.tokens > max(most, 0):
             _, (trunk, run) = self._order.popitem(last=False)
             self.tokens -= len(run.tokens)
             if run.parent is not None:
@@ -173,9 +135,6 @@ class Prefixes:
         """Forget a version's runs: those of trunks that begin with its name."""
         for trunk in [trunk for trunk in self._tops if trunk[0] == version]:
             del self._tops[trunk]
-        for held in self._held.values():
-            if held.trunk is not None and held.trunk[0] == version:
-                held.trunk = None
         for key in [key for key, (trunk, _) in self._order.items() if trunk[0] == version]:
             _, run = self._order.pop(key)
             self.tokens -= len(run.tokens)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.crowd import Crowd, crowds
+from tinsmith.engine.fixed import Fixed
 
 if TYPE_CHECKING:
     from tinsmith.engine.lora import Placed, Weights
@@ -22,11 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A projection of the base: its name, weight [out, in] and bias [out]."""
+    """A projection of the base: its name, and its product."""
 
     name: str
-    weight: Tensor
-    bias: Tensor | None
+    product: Fixed
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ def project(inputs: Tensor, shared: Sequence[Projection], parts: Parts) -> tuple
 
 
 def _forward(inputs: Tensor, shared: Sequence[Projection], parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
-    outputs = [torch.nn.functional.linear(inputs, one.weight, one.bias) for one in shared]
+    outputs = [one.product(inputs) for one in shared]
     names = [one.name for one in shared]
     return outputs, [part.add(inputs, outputs, names) for part in parts]
 
@@ -106,9 +106,9 @@ class _Products(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         slopes, names = [slope[0] for slope in grads], [one.name for one in ctx.shared]
-        result = slopes[0] @ ctx.shared[0].weight
+        result = ctx.shared[0].product.back(slopes[0])
         for slope, one in zip(slopes[1:], ctx.shared[1:], strict=True):
-            result.addmm_(slope, one.weight)
+            result = one.product.back(slope, onto=result)
         saved = ctx.saved_tensors
         for number, part in enumerate(ctx.parts):
             inputs, narrow = (saved[0][0], saved[1 + number]) if saved else (None, None)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from math import isqrt
+
 from tinsmith.engine.base import SampleRequest
 
 SMALLEST = 64
 LONG = 1024
-FORESEEN = 64
-"""Tokens of an answer for which its row has room from the start; who writes more moves to a larger row."""
-FEWEST, WORTH = 3, 3072
+MOVED = 40
+"""A row that moves to a larger one costs for each of its tokens as much as it does to read so many idle ones."""
+FEWEST, WORTH = 3, 1024
 """Answers that go on from one prompt, and tokens that they would have copied of it, to read it together instead."""
 ANSWERS = 256
 """In one decoding step; more wait."""
@@ -22,20 +24,34 @@ def capacity(length: int) -> int:
     return power if length <= power else power + -(-(length - power) // step) * step
 
 
-def shares(length: int, pieces: int, answers: int) -> bool:
-    """Whether so many answers read their prompt together on a CPU. Each piece of it is some calls for every layer of a
-    step; on a GPU, where a call costs more than such a read, they never do."""
-    return answers >= FEWEST and length * answers >= WORTH * pieces > 0
+def stem(length: int) -> int:
+    """Of the row of a prompt that several answers read, a power of two or three quarters of one: few sizes, since those
+    of one size are read with one call."""
+    power = max(SMALLEST, 1 << (length - 1).bit_length())
+    return power // 4 * 3 if SMALLEST < power and length <= power // 4 * 3 else power
+
+
+def ahead(length: int, left: int) -> int:
+    """For how many of `left` further tokens a row of so many has room: who says more moves, who says less reads idle
+    tokens in each step. It costs least where both cost alike."""
+    return min(left, max(SMALLEST, isqrt(MOVED * length)))
+
+
+def shares(length: int, answers: int) -> bool:
+    """Whether so many answers read their prompt together on a CPU; on a GPU, where a call costs more than such a read,
+    they never do."""
+    return answers >= FEWEST and length * answers >= WORTH
 
 
 def room(length: int, answers: int, limit: int, together: bool) -> int:
     """What so many answers of at most `limit` tokens take when they begin, after a prompt of `length` tokens that they
     read together or not."""
-    foreseen = min(limit, FORESEEN)
-    return length + answers * capacity(foreseen) if together else answers * capacity(length + foreseen)
+    if together:
+        return stem(length) + answers * capacity(ahead(0, limit))
+    return answers * capacity(length + ahead(length, limit))
 
 
 def room_of(request: SampleRequest) -> int:
     """What all answers of a request take when they begin, as far as the request tells."""
     length, answers = len(request.prompt), request.num_samples
-    return room(length, answers, request.max_tokens or FORESEEN, shares(length, 1, answers))
+    return room(length, answers, request.max_tokens or SMALLEST, shares(length, answers))

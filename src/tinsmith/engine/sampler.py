@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine import batch, choice, lora, prompts
-from tinsmith.engine.asks import Answer, Ask, ask_of, asks_of
+from tinsmith.engine.asks import Answer, Ask, Beginning, ask_of, asks_of
 from tinsmith.engine.base import Heard, Sampled, SampleRequest
 from tinsmith.engine.cache import Cache, Row, shape_of
 from tinsmith.engine.decoding import Cached
@@ -117,10 +117,10 @@ class TorchSampler:
         """As many of those who wait, oldest first, as fit a pass, the cache and the step; one at least when idle."""
         admitted: list[Ask] = []
         most = self._pass_tokens * (1 if self._running else FIRST)
-        passed, cached, running = 0, self._cache.tokens + self._prefixes.held, len(self._running)
+        passed, cached, running = 0, self._cache.tokens, len(self._running)
         for ask in self._waiting:
             found, length, answers = self._found(ask), len(ask.request.prompt), len(ask.answers)
-            together = self._together(length, len(found.pieces) + 1, answers)
+            together = self._together(length, answers)
             passed, running = passed + length - found.length, running + answers
             cached += room(length, answers, ask.limit, together)
             crowded = cached > self._cache_tokens or running > ANSWERS
@@ -188,23 +188,24 @@ class TorchSampler:
                 self._remember(ask, ask.request.prompt, known.since)
                 self._prefixes.mark(ask.trunk, ask.request.prompt, known.last)
             self._running.extend(answers)
-        found = [self._prefixes.find_whole(ask.trunk, ask.request.prompt) or Found() for ask in asks]
-        readers = Counter(known.pieces for known, answers in zip(found, going, strict=True) for _ in answers)
-        for ask, known, where, answers in zip(asks, found, read, going, strict=True):
-            if self._together(known.length, len(known.pieces), readers[known.pieces]):
-                for answer in answers:
-                    answer.row = self._cache.open(known, ask.tail)
-                    self._prefixes.hold(ask.trunk, known)
-                continue
+        readers = Counter(answer.ask.beginning for answers in going for answer in answers)
+        stems: dict[Beginning, Row] = {}
+        for ask, where, answers in zip(asks, read, going, strict=True):
+            together = self._together(where.length, readers[ask.beginning])
+            if answers and together and ask.beginning not in stems:
+                stems[ask.beginning] = self._cache.stem(where, readers[ask.beginning])
             for answer in answers:
                 first = answers[0].row
-                answer.row = self._cache.copy(first) if first else self._cache.insert(where, ask.room)
-            self._prefixes.lend(known)
+                if together:
+                    answer.row = self._cache.open(stems[ask.beginning], ask.tail)
+                else:
+                    answer.row = self._cache.copy(first) if first else self._cache.insert(where, ask.room)
+            self._prefixes.lend(self._prefixes.find_whole(ask.trunk, ask.request.prompt) or Found())
         self._shrink()
 
-    def _together(self, length: int, pieces: int, answers: int) -> bool:
-        """Whether answers read their prompt where it is."""
-        return self._base.device.type == "cpu" and shares(length, pieces, answers)
+    def _together(self, length: int, answers: int) -> bool:
+        """Whether answers read their prompt together."""
+        return self._base.device.type == "cpu" and shares(length, answers)
 
     def _remember(self, ask: Ask, tokens: np.ndarray, content: Content) -> None:
         """Keep what was read and said, if its version still lives."""
@@ -215,7 +216,6 @@ class TorchSampler:
     def _free(self, answer: Answer) -> None:
         """It needs its row no more."""
         if answer.row is not None:
-            self._prefixes.let_go(answer.row.before)
             self._cache.remove(answer.row)
             answer.row = None
 
@@ -227,11 +227,10 @@ class TorchSampler:
         """One more token for everyone."""
         self._running.sort(key=lambda answer: id(answer.ask.weights))
         going = list(self._running)
-        rows: list[Row] = []
-        for answer in going:
+        for answer in reversed(going):  # the last rows of a bank leave first, so that none must move
             assert answer.row is not None
-            answer.row = self._cache.ensure(answer.row)
-            rows.append(answer.row)
+            answer.row = self._cache.ensure(answer.row, answer.left)
+        rows = [answer.row for answer in going if answer.row is not None]
         self._shrink()
         placed = _placed([answer.ask.weights for answer in going])
         context = Cached(rows)

@@ -15,7 +15,7 @@ from tinsmith.engine import budget, hardware, layers, lora, models, recompute
 from tinsmith.engine.base import AdamParams, Heard, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.head import Head
-from tinsmith.engine.memory import Trimmer
+from tinsmith.engine.memory import Trimmer, free_bytes
 from tinsmith.engine.sampler import TorchSampler
 from tinsmith.engine.trainer import TorchTrainer
 from tinsmith.engine.turns import POLICIES, Turns
@@ -35,6 +35,7 @@ class TorchEngine:
         router, turns = lora.adapt(base), Turns(policy)
         base, head = layers.take_over(base), Head(base.head)
         self._trim = Trimmer()
+        hardware.order(base, free_bytes())
         hardware.warm(base)
         switch = recompute.install(base)
         with switch.set(config.recompute == "always"):

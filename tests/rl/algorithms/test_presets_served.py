@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
-import warnings
 from collections.abc import Iterator
-from gc import collect
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +97,7 @@ def trained(config: RunConfig, address: tuple[str, str]) -> tuple[str, float]:
         await peers.close()
         return said.getvalue(), float(np.abs(base - after).max())
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # of connections that the SDK leaves open
-        found = run(work())
-        collect()
-    return found
+    return run(work())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,11 +12,11 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.service.conftest import SDK_LEAKS, Served
+from tests.service.conftest import Served
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-pytestmark = [pytest.mark.slow, SDK_LEAKS]
+pytestmark = pytest.mark.slow
 
 ASKED: tuple[list[Any], ...] = (
     [{"role": "user", "content": "What is 39 + 13?"}],

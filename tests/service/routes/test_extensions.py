@@ -13,12 +13,10 @@ import tinker
 import torch
 from tinker import types
 
-from tests.service.conftest import SDK_LEAKS, Served
+from tests.service.conftest import Served
 from tinsmith.engine.specs import EXTENSIONS, LOSSES
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
-
-pytestmark = SDK_LEAKS
 
 N = 6
 

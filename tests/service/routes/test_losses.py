@@ -16,15 +16,13 @@ from tinker import types
 from tinker.lib.public_interfaces.custom_loss import encode_graph
 
 from tests.engine.uploads import DISTILLED_RANKS, LOSSES, RANKS, distilled, traced
-from tests.service.conftest import SDK_LEAKS, Served
+from tests.service.conftest import Served
 from tests.service.inprocess import Factory, api, pass_body
 from tests.service.process import child
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 from tinsmith.service.keys import create_key
 from tinsmith.service.schema import pb
-
-pytestmark = SDK_LEAKS
 
 ADAM = types.AdamParams(learning_rate=0.02)
 LENGTHS = (9, 5, 14)

@@ -15,11 +15,9 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.service.conftest import SDK_LEAKS, Served
+from tests.service.conftest import Served
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
-
-pytestmark = SDK_LEAKS
 
 HI = [{"role": "user", "content": "What is 39 + 13?"}]
 

@@ -1,0 +1,44 @@
+"""Ordered matrices compute what plain ones do, both ways, and are left plain where memory is short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tinsmith.engine import hardware, lora, models
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.fixed import Fixed
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64, 300])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_both_ways_are_those_of_float64(dtype: torch.dtype, tolerance: float, biased: bool, rows: int):
+    draw = torch.Generator().manual_seed(rows)
+    weight, bias = torch.randn(48, 80, generator=draw).to(dtype), torch.randn(48, generator=draw).to(dtype)
+    inputs, slopes, onto = (torch.randn(rows, width, generator=draw).to(dtype) for width in (80, 48, 80))
+    wide = weight.double()
+    forth = inputs.double() @ wide.T + (bias.double() if biased else 0)
+    back = slopes.double() @ wide
+    plain = Fixed(weight, bias if biased else None)
+    for fixed in (plain, Fixed(weight, bias if biased else None).order()):
+        for found, exact in (
+            (fixed(inputs), forth),
+            (fixed.back(slopes), back),
+            (fixed.back(slopes, onto=onto.clone()), onto.double() + back),
+        ):
+            assert (found.double() - exact).abs().max() <= tolerance * exact.abs().max()
+            assert found.dtype == dtype
+
+
+def test_matrices_are_ordered_where_there_is_room_for_them_twice(tiny_llama: Path):
+    base = models.load(EngineConfig(source=str(tiny_llama), dtype="float32", device="cpu"))
+    lora.adapt(base)
+    products = [module.product for module in base.model.modules() if isinstance(module, lora.LoraLinear)]
+    size = sum(one.shape.numel() * 4 for one in products)
+    hardware.order(base, hardware.SHARE * size - 1)
+    assert not any(one.ordered for one in products)
+    hardware.order(base, hardware.SHARE * size)
+    assert all(one.ordered for one in products)
