@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl.assemble import judging
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.files import write_whole
@@ -23,7 +24,7 @@ from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.monitors.jsonl import JsonlMonitor
 from tinsmith.rl.policy import Peers
 from tinsmith.rl.resume import RunFolder, state_of
-from tinsmith.rl.run import folder_of, judging
+from tinsmith.rl.run import folder_of
 from tinsmith.rl.tasks import split
 from tinsmith.rl.tries import Tries
 

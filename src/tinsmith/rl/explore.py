@@ -10,6 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from tinsmith.rl import buffers, metrics, monitors
+from tinsmith.rl.assemble import plan_of
 from tinsmith.rl.buffers.base import Buffer
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.epochs import with_steps
@@ -20,7 +21,7 @@ from tinsmith.rl.policy import Peers
 from tinsmith.rl.resume import RunFolder
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts import Batch, Sampler
-from tinsmith.rl.run import folder_of, plan_of
+from tinsmith.rl.run import folder_of
 from tinsmith.rl.sync import Bell
 from tinsmith.rl.tasks import Deck, split
 from tinsmith.rl.tries import Tries

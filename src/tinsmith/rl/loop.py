@@ -7,10 +7,11 @@ import logging
 from rich.console import Console
 
 from tinsmith.rl import logs
+from tinsmith.rl.assemble import assemble
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.epochs import with_steps
 from tinsmith.rl.resume import RunFolder, State
-from tinsmith.rl.run import Clock, Connect, Run, anew, assemble, folder_of
+from tinsmith.rl.run import Clock, Connect, Run, anew, folder_of
 
 log = logging.getLogger(__name__)
 

@@ -48,6 +48,22 @@ async def boundary(what: str) -> AsyncIterator[None]:
         raise TinsmithError(f"No answer from the server while {what}: {error}") from error
 
 
+@asynccontextmanager
+async def session(what: str, base_url: str, api_key: str) -> AsyncIterator[tinker.ServiceClient]:
+    """A session at the server, which ends with the block only where the block fails.
+
+    Raises ConfigError where no server answers, UserError where it refuses the key.
+    """
+    await reach(base_url)
+    async with boundary(f"{what} at {base_url}"):
+        service = await asyncio.to_thread(tinker.ServiceClient, base_url=base_url, api_key=api_key)
+        try:
+            yield service
+        except BaseException:
+            service.close("errored")
+            raise
+
+
 async def extensions(base_url: str, api_key: str) -> frozenset[str]:
     """Every name under `extensions`. The SDK drops the key, and other servers have none."""
     async with httpx.AsyncClient(base_url=base_url, timeout=CONNECT_SECONDS) as client:

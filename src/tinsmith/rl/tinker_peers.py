@@ -16,7 +16,7 @@ import tinker
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.chat import Chat, template_of
 from tinsmith.rl.policy import ModelConfig, Prompt, SamplingConfig, fits
-from tinsmith.rl.sdk import boundary, reach
+from tinsmith.rl.sdk import boundary, session
 from tinsmith.rl.types import Turn
 
 log = logging.getLogger(__name__)
@@ -87,18 +87,10 @@ class TinkerPeers:
     @classmethod
     async def connect(cls, config: ModelConfig, base_url: str, api_key: str) -> TinkerPeers:
         """Raises ConfigError where no server answers, UserError where it refuses the model or the key."""
-        await reach(base_url)
-        async with boundary(f"opening the model {config.name} at {base_url}"):
-            service = await asyncio.to_thread(tinker.ServiceClient, base_url=base_url, api_key=api_key)
-            try:
-                # Servers name the tokenizer of a model in training alone, and a name may be an alias: so one is made.
-                client = await service.create_lora_training_client(base_model=config.name, rank=1)
-                tokenizer = await asyncio.to_thread(tokenizer_of, config, client)
-            except BaseException:
-                service.close("errored")
-                raise
-        chat = Chat(tokenizer, template_of(config.chat_template), config.chat_template_values)
-        return cls(service, chat, config.name)
+        async with session(f"opening the model {config.name}", base_url, api_key) as service:
+            # Servers name the tokenizer of a model in training alone, and a name may be an alias: so one is made.
+            client = await service.create_lora_training_client(base_model=config.name, rank=1)
+            return cls(service, await chat_of(config, client), config.name)
 
     @property
     def chat(self) -> Chat:
@@ -145,8 +137,13 @@ class TinkerPeers:
             log.warning("The session could not be ended: %s", error)
 
 
-def tokenizer_of(config: ModelConfig, client: tinker.TrainingClient) -> Any:
-    """The configured one, or the one that the server names. Raises ConfigError."""
+async def chat_of(config: ModelConfig, client: tinker.TrainingClient) -> Chat:
+    """By the configured tokenizer and template, or those that the server names. Raises ConfigError."""
+    tokenizer = await asyncio.to_thread(_tokenizer, config, client)
+    return Chat(tokenizer, template_of(config.chat_template), config.chat_template_values)
+
+
+def _tokenizer(config: ModelConfig, client: tinker.TrainingClient) -> Any:
     from transformers import AutoTokenizer
 
     try:

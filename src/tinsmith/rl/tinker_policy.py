@@ -15,12 +15,12 @@ import numpy as np
 import tinker
 
 from tinsmith.errors import Unsupported, UserError
-from tinsmith.rl.chat import Chat, template_of
+from tinsmith.rl.chat import Chat
 from tinsmith.rl.policy import ModelConfig, OptimizerConfig, Update, Updated
 from tinsmith.rl.samples import Sample
-from tinsmith.rl.sdk import adam, boundary, extensions, reach
+from tinsmith.rl.sdk import adam, boundary, extensions, session
 from tinsmith.rl.tinker_learner import TinkerLearner
-from tinsmith.rl.tinker_peers import TinkerPeers, TinkerSnapshot, tokenizer_of
+from tinsmith.rl.tinker_peers import TinkerPeers, TinkerSnapshot, chat_of
 
 log = logging.getLogger(__name__)
 
@@ -53,18 +53,11 @@ class TinkerPolicy:
 
         Raises ConfigError where no server answers, UserError where it refuses the model or the key.
         """
-        await reach(base_url)
-        async with boundary(f"making the model {config.name} at {base_url}"):
-            service = await asyncio.to_thread(tinker.ServiceClient, base_url=base_url, api_key=api_key)
+        async with session(f"making the model {config.name}", base_url, api_key) as service:
             rest = await asyncio.to_thread(tinker.RestClient, base_url=base_url, api_key=api_key)
-            try:
-                client = await _training_client(service, config, seed, state)
-                tokenizer = await asyncio.to_thread(tokenizer_of, config, client)
-                chat = Chat(tokenizer, template_of(config.chat_template), config.chat_template_values)
-            except BaseException:
-                service.close("errored")
-                raise
-        return cls(service, rest, client, chat, version, config.name, await extensions(base_url, api_key))
+            client = await _training_client(service, config, seed, state)
+            chat, offered = await chat_of(config, client), await extensions(base_url, api_key)
+            return cls(service, rest, client, chat, version, config.name, offered)
 
     @property
     def version(self) -> int:
