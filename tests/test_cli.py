@@ -130,6 +130,25 @@ def test_a_real_model_goes_on_in_float32_as_if_never_killed(work):
     assert metrics(work / "runs" / "real-broken") == metrics(work / "runs" / "real")
 
 
+@pytest.mark.slow
+def test_in_bfloat16_weights_and_moments_go_on_to_the_bit(work):
+    # nothing is sampled: what shares a pass of the sampler rounds its replies, and in bfloat16 turns some of them
+    told = (
+        "service.engine=torch",
+        "service.dtype=bfloat16",
+        "service.threads=1",
+        "algorithm.type=sft",
+        "experts={data: {type: addition}, per_step: 4}",
+        "eval={every: 0, before: false, after: false}",
+        "optimizer.learning_rate=0.003",
+    )
+    done = tinsmith(work, "run", "small.yaml", "folder=runs/told", *told)
+    assert done.returncode == 0, done.stderr
+    run_and_send(work, signal.SIGKILL, "runs/told-broken", *told)
+    assert tinsmith(work, "run", "small.yaml", "folder=runs/told-broken", *told).returncode == 0
+    assert metrics(work / "runs" / "told-broken") == metrics(work / "runs" / "told")
+
+
 def test_a_server_that_is_there_is_used(work, tiny_llama):
     from tinsmith.service.config import ServeConfig
     from tinsmith.service.embedded import embedded
