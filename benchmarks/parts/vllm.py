@@ -1,7 +1,8 @@
 """The 64 samples again, against vLLM on the same cores; vLLM samples without an adapter, ours with one.
 
 vLLM lives in an environment of its own: what `make vllm` makes, or what TINSMITH_VLLM_PYTHON names. It runs in a
-process that waits while ours works (and ours waits for it), and is asked for all samples at once.
+process that is stopped while ours works (its worker looks for work without pause: a ninth of a core), and ours waits
+for it. It is asked for all samples at once.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ def _vllm(python: Path, setting: Setting) -> Iterator[Callable[[int, int], None]
         )
         try:
             _answer(process, "ready")
+            os.killpg(process.pid, signal.SIGSTOP)
             yield partial(_ask, process)
         except RuntimeError as error:
             log.seek(0)
@@ -91,8 +93,10 @@ def _vllm(python: Path, setting: Setting) -> Iterator[Callable[[int, int], None]
 def _ask(process: subprocess.Popen[str], seed: int, tokens: int) -> None:
     prompts = [one.tolist() for one in questions(seed=seed)]
     assert process.stdin is not None
+    os.killpg(process.pid, signal.SIGCONT)
     process.stdin.write(json.dumps({"prompts": prompts, "samples": SAMPLES, "tokens": tokens, "seed": seed}) + "\n")
     _answer(process, f"done {len(prompts) * SAMPLES * tokens}")
+    os.killpg(process.pid, signal.SIGSTOP)
 
 
 def _answer(process: subprocess.Popen[str], expected: str) -> None:
