@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.rl.small import rows as metric_rows
 from tests.rl.small import run, settings
 from tinsmith.rl.critic import Bins, Critic, CriticConfig, explained
-from tinsmith.rl.policy import OptimizerConfig
+from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.samples import Sample
 from tinsmith.rl.scripted import ScriptedLearner
 

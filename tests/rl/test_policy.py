@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from pydantic import ValidationError
 
-from tinsmith.rl.policy import ModelConfig, OptimizerConfig, SamplingConfig, request_seed
+from tinsmith.rl.optimizer import OptimizerConfig
+from tinsmith.rl.policy import ModelConfig, SamplingConfig, request_seed
 
 
 def course(**changes) -> list[float]:

@@ -17,7 +17,8 @@ from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl import algorithms
 from tinsmith.rl.algorithms import AlgorithmConfig
 from tinsmith.rl.metrics import of_update
-from tinsmith.rl.policy import ModelConfig, OptimizerConfig, SamplingConfig, Update
+from tinsmith.rl.optimizer import OptimizerConfig
+from tinsmith.rl.policy import ModelConfig, SamplingConfig, Update
 from tinsmith.rl.tinker_policy import TinkerPolicy
 from tinsmith.rl.types import Group, Message, Rollout, Task
 from tinsmith.service.config import ServeConfig

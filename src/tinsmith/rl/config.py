@@ -30,7 +30,8 @@ from tinsmith.rl.filters import FilterConfig
 from tinsmith.rl.monitors import MonitorConfig
 from tinsmith.rl.monitors.console import ConsoleConfig
 from tinsmith.rl.monitors.report import ReportConfig
-from tinsmith.rl.policy import ModelConfig, OptimizerConfig, SamplingConfig
+from tinsmith.rl.optimizer import OptimizerConfig
+from tinsmith.rl.policy import ModelConfig, SamplingConfig
 from tinsmith.rl.resume import CheckpointConfig
 from tinsmith.rl.rewards import RewardConfig
 from tinsmith.rl.sync import SyncConfig

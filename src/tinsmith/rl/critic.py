@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from pydantic import Field, model_validator
 
-from tinsmith.rl.policy import Learner, OptimizerConfig
+from tinsmith.rl.optimizer import OptimizerConfig
+from tinsmith.rl.policy import Learner
 from tinsmith.rl.samples import Sample
 from tinsmith.settings import Settings
 

@@ -17,7 +17,8 @@ import torch
 
 from tinsmith.errors import Unsupported
 from tinsmith.rl.chat import Conversation
-from tinsmith.rl.policy import OptimizerConfig, Prompt, SamplingConfig, Update, Updated, fits
+from tinsmith.rl.optimizer import OptimizerConfig
+from tinsmith.rl.policy import Prompt, SamplingConfig, Update, Updated, fits
 from tinsmith.rl.samples import Sample
 from tinsmith.rl.types import Message, Turn
 

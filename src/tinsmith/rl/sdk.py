@@ -14,7 +14,7 @@ import httpx
 import tinker
 
 from tinsmith.errors import ConfigError, TinsmithError, UserError
-from tinsmith.rl.policy import OptimizerConfig
+from tinsmith.rl.optimizer import OptimizerConfig
 
 CONNECT_SECONDS = 10.0
 

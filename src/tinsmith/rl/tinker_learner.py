@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import tinker
 
-from tinsmith.rl.policy import OptimizerConfig
+from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.samples import Sample
 from tinsmith.rl.sdk import adam, boundary
 

@@ -16,7 +16,8 @@ import tinker
 
 from tinsmith.errors import Unsupported, UserError
 from tinsmith.rl.chat import Chat
-from tinsmith.rl.policy import ModelConfig, OptimizerConfig, Update, Updated
+from tinsmith.rl.optimizer import OptimizerConfig
+from tinsmith.rl.policy import ModelConfig, Update, Updated
 from tinsmith.rl.samples import Sample
 from tinsmith.rl.sdk import adam, boundary, extensions, session
 from tinsmith.rl.tinker_learner import TinkerLearner
