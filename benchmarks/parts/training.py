@@ -28,7 +28,8 @@ from benchmarks.contest import Contest, Line, Setting, rotate, timed
 from benchmarks.ours import Ours
 from benchmarks.workloads import Batch, grpo
 from tinsmith.engine import batch
-from tinsmith.engine.lora import HEAD
+from tinsmith.engine.fixed import Fixed
+from tinsmith.engine.lora import HEAD, LoraLinear
 
 RANK = 32
 HEIGHT = 1024
@@ -121,8 +122,8 @@ def weight_flops(ours: Ours) -> Mapping[tuple[int, int], float]:
 def _shapes(ours: Ours) -> dict[str, tuple[int, int]]:
     """Of every matrix that the base multiplies with: name -> (out, in)."""
     model = ours.engine.trainer._base.model
-    found = {path: module for path, module in model.named_modules() if path.endswith("_proj")}
-    shapes = {path: (int(module.weight.shape[0]), int(module.weight.shape[1])) for path, module in found.items()}  # type: ignore[union-attr,index,arg-type]
+    found = {path: module.product.shape for path, module in model.named_modules() if isinstance(module, LoraLinear)}
+    shapes = {path: (int(height), int(width)) for path, (height, width) in found.items()}
     head: Any = model.get_output_embeddings()
     return {**shapes, HEAD: (int(head.weight.shape[0]), int(head.weight.shape[1]))}
 
@@ -133,9 +134,10 @@ def peak_rates(ours: Ours, device: str = "cpu") -> dict[tuple[int, int], float]:
     found = {}
     for height, width in weight_flops(ours):
         left, right = (torch.randn(rows, width, device=device).bfloat16() for rows in (HEIGHT, height))
+        fixed = Fixed(right).order(back=False)
 
-        def product(left: torch.Tensor = left, right: torch.Tensor = right) -> None:
-            torch.nn.functional.linear(left, right)
+        def product(left: torch.Tensor = left, fixed: Fixed = fixed) -> None:
+            fixed(left)
             if left.device.type == "cuda":
                 torch.cuda.synchronize()
 

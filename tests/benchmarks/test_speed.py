@@ -8,8 +8,10 @@ import pytest
 
 from benchmarks import table
 from benchmarks.contest import Contest, Line, Setting, rotate
-from benchmarks.parts import agreement, sharing, switching, tenants, vllm
+from benchmarks.ours import Ours
+from benchmarks.parts import agreement, sharing, switching, tenants, training, vllm
 from benchmarks.workloads import grpo
+from tests.engine.reference import plain_model
 from tinsmith.engine import batch
 
 
@@ -45,6 +47,18 @@ def test_parts_are_kept_when_another_is_measured(tmp_path: Path):
     text = results.with_suffix(".md").read_text()
     assert text.index("first") < text.index("second")
     assert results.with_suffix(".png").is_file()
+
+
+def test_a_position_s_flops_are_two_for_each_weight_that_it_is_multiplied_with(tiny_llama: Path):
+    ours = Ours(Setting(folder=tiny_llama, threads=1, turns=1, dtype="float32"))
+    counted = sum(training.weight_flops(ours).values())
+    rates = training.peak_rates(ours)
+    ours.close()
+    model = plain_model(tiny_llama)
+    matrices = [one for name, one in model.named_parameters() if "_proj" in name]
+    assert counted == 2 * sum(one.numel() for one in (*matrices, model.get_output_embeddings().weight))
+    assert set(rates) == {tuple(one.shape) for one in (*matrices, model.get_output_embeddings().weight)}
+    assert all(rate > 0 for rate in rates.values())
 
 
 def test_both_batches_have_the_same_lengths_and_only_one_shares():
