@@ -19,7 +19,7 @@ SECONDS = 10.0
 
 
 class Trimmer:
-    """Trims when asked, but not more often than every SECONDS."""
+    """Trims when asked, the first time and then not more often than every SECONDS."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None) if sys.platform == "linux" else None
@@ -27,7 +27,7 @@ class Trimmer:
             self._trim = library.malloc_trim if library else None
         except AttributeError:  # another C library
             self._trim = None
-        self._last = time.monotonic()
+        self._last = -SECONDS
 
     def __call__(self) -> None:
         if self._trim is not None and time.monotonic() - self._last >= SECONDS:

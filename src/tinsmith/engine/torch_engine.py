@@ -44,6 +44,7 @@ class TorchEngine:
         self._card = replace(base.card, pass_tokens=packed)
         self.trainer = TorchTrainer(base, head, router, turns, packed, switch, config.recompute)
         self.sampler = TorchSampler(base, head, router, turns, tokens, config.cache_tokens)
+        self._trim()  # matrices in another order leave the room of the plain ones
 
     @property
     def card(self) -> ModelCard:
