@@ -1,10 +1,9 @@
 """The sampler's keys and values: rows in banks, each of one capacity.
 
 A running sequence owns one row of the smallest capacity (64, 96, 128, 160 … tokens) that holds it, and moves up when it
-outgrows its own; how far ahead it then looks is `room.py`'s. A bank's rows are
-dense: who leaves is replaced by the last. So a decoding step is one attention call per bank over plain slices, with no
-gathering. A bank never grows: its memory is asked for at once, which a CPU gives only as it is written, and when it is
-full there is another.
+outgrows its own; how far ahead it then looks is `room.py`'s. A bank's rows are dense: who leaves is replaced by the
+last. So a decoding step is one attention call per bank over plain slices, with no gathering. A bank never grows: its
+memory is asked for at once, which a CPU gives only as it is written, and when it is full there is another.
 
 Where many sequences go on from one prompt, it has a row of its own, their stem, and theirs hold what they say.
 
