@@ -28,7 +28,7 @@ def stem(length: int) -> int:
     """Of the row of a prompt that several answers read, a power of two or three quarters of one: few sizes, since those
     of one size are read with one call."""
     power = max(SMALLEST, 1 << (length - 1).bit_length())
-    return power // 4 * 3 if SMALLEST < power and length <= power // 4 * 3 else power
+    return power // 4 * 3 if power > SMALLEST and length <= power // 4 * 3 else power
 
 
 def ahead(length: int, left: int) -> int:
