@@ -18,15 +18,15 @@ from tinsmith.engine.cache import Bank, Row
 
 @dataclass(frozen=True, slots=True)
 class _Stems:
-    """A bank of stems, as n rows of another bank read them: up to M of these each of its S rows."""
+    """A bank of S stems as the rows of another bank read them, up to M of these each."""
 
     bank: Bank
     readers: Tensor
     """int64 [S M]: which row reads it as which of its readers; where there is none, any."""
-    mine: Tensor | None
-    """int64 [n]: the rows that read this bank at all; None if it is all of them."""
     places: Tensor
-    """int64 [n]: where they stand in `readers`."""
+    """int64 [rows]: where each stands in `readers`; for a row that reads none of these, any."""
+    reads: Tensor | None
+    """[rows, 1, 1, 1]: 1 where a row reads one of these, else 0; None if all do."""
     seen: Tensor
     """bool [rows, capacity]."""
 
@@ -35,30 +35,25 @@ class _Stems:
         return len(self.readers) // len(self.bank.rows)
 
     def scores(self, layer: int, queries: Tensor) -> Tensor:
-        """queries [rows, Hkv, G, D] -> [rows, Hkv, G, capacity]; of no meaning for rows that don't read this bank."""
+        """queries [rows, Hkv, G, D] -> [rows, Hkv, G, capacity]; of no meaning where `seen` is false."""
         found = torch.matmul(self._by_stem(queries), self.bank.keys[layer, : len(self.bank.rows)].mT)
-        return self._by_row(found, queries)
+        return self._by_row(found, queries.shape[2])
 
-    def add(self, layer: int, chances: Tensor, onto: Tensor) -> None:
-        """Add what chances [rows, Hkv, G, capacity] give of the values onto [rows, Hkv, G, D]."""
+    def values(self, layer: int, chances: Tensor) -> Tensor:
+        """chances [rows, Hkv, G, capacity] -> their sums of the values [rows, Hkv, G, D]; 0 for who reads none."""
         found = torch.matmul(self._by_stem(chances), self.bank.values[layer, : len(self.bank.rows)])
-        if self.mine is None:
-            onto += self._by_row(found, onto)
-        else:
-            onto.index_add_(0, self.mine, self._by_row(found, onto[: len(self.mine)]))
+        rows = self._by_row(found, chances.shape[2])
+        return rows if self.reads is None else rows * self.reads
 
     def _by_stem(self, rows: Tensor) -> Tensor:
         """[rows, Hkv, G, X] -> [S, Hkv, M G, X]."""
         taken = rows.index_select(0, self.readers).unflatten(0, (-1, self.most))
         return taken.transpose(1, 2).flatten(2, 3)
 
-    def _by_row(self, found: Tensor, like: Tensor) -> Tensor:
-        """[S, Hkv, M G, X] -> [rows or n, Hkv, G, X]."""
-        apart = found.unflatten(2, (self.most, like.shape[2])).transpose(1, 2).flatten(0, 1)
-        if self.mine is None or len(like) == len(self.mine):
-            return apart.index_select(0, self.places)
-        every = apart.new_zeros(len(like), *apart.shape[1:])
-        return every.index_copy_(0, self.mine, apart.index_select(0, self.places))
+    def _by_row(self, found: Tensor, group: int) -> Tensor:
+        """[S, Hkv, M G, X] -> [rows, Hkv, G, X]."""
+        apart = found.unflatten(2, (self.most, group)).transpose(1, 2).flatten(0, 1)
+        return apart.index_select(0, self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +90,11 @@ class _Slice:
         if not self.stems:
             return torch.matmul(scores.add_(self.mask).softmax(dim=-1), values)
         every = torch.cat([scores, *(one.scores(layer, queries) for one in self.stems)], dim=-1)
-        own, *others = (
-            every.add_(self.mask)
-            .softmax(dim=-1)
-            .split([self.bank.capacity, *(one.bank.capacity for one in self.stems)], dim=-1)
-        )
+        widths = [self.bank.capacity, *(one.bank.capacity for one in self.stems)]
+        own, *others = every.add_(self.mask).softmax(dim=-1).split(widths, dim=-1)
         found = torch.matmul(own, values)
         for one, chances in zip(self.stems, others, strict=True):
-            one.add(layer, chances, found)
+            found += one.values(layer, chances)
         return found
 
 
@@ -146,25 +138,20 @@ def _slices(rows: Sequence[Row]) -> Iterator[_Slice]:
 
 def _stems(bank: Bank) -> Iterator[_Stems]:
     """The banks that a bank's rows go on from."""
-    device = bank.shape.device
-    behind = {number: row.stem for number, row in enumerate(bank.rows) if row.stem is not None}
-    for stems in {id(stem.bank): stem.bank for stem in behind.values()}.values():
+    shape, count = bank.shape, len(bank.rows)
+    behind = [(number, row.stem) for number, row in enumerate(bank.rows) if row.stem is not None]
+    for stems in {id(stem.bank): stem.bank for _, stem in behind}.values():
         readers: list[list[int]] = [[] for _ in stems.rows]
-        for number, stem in behind.items():
+        lengths = torch.zeros(count, 1, dtype=torch.int64)
+        for number, stem in behind:
             if stem.bank is stems:
                 readers[stem.row].append(number)
+                lengths[number] = stem.length
         most = max(len(numbers) for numbers in readers)
-        places = {number: row * most + at for row, numbers in enumerate(readers) for at, number in enumerate(numbers)}
-        mine = sorted(places)
-        length = torch.zeros(len(bank.rows), 1, dtype=torch.int64, device=device)
-        for number in mine:
-            length[number] = behind[number].length
-        yield _Stems(
-            bank=stems,
-            readers=torch.tensor(
-                [(numbers + [0] * most)[at] for numbers in readers for at in range(most)], device=device
-            ),
-            mine=None if len(mine) == len(bank.rows) else torch.tensor(mine, device=device),
-            places=torch.tensor([places[number] for number in mine], device=device),
-            seen=torch.arange(stems.capacity, device=device)[None] < length,
-        )
+        filled = torch.tensor([[*numbers, *[0] * (most - len(numbers))] for numbers in readers])
+        places = torch.zeros(count, dtype=torch.int64)
+        for row, numbers in enumerate(readers):
+            places[numbers] = row * most + torch.arange(len(numbers))
+        reads = None if bool(lengths.all()) else (lengths > 0)[:, :, None, None].to(shape.device, shape.dtype)
+        seen = (torch.arange(stems.capacity)[None] < lengths).to(shape.device)
+        yield _Stems(stems, filled.flatten().to(shape.device), places.to(shape.device), reads, seen)
