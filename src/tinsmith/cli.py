@@ -6,8 +6,8 @@ Imports stand inside the commands, so that --help is quick and serving needs not
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from tinsmith.rl.config import RunConfig
     from tinsmith.rl.resume import State
-    from tinsmith.rl.run import Connect
     from tinsmith.service.config import ServeConfig
 
 app = App(
@@ -135,6 +134,7 @@ def run(
     from rich.console import Console
 
     from tinsmith.cli_config import tell, with_plugins
+    from tinsmith.cli_run import sample, train
     from tinsmith.dialects import read_run
 
     file, overrides = _run_file("run", words, config)
@@ -142,9 +142,9 @@ def run(
     found = read_run(file, with_plugins(overrides, plugin_dir))
     tell(found, console)
     if found.settings.mode in ("explore", "bench"):
-        _sample(found.settings, console)
+        sample(found.settings, console)
         return
-    settings, state = _train(found.settings, console)
+    settings, state = train(found.settings, console)
     console.print(f"{_plain(settings.name)} is finished: {state.step} steps", highlight=False)
     _tell_where(settings, state, console)
 
@@ -181,6 +181,7 @@ def debug(
     from rich.console import Console
 
     from tinsmith.cli_config import tell, with_plugins
+    from tinsmith.cli_run import connecting_to
     from tinsmith.dialects import read_run
     from tinsmith.rl import debug as look
 
@@ -191,7 +192,7 @@ def debug(
     with TemporaryDirectory() as folder, ExitStack() as stack:
         settings = found.settings.model_copy(update={"folder": folder})
         first = settings.staged(1, "") if settings.stages else settings
-        connect = _connecting(settings, stack, console)(first)
+        connect = connecting_to(settings, stack, console)(first)
         look.show(asyncio.run(look.one(first, connect)), console)
 
 
@@ -210,13 +211,14 @@ def demo(*overrides: Overrides, quick: bool = False, seed: int = 0, out: Path | 
     """
     from rich.console import Console
 
+    from tinsmith.cli_run import train
     from tinsmith.rl import demo as built_in
     from tinsmith.rl.run import folder_of
 
     console = Console()
     settings = built_in.settings(quick=quick, seed=seed, out=out, overrides=overrides)
     built_in.introduce(settings, console)
-    settings, state = _train(settings, console)
+    settings, state = train(settings, console)
     built_in.conclude(folder_of(settings), console)
     _tell_where(settings, state, console)
 
@@ -252,106 +254,6 @@ def _serve_settings(config: Path | None, overrides: tuple[str, ...], options: di
     given = {name: value for name, value in options.items() if value is not None}
     place = str(config) if config else COMMAND_LINE
     return build(ServeConfig, {**raw(config, overrides), **given}, place, overrides)
-
-
-def _train(settings: RunConfig, console: Console) -> tuple[RunConfig, State]:
-    """The run of `settings`, on the server that it names or on one of its own that ends with it; its last stage."""
-    import asyncio
-
-    from tinsmith.rl.run import anew
-    from tinsmith.rl.stages import run_all
-
-    settings = anew(settings)
-    with ExitStack() as stack:
-        return asyncio.run(run_all(settings, _connecting(settings, stack, console), console))
-
-
-def _connecting(settings: RunConfig, stack: ExitStack, console: Console) -> Callable[[RunConfig], Connect]:
-    """From one stage's settings to a policy; all are on one server, which ends with the stack if it is our own."""
-    import asyncio
-
-    from tinsmith.rl.tinker_policy import TinkerPolicy
-
-    found: list[tuple[str, str]] = []
-
-    def connecting(one: RunConfig) -> Connect:
-        async def connect(state: str, version: int) -> TinkerPolicy:
-            with console.status(f"Connecting to {one.model.name}"):
-                if not found:
-                    found.append(await asyncio.to_thread(stack.enter_context, _server(settings)))
-                base_url, api_key = found[0]
-                return await TinkerPolicy.connect(
-                    one.model, base_url, api_key, seed=one.seed, state=state, version=version
-                )
-
-        return connect
-
-    return connecting
-
-
-def _sample(settings: RunConfig, console: Console) -> None:
-    """A process that trains nothing: it samples for another that does, or compares checkpoints."""
-    import asyncio
-
-    from tinsmith.rl.bench import bench
-    from tinsmith.rl.explore import explore
-    from tinsmith.rl.tinker_peers import TinkerPeers
-
-    with ExitStack() as stack:
-
-        async def connect() -> TinkerPeers:
-            with console.status(f"Connecting to {settings.model.name}"):
-                base_url, api_key = await asyncio.to_thread(stack.enter_context, _server(settings))
-                return await TinkerPeers.connect(settings.model, base_url, api_key)
-
-        if settings.mode == "bench":
-            asyncio.run(bench(settings, connect, console))
-            return
-        count = asyncio.run(explore(settings, connect, console))
-        console.print(f"{_plain(settings.name)}: {count} batches are sampled", highlight=False)
-
-
-@contextmanager
-def _server(settings: RunConfig) -> Iterator[tuple[str, str]]:
-    """(base_url, api_key) of the server to use."""
-    import os
-
-    base_url = settings.model.base_url or os.environ.get("TINKER_BASE_URL", "")
-    if base_url:
-        yield base_url, _api_key(base_url)
-        return
-    if settings.meets:
-        raise ConfigError(
-            f"mode {settings.mode} is one of two processes, and needs a server that both reach.",
-            "Start one with tinsmith serve; set TINKER_BASE_URL and TINKER_API_KEY for both.",
-        )
-    from tinsmith.rl.run import folder_of
-    from tinsmith.service.config import ServeConfig
-    from tinsmith.service.embedded import embedded
-
-    own = settings.service
-    config = ServeConfig(
-        models=(f"{settings.model.name}={own.source}" if own.source else settings.model.name,),
-        data=folder_of(settings) / "service",
-        engine=own.engine,
-        dtype=own.dtype,
-        device=own.device,
-        threads=own.threads,
-    )
-    with embedded(config) as (url, key):
-        yield url, key
-
-
-def _api_key(base_url: str) -> str:
-    """Of the environment. The name that Trinity-RFT's documents have counts where the SDK's own is not set."""
-    import os
-
-    first, second = os.environ.get("TINKER_API_KEY", ""), os.environ.get("TRINITY_API_KEY", "")
-    if not (first or second):
-        raise ConfigError(f"There is no key for {base_url}.", "Set TINKER_API_KEY.")
-    if first and second and first != second:
-        sys.stderr.write("note: TINKER_API_KEY and TRINITY_API_KEY differ; TINKER_API_KEY is used\n")
-    return first or second
 
 
 def _tell_where(settings: RunConfig, state: State, console: Console) -> None:

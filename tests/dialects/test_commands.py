@@ -9,6 +9,7 @@ import yaml
 
 from tests.dialects.written import SMALL, TINKER, VERL, laid, wrote
 from tinsmith import cli
+from tinsmith.cli_run import api_key
 from tinsmith.dialects import read_run
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
@@ -84,12 +85,12 @@ def test_either_name_of_a_key_counts(monkeypatch, capsys):
     for name in ("TINKER_API_KEY", "TRINITY_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="There is no key"):
-        cli._api_key("http://there")
+        api_key("http://there")
     monkeypatch.setenv("TRINITY_API_KEY", "tml-one")
-    assert cli._api_key("http://there") == "tml-one"
+    assert api_key("http://there") == "tml-one"
     monkeypatch.setenv("TINKER_API_KEY", "tml-one")
-    assert cli._api_key("http://there") == "tml-one"
+    assert api_key("http://there") == "tml-one"
     assert capsys.readouterr().err == ""
     monkeypatch.setenv("TINKER_API_KEY", "tml-two")
-    assert cli._api_key("http://there") == "tml-two"
+    assert api_key("http://there") == "tml-two"
     assert "TINKER_API_KEY is used" in capsys.readouterr().err
