@@ -113,6 +113,15 @@ def test_an_interrupted_run_says_how_to_go_on(work):
     assert "Traceback" not in text
 
 
+def assert_goes_on(work: Path, name: str, *settings: str) -> None:
+    """A run that is killed and started again ends with the metrics of one that was left alone."""
+    done = tinsmith(work, "run", "small.yaml", f"folder=runs/{name}", *settings)
+    assert done.returncode == 0, done.stderr
+    run_and_send(work, signal.SIGKILL, f"runs/{name}-broken", *settings)
+    assert tinsmith(work, "run", "small.yaml", f"folder=runs/{name}-broken", *settings).returncode == 0
+    assert metrics(work / "runs" / f"{name}-broken") == metrics(work / "runs" / name)
+
+
 @pytest.mark.slow
 def test_a_real_model_goes_on_in_float32_as_if_never_killed(work):
     # one request at a time: which requests share a pass of the sampler, and so its rounding, is else a matter of luck
@@ -123,11 +132,7 @@ def test_a_real_model_goes_on_in_float32_as_if_never_killed(work):
         "concurrency=1",
         "optimizer.learning_rate=0.003",
     )
-    done = tinsmith(work, "run", "small.yaml", "folder=runs/real", *real)
-    assert done.returncode == 0, done.stderr
-    run_and_send(work, signal.SIGKILL, "runs/real-broken", *real)
-    assert tinsmith(work, "run", "small.yaml", "folder=runs/real-broken", *real).returncode == 0
-    assert metrics(work / "runs" / "real-broken") == metrics(work / "runs" / "real")
+    assert_goes_on(work, "real", *real)
 
 
 @pytest.mark.slow
@@ -142,11 +147,7 @@ def test_in_bfloat16_weights_and_moments_go_on_to_the_bit(work):
         "eval={every: 0, before: false, after: false}",
         "optimizer.learning_rate=0.003",
     )
-    done = tinsmith(work, "run", "small.yaml", "folder=runs/told", *told)
-    assert done.returncode == 0, done.stderr
-    run_and_send(work, signal.SIGKILL, "runs/told-broken", *told)
-    assert tinsmith(work, "run", "small.yaml", "folder=runs/told-broken", *told).returncode == 0
-    assert metrics(work / "runs" / "told-broken") == metrics(work / "runs" / "told")
+    assert_goes_on(work, "told", *told)
 
 
 def test_a_server_that_is_there_is_used(work, tiny_llama):

@@ -138,20 +138,22 @@ def _slices(rows: Sequence[Row]) -> Iterator[_Slice]:
 
 def _stems(bank: Bank) -> Iterator[_Stems]:
     """The banks that a bank's rows go on from."""
-    shape, count = bank.shape, len(bank.rows)
-    behind = [(number, row.stem) for number, row in enumerate(bank.rows) if row.stem is not None]
-    for stems in {id(stem.bank): stem.bank for _, stem in behind}.values():
+    device = bank.shape.device
+    for stems in {id(row.stem.bank): row.stem.bank for row in bank.rows if row.stem is not None}.values():
+        mine = [row.stem if row.stem is not None and row.stem.bank is stems else None for row in bank.rows]
         readers: list[list[int]] = [[] for _ in stems.rows]
-        lengths = torch.zeros(count, 1, dtype=torch.int64)
-        for number, stem in behind:
-            if stem.bank is stems:
+        for number, stem in enumerate(mine):
+            if stem is not None:
                 readers[stem.row].append(number)
-                lengths[number] = stem.length
         most = max(len(numbers) for numbers in readers)
-        filled = torch.tensor([[*numbers, *[0] * (most - len(numbers))] for numbers in readers])
-        places = torch.zeros(count, dtype=torch.int64)
-        for row, numbers in enumerate(readers):
-            places[numbers] = row * most + torch.arange(len(numbers))
-        reads = None if bool(lengths.all()) else (lengths > 0)[:, :, None, None].to(shape.device, shape.dtype)
-        seen = (torch.arange(stems.capacity)[None] < lengths).to(shape.device)
-        yield _Stems(stems, filled.flatten().to(shape.device), places.to(shape.device), reads, seen)
+        at = {number: row * most + place for row, numbers in enumerate(readers) for place, number in enumerate(numbers)}
+        lengths = torch.tensor([stem.length if stem is not None else 0 for stem in mine], device=device)[:, None]
+        yield _Stems(
+            bank=stems,
+            readers=torch.tensor(
+                [[*numbers, *[0] * (most - len(numbers))] for numbers in readers], device=device
+            ).flatten(),
+            places=torch.tensor([at.get(number, 0) for number in range(len(mine))], device=device),
+            reads=None if None not in mine else (lengths > 0)[:, :, None, None].to(bank.shape.dtype),
+            seen=torch.arange(stems.capacity, device=device)[None] < lengths,
+        )
