@@ -108,10 +108,12 @@ def test_runs_of_one_database_do_not_see_each_other(tmp_path):
     asyncio.run(main())
 
 
-def test_a_file_half_written_is_no_batch(tmp_path):
+def test_a_file_half_written_is_no_batch_and_no_note(tmp_path):
     buffer = FileBuffer(tmp_path)
-    (tmp_path / "batch-000001.part").write_text('{"step": 1, "gro')
+    (tmp_path / "batch-000001.json.1f0e.part").write_text('{"step": 1, "gro')
+    (tmp_path / "note-wanted.json.1f0e.part").write_text("{")
     assert list(asyncio.run(buffer.numbers())) == []
+    assert asyncio.run(buffer.notes()) == {}
 
 
 def test_each_configuration_makes_its_buffer(tmp_path):
