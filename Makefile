@@ -39,8 +39,9 @@ gsm8k: install  ## train SmolLM2 by both of Trinity-RFT's files on GSM8K and dra
 	@test -n "$(DATA)" || { echo "DATA is a folder with GSM8K's train.jsonl and test.jsonl: make gsm8k DATA=FOLDER"; exit 2; }
 	$(BIN)/python examples/gsm8k/compare.py $(DATA)
 
-test: install  ## the tests that take seconds each
-	$(BIN)/python -m pytest
+# A process for each core, of one thread each: engines that share cores wait for each other's threads. Each may hold 2 GB.
+test: install  ## the tests that take seconds each, in a process for each core, up to 4
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile
 
 test-all: install  ## also the slow ones: real models, whole runs, an unmodified cookbook
 	$(BIN)/python -m pytest -m 'not gpu'

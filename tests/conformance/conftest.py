@@ -1,6 +1,6 @@
 """Against any server of the Tinker API: `pytest tests/conformance --url URL --key KEY [--model NAME]`.
 
-Without --url our own service is started with its fake engine. At the end: what is supported and what was refused.
+Without --url our own service is started with its fake engine. At the end summary.py tells what is supported and what not.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 import tinker
 
+from tests.conformance.summary import OUTCOMES
 from tests.conformance.world import World
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
-
-OUTCOMES = pytest.StashKey[dict[str, str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,27 +25,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--model", help="base model to train; the first of its capabilities if not given")
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[OUTCOMES] = {}
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    outcomes = config.stash[OUTCOMES]
-    if not outcomes:
-        return
-    refused = {method: why for method, why in outcomes.items() if why}
-    terminalreporter.section("Tinker API: supported and refused")
-    for method in sorted(outcomes.keys() - refused.keys()):
-        terminalreporter.write_line(f"supported  {method}")
-    for method, why in sorted(refused.items()):
-        terminalreporter.write_line(f"refused    {method}: {why}")
-    terminalreporter.write_line(f"{len(outcomes) - len(refused)} of {len(outcomes)} supported")
-
-
 @pytest.fixture(scope="session")
 def outcomes(pytestconfig: pytest.Config) -> dict[str, str]:
     """method -> why it was refused, or nothing."""
-    return pytestconfig.stash.get(OUTCOMES, {})
+    return pytestconfig.stash[OUTCOMES]
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.engine.data import pass_for
 from tests.engine.looks import weights_of
@@ -18,8 +19,15 @@ from tests.engine.reference import assert_same
 from tests.engine.sampling import ask, assert_same_samples
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.hardware import round_products
 from tinsmith.engine.process import RemoteEngine
 from tinsmith.errors import ConfigError, EngineDied, NotFound, TinsmithError
+
+
+@pytest.fixture(autouse=True)
+def rounding() -> None:
+    """Of a process whose only engine is a float32 one; another test's bfloat16 engine may have left its own."""
+    round_products(torch.float32)
 
 
 @pytest.fixture(scope="module")
