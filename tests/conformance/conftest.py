@@ -1,6 +1,6 @@
 """Against any server of the Tinker API: `pytest tests/conformance --url URL --key KEY [--model NAME]`.
 
-Without --url our own service is started with its fake engine. At the end summary.py tells what is supported and what not.
+Without --url our own service is started with its fake engine. At the end summary.py says what is supported and refused.
 """
 
 from __future__ import annotations
