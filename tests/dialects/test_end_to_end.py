@@ -18,7 +18,9 @@ SHORT = ("groups_per_step=2", "group_size=2", "sampling.max_tokens=4", "sampling
 
 def tinsmith(place: Path, server: Server, *words: str) -> subprocess.CompletedProcess[str]:
     url, key = server
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("TINKER_", "TRINITY_"))}
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("TINKER_", "TRINITY_", "WANDB_"))
+    }
     about = {"TINKER_BASE_URL": url, "TRINITY_API_KEY": key, "HF_HOME": str(place / "hf"), "HF_HUB_OFFLINE": "1"}
     about |= {"COLUMNS": "100", "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_DATASETS_OFFLINE": "1"}
     command = [sys.executable, "-m", "tinsmith", *words]

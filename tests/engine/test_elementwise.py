@@ -33,6 +33,11 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor
         lambda x: WEIGHT * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt(),
         [drawn(1, 5, 16)],
     ),
+    "norm from its output": (
+        lambda x: rms_norm(x, WEIGHT.to(torch.get_default_dtype()), EPS, (1 / WEIGHT).float()),
+        lambda x: WEIGHT * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt(),
+        [drawn(1, 5, 16)],
+    ),
     "rotation": (lambda x: rotate(x, ANGLES.cos(), ANGLES.sin()), turned, [drawn(1, 5, 3, 8)]),
     "gate": (gated, lambda gate, up: torch.sigmoid(gate) * gate * up, [drawn(1, 5, 12), drawn(1, 5, 12, seed=1)]),
 }

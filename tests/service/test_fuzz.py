@@ -121,16 +121,14 @@ def fault_of(fuzzed: Fuzzed, operation: schemathesis.APIOperation, examples: int
     return faults[0] if faults else ""
 
 
-# Clients of the SDK that other tests left behind draw random numbers in threads of their own, while hypothesis watches.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Do not use the `random` module")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_nothing_that_the_schema_allows_is_answered_with_5xx(fuzzed: Fuzzed) -> None:
     fuzz_by_schema(fuzzed, 15)
     fuzzed.works()
 
 
 @pytest.mark.slow
-# Clients of the SDK that other tests left behind draw random numbers in threads of their own, while hypothesis watches.
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Do not use the `random` module")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_nothing_in_a_long_search_is_answered_with_5xx(fuzzed: Fuzzed) -> None:
     fuzz_by_schema(fuzzed, 200)
     fuzzed.works()

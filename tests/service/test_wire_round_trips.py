@@ -22,12 +22,6 @@ from tinsmith.errors import UserError
 from tinsmith.service.schema import pb
 from tinsmith.service.wire import Layout, decode_pass, decompressed, encode_pass, encode_sampled
 
-# Clients of the SDK that other tests left behind draw random numbers in threads of their own, while hypothesis watches.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:Do not use the `random` module"),
-]
-
 quick = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 thorough = settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
 

@@ -1,8 +1,8 @@
 """What a layer does between its products: norm, rotation, gate; forward and backward by hand.
 
-PyTorch would keep every temporary of these for the backward. Here each keeps its inputs alone (which others keep too)
-and the rest is made anew. The norm takes the residual stream in float32 and gives the base's dtype, so that what is
-summed over all layers is rounded once and not at each.
+PyTorch would keep every temporary of these for the backward. Here each keeps only what others keep too: the gate its
+inputs, the norm its output, which the products that read it keep; the rest is made anew. The norm takes the residual
+stream in float32 and gives the base's dtype, so that what is summed over all layers is rounded once and not at each.
 """
 
 from __future__ import annotations
@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 
-def rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """inputs [..., D] of any float dtype -> weight x / sqrt(mean(x^2) + eps), the weight's dtype; float32 inside."""
+def rms_norm(inputs: Tensor, weight: Tensor, eps: float, inverse: Tensor | None = None) -> Tensor:
+    """inputs [..., D] of any float dtype -> weight x / sqrt(mean(x^2) + eps), the weight's dtype; float32 inside.
+
+    With `inverse`, which is 1 / weight in float32, the backward starts from the output, and the inputs are not kept.
+    """
     if torch.is_grad_enabled() and inputs.requires_grad:
-        return _RmsNorm.apply(inputs, weight, eps)  # type: ignore[no-any-return]
+        return _RmsNorm.apply(inputs, weight, eps, inverse)  # type: ignore[no-any-return]
     return _normed(inputs, weight, eps)[0]
 
 
@@ -46,17 +49,19 @@ def _normed(inputs: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float, inverse: Tensor | None) -> Tensor:
         output, shrink = _normed(inputs, weight, eps)
-        ctx.save_for_backward(inputs, weight, shrink)
+        ctx.save_for_backward(inputs if inverse is None else output, weight, shrink, inverse)
+        ctx.dtype = inputs.dtype
         return output
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        inputs, weight, shrink = ctx.saved_tensors
-        wide, slope = inputs.float(), grads[0] * weight.float()
-        along = (slope * wide).sum(-1, keepdim=True).mul_(shrink.pow(3)).div_(wide.shape[-1])
-        return slope.mul_(shrink).addcmul_(wide, along, value=-1).to(inputs.dtype), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        kept, weight, shrink, inverse = ctx.saved_tensors
+        unit = kept * (shrink if inverse is None else inverse)  # x / sqrt(...), float32
+        slope = grads[0] * weight.float()
+        along = (slope * unit).sum(-1, keepdim=True).div_(unit.shape[-1])
+        return slope.addcmul_(unit, along, value=-1).mul_(shrink).to(ctx.dtype), None, None, None
 
 
 def _rotated(inputs: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:

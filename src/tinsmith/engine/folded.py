@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-KEPT_KEYS = 128
+KEPT_KEYS = 256
 """Jobs that look at no more keys keep their chances."""
 
 

@@ -126,6 +126,7 @@ class Head:
                 spread[rows] = totals - surprise.mul_(chances).sum(1)
             if learning is not None:
                 kept += _keep(block, learning[rows], chances, hidden.dtype)
+            del block, chances, surprise  # the next block is made in the same memory
         return Scored(result, spread, kept)
 
     @torch.no_grad()

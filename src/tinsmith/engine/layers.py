@@ -26,6 +26,10 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 MODULE_TOLERANCE = 1e-2
 """Of a single norm or MLP on random inputs."""
 
+LEAST_WEIGHT = 2.0**20
+"""Of a norm, in smallest normal numbers; with a smaller one it keeps its inputs for the backward, for its output says
+too little of them."""
+
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 
@@ -46,9 +50,11 @@ class Norm(nn.Module):
     def __init__(self, weight: Tensor, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = weight, eps
+        wide = weight.detach().float()
+        self.inverse = 1 / wide if bool((wide.abs() > LEAST_WEIGHT * torch.finfo(weight.dtype).tiny).all()) else None
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return rms_norm(inputs, self.weight, self.eps)
+        return rms_norm(inputs, self.weight, self.eps, self.inverse)
 
 
 class Attention(nn.Module):
