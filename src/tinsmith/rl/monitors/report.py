@@ -16,6 +16,7 @@ from typing import Any, Literal
 import jinja2
 from pydantic import Field
 
+from tinsmith.rl.files import write_whole
 from tinsmith.rl.monitors.base import Kind, RunInfo
 from tinsmith.rl.monitors.charts import Curve, smooth, svg
 from tinsmith.rl.monitors.jsonl import read_metrics
@@ -71,9 +72,8 @@ def write(info: RunInfo, refresh: float = 0.0) -> Path:
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
     )
     target = info.folder / "report.html"
-    draft = target.with_suffix(".part")
-    draft.write_text(page, encoding="utf-8")
-    return draft.replace(target)
+    write_whole(target, page.encode())
+    return target
 
 
 def _template() -> jinja2.Template:
