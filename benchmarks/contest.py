@@ -112,21 +112,32 @@ class Contest:
         return line
 
 
-def in_turns(ours: Callable[[], object], theirs: Callable[[], object], turns: int, warm_up: int = 1) -> Contest:
-    """Both `warm_up` times, then `turns` of each, changing who goes first."""
+def in_turns(
+    ours: Callable[[], object],
+    theirs: Callable[[], object],
+    turns: int,
+    warm_up: int = 1,
+    between: Callable[[], object] | None = None,
+) -> Contest:
+    """Both `warm_up` times, then `turns` of each, changing who goes first; `between` after each, and not timed."""
+    rest = between or (lambda: None)
     for _ in range(warm_up):
-        ours()
-        theirs()
-    found = rotate({"ours": ours, "theirs": theirs}, turns)
+        for side in (ours, theirs):
+            side()
+            rest()
+    found = rotate({"ours": ours, "theirs": theirs}, turns, rest)
     return Contest(found["ours"], found["theirs"])
 
 
-def rotate(sides: Mapping[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
-    """Seconds of each side for each turn; forwards in one turn, backwards in the next."""
+def rotate(
+    sides: Mapping[str, Callable[[], object]], turns: int, rest: Callable[[], object] = lambda: None
+) -> dict[str, list[float]]:
+    """Seconds of each side for each turn; forwards in one turn, backwards in the next; `rest` after each, untimed."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(turns):
         for name in list(sides) if turn % 2 == 0 else reversed(list(sides)):
             found[name].append(timed(sides[name]))
+            rest()
     return found
 
 

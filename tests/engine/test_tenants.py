@@ -133,6 +133,20 @@ def test_a_request_that_fails_fails_alone(fault: str, pair: Any, wait: Any):
     assert_same(gradients_of(engine, two), other.gradients())
 
 
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("fault", ["a loss that overflows", "a gradient that overflows"])
+def test_a_failed_request_leaves_no_trace_of_its_first_micro_batches(before: int, fault: str, pair: Any, wait: Any):
+    engine, model_id, _ = pair(pass_tokens=32)
+    bad, good = bad_requests(model_id)[fault], pass_for("importance_sampling", model_id, lengths=(31, 30))
+    wait(engine.run([pass_for("cross_entropy", model_id)] * before))
+    start = gradients_of(engine, model_id)
+    (result,) = wait(engine.run([replace(bad, data=(*good.data, *bad.data))]))
+    assert isinstance(result, TinsmithError)
+    assert_same(gradients_of(engine, model_id), start, tolerance=0)
+    wait(engine.step(model_id, AdamParams(learning_rate=0.0)))
+    assert not any(one.any() for one in gradients_of(engine, model_id).values())
+
+
 def test_an_error_is_made_of_strings(engine: Any, wait: Any):
     import pickle
 

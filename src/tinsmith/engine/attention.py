@@ -60,13 +60,15 @@ def _attention(
 
 @dataclass(frozen=True, slots=True)
 class PackedJob:
-    """A job of the forest, or a piece of one, with its mask as the kernel wants it: additive [Q, P + Q], or None where
-    every query sees the whole prefix and its own past."""
+    """A job of the forest, or a piece of one."""
 
     start: int
     stop: int
     prefix: tuple[tuple[int, int], ...]
     mask: Tensor | None
+    """For a kernel: additive [Q, P + Q], or None where every query sees the whole prefix and its own past."""
+    added: Tensor | None
+    """For plain products, where these are faster: additive [Q, M], of the last M keys."""
 
 
 @dataclass(slots=True)
@@ -100,9 +102,13 @@ def _pieces(job: Job, cut: int | None, dtype: torch.dtype, device: torch.device)
     depth = 0 if job.mask is None else job.mask.shape[1] - total
     for first in range(0, total, cut or total):
         last = min(first + (cut or total), total)
-        mask = None if job.mask is None else additive(job.mask[first:last, : depth + last], dtype, device)
+        seen = None if job.mask is None else job.mask[first:last, : depth + last]
+        if cut is not None and seen is None:
+            seen = folded.past(last - first, last)
+        mask = None if seen is None else additive(seen, dtype, device)
         before = ((job.start, job.start + first),) if first else ()
-        yield PackedJob(job.start + first, job.start + last, (*job.prefix, *before), mask)
+        where = job.start + first, job.start + last, (*job.prefix, *before)
+        yield PackedJob(*where, mask, None) if cut is None else PackedJob(*where, None, mask)
 
 
 def additive(mask: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -118,11 +124,6 @@ def attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     return torch.nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )
-
-
-def _folds(query: Tensor) -> bool:
-    """Whether plain products are faster than the flash kernel."""
-    return query.device.type == "cpu" and query.dtype == torch.bfloat16
 
 
 def _visible(tensor: Tensor, job: PackedJob) -> Tensor:
@@ -141,8 +142,8 @@ def _packed_forward(
     sums: list[Tensor] = []
     for job in jobs:
         own, keys, values = query[:, :, job.start : job.stop], _visible(key, job), _visible(value, job)
-        if _folds(query):
-            result, kept = folded.forward(own, keys, values, job.mask, scale)
+        if job.added is not None:
+            result, kept = folded.forward(own, keys, values, job.added, scale)
             sums.append(kept)
         elif query.device.type == "cpu":
             result, logsumexp = _flash(own, keys, values, 0.0, job.mask is None, attn_mask=job.mask, scale=scale)
@@ -169,8 +170,8 @@ class _PackedAttention(torch.autograd.Function):
         for number, job in enumerate(ctx.jobs):
             own = slice(job.start, job.stop)
             saved = (query[:, :, own], _visible(key, job), _visible(value, job))
-            if _folds(query):
-                found = folded.backward(grads[0][:, :, own], *saved, sums[number], job.mask, ctx.scale)
+            if job.added is not None:
+                found = folded.backward(grads[0][:, :, own], *saved, sums[number], job.added, ctx.scale)
                 d_query, d_key, d_value = found
             elif query.device.type == "cpu":
                 d_query, d_key, d_value = _flash_backward(

@@ -66,15 +66,15 @@ class Crowd:
 
     def _learn(self, name: str, of_a: Tensor, of_b: Tensor) -> None:
         """Add gradients [n, rank, in] and [n, out, rank] to the adapters that want them."""
-        learning = [number for number, one in enumerate(self.weights) if one.gradients]
-        into = [self.weights[number].gradients[name] for number in learning]
-        for buffers, found in (([pair.a for pair in into], of_a), ([pair.b for pair in into], of_b)):
-            whole = _side_by_side(buffers) if len(buffers) == len(found) else None
-            if whole is not None:
-                whole.add_(found, alpha=self.weights[0].scale)
-                continue
-            for buffer, number in zip(buffers, learning, strict=True):
-                buffer.add_(found[number], alpha=self.weights[0].scale)
+        found = [
+            (one.gradients[name], mine, its)
+            for one, mine, its in zip(self.weights, of_a, of_b, strict=True)
+            if one.gradients
+        ]
+        into = [half for pair, _, _ in found for half in (pair.a, pair.b)]
+        torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
+            into, [half for _, *both in found for half in both], alpha=self.weights[0].scale
+        )
 
     def _stacked(self, names: Sequence[str]) -> Tensor:
         return torch.stack([one.stacked(names) for one in self.weights])
@@ -99,18 +99,6 @@ class Crowd:
     def _window(self, flat: Tensor) -> Tensor:
         start = int(self.index[0, 0])
         return flat[start : start + self.index.numel()].view(*self.index.shape, flat.shape[1])
-
-
-def _side_by_side(tensors: Sequence[Tensor]) -> Tensor | None:
-    """Tensors of one shape as a view [n, ...] of the memory they share, where they stand at equal distances in it."""
-    first, at = tensors[0], [one.storage_offset() for one in tensors]
-    step = at[1] - at[0]
-    memory = first.untyped_storage().data_ptr()
-    if step <= 0 or any(one.untyped_storage().data_ptr() != memory for one in tensors):
-        return None
-    if at != [at[0] + number * step for number in range(len(tensors))]:
-        return None
-    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
 
 
 def crowds(placed: Sequence[Placed], device: torch.device) -> tuple[list[Crowd], list[Placed]]:

@@ -34,7 +34,7 @@ class TorchEngine:
         policy = POLICIES[config.sharing]
         router, turns = lora.adapt(base), Turns(policy)
         base, head = layers.take_over(base), Head(base.head)
-        self._trim = Trimmer()
+        self._heap = Trimmer()
         hardware.order(base, free_bytes())
         hardware.warm(base)
         switch = recompute.install(base)
@@ -44,7 +44,7 @@ class TorchEngine:
         self._card = replace(base.card, pass_tokens=packed)
         self.trainer = TorchTrainer(base, head, router, turns, packed, switch, config.recompute)
         self.sampler = TorchSampler(base, head, router, turns, tokens, config.cache_tokens)
-        self._trim()  # matrices in another order leave the room of the plain ones
+        self._heap.now()  # matrices in another order leave the room of the plain ones
 
     @property
     def card(self) -> ModelCard:
@@ -55,7 +55,7 @@ class TorchEngine:
 
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
         results = await self.trainer.run(passes)
-        self._trim()
+        self._heap.after_work()
         return results
 
     async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:

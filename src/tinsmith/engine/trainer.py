@@ -114,14 +114,18 @@ class TorchTrainer:
         names = sorted({one.model_id for one in passes})
         models = [self._model(name) for name in names]
         work = Work(passes, names, models)
-        for learns in (True, False):
-            rows = [row for row in work.rows if work.items[row.key].learns is learns]
-            for rows_of_batch in batch.micro_batches(rows, self._pass_tokens):
-                async with self._turns.of("training"):
-                    forest = batch.pack(rows_of_batch)
-                    with torch.set_grad_enabled(learns), self._switch.set(self._recomputes(len(forest.tokens))):
-                        self._micro_batch(work, forest)
-        return work.finish()
+        try:
+            for learns in (True, False):
+                rows = [row for row in work.rows if work.items[row.key].learns is learns]
+                for rows_of_batch in batch.micro_batches(rows, self._pass_tokens):
+                    async with self._turns.of("training"):
+                        forest = batch.pack(rows_of_batch)
+                        with torch.set_grad_enabled(learns), self._switch.set(self._recomputes(len(forest.tokens))):
+                            self._micro_batch(work, forest)
+            return work.finish()
+        except BaseException:
+            work.abandon()
+            raise
 
     def _recomputes(self, tokens: int) -> bool:
         """Whether layers compute again what the backward needs: by choice, or because a row is beyond the budget."""

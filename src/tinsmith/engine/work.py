@@ -2,13 +2,12 @@
 
 A run is what `Trainer.run` was given: passes of any models. Here is what belongs to which pass: the targets of a packed
 micro-batch, the loss of each pass over its share of it, and the logprobs and losses that come back. Gradients gather
-in buffers of the run's own, so that models change only when the whole run went well. Left out: the model's forward.
+in memory that a model gives for them and are its own only when the whole run went well. Left out: the model's forward.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +61,7 @@ class Work:
         self.rows = [
             batch.Row(key=key, adapter=item.slot, tokens=item.datum.tokens) for key, item in enumerate(self.items)
         ]
-        self._pending = _cleared([model.gradient for model in models]) if self._any_learns() else []
+        self._gathered = [model.gathering() for model in models] if self._any_learns() else []
         self.weights = [self._reading(slot) for slot in range(len(models))]
         spread = any(specs.wants_entropy(one) for one in passes)
         self._logprobs = [_blank([datum.targets.shape for datum in one.data]) for one in passes]
@@ -112,11 +111,11 @@ class Work:
         return Slopes(torch.cat([slopes[key] for key in keys]), steep)
 
     def finish(self) -> list[PassResult]:
-        """The results; only now do the models' gradients change."""
-        if not all(bool(torch.isfinite(pending.sum())) for pending in self._pending):
+        """The results; only now do the models have their gradients."""
+        if not all(bool(torch.isfinite(one.flat.sum())) for one in self._gathered):
             raise BadRequest("The gradient of this request is not finite; it was discarded.", _NOT_FINITE)
-        for model, pending in zip(self._models, self._pending, strict=False):
-            model.gradient.add_(pending)
+        for model, gathered in zip(self._models, self._gathered, strict=False):
+            model.take(gathered)
         return [
             PassResult(
                 logprobs=tuple(self._logprobs[number]),
@@ -125,6 +124,11 @@ class Work:
             )
             for number, one in enumerate(self._passes)
         ]
+
+    def abandon(self) -> None:
+        """Leave the models as they were before the run."""
+        for model, gathered in zip(self._models, self._gathered, strict=False):
+            model.refuse(gathered)
 
     def _loss(
         self, number: int, keys: Sequence[int], logprobs: Tensor, entropies: Tensor | None
@@ -179,18 +183,9 @@ class Work:
         """A model's adapter, with this run's gradient buffer where one is wanted."""
         model = self._models[slot]
         reading = model.weights()
-        if not self._pending:
+        if not self._gathered:
             return reading
-        return lora.Weights(reading.scale, reading.pairs, model.layout.pairs(self._pending[slot]), reading.stacks)
-
-
-def _cleared(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Zeros of the gradients' sizes; those of one size side by side in one memory, so that many are added at once."""
-    blocks = {
-        size: iter(gradients[0].new_zeros(count, size))
-        for size, count in Counter(len(one) for one in gradients).items()
-    }
-    return [next(blocks[len(one)]) for one in gradients]
+        return lora.Weights(reading.scale, reading.pairs, self._gathered[slot].pairs, reading.stacks)
 
 
 def _blank(shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
