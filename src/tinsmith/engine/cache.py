@@ -104,6 +104,7 @@ class Bank:
         """Rows that ever held something."""
         size = (shape.layers, self.most, shape.heads, kind.capacity, shape.width)
         self.keys, self.values = (torch.empty(size, dtype=shape.dtype, device=shape.device) for _ in range(2))
+        self._matrices = list(zip(self.keys.flatten(1, 2), self.values.flatten(1, 2), strict=True))
 
     @property
     def capacity(self) -> int:
@@ -112,6 +113,12 @@ class Bank:
     @property
     def full(self) -> bool:
         return len(self.rows) == self.most
+
+    def content(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Views of a layer's keys and values, a matrix for each row and head: [rows heads, capacity, width]."""
+        matrices = len(self.rows) * self.shape.heads
+        keys, values = self._matrices[layer]
+        return keys[:matrices], values[:matrices]
 
     def add(self, length: int) -> Row:
         """A row at the end, whose first `length` tokens the caller writes."""

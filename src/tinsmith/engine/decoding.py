@@ -22,38 +22,28 @@ class _Stems:
 
     bank: Bank
     readers: Tensor
-    """int64 [S M]: which row reads it as which of its readers; where there is none, any."""
+    """int64 [S Hkv M]: which row and head reads it as which of its readers; where there is none, any."""
     places: Tensor
-    """int64 [rows]: where each stands in `readers`; for a row that reads none of these, any."""
+    """int64 [rows Hkv]: where each stands in `readers`; for a row that reads none of these, any."""
     reads: Tensor | None
-    """[rows, 1, 1, 1]: 1 where a row reads one of these, else 0; None if all do."""
+    """[rows Hkv, 1, 1]: 1 where a row reads one of these, else 0; None if all do."""
     seen: Tensor
     """bool [rows, capacity]."""
 
-    @property
-    def most(self) -> int:
-        return len(self.readers) // len(self.bank.rows)
-
     def scores(self, layer: int, queries: Tensor) -> Tensor:
-        """queries [rows, Hkv, G, D] -> [rows, Hkv, G, capacity]; of no meaning where `seen` is false."""
-        found = torch.matmul(self._by_stem(queries), self.bank.keys[layer, : len(self.bank.rows)].mT)
-        return self._by_row(found, queries.shape[2])
+        """queries [rows Hkv, G, D] -> [rows Hkv, G, capacity]; of no meaning where `seen` is false."""
+        return self._product(queries, self.bank.content(layer)[0].mT)
 
     def values(self, layer: int, chances: Tensor) -> Tensor:
-        """chances [rows, Hkv, G, capacity] -> their sums of the values [rows, Hkv, G, D]; 0 for who reads none."""
-        found = torch.matmul(self._by_stem(chances), self.bank.values[layer, : len(self.bank.rows)])
-        rows = self._by_row(found, chances.shape[2])
-        return rows if self.reads is None else rows * self.reads
+        """chances [rows Hkv, G, capacity] -> their sums of the values [rows Hkv, G, D]; 0 for who reads none."""
+        found = self._product(chances, self.bank.content(layer)[1])
+        return found if self.reads is None else found * self.reads
 
-    def _by_stem(self, rows: Tensor) -> Tensor:
-        """[rows, Hkv, G, X] -> [S, Hkv, M G, X]."""
-        taken = rows.index_select(0, self.readers).unflatten(0, (-1, self.most))
-        return taken.transpose(1, 2).flatten(2, 3)
-
-    def _by_row(self, found: Tensor, group: int) -> Tensor:
-        """[S, Hkv, M G, X] -> [rows, Hkv, G, X]."""
-        apart = found.unflatten(2, (self.most, group)).transpose(1, 2).flatten(0, 1)
-        return apart.index_select(0, self.places)
+    def _product(self, rows: Tensor, matrices: Tensor) -> Tensor:
+        """rows [rows Hkv, G, X], matrices [S Hkv, X, Y] -> [rows Hkv, G, Y], the readers of a stem side by side."""
+        together = rows.index_select(0, self.readers).view(len(matrices), -1, rows.shape[2])
+        found = torch.bmm(together, matrices).view(len(self.readers), rows.shape[1], -1)
+        return found.index_select(0, self.places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,38 +51,37 @@ class _Slice:
     """One bank's part in a step: which of the step's tokens are its rows', and what each may see."""
 
     bank: Bank
-    tokens: Tensor
-    """int64 [rows of the bank]: place in the step of row 0, 1, …"""
+    tokens: slice | Tensor
+    """int64 [rows of the bank]: place in the step of row 0, 1, …; a slice where they stand there in this order."""
     at: Tensor
     """int64 [rows Hkv]: where each row's new token goes, among all places of a layer in the bank."""
     mask: Tensor
-    """Additive [rows, 1, 1, capacity and that of the stems]."""
+    """Additive [rows Hkv, 1, capacity and that of the stems]."""
     stems: tuple[_Stems, ...]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [B, Hq, D], key and value [B, Hkv, D] -> [rows, Hq, D]."""
-        banks = self.bank.keys[layer], self.bank.values[layer]
-        for bank, new in zip(banks, (key, value), strict=True):
-            bank.view(-1, bank.shape[-1]).index_copy_(0, self.at, new.index_select(0, self.tokens).flatten(0, 1))
-        # Query heads that share a key head stand as rows of one small matrix: [rows, Hkv, Hq / Hkv, D].
-        queries = query.index_select(0, self.tokens).unflatten(1, (key.shape[1], -1))
-        keys, values = (bank[: len(self.tokens)] for bank in banks)
+        keys, values = self.bank.content(layer)
+        for bank, new in ((keys, key), (values, value)):
+            bank.view(-1, bank.shape[-1]).index_copy_(0, self.at, new[self.tokens].flatten(0, 1))
+        mine = query[self.tokens]
+        # Query heads that share a key head stand as rows of one small matrix: [rows Hkv, Hq / Hkv, D].
+        queries = mine.reshape(len(keys), -1, mine.shape[-1])
         if query.device.type != "cpu":
-            return attend_once(queries, keys, values, self.mask.expand(-1, 1, queries.shape[2], -1), scale).flatten(
-                1, 2
-            )
-        return self._weighed(layer, queries * scale, keys, values).flatten(1, 2)
+            mask = self.mask[:, None].expand(-1, 1, queries.shape[1], -1)
+            return attend_once(queries[:, None], keys[:, None], values[:, None], mask, scale).reshape(mine.shape)
+        return self._weighed(layer, queries * scale, keys, values).view(mine.shape)
 
     def _weighed(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """Written out: with one new token to a row, the CPU's flash kernel takes more than twice as long. Rows are read
         up to their capacity, since a product over a part of each would first copy it."""
-        scores = torch.matmul(queries, keys.mT)
+        scores = torch.bmm(queries, keys.mT)
         if not self.stems:
-            return torch.matmul(scores.add_(self.mask).softmax(dim=-1), values)
+            return torch.bmm(scores.add_(self.mask).softmax(dim=-1), values)
         every = torch.cat([scores, *(one.scores(layer, queries) for one in self.stems)], dim=-1)
         widths = [self.bank.capacity, *(one.bank.capacity for one in self.stems)]
         own, *others = every.add_(self.mask).softmax(dim=-1).split(widths, dim=-1)
-        found = torch.matmul(own, values)
+        found = torch.bmm(own, values)
         for one, chances in zip(self.stems, others, strict=True):
             found += one.values(layer, chances)
         return found
@@ -112,9 +101,11 @@ class Cached:
         """query [1, Hq, B, D], key and value [1, Hkv, B, D] -> [1, B, Hq, D]."""
         query, key, value = (one[0].transpose(0, 1) for one in (query, key, value))
         found = [part.attend(layer, query, key, value, scale) for part in self._slices]
+        if len(found) == 1 and isinstance(self._slices[0].tokens, slice):
+            return found[0][None]
         output = torch.empty_like(query, memory_format=torch.contiguous_format)
         for part, rows in zip(self._slices, found, strict=True):
-            output.index_copy_(0, part.tokens, rows)
+            output[part.tokens] = rows
         return output[None]
 
     def advance(self) -> None:
@@ -132,13 +123,25 @@ def _slices(rows: Sequence[Row]) -> Iterator[_Slice]:
         stems = tuple(_stems(bank))
         seen = torch.arange(bank.capacity, device=device)[None] <= lengths[:, None]
         mask = additive(torch.cat([seen, *(one.seen for one in stems)], dim=1), bank.shape.dtype, device)
-        tokens = torch.tensor([places[id(row)] for row in bank.rows], device=device)
-        yield _Slice(bank, tokens, (first + lengths[:, None]).flatten(), mask[:, None, None], stems)
+        yield _Slice(
+            bank=bank,
+            tokens=_run([places[id(row)] for row in bank.rows], device),
+            at=(first + lengths[:, None]).flatten(),
+            mask=mask.repeat_interleave(heads, 0)[:, None],
+            stems=stems,
+        )
+
+
+def _run(places: Sequence[int], device: torch.device) -> slice | Tensor:
+    """As an index: a slice if each place follows the one before."""
+    start, stop = places[0], places[0] + len(places)
+    return slice(start, stop) if list(places) == list(range(start, stop)) else torch.tensor(places, device=device)
 
 
 def _stems(bank: Bank) -> Iterator[_Stems]:
     """The banks that a bank's rows go on from."""
-    device = bank.shape.device
+    device, heads = bank.shape.device, bank.shape.heads
+    each = torch.arange(heads, device=device)
     for stems in {id(row.stem.bank): row.stem.bank for row in bank.rows if row.stem is not None}.values():
         mine = [row.stem if row.stem is not None and row.stem.bank is stems else None for row in bank.rows]
         readers: list[list[int]] = [[] for _ in stems.rows]
@@ -146,14 +149,15 @@ def _stems(bank: Bank) -> Iterator[_Stems]:
             if stem is not None:
                 readers[stem.row].append(number)
         most = max(len(numbers) for numbers in readers)
-        at = {number: row * most + place for row, numbers in enumerate(readers) for place, number in enumerate(numbers)}
+        at = {number: (row, place) for row, numbers in enumerate(readers) for place, number in enumerate(numbers)}
+        whose, place = torch.tensor([at.get(number, (0, 0)) for number in range(len(mine))], device=device).T[..., None]
+        rows = torch.tensor([[*numbers, *[0] * (most - len(numbers))] for numbers in readers], device=device)
         lengths = torch.tensor([stem.length if stem is not None else 0 for stem in mine], device=device)[:, None]
+        reads = (lengths > 0).repeat_interleave(heads, 0)[:, None].to(bank.shape.dtype)
         yield _Stems(
             bank=stems,
-            readers=torch.tensor(
-                [[*numbers, *[0] * (most - len(numbers))] for numbers in readers], device=device
-            ).flatten(),
-            places=torch.tensor([at.get(number, 0) for number in range(len(mine))], device=device),
-            reads=None if None not in mine else (lengths > 0)[:, :, None, None].to(bank.shape.dtype),
+            readers=(rows[:, None] * heads + each[:, None]).flatten(),
+            places=((whose * heads + each) * most + place).flatten(),
+            reads=reads if None in mine else None,
             seen=torch.arange(stems.capacity, device=device)[None] < lengths,
         )

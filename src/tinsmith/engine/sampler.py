@@ -225,11 +225,11 @@ class TorchSampler:
 
     def _step(self) -> None:
         """One more token for everyone."""
-        self._running.sort(key=lambda answer: id(answer.ask.weights))
-        going = list(self._running)
-        for answer in reversed(going):  # the last rows of a bank leave first, so that none must move
+        for answer in reversed(self._running):  # the last rows of a bank leave first, so that none must move
             assert answer.row is not None
             answer.row = self._cache.ensure(answer.row, answer.left)
+        self._running.sort(key=_place)
+        going = list(self._running)
         rows = [answer.row for answer in going if answer.row is not None]
         self._shrink()
         placed = _placed([answer.ask.weights for answer in going])
@@ -279,6 +279,12 @@ class TorchSampler:
         self._shrink()
         for ask in asks_of(finished):
             ask.finish()
+
+
+def _place(answer: Answer) -> tuple[int, int, int]:
+    """In a step: adapters one after the other, and the rows of a bank as they stand in it."""
+    assert answer.row is not None
+    return id(answer.ask.weights), id(answer.row.bank), answer.row.row
 
 
 def _placed(weights: Sequence[lora.Weights | None]) -> list[lora.Placed]:
