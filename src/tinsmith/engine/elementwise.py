@@ -23,10 +23,15 @@ def rms_norm(inputs: Tensor, weight: Tensor, eps: float, inverse: Tensor | None 
     return _normed(inputs, weight, eps)[0]
 
 
+def angles(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cos and sin [1, T, D] of transformers, whose halves are alike, as `rotate` takes them: [1, T, 1, D], the left
+    half of sin negative."""
+    left, right = sin.to(dtype).chunk(2, dim=-1)
+    return cos.to(dtype)[..., None, :], torch.cat([-left, right], dim=-1)[..., None, :]
+
+
 def rotate(inputs: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of inputs [1, T, H, D] by cos and sin [1, T, D]; pairs are (i, i + D / 2)."""
-    half = inputs.shape[-1] // 2
-    cos, sin = (angle[..., None, :half].to(inputs.dtype) for angle in (cos, sin))
+    """Rotary position embedding of inputs [1, T, H, D] by what `angles` makes; pairs are (i, i + D / 2)."""
     if torch.is_grad_enabled() and inputs.requires_grad:
         return _Rotation.apply(inputs, cos, sin)  # type: ignore[no-any-return]
     return _rotated(inputs, cos, sin, 1)
@@ -65,12 +70,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 def _rotated(inputs: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
-    left, right = inputs.chunk(2, dim=-1)
-    output = torch.empty_like(inputs, memory_format=torch.contiguous_format)
-    into_left, into_right = output.chunk(2, dim=-1)
-    torch.mul(left, cos, out=into_left).addcmul_(right, sin, value=-direction)
-    torch.mul(right, cos, out=into_right).addcmul_(left, sin, value=direction)
-    return output
+    return (inputs * cos).addcmul_(inputs.roll(inputs.shape[-1] // 2, dims=-1), sin, value=direction)
 
 
 class _Rotation(torch.autograd.Function):

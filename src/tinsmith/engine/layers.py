@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from tinsmith.engine import attention, products
-from tinsmith.engine.elementwise import gated, rms_norm, rotate
+from tinsmith.engine.elementwise import angles, gated, rms_norm, rotate
 from tinsmith.engine.lora import LoraLinear
 from tinsmith.engine.models import BaseModel, probe
 
@@ -35,13 +35,13 @@ _MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
 class Shared:
-    """Projections that read one input, computed together."""
+    """Projections that read one input, computed together: [1, T, in] -> [T, out] of each."""
 
     def __init__(self, *linears: LoraLinear) -> None:
         self._projections, self._router = [linear.projection for linear in linears], linears[0].router
 
     def __call__(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        return products.project(inputs, self._projections, self._router.parts)
+        return products.project(inputs.squeeze(0), self._projections, self._router.parts)
 
 
 class Norm(nn.Module):
@@ -55,6 +55,18 @@ class Norm(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return rms_norm(inputs, self.weight, self.eps, self.inverse)
+
+
+class Rotary(nn.Module):
+    """The base's rotary embedding, its tables as `rotate` takes them: made once for all layers."""
+
+    def __init__(self, base: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.base, self.dtype = base, dtype
+
+    def forward(self, *inputs: Any, **settings: Any) -> tuple[Tensor, Tensor]:
+        cos, sin = self.base(*inputs, **settings)
+        return angles(cos, sin, self.dtype)
 
 
 class Attention(nn.Module):
@@ -72,7 +84,7 @@ class Attention(nn.Module):
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], context: attention.Context, **_: Any
     ) -> tuple[Tensor, None]:
         found = self._shared(hidden_states)
-        query, key, value = (one.unflatten(-1, (-1, self.width)) for one in found)  # [1, T, H, D]
+        query, key, value = (one.view(1, len(one), -1, self.width) for one in found)  # [1, T, H, D]
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = (rotate(one, *position_embeddings).transpose(1, 2) for one in (query, key))
@@ -90,7 +102,7 @@ class Mlp(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         gate, up = self._shared(inputs)
-        return self.down_proj(gated(gate, up))
+        return self.down_proj(gated(gate, up)[None])
 
 
 @torch.no_grad()
@@ -124,9 +136,11 @@ def _places(body: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     layers = sum(isinstance(module, Mlp) for _, _, module in known)
     norms = sum(isinstance(module, Norm) for _, _, module in known)
     attentions = sum(isinstance(module, Attention) for _, _, module in known)
+    rotary = dict(body.named_children()).get("rotary_emb")
     whole = layers and layers == attentions and norms == 2 * layers + 1
-    if whole and all(_same(parent.get_submodule(name), module) for parent, name, module in known):
+    if rotary and whole and all(_same(parent.get_submodule(name), module) for parent, name, module in known):
         yield from known
+        yield body, "rotary_emb", Rotary(rotary, next(body.parameters()).dtype)
 
 
 def _same(theirs: nn.Module, ours: nn.Module) -> bool:

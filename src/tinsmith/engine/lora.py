@@ -144,7 +144,7 @@ class LoraLinear(nn.Module):
         self.product, self.name, self.router = Fixed(base.weight.detach(), bias), name, router
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return products.project(inputs, [self.projection], self.router.parts)[0]
+        return products.project(inputs.squeeze(0), [self.projection], self.router.parts)[0][None]
 
     @property
     def projection(self) -> products.Projection:

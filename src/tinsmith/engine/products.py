@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from tinsmith.engine.crowd import Crowd, crowds
 from tinsmith.engine.fixed import Fixed
@@ -46,10 +47,15 @@ class Part:
 
     def add(self, inputs: Tensor, outputs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
         """Add s B A x to the outputs; returns A x of all projections side by side [positions, n rank]."""
-        narrow = inputs[self.start : self.stop] @ self.weights.stacked(names).T
-        for name, output, piece in zip(names, outputs, narrow.chunk(len(names), dim=1), strict=True):
-            output[self.start : self.stop].addmm_(piece, self.weights.pairs[name].b.T, alpha=self.weights.scale)
+        narrow = linear(self._mine(inputs), self.weights.stacked(names))
+        pieces = narrow.chunk(len(names), dim=1) if len(names) > 1 else (narrow,)
+        for name, output, piece in zip(names, outputs, pieces, strict=True):
+            self._mine(output).addmm_(piece, self.weights.pairs[name].b.T, alpha=self.weights.scale)
         return narrow
+
+    def _mine(self, rows: Tensor) -> Tensor:
+        """The adapter's of all rows; no view where it has them all, for a step of few rows makes thousands of views."""
+        return rows if self.stop - self.start == len(rows) else rows[self.start : self.stop]
 
     def add_back(
         self, into: Tensor, slopes: Sequence[Tensor], names: Sequence[str], inputs: Tensor | None, narrow: Tensor | None
@@ -81,11 +87,11 @@ def parts_of(placed: Sequence[Placed]) -> list[Part | Crowd]:
 
 
 def project(inputs: Tensor, shared: Sequence[Projection], parts: Parts) -> tuple[Tensor, ...]:
-    """inputs [1, T, in] -> [1, T, out] of each projection, with the adapters that have these projections."""
+    """inputs [T, in] -> [T, out] of each projection, with the adapters that have these projections."""
     mine = [part for part in parts if part.has(shared[0].name)]
     if torch.is_grad_enabled() and inputs.requires_grad:
         return _Products.apply(inputs, shared, mine)  # type: ignore[no-any-return]
-    return tuple(output[None] for output in _forward(inputs[0], shared, mine)[0])
+    return tuple(_forward(inputs, shared, mine)[0])
 
 
 def _forward(inputs: Tensor, shared: Sequence[Projection], parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
@@ -97,20 +103,20 @@ def _forward(inputs: Tensor, shared: Sequence[Projection], parts: Parts) -> tupl
 class _Products(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, shared: Sequence[Projection], parts: Parts) -> tuple[Tensor, ...]:
-        outputs, narrow = _forward(inputs[0], shared, parts)
+        outputs, narrow = _forward(inputs, shared, parts)
         trained = any(part.trains for part in parts)
         ctx.save_for_backward(*((inputs, *narrow) if trained else ()))
         ctx.shared, ctx.parts = shared, parts
-        return tuple(output[None] for output in outputs)
+        return tuple(outputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        slopes, names = [slope[0] for slope in grads], [one.name for one in ctx.shared]
-        result = ctx.shared[0].product.back(slopes[0])
-        for slope, one in zip(slopes[1:], ctx.shared[1:], strict=True):
+        names = [one.name for one in ctx.shared]
+        result = ctx.shared[0].product.back(grads[0])
+        for slope, one in zip(grads[1:], ctx.shared[1:], strict=True):
             result = one.product.back(slope, onto=result)
         saved = ctx.saved_tensors
         for number, part in enumerate(ctx.parts):
-            inputs, narrow = (saved[0][0], saved[1 + number]) if saved else (None, None)
-            part.add_back(result, slopes, names, inputs, narrow)
-        return result[None], None, None
+            inputs, narrow = (saved[0], saved[1 + number]) if saved else (None, None)
+            part.add_back(result, grads, names, inputs, narrow)
+        return result, None, None
