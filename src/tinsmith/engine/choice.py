@@ -60,7 +60,7 @@ def choose(logits: Tensor, rules: Sequence[Rule], uniforms: Sequence[float]) -> 
     best = logits[greedy].argmax(dim=1) if greedy else None
     asked = [row for row, rule in enumerate(rules) if rule.tops]
     logprobs = dict(zip(asked, torch.log_softmax(logits[asked], dim=1), strict=True)) if asked else {}
-    chances = logits.sub_(logits.amax(dim=1, keepdim=True)).exp_()
+    chances = torch.softmax(logits, dim=1, out=logits)
     where = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
     tokens, totals = _invert(chances, where)
     narrow = [row for row, rule in enumerate(rules) if rule.narrowed]
