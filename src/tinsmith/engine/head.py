@@ -2,9 +2,9 @@
 
 Logits are float32, and so is the log-softmax: the product sums in float32 (where the base is bfloat16, its values are
 bfloat16 and so is what multiplies them; only the sums are wider). The forward serves every target. Where a gradient may
-come, it keeps the row's probabilities in the base's dtype, for the backward to start from; other rows cost nothing
-then. The softmax is made in the logits' own memory, for 25 MB of fresh pages cost more than what is computed in them.
-Entropies are of the whole softmax, from the same block.
+come, it keeps the row's probabilities in the base's dtype, for the backward to start from; rows that learn stand in
+blocks of their own, and others cost nothing then. The softmax is made in the logits' own memory, for 31 MB of fresh
+pages cost more than what is computed in them. Entropies are of the whole softmax, from the same block.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinsmith.engine.batch import runs
 from tinsmith.engine.fixed import Fixed
 from tinsmith.engine.lora import HEAD, Placed, Weights
 
-ROWS = 128
-"""Rows of logits at once: 25 MB for a vocabulary of 49,152, which stays in the cache of a CPU."""
+ROWS = 160
+"""Rows of logits at once: 31 MB for a vocabulary of 49,152, which stays in the cache of a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,23 +109,27 @@ class Head:
         result = torch.empty(len(targets.at), device=hidden.device)
         spread = torch.zeros(len(hidden), device=hidden.device) if entropies else None
         kept: list[Kept] = []
-        for block in self.blocks(hidden, placed):
-            rows = slice(block.first, block.first + len(block.logits))
-            bounds = torch.tensor([rows.start, rows.stop], device=hidden.device)
-            low, high = torch.searchsorted(targets.at, bounds).tolist()
+        blocks = list(_blocks(len(hidden), learning, hidden.device))
+        at, order = _in_order(targets, torch.cat([rows for rows, _ in blocks]))
+        first = 0
+        for rows, learns in blocks:
+            low, high = torch.searchsorted(at, torch.tensor([first, first + len(rows)], device=at.device)).tolist()
+            row, mine = at[low:high] - first, order[low:high]
+            first += len(rows)
             if low == high:
                 continue
-            at, ids = targets.at[low:high] - rows.start, targets.ids[low:high]
-            picked, top = block.logits[at, ids], block.logits.amax(1)
-            surprise = block.logits - top[:, None] if spread is not None else None
-            chances = torch.softmax(block.logits, 1, out=block.logits)
+            under = _among(placed, rows)
+            logits = self._logits(hidden[rows], under)
+            picked, top = logits[row, targets.ids[mine]], logits.amax(1)
+            surprise = logits - top[:, None] if spread is not None else None
+            chances = torch.softmax(logits, 1, out=logits)
             totals = chances.amax(1).log_().neg_()  # the greatest is 1 / sum(exp(logit - top))
-            result[low:high] = picked - (top + totals)[at]
+            result[mine] = picked - (top + totals)[row]
             if spread is not None and surprise is not None:
                 spread[rows] = totals - surprise.mul_(chances).sum(1)
-            if learning is not None:
-                kept += _keep(block, learning[rows], chances, hidden.dtype)
-            del block, chances, surprise  # the next block is made in the same memory
+            if learns:
+                kept.append(Kept(under, rows, chances.to(hidden.dtype)))
+            del logits, chances, surprise  # the next block is made in the same memory
         return Scored(result, spread, kept)
 
     @torch.no_grad()
@@ -191,19 +194,27 @@ def _back(hidden: Tensor, weight: Tensor, block: Kept, slope: Tensor) -> Tensor:
     return result
 
 
-def _keep(block: Block, learning: Tensor, chances: Tensor, dtype: torch.dtype) -> Iterator[Kept]:
-    """What the backward of a block needs, if any of its rows learns; copies, for the block is written over."""
-    learns = learning.nonzero()[:, 0]
-    if not len(learns):
-        return
-    mine, at = chances.new_empty(len(learns), chances.shape[1], dtype=dtype), 0
-    for start, stop in runs(learns.cpu().numpy()):  # faster than by index
-        mine[at : at + stop - start] = chances[start:stop]
-        at += stop - start
-    edges = torch.tensor([[start, stop] for _, start, stop in block.placed], device=learns.device).reshape(-1, 2)
-    found = torch.searchsorted(learns, edges).tolist()
-    placed = tuple((weights, low, high) for (weights, _, _), (low, high) in zip(block.placed, found, strict=True))
-    yield Kept(placed, learns + block.first, mine)
+def _blocks(count: int, learning: Tensor | None, device: torch.device) -> Iterator[tuple[Tensor, bool]]:
+    """The positions below `count` in blocks (int64 [R], rising), and whether they learn: first those that do."""
+    learns = torch.zeros(count, dtype=torch.bool, device=device) if learning is None else learning
+    for rows, whether in ((learns.nonzero()[:, 0], True), ((~learns).nonzero()[:, 0], False)):
+        if len(rows):
+            yield from ((block, whether) for block in rows.tensor_split(-(-len(rows) // ROWS)))
+
+
+def _in_order(targets: Targets, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Where in `rows`, an order of all positions, each target stands, rising; and which target that is."""
+    place = torch.empty_like(rows)
+    place[rows] = torch.arange(len(rows), device=rows.device)
+    at = place[targets.at].sort(stable=True)
+    return at.values, at.indices
+
+
+def _among(placed: Sequence[Placed], rows: Tensor) -> tuple[Placed, ...]:
+    """The adapters of some positions (int64 [R], rising), by index in `rows`."""
+    edges = torch.tensor([[start, stop] for _, start, stop in placed], device=rows.device).reshape(-1, 2)
+    found = zip(placed, torch.searchsorted(rows, edges).tolist(), strict=True)
+    return tuple((weights, low, high) for (weights, _, _), (low, high) in found if low < high)
 
 
 def _clipped(placed: Sequence[Placed], start: int, stop: int) -> Iterator[Placed]:
