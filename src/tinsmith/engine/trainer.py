@@ -2,7 +2,7 @@
 
 A run goes: rows of all passes -> micro-batches of packed tokens -> hidden states (with a graph only where a gradient is
 wanted) -> logprobs of every target -> each pass's loss and its gradient in the logprobs -> back through head and body
-into each model's gradient. Gradients of a run reach a model only when the whole run went well; if it did not, its
+into each model's gradient. Gradients of a run count only when the whole run went well; if it did not, its
 passes are run again one by one, so that one bad request fails alone. Between micro-batches the sampler has its turn.
 """
 
