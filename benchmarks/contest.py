@@ -117,27 +117,26 @@ def in_turns(
     theirs: Callable[[], object],
     turns: int,
     warm_up: int = 1,
-    between: Callable[[], object] | None = None,
+    between: Callable[[], object] = lambda: None,
 ) -> Contest:
     """Both `warm_up` times, then `turns` of each, changing who goes first; `between` after each, and not timed."""
-    rest = between or (lambda: None)
     for _ in range(warm_up):
         for side in (ours, theirs):
             side()
-            rest()
-    found = rotate({"ours": ours, "theirs": theirs}, turns, rest)
+            between()
+    found = rotate({"ours": ours, "theirs": theirs}, turns, between)
     return Contest(found["ours"], found["theirs"])
 
 
 def rotate(
-    sides: Mapping[str, Callable[[], object]], turns: int, rest: Callable[[], object] = lambda: None
+    sides: Mapping[str, Callable[[], object]], turns: int, between: Callable[[], object] = lambda: None
 ) -> dict[str, list[float]]:
-    """Seconds of each side for each turn; forwards in one turn, backwards in the next; `rest` after each, untimed."""
+    """Seconds of each side for each turn; forwards in one turn, backwards in the next; `between` after each."""
     found: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(turns):
         for name in list(sides) if turn % 2 == 0 else reversed(list(sides)):
             found[name].append(timed(sides[name]))
-            rest()
+            between()
     return found
 
 

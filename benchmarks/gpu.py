@@ -175,7 +175,7 @@ def speed(shape: Shape, turns: int) -> list[Line]:
     theirs = Baseline(model, RANK)
     peft = "transformers (SDPA) + PEFT, padded rows of 8"
     contest = in_turns(shape.settled(train), shape.settled(lambda: theirs.train(work.rows, work.prompts)), turns)
-    rates = [peak_rates(ours, shape.device) for _ in contest.ours_s]
+    rates = [peak_rates(ours) for _ in contest.ours_s]
     lines = [
         contest.line(f"{shape.name}: GRPO batch of {work.name}, bfloat16", peft, 3.0, 4.5, work.tokens),
         replace(share(ours, work, contest.ours_s, rates), work=f"{shape.name}: share of the matmul peak"),

@@ -49,7 +49,7 @@ def main() -> None:
     if arguments.into:
         _measure(arguments)
         return
-    results = RESULTS / arguments.name
+    results = RESULTS / (arguments.name or ("speed" if arguments.dtype == "bfloat16" else f"speed-{arguments.dtype}"))
     found = table.read(results)
     failed = []
     for part in arguments.only or PARTS:
@@ -75,7 +75,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=MODEL, help="a hub id, a folder or a GGUF file")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of both sides")
     parser.add_argument("--turns", type=int, default=3, help="of long work; what is short has more")
-    parser.add_argument("--name", default="speed", help="of the files in benchmarks/results")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of both sides' base")
+    parser.add_argument("--name", help="of the files in benchmarks/results: speed, or speed-float32")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
@@ -86,6 +87,7 @@ def _apart(part: str, arguments: argparse.Namespace) -> list[Line] | None:
         into = Path(scratch) / "lines.json"
         command = [sys.executable, "-m", "benchmarks.speed", "--only", part, "--into", str(into)]
         command += ["--model", arguments.model, "--threads", str(arguments.threads), "--turns", str(arguments.turns)]
+        command += ["--dtype", arguments.dtype]
         environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads)}
         try:
             done = subprocess.run(command, env=environment, check=False, timeout=PART_S)
@@ -107,13 +109,13 @@ def _measure(arguments: argparse.Namespace) -> None:
 
     torch.set_num_threads(arguments.threads)
     folder = Path(locate(arguments.model).folder)
-    setting = Setting(folder=folder, threads=arguments.threads, turns=arguments.turns)
+    setting = Setting(folder=folder, threads=arguments.threads, turns=arguments.turns, dtype=arguments.dtype)
     lines: Sequence[Line] = importlib.import_module(PARTS[arguments.only[0]]).measure(setting)
     arguments.into.write_text(json.dumps([asdict(line) for line in lines]))
 
 
 def _machine(arguments: argparse.Namespace) -> str:
-    return f"{arguments.model}, {arguments.threads} threads, {table.machine()}"
+    return f"{arguments.model}, {arguments.dtype}, {arguments.threads} threads, {table.machine()}"
 
 
 if __name__ == "__main__":

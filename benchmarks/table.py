@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
 from benchmarks.contest import Line
 
 TITLE = "Speed (`make bench`, `benchmarks/speed.py`)"
@@ -56,7 +58,8 @@ def write(results: Path, parts: Mapping[str, Part], order: Sequence[str], title:
 def machine() -> str:
     """What it ran on."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
-    return f"{os.cpu_count()} CPU cores, {platform.machine()}, {packages}"
+    instructions = torch.backends.cpu.get_cpu_capability()
+    return f"{os.cpu_count()} CPU cores, {platform.machine()} with {instructions}, {packages}"
 
 
 def row(line: Line) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -15,6 +16,8 @@ pytest_plugins = ["tests.conformance.summary"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Clients outlive the servers of their tests, and would tell the terminal so, between tests, until the process ends.
+logging.getLogger("tinker.lib.internal_client_holder").addHandler(logging.NullHandler())
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

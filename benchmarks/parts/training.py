@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from benchmarks.baseline import Baseline, load
-from benchmarks.contest import Contest, Line, Setting, rotate, timed
+from benchmarks.contest import Contest, Line, Setting, in_turns, rotate, timed
 from benchmarks.ours import Ours
 from benchmarks.workloads import Batch, grpo
 from tinsmith.engine import batch
@@ -38,28 +38,51 @@ PEFT = "transformers + PEFT, padded rows of 8"
 
 
 def measure(setting: Setting) -> list[Line]:
-    """Shared prompts, different prompts; in bfloat16 the share of the peak too."""
-    shared, different, small = grpo(), grpo(shared=False), grpo(groups=1)
-    ours, theirs = Ours(setting), Baseline(load(setting), RANK)
+    """Shared prompts, different prompts, and the share of the peak."""
+    shared, different = grpo(), grpo(shared=False)
+    ours, theirs = _sides(setting)
+    peaks: list[dict[tuple[int, int], float]] = []
+    sides = {
+        "shared": lambda: _train(ours, shared),
+        "theirs": lambda: theirs.train(shared.rows, shared.prompts),
+        "different": lambda: _train(ours, different),
+        "peak": lambda: peaks.append(peak_rates(ours)),
+    }
+    found = rotate(sides, setting.turns)
+    contest = Contest(found["different"], found["theirs"])
+    lines = [
+        _shared_line(setting, shared, Contest(found["shared"], found["theirs"])),
+        contest.line(f"the same with {different.name}", PEFT, 1.8, 2.3, different.tokens),
+        share(ours, shared, found["shared"], peaks),
+    ]
+    ours.close()
+    return lines
+
+
+def shared_alone(setting: Setting) -> list[Line]:
+    """The line of shared prompts and no other."""
+    shared = grpo()
+    ours, theirs = _sides(setting)
+    contest = in_turns(
+        lambda: _train(ours, shared), lambda: theirs.train(shared.rows, shared.prompts), setting.turns, warm_up=0
+    )
+    ours.close()
+    return [_shared_line(setting, shared, contest)]
+
+
+def _sides(setting: Setting) -> tuple[Ours, Baseline]:
+    """Warm: both have trained a group."""
+    ours, theirs, small = Ours(setting), Baseline(load(setting), RANK), grpo(groups=1)
     ours.create("bench", RANK)
     _train(ours, small)
     theirs.train(small.rows, small.prompts)
-    sides = {"shared": lambda: _train(ours, shared), "theirs": lambda: theirs.train(shared.rows, shared.prompts)}
-    exact = setting.dtype == "float32"
-    peaks: list[dict[tuple[int, int], float]] = []
-    if not exact:
-        sides |= {"different": lambda: _train(ours, different), "peak": lambda: peaks.append(peak_rates(ours))}
-    found = rotate(sides, setting.turns)
-    work = f"GRPO batch of {shared.name}, {setting.dtype}"
-    promise = {"least": 3.0, "aim": 4.0 if exact else 4.5, "tokens": shared.tokens}
-    lines = [Contest(found["shared"], found["theirs"]).line(work, PEFT, **promise)]
-    if not exact:
-        contest = Contest(found["different"], found["theirs"])
-        work = f"the same with {different.name}"
-        lines.append(contest.line(work, PEFT, 1.8, 2.3, different.tokens))
-        lines.append(share(ours, shared, found["shared"], peaks))
-    ours.close()
-    return lines
+    return ours, theirs
+
+
+def _shared_line(setting: Setting, work: Batch, contest: Contest) -> Line:
+    """What is promised depends on the dtype."""
+    aim = 4.0 if setting.dtype == "float32" else 4.5
+    return contest.line(f"GRPO batch of {work.name}, {setting.dtype}", PEFT, 3.0, aim, work.tokens)
 
 
 def _train(ours: Ours, work: Batch) -> None:
@@ -129,11 +152,12 @@ def _shapes(ours: Ours) -> dict[str, tuple[int, int]]:
 
 
 @torch.no_grad()
-def peak_rates(ours: Ours, device: str = "cpu") -> dict[tuple[int, int], float]:
-    """FLOP/s of each shape's product at a micro-batch's height: the best of five."""
+def peak_rates(ours: Ours) -> dict[tuple[int, int], float]:
+    """FLOP/s of each shape's product at a micro-batch's height, where and as the base is: the best of five."""
     found = {}
+    device, dtype = ours.engine.card.device, getattr(torch, ours.engine.card.dtype)
     for height, width in weight_flops(ours):
-        left, right = (torch.randn(rows, width, device=device).bfloat16() for rows in (HEIGHT, height))
+        left, right = (torch.randn(rows, width, device=device, dtype=dtype) for rows in (HEIGHT, height))
         fixed = Fixed(right).order(back=False)
 
         def product(left: torch.Tensor = left, fixed: Fixed = fixed) -> None:

@@ -75,7 +75,7 @@ def test_both_batches_have_the_same_lengths_and_only_one_shares():
 @pytest.mark.parametrize("part", [agreement, sharing, switching, tenants])
 def test_a_part_runs(part: object, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sharing, "TOKENS", 8)
-    lines = part.measure(Setting(folder=tiny_llama, threads=1, turns=1))  # type: ignore[attr-defined]
+    lines = part.measure(Setting(folder=tiny_llama, threads=1, turns=1, dtype="float32"))  # type: ignore[attr-defined]
     assert lines
     assert all(line.values for line in lines)
 

@@ -42,3 +42,12 @@ def test_matrices_are_ordered_where_there_is_room_for_them_twice(tiny_llama: Pat
     assert not any(one.ordered for one in products)
     hardware.order(base, hardware.SHARE * size)
     assert all(one.ordered for one in products)
+
+
+def test_where_the_processor_cannot_order_bfloat16_it_is_left_plain_and_float32_is_ordered(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
+    weight = torch.randn(48, 80)
+    assert not Fixed(weight.bfloat16()).order().ordered
+    assert Fixed(weight).order().ordered == torch.backends.mkldnn.is_available()

@@ -26,7 +26,7 @@ class Fixed:
 
     def order(self, *, back: bool = True) -> Fixed:
         """The same matrix, ordered if that is of use here; `back` is whether it will be asked for the way back."""
-        useful = self.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        useful = self.device.type == "cpu" and _can_order(self.dtype)
         if useful and not self.ordered:
             plain, self.ordered = self._weight, True
             self._weight = torch.ops.mkldnn._reorder_linear_weight(plain, ROWS)
@@ -47,3 +47,10 @@ class Fixed:
         if onto is None:
             return torch.ops.mkldnn._linear_pointwise(slopes, self._back, None, "none", [], "")
         return torch.ops.mkldnn._linear_pointwise.binary(slopes, onto, self._back, None, "add")
+
+
+def _can_order(dtype: torch.dtype) -> bool:
+    """Whether oneDNN is there and, for bfloat16, the processor's instructions too (AVX2 alone does not do)."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
