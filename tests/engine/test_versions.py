@@ -69,6 +69,42 @@ def test_nothing_that_happens_to_a_model_shows_in_its_versions(
     wait(main())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_steps_leave_alone_what_a_written_version_is_read_from(
+    engine_of: Any, wait: Any, tmp_path: Path, model_id: str, dtype: str
+) -> None:
+    engine = engine_of("llama", dtype=dtype)
+
+    async def main() -> None:
+        await engine.create(model_id, LoraSpec(rank=4, seed=1))
+        await train(engine, model_id, 0)
+        await engine.capture(model_id, "one")
+        copies = [tensor.clone() for tensor in tensors(engine, "one")]
+        await train(engine, model_id, 1)
+        await engine.persist("one", tmp_path / "one")
+        for number in (2, 3):
+            await engine.capture(model_id, f"v{number}")
+            await train(engine, model_id, number)
+            await engine.detach(f"v{number}")
+        assert all(equal(left, right) for left, right in zip(tensors(engine, "one"), copies, strict=True))
+        await engine.detach("one")
+
+    wait(main())
+
+
+def test_a_step_without_a_gradient_still_moves_by_its_moments(engine: Any, wait: Any, model_id: str) -> None:
+    async def main() -> None:
+        await engine.create(model_id, LoraSpec(rank=4, seed=1))
+        await train(engine, model_id, 0)
+        master = engine.trainer._models[model_id].master.detach()
+        before = master.clone()
+        metrics = await engine.step(model_id, AdamParams(learning_rate=0.05, grad_clip_norm=1.0))
+        assert metrics["grad_norm"] == 0
+        assert not equal(before, engine.trainer._models[model_id].master.detach())
+
+    wait(main())
+
+
 def test_a_capture_copies_nothing(engine: Any, wait: Any, model_id: str) -> None:
     async def main() -> None:
         await engine.create(model_id, LoraSpec(rank=4, seed=1))

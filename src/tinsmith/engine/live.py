@@ -17,7 +17,8 @@ from tinsmith.engine.base import AdamParams
 class Captured:
     """An adapter at one moment: its layout, float32 master [size], and the reading of it that passes are made with.
 
-    The master's memory is the model's again when this is forgotten; the reading may be kept.
+    The master's memory is the model's again when nobody reads it: when this is forgotten, and in float32, where the
+    reading is the master itself, the reading too.
     """
 
     layout: lora.Layout
@@ -51,7 +52,7 @@ class Model:
         """A master that nobody reads any more: fresh memory of that size takes four times as long to fill."""
 
     def weights(self) -> lora.Weights:
-        """The adapter as of the last step; nothing changes it later."""
+        """The adapter as of the last step; in float32 it is the master itself."""
         if self._weights is None:
             self._weights = lora.weights_of(self.layout, self.master.detach(), self.dtype)
         return self._weights
@@ -87,9 +88,7 @@ class Model:
         """AdamW with decoupled decay, then a clean gradient. Returns the gradient's norm before clipping."""
         self._leave_captured()
         self.master.grad = self.gradient
-        norm = torch.nn.utils.get_total_norm([self.gradient])
-        if adam.grad_clip_norm > 0:
-            torch.nn.utils.clip_grads_with_norm_([self.master], adam.grad_clip_norm, norm)
+        norm = self._clipped(adam.grad_clip_norm)
         self.optimizer.param_groups[0].update(
             lr=adam.learning_rate,
             betas=(adam.beta1, adam.beta2),
@@ -97,11 +96,21 @@ class Model:
             weight_decay=adam.weight_decay,
         )
         self.optimizer.step()
-        self.gradient.zero_()
-        self._clean = True
+        if not self._clean:
+            self.gradient.zero_()
+            self._clean = True
         self._weights = None
         self.weights()  # now, so that a capture takes no time; the next pass wants it anyway
-        return {"grad_norm": float(norm)}
+        return {"grad_norm": norm}
+
+    def _clipped(self, most: float) -> float:
+        """The gradient's norm; a longer one is then cut to `most`, if that is not 0."""
+        if self._clean:
+            return 0.0
+        norm = torch.nn.utils.get_total_norm([self.gradient])
+        if most > 0:
+            torch.nn.utils.clip_grads_with_norm_([self.master], most, norm)
+        return float(norm)
 
     def _leave_captured(self) -> None:
         """Go on in memory that no captured version reads."""
@@ -109,7 +118,8 @@ class Model:
             return
         left = self.master.data
         self.master.data = (self._spare.pop() if self._spare else torch.empty_like(left)).copy_(left)
-        weakref.finalize(self._captured, self._spare.append, left)
+        reader = self._captured.weights if self.dtype == torch.float32 else self._captured
+        weakref.finalize(reader, self._spare.append, left)
         self._captured = None
 
     def moments(self) -> adapters.Moments:

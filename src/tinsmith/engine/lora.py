@@ -83,7 +83,7 @@ class Layout:
         return flat
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Weights:
     """An adapter as a pass reads it: pairs in the base's dtype (the head's in float32), and where gradients go."""
 
@@ -104,7 +104,12 @@ class Weights:
 
 
 def weights_of(layout: Layout, master: Tensor, dtype: torch.dtype) -> Weights:
-    """A frozen reading of `master` (float32 [size]) of this moment; copies, so that later steps don't show."""
+    """A reading of `master` (float32 [size]) of this moment: rounded copies, so that later steps don't show.
+
+    In float32 it is the master itself, which must stay as it is while the reading is in use.
+    """
+    if dtype == torch.float32:
+        return Weights(layout.scale, layout.pairs(master))
     body, head = master[: layout.body_size].to(dtype, copy=True), master[layout.body_size :].clone()
     return Weights(layout.scale, layout.halves(body, head))
 
