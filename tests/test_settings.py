@@ -83,6 +83,7 @@ def test_environment_variables_are_read_with_their_defaults(run_file, monkeypatc
         ("stepz: 3", "run.yaml: there is no key 'stepz'. Did you mean 'steps'?"),
         ("model: {rnk: 3}", "run.yaml: there is no key 'model.rnk'. Did you mean 'model.rank'?"),
         ("rank: 3", "run.yaml: there is no key 'rank'. Did you mean 'model.rank'?"),
+        ("sizee: 3", "run.yaml: there is no key 'sizee'. Did you mean 'source.size'?"),
         ("zzz: 3", "run.yaml: there is no key 'zzz'. Known here: model, more, options, source, steps."),
         ("source: {type: sums, siz: 2}", "run.yaml: there is no key 'source.siz'. Did you mean 'source.size'?"),
         ("more: [{type: sums, siz: 2}]", "run.yaml: there is no key 'more.0.siz'. Did you mean 'more.0.size'?"),

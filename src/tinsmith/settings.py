@@ -175,16 +175,17 @@ def _no_such_type(key: str, fault: ErrorDetails) -> str:
 
 
 def _cure(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[BaseModel]]) -> str:
-    """The nearest name beside the misspelt one; else the place where such a key is known; else all that is known."""
+    """The nearest name beside the misspelt one; else the nearest at another place; else all that is known."""
     known = sorted({name for one in parents for name in one.model_fields})
     near = get_close_matches(parts[-1], known, n=1)
     if near:
         return f"Did you mean '{'.'.join([*parts[:-1], near[0]])}'?"
-    elsewhere = [path for path in _paths(kind) if path.rpartition(".")[2] == parts[-1]]
-    if ".".join(parts) in elsewhere:
+    paths = list(_paths(kind))
+    if ".".join(parts) in paths:
         return f"It belongs to another type; this one knows: {', '.join(known)}."
-    if elsewhere:
-        return f"Did you mean '{elsewhere[0]}'?"
+    elsewhere = {path.rpartition(".")[2]: path for path in sorted(paths, key=lambda path: path.count("."))[::-1]}
+    if far := get_close_matches(parts[-1], elsewhere, n=1, cutoff=0.8):
+        return f"Did you mean '{elsewhere[far[0]]}'?"
     return f"Known here: {', '.join(known)}."
 
 
