@@ -34,7 +34,10 @@ def round_products(dtype: torch.dtype) -> None:
 
 def order(base: BaseModel, free: int) -> None:
     """On a CPU, bring the matrices of an adapted base into the order that products like to read, where the room for
-    them a second time is a small part of the `free` bytes."""
+    them a second time is a small part of the `free` bytes; float32 ones with AVX-512 alone, for with AVX2 a pass is
+    1.05 to 1.1 times as fast without."""
+    if base.dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return
     products = [module.product for module in base.model.modules() if isinstance(module, LoraLinear)]
     if sum(one.shape.numel() * one.dtype.itemsize for one in products) * SHARE <= free:
         for one in products:
