@@ -85,7 +85,7 @@ def serve(
     api_key
         The server's own key, tml-…; without it, on loopback, one is made and kept there. More: tinsmith keys.
     dtype
-        Of the base models; auto is bfloat16 where the hardware is fast at it.
+        Of the base models; auto is bfloat16 on GPUs and CPUs that are fast at it (AVX512-BF16, AMX), else float32.
     device
         auto is a GPU if there is one.
     sampler

@@ -57,7 +57,7 @@ class ServeConfig(Settings):
     """How that vLLM is started; read where sampler is vllm."""
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the base models; auto is bfloat16 where the hardware is fast at it."""
+    """Of the base models; auto is bfloat16 on GPUs and CPUs that are fast at it (AVX512-BF16, AMX), else float32."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the tensors live; auto is a GPU if there is one."""
