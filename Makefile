@@ -32,7 +32,7 @@ $(VLLM)/.installed: constraints-vllm.txt
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --requirement constraints-vllm.txt
 	touch $@
 
-demo: install  ## train SmolLM2-135M to add two-digit numbers and show it: at most 10 minutes on 2 cores
+demo: install  ## train SmolLM2-135M to add two-digit numbers and show it: 10 to 15 minutes on 2 cores
 	$(BIN)/tinsmith demo
 
 gsm8k: install  ## train SmolLM2 by both of Trinity-RFT's files on GSM8K and draw the curves: make gsm8k DATA=FOLDER
