@@ -11,7 +11,7 @@ from tinsmith.engine import specs
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake import FakeEngine
-from tinsmith.engine.fakemath import scored
+from tinsmith.engine.fakelosses import scored
 from tinsmith.engine.losses import Targets, objective
 from tinsmith.errors import Gone
 

@@ -1,9 +1,7 @@
 """An engine in arithmetic: numpy alone, no torch, no download, ready at once. For tests and for trying the service.
 
-It is a bigram model. The hidden state of a position is a fixed random vector of its token, logits are a fixed random
-matrix times that vector, and a LoRA adapter (A from the seed, B zero) adds to the matrix. So losses, gradients, AdamW,
-seeds, versions and files are all real and deterministic; only the language is not. Token id 2 ends a sequence. A source
-that is a folder lends its tokenizer for stop strings; without one a token spells the character of its id.
+Its language is a bigram model (`fakemodel`) under LoRA adapters (A from the seed, B zero). So losses, gradients, AdamW,
+seeds, versions and files are all real and deterministic; only the language is not.
 
 Passes are computed datum by datum, so what is packed beside a request never changes its result.
 """
@@ -11,15 +9,12 @@ Passes are computed datum by datum, so what is packed beside a request never cha
 from __future__ import annotations
 
 import asyncio
-import json
-import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
-from tokenizers import Tokenizer
 
 from tinsmith.engine.base import (
     AdamParams,
@@ -29,21 +24,16 @@ from tinsmith.engine.base import (
     ModelCard,
     Pass,
     PassResult,
-    Piece,
     Sampled,
-    SampledSequence,
     SampleRequest,
-    TopK,
 )
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fakefiles import Weights, read_folder, write_folder
-from tinsmith.engine.fakemath import Scored, draw, normalized, scored, topk, uploaded
+from tinsmith.engine.fakelosses import Scored, scored, uploaded
+from tinsmith.engine.fakemodel import HIDDEN, Bigram, entropies_of
+from tinsmith.engine.fakesampling import Reply
 from tinsmith.engine.specs import CUSTOM
 from tinsmith.errors import BadRequest, EngineError, Gone, TinsmithError
-
-HIDDEN = 16
-ROWS = 256
-"""Positions whose logits are in memory at once."""
 
 
 @dataclass(slots=True)
@@ -62,28 +52,10 @@ class _Model:
 
 
 class FakeEngine:
-    """Engine in full. A source that is a folder with a config.json lends its vocabulary size and tokenizer."""
+    """Engine in full."""
 
     def __init__(self, config: EngineConfig) -> None:
-        folder = Path(config.source)
-        vocab, eos = 512, (2,)
-        if (folder / "config.json").is_file():
-            vocab = int(json.loads((folder / "config.json").read_text())["vocab_size"])
-        self._card = ModelCard(
-            source=config.source,
-            tokenizer=str(folder.resolve()) if folder.is_dir() else config.source,
-            arch="fake",
-            vocab_size=vocab,
-            context_length=32768,
-            eos_token_ids=eos,
-            dtype="float32",
-            device="cpu",
-        )
-        rng = np.random.default_rng(zlib.crc32(config.source.encode()))
-        self._embed = rng.standard_normal((vocab, HIDDEN), dtype=np.float32)
-        self._out = rng.standard_normal((vocab, HIDDEN), dtype=np.float32) * np.float32(0.5)
-        words = folder / "tokenizer.json"
-        self._spell = _speller(Tokenizer.from_file(str(words)) if words.is_file() else None)
+        self._bigram = Bigram(config.source)
         self._models: dict[str, _Model] = {}
         self._versions: dict[str, Weights | Path] = {}
         self._sampling: set[str] = set()
@@ -91,7 +63,7 @@ class FakeEngine:
     @property
     def card(self) -> ModelCard:
         """What is loaded."""
-        return self._card
+        return self._bigram.card
 
     async def close(self) -> None:
         """Forget everything."""
@@ -105,7 +77,7 @@ class FakeEngine:
         rng = np.random.default_rng(lora.seed & (2**64 - 1))
         bound = np.sqrt(3.0 / HIDDEN)
         a = rng.uniform(-bound, bound, (lora.rank, HIDDEN)).astype(np.float32)
-        b = np.zeros((self._card.vocab_size, lora.rank), dtype=np.float32)
+        b = np.zeros((self._bigram.card.vocab_size, lora.rank), dtype=np.float32)
         self._models[model_id] = _Model(Weights(lora=lora, a=a, b=b))
 
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
@@ -185,38 +157,26 @@ class FakeEngine:
         wanted = bool(request.loss_config.get("return_entropy"))
         return PassResult(logprobs=tuple(logprobs), metrics=metrics, entropies=tuple(entropies) if wanted else None)
 
-    def _logprobs(self, tokens: np.ndarray, weights: Weights | None) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
-        """(positions, hidden [n, D], log-softmax [n, V]) in pieces of ROWS."""
-        for start in range(0, len(tokens), ROWS):
-            rows = slice(start, min(start + ROWS, len(tokens)))
-            hidden = self._embed[tokens[rows]]
-            logits = hidden @ self._out.T
-            if weights is not None:
-                logits += np.float32(weights.scale) * ((hidden @ weights.a.T) @ weights.b.T)
-            logits -= logits.max(axis=1, keepdims=True)
-            logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
-            yield rows, hidden, logits
-
     def _score(self, datum: Datum, weights: Weights) -> tuple[np.ndarray, np.ndarray]:
         """The targets' logprobs, and the entropy of each position."""
         targets = datum.targets.reshape(len(datum.targets), -1)
         found, spread = np.empty(targets.shape, dtype=np.float64), np.empty(len(targets), dtype=np.float64)
-        for rows, _, logp in self._logprobs(datum.tokens, weights):
+        for rows, _, logp in self._bigram.logprobs(datum.tokens, weights):
             found[rows] = np.take_along_axis(logp, targets[rows], axis=1)
-            spread[rows] = _entropies(logp)
+            spread[rows] = entropies_of(logp)
         return found.reshape(datum.targets.shape), spread
 
     def _backward(self, datum: Datum, one: Scored, weights: Weights, grads: list[np.ndarray]) -> None:
         targets = datum.targets.reshape(len(datum.targets), -1)
         slopes = one.slope.reshape(targets.shape).astype(np.float32)
         scale = np.float32(weights.scale)
-        for rows, hidden, logp in self._logprobs(datum.tokens, weights):
+        for rows, hidden, logp in self._bigram.logprobs(datum.tokens, weights):
             chances = np.exp(logp)
             by_logit = -chances * slopes[rows].sum(axis=1, keepdims=True)
             for column in range(targets.shape[1]):
                 by_logit[np.arange(len(by_logit)), targets[rows, column]] += slopes[rows, column]
             if one.steep.any():
-                spread = chances * (logp + _entropies(logp)[:, None])
+                spread = chances * (logp + entropies_of(logp)[:, None])
                 by_logit -= one.steep[rows, None].astype(np.float32) * spread
             grads[0] += scale * (by_logit @ weights.b).T @ hidden
             grads[1] += scale * by_logit.T @ (hidden @ weights.a.T)
@@ -246,12 +206,13 @@ class FakeEngine:
     async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
         """Token by token, yielding to other callers."""
         weights = None if request.version is None else self._version(request.version)
+        reply = Reply(self._bigram, request, weights, lambda: request.request_id in self._sampling)
         self._sampling.add(request.request_id)
         try:
-            sequences = [await self._continue(request, weights, index, heard) for index in range(request.num_samples)]
+            sequences = [await reply.sequence(index, heard) for index in range(request.num_samples)]
         finally:
             self._sampling.discard(request.request_id)
-        return self._about_prompt(Sampled(sequences=tuple(sequences)), request, weights)
+        return reply.about_prompt(Sampled(sequences=tuple(sequences)))
 
     def _version(self, version: str) -> Weights:
         held = self._versions.get(version)
@@ -260,91 +221,3 @@ class FakeEngine:
         if isinstance(held, Path):
             held = self._versions[version] = read_folder(held)[0]
         return held
-
-    async def _continue(
-        self, request: SampleRequest, weights: Weights | None, index: int, heard: Heard | None
-    ) -> SampledSequence:
-        seed = request.seed if request.seed is not None else zlib.crc32(request.request_id.encode())
-        rng = np.random.default_rng([seed & (2**64 - 1), index, zlib.crc32(request.prompt.tobytes())])
-        stops = self._card.eos_token_ids if request.stop_tokens is None else request.stop_tokens
-        room = self._card.context_length - len(request.prompt) + 1
-        tokens, logprobs, tops = [], [], []
-        last, reason = int(request.prompt[-1]), "length"
-        while len(tokens) < (request.max_tokens or room):
-            if len(tokens) % 16 == 0:
-                await asyncio.sleep(0)
-            if request.request_id not in self._sampling:
-                raise Gone(f"Request {request.request_id} was cancelled.")
-            logp = next(self._logprobs(np.asarray([last]), weights))[2][0]
-            if request.temperature > 0:
-                logp = normalized(logp / np.float32(request.temperature))
-            last = draw(logp, request, rng)
-            tokens.append(last)
-            logprobs.append(logp[last])
-            tops.append(logp)
-            if heard is not None:
-                best = topk(logp[None], request.topk_sample_logprobs) if request.topk_sample_logprobs else None
-                heard(Piece(sample=index, tokens=(last,), logprobs=(float(logp[last]),), topk=best))
-                await asyncio.sleep(0)
-            text = self._spell(tokens) if request.stop_strings else ""
-            if last in stops or any(stop in text for stop in request.stop_strings):
-                reason = "stop"
-                break
-        top = topk(np.stack(tops), request.topk_sample_logprobs) if request.topk_sample_logprobs else None
-        return SampledSequence(
-            tokens=np.asarray(tokens, dtype=np.int32),
-            logprobs=np.asarray(logprobs, dtype=np.float32),
-            stop_reason="stop" if reason == "stop" else "length",
-            topk=top,
-        )
-
-    def _about_prompt(self, answer: Sampled, request: SampleRequest, weights: Weights | None) -> Sampled:
-        asked, k = request.target_prompt_logprobs, request.topk_prompt_logprobs
-        if request.prompt_alt_tokens_k:
-            answer = replace(answer, prompt_alt=self._beside(request, weights))
-        if not (request.prompt_logprobs or k or asked is not None):
-            return answer
-        prompt, n = request.prompt, len(request.prompt)
-        own = np.full(n, np.nan, dtype=np.float32)
-        top = TopK(token_ids=np.zeros((n, k), np.int32), logprobs=np.full((n, k), -99999.0, np.float32))
-        targets = None if asked is None else np.full(asked.shape, np.nan, dtype=np.float32)
-        for rows, _, logp in self._logprobs(prompt[:-1], weights):
-            after = slice(rows.start + 1, rows.stop + 1)
-            own[after] = np.take_along_axis(logp, prompt[after, None], axis=1)[:, 0]
-            piece = topk(logp, k)
-            top.token_ids[after], top.logprobs[after] = piece.token_ids, piece.logprobs
-            if asked is not None and targets is not None:
-                found = np.take_along_axis(logp, np.maximum(asked[rows], 0), axis=1)
-                targets[rows] = np.where(asked[rows] >= 0, found, np.nan)
-        if request.prompt_logprobs_last_n is not None:
-            own[: n - request.prompt_logprobs_last_n] = np.nan
-        return replace(
-            answer,
-            prompt_logprobs=own if request.prompt_logprobs else None,
-            topk_prompt=top if k else None,
-            target_prompt_logprobs=targets,
-        )
-
-    def _beside(self, request: SampleRequest, weights: Weights | None) -> TopK:
-        """Draws at each prompt position after the first, by the request's temperature alone."""
-        shape = (len(request.prompt) - 1, request.prompt_alt_tokens_k)
-        rng = np.random.default_rng([*request.prompt.tolist(), (request.seed or 0) & (2**64 - 1)])
-        every = replace(request, top_k=-1, top_p=1.0)
-        found = TopK(token_ids=np.zeros(shape, np.int32), logprobs=np.zeros(shape, np.float32))
-        for rows, _, pieces in self._logprobs(request.prompt[:-1], weights):
-            for place, logp in enumerate(pieces, start=rows.start):
-                tempered = normalized(logp / np.float32(request.temperature)) if request.temperature > 0 else logp
-                drawn = [draw(tempered, every, rng) for _ in range(shape[1])]
-                found.token_ids[place], found.logprobs[place] = drawn, tempered[drawn]
-        return found
-
-
-def _speller(tokenizer: Tokenizer | None) -> Callable[[list[int]], str]:
-    if tokenizer is None:
-        return lambda tokens: "".join(map(chr, tokens))
-    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
-
-
-def _entropies(logp: np.ndarray) -> np.ndarray:
-    """Of the rows of a log-softmax."""
-    return -(np.exp(logp) * logp).sum(axis=1)

@@ -1,4 +1,4 @@
-"""The fake engine's formulas: the losses and their terms with their slopes, drawing a token, the likeliest k. Numpy."""
+"""The fake engine's losses and their terms, each with its slope. Numpy; an uploaded loss is torch's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tinsmith.engine import specs
-from tinsmith.engine.base import Datum, Pass, SampleRequest, TopK
+from tinsmith.engine.base import Datum, Pass
 from tinsmith.errors import BadRequest, Unsupported
 
 
@@ -127,30 +127,3 @@ def _divergence(estimator: str, p: np.ndarray, inputs: dict[str, np.ndarray]) ->
         "k3": (np.expm1(-gap) + gap, -np.expm1(-gap)),
     }[estimator]
     return float((mask * value).sum()), mask * slope
-
-
-def normalized(logits: np.ndarray) -> np.ndarray:
-    """Log-softmax of one row."""
-    logits = logits - logits.max()
-    return logits - np.log(np.exp(logits).sum())
-
-
-def draw(logp: np.ndarray, request: SampleRequest, rng: np.random.Generator) -> int:
-    """A token id from tempered logprobs [V]; top_k and top_p narrow the choice, not the logprobs."""
-    if request.temperature == 0:
-        return int(logp.argmax())
-    order = np.argsort(-logp, kind="stable")
-    if request.top_k > 0:
-        order = order[: request.top_k]
-    weight = np.exp(logp[order].astype(np.float64))
-    if request.top_p < 1:
-        keep = max(1, int((np.cumsum(weight) - weight < request.top_p * weight.sum()).sum()))
-        order, weight = order[:keep], weight[:keep]
-    place = np.searchsorted(np.cumsum(weight), rng.random() * weight.sum(), side="right")
-    return int(order[min(int(place), len(order) - 1)])
-
-
-def topk(logp: np.ndarray, k: int) -> TopK:
-    """The k likeliest of each row of [n, V]."""
-    ids = np.argsort(-logp, axis=1, kind="stable")[:, :k]
-    return TopK(token_ids=ids.astype(np.int32), logprobs=np.take_along_axis(logp, ids, axis=1).astype(np.float32))
