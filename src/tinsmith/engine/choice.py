@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import TopK
+from tinsmith.engine.head import log_softmax
 
 _BLOCK = 256
 
@@ -59,7 +60,7 @@ def choose(logits: Tensor, rules: Sequence[Rule], uniforms: Sequence[float]) -> 
     greedy = [row for row, rule in enumerate(rules) if rule.temperature == 0]
     best = logits[greedy].argmax(dim=1) if greedy else None
     asked = [row for row, rule in enumerate(rules) if rule.tops]
-    logprobs = dict(zip(asked, torch.log_softmax(logits[asked], dim=1), strict=True)) if asked else {}
+    logprobs = dict(zip(asked, log_softmax(logits[asked]), strict=True)) if asked else {}
     chances = torch.softmax(logits, dim=1, out=logits)
     where = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
     tokens, totals = _invert(chances, where)
@@ -81,7 +82,7 @@ def top(logprobs: Tensor, k: int) -> TopK:
 
 def draws(logits: Tensor, temperature: float, uniforms: np.ndarray) -> TopK:
     """For each row of logits [R, V] as many independent tokens as `uniforms` [R, k] has numbers, from all tokens."""
-    logprobs = torch.log_softmax(logits / (temperature or 1.0), dim=1)
+    logprobs = log_softmax(logits / (temperature or 1.0))
     if temperature == 0:
         tokens = logits.argmax(dim=1, keepdim=True).expand(-1, uniforms.shape[1])
     else:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tinsmith.engine import choice
 from tinsmith.engine.base import SampleRequest, TopK
-from tinsmith.engine.head import ROWS, Head
+from tinsmith.engine.head import ROWS, Head, log_softmax
 from tinsmith.engine.lora import Weights
 
 EMPTY_LOGPROB = -99999.0
@@ -66,7 +66,7 @@ def answer(request: SampleRequest, head: Head, hidden: Tensor, weights: Weights 
         if drawn:
             found = choice.draws(logits, request.temperature, uniforms[rows])
             alt.token_ids[rows], alt.logprobs[rows] = found.token_ids, found.logprobs
-        scores = torch.log_softmax(logits, dim=1)
+        scores = log_softmax(logits)
         scored = slice(max(rows.start + 1, first_scored), rows.stop + 1)
         mine = scores[scored.start - 1 - rows.start :]
         if request.prompt_logprobs and len(mine):
