@@ -51,6 +51,14 @@ class MortalEngine(FakeEngine):
         await self._live("step", model_id)
         return await super().step(model_id, adam)
 
+    async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
+        await self._live("save", to)
+        return await super().save(model_id, to, optimizer=optimizer)
+
+    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
+        await self._live("load", source)
+        await super().load(model_id, source, optimizer=optimizer)
+
     async def capture(self, model_id: str, version: str) -> None:
         await self._live("capture", model_id)
         await super().capture(model_id, version)

@@ -160,7 +160,7 @@ class Store:
         return True
 
     async def finish(self, ends: Sequence[Finished], *records: Held) -> None:
-        """Results of requests, with records that changed by them."""
+        """Results of requests, with records that changed by them. The first result of a request stands."""
 
         def finished(db: Connection) -> None:
             for end in ends:
@@ -172,7 +172,8 @@ class Store:
                     "media": end.answer.media,
                     "body": end.answer.body,
                 }
-                db.execute(update(REQUESTS).where(REQUESTS.c.id == end.row.id).values(values))
+                waiting = and_(REQUESTS.c.id == end.row.id, REQUESTS.c.state == "pending")
+                db.execute(update(REQUESTS).where(waiting).values(values))
             _write(db, records)
 
         async with self._writing:

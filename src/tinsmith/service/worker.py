@@ -11,22 +11,24 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from tinsmith.engine.base import Pass, PassResult
 from tinsmith.errors import BadRequest, EngineDied, EngineError, TinsmithError
+from tinsmith.service.aftermath import Aftermath
 from tinsmith.service.behind import Behind
 from tinsmith.service.checkpoints import Checkpoints
-from tinsmith.service.effects import Done, Effects
+from tinsmith.service.effects import Effects
 from tinsmith.service.engines import EngineHost
 from tinsmith.service.futures import Futures
 from tinsmith.service.journal import Journal
 from tinsmith.service.limits import Limits
+from tinsmith.service.line import Line
 from tinsmith.service.observe import mismatch
 from tinsmith.service.observe.chronicle import Chronicle
 from tinsmith.service.observe.telemetry import Telemetry
 from tinsmith.service.payloads import row_of, stored_kind
-from tinsmith.service.records import PROTOBUF, Answer, Checkpoint, Drop, Load, Model, Revive, Row, SaveState, Step, Work
+from tinsmith.service.records import PROTOBUF, Answer, Checkpoint, Drop, Model, Revive, Row, Work
 from tinsmith.service.scheduler import next_batch
 from tinsmith.service.store import Finished, Store
 from tinsmith.service.wire import encode_pass
@@ -35,22 +37,6 @@ log = logging.getLogger(__name__)
 
 DEATHS = 3
 """Engines that one request may take down before it is given up."""
-
-
-@dataclass(slots=True)
-class Line:
-    """One model's place in the queue: what was accepted, what has begun, and since when nothing was captured."""
-
-    accepted: int = -1
-    begun: int = -1
-    updated: int = 0
-    """seq_id of the last step or load."""
-    steps: int = 0
-    """Steps since the last capture."""
-    warm: asyncio.Event = field(default_factory=asyncio.Event)
-    """The living engine has the model, or never will."""
-    broken: TinsmithError | None = None
-    """Why the living engine cannot have the model."""
 
 
 class Worker:
@@ -86,6 +72,7 @@ class Worker:
         self._idle = asyncio.Event()
         self._idle.set()
         self._behind = Behind(host, store, checkpoints)
+        self._aftermath = Aftermath(host, store, checkpoints, journal, self._behind)
 
     def line(self, model_id: str) -> Line:
         """The model's place, made when first asked for."""
@@ -266,34 +253,7 @@ class Worker:
             else:
                 self._chronicle.made(one, row.owner)
         self._close([end])
-        await self._after(row, done)
-
-    async def _after(self, row: Row, done: Done) -> None:
-        """What follows from a barrier once it is answered: old names go, versions are written, states are captured."""
-        line = self.line(row.model_id)
-        line.warm.set()
-        if done.replaced is not None:
-            await self._checkpoints.delete(done.replaced)
-            if self._store.find(Checkpoint, done.replaced.id) is None:
-                await self.host.detach(done.replaced.id)
-        if done.behind is not None:
-            self._behind.write(done.behind)
-        model = self._store.find(Model, row.model_id)
-        assert model is not None
-        if isinstance(row.work, Load):
-            line.updated, line.steps = row.seq, 0
-            await self._journal.adopt(model)
-        elif isinstance(row.work, Step):
-            line.updated, line.steps = row.seq, line.steps + 1
-            if line.steps >= self._journal.every and not self._behind.owes(model):
-                await self._journal.capture(model, line.updated, self.host.engine)
-                line.steps = 0
-        elif isinstance(row.work, SaveState) and not self._behind.owes(model):
-            [made] = [one for one in done.records if isinstance(one, Checkpoint) and not one.deleted]
-            linked = self._journal.link(model, self._checkpoints.folder(made.id), line.updated)
-            captured = replace(model, captured=linked, captured_optimizer=True, covered=line.updated)
-            await self._journal.adopt(captured)
-            line.steps = 0
+        await self._aftermath.follow(row, done, self.line(row.model_id))
 
     async def _suspect(self, batch: Sequence[Row]) -> None:
         """After a death: each row of the batch runs alone from now on, and one that kills again and again fails."""
