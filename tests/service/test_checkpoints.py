@@ -11,7 +11,7 @@ import pytest
 from tests.service.inprocess import Api, api
 from tinsmith.errors import BadRequest
 from tinsmith.service.checkpoints import check_name, check_ttl
-from tinsmith.service.records import Checkpoint
+from tinsmith.service.records import Checkpoint, Model
 
 
 @pytest.mark.parametrize("name", ["a", "0001", "step=3,".rstrip(","), "A.b_c-d@e+f", "x" * 200])
@@ -70,16 +70,96 @@ def test_overwriting_leaves_no_folder_behind(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_folders_that_nothing_knows_are_swept_at_the_start(tmp_path: Path) -> None:
+def test_what_was_half_written_is_swept_at_the_start(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            await saved(on, await on.model(), 1)
+        async with api(tmp_path, capture_every=1) as on:
+            model = await on.model()
+            await on.step(model, 1)
+            await saved(on, model, 2)
+            [home] = (tmp_path / "journal").iterdir()
         (tmp_path / "checkpoints" / ".half.1234").mkdir()
-        (tmp_path / "journal" / "s-train-9" / "1-x").mkdir(parents=True)
+        (home / ".7-half.writing").mkdir()
+        (home / "0-older").mkdir()
         async with api(tmp_path) as on:
             [checkpoint] = on.service.store.all(Checkpoint)
             assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == [checkpoint.id]
-            assert not (tmp_path / "journal" / "s-train-9" / "1-x").exists()
+            found = on.service.store.find(Model, model)
+            assert found is not None
+            assert [f"{home.name}/{state.name}" for state in home.iterdir()] == [found.captured]
+
+    asyncio.run(main())
+
+
+def test_another_database_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def folders() -> set[Path]:
+        return {one.parent for room in ("checkpoints", "journal") for one in (tmp_path / room).rglob("*.safetensors")}
+
+    async def main() -> None:
+        async with api(tmp_path, database=None, capture_every=1) as on:
+            model = await on.model(seed=1)
+            await on.step(model, 1)
+            path = await saved(on, model, 2)
+        known = tmp_path / "known"
+        known.mkdir()
+        for file in tmp_path.glob("tinsmith.db*"):
+            file.rename(known / file.name)
+        there = folders()
+        assert there
+        async with api(tmp_path, database=None) as on:
+            assert on.service.store.all(Checkpoint) == []
+            assert folders() == there
+            assert caplog.text.count("1 folders in") == 2
+        for file in tmp_path.glob("tinsmith.db*"):
+            file.unlink()
+        for file in known.iterdir():
+            file.rename(tmp_path / file.name)
+        async with api(tmp_path, database=None) as on:
+            assert "metrics" in await on.step(model, 3)
+            load = {"model_id": model, "seq_id": 4, "path": path, "optimizer": True}
+            assert (await on.call("load_weights", load))["path"] == path
+
+    asyncio.run(main())
+
+
+def test_an_older_copy_of_the_database_deletes_nothing(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path, database=None, capture_every=1) as on:
+            model = await on.model(seed=1)
+            await on.step(model, 1)
+        older = (tmp_path / "tinsmith.db").read_bytes()
+        async with api(tmp_path, database=None, capture_every=1) as on:
+            await on.step(model, 2)
+            await saved(on, model, 3)
+        there = set(tmp_path.glob("journal/*/*")) | set(tmp_path.glob("checkpoints/*"))
+        (tmp_path / "tinsmith.db").write_bytes(older)
+        async with api(tmp_path, database=None) as on:
+            assert on.service.store.all(Checkpoint) == []
+            assert set(tmp_path.glob("journal/*/*")) | set(tmp_path.glob("checkpoints/*")) == there
+
+    asyncio.run(main())
+
+
+def test_a_deletion_that_the_process_died_in_is_finished_at_the_start(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            await saved(on, await on.model(), 1)
+            [checkpoint] = on.service.store.all(Checkpoint)
+            await on.service.store.change(Checkpoint, checkpoint.id, deleted=True)
+        async with api(tmp_path) as on:
+            assert on.service.store.all(Checkpoint) == []
+            assert list((tmp_path / "checkpoints").iterdir()) == []
+
+    asyncio.run(main())
+
+
+def test_stray_files_in_the_folders_are_left_alone(tmp_path: Path) -> None:
+    async def main() -> None:
+        for room in ("journal", "journal/s-train-0", "checkpoints"):
+            (tmp_path / room).mkdir(parents=True)
+            (tmp_path / room / ".DS_Store").write_text("x")
+        async with api(tmp_path) as on:
+            await saved(on, await on.model(), 1)
+            assert len(list(tmp_path.rglob(".DS_Store"))) == 3
 
     asyncio.run(main())
 

@@ -58,6 +58,7 @@ class Behind:
                 log.warning("Version %s is not on disk, next try in %.0f s: %s", version.name, RETRY_S, error)
                 await asyncio.sleep(RETRY_S)
                 continue
-            if await self._store.change(Checkpoint, version.id, ready=True, size_bytes=size) is None:
+            written = await self._store.change(Checkpoint, version.id, ready=True, size_bytes=size)
+            if written is None or written.deleted:
                 await self._checkpoints.delete(version)  # its session ended meanwhile
             return

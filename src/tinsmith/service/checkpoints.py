@@ -7,17 +7,22 @@ before. Engines write the folders, whole or not at all; this file decides their 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import re
 import shutil
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from tinsmith.errors import BadRequest, NotFound
 from tinsmith.service.records import Checkpoint, Model, Sampler, Session
 from tinsmith.service.store import Store
 
+log = logging.getLogger(__name__)
+
+TOLD = 5
+"""Names in one warning."""
 TTL_RANGE = (3600, 315_360_000)
 """One hour to ten years, as the protocol says."""
 _NAME = re.compile(r"[A-Za-z0-9._=@+-]{1,200}")
@@ -78,11 +83,12 @@ class Checkpoints:
 
     async def delete(self, checkpoint: Checkpoint) -> None:
         """Its name goes now; its folder when no living sampling session uses it."""
-        if self.used(checkpoint.id):
+        if checkpoint.kind != "ephemeral" or self.used(checkpoint.id):
             await self._store.change(Checkpoint, checkpoint.id, deleted=True)
+        if self.used(checkpoint.id):
             return
-        await self._store.remove(checkpoint)
         await asyncio.to_thread(shutil.rmtree, self.folder(checkpoint.id), ignore_errors=True)
+        await self._store.remove(checkpoint)  # last: the next start goes on with a deletion that this process dies in
 
     async def release(self, version: str) -> bool:
         """After a sampling session ended: whether nothing uses the version any more; then what is unnamed is gone."""
@@ -114,14 +120,15 @@ class Checkpoints:
         )
 
     async def sweep(self) -> None:
-        """At start: what the process could not finish when it died, folders half written and deletions half done."""
+        """At start: what the process could not finish when it died, folders half written and deletions half done.
+
+        A whole folder that the database does not know stays: another database may, or a newer copy of this one.
+        """
         for one in self._store.all(Checkpoint):
             if (one.deleted or one.kind == "ephemeral") and not self.used(one.id):
                 await self.delete(one)
         known = {one.id for one in self._store.all(Checkpoint)}
-        for folder in list(self._root.iterdir()):
-            if folder.name not in known:
-                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        tell_of_unknown(self._root, [one for one in await whole_folders(self._root) if one.name not in known])
 
 
 def check_name(name: str) -> None:
@@ -143,8 +150,28 @@ def expiry(ttl_seconds: int | None) -> float | None:
 
 
 def link(source: Path, to: Path) -> None:
-    """A folder's files once more under another name: hard links where the file system has them."""
-    shutil.copytree(source, to, copy_function=_link)
+    """A folder's files once more under another name, all or none: hard links where the file system has them."""
+    scratch = to.with_name(f".{to.name}.linking")
+    shutil.rmtree(scratch, ignore_errors=True)
+    shutil.copytree(source, scratch, copy_function=_link)
+    scratch.rename(to)
+
+
+async def whole_folders(root: Path) -> list[Path]:
+    """The folders in a folder of the service's, once those that were being written (.NAME.…) are deleted."""
+    found = [one for one in sorted(root.iterdir()) if one.is_dir()]
+    for scratch in (one for one in found if one.name.startswith(".")):
+        await asyncio.to_thread(shutil.rmtree, scratch, ignore_errors=True)
+    return [one for one in found if not one.name.startswith(".")]
+
+
+def tell_of_unknown(root: Path, folders: Sequence[Path]) -> None:
+    """Warn of folders that are left alone because the database does not know them."""
+    if folders:
+        told = "%d folders in %s are unknown to this database and stay as they are: %s%s. If another --database, or a "
+        told += "newer copy of this one, knows them, start with it; if none does, delete them."
+        more = ", …" if len(folders) > TOLD else ""
+        log.warning(told, len(folders), root, ", ".join(one.name for one in folders[:TOLD]), more)
 
 
 def _link(source: str, target: str) -> None:

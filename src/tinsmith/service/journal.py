@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tinsmith.engine.base import Engine, Pass
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
-from tinsmith.service.checkpoints import link
+from tinsmith.service.checkpoints import link, tell_of_unknown, whole_folders
 from tinsmith.service.payloads import restored
 from tinsmith.service.records import Checkpoint, Model, Past, SaveSampler, Step
 from tinsmith.service.store import Store
@@ -121,12 +121,23 @@ class Journal:
         return made
 
     async def sweep(self) -> None:
-        """At start: states of models that have ended, and of writes that the process did not finish."""
-        keep = {self._root / model.captured for model in self._store.all(Model) if model.captured}
-        for home in list(self._root.iterdir()):
-            for folder in list(home.iterdir()):
-                if folder not in keep:
-                    await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+        """At start: states of models that have ended, and others than the one that their model comes back from.
+
+        What the database does not know stays, and so does all of a model whose state is not there: the database may be
+        another one, or an older copy.
+        """
+        models = {self._home(model.id): model for model in self._store.all(Model)}
+        unknown = []
+        for home in await whole_folders(self._root):
+            model, states = models.get(home), await whole_folders(home)
+            if model is not None and model.state == "ended":
+                await asyncio.to_thread(shutil.rmtree, home, ignore_errors=True)
+            elif model is not None and model.captured is not None and (self._root / model.captured) in states:
+                for old in (state for state in states if state != self._root / model.captured):
+                    await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
+            elif states:
+                unknown.append(home)
+        tell_of_unknown(self._root, unknown)
 
     def _name(self, model: Model, seq: int) -> str:
         """Never one that is in use: the standing state must stay until the new one counts."""
