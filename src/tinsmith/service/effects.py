@@ -6,6 +6,7 @@ Raises TinsmithError when the request fails; then nothing changed. The worker ca
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import time
 import uuid
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tinsmith.engine.base import Engine
-from tinsmith.errors import BadRequest, NotFound
+from tinsmith.errors import BadRequest, EngineError, NotFound, TinsmithError
 from tinsmith.service.checkpoints import Checkpoints, expiry
 from tinsmith.service.external import encrypt
 from tinsmith.service.journal import Journal
@@ -32,6 +33,8 @@ from tinsmith.service.records import (
     Step,
 )
 from tinsmith.service.store import Held, Store
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +60,14 @@ class Effects:
 
     async def perform(self, row: Row, model: Model, engine: Engine) -> Done:
         """Run one barrier row. Raises TinsmithError if it fails."""
+        try:
+            return await self._perform(row, model, engine)
+        except OSError as error:
+            log.exception("Request %s failed.", row.id)
+            told = f"The server's data folder failed: {error.strerror or 'files could not be copied'}."
+            raise EngineError(told, "Its operator finds more in the server's log.") from error
+
+    async def _perform(self, row: Row, model: Model, engine: Engine) -> Done:
         work = row.work
         if isinstance(work, Create):
             await engine.create(model.id, model.lora)
@@ -78,13 +89,18 @@ class Effects:
         raise TypeError(f"{type(work).__name__} is no barrier")
 
     async def _load(self, row: Row, work: Load, model: Model, engine: Engine) -> Done:
-        """The loaded folder is the model's captured state from here on: it may be deleted by its owner meanwhile."""
+        """The loaded folder is the model's captured state from here on, and is so before the engine has it: its owner
+        may delete the checkpoint meanwhile."""
         checkpoint = self._store.find(Checkpoint, work.checkpoint)
         if checkpoint is None:
             raise NotFound(f"Checkpoint {work.path} was deleted before it could be loaded.", "Load another.")
-        folder = self._checkpoints.folder(checkpoint.id)
-        await engine.load(model.id, folder, optimizer=work.optimizer)
-        captured = self._journal.link(model, folder, row.seq)
+        captured = self._journal.link(model, self._checkpoints.folder(checkpoint.id), row.seq)
+        folder = self._journal.folder(captured)
+        try:
+            await engine.load(model.id, folder, optimizer=work.optimizer)
+        except (TinsmithError, OSError):
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            raise
         answer = Answer.of({"path": work.path, "model_id": model.id, "type": "load_weights"})
         model = replace(model, state="live", captured=captured, captured_optimizer=work.optimizer, covered=row.seq)
         return Done(answer=answer, records=(model,))

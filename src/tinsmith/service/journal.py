@@ -55,10 +55,14 @@ class Journal:
         link(source, self._root / name)
         return name
 
+    def folder(self, name: str) -> Path:
+        """Where a state is, or is to be, on disk; absolute."""
+        return (self._root / name).resolve()
+
     async def capture(self, model: Model, seq: int, engine: Engine) -> None:
         """Save the model's state of this moment, which holds everything up to `seq`."""
         name = self._name(model, seq)
-        await engine.save(model.id, (self._root / name).resolve(), optimizer=True)
+        await engine.save(model.id, self.folder(name), optimizer=True)
         await self.adopt(replace(model, captured=name, captured_optimizer=True, covered=seq))
 
     async def adopt(self, model: Model) -> None:
@@ -83,8 +87,7 @@ class Journal:
         """
         past = await self._store.past(model)
         if model.captured is not None:
-            folder = (self._root / model.captured).resolve()
-            await engine.load(model.id, folder, optimizer=model.captured_optimizer)
+            await engine.load(model.id, self.folder(model.captured), optimizer=model.captured_optimizer)
         else:
             await engine.create(model.id, model.lora)
         if past:

@@ -1,0 +1,64 @@
+"""A request that fails has changed nothing, and what is loaded, saved or captured is whole."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tests.service.inprocess import Api, Factory, api, loss_in, pass_body
+
+
+async def loss(on: Api, model: str, seq: int) -> float:
+    return loss_in(await on.result((await on.post("forward_backward", pass_body(model, seq))).json()))
+
+
+def load(model: str, seq: int, name: str) -> dict:
+    return {"model_id": model, "seq_id": seq, "path": f"tinker://{model}/weights/{name}", "optimizer": True}
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_loaded_is_loaded(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as on:
+            model = await on.model(seed=1)
+            await on.call("save_weights", {"model_id": model, "path": "fresh", "seq_id": 1})
+            fresh = await loss(on, model, 2)
+            await on.step(model, 3)
+            gone: list[int] = []
+
+            async def delete() -> None:
+                path = f"/api/v1/training_runs/{model}/checkpoints/weights/fresh"
+                gone.append((await on.http.delete(path)).status_code)
+
+            start.hook = lambda call, _: delete() if call == "load" and not gone else None
+            assert "path" in await on.call("load_weights", load(model, 4, "fresh"))
+            assert gone == [204]
+            assert await loss(on, model, 5) == fresh
+        async with api(tmp_path) as on:
+            assert await loss(on, model, 6) == fresh
+
+    asyncio.run(main())
+
+
+def test_a_load_that_fails_leaves_model_and_folder_as_they_were(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as on:
+            model = await on.model(seed=1)
+            await on.call("save_weights", {"model_id": model, "path": "bad", "seq_id": 1})
+            await loss(on, model, 2)
+            await on.step(model, 3)
+            before = await loss(on, model, 4)
+            states = set(tmp_path.glob("journal/*/*"))
+            [weights] = tmp_path.glob("checkpoints/*/adapter_model.safetensors")
+            weights.unlink()
+            assert "cannot be read" in (await on.call("load_weights", load(model, 5, "bad")))["error"]
+            weights.parent.rename(tmp_path / "elsewhere")
+            failed = await on.call("load_weights", load(model, 6, "bad"))
+            assert failed["category"] == "server"
+            assert "data folder" in failed["error"]
+            assert await loss(on, model, 7) == before
+            assert set(tmp_path.glob("journal/*/*")) == states
+            assert len(start.made) == 1
+
+    asyncio.run(main())
