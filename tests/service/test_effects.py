@@ -62,3 +62,21 @@ def test_a_load_that_fails_leaves_model_and_folder_as_they_were(tmp_path: Path) 
             assert len(start.made) == 1
 
     asyncio.run(main())
+
+
+def test_a_named_save_that_fails_leaves_no_version_in_the_engine(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+
+        def full(call: str, _argument: object) -> None:
+            if call == "persist":
+                raise OSError(28, "No space left on device")
+
+        start.hook = full
+        async with api(tmp_path, start) as on:
+            model = await on.model()
+            failed = await on.call("save_weights_for_sampler", {"model_id": model, "seq_id": 1, "path": "a"})
+            assert "No space left" in failed["error"]
+            assert start.made[-1].engine._versions == {}  # type: ignore[attr-defined]
+
+    asyncio.run(main())

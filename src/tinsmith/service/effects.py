@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tinsmith.engine.base import Engine
-from tinsmith.errors import BadRequest, EngineError, NotFound, TinsmithError
+from tinsmith.errors import BadRequest, EngineDied, EngineError, NotFound, TinsmithError
 from tinsmith.service.checkpoints import Checkpoints, expiry
 from tinsmith.service.external import encrypt
 from tinsmith.service.journal import Journal
@@ -126,7 +126,13 @@ class Effects:
             raise BadRequest(f"{standing.path} exists.", "Choose another name or delete it first.")
         made = _checkpoint(row, model, kind="sampler_weights", name=work.name, **_kept(work))
         await engine.capture(model.id, made.id)
-        size = await engine.persist(made.id, self._checkpoints.folder(made.id))
+        try:
+            size = await engine.persist(made.id, self._checkpoints.folder(made.id))
+        except EngineDied:
+            raise
+        except (TinsmithError, OSError):
+            await engine.detach(made.id)
+            raise
         made = replace(made, size_bytes=size)
         answer = Answer.of({"path": made.path, "type": "save_weights_for_sampler"})
         return Done(answer=answer, records=(made,))
