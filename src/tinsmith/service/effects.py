@@ -15,6 +15,7 @@ from typing import Any
 
 from tinsmith.engine.base import Engine
 from tinsmith.errors import BadRequest, EngineDied, EngineError, NotFound, TinsmithError
+from tinsmith.service.behind import Behind
 from tinsmith.service.checkpoints import Checkpoints, expiry
 from tinsmith.service.external import encrypt
 from tinsmith.service.journal import Journal
@@ -52,11 +53,14 @@ class Done:
 class Effects:
     """Carries requests out on an engine and describes what came of it."""
 
-    def __init__(self, store: Store, checkpoints: Checkpoints, journal: Journal, limits: Limits) -> None:
+    def __init__(
+        self, store: Store, checkpoints: Checkpoints, journal: Journal, limits: Limits, behind: Behind
+    ) -> None:
         self._store = store
         self._checkpoints = checkpoints
         self._journal = journal
         self._limits = limits
+        self._behind = behind
 
     async def perform(self, row: Row, model: Model, engine: Engine) -> Done:
         """Run one barrier row. Raises TinsmithError if it fails."""
@@ -94,6 +98,7 @@ class Effects:
         checkpoint = self._store.find(Checkpoint, work.checkpoint)
         if checkpoint is None:
             raise NotFound(f"Checkpoint {work.path} was deleted before it could be loaded.", "Load another.")
+        await self._behind.settle(model)  # nothing replays the requests before a load, nor makes their versions again
         captured = self._journal.link(model, self._checkpoints.folder(checkpoint.id), row.seq)
         folder = self._journal.folder(captured)
         try:

@@ -59,7 +59,9 @@ class Worker:
         self._futures = futures
         self._journal = journal
         self._checkpoints = checkpoints
-        self._effects = Effects(store, checkpoints, journal, limits)
+        self._behind = Behind(host, store, checkpoints)
+        self._effects = Effects(store, checkpoints, journal, limits, self._behind)
+        self._aftermath = Aftermath(host, store, checkpoints, journal, self._behind)
         self._batch_tokens = batch_tokens
         self._telemetry = telemetry
         self._chronicle = chronicle
@@ -71,8 +73,6 @@ class Worker:
         self._ending = False
         self._idle = asyncio.Event()
         self._idle.set()
-        self._behind = Behind(host, store, checkpoints)
-        self._aftermath = Aftermath(host, store, checkpoints, journal, self._behind)
 
     def line(self, model_id: str) -> Line:
         """The model's place, made when first asked for."""
