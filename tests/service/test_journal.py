@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ from tinker import types
 
 from tests.service.conftest import datum
 from tests.service.databases import beside
+from tests.service.inprocess import Factory, api, pass_body
 from tests.service.process import child, free_port
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.tables import CHECKPOINTS
@@ -126,3 +128,27 @@ def test_sessions_that_ended_take_their_states_with_them(tmp_path: Path) -> None
         assert len(list((tmp_path / "journal").iterdir())) == 1
         assert len(list((tmp_path / "checkpoints").iterdir())) == 1
         other.close("success").result()
+
+
+def test_a_forward_among_passes_does_not_part_them_when_they_are_replayed(tmp_path: Path) -> None:
+    async def main() -> None:
+        start, ran, hold = Factory(), [], asyncio.Event()
+
+        def hook(call: str, argument: object):
+            if call == "run":
+                ran.append([one.forward_only for one in argument])  # type: ignore[attr-defined]
+            return hold.wait() if call == "step" else None
+
+        start.hook = hook
+        async with api(tmp_path, start) as on:
+            model = await on.model()
+            await on.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+            for seq, forward_only in ((2, False), (3, True), (4, False)):
+                await on.post("forward_backward", pass_body(model, seq, forward_only=forward_only))
+            hold.set()
+            await on.result({"request_id": f"{model}:4"})
+            start.kill()
+            await on.step(model, 5)
+            assert ran == [[False, True, False], [False, False]]
+
+    asyncio.run(main())

@@ -226,10 +226,13 @@ class Store:
             return {model: (top, done if done is not None else -1) for model, top, done in await db.execute(query)}
 
     async def past(self, model: Model) -> list[Past]:
-        """What the model's captured state does not hold: finished requests after it, in order, without the failed."""
+        """What the model's captured state does not hold: finished requests after it, in order, without the failed.
+
+        A `forward` leaves nothing in a model: among the passes that it was packed with it would keep them apart.
+        """
         r = REQUESTS.c
         query = select(r.id, r.seq, r.kind, r.batch, r.payload).where(
-            r.model_id == model.id, r.seq > model.covered, r.state == "done"
+            r.model_id == model.id, r.seq > model.covered, r.state == "done", r.kind != "forward"
         )
         async with self._engine.connect() as db:
             found = (await db.execute(query.order_by(r.seq))).all()
