@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import resource
+import sqlite3
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,6 +172,53 @@ def test_a_database_that_goes_away_is_waited_for(tmp_path: Path) -> None:
 
     asyncio.run(main())
     elsewhere.dispose()
+
+
+@pytest.mark.only_on("sqlite")
+@pytest.mark.parametrize("fault", ["locked", "full"])
+def test_a_database_file_that_cannot_be_written_is_waited_for(tmp_path: Path, fault: str) -> None:
+    def arrange(kind: str) -> Callable[[], None]:
+        """Returns what ends the fault."""
+        if kind == "locked":
+            other = sqlite3.connect(tmp_path / "tinsmith.db", isolation_level=None, check_same_thread=False)
+            other.execute("BEGIN IMMEDIATE")
+            return lambda: (other.execute("COMMIT"), other.close())
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limit[1]))
+        return lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+
+    async def main() -> None:
+        store = await open_store(tmp_path)
+        with store._direct.connect() as db:
+            db.exec_driver_sql("PRAGMA busy_timeout=10")
+        await store.put(SESSION, MODEL)
+        row = row_of("r1", "o", MODEL.id, 1, 1, WORKS[0])
+        assert await store.accept(row, stored(row.work))
+        end = arrange(fault)
+        try:
+            finishing = asyncio.create_task(store.finish([Finished(row=row, answer=Answer(body=b"x" * 2**16))]))
+            done, _ = await asyncio.wait({finishing}, timeout=0.7)
+            assert not done, "neither written nor given up"
+        finally:
+            end()
+        await finishing
+        assert await store.answer("r1", "o") == ("done", Answer(body=b"x" * 2**16))
+        await store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.only_on("sqlite")
+def test_a_fault_of_the_database_that_no_waiting_mends_is_told(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await open_store(tmp_path)
+        with store._direct.begin() as db:
+            db.exec_driver_sql("drop table models")
+        with pytest.raises(OperationalError, match="no such table"):
+            await store.put(MODEL)
+        await store.close()
+
+    asyncio.run(main())
 
 
 @pytest.mark.only_on("postgresql")

@@ -129,12 +129,11 @@ def test_a_request_that_kills_every_engine_fails_alone(tmp_path: Path) -> None:
 def test_failures_are_answers_and_block_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
+        faults: list[Exception] = [BadRequest("No such step.", "Try another."), ZeroDivisionError()]
 
         def hook(name: str, argument: object) -> None:
-            if name == "step" and start.made[-1].engine.calls.count("step") == 1:  # type: ignore[attr-defined]
-                raise BadRequest("No such step.", "Try another.")
-            if name == "step" and start.made[-1].engine.calls.count("step") == 2:  # type: ignore[attr-defined]
-                raise ZeroDivisionError
+            if name == "step" and faults:
+                raise faults.pop(0)
 
         start.hook = hook
         async with api(tmp_path, start) as on:
@@ -142,6 +141,34 @@ def test_failures_are_answers_and_block_nothing(tmp_path: Path) -> None:
             assert await on.step(model, 1) == {"error": "No such step. Try another.", "category": "user"}
             assert (await on.step(model, 2))["category"] == "server"
             assert "metrics" in await on.step(model, 4)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fault", [BadRequest("No."), ZeroDivisionError()])
+def test_what_cannot_be_written_has_not_happened(tmp_path: Path, fault: Exception) -> None:
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path / "calm") as on:
+            model = await on.model(seed=1)
+            await train(on, model, 1, 1)
+            expected = await train(on, model, 5, 2)
+        async with api(tmp_path / "faulty", start) as on:
+            finish, store = on.service.store.finish, on.service.store
+
+            async def failing(ends, *records) -> None:
+                if any(end.row.seq == 3 and not end.answer.failed for end in ends):
+                    raise fault
+                await finish(ends, *records)
+
+            store.finish = failing  # type: ignore[method-assign]
+            model = await on.model(seed=1)
+            await train(on, model, 1, 1)
+            assert (await on.step(model, 3))["category"] == "server"
+            assert len(start.made) == 2, "what the engine had done is gone with it"
+            found = await train(on, model, 5, 1)
+        async with api(tmp_path / "faulty") as on:
+            assert found + await train(on, model, 7, 1) == expected
 
     asyncio.run(main())
 

@@ -37,6 +37,11 @@ _SERVING, _MIGRATING = 0x74696E73, 0x74696E74
 """Advisory locks of PostgreSQL are numbers, the same for everyone who means the same thing."""
 _PING_S = 5.0
 _AWAY_S = 0.5
+_AWAY = {
+    *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL),
+    *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY),
+}
+"""What SQLite says of a file that is locked, or of a disk that is full or away: the low byte of its code."""
 R = TypeVar("R")
 
 
@@ -68,8 +73,9 @@ def direct_of(engine: AsyncEngine) -> Engine:
 
 
 async def patiently(engine: AsyncEngine, work: Callable[[], Awaitable[R]]) -> R:
-    """The work's result. While PostgreSQL is away (a restart, a fault of the network) it is waited for: what an engine
-    has done must be written down, and who asks meanwhile sees a pause. The work may run more than once.
+    """The work's result. A database that is away is waited for (a restart of PostgreSQL, a fault of the network, a lock
+    of somebody else's on SQLite's file, a full disk): what an engine has done must be written down, and who asks
+    meanwhile sees a pause. The work may run more than once.
 
     Raises BadRequest for a value that the database cannot hold.
     """
@@ -80,12 +86,18 @@ async def patiently(engine: AsyncEngine, work: Callable[[], Awaitable[R]]) -> R:
             told = str(error.orig).partition("\n")[0]
             raise BadRequest(f"The database cannot hold this: {told}.", "Leave out NUL characters and NaN.") from error
         except DBAPIError as error:
-            if engine.dialect.name != "postgresql" or not (
-                isinstance(error, OperationalError) or error.connection_invalidated
-            ):
+            if not _passes(engine, error):
                 raise
             log.warning("%s does not answer; waiting for it: %s", place_of(engine), error.orig)
         await asyncio.sleep(_AWAY_S)
+
+
+def _passes(engine: AsyncEngine, error: DBAPIError) -> bool:
+    """Whether the same work may go through later."""
+    if engine.dialect.name == "postgresql":
+        return isinstance(error, OperationalError) or error.connection_invalidated
+    code = vars(error.orig).get("sqlite_errorcode", 0)  # errors that Python's own layer makes have none
+    return code & 0xFF in _AWAY
 
 
 async def to_its_end(work: Awaitable[R]) -> R:

@@ -30,7 +30,7 @@ from tinsmith.service.observe.telemetry import Telemetry
 from tinsmith.service.payloads import row_of, stored_kind
 from tinsmith.service.records import PROTOBUF, Answer, Checkpoint, Drop, Model, Revive, Row, Work
 from tinsmith.service.scheduler import next_batch
-from tinsmith.service.store import Finished, Store
+from tinsmith.service.store import Finished, Held, Store
 from tinsmith.service.wire import encode_pass
 
 log = logging.getLogger(__name__)
@@ -169,9 +169,10 @@ class Worker:
                 await self._fail(row, error)
         except Exception as error:  # a fault of ours, or of the disk: the rows fail, the loop goes on
             log.exception("Requests %s failed.", ", ".join(row.id for row in batch))
+            await self.host.down()  # the engine may have done what no result tells of
             for row in batch:
-                answer = Answer.failure(EngineError(f"Internal error: {type(error).__name__}."))
-                self._close([Finished(row=row, answer=answer)])
+                if row.id in self._rows:
+                    await self._fail(row, EngineError(f"Internal error: {type(error).__name__}."))
 
     async def _warm(self, batch: Sequence[Row]) -> list[Row]:
         """The rows whose models the engine has, brought back if need be; rows of models that cannot be fail."""
@@ -220,8 +221,7 @@ class Worker:
         ends = [
             Finished(row=row, answer=_answer(result), batch=stamp) for row, result in zip(batch, results, strict=True)
         ]
-        await self._store.finish(ends)
-        self._close(ends)
+        await self._finish(ends)
 
     async def _run_barrier(self, row: Row) -> None:
         model = self._store.find(Model, row.model_id)
@@ -245,14 +245,12 @@ class Worker:
             await self._fail(row, error, failed)
             return
         self._telemetry.ran([row.id])
-        end = Finished(row=row, answer=done.answer)
-        await self._store.finish([end], *done.records)
+        await self._finish([Finished(row=row, answer=done.answer)], *done.records)
         for one in (one for one in done.records if isinstance(one, Checkpoint) and one.kind != "ephemeral"):
             if one.deleted:
                 self._chronicle.changed(one, "checkpoint_overwritten", row.owner)
             else:
                 self._chronicle.made(one, row.owner)
-        self._close([end])
         await self._aftermath.follow(row, done, self.line(row.model_id))
 
     async def _suspect(self, batch: Sequence[Row]) -> None:
@@ -263,6 +261,14 @@ class Worker:
             if self._deaths[row.id] >= DEATHS:
                 error = EngineError(f"The engine died {DEATHS} times while it ran this request.", "Send fewer tokens.")
                 await self._fail(row, error)
+
+    async def _finish(self, ends: Sequence[Finished], *records: Held) -> None:
+        """What the engine has done is written down, then told. Raises what is no TinsmithError if that cannot be."""
+        try:
+            await self._store.finish(ends, *records)
+        except TinsmithError as error:
+            raise ValueError(f"A result cannot be written: {error}") from error
+        self._close(ends)
 
     async def _fail(self, row: Row, error: TinsmithError, *records: Model) -> None:
         if isinstance(row.work, Drop | Revive):
