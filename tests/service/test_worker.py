@@ -221,6 +221,40 @@ def test_a_model_that_cannot_come_back_says_so(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_model_whose_replay_kills_engines_is_given_up(tmp_path: Path) -> None:
+    """Whoever waits for it hears so, and later requests on it cost nobody an engine."""
+
+    async def main() -> None:
+        start, held = Factory(), asyncio.Event()
+        start.hook = lambda call, _: held.wait() if call == "persist" else None
+        async with api(tmp_path, start) as on:
+            session = (await on.post("create_session", {"tags": []})).json()["session_id"]
+            model, other = await on.model(session, 0), await on.model(session, 1)
+            await train(on, model, 1, 1)
+            save = {"model_id": model, "seq_id": 3, "sampling_session_seq_id": 0}
+            sampler = (await on.call("save_weights_for_sampler", save))["sampling_session_id"]
+            start.hook = lambda call, _: start.kill() if call == "run" else None
+            start.kill()
+            held.set()
+            body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [5]}]}}
+            asked = (await on.post("asample", {**body, "sampling_params": {"max_tokens": 1}})).json()
+            while (answer := await on.result(asked)).status_code == 410:
+                body["seq_id"] += 1
+                asked = (await on.post("asample", {**body, "sampling_params": {"max_tokens": 1}})).json()
+            assert "3 engines died" in answer.json()["error"]
+            engines = len(start.made)
+            assert engines <= 5
+            for seq in (4, 5):
+                assert "3 engines died" in (await on.step(model, seq))["error"]
+            assert "metrics" in await on.step(other, 1)
+            assert len(start.made) == engines
+        start.hook = lambda call, _: None
+        async with api(tmp_path, start) as on:
+            assert "metrics" in await on.step(model, 6), "the next start tries again"
+
+    asyncio.run(main())
+
+
 def test_an_engine_that_does_not_start_is_reported(tmp_path: Path) -> None:
     async def refuse(_config):
         raise EngineError("No memory.", "Take a smaller model.")

@@ -16,6 +16,7 @@ from tinsmith.service.effects import Done
 from tinsmith.service.engines import EngineHost
 from tinsmith.service.journal import Journal
 from tinsmith.service.line import Line
+from tinsmith.service.observe.chronicle import Chronicle
 from tinsmith.service.records import Checkpoint, Load, Model, Row, SaveState, Step
 from tinsmith.service.store import Store
 
@@ -26,13 +27,20 @@ class Aftermath:
     """Of one engine's barriers."""
 
     def __init__(
-        self, host: EngineHost, store: Store, checkpoints: Checkpoints, journal: Journal, behind: Behind
+        self,
+        host: EngineHost,
+        store: Store,
+        checkpoints: Checkpoints,
+        journal: Journal,
+        behind: Behind,
+        chronicle: Chronicle,
     ) -> None:
         self._host = host
         self._store = store
         self._checkpoints = checkpoints
         self._journal = journal
         self._behind = behind
+        self._chronicle = chronicle
 
     async def follow(self, row: Row, done: Done, line: Line) -> None:
         """Do what is still to be done. Raises EngineDied alone."""
@@ -43,6 +51,11 @@ class Aftermath:
             line.updated, line.steps = row.seq, 0
         elif isinstance(row.work, Step):
             line.updated, line.steps = row.seq, line.steps + 1
+        for one in (one for one in done.records if isinstance(one, Checkpoint) and one.kind != "ephemeral"):
+            if one.deleted:
+                self._chronicle.changed(one, "checkpoint_overwritten", row.owner)
+            else:
+                self._chronicle.made(one, row.owner)
         await self._tried(row, lambda: self._forget(done))
         await self._tried(row, lambda: self._capture(row, done, line))
 

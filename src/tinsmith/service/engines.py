@@ -16,6 +16,8 @@ from tinsmith.service.turnstile import Turnstile
 
 log = logging.getLogger(__name__)
 
+DEATHS = 3
+"""Engines that one request may take down before it is given up."""
 CLOSE_S = 5.5
 RETRY_CAP_S = 30.0
 
@@ -59,6 +61,8 @@ class EngineHost:
         self._card: ModelCard | None = None
         self._ready = asyncio.Event()
         self._attaching = asyncio.Lock()
+        self.trials = asyncio.Lock()
+        """Held by the one suspected sample that may run."""
         self.starts = 0
         """How often it was started."""
         self.turnstile = Turnstile(config.cache_tokens)
@@ -99,27 +103,34 @@ class EngineHost:
         return self._card
 
     async def live(self) -> Engine:
-        """The engine, once it runs."""
-        while not self.is_up:
+        """The engine, once it runs and samples are admitted."""
+        while not (self._ready.is_set() and self.is_up):
             self._ready.clear()
             await self._ready.wait()
         return self.engine
 
+    def admit(self) -> None:
+        """Samples may use the engine that was started again."""
+        self._ready.set()
+
     async def up(self) -> None:
-        """Start the engine. Raises what its start raises."""
+        """Start the engine, for everyone. Raises what its start raises."""
+        await self._load()
+        self.admit()
+
+    async def _load(self) -> None:
         self._started = await self._start(self.config)
         self._card = self._started.engine.card
         log.info("%s is loaded: %s", self.config.source, _described(self._card))
         self.starts += 1
         self.known = set()
-        self._ready.set()
 
     async def up_again(self) -> None:
-        """Start it as often as it takes: what is promised must be kept."""
+        """Start it as often as it takes: what is promised must be kept. Samples wait until `admit`."""
         wait = 1.0
         while True:
             try:
-                return await self.up()
+                return await self._load()
             except (TinsmithError, OSError):
                 log.exception("The engine of %s does not start; next try in %.0f s.", self.config.source, wait)
             await asyncio.sleep(wait)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import EngineError, TinsmithError
+from tinsmith.service.engines import DEATHS
 
 
 @dataclass(slots=True)
@@ -22,3 +23,21 @@ class Line:
     """The living engine has the model, or never will."""
     broken: TinsmithError | None = None
     """Why the living engine cannot have the model."""
+    deaths: int = 0
+    """Engines that died, one after another, while the model was brought back."""
+
+    def anew(self) -> None:
+        """An engine was started that has no model yet; what has killed too many is not brought back there either."""
+        if self.deaths < DEATHS:
+            self.warm.clear()
+            self.broken = None
+
+    def killed(self, model_id: str) -> None:
+        """An engine died while the model was brought back."""
+        self.deaths += 1
+        if self.deaths >= DEATHS:
+            what = f"Model {model_id} cannot be brought back: {DEATHS} engines died while they replayed its requests."
+            self.broken = EngineError(
+                what, "Load its last checkpoint into another; the server's next start tries again."
+            )
+            self.warm.set()

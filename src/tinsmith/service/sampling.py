@@ -1,7 +1,8 @@
 """Sampling requests: into the engine as fast as it takes them, in turns by tenant, never behind training.
 
 Their results live in memory alone.
-When the engine dies, samples in flight answer 410, and the client submits them again under a new number.
+When the engine dies, samples in flight answer 410, and the client submits them again under a new number. One that goes
+on killing engines fails.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from tinsmith.service.observe.telemetry import Telemetry
 from tinsmith.service.provenance import Claim, Sequences
 from tinsmith.service.records import JSON, PROTOBUF, Answer, Checkpoint, Model, Sampler, Session
 from tinsmith.service.store import Store
+from tinsmith.service.suspects import Suspects
 from tinsmith.service.wire import encode_sampled
 from tinsmith.service.worker import Worker
 
@@ -55,6 +57,7 @@ class Sampling:
         self._running: dict[str, asyncio.Task[None] | asyncio.Task[Sampled]] = {}
         self._clones: Counter[str] = Counter()
         self._sequences = Sequences()
+        self._suspects = Suspects()
 
     def take_up(self) -> None:
         """What an earlier process left behind; of sessions that have ended nobody asks any more."""
@@ -182,7 +185,8 @@ class Sampling:
         """When its tenant's turn comes."""
         worker = self._workers[base_model]
         request = replace(request, space=owner)
-        async with worker.host.turnstile.turn(owner, request):
+        trial = self._suspects.trial(worker.host, sampler.id if sampler is not None else base_model, request)
+        async with trial, worker.host.turnstile.turn(owner, request):
             try:
                 sampled = await self._sample_known(worker, request, heard, sampler)
             except asyncio.CancelledError:
@@ -233,7 +237,7 @@ class Sampling:
             if model is None or model.state != "live":
                 raise Gone("The weights of this sampling session were lost.", "Create another.")
             await worker.revived(model)
-        return host.engine
+        return await host.live()
 
 
 def _tokens(request: SampleRequest, sampled: Sampled) -> dict[str, int]:

@@ -19,7 +19,7 @@ from tinsmith.service.aftermath import Aftermath
 from tinsmith.service.behind import Behind
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.effects import Effects
-from tinsmith.service.engines import EngineHost
+from tinsmith.service.engines import DEATHS, EngineHost
 from tinsmith.service.futures import Futures
 from tinsmith.service.journal import Journal
 from tinsmith.service.limits import Limits
@@ -28,15 +28,12 @@ from tinsmith.service.observe import mismatch
 from tinsmith.service.observe.chronicle import Chronicle
 from tinsmith.service.observe.telemetry import Telemetry
 from tinsmith.service.payloads import row_of, stored_kind
-from tinsmith.service.records import PROTOBUF, Answer, Checkpoint, Drop, Model, Revive, Row, Work
+from tinsmith.service.records import PROTOBUF, Answer, Drop, Model, Revive, Row, Work
 from tinsmith.service.scheduler import next_batch
 from tinsmith.service.store import Finished, Held, Store
 from tinsmith.service.wire import encode_pass
 
 log = logging.getLogger(__name__)
-
-DEATHS = 3
-"""Engines that one request may take down before it is given up."""
 
 
 class Worker:
@@ -61,10 +58,9 @@ class Worker:
         self._checkpoints = checkpoints
         self._behind = Behind(host, store, checkpoints)
         self._effects = Effects(store, checkpoints, journal, limits, self._behind)
-        self._aftermath = Aftermath(host, store, checkpoints, journal, self._behind)
+        self._aftermath = Aftermath(host, store, checkpoints, journal, self._behind, chronicle)
         self._batch_tokens = batch_tokens
         self._telemetry = telemetry
-        self._chronicle = chronicle
         self._rows: dict[str, Row] = {}
         self._lines: dict[str, Line] = {}
         self._deaths: Counter[str] = Counter()
@@ -120,7 +116,11 @@ class Worker:
                     await self._start_again()
                     watch = self._watch()
                 self._wake.clear()
-                batch = () if self._ending else next_batch(self._rows.values(), self._batch_tokens, last_owner)
+                suspects = [row for row in self._rows.values() if row.alone]
+                if not suspects:
+                    self.host.admit()
+                rows = suspects or self._rows.values()
+                batch = () if self._ending else next_batch(rows, self._batch_tokens, last_owner)
                 if batch:
                     last_owner = batch[0].owner
                     self._idle.clear()
@@ -152,18 +152,18 @@ class Worker:
         log.warning("The engine of %s died; starting it again.", self.host.config.source)
         await self.host.down()
         for line in self._lines.values():
-            line.warm.clear()
-            line.broken = None
+            line.anew()
         await self.host.up_again()
 
     async def _attempt(self, batch: Sequence[Row]) -> None:
+        ran: Sequence[Row] = ()
         try:
-            batch = await self._warm(batch)
-            if batch:
-                await (self._run_passes(batch) if batch[0].packs else self._run_barrier(batch[0]))
+            ran = await self._warm(batch)
+            if ran:
+                await (self._run_passes(ran) if ran[0].packs else self._run_barrier(ran[0]))
         except EngineDied:
             await self.host.down()
-            await self._suspect(batch)
+            await self._suspect(batch, ran)
         except TinsmithError as error:
             for row in batch:
                 await self._fail(row, error)
@@ -198,12 +198,13 @@ class Worker:
         try:
             back = await self._journal.revive(model, self.host.engine)
         except EngineDied:
+            line.killed(model.id)
             raise
         except TinsmithError as error:
             log.exception("Model %s cannot be brought back.", model.id)
             line.broken = EngineError(f"Model {model.id} cannot be brought back: {error}")
         else:
-            line.updated, line.steps = back.updated, back.steps
+            line.updated, line.steps, line.deaths = back.updated, back.steps, 0
             for version in back.versions:
                 self._behind.write(version)
         line.warm.set()
@@ -228,6 +229,7 @@ class Worker:
         assert model is not None
         if isinstance(row.work, Revive):
             self._rows.pop(row.id, None)
+            self.line(row.model_id).warm.set()
             return
         if isinstance(row.work, Drop):
             await self.host.engine.drop(model.id)
@@ -246,18 +248,15 @@ class Worker:
             return
         self._telemetry.ran([row.id])
         await self._finish([Finished(row=row, answer=done.answer)], *done.records)
-        for one in (one for one in done.records if isinstance(one, Checkpoint) and one.kind != "ephemeral"):
-            if one.deleted:
-                self._chronicle.changed(one, "checkpoint_overwritten", row.owner)
-            else:
-                self._chronicle.made(one, row.owner)
         await self._aftermath.follow(row, done, self.line(row.model_id))
 
-    async def _suspect(self, batch: Sequence[Row]) -> None:
-        """After a death: each row of the batch runs alone from now on, and one that kills again and again fails."""
+    async def _suspect(self, batch: Sequence[Row], ran: Sequence[Row]) -> None:
+        """After a death: each row of the batch runs again by itself, before samples are let in, so that the next death
+        shows who is at fault. One that kills again and again fails; `ran` are those that the engine was given."""
         for row in (row for row in batch if row.id in self._rows):
-            self._deaths[row.id] += 1
             self._rows[row.id] = replace(row, alone=True)
+        for row in (row for row in ran if row.id in self._rows):
+            self._deaths[row.id] += 1
             if self._deaths[row.id] >= DEATHS:
                 error = EngineError(f"The engine died {DEATHS} times while it ran this request.", "Send fewer tokens.")
                 await self._fail(row, error)
@@ -273,6 +272,7 @@ class Worker:
     async def _fail(self, row: Row, error: TinsmithError, *records: Model) -> None:
         if isinstance(row.work, Drop | Revive):
             self._rows.pop(row.id, None)
+            self.line(row.model_id).warm.set()
             return
         end = Finished(row=row, answer=Answer.failure(error))
         await self._store.finish([end], *records)
@@ -284,9 +284,8 @@ class Worker:
             self._deaths.pop(end.row.id, None)
             self._futures.keep(end.row.id, end.answer)
             done = isinstance(end.row.work, Pass) and not end.answer.failed
-            self._telemetry.closed(
-                end.row.id, end.answer, {stored_kind(end.row.work): end.row.tokens} if done else None
-            )
+            tokens = {stored_kind(end.row.work): end.row.tokens} if done else None
+            self._telemetry.closed(end.row.id, end.answer, tokens)
 
 
 def _answer(result: PassResult | TinsmithError) -> Answer:

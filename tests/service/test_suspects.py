@@ -1,0 +1,88 @@
+"""Samples that kill engines are found out, and nobody else fails by them."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from tests.service.inprocess import Api, Factory, api
+from tinsmith.engine.base import SampleRequest
+
+DEADLY = [9, 9, 9]
+
+
+async def session(on: Api) -> str:
+    made = (await on.post("create_session", {"tags": []})).json()["session_id"]
+    body = {"session_id": made, "sampling_session_seq_id": 0, "base_model": "toy"}
+    return (await on.post("create_sampling_session", body)).json()["sampling_session_id"]
+
+
+async def sampled(on: Api, sampler: str, prompt: list[int], first: int = 0) -> tuple[int, dict | None]:
+    """As the SDK does: again and again after 410. How often it was sent, and the error that it ended with."""
+    for number in range(10):
+        body = {"sampling_session_id": sampler, "seq_id": first + number, "sampling_params": {"max_tokens": 2}}
+        asked = await on.post("asample", {**body, "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]}})
+        answer = await on.result(asked.json())
+        if answer.status_code != 410:
+            assert answer.status_code == 200, answer.text
+            return number + 1, answer.json() if answer.headers["content-type"] == "application/json" else None
+    raise AssertionError("lost ten times")
+
+
+def deadly(start: Factory):
+    def hook(call: str, argument: object):
+        if call == "sample" and isinstance(argument, SampleRequest) and list(argument.prompt) == DEADLY:
+            start.kill()
+        return asyncio.sleep(0.05) if call in ("step", "sample") else None
+
+    return hook
+
+
+def test_a_sample_that_kills_engines_fails_and_no_training_does(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as on:
+            alice, bob = await on.tenant("alice"), await on.tenant("bob")
+            model, sampler = await alice.model(), await session(bob)
+            start.hook = deadly(start)
+            killing = asyncio.create_task(sampled(bob, sampler, DEADLY))
+            for seq in range(1, 12):
+                assert "metrics" in await alice.step(model, seq)
+            tries, error = await killing
+            assert tries == 3
+            assert error is not None
+            assert "died 3 times" in error["error"]
+            engines = len(start.made)
+            assert engines == 4
+            assert "died 3 times" in ((await sampled(bob, sampler, DEADLY, first=20))[1] or {})["error"]
+            assert len(start.made) == engines, "it is not tried again"
+
+    asyncio.run(main())
+
+
+def test_samples_beside_one_that_kills_engines_are_answered(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as on:
+            sampler = await session(on)
+            start.hook = deadly(start)
+            prompts = [[5], [6], DEADLY, [7], [5]]
+            asked = [sampled(on, sampler, prompt, first=20 * number) for number, prompt in enumerate(prompts)]
+            ended = await asyncio.gather(*asked)
+            assert [error is None for _, error in ended] == [True, True, False, True, True]
+
+    asyncio.run(main())
+
+
+def test_a_group_that_was_lost_once_counts_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        start = Factory()
+        async with api(tmp_path, start) as on:
+            sampler = await session(on)
+            start.hook = lambda call, _: asyncio.sleep(0.1) if call == "sample" and len(start.made) == 1 else None
+            group = [asyncio.create_task(sampled(on, sampler, [5, 6], first=20 * number)) for number in range(8)]
+            await asyncio.sleep(0.05)
+            start.kill()
+            assert await asyncio.gather(*group) == [(2, None)] * 8
+
+    asyncio.run(main())
