@@ -111,6 +111,20 @@ def test_a_run_knows_its_own_checkpoints_whatever_becomes_of_them(tmp_path: Path
     asyncio.run(main())
 
 
+def test_any_number_of_models_can_be_asked_about(tmp_path: Path) -> None:
+    async def main() -> None:
+        store = await open_store(tmp_path, url_of(tmp_path))
+        await store.put(MODEL)
+        await store.accept(row_of("r1", "o", MODEL.id, 1, 1, WORKS[0]), stored(WORKS[0]))
+        other = replace(MODEL, id="other", used=7.0)
+        found = await store.last_used([other, *[MODEL] * 260_000])
+        assert found[0] == 7.0
+        assert min(found[1:]) > MODEL.created
+        await store.close()
+
+    asyncio.run(main())
+
+
 def test_changes_at_the_same_time_do_not_undo_each_other(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))

@@ -18,6 +18,7 @@ from tinsmith.errors import BadRequest, EngineDied, EngineError, NotFound, Tinsm
 from tinsmith.service.behind import Behind
 from tinsmith.service.checkpoints import Checkpoints, expiry
 from tinsmith.service.external import encrypt
+from tinsmith.service.held import Held
 from tinsmith.service.journal import Journal
 from tinsmith.service.limits import Limits
 from tinsmith.service.records import (
@@ -33,7 +34,7 @@ from tinsmith.service.records import (
     SaveState,
     Step,
 )
-from tinsmith.service.store import Held, Store
+from tinsmith.service.store import Store
 
 log = logging.getLogger(__name__)
 

@@ -14,34 +14,24 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Table, and_, delete, func, select, update
+from sqlalchemy import Connection, and_, delete, func, select, update
 from sqlalchemy import Row as SqlRow
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy.ext.asyncio import AsyncEngine
 
-from tinsmith.engine.base import LoraSpec
 from tinsmith.service.database import direct_of, engine_of, migrate, patiently, served_alone, to_its_end
+from tinsmith.service.held import TABLES, H, Held, insert_into, record_of, write_all
 from tinsmith.service.payloads import restored, row_of, stored_kind
-from tinsmith.service.records import Answer, Checkpoint, CustomLoss, Model, Past, Row, Sampler, Session
-from tinsmith.service.tables import CHECKPOINTS, CUSTOM_LOSSES, MODELS, REQUESTS, SAMPLERS, SESSIONS
+from tinsmith.service.records import Answer, Checkpoint, Model, Past, Row
+from tinsmith.service.tables import REQUESTS
 
-Held = Session | Model | Sampler | Checkpoint | CustomLoss
-H = TypeVar("H", Session, Model, Sampler, Checkpoint, CustomLoss)
 R = TypeVar("R")
 
-_TABLES: dict[type[Held], Table] = {
-    Session: SESSIONS,
-    Model: MODELS,
-    Sampler: SAMPLERS,
-    Checkpoint: CHECKPOINTS,
-    CustomLoss: CUSTOM_LOSSES,
-}
-_INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
-"""The standard has no "or else" for an insert; these two have the same."""
+ASKED = 10_000
+"""Ids in one query: a database takes only so many parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,16 +50,16 @@ class Store:
         self._engine = self.database = engine
         self._direct = direct_of(engine)
         self._writing = asyncio.Lock()
-        self._held: dict[type[Held], dict[str, Any]] = {kind: {} for kind in _TABLES}
+        self._held: dict[type[Held], dict[str, Any]] = {kind: {} for kind in TABLES}
         self._of_run: dict[str, dict[str, Checkpoint]] = {}
         """run -> its checkpoints by id: every save asks for names of one run."""
 
     async def load(self) -> None:
         """Read what is held in memory."""
         async with self._engine.connect() as db:
-            for kind, table in _TABLES.items():
+            for kind, table in TABLES.items():
                 for found in await db.execute(select(table).order_by(table.c.created, table.c.id)):
-                    self._keep([_record(kind, found)])
+                    self._keep([record_of(kind, found)])
 
     async def close(self) -> None:
         """Close the database."""
@@ -96,7 +86,7 @@ class Store:
     async def put(self, *records: Held) -> None:
         """Write records, new or changed, together."""
         async with self._writing:
-            await self._transaction(lambda db: _write(db, records))
+            await self._transaction(lambda db: write_all(db, records))
             self._keep(records)
 
     async def change(self, kind: type[H], key: str, **changes: Any) -> H | None:
@@ -106,7 +96,7 @@ class Store:
             if held is None:
                 return None
             held = replace(held, **changes)
-            await self._transaction(lambda db: _write(db, [held]))
+            await self._transaction(lambda db: write_all(db, [held]))
             self._keep([held])
             return held
 
@@ -115,7 +105,7 @@ class Store:
 
         def removed(db: Connection) -> None:
             for record in records:
-                table = _TABLES[type(record)]
+                table = TABLES[type(record)]
                 db.execute(delete(table).where(table.c.id == record.id))
 
         async with self._writing:
@@ -141,7 +131,6 @@ class Store:
             "payload": payload,
             "batch": 0,
         }
-
         mine = False
 
         def accepted(db: Connection) -> bool:
@@ -150,7 +139,7 @@ class Store:
             # Not fresh and yet mine: written by a try whose end the database could not tell.
             mine = db.execute(fresh).first() is not None or mine
             if mine:
-                _write(db, records)
+                write_all(db, records)
             return mine
 
         async with self._writing:
@@ -174,7 +163,7 @@ class Store:
                 }
                 waiting = and_(REQUESTS.c.id == end.row.id, REQUESTS.c.state == "pending")
                 db.execute(update(REQUESTS).where(waiting).values(values))
-            _write(db, records)
+            write_all(db, records)
 
         async with self._writing:
             await self._transaction(finished)
@@ -185,7 +174,7 @@ class Store:
         done = and_(REQUESTS.c.model_id == model.id, REQUESTS.c.seq <= model.covered, REQUESTS.c.state != "pending")
 
         def covered(db: Connection) -> None:
-            _write(db, [model])
+            write_all(db, [model])
             db.execute(update(REQUESTS).where(done).values(payload=None))
 
         async with self._writing:
@@ -240,10 +229,13 @@ class Store:
 
     async def last_used(self, models: Sequence[Model]) -> list[float]:
         """When the last request of each came."""
-        wanted = REQUESTS.c.model_id.in_([model.id for model in models])
-        query = select(REQUESTS.c.model_id, func.max(REQUESTS.c.created)).where(wanted).group_by(REQUESTS.c.model_id)
+        r = REQUESTS.c
+        query = select(r.model_id, func.max(r.created)).group_by(r.model_id)
+        last: dict[str, float | None] = {}
         async with self._engine.connect() as db:
-            last: dict[str, float] = {model: when for model, when in await db.execute(query) if when is not None}
+            for start in range(0, len(models), ASKED):
+                some = [model.id for model in models[start : start + ASKED]]
+                last.update((model, when) for model, when in await db.execute(query.where(r.model_id.in_(some))))
         return [last.get(model.id) or model.used or model.created for model in models]
 
     async def prune(self, before: float, ended_models: Sequence[str]) -> None:
@@ -307,26 +299,3 @@ async def _loaded(engine: AsyncEngine) -> Store:
         await store.close()
         raise
     return store
-
-
-def insert_into(db: AsyncConnection | Connection, table: Table) -> Any:
-    """An insert that can say what happens to rows which are there."""
-    return _INSERT[db.dialect.name](table)
-
-
-def _write(db: Connection, records: Iterable[Held]) -> None:
-    for record in records:
-        table = _TABLES[type(record)]
-        values = {field.name: _plain(getattr(record, field.name)) for field in fields(record)}
-        db.execute(insert_into(db, table).values(values).on_conflict_do_update(index_elements=["id"], set_=values))
-
-
-def _plain(value: Any) -> Any:
-    return {field.name: getattr(value, field.name) for field in fields(value)} if isinstance(value, LoraSpec) else value
-
-
-def _record(kind: type[Held], found: SqlRow[Any]) -> Held:
-    values = dict(found._mapping)
-    if "lora" in values:
-        values["lora"] = LoraSpec(**values["lora"])
-    return kind(**values)

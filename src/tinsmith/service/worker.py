@@ -21,6 +21,7 @@ from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.effects import Effects
 from tinsmith.service.engines import DEATHS, EngineHost
 from tinsmith.service.futures import Futures
+from tinsmith.service.held import Held
 from tinsmith.service.journal import Journal
 from tinsmith.service.limits import Limits
 from tinsmith.service.line import Line
@@ -30,7 +31,7 @@ from tinsmith.service.observe.telemetry import Telemetry
 from tinsmith.service.payloads import row_of, stored_kind
 from tinsmith.service.records import PROTOBUF, Answer, Drop, Model, Revive, Row, Work
 from tinsmith.service.scheduler import next_batch
-from tinsmith.service.store import Finished, Held, Store
+from tinsmith.service.store import Finished, Store
 from tinsmith.service.wire import encode_pass
 
 log = logging.getLogger(__name__)

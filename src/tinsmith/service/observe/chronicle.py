@@ -17,9 +17,10 @@ from typing import Any
 from sqlalchemy import Connection, delete, select, update
 
 from tinsmith.service.database import to_its_end
+from tinsmith.service.held import insert_into
 from tinsmith.service.observe.telemetry import Timeline
 from tinsmith.service.records import Checkpoint, Model, Sampler
-from tinsmith.service.store import Store, insert_into
+from tinsmith.service.store import Store
 from tinsmith.service.tables import AUDIT, SPANS, STORED, USAGE
 
 REST_S = 1.0
