@@ -142,6 +142,32 @@ def test_tensors_that_are_not_in_order_are_refused(changes: dict, error: type[Ex
         decode_pass(tensor_message(**changes))
 
 
+def sparse_body(shapes: list[tuple[int, int]]) -> bytes:
+    """A datum of one token for each shape, its targets sparse with no cell listed."""
+    message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
+    for rows, columns in shapes:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = np.asarray([5], "<i4").tobytes()
+        tensor = datum.loss_fn_inputs["target_tokens"]
+        tensor.dtype = pb.DTYPE_INT64
+        tensor.shape.extend([rows, columns])
+        tensor.sparse_csr.crow_indices = bytes(8 * (max(rows, 0) + 1))
+    return message.SerializeToString()
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [[(1, 2**24)], [(1, 2**24)] * 12, [(16, 2**20)] * 12, [(1, 2**20)] * 1000, [(-1, 2**60)] + [(16, 2**20)] * 3],
+)
+def test_a_sparse_bomb_is_refused_before_anything_is_dense(shapes: list[tuple[int, int]]) -> None:
+    body = sparse_body(shapes)
+    tracemalloc.start()
+    with pytest.raises(TooLarge, match="target_tokens"):
+        decode_pass(body)
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
 def test_the_sdk_reads_a_result_of_mixed_ranks() -> None:
     arrays = [np.arange(3.0), np.arange(2.0), np.arange(6.0).reshape(3, 2), np.arange(4.0)]
     result = PassResult(logprobs=tuple(a.astype(np.float32) for a in arrays), metrics={"loss:sum": 2.5})

@@ -132,6 +132,12 @@ def _check_tokens(where: str, datum: Datum, card: ModelCard) -> None:
             f"{where}: target_tokens has shape {datum.targets.shape}, model_input has {length} tokens.",
             "Give (N,) or (N, K) targets for N tokens; position i predicts target i, already shifted.",
         )
+    if datum.targets.ndim == 2 and datum.targets.shape[1] > card.vocab_size:
+        raise BadRequest(
+            f"{where}.target_tokens has {datum.targets.shape[1]} targets for each position; {card.source} has "
+            f"{card.vocab_size} tokens.",
+            "Name each token once at most.",
+        )
     _check_ids(f"{where}.target_tokens", datum.targets, card)
 
 

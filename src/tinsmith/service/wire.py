@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,10 @@ BODY_CAP = 256 * 2**20
 """Bytes of a body after decompression."""
 DENSE_CAP = 16 * 2**20
 """Cells of one tensor after densifying: a CSR tensor of a few bytes may declare any shape."""
+BODY_CELLS = 2 * DENSE_CAP
+"""The same of all sparse tensors of a body together: room for the largest targets and their weights."""
+WIDEST = 2**20
+"""Columns of a sparse tensor: no vocabulary has more."""
 _PIECE = 2**10
 """Bytes of a zstd body at a time: four of them may stand for 128 KiB."""
 
@@ -78,6 +83,7 @@ def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
 
 def pass_of(message: pb.ForwardBackwardRequest) -> tuple[int, Pass]:
     """(seq_id, request) of a message, its tensors dense."""
+    _check_room(message)
     own = message.loss_fn == CUSTOM
     data = tuple(_datum(f"data[{index}]", datum, as_sent=own) for index, datum in enumerate(message.data))
     request = Pass(
@@ -97,6 +103,17 @@ def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
         key: value.number if value.WhichOneof("value") == "number" else value.text
         for key, value in message.loss_fn_config_v2.items()
     }
+
+
+def _check_room(message: pb.ForwardBackwardRequest) -> None:
+    """Raises TooLarge, before anything is made dense, if all of it would take too much."""
+    tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
+    cells = sum(prod(max(side, 0) for side in one.shape) for one in tensors if one.HasField("sparse_csr"))
+    if cells > BODY_CELLS:
+        raise TooLarge(
+            f"The sparse tensors of the body, its target_tokens and others, have {cells} cells when dense.",
+            f"At most {BODY_CELLS}: send fewer data per request.",
+        )
 
 
 def _datum(where: str, datum: pb.Datum, *, as_sent: bool) -> Datum:
@@ -155,8 +172,8 @@ def dense_of(
     """A CSR tensor with `fill` in the cells that are not listed."""
     if len(shape) != 2 or min(shape) < 0:
         raise BadRequest(f"{where} is sparse with shape {list(shape)}.", "CSR tensors have two dimensions.")
-    if shape[0] * shape[1] > DENSE_CAP:
-        raise TooLarge(f"{where} has shape {list(shape)}.", f"At most {DENSE_CAP} cells.")
+    if shape[1] > WIDEST or shape[0] * shape[1] > DENSE_CAP:
+        raise TooLarge(f"{where} has shape {list(shape)}.", f"At most {WIDEST} columns, and {DENSE_CAP} cells.")
     steps = np.diff(crow)
     sound = len(crow) == shape[0] + 1 and crow[0] == 0 and (steps >= 0).all() and crow[-1] == len(col) == len(values)
     if not sound or (len(col) and not (col.min() >= 0 and col.max() < shape[1])):

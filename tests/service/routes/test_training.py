@@ -9,6 +9,7 @@ import pytest
 import zstandard
 
 from tests.service.inprocess import Api, Factory, api, loss_in, pass_body
+from tinsmith.service.schema import pb
 
 
 def run(coroutine) -> None:
@@ -105,6 +106,21 @@ def test_bodies_may_be_compressed_and_never_explode(tmp_path: Path) -> None:
                 extra = {"Content-Encoding": coding} if coding else {}
                 refused = await on.http.post("/api/v1/forward_backward", content=content, headers=extra)
                 assert refused.status_code == 400, refused.text
+
+    run(main())
+
+
+def test_more_targets_than_there_are_tokens_are_refused(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            message = pb.ForwardBackwardRequest.FromString(pass_body(await on.model(), 1, (5, 6)))
+            for width, status in ((512, 200), (513, 400)):
+                target = message.data[0].loss_fn_inputs["target_tokens"]
+                target.dense, target.shape[:] = bytes(8 * width), [1, width]
+                answer = await on.post("forward_backward", message.SerializeToString())
+                assert answer.status_code == status
+                message.seq_id += 1
+            assert "513 targets for each position; toy has 512 tokens" in answer.json()["detail"]
 
     run(main())
 
