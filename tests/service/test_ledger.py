@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tinsmith.service.ledger import SLACK, Ledger
 
 
@@ -32,3 +34,23 @@ def test_the_file_does_not_grow_with_what_is_closed(tmp_path: Path) -> None:
         ledger.close([str(number)])
     assert len((tmp_path / "samples").read_text().splitlines()) < SLACK + 10
     assert Ledger(tmp_path / "samples").lost == ("stays",)
+
+
+def test_a_full_disk_stops_nothing_and_the_file_is_whole_when_there_is_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(out: int, lines: list[str]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tinsmith.service.ledger._append", full)
+    monkeypatch.setattr("tinsmith.service.ledger.RETRY_S", 0.0)
+    ledger = Ledger(tmp_path / "samples")
+    (tmp_path / "samples.new").mkdir()  # so that it cannot be written anew either
+    for name in "abc":
+        ledger.open(name)
+    ledger.close(["b"])
+    assert [one in ledger for one in "abc"] == [True, False, True]
+    assert len(caplog.records) == 1, "told once"
+    (tmp_path / "samples.new").rmdir()
+    ledger.open("d")
+    assert Ledger(tmp_path / "samples").lost == ("a", "c", "d")

@@ -48,10 +48,10 @@ class Futures:
         """Promise a result; False if it is promised already. `stored`: the store will have it as well."""
         if request_id in self._promises:
             return False
-        self._waiting[owner] += 1
         if not stored:
             self._ledger.open(request_id)
         self._promises[request_id] = _Promise(owner=owner, kept=self._loop.create_future(), stored=stored)
+        self._waiting[owner] += 1
         return True
 
     def keep(self, request_id: str, answer: Answer) -> None:
@@ -94,8 +94,9 @@ class Futures:
         self._forget_in(min(FETCHED_S, self._retention_s), request_id, promise)
 
     def release(self, request_ids: Iterable[str], owner: str) -> None:
-        """The client has these samples: nothing of them needs to stay."""
-        mine = [one for one in request_ids if self.knows(one, owner) and not self._promises[one].stored]
+        """The client has these samples: nothing of them needs to stay. One that is not done stays: nobody has it."""
+        known = ((one, self._promises[one]) for one in request_ids if self.knows(one, owner))
+        mine = [one for one, promise in known if promise.kept.done() and not promise.stored]
         self.completions.seen(mine)
         for request_id in mine:
             self._forget(request_id)

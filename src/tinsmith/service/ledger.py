@@ -2,15 +2,23 @@
 
 Results of samples live in memory alone. Whoever waits for a log of completions would wait for ever after a restart, so
 the next process must know which samples to call lost. A line is `+id` or `-id`; written at once, never synced: it
-survives the death of the process, not a power cut.
+survives the death of the process, not a power cut. A disk that takes no line stops no sample: the file is written
+anew when it does again.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""Between two attempts to write the file while the disk does not take it."""
 SLACK = 10_000
 """Lines beyond four for each open id at which the file is written anew."""
 
@@ -24,6 +32,8 @@ class Ledger:
         self.lost = tuple(self._open)
         """Ids that the process before this one left open."""
         self._lines = 0
+        self._retry: float | None = None
+        """When the file may be tried again, if it does not hold what is open."""
         self._out = self._anew()
 
     def __contains__(self, request_id: str) -> bool:
@@ -46,13 +56,22 @@ class Ledger:
         os.close(self._out)
 
     def _write(self, lines: list[str]) -> None:
-        if not lines:
+        if not lines or (self._retry is not None and time.monotonic() < self._retry):
             return
-        os.write(self._out, "".join(f"{line}\n" for line in lines).encode())
         self._lines += len(lines)
-        if self._lines > 4 * len(self._open) + SLACK:
-            os.close(self._out)
-            self._out = self._anew()
+        try:
+            if self._retry is not None or self._lines > 4 * len(self._open) + SLACK:
+                fresh = self._anew()
+                os.close(self._out)
+                self._out, self._retry = fresh, None
+            else:
+                _append(self._out, lines)
+        except OSError as error:
+            if self._retry is None:
+                log.error(
+                    "%s cannot be written: after a crash clients may wait for lost samples. %s", self._file, error
+                )
+            self._retry = time.monotonic() + RETRY_S
 
     def _anew(self) -> int:
         """The file with what is open and nothing else."""
@@ -61,6 +80,12 @@ class Ledger:
         scratch.replace(self._file)
         self._lines = len(self._open)
         return os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+
+
+def _append(out: int, lines: list[str]) -> None:
+    text = "".join(f"{line}\n" for line in lines).encode()
+    if os.write(out, text) < len(text):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _read(file: Path) -> list[str]:

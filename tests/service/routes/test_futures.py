@@ -205,6 +205,37 @@ def test_what_the_client_has_is_not_kept(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_a_full_disk_stops_no_sample(tmp_path: Path, monkeypatch) -> None:
+    def full(out: int, lines: list[str]) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def main() -> None:
+        async with api(tmp_path) as on:
+            sampler = await base_sampler(on)
+            monkeypatch.setattr("tinsmith.service.ledger._append", full)
+            promise = (await on.post("asample", sample_body(sampler, 0))).json()
+            assert (await on.result(promise)).status_code == 200
+            assert on.service.futures.waiting("local") == 0
+
+    asyncio.run(main())
+
+
+def test_what_is_not_done_cannot_be_given_back(tmp_path: Path) -> None:
+    async def main() -> None:
+        start, gate = Factory(), asyncio.Event()
+        start.hook = lambda call, argument: gate.wait() if call == "sample" else None
+        async with api(tmp_path, start) as on:
+            sampler = await base_sampler(on)
+            promise = (await on.post("asample", sample_body(sampler, 0))).json()
+            await poll(on, sampler, timeout=0, retrieved_request_ids=[promise["request_id"]])
+            assert on.service.futures.waiting("local") == 1, "it still runs"
+            gate.set()
+            assert (await on.result(promise)).status_code == 200
+            assert on.service.futures.waiting("local") == 0
+
+    asyncio.run(main())
+
+
 def test_samples_of_a_process_that_died_are_told_as_failed_until_they_are_fetched(tmp_path: Path) -> None:
     async def main() -> None:
         start, gate = Factory(), asyncio.Event()
