@@ -61,16 +61,23 @@ def named(service: Service, name: str, owner: str) -> Named:
     )
 
 
+def callable_models(service: Service, owner: str) -> list[str]:
+    """Ids of the owner's models that `named` finds: their base model is served, and they have saved weights."""
+    mine = (one for one in service.store.all(Model) if one.owner == owner and one.base_model in service.workers)
+    return [one.id for one in mine if _saved(service, one)]
+
+
 def newest(service: Service, model: Model) -> Checkpoint:
     """The weights that were saved last. Raises NotFound."""
-    saved = [
-        one
-        for one in service.store.all(Checkpoint)
-        if one.run == model.id and one.kind != "external_weights" and not one.deleted and _lasts(one)
-    ]
+    saved = _saved(service, model)
     if not saved:
         raise NotFound(f"Model {model.id} has saved no weights yet.", "Call save_weights_for_sampler first.")
     return max(saved, key=lambda one: one.created)
+
+
+def _saved(service: Service, model: Model) -> list[Checkpoint]:
+    made = service.store.of_run(model.id)
+    return [one for one in made if one.kind != "external_weights" and not one.deleted and _lasts(one)]
 
 
 def _lasts(checkpoint: Checkpoint) -> bool:

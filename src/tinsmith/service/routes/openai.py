@@ -20,10 +20,9 @@ from tinsmith.service.openai.asked import Asked, new_id, now, request_of
 from tinsmith.service.openai.bodies import ChatBody, parse_exact
 from tinsmith.service.openai.conversations import prompt_of, tools_of
 from tinsmith.service.openai.direct import begun, whole
-from tinsmith.service.openai.named import named
+from tinsmith.service.openai.named import Named, callable_models, named
 from tinsmith.service.openai.replies import chat_choice, chat_delta, head, usage
 from tinsmith.service.openai.streams import Delta, events, total, whole_choice
-from tinsmith.service.records import Checkpoint, Model
 
 router = APIRouter()
 
@@ -42,15 +41,15 @@ Owner = Annotated[str, Depends(owner_of)]
 @router.get("/models")
 async def models(owner: Owner, service: ServiceDep) -> dict[str, Any]:
     """What is served, and the caller's models in training that have saved weights."""
-    saved = {one.run for one in service.store.all(Checkpoint) if one.owner == owner and not one.deleted}
-    training = [one.id for one in service.store.all(Model) if one.owner == owner and one.id in saved]
-    return {"object": "list", "data": [await _card(service, name, owner) for name in (*service.workers, *training)]}
+    names = (*service.workers, *callable_models(service, owner))
+    found = {name: named(service, name, owner) for name in names}
+    return {"object": "list", "data": [await _card(name, one) for name, one in found.items()]}
 
 
 @router.get("/models/{name:path}")
 async def model(name: str, owner: Owner, service: ServiceDep) -> dict[str, Any]:
     """Whatever `model` may be in a request."""
-    return await _card(service, name, owner)
+    return await _card(name, named(service, name, owner))
 
 
 @router.post("/chat/completions")
@@ -125,8 +124,7 @@ def _opening(asked: Asked) -> list[dict[str, Any]]:
     return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(asked.body.n)]
 
 
-async def _card(service: Service, name: str, owner: str) -> dict[str, Any]:
-    found = named(service, name, owner)
+async def _card(name: str, found: Named) -> dict[str, Any]:
     card = await found.worker.host.card()
     return {
         "id": name,
