@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from pathlib import Path
 
-from tests.service.inprocess import api
+import tinker
+
+from tests.models import save_tokenizer
+from tests.service.inprocess import KEY, api
+from tests.service.process import child
 from tests.service.routes.test_futures import base_sampler, sample_body
+from tinsmith.service.config import ServeConfig
 
 
 def test_a_sampling_session_is_made_once_and_told(tmp_path: Path) -> None:
@@ -40,6 +46,27 @@ def test_a_tokenizer_that_is_a_folder_is_told_as_one_the_sdk_can_load(tmp_path: 
             assert name.count("/") != 2
 
     asyncio.run(main())
+
+
+def test_a_client_elsewhere_loads_the_tokenizer_by_the_served_name(tmp_path: Path, monkeypatch) -> None:
+    for folder in (tmp_path / "server" / "m", tmp_path / "client" / "Org" / "Name"):
+        folder.mkdir(parents=True)
+        save_tokenizer(folder)
+        (folder / "config.json").write_text('{"vocab_size": 512}')
+    monkeypatch.chdir(tmp_path / "client")  # where Org/Name is, as if it were on the hub
+    source = tmp_path / "server" / "m"
+    config = ServeConfig(
+        host="0.0.0.0", port=0, api_key=KEY, engine="fake", data=tmp_path / "d", models=(f"Org/Name={source}",)
+    )
+    with child(config) as server:
+        url = server.url.replace("0.0.0.0", "127.0.0.1")
+        client = tinker.ServiceClient(base_url=url, api_key=KEY)
+        train = client.create_lora_training_client("Org/Name", rank=4).result()
+        assert str(tmp_path) not in train.get_info().model_dump_json()
+        shutil.rmtree(source)  # the client's machine does not have it
+        tokenizer = train.get_tokenizer()
+        assert tokenizer.decode(tokenizer.encode("What is 39 + 13?")) == "What is 39 + 13?"
+        client.close("success").result()
 
 
 def test_asample_refuses_what_it_cannot_do(tmp_path: Path) -> None:

@@ -64,14 +64,16 @@ async def create_model(tenant: Tenant, service: ServiceDep, body: RawBody) -> di
 
 @router.post("/get_info")
 async def get_info(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
-    """What a model is; `tokenizer_id` is what loads on this machine, whatever name it is served under."""
+    """What a model is. `tokenizer_id` is what loads on this machine, whatever name it is served under; a client that
+    may be elsewhere is not told a folder, and goes by the name."""
     model = service.model(parse(GetInfoBody, body).model_id, tenant)
     card = await service.worker(model.base_model).host.card()
+    tokenizer = card.tokenizer if service.config.is_loopback or not card.tokenizer.startswith("/") else None
     return {
         "type": "get_info",
         "model_id": model.id,
         "model_name": model.base_model,
-        "model_data": {"arch": card.arch, "model_name": model.base_model, "tokenizer_id": card.tokenizer},
+        "model_data": {"arch": card.arch, "model_name": model.base_model, "tokenizer_id": tokenizer},
         "is_lora": True,
         "lora_rank": model.lora.rank,
         "optimizer_config": {"type": "adamw"},
