@@ -66,22 +66,33 @@ class Completions:
         log.entries[completion.request_id] = (self._cursor, completion)
         log.wake()
 
+    def drop(self, over: Callable[[str], bool]) -> None:
+        """Nobody asks any more what ended in sampling sessions that are over."""
+        for target in [one for one in self._logs if over(one.sampler_id)]:
+            log = self._logs.pop(target)
+            log.wake()
+            self._told(log.entries)
+
     def seen(self, request_ids: Iterable[str]) -> None:
         """The client knows that they ended: it asked for the results."""
         ids = list(request_ids)
         for request_id in ids:
-            log = self._logs.get(target_of(request_id))
-            if log is not None:
-                log.entries.pop(request_id, None)
+            target = target_of(request_id)
+            if target in self._logs:
+                self._logs[target].entries.pop(request_id, None)
+                self._spare(target)
         self._told(ids)
 
     async def after(self, target: Target, cursor: int, hold_s: float) -> tuple[list[Completion], int]:
         """What ended after `cursor`, and the cursor behind it; waits for something as long as `hold_s`."""
         log = self._logs[target]
-        found = self._after(log, cursor)
-        if not found and hold_s > 0 and not self.closed:
-            await _growth(log, hold_s)
+        try:
             found = self._after(log, cursor)
+            if not found and hold_s > 0 and not self.closed:
+                await _growth(log, hold_s)
+                found = self._after(log, cursor)
+        finally:
+            self._spare(target)
         return ([completion for _, completion in found], found[-1][0]) if found else ([], cursor)
 
     def close(self) -> None:
@@ -99,6 +110,12 @@ class Completions:
             del log.entries[request_id]
         self._told(known)
         return list(log.entries.values())
+
+    def _spare(self, target: Target) -> None:
+        """A log with nothing in it, for which nobody waits, is not kept: clients name as many as they like."""
+        log = self._logs.get(target)
+        if log is not None and not log.entries and not log.waiters:
+            del self._logs[target]
 
 
 async def _growth(log: _Log, hold_s: float) -> None:

@@ -31,7 +31,8 @@ from tinsmith.service.observe.telemetry import Telemetry, Timeline
 from tinsmith.service.observe.traces import Traces
 from tinsmith.service.observe.usage import Usage
 from tinsmith.service.openai.texts import Texts
-from tinsmith.service.records import Model, Session
+from tinsmith.service.records import Model
+from tinsmith.service.remains import Remains
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import Sessions
 from tinsmith.service.signing import signer_of
@@ -100,6 +101,7 @@ def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | No
         worker = Worker(host, store, promises, journal, saved, limits, config.batch_tokens, telemetry, chronicle)
         workers |= dict.fromkeys(names, worker)
     samples = Sampling(store, promises, saved, limits, workers, config.queued_samples, telemetry)
+    remains = Remains(store, saved, journal, promises, workers)
     return Service(
         config=config,
         key=key,
@@ -109,7 +111,7 @@ def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | No
         futures=promises,
         checkpoints=saved,
         journal=journal,
-        sessions=Sessions(store, saved, workers, config.session_timeout_s, config.retention_s, chronicle),
+        sessions=Sessions(store, saved, remains, config.session_timeout_s, config.retention_s, chronicle),
         sampling=samples,
         signer=signer_of(config.data),
         copies=Copies(store, saved),
@@ -158,10 +160,6 @@ async def _take_up(service: Service) -> None:
             service.futures.open(row.id, row.owner, stored=True)
             worker.add(row)
     service.sampling.take_up()
-    for model in service.store.all(Model):
-        session, worker = service.store.find(Session, model.session_id), service.workers.get(model.base_model)
-        if worker is not None and model.state != "ended" and (session is None or session.ended is not None):
-            worker.drop(model)
 
 
 def _worker_of(service: Service, model_id: str) -> Worker | None:

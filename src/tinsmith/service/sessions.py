@@ -1,7 +1,6 @@
 """Sessions: how they begin, what they hold, how they end. And the clock of everything that ends by itself.
 
-A session ends when its client finishes it or falls silent for long. Then its models leave the engine once all that they
-promised is done, and its unnamed versions are deleted; named checkpoints stay.
+A session ends when its client finishes it or falls silent for long; named checkpoints stay, all else is cleared away.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Mapping
 from contextlib import suppress
 
 from tinsmith.errors import BadRequest, NotFound
@@ -17,13 +15,15 @@ from tinsmith.service.bodies import SessionBody
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.observe.chronicle import Chronicle
 from tinsmith.service.observe.logs import note
-from tinsmith.service.records import CustomLoss, Model, Sampler, Session
+from tinsmith.service.records import Model, Session
+from tinsmith.service.remains import Remains
 from tinsmith.service.store import Store
-from tinsmith.service.worker import Worker
 
 SEEN_WRITE_S = 60.0
 """A heartbeat comes every 10 s; writing each down would be noise."""
 PRUNE_S = 600.0
+CLEAR_S = 60.0
+"""Between two looks at what sessions that have ended hold, or came to hold since."""
 RETURN_S = 600.0
 
 
@@ -34,14 +34,14 @@ class Sessions:
         self,
         store: Store,
         checkpoints: Checkpoints,
-        workers: Mapping[str, Worker],
+        remains: Remains,
         timeout_s: float,
         retention_s: float,
         chronicle: Chronicle,
     ) -> None:
         self._store = store
         self._checkpoints = checkpoints
-        self._workers = workers
+        self._remains = remains
         self._timeout_s = timeout_s
         self._retention_s = retention_s
         self._chronicle = chronicle
@@ -106,20 +106,8 @@ class Sessions:
             return
         await self._store.change(Session, session.id, ended=reason, detail=detail)
         self._seen.pop(session.id, None)
-        for model in self._store.all(Model):
-            worker = self._workers.get(model.base_model)
-            if model.session_id == session.id and model.state != "ended" and worker is not None:
-                worker.drop(model)
-                if model.inflight is not None and await self._checkpoints.release(model.inflight):
-                    await worker.host.detach(model.inflight)
-        await self._store.remove(*(one for one in self._store.all(CustomLoss) if one.session_id == session.id))
-        for sampler in self._store.all(Sampler):
-            if sampler.session_id != session.id:
-                continue
-            if sampler.version is not None and await self._checkpoints.release(sampler.version):
-                worker = self._workers.get(sampler.base_model)
-                if worker is not None:
-                    await worker.host.detach(sampler.version)
+        self._changed.set()
+        await self._remains.release(session)
 
     async def run(self) -> None:
         """For ever: end what is silent, delete what is over, forget what is old; sleep until the next of these."""
@@ -132,11 +120,12 @@ class Sessions:
             for session in self._store.all(Session):
                 if session.ended is None and self._last_seen(session) + self._timeout_s <= now:
                     await self.end(session, "silence")
+            await self._remains.clear()
             if pruned + PRUNE_S <= now:
                 pruned = now
                 ended = [model.id for model in self._store.all(Model) if model.state == "ended"]
                 await self._store.prune(now - self._retention_s, ended)
-            await self._sleep(pruned + PRUNE_S)
+            await self._sleep(min(pruned + PRUNE_S, now + CLEAR_S))
 
     async def _sleep(self, until: float) -> None:
         ends: list[float] = [
