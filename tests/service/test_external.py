@@ -32,6 +32,15 @@ def test_each_recipient_opens_every_file(tmp_path: Path) -> None:
     assert b"x" * 100 not in (to / "b.safetensors.age").read_bytes()
 
 
+def test_what_cannot_be_encrypted_leaves_nothing(tmp_path: Path) -> None:
+    plain = tmp_path / "plain"
+    (plain / "no file").mkdir(parents=True)
+    (plain / "a.json").write_bytes(b"{}")
+    with pytest.raises(Exception, match="directory"):
+        encrypt(plain, tmp_path / "to", [SSH])
+    assert list(tmp_path.iterdir()) == [plain]
+
+
 @pytest.mark.parametrize("bad", ["age1nonsense", "ssh-ed25519 AAAA", "ssh-dss AAAA", "", "AGE-SECRET-KEY-1"])
 def test_what_is_no_public_key_is_named(bad: str) -> None:
     with pytest.raises(BadRequest, match=r"age_encryption_recipients\[1\] is no public key"):

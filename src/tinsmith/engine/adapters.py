@@ -4,13 +4,12 @@
     adapter_model.safetensors    base_model.model.<module>.lora_A.weight (r, in), .lora_B.weight (out, r), float32
     optimizer.safetensors        exp_avg and exp_avg_sq, flat, and the step count; only in training states
 
-A folder is written beside its place and renamed into it: it is there whole or not at all.
+A folder is there whole or not at all.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tinsmith.engine.base import LoraSpec
+from tinsmith.engine.folders import size_of, written_whole
 from tinsmith.engine.lora import HEAD, Layout
 from tinsmith.engine.models import PROJECTIONS
 from tinsmith.errors import NotFound, Unsupported
@@ -40,33 +40,21 @@ class Moments:
 
 def write(folder: Path, layout: Layout, master: Tensor, source: str, moments: Moments | None) -> int:
     """The adapter in `master` (float32 [size]) as a folder; an older one of that name is replaced. Returns bytes."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = folder.with_name(f".{folder.name}.writing")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
     tensors = {}
     for name, pair in layout.pairs(master.cpu()).items():
         tensors[f"{_PREFIX}{name}.lora_A.weight"] = pair.a.contiguous()
         tensors[f"{_PREFIX}{name}.lora_B.weight"] = pair.b.contiguous()
-    save_file(tensors, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
-    if moments is not None:
-        state = {
-            "exp_avg": moments.average.cpu(),
-            "exp_avg_sq": moments.square.cpu(),
-            "steps": torch.tensor(moments.steps),
-        }
-        save_file(state, scratch / "optimizer.safetensors")
-    (scratch / "adapter_config.json").write_text(json.dumps(_peft_config(layout, source), indent=2))
-    size = sum(file.stat().st_size for file in scratch.iterdir())
-    if folder.exists():
-        aside = folder.with_name(f".{folder.name}.replaced")
-        shutil.rmtree(aside, ignore_errors=True)
-        folder.rename(aside)
-        scratch.rename(folder)
-        shutil.rmtree(aside)
-    else:
-        scratch.rename(folder)
-    return size
+    with written_whole(folder) as scratch:
+        save_file(tensors, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
+        if moments is not None:
+            state = {
+                "exp_avg": moments.average.cpu(),
+                "exp_avg_sq": moments.square.cpu(),
+                "steps": torch.tensor(moments.steps),
+            }
+            save_file(state, scratch / "optimizer.safetensors")
+        (scratch / "adapter_config.json").write_text(json.dumps(_peft_config(layout, source), indent=2))
+    return size_of(folder)
 
 
 def read_spec(folder: Path) -> LoraSpec:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import uuid
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -13,6 +10,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from tinsmith.engine.base import LoraSpec
+from tinsmith.engine.folders import size_of, written_whole
 from tinsmith.errors import EngineError
 
 _PREFIX = "base_model.model.lm_head"
@@ -36,23 +34,19 @@ class Weights:
 
 def write_folder(to: Path, weights: Weights, moments: list[np.ndarray] | None) -> int:
     """The folder appears under its name only when complete; returns its bytes."""
-    part = to.with_name(f".{to.name}.{uuid.uuid4().hex[:8]}")
-    part.mkdir(parents=True)
     config = {
         "peft_type": "LORA",
         "r": weights.lora.rank,
         "lora_alpha": weights.lora.alpha,
         "spec": asdict(weights.lora),
     }
-    (part / "adapter_config.json").write_text(json.dumps(config))
     tensors = {f"{_PREFIX}.lora_A.weight": weights.a, f"{_PREFIX}.lora_B.weight": weights.b}
-    save_file(tensors, part / "adapter_model.safetensors")
-    if moments is not None:
-        save_file({str(index): value for index, value in enumerate(moments)}, part / "optimizer.safetensors")
-    if to.exists():
-        shutil.rmtree(to)
-    os.replace(part, to)
-    return sum(file.stat().st_size for file in to.iterdir())
+    with written_whole(to) as part:
+        (part / "adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, part / "adapter_model.safetensors")
+        if moments is not None:
+            save_file({str(index): value for index, value in enumerate(moments)}, part / "optimizer.safetensors")
+    return size_of(to)
 
 
 def read_folder(source: Path) -> tuple[Weights, list[np.ndarray] | None]:

@@ -7,13 +7,13 @@ Encryption is pyrage's, the Rust implementation of age: recipients are native (a
 # pyrage is compiled and says nothing of its types.
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pyrage
 
+from tinsmith.engine.folders import size_of, written_whole
 from tinsmith.errors import BadRequest
 
 RECIPIENTS = 10
@@ -41,10 +41,7 @@ def _recipient(index: int, text: str) -> Any:
 def encrypt(plain: Path, to: Path, given: Sequence[str]) -> int:
     """Every file of `plain` as NAME.age in `to`, which appears whole or not at all. Returns bytes."""
     keys = recipients(given)
-    part = to.with_name(f".{to.name}.age")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    for file in sorted(plain.iterdir()):
-        pyrage.encrypt_file(str(file), str(part / f"{file.name}.age"), keys)
-    part.rename(to)
-    return sum(file.stat().st_size for file in to.iterdir())
+    with written_whole(to) as part:
+        for file in sorted(plain.iterdir()):
+            pyrage.encrypt_file(str(file), str(part / f"{file.name}.age"), keys)
+    return size_of(to)
