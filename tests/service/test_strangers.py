@@ -154,6 +154,8 @@ def test_a_copy_is_made_once_for_a_key(tmp_path: Path) -> None:
             again = await on.http.post("/api/v1/copy_weights", json=body, headers={"X-Idempotency-Key": "one"})
             assert again.json()["tinker_path"] == same[0]
             assert len([one for one in on.service.store.all(Checkpoint) if one.name == "a"]) == 3
+            told = (await on.http.get("/api/v1/audit")).json()["entries"]
+            assert [one["event"] for one in told if "copied_from" in str(one)] == ["checkpoint_created"] * 2
             run = same[0].split("/")[2]
             refused = await on.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
             assert refused.status_code == 400

@@ -25,8 +25,8 @@ class Copies:
         self._checkpoints = checkpoints
         self._making = asyncio.Lock()
 
-    async def make(self, source: Checkpoint, owner: str, asked: CopyBody, key: str | None) -> Checkpoint:
-        """The copy, or the one that the same key, or the same place in a session, was given before."""
+    async def make(self, source: Checkpoint, owner: str, asked: CopyBody, key: str | None) -> tuple[Checkpoint, bool]:
+        """(the copy, whether it is new): the same key, or the same place in a session, gives the one made before."""
         if source.kind == "external_weights":
             raise BadRequest(f"{source.path} is for use elsewhere.", "Copy weights or sampler_weights.")
         async with self._making:
@@ -34,14 +34,14 @@ class Copies:
             run = f"{session.id}:train:{place}"
             made = self._checkpoints.named(run, source.kind, source.name)
             if made is not None and not made.made_by:
-                return made
+                return made, False
             if self._store.find(Model, run) is not None:
                 raise BadRequest(f"Model {run} exists.", "Copy into the next model_seq_id.")
             model, made = _records(source, owner, session, run, asked.ttl_seconds)
             folders = (self._checkpoints.folder(one.id) for one in (source, made))
             await asyncio.to_thread(link, *folders)
             await self._store.put(session, model, made)
-            return made
+            return made, True
 
     def _place(self, owner: str, asked: CopyBody, key: str | None) -> tuple[Session, int]:
         """The session that is to hold the copy, and its place in it."""

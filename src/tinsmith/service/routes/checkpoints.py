@@ -51,10 +51,11 @@ async def copy_weights(
     token = x_tinker_weights_access_token or asked.weights_access_token
     source = service.checkpoints.readable(asked.source_path, tenant, service.lender(token, asked.source_path))
     service.limits.checkpoint(tenant)
-    made = await service.copies.make(source, tenant, asked, x_idempotency_key)
-    service.chronicle.read(source, tenant, "copy")
-    service.chronicle.made(made, tenant, copied_from=source.path)
-    service.sessions.changed()
+    made, is_new = await service.copies.make(source, tenant, asked, x_idempotency_key)
+    if is_new:
+        service.chronicle.read(source, tenant, "copy")
+        service.chronicle.made(made, tenant, copied_from=source.path)
+        service.sessions.changed()
     return {"tinker_path": made.path}
 
 
