@@ -31,6 +31,8 @@ ANSWERED_TO_THE_END = (
 )
 """Last parts of paths: what fetches results, keeps sessions or ends them is no new work."""
 
+METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
+
 
 class Drain:
     """The end of a service's work: nothing new begins, what is under way is finished and written."""
@@ -78,13 +80,18 @@ class Gate:
             with arriving():
                 await app(scope, receive, sent)
         finally:
-            self._telemetry.answered(scope["method"], route_of(scope), status, time.perf_counter() - began)
+            self._telemetry.answered(_method_of(scope), route_of(scope), status, time.perf_counter() - began)
 
 
 def route_of(scope: Scope) -> str:
     """The route's pattern, never the path: that may hold ids, and signatures that open files."""
     route: Any = scope.get("route")
     return route.path if route is not None else "(none)"
+
+
+def _method_of(scope: Scope) -> str:
+    """One of a few: whoever makes up others makes no more to count."""
+    return scope["method"] if scope["method"] in METHODS else "(other)"
 
 
 def _is_new_work(scope: Scope) -> bool:

@@ -70,6 +70,17 @@ def test_metrics_count_requests_tokens_batches_and_what_is_held(tmp_path: Path) 
     asyncio.run(story())
 
 
+def test_methods_and_paths_that_are_made_up_are_counted_as_one(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with api(tmp_path) as app:
+            for number in range(5):
+                await app.http.request(f"X{number}", f"/nowhere/{number}", headers={"X-API-Key": ""})
+            counts = {key: n for key, n in (await measured(app)).items() if key[0] == "tinsmith_http_seconds_count"}
+            assert counts == {("tinsmith_http_seconds_count", "(other)", "(none)", "404"): 5}
+
+    asyncio.run(main())
+
+
 def test_the_queue_is_seen_while_it_waits_and_a_dead_engine_is_counted(tmp_path: Path) -> None:
     async def story() -> None:
         factory, go = Factory(), asyncio.Event()
