@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from tests.engine.sampling import ask, assert_same_samples
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.hardware import round_products
+from tinsmith.engine.link import LENGTH
 from tinsmith.engine.process import RemoteEngine
 from tinsmith.errors import ConfigError, EngineDied, NotFound, TinsmithError
 
@@ -123,3 +125,43 @@ def test_a_death_ends_every_wait(tiny_llama: Path, wait: Any):
         await engine.close()
 
     wait(death())
+
+
+@pytest.mark.parametrize("whose", ["ours", "theirs"])
+def test_a_message_that_cannot_be_read_is_a_death(whose: str, tiny_llama: Path, wait: Any):
+    async def death() -> None:
+        engine = await start(tiny_llama)
+        waiting = asyncio.create_task(engine.sample(ask(max_tokens=240, num_samples=64)))
+        await asyncio.sleep(0.2)
+        if whose == "ours":
+            engine._reader.feed_data(LENGTH.pack(3) + b"???")
+        else:
+            engine._writer.write(LENGTH.pack(3) + b"???")
+        with pytest.raises(EngineDied):
+            await asyncio.wait_for(waiting, timeout=20)
+        assert engine.died.is_set()
+        await engine.close()
+
+    wait(death())
+
+
+@pytest.mark.parametrize("patience", [0.2, 20.0])
+def test_a_process_that_is_stuck_is_killed(
+    patience: float, tiny_llama: Path, wait: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """By the close itself, or when its caller has waited long enough."""
+    monkeypatch.setattr("tinsmith.engine.process._POLITE_S", patience)
+    large = Datum(tokens=np.zeros(64, np.int32), targets=np.zeros((64, 20_000), np.int64))
+
+    async def stuck() -> None:
+        engine = await start(tiny_llama)
+        os.kill(engine.pid, signal.SIGSTOP)
+        waiting = asyncio.create_task(engine.run([Pass(model_id="m", data=(large,), loss_fn="cross_entropy")]))
+        await asyncio.sleep(0.1)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(engine.close(), 1)
+        await asyncio.wait_for(engine._child.wait(), 5)
+        with pytest.raises(EngineDied):
+            await asyncio.wait_for(waiting, 5)
+
+    wait(stuck())

@@ -14,6 +14,7 @@ import pickle
 import socket
 import struct
 import threading
+import traceback
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any
@@ -51,8 +52,12 @@ class Link:
         self._out.put(packed(message))
 
     def _read(self, loop: asyncio.AbstractEventLoop, hear: Callable[[Any], None]) -> None:
-        while True:
-            loop.call_soon_threadsafe(hear, self.receive())
+        try:
+            while True:
+                loop.call_soon_threadsafe(hear, self.receive())
+        except Exception:  # noqa: BLE001 - whatever it is, a process that no longer reads must not seem to live
+            traceback.print_exc()
+            os._exit(1)
 
     def _write(self) -> None:
         while True:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import pickle
 import signal
@@ -39,7 +40,10 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.link import LENGTH, Link, packed
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
 
+log = logging.getLogger(__name__)
+
 _BUFFER = 1 << 24
+_POLITE_S = 4.0
 _PATIENT = {"OMP_WAIT_POLICY": "passive"}
 """Threads of one operation sleep while they wait for each other. By default they spin, and beside another busy process
 (a harness, a browser) on as many cores that made decoding 6 to 10 times slower."""
@@ -128,13 +132,17 @@ class RemoteEngine:
         await self._call("cancel", request_id)
 
     async def close(self) -> None:
-        """End the child and wait for it."""
-        await _close(self._writer)
+        """End the child and wait for it. One that does not go by itself is killed, also if the caller does not wait."""
         try:
-            await asyncio.wait_for(self._child.wait(), 5)
+            async with asyncio.timeout(_POLITE_S):
+                await _close(self._writer)  # a child that is stuck does not even read what was written
+                await self._child.wait()
         except TimeoutError:
-            self._child.kill()
-            await self._child.wait()
+            log.warning("The engine's process %d did not end by itself.", self.pid)
+        finally:
+            if self._child.returncode is None:
+                self._child.kill()
+        await self._child.wait()
         await self._listener
 
     async def _call(self, method: str, *args: Any, heard: Heard | None = None, **options: Any) -> Any:
@@ -164,6 +172,10 @@ class RemoteEngine:
                 elif call is not None and not call.done():
                     call.set_result(value) if ok else call.set_exception(value)
         except (asyncio.IncompleteReadError, OSError):
+            pass  # it ended
+        except Exception:
+            log.exception("The engine's process %d said what cannot be read; it is started again.", self.pid)
+        finally:
             self.died.set()
             for call in self._calls.values():
                 if not call.done():
