@@ -143,7 +143,7 @@ def test_models_whose_base_model_is_no_longer_served_end_with_their_session(tmp_
 
 def test_untold_samples_are_forgotten_with_their_session_and_by_no_log_that_never_was(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
+        async with api(tmp_path, retention_s=2.0) as on:
             sampler = await base_sampler(on)
             futures = on.service.futures
             promises = [(await on.post("asample", sample_body(sampler, seq))).json() for seq in range(3)]
@@ -152,6 +152,8 @@ def test_untold_samples_are_forgotten_with_their_session_and_by_no_log_that_neve
                 assert (await poll(on, sampler, clone=clone, timeout=0)).json()["completions"] == []
             assert len(futures.completions._logs) == 1
             await finish(on, sampler.split(":")[0])
+            told = (await poll(on, sampler, timeout=0)).json()["completions"]
+            assert len(told) == 3, "a clone elsewhere may still fetch them"
             await until(lambda: not futures.completions._logs)
             assert not any(one["request_id"] in futures._ledger for one in promises)
 

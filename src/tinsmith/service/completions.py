@@ -66,12 +66,11 @@ class Completions:
         log.entries[completion.request_id] = (self._cursor, completion)
         log.wake()
 
-    def drop(self, over: Callable[[str], bool]) -> None:
-        """Nobody asks any more what ended in sampling sessions that are over."""
-        for target in [one for one in self._logs if over(one.sampler_id)]:
-            log = self._logs.pop(target)
-            log.wake()
-            self._told(log.entries)
+    def drop(self, over: Callable[[str], bool], forgotten: Callable[[str], bool]) -> None:
+        """Nobody is told any more of samples whose session is over and whose results are forgotten."""
+        for target, log in list(self._logs.items()):
+            if over(target.sampler_id):
+                self.seen([one for one in log.entries if forgotten(one)])
 
     def seen(self, request_ids: Iterable[str]) -> None:
         """The client knows that they ended: it asked for the results."""

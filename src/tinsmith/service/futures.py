@@ -101,6 +101,10 @@ class Futures:
         for request_id in mine:
             self._forget(request_id)
 
+    def clear(self, over: Callable[[str], bool]) -> None:
+        """What is forgotten here, of sampling sessions that are over, is told to nobody any more."""
+        self.completions.drop(over, lambda one: one not in self._promises)
+
     def take_up(self, wanted: Callable[[str], bool]) -> None:
         """Samples that an earlier process promised are lost: who waits for them hears so."""
         for request_id in self._ledger.lost:

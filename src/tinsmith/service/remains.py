@@ -42,7 +42,7 @@ class Remains:
         await self._end_models()
         if losses := [one for one in self._store.all(CustomLoss) if self._is_over(one.session_id)]:
             await self._store.remove(*losses)
-        self._futures.completions.drop(self._has_ended)
+        self._futures.clear(self._has_ended)
         for one in self._store.all(Checkpoint):
             if one.deleted or (one.kind == "ephemeral" and self._is_orphan(one)):
                 await self._release(one.id, one.base_model)
