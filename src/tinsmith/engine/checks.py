@@ -21,7 +21,8 @@ MAX_CELLS = 2**22
 """Logprobs that one kind of question about a prompt may ask for: 8,192 positions with 512 each."""
 MAX_SAMPLED_CELLS = 2**24
 """The same for the likeliest tokens beside those that are sampled."""
-
+_LEAST_EPS = float(np.finfo(np.float32).tiny)
+"""What is less is 0 or has lost digits in float32, which steps are made in."""
 
 _REFUSED_LOSSES = {
     "stable_reinforce": "Its objective is not published; pass loss_fn=importance_sampling (or ppo, cispo) instead.",
@@ -52,6 +53,11 @@ def check_adam(adam: AdamParams) -> None:
         value = getattr(adam, name)
         if not (np.isfinite(value) and value >= 0):
             raise BadRequest(f"adam_params.{name} is {value}.", "Give a finite number that is not negative.")
+    if adam.eps < _LEAST_EPS:
+        raise BadRequest(
+            f"adam_params.eps is {adam.eps}: a step divides by it where a gradient is 0.",
+            f"Give at least {_LEAST_EPS:.2g}; the SDK's own is 1e-12.",
+        )
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(adam, name) < 1:
             raise BadRequest(f"adam_params.{name} is {getattr(adam, name)}.", "Give a number from 0 to below 1.")

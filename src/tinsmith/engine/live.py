@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from tinsmith.engine import adapters, lora
 from tinsmith.engine.base import AdamParams
+from tinsmith.engine.reach import LIMIT, STEEPEST, Reach
+from tinsmith.errors import BadRequest, NotFound
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -50,6 +53,7 @@ class Model:
         """Of this moment. Others read its master, so the next step must leave that as it is."""
         self._spare: deque[Tensor] = deque(maxlen=1)
         """A master that nobody reads any more: fresh memory of that size takes four times as long to fill."""
+        self._reach = Reach(weights=_largest(master))
 
     def weights(self) -> lora.Weights:
         """The adapter as of the last step; in float32 it is the master itself."""
@@ -85,17 +89,19 @@ class Model:
         return Gathered(flat, self.layout.pairs(flat))
 
     def step(self, adam: AdamParams) -> dict[str, float]:
-        """AdamW with decoupled decay, then a clean gradient. Returns the gradient's norm before clipping."""
+        """AdamW with decoupled decay, then a clean gradient. Returns the gradient's norm before clipping.
+
+        Raises BadRequest for a step that would overflow; the model is then as it was.
+        """
+        norm = self._norm()
         self._leave_captured()
         self.master.grad = self.gradient
-        norm = self._clipped(adam.grad_clip_norm)
-        self.optimizer.param_groups[0].update(
-            lr=adam.learning_rate,
-            betas=(adam.beta1, adam.beta2),
-            eps=adam.eps,
-            weight_decay=adam.weight_decay,
-        )
-        self.optimizer.step()
+        reach = self._reach.after(adam, norm, self._steps() + 1)
+        if reach.safe:
+            self._update(adam, norm)
+        else:
+            reach = replace(reach, weights=self._tried(adam, norm))
+        self._reach = reach
         if not self._clean:
             self.gradient.zero_()
             self._clean = True
@@ -103,14 +109,49 @@ class Model:
         self.weights()  # now, so that a capture takes no time; the next pass wants it anyway
         return {"grad_norm": norm}
 
-    def _clipped(self, most: float) -> float:
-        """The gradient's norm; a longer one is then cut to `most`, if that is not 0."""
-        if self._clean:
-            return 0.0
-        norm = torch.nn.utils.get_total_norm([self.gradient])
-        if most > 0:
-            torch.nn.utils.clip_grads_with_norm_([self.master], most, norm)
-        return float(norm)
+    def _norm(self) -> float:
+        """The gradient's. Raises BadRequest if AdamW could not square it."""
+        norm = 0.0 if self._clean else float(torch.nn.utils.get_total_norm([self.gradient]))
+        if not norm < STEEPEST:
+            raise BadRequest(
+                f"The gradient's norm is {norm:g}: its squares overflow, so there is no step.",
+                "Load a saved state, and lower weights or advantages: gradients add up until a step.",
+            )
+        return norm
+
+    def _update(self, adam: AdamParams, norm: float) -> None:
+        """The step itself; a gradient whose norm is above `grad_clip_norm` is first cut to it, if that is not 0."""
+        if adam.grad_clip_norm > 0 and not self._clean:
+            torch.nn.utils.clip_grads_with_norm_([self.master], adam.grad_clip_norm, torch.tensor(norm))
+        self.optimizer.param_groups[0].update(
+            lr=adam.learning_rate,
+            betas=(adam.beta1, adam.beta2),
+            eps=adam.eps,
+            weight_decay=adam.weight_decay,
+        )
+        self.optimizer.step()
+
+    def _tried(self, adam: AdamParams, norm: float) -> float:
+        """The same where it may overflow: taken back if it did. Returns the largest weight."""
+        moments = self.moments()
+        kept = replace(moments, average=moments.average.clone(), square=moments.square.clone())
+        master, gradient = self.master.detach().clone(), self.gradient.clone()
+        self._update(adam, norm)
+        largest = _largest(self.master.detach())
+        if not largest < LIMIT:
+            self.master.data.copy_(master)
+            self.gradient.copy_(gradient)
+            self.restore(kept)
+            raise BadRequest(
+                f"A step with learning_rate {adam.learning_rate:g}, eps {adam.eps:g} and weight_decay "
+                f"{adam.weight_decay:g} would make a weight {largest:g}; the gradient's norm is {norm:g}.",
+                "Nothing was changed: lower learning_rate or weight_decay, or raise eps.",
+            )
+        return largest
+
+    def _steps(self) -> int:
+        """Taken so far, as AdamW counts them."""
+        return int(self.optimizer.state[self.master]["step"]) if self.master in self.optimizer.state else 0
 
     def _leave_captured(self) -> None:
         """Go on in memory that no captured version reads."""
@@ -130,9 +171,19 @@ class Model:
         return adapters.Moments(state["exp_avg"], state["exp_avg_sq"], int(state["step"]))
 
     def restore(self, moments: adapters.Moments) -> None:
-        """Go on from saved moments."""
+        """Go on from saved moments. Raises NotFound if they are not finite."""
+        slopes, squares = _largest(moments.average), _largest(moments.square)
+        if not math.isfinite(slopes + squares):
+            raise NotFound("The saved optimizer state holds numbers that are not finite.", "Load it without it.")
+        self._reach = replace(self._reach, slopes=slopes)
         self.optimizer.state[self.master] = {
             "step": torch.tensor(float(moments.steps), device=self.master.device),
             "exp_avg": moments.average.to(self.master.device),
             "exp_avg_sq": moments.square.to(self.master.device),
         }
+
+
+def _largest(flat: Tensor) -> float:
+    """Of the numbers' sizes; NaN if one is."""
+    low, high = torch.aminmax(flat)
+    return float(torch.maximum(-low, high))

@@ -50,15 +50,16 @@ class TorchTrainer:
         self._lock = asyncio.Lock()
 
     async def create(self, model_id: str, lora: LoraSpec) -> None:
-        self._add(model_id, lora, None)
+        self._models[model_id] = self._made(lora, None)
 
     async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
         async with self._lock:
             spec = adapters.read_spec(source)
             moments = adapters.read_moments(source) if optimizer else None
-            model = self._add(model_id, spec, source)
+            model = self._made(spec, source)
             if moments is not None:
                 model.restore(moments)
+            self._models[model_id] = model
 
     async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
         async with self._lock:  # in a thread: the sampler goes on, and nothing trains meanwhile
@@ -96,11 +97,10 @@ class TorchTrainer:
             raise NotFound(f"The engine holds no model '{model_id}'.", "Create it, or load it from a saved state.")
         return self._models[model_id]
 
-    def _add(self, model_id: str, spec: LoraSpec, source: Path | None) -> Model:
+    def _made(self, spec: LoraSpec, source: Path | None) -> Model:
         layout = lora.layout_for(self._base, spec)
         flat = layout.initial() if source is None else adapters.read(source, layout)
-        self._models[model_id] = Model(layout, flat.to(self._base.device), self._base.dtype)
-        return self._models[model_id]
+        return Model(layout, flat.to(self._base.device), self._base.dtype)
 
     async def _run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
         try:
