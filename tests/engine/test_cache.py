@@ -76,6 +76,24 @@ def test_what_a_row_has_not_written_is_finite() -> None:
     assert bool((bank.values[:, 0, :, 3:] == 0).all())
 
 
+def test_what_others_have_left_is_cleared() -> None:
+    """Numbers that are not finite too, and the token of a step that was never finished."""
+    cache, nan = Cache(SHAPE), float("nan")
+    rows = [inserted(cache, length, value, SMALLEST) for length, value in ((9, nan), (3, 1.0), (8, nan), (5, nan))]
+    bank = rows[0].bank
+    for row in rows:
+        bank.keys[:, row.row, :, row.length] = bank.values[:, row.row, :, row.length] = nan
+    for number in (0, 2, 3):
+        cache.remove(rows[number])
+    assert bank.rows == [rows[1]]
+    assert holds(rows[1], 1.0)
+    taken = [inserted(cache, 2, 4.0, SMALLEST) for _ in range(3)]
+    for row in (rows[1], *taken):
+        behind = row.length + (row is rows[1])  # its own next token goes there before anyone looks
+        assert bool((bank.keys[:, row.row, :, behind:] == 0).all())
+        assert bool((bank.values[:, row.row, :, behind:] == 0).all())
+
+
 def test_a_copy_goes_its_own_way() -> None:
     cache = Cache(SHAPE)
     first = inserted(cache, 3, 1.0)

@@ -59,6 +59,21 @@ def test_rows_that_begin_with_the_same_read_their_stem() -> None:
     compare(rows, pasts)
 
 
+def test_numbers_of_one_row_that_are_not_finite_reach_no_other() -> None:
+    torch.manual_seed(0)
+    cache = Cache(SHAPE)
+    prompts = [torch.randn(1, 2, length, 4) for length in (80, 300)]
+    stems = [cache.stem(read([(part, part)] * 2), 2) for part in prompts]
+    rows = [cache.open(stem, 64) for stem in (*stems, *stems)]
+    query, new = torch.randn(1, 4, 4, 4), torch.randn(1, 2, 4, 4)
+    wanted = [Cached(rows).attend(layer, query, new, new, scale=0.5) for layer in range(2)]
+    query[:, :, 1::2] = new[:, :, 1::2] = float("nan")
+    for layer in range(2):
+        found = Cached(rows).attend(layer, query, new, new, scale=0.5)
+        torch.testing.assert_close(found[:, ::2], wanted[layer][:, ::2])
+        assert bool(found[:, 1::2].isnan().all())
+
+
 def test_a_row_behind_a_stem_gives_its_whole_past() -> None:
     torch.manual_seed(0)
     cache = Cache(SHAPE)

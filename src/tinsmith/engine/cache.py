@@ -100,8 +100,8 @@ class Bank:
     def __init__(self, shape: CacheShape, kind: Kind, tokens: int = BANK) -> None:
         self.shape, self.kind, self.most = shape, kind, max(1, tokens // kind.capacity)
         self.rows: list[Row] = []
-        self._written = 0
-        """Rows that ever held something."""
+        self._left = [kind.capacity] * self.most
+        """Tokens at the beginning of each row that nobody has, where something may have been left; in fresh memory, all."""
         size = (shape.layers, self.most, shape.heads, kind.capacity, shape.width)
         self.keys, self.values = (torch.empty(size, dtype=shape.dtype, device=shape.device) for _ in range(2))
         self._matrices = list(zip(self.keys.flatten(1, 2), self.values.flatten(1, 2), strict=True))
@@ -124,20 +124,24 @@ class Bank:
         """A row at the end, whose first `length` tokens the caller writes."""
         row = Row(self, len(self.rows), length)
         self.rows.append(row)
-        if row.row == self._written:
-            self._written += 1
-            for tensor in (self.keys, self.values):  # what is unwritten is masked, but a NaN would still reach the sums
-                tensor[:, row.row, :, length:] = 0
+        self._clear(row.row, length, self._left[row.row])
         return row
 
     def remove(self, row: Row) -> None:
         """Free a row; the last one takes its place."""
         last = self.rows.pop()
+        self._left[last.row] = last.length + 1  # with the token of a step that was not finished
         if last is not row:
             for tensor in (self.keys, self.values):
                 tensor[:, row.row, :, : last.length] = tensor[:, last.row, :, : last.length]
+            self._clear(row.row, last.length, row.length + 1)
             last.row = row.row
             self.rows[row.row] = last
+
+    def _clear(self, row: int, start: int, stop: int) -> None:
+        """Behind what a row holds all is 0: it is masked, but a NaN that another has left would reach the sums."""
+        for tensor in (self.keys, self.values):
+            tensor[:, row, :, start:stop] = 0
 
 
 class Cache:

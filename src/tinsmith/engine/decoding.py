@@ -25,25 +25,26 @@ class _Stems:
     """int64 [S Hkv M]: which row and head reads it as which of its readers; where there is none, any."""
     places: Tensor
     """int64 [rows Hkv]: where each stands in `readers`; for a row that reads none of these, any."""
-    reads: Tensor | None
-    """[rows Hkv, 1, 1]: 1 where a row reads one of these, else 0; None if all do."""
+    idle: Tensor | None
+    """int64: of the rows and heads, those that read none of these; None if all do."""
     seen: Tensor
     """bool [rows, capacity]."""
 
     def scores(self, layer: int, queries: Tensor) -> Tensor:
-        """queries [rows Hkv, G, D] -> [rows Hkv, G, capacity]; of no meaning where `seen` is false."""
+        """queries [rows Hkv, G, D] -> [rows Hkv, G, capacity]; of no meaning where `seen` is false; 0 for the idle."""
         return self._product(queries, self.bank.content(layer)[0].mT)
 
     def values(self, layer: int, chances: Tensor) -> Tensor:
-        """chances [rows Hkv, G, capacity] -> their sums of the values [rows Hkv, G, D]; 0 for who reads none."""
-        found = self._product(chances, self.bank.content(layer)[1])
-        return found if self.reads is None else found * self.reads
+        """chances [rows Hkv, G, capacity] -> their sums of the values [rows Hkv, G, D]; 0 for the idle."""
+        return self._product(chances, self.bank.content(layer)[1])
 
     def _product(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """rows [rows Hkv, G, X], matrices [S Hkv, X, Y] -> [rows Hkv, G, Y], the readers of a stem side by side."""
         together = rows.index_select(0, self.readers).view(len(matrices), -1, rows.shape[2])
         found = torch.bmm(together, matrices).view(len(self.readers), rows.shape[1], -1)
-        return found.index_select(0, self.places)
+        mine = found.index_select(0, self.places)
+        # An idle row was given another's numbers: these may be NaN, which no mask and no factor of 0 would hold back.
+        return mine if self.idle is None else mine.index_fill_(0, self.idle, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,11 +154,11 @@ def _stems(bank: Bank) -> Iterator[_Stems]:
         whose, place = torch.tensor([at.get(number, (0, 0)) for number in range(len(mine))], device=device).T[..., None]
         rows = torch.tensor([[*numbers, *[0] * (most - len(numbers))] for numbers in readers], device=device)
         lengths = torch.tensor([stem.length if stem is not None else 0 for stem in mine], device=device)[:, None]
-        reads = (lengths > 0).repeat_interleave(heads, 0)[:, None].to(bank.shape.dtype)
+        idle = (lengths == 0).repeat_interleave(heads, 0)[:, 0].nonzero()[:, 0]
         yield _Stems(
             bank=stems,
             readers=(rows[:, None] * heads + each[:, None]).flatten(),
             places=((whose * heads + each) * most + place).flatten(),
-            reads=reads if None in mine else None,
+            idle=idle if None in mine else None,
             seen=torch.arange(stems.capacity, device=device)[None] < lengths,
         )
