@@ -101,7 +101,7 @@ class Bank:
         self.shape, self.kind, self.most = shape, kind, max(1, tokens // kind.capacity)
         self.rows: list[Row] = []
         self._left = [kind.capacity] * self.most
-        """Tokens at the beginning of each row that nobody has, where something may have been left; in fresh memory, all."""
+        """How many tokens of each row that nobody has may not be 0, from its beginning; in fresh memory all."""
         size = (shape.layers, self.most, shape.heads, kind.capacity, shape.width)
         self.keys, self.values = (torch.empty(size, dtype=shape.dtype, device=shape.device) for _ in range(2))
         self._matrices = list(zip(self.keys.flatten(1, 2), self.values.flatten(1, 2), strict=True))

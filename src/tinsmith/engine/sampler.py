@@ -11,17 +11,16 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Sequence
-from itertools import groupby
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from tinsmith.engine import batch, choice, lora, prompts
+from tinsmith.engine import batch, lora, prompts
 from tinsmith.engine.asks import Answer, Ask, Beginning, ask_of, asks_of
 from tinsmith.engine.base import Heard, Sampled, SampleRequest
 from tinsmith.engine.cache import Cache, Row, shape_of
 from tinsmith.engine.decoding import Cached
+from tinsmith.engine.drawing import Drawing, Faults, not_finite, placed
 from tinsmith.engine.head import Head
 from tinsmith.engine.models import BaseModel
 from tinsmith.engine.prefill import Prompt, prefill
@@ -44,7 +43,7 @@ class TorchSampler:
     ) -> None:
         self._base, self._router, self._turns = base, router, turns
         self._pass_tokens, self._cache_tokens = pass_tokens, cache_tokens
-        self._head = head
+        self._head, self._drawing = head, Drawing(head, base.tokenizer)
         self._cache, self._prefixes = Cache(shape_of(base), cache_tokens), Prefixes()
         self._waiting: list[Ask] = []
         self._running: list[Answer] = []
@@ -113,6 +112,13 @@ class TorchSampler:
                 told = error if isinstance(error, TinsmithError) else EngineError(f"Sampling failed: {error!r}")
                 ask.result.set_exception(told)
 
+    def _drop(self, faults: Faults) -> None:
+        """Requests that went wrong leave, each with its own fault."""
+        if faults:
+            self._leave(list(faults))
+        for ask, error in faults.items():
+            self._fail([ask], error)
+
     def _next_asks(self) -> list[Ask]:
         """As many of those who wait, oldest first, as fit a pass, the cache and the step; one at least when idle."""
         admitted: list[Ask] = []
@@ -144,19 +150,23 @@ class TorchSampler:
             ask.found = known.length
             self._prefixes.touch(known)
         read = self._read(asks, found)
-        for block in self._head.blocks(torch.stack([one.last for one in read]), _placed([ask.weights for ask in asks])):
-            beginning = asks[block.first : block.first + len(block.logits)]
-            counts = torch.tensor([len(ask.answers) for ask in beginning], device=self._base.device)
-            self._draw(
-                [answer for ask in beginning for answer in ask.answers], block.logits.repeat_interleave(counts, 0)
-            )
-        self._enter(asks, read)
-        self._settle([answer for ask in asks for answer in ask.answers])
+        if len(asks) == 1 and not read:
+            raise not_finite(asks[0])
+        going = list(read)
+        if going:
+            faults = self._drawing.firsts(going, torch.stack([read[ask].last for ask in going]))
+            self._drop(faults)
+            going = [ask for ask in going if ask not in faults]
+            self._enter(going, [read[ask] for ask in going])
+            self._settle([answer for ask in going for answer in ask.answers])
+        for ask in asks:
+            if ask not in read:  # by its own weights or by its company's: attention masks them, but not their NaN
+                self._admit([ask])
 
-    def _read(self, asks: Sequence[Ask], found: Sequence[Found]) -> list[Read]:
-        """Every prompt as it stands once read, and what is asked about it."""
-        read = {key: whole(known) for key, known in enumerate(found) if known.last is not None}
-        new = {key: ask for key, ask in enumerate(asks) if key not in read}
+    def _read(self, asks: Sequence[Ask], found: Sequence[Found]) -> dict[Ask, Read]:
+        """Prompts as they stand once read, and what is asked about them; without those whose numbers are not finite."""
+        read = {ask: whole(known) for ask, known in zip(asks, found, strict=True) if known.last is not None}
+        new = {key: ask for key, ask in enumerate(asks) if ask not in read}
         if new:
             adapters = list({id(ask.weights): ask.weights for ask in new.values()}.values())
             slots = {id(weights): slot for slot, weights in enumerate(adapters)}
@@ -173,12 +183,15 @@ class TorchSampler:
             )
             with self._router.using(lora.place(work.spans, adapters)):
                 hidden = self._base.hidden(work.tokens, work.positions, work.context)
+            finite = hidden.isfinite().all(dim=1)
             for key, ask in new.items():
+                if not bool(finite[work.hidden[key][prompts.needed(ask.request) :]].all()):
+                    continue
                 if prompts.asks(ask.request):
                     states = hidden[work.hidden[key]]
                     ask.prompt = prompts.answer(ask.request, self._head, states, ask.weights, ask.seed)
-                read[key] = Read(hidden[work.hidden[key][-1]], work.stretches[key], work.context.kept)
-        return [read[key] for key in range(len(asks))]
+                read[ask] = Read(hidden[work.hidden[key][-1]], work.stretches[key], work.context.kept)
+        return {ask: read[ask] for ask in asks if ask in read}
 
     def _enter(self, asks: Sequence[Ask], read: Sequence[Read]) -> None:
         """Give the unfinished answers their rows, and remember the prompts."""
@@ -232,42 +245,27 @@ class TorchSampler:
         going = list(self._running)
         rows = [answer.row for answer in going if answer.row is not None]
         self._shrink()
-        placed = _placed([answer.ask.weights for answer in going])
+        where = placed([answer.ask.weights for answer in going])
         context = Cached(rows)
-        with self._router.using(placed):
+        with self._router.using(where):
             hidden = self._base.hidden(
                 torch.tensor([answer.tokens[-1] for answer in going], device=self._base.device),
                 torch.tensor([row.position for row in rows], device=self._base.device),
                 context,
             )
         context.advance()
-        for block in self._head.blocks(hidden, placed):
-            self._draw(going[block.first : block.first + len(block.logits)], block.logits)
+        self._drop(self._drawing.nexts(going, hidden, where))
         self._settle(going)
-
-    def _draw(self, answers: Sequence[Answer], logits: Tensor) -> None:
-        """Each answer's next token from its row of logits."""
-        rules, numbers = [answer.ask.rule for answer in answers], [answer.numbers.random() for answer in answers]
-        chosen = choice.choose(logits, rules, numbers)
-        drawn = zip(answers, chosen.tokens.tolist(), chosen.logprobs.tolist(), chosen.tops, strict=True)
-        for answer, token, logprob, top in drawn:
-            if top is not None:
-                answer.tops.append(top)
-            answer.add(token, logprob, self._completes_stop(answer, token))
-
-    def _completes_stop(self, answer: Answer, token: int) -> bool:
-        """Whether a token completes a stop string: every token spells a byte at least, so a tail will do."""
-        strings = answer.ask.request.stop_strings
-        if not strings:
-            return False
-        tail = max(len(string.encode()) for string in strings) + 4
-        text = self._base.tokenizer.decode([*answer.tokens[-tail:], token])
-        return any(string in text for string in strings)
 
     def _settle(self, answers: Sequence[Answer]) -> None:
         """Who is finished leaves; a request whose last answer left is done. Only what no fault can undo is told."""
+        faults: Faults = {}
         for answer in answers:
-            answer.tell()
+            try:
+                answer.tell()
+            except Exception as error:  # noqa: BLE001 - whoever listens to one request must not end the others
+                faults[answer.ask] = error
+        self._drop(faults)
         finished = [answer for answer in answers if answer.stop_reason is not None]
         if not finished:
             return
@@ -285,14 +283,3 @@ def _place(answer: Answer) -> tuple[int, int, int]:
     """In a step: adapters one after the other, and the rows of a bank as they stand in it."""
     assert answer.row is not None
     return id(answer.ask.weights), id(answer.row.bank), answer.row.row
-
-
-def _placed(weights: Sequence[lora.Weights | None]) -> list[lora.Placed]:
-    """Where each adapter stands in a batch of one position per entry, equal ones side by side."""
-    placed, at = [], 0
-    for _, same in groupby(weights, key=id):
-        members = list(same)
-        if members[0] is not None:
-            placed.append((members[0], at, at + len(members)))
-        at += len(members)
-    return placed

@@ -23,6 +23,7 @@ from tinsmith.engine.program import Program
 from tinsmith.errors import BadRequest
 
 _NOT_FINITE = "Check logprobs and advantages: the ratio exp(p - q) may have overflowed."
+_DIVERGED = "Load a saved state, and train on from there with a lower learning_rate."
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +102,10 @@ class Work:
             mine = [key for key in keys if self.items[key].number == number]
             at = torch.as_tensor(np.concatenate([forest.index[key] for key in mine]), device=logprobs.device)
             spread = entropies[at] if entropies is not None else None
-            found, by_entropy = self._loss(number, mine, torch.cat([pieces[key] for key in mine]), spread)
+            scored = torch.cat([pieces[key] for key in mine])
+            if not bool(scored.isfinite().all()):  # a loss may leave them out; whoever shares the pass reads them too
+                raise BadRequest("This model gives logprobs that are not finite: it has diverged.", _DIVERGED)
+            found, by_entropy = self._loss(number, mine, scored, spread)
             slopes.update(zip(mine, found.split([pieces[key].numel() for key in mine]), strict=True))
             if steep is not None and by_entropy is not None:
                 steep.index_add_(0, at, by_entropy)  # data that share a position add up

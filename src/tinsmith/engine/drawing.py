@@ -1,0 +1,96 @@
+"""A round's draws: from hidden states to each answer's next token, and whether that ends it.
+
+What goes wrong with one answer is its request's fault alone: it comes back beside the request, and the others are
+drawn. So do numbers that are not finite, as weights that have diverged give them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tinsmith.engine import choice
+from tinsmith.engine.asks import Answer, Ask
+from tinsmith.engine.head import Head
+from tinsmith.engine.lora import Placed, Weights
+from tinsmith.errors import BadRequest, EngineError, TinsmithError
+
+Faults = dict[Ask, Exception]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """Draws with a head, and reads with a tokenizer."""
+
+    head: Head
+    tokenizer: Any
+
+    def firsts(self, asks: Sequence[Ask], last: Tensor) -> Faults:
+        """The first token of all answers; `last` [A, D] are the last hidden states of the prompts."""
+        faults: Faults = {}
+        for block in self.head.blocks(last, placed([ask.weights for ask in asks])):
+            here = asks[block.first : block.first + len(block.logits)]
+            counts = torch.tensor([len(ask.answers) for ask in here], device=last.device)
+            answers = [answer for ask in here for answer in ask.answers]
+            faults |= self._draw(answers, block.logits.repeat_interleave(counts, 0))
+        return faults
+
+    def nexts(self, answers: Sequence[Answer], hidden: Tensor, where: Sequence[Placed]) -> Faults:
+        """One more token of each; `hidden` [B, D] are theirs."""
+        faults: Faults = {}
+        for block in self.head.blocks(hidden, where):
+            faults |= self._draw(answers[block.first : block.first + len(block.logits)], block.logits)
+        return faults
+
+    def _draw(self, answers: Sequence[Answer], logits: Tensor) -> Faults:
+        """Each answer's next token from its row of logits."""
+        rules, numbers = [answer.ask.rule for answer in answers], [answer.numbers.random() for answer in answers]
+        chosen = choice.choose(logits, rules, numbers)
+        drawn = zip(answers, chosen.tokens.tolist(), chosen.logprobs.tolist(), chosen.tops, strict=True)
+        faults: Faults = {}
+        for answer, token, logprob, top in drawn:
+            try:
+                if not math.isfinite(logprob):
+                    raise not_finite(answer.ask)
+                if top is not None:
+                    answer.tops.append(top)
+                answer.add(token, logprob, self._completes_stop(answer, token))
+            except Exception as error:  # noqa: BLE001 - whatever it was, it is the fault of one request
+                faults[answer.ask] = error
+        return faults
+
+    def _completes_stop(self, answer: Answer, token: int) -> bool:
+        """Whether a token completes a stop string: every token spells a byte at least, so a tail will do."""
+        strings = answer.ask.request.stop_strings
+        if not strings:
+            return False
+        tail = max(len(string.encode()) for string in strings) + 4
+        text = self.tokenizer.decode([*answer.tokens[-tail:], token])
+        return any(string in text for string in strings)
+
+
+def not_finite(ask: Ask) -> TinsmithError:
+    """What a request is told whose numbers are no numbers."""
+    if ask.weights is None:
+        return EngineError("The base model gives numbers that are not finite for this prompt.", "Serve it in float32.")
+    return BadRequest(
+        "The weights that this request samples from give numbers that are not finite: they have diverged.",
+        "Sample from an earlier checkpoint, and train on from there with a lower learning_rate.",
+    )
+
+
+def placed(weights: Sequence[Weights | None]) -> list[Placed]:
+    """Where each adapter stands in a batch of one position per entry, equal ones side by side."""
+    found, at = [], 0
+    for _, same in groupby(weights, key=id):
+        members = list(same)
+        if members[0] is not None:
+            found.append((members[0], at, at + len(members)))
+        at += len(members)
+    return found
