@@ -1,9 +1,10 @@
 """Drawing tokens: the right distribution, and each row by its own rule and its own numbers."""
 
 import numpy as np
+import pytest
 import torch
 
-from tinsmith.engine.choice import Rule, choose, stream, top
+from tinsmith.engine.choice import Rule, choose, draws, stream, top
 
 PLAIN = Rule(temperature=1.0, top_k=-1, top_p=1.0)
 
@@ -69,3 +70,47 @@ def test_top_is_best_first() -> None:
     found = top(torch.tensor([[-3.0, -1.0, -2.0]]), 2)
     assert found.token_ids.tolist() == [[1, 2]]
     assert found.logprobs.tolist() == [[-1.0, -2.0]]
+
+
+def test_many_draws_of_a_row_are_what_each_would_be_of_its_own() -> None:
+    """To the bit, whatever the rule; so a group's first tokens need its prompt's row once."""
+    logits = torch.randn(20, 700, generator=torch.Generator().manual_seed(0)) * 2
+    rules = [(PLAIN, Rule(0.7, -1, 0.9, 3), Rule(1.0, 5, 1.0), Rule(0.0, -1, 1.0, 2))[row % 4] for row in range(20)]
+    rows = [row for row in range(20) for _ in range(1 + row % 3)]
+    numbers = np.random.default_rng(0).random(len(rows)).tolist()
+    found = choose(logits.clone(), rules, numbers, rows)
+    wanted = choose(logits[rows], [rules[row] for row in rows], numbers)
+    assert found.tokens.tolist() == wanted.tokens.tolist()
+    assert found.logprobs.tolist() == wanted.logprobs.tolist()
+    for one, two in zip(found.tops, wanted.tops, strict=True):
+        assert (one is None) == (two is None)
+        if one is not None and two is not None:
+            assert one.token_ids.tolist() == two.token_ids.tolist()
+            assert one.logprobs.tolist() == two.logprobs.tolist()
+
+
+def test_many_draws_of_a_wide_row_take_the_memory_of_one() -> None:
+    logits = torch.randn(1, 150_000, generator=torch.Generator().manual_seed(0))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        choose(logits, [Rule(1.0, -1, 0.9)], np.random.default_rng(0).random(512).tolist(), [0] * 512)
+    assert max(event.self_device_memory_usage + event.cpu_memory_usage for event in profile.key_averages()) < 2**26
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-38, 1e-45, 1e-60])
+def test_the_coldest_draws_are_the_likeliest_token_for_sure(temperature: float) -> None:
+    logits = torch.tensor([[-400.0, 3.0, 500.0, 499.999]])
+    rule = Rule(temperature, -1, 1.0, 2)
+    chosen = choose(logits.clone(), [rule], [0.99])
+    assert (chosen.tokens.tolist(), chosen.logprobs.tolist()) == ([2], [0.0])
+    found = draws(logits, temperature, np.array([[0.99, 0.0]]))
+    assert (found.token_ids.tolist(), found.logprobs.tolist()) == ([[2, 2]], [[0.0, 0.0]])
+
+
+def test_a_row_that_is_not_finite_spoils_no_other() -> None:
+    """Nor does it give a token that there is not: 536 of them do not fill the last block."""
+    logits = torch.zeros(3, 536)
+    logits[1] = float("nan")
+    for rule in (PLAIN, Rule(0.0, -1, 1.0), Rule(1.0, 7, 0.9)):
+        chosen = choose(logits.clone(), [rule] * 3, [0.5, 0.5, 0.5])
+        assert 0 <= int(chosen.tokens[1]) < 536
+        assert chosen.logprobs.isfinite().tolist() == [True, False, True]

@@ -1,4 +1,5 @@
-"""From logits to tokens: one pass over a batch whose rows have their own temperature, top_k, top_p and random numbers.
+"""From logits to tokens: one pass over a batch whose rows have their own temperature, top_k and top_p; one draw or many
+from each row, each by a random number of its own.
 
 A token is drawn by inverting the cumulative distribution at one uniform number per row, so a row's draws depend on its
 own seed alone and not on who else is in the batch. Logprobs are those of softmax(logits / temperature), untempered at
@@ -18,6 +19,9 @@ from tinsmith.engine.base import TopK
 from tinsmith.engine.head import log_softmax
 
 _BLOCK = 256
+_SORTED = 16
+"""Rows at once where all tokens of a row are sorted: 40 bytes for each."""
+_COLDEST = 1e-30
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +42,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Tokens int64 [B] and their logprobs float32 [B]; the likeliest tokens of those rows that ask for them."""
+    """Tokens int64 [B] and their logprobs float32 [B]; the likeliest tokens of those rows that ask for them, by draw."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -50,28 +54,36 @@ def stream(seed: int, sample: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=np.array([seed & (2**64 - 1), sample], dtype=np.uint64)))
 
 
-def choose(logits: Tensor, rules: Sequence[Rule], uniforms: Sequence[float]) -> Chosen:
-    """logits float32 [B, V], which are used up; a rule and a number in [0, 1) for each row.
+def choose(
+    logits: Tensor, rules: Sequence[Rule], uniforms: Sequence[float], rows: Sequence[int] | None = None
+) -> Chosen:
+    """logits float32 [R, V], which are used up, and a rule for each row; a draw for each number in [0, 1), from the row
+    that `rows` says, else one from each.
 
     Everything happens in the logits' own memory: on a CPU a fresh tensor of this size costs more than its arithmetic.
     """
+    rows = range(len(rules)) if rows is None else rows
     if any(rule.temperature not in (0, 1) for rule in rules):
-        logits.div_(torch.tensor([rule.temperature or 1.0 for rule in rules], device=logits.device)[:, None])
+        logits.div_(torch.tensor([_divisor(rule.temperature) for rule in rules], device=logits.device)[:, None])
     greedy = [row for row, rule in enumerate(rules) if rule.temperature == 0]
     best = logits[greedy].argmax(dim=1) if greedy else None
     asked = [row for row, rule in enumerate(rules) if rule.tops]
-    logprobs = dict(zip(asked, log_softmax(logits[asked]), strict=True)) if asked else {}
+    scores = log_softmax(logits[asked]) if asked else logits[:0]
+    tops = {row: top(mine[None], rules[row].tops) for row, mine in zip(asked, scores, strict=True)}
     chances = torch.softmax(logits, dim=1, out=logits)
     where = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
-    tokens, totals = _invert(chances, where)
+    whose = torch.tensor(rows, device=logits.device)
+    tokens, totals = _invert(chances, where, whose)
     narrow = [row for row, rule in enumerate(rules) if rule.narrowed]
-    if narrow:
-        tokens[narrow] = _narrowed(chances[narrow], [rules[row] for row in narrow], where[narrow])
+    for some in (narrow[first : first + _SORTED] for first in range(0, len(narrow), _SORTED)):
+        draws, places = _among(some, rows)
+        found = _narrowed(chances[some], [rules[row] for row in some], where[draws], whose.new_tensor(places))
+        tokens[draws] = found
     if best is not None:
-        tokens[greedy] = best
-    found = chances.gather(1, tokens[:, None])[:, 0].double().log() - totals.log()
-    tops = tuple(top(logprobs[row][None], rule.tops) if rule.tops else None for row, rule in enumerate(rules))
-    return Chosen(tokens, found.float(), tops)
+        draws, places = _among(greedy, rows)
+        tokens[draws] = best[places]
+    logprobs = chances[whose, tokens].double().log() - totals.log()
+    return Chosen(tokens, logprobs.float(), tuple(tops.get(row) for row in rows))
 
 
 def top(logprobs: Tensor, k: int) -> TopK:
@@ -82,17 +94,32 @@ def top(logprobs: Tensor, k: int) -> TopK:
 
 def draws(logits: Tensor, temperature: float, uniforms: np.ndarray) -> TopK:
     """For each row of logits [R, V] as many independent tokens as `uniforms` [R, k] has numbers, from all tokens."""
-    logprobs = log_softmax(logits / (temperature or 1.0))
+    logprobs = log_softmax(logits / _divisor(temperature))
     if temperature == 0:
         tokens = logits.argmax(dim=1, keepdim=True).expand(-1, uniforms.shape[1])
     else:
         chances, where = logprobs.exp(), torch.as_tensor(uniforms, device=logits.device)
-        tokens = torch.stack([_invert(chances, column)[0] for column in where.T], dim=1)
+        whose = torch.arange(len(logits), device=logits.device)
+        tokens = torch.stack([_invert(chances, column, whose)[0] for column in where.T], dim=1)
     return TopK(token_ids=tokens.int().cpu().numpy(), logprobs=logprobs.gather(1, tokens).cpu().numpy())
 
 
-def _invert(chances: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
-    """The token at which the cumulative sum of `chances` [B, V] passes `where` of it all; and all of it, float64 [B].
+def _divisor(temperature: float) -> float:
+    """What logits are divided by: untempered at 0, and a temperature so small that only the likeliest is drawn is not
+    made smaller, for the quotients would overflow."""
+    return max(temperature, _COLDEST) if temperature else 1.0
+
+
+def _among(some: Sequence[int], rows: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Which draws are from some of the rows, and which of these each is from."""
+    places = {row: place for place, row in enumerate(some)}
+    draws = [draw for draw, row in enumerate(rows) if row in places]
+    return draws, [places[rows[draw]] for draw in draws]
+
+
+def _invert(chances: Tensor, where: Tensor, whose: Tensor) -> tuple[Tensor, Tensor]:
+    """The token at which the cumulative sum of a row of `chances` [R, V] passes `where` [B] of it all; and all of it,
+    float64 [B]. `whose` [B] says the row.
 
     Sums of blocks first, so that rounding stays that of a few hundred numbers and only one block is summed token by
     token.
@@ -100,19 +127,21 @@ def _invert(chances: Tensor, where: Tensor) -> tuple[Tensor, Tensor]:
     idle = -chances.shape[1] % _BLOCK
     whole = torch.nn.functional.pad(chances, (0, idle)) if idle else chances
     blocks = whole.unflatten(1, (-1, _BLOCK))
-    sums = blocks.sum(dim=2).double().cumsum(dim=1)
+    sums = blocks.sum(dim=2).double().cumsum(dim=1)[whose]
     goal = (where * sums[:, -1])[:, None]
     block = torch.searchsorted(sums, goal, right=True).clamp(max=sums.shape[1] - 1)
     before = torch.where(block > 0, sums.gather(1, (block - 1).clamp(min=0)), 0.0)
-    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double()
+    inside = blocks[whose, block[:, 0]].double()
     place = torch.searchsorted(inside.cumsum(dim=1), goal - before, right=True)
-    # Rounding may leave the goal beyond the block's end: take its last token that can be drawn at all.
+    # Rounding may leave the goal beyond the block's end: take its last token that can be drawn at all. Where nothing is
+    # a number there is none, and any token will do.
     last = _BLOCK - 1 - (inside > 0).flip(1).int().argmax(dim=1, keepdim=True)
-    return (block * _BLOCK + torch.minimum(place, last))[:, 0], sums[:, -1]
+    found = (block * _BLOCK + torch.minimum(place, last))[:, 0]
+    return found.clamp(max=chances.shape[1] - 1), sums[:, -1]
 
 
-def _narrowed(chances: Tensor, rules: Sequence[Rule], where: Tensor) -> Tensor:
-    """Draw among each row's top_k, then among the fewest of those that together have top_p of their mass."""
+def _narrowed(chances: Tensor, rules: Sequence[Rule], where: Tensor, whose: Tensor) -> Tensor:
+    """Draw among a row's top_k, then among the fewest of those that together have top_p of their mass."""
     ordered, ids = chances.sort(dim=1, descending=True, stable=True)
     ranks = torch.arange(ordered.shape[1], device=ordered.device)
     kept = torch.tensor([rule.top_k if rule.top_k > 0 else ordered.shape[1] for rule in rules], device=ordered.device)
@@ -120,5 +149,5 @@ def _narrowed(chances: Tensor, rules: Sequence[Rule], where: Tensor) -> Tensor:
     mass = among.cumsum(dim=1)
     limit = torch.tensor([rule.top_p for rule in rules], dtype=torch.float64, device=ordered.device)[:, None]
     among *= (mass - among) < limit * mass[:, -1:]
-    drawn, _ = _invert(among, where)
-    return ids.gather(1, drawn[:, None])[:, 0]
+    drawn, _ = _invert(among, where, whose)
+    return ids[whose, drawn]

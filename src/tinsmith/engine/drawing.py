@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tinsmith.engine import choice
@@ -36,22 +35,26 @@ class Drawing:
         faults: Faults = {}
         for block in self.head.blocks(last, placed([ask.weights for ask in asks])):
             here = asks[block.first : block.first + len(block.logits)]
-            counts = torch.tensor([len(ask.answers) for ask in here], device=last.device)
-            answers = [answer for ask in here for answer in ask.answers]
-            faults |= self._draw(answers, block.logits.repeat_interleave(counts, 0))
+            faults |= self._draw([ask.answers for ask in here], block.logits)
         return faults
 
     def nexts(self, answers: Sequence[Answer], hidden: Tensor, where: Sequence[Placed]) -> Faults:
         """One more token of each; `hidden` [B, D] are theirs."""
         faults: Faults = {}
         for block in self.head.blocks(hidden, where):
-            faults |= self._draw(answers[block.first : block.first + len(block.logits)], block.logits)
+            here = answers[block.first : block.first + len(block.logits)]
+            faults |= self._draw([[answer] for answer in here], block.logits)
         return faults
 
-    def _draw(self, answers: Sequence[Answer], logits: Tensor) -> Faults:
-        """Each answer's next token from its row of logits."""
-        rules, numbers = [answer.ask.rule for answer in answers], [answer.numbers.random() for answer in answers]
-        chosen = choice.choose(logits, rules, numbers)
+    def _draw(self, groups: Sequence[Sequence[Answer]], logits: Tensor) -> Faults:
+        """A token for each answer, from the row of logits that its group shares."""
+        answers = [answer for group in groups for answer in group]
+        chosen = choice.choose(
+            logits,
+            [group[0].ask.rule for group in groups],
+            [answer.numbers.random() for answer in answers],
+            [row for row, group in enumerate(groups) for _ in group],
+        )
         drawn = zip(answers, chosen.tokens.tolist(), chosen.logprobs.tolist(), chosen.tops, strict=True)
         faults: Faults = {}
         for answer, token, logprob, top in drawn:
