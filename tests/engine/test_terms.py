@@ -65,6 +65,17 @@ def test_data_that_share_a_prompt_each_count_its_entropy(pair: Any, wait: Any):
     assert_agrees(pair(pass_tokens=24), wait, *requests)
 
 
+def test_a_bonus_of_0_shows_the_entropy_whoever_else_is_in_the_pass(pair: Any, wait: Any):
+    engine, model_id, _ = pair(pass_tokens=24)
+    watched, bonus = (pass_for("ppo", model_id, config={"entropy_coef": coef}) for coef in (0.0, 0.5))
+    plain = pass_for("ppo", model_id)
+    ((alone,), (wanted,), both) = (wait(engine.run(asked)) for asked in ([watched], [bonus], [watched, bonus, plain]))
+    for found in (alone, both[0], both[1]):
+        assert found.metrics["entropy:sum"] == pytest.approx(wanted.metrics["entropy:sum"], rel=1e-6)
+    assert alone.metrics["loss:sum"] == pytest.approx(both[2].metrics["loss:sum"], rel=1e-6)
+    assert "entropy:sum" not in both[2].metrics
+
+
 def test_entropy_with_several_targets_at_a_position(pair: Any, wait: Any):
     draw = np.random.default_rng(3)
     weights = draw.normal(size=(9, 3)).astype(np.float32)

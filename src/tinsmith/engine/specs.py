@@ -113,8 +113,8 @@ def estimator(request: Pass) -> str:
 
 
 def wants_entropy(request: Pass) -> bool:
-    """Whether anything of the request depends on the entropies."""
-    return any(request.loss_config.get(key, 0.0) for key in ("entropy_coef", "return_entropy"))
+    """Whether anything of the answer depends on the entropies: a coefficient of 0 is there to see their sum."""
+    return "entropy_coef" in request.loss_config or bool(request.loss_config.get("return_entropy"))
 
 
 def filled(request: Pass, datum: Datum) -> dict[str, np.ndarray]:
