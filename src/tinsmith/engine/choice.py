@@ -42,7 +42,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Tokens int64 [B] and their logprobs float32 [B]; the likeliest tokens of those rows that ask for them, by draw."""
+    """Tokens int64 [B] and their logprobs float32 [B]; for each draw the likeliest tokens, if its row asks for them."""
 
     tokens: Tensor
     logprobs: Tensor

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tinsmith.engine import choice
+from tinsmith.engine import choice, stops
 from tinsmith.engine.asks import Answer, Ask
 from tinsmith.engine.head import Head
 from tinsmith.engine.lora import Placed, Weights
@@ -69,13 +69,8 @@ class Drawing:
         return faults
 
     def _completes_stop(self, answer: Answer, token: int) -> bool:
-        """Whether a token completes a stop string: every token spells a byte at least, so a tail will do."""
-        strings = answer.ask.request.stop_strings
-        if not strings:
-            return False
-        tail = max(len(string.encode()) for string in strings) + 4
-        text = self.tokenizer.decode([*answer.tokens[-tail:], token])
-        return any(string in text for string in strings)
+        asked = answer.ask.request
+        return stops.completes(self.tokenizer, asked.stop_strings, asked.prompt, answer.tokens, token)
 
 
 def not_finite(ask: Ask) -> TinsmithError:
