@@ -1,5 +1,7 @@
 """Banks of keys and values: who leaves, who moves up, and what the others keep."""
 
+from dataclasses import replace
+
 import torch
 
 from tinsmith.engine.cache import BANK, Cache, CacheShape, Row
@@ -10,7 +12,8 @@ SHAPE = CacheShape(layers=2, heads=2, width=4, dtype=torch.float32, device=torch
 
 
 def inserted(cache: Cache, length: int, value: float, room: int = 0) -> Row:
-    keys = [torch.full((1, 2, length, 4), value + layer) for layer in range(2)]
+    device = cache._shape.device
+    keys = [torch.full((1, 2, length, 4), value + layer, device=device) for layer in range(2)]
     return cache.insert(read([(one, one) for one in keys]), room or length)
 
 
@@ -74,6 +77,36 @@ def test_what_a_row_has_not_written_is_finite() -> None:
     bank = inserted(Cache(SHAPE), 3, 1.0).bank
     assert bool((bank.keys[:, 0, :, 3:] == 0).all())
     assert bool((bank.values[:, 0, :, 3:] == 0).all())
+
+
+def taken(cache: Cache) -> int:
+    """Tokens of memory that all banks have."""
+    return sum(bank.keys.shape[1] * bank.keys.shape[3] for bank in cache._banks)
+
+
+def test_where_memory_is_taken_at_once_banks_have_little_more_than_their_rows() -> None:
+    """`meta` stands for a GPU: sequences of many lengths, a group that comes at once and moves up, and many singles."""
+    shape = replace(SHAPE, device=torch.device("meta"))
+    cache = Cache(shape, 65536)
+    rows = [inserted(cache, length, 1.0) for length in (50, 70, 130, 300, 700, 1500, 3000, 6000)]
+    assert taken(cache) == cache.tokens
+    prompt = torch.empty(1, 2, 200, 4, device="meta")
+    first = cache.insert(read([(prompt, prompt)] * 2), 256, coming=16)
+    group = [first, *(cache.copy(first) for _ in range(15))]
+    assert len({id(row.bank) for row in group}) == 1
+    assert taken(cache) == cache.tokens
+    for row in group:
+        row.length = 256
+    group = [cache.ensure(row, left=1000) for row in group]
+    assert len({id(row.bank) for row in group}) == 1
+    assert taken(cache) == cache.tokens
+    single = [inserted(cache, 40, 1.0) for _ in range(100)]
+    assert len({id(row.bank) for row in single}) <= 8
+    assert taken(cache) <= 2 * cache.tokens
+    assert all(bank.most * bank.capacity <= max(BANK, bank.capacity) for bank in cache._banks)
+    for row in (*rows, *group, *single):
+        cache.remove(row)
+    assert taken(cache) == 0
 
 
 def test_what_others_have_left_is_cleared() -> None:

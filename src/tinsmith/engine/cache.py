@@ -3,7 +3,8 @@
 A running sequence owns one row of the smallest capacity (64, 96, 128, 160 … tokens) that holds it, and moves up when it
 outgrows its own; how far ahead it then looks is `room.py`'s. A bank's rows are dense: who leaves is replaced by the
 last. So a decoding step is one attention call per bank over plain slices, with no gathering. A bank never grows: its
-memory is asked for at once, which a CPU gives only as it is written, and when it is full there is another.
+memory is asked for at once, which a CPU gives only as it is written and a GPU whole, and when it is full there is
+another.
 
 Where many sequences go on from one prompt, it has a row of its own, their stem, and theirs hold what they say.
 
@@ -23,7 +24,7 @@ from tinsmith.engine.room import ahead, capacity, stem
 from tinsmith.engine.stretches import Read
 
 BANK = 8192
-"""Tokens of a bank's rows, at least: a call over a few rows costs little less than one over many."""
+"""Tokens of a bank's rows, on a CPU at least, else at most: a call over few rows costs little less than over many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,8 +98,8 @@ class Kind:
 class Bank:
     """Up to `most` rows of one kind; keys and values [layers, most, heads, capacity, width]."""
 
-    def __init__(self, shape: CacheShape, kind: Kind, tokens: int = BANK) -> None:
-        self.shape, self.kind, self.most = shape, kind, max(1, tokens // kind.capacity)
+    def __init__(self, shape: CacheShape, kind: Kind, most: int) -> None:
+        self.shape, self.kind, self.most = shape, kind, most
         self.rows: list[Row] = []
         self._left = [kind.capacity] * self.most
         """How many tokens of each row that nobody has may not be 0, from its beginning; in fresh memory all."""
@@ -148,18 +149,16 @@ class Cache:
     """All banks. `tokens` is what their rows could hold; `foreseen` what they will hold in all."""
 
     def __init__(self, shape: CacheShape, foreseen: int = 0) -> None:
-        self._shape = shape
-        # Where memory that nobody writes costs nothing, a bank may have many rows.
-        self._bank = max(BANK, foreseen // 2) if shape.device.type == "cpu" else BANK
+        self._shape, self._foreseen = shape, foreseen
         self._banks: list[Bank] = []
 
     @property
     def tokens(self) -> int:
         return sum(bank.capacity * len(bank.rows) for bank in self._banks)
 
-    def insert(self, read: Read, room: int) -> Row:
-        """A row with the keys and values of a prompt, and room for more."""
-        row = self._add(Kind(capacity(max(room, read.length))), read.length)
+    def insert(self, read: Read, room: int, coming: int = 1) -> Row:
+        """A row with the keys and values of a prompt, and room for more; so many of this room are coming now."""
+        row = self._add(Kind(capacity(max(room, read.length))), read.length, coming)
         read.write(*row.content())
         return row
 
@@ -175,13 +174,14 @@ class Cache:
 
     def copy(self, source: Row) -> Row:
         """Another row with the same content."""
-        return self._filled(source, source.bank.capacity)
+        return self._filled(source, source.bank.capacity, 1)
 
     def ensure(self, row: Row, left: int = 1) -> Row:
         """A row with room for one more token, of `left` that may come: the same, or its content in a larger one."""
         if row.length < row.bank.capacity:
             return row
-        larger = self._filled(row, row.length + max(1, ahead(row.length, left)))
+        # Its neighbours are about as long: they will soon move too.
+        larger = self._filled(row, row.length + max(1, ahead(row.length, left)), len(row.bank.rows))
         self.remove(row)
         return larger
 
@@ -194,20 +194,28 @@ class Cache:
             if not row.stem.readers:
                 self.remove(row.stem)
 
-    def _add(self, kind: Kind, length: int) -> Row:
-        bank = next((bank for bank in self._banks if bank.kind == kind and not bank.full), None)
+    def _add(self, kind: Kind, length: int, coming: int = 1) -> Row:
+        same = [bank for bank in self._banks if bank.kind == kind]
+        bank = next((bank for bank in same if not bank.full), None)
         if bank is None:
-            bank = Bank(self._shape, kind, self._bank)
+            bank = Bank(self._shape, kind, self._most(kind, max(coming, sum(len(bank.rows) for bank in same))))
             self._banks.append(bank)
         return bank.add(length)
+
+    def _most(self, kind: Kind, wanted: int) -> int:
+        """Rows of a new bank. Where memory that nobody writes costs nothing, as many as are foreseen; else as many as
+        are coming or are there already: few banks in the end, and little more memory than the rows have."""
+        if self._shape.device.type == "cpu":
+            return max(1, max(BANK, self._foreseen // 2) // kind.capacity)
+        return max(1, min(wanted, BANK // kind.capacity))
 
     def _behind(self, stem: Row, row: Row) -> Row:
         row.stem = stem
         stem.readers += 1
         return row
 
-    def _filled(self, source: Row, room: int) -> Row:
-        row = self._add(replace(source.bank.kind, capacity=capacity(room)), source.length)
+    def _filled(self, source: Row, room: int, coming: int) -> Row:
+        row = self._add(replace(source.bank.kind, capacity=capacity(room)), source.length, coming)
         if source.stem is not None:
             self._behind(source.stem, row)
         for into, content in zip(row.content(), source.content(), strict=True):
