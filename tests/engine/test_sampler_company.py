@@ -247,3 +247,23 @@ def test_a_caller_who_goes_away_leaves_no_trace(engine: Any, wait: Any):
 
     wait(abandoned())
     assert len(wait(engine.sample(ask(num_samples=2))).sequences) == 2
+
+
+def test_whoever_waits_is_told_when_it_cannot_be_found_out_who_comes_next(
+    engine: Any, wait: Any, monkeypatch: pytest.MonkeyPatch
+):
+    wanted = wait(engine.sample(ask(max_tokens=60)))
+
+    async def main() -> list[Any]:
+        begun = asyncio.Event()
+        running = asyncio.create_task(engine.sample(ask(max_tokens=60), lambda _: begun.set()))
+        await begun.wait()
+        with monkeypatch.context() as broken:
+            broken.setattr(engine.sampler, "_found", lambda _: 1 / 0)
+            (waiting,) = await asyncio.gather(engine.sample(ask()), return_exceptions=True)
+        return [waiting, await running]
+
+    waiting, found = wait(main())
+    assert isinstance(waiting, TinsmithError)
+    assert_same_samples(found, wanted)
+    assert wait(engine.sample(ask())).sequences

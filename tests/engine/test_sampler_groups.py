@@ -12,7 +12,7 @@ from tests.engine.data import pass_for
 from tests.engine.sampling import ask, assert_same_samples
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams, Sampled
-from tinsmith.errors import Gone
+from tinsmith.errors import EngineError, Gone
 
 PROMPT = tuple(int(token) for token in np.random.default_rng(7).integers(3, 500, 900))
 GROUP = 6
@@ -160,3 +160,14 @@ def test_a_prompt_longer_than_a_pass_joins_a_running_batch(engine_of: Any, wait:
         return ended
 
     assert wait(order()) == ["long prompt", "long answer"]
+
+
+def test_a_stem_that_nobody_could_go_on_from_is_given_back(
+    engine: Any, wait: Any, space: str, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.sampler._cache, "open", lambda *_: 1 / 0)
+        with pytest.raises(EngineError):
+            wait(engine.sample(ask(PROMPT, num_samples=GROUP, space=space)))
+    assert engine.sampler._cache.tokens == 0
+    assert len(wait(engine.sample(ask(PROMPT, num_samples=GROUP, space=space))).sequences) == GROUP

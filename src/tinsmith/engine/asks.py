@@ -130,6 +130,10 @@ class Ask:
             self.result.set_result(_sampled(self))
 
 
+Faults = dict[Ask, Exception]
+"""What went wrong with requests, each with its own."""
+
+
 def ask_of(
     request: SampleRequest, weights: Weights | None, life: int, card: ModelCard, heard: Heard | None = None
 ) -> Ask:
@@ -152,6 +156,17 @@ def ask_of(
 def asks_of(answers: Sequence[Answer]) -> list[Ask]:
     """The requests behind these answers, each once."""
     return list({id(answer.ask): answer.ask for answer in answers}.values())
+
+
+def told(answers: Sequence[Answer]) -> Faults:
+    """Let those who want to hear know what is new; returns the requests that nobody could be told of."""
+    faults: Faults = {}
+    for answer in answers:
+        try:
+            answer.tell()
+        except Exception as error:  # noqa: BLE001 - whoever listens to one request must not end the others
+            faults[answer.ask] = error
+    return faults
 
 
 def _sampled(ask: Ask) -> Sampled:

@@ -15,12 +15,10 @@ from typing import Any
 from torch import Tensor
 
 from tinsmith.engine import choice, stops
-from tinsmith.engine.asks import Answer, Ask
+from tinsmith.engine.asks import Answer, Ask, Faults
 from tinsmith.engine.head import Head
 from tinsmith.engine.lora import Placed, Weights
 from tinsmith.errors import BadRequest, EngineError, TinsmithError
-
-Faults = dict[Ask, Exception]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from tinsmith.engine import batch, lora, prompts
-from tinsmith.engine.asks import Answer, Ask, Beginning, ask_of, asks_of
+from tinsmith.engine.asks import Answer, Ask, Beginning, Faults, ask_of, asks_of, told
 from tinsmith.engine.base import Heard, Sampled, SampleRequest
 from tinsmith.engine.cache import Cache, Row, shape_of
 from tinsmith.engine.decoding import Cached
-from tinsmith.engine.drawing import Drawing, Faults, not_finite, placed
+from tinsmith.engine.drawing import Drawing, not_finite, placed
 from tinsmith.engine.head import Head
 from tinsmith.engine.models import BaseModel
 from tinsmith.engine.prefill import Prompt, prefill
@@ -72,8 +72,17 @@ class TorchSampler:
         while self._waiting or self._running:
             async with self._turns.of("sampling"):
                 with torch.no_grad():
-                    self._admit(self._next_asks())
+                    self._join()
                     self._advance()
+
+    def _join(self) -> None:
+        """Admit who can be; if that cannot even be found out, who waits is told so and does not wait for ever."""
+        try:
+            self._admit(self._next_asks())
+        except Exception as error:  # noqa: BLE001 - the driver must not end while others run
+            asks = list(self._waiting)
+            self._leave(asks)
+            self._fail(asks, error)
 
     def _admit(self, asks: Sequence[Ask]) -> None:
         """A fault stays with the one request that caused it: the others of its pass are admitted without it."""
@@ -202,18 +211,26 @@ class TorchSampler:
                 self._prefixes.mark(ask.trunk, ask.request.prompt, known.last)
             self._running.extend(answers)
         readers = Counter(answer.ask.beginning for answers in going for answer in answers)
+        rooms = Counter(answer.ask.room for answers in going for answer in answers)
         stems: dict[Beginning, Row] = {}
-        for ask, where, answers in zip(asks, read, going, strict=True):
-            together = self._together(where.length, readers[ask.beginning])
-            if answers and together and ask.beginning not in stems:
-                stems[ask.beginning] = self._cache.stem(where, readers[ask.beginning])
-            for answer in answers:
-                first = answers[0].row
-                if together:
-                    answer.row = self._cache.open(stems[ask.beginning], ask.tail)
-                else:
-                    answer.row = self._cache.copy(first) if first else self._cache.insert(where, ask.room)
-            self._prefixes.lend(self._prefixes.find_whole(ask.trunk, ask.request.prompt) or Found())
+        try:
+            for ask, where, answers in zip(asks, read, going, strict=True):
+                together = self._together(where.length, readers[ask.beginning])
+                if answers and together and ask.beginning not in stems:
+                    stems[ask.beginning] = self._cache.stem(where, readers[ask.beginning])
+                for answer in answers:
+                    first = answers[0].row
+                    if together:
+                        answer.row = self._cache.open(stems[ask.beginning], ask.tail)
+                    elif first:
+                        answer.row = self._cache.copy(first)
+                    else:
+                        answer.row = self._cache.insert(where, ask.room, rooms[ask.room])
+                self._prefixes.lend(self._prefixes.find_whole(ask.trunk, ask.request.prompt) or Found())
+        finally:
+            for stem in stems.values():
+                if not stem.readers:  # something went wrong before one was there: a stem leaves with its last reader
+                    self._cache.remove(stem)
         self._shrink()
 
     def _together(self, length: int, answers: int) -> bool:
@@ -259,13 +276,7 @@ class TorchSampler:
 
     def _settle(self, answers: Sequence[Answer]) -> None:
         """Who is finished leaves; a request whose last answer left is done. Only what no fault can undo is told."""
-        faults: Faults = {}
-        for answer in answers:
-            try:
-                answer.tell()
-            except Exception as error:  # noqa: BLE001 - whoever listens to one request must not end the others
-                faults[answer.ask] = error
-        self._drop(faults)
+        self._drop(told(answers))
         finished = [answer for answer in answers if answer.stop_reason is not None]
         if not finished:
             return
