@@ -34,7 +34,7 @@ def cached() -> list[Cached]:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
-    from tinsmith.engine.models import cache_folder
+    from tinsmith.engine.sources import cache_folder
 
     found = []
     try:
@@ -66,6 +66,6 @@ def served(url: str, key: str) -> list[Served]:
 
 def pull(name: str) -> Path:
     """Fetch a model (or find it here) and say where it lies. Raises ConfigError if there is none of this name."""
-    from tinsmith.engine.models import locate
+    from tinsmith.engine.sources import locate
 
     return Path(locate(name).folder)

