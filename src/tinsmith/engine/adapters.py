@@ -21,7 +21,7 @@ from torch import Tensor
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.folders import size_of, written_whole
 from tinsmith.engine.lora import HEAD, Layout
-from tinsmith.engine.models import PROJECTIONS
+from tinsmith.engine.served import PROJECTIONS
 from tinsmith.errors import NotFound, Unsupported
 
 _PREFIX = "base_model.model."

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -22,8 +23,7 @@ from transformers import AttentionInterface
 
 from tinsmith.engine import flex, folded
 from tinsmith.engine.batch import Forest, Job
-
-NAME = "tinsmith"
+from tinsmith.errors import Unsupported
 
 QUERIES = 128
 """Of a piece of a job, where plain products are used: their matrix of scores stays in the cache."""
@@ -40,12 +40,16 @@ class Context(Protocol):
         ...
 
 
-def register() -> None:
-    """Make the function known to transformers under NAME; doing it twice changes nothing."""
-    AttentionInterface.register(NAME, _attention)
+def register(longest: int) -> str:
+    """Make the function known to transformers, for a model of which rows of up to `longest` tokens are computed; gives
+    its name there. Doing it twice changes nothing."""
+    name = f"tinsmith-{longest}"
+    AttentionInterface.register(name, partial(_attention, longest))
+    return name
 
 
 def _attention(
+    longest: int,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -53,8 +57,14 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float,
     context: Context,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    if sliding_window is not None and sliding_window < longest:
+        raise Unsupported(
+            f"Attention in a window of {sliding_window} tokens would be computed over {longest}.",
+            "Serve a model whose config.json names its sliding window.",
+        )
     return context.attend(int(module.layer_idx), query, key, value, scaling), None  # pyright: ignore[reportArgumentType]
 
 

@@ -21,7 +21,8 @@ from tinsmith.engine import products
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.batch import Span
 from tinsmith.engine.fixed import Fixed
-from tinsmith.engine.models import PROJECTIONS, BaseModel
+from tinsmith.engine.models import BaseModel
+from tinsmith.engine.served import PROJECTIONS
 
 HEAD = "lm_head"
 

@@ -1,11 +1,10 @@
 """Load a base model through transformers' own model code, and see whether it is one that we serve.
 
-What is served: causal language models whose layers are full attention with q/k/v/o projections and a gated MLP
-(Llama, Qwen2, Qwen3, Mistral and their kin). At load, a short forked text is run through the packed path and through
-transformers' own eager attention; a model for which the two disagree is refused by name, as is one whose projections
-LoRA does not know. Left out: images, mixtures of experts, sliding windows, quantized weights at run time.
-
-Where its files come from: `sources.py`.
+What is served: causal language models whose layers are attention with q/k/v/o projections and a gated MLP (Llama,
+Qwen2, Qwen3, Mistral and their kin). `served.py` says what their config and parts must be. At load, a short forked text
+is run through the packed path and through transformers' own eager attention; a model for which the two disagree is
+refused by name. Left out: images, mixtures of experts, quantized weights at run time. Where its files come from:
+`sources.py`.
 """
 
 from __future__ import annotations
@@ -19,16 +18,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from tinsmith.engine import attention, batch
+from tinsmith.engine import attention, batch, served
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.sources import locate
 from tinsmith.errors import ConfigError, Unsupported
-
-PROJECTIONS = {
-    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,15 +79,14 @@ def load(config: EngineConfig) -> BaseModel:
 
 def shared(model: PreTrainedModel, tokenizer: Any, source: str, tokenizer_source: str) -> BaseModel:
     """A model with eager attention, frozen and checked. Raises Unsupported when it is not one that we serve."""
-    attention.register()
     model.eval().requires_grad_(False)
+    served.check(source, model)
     base = BaseModel(
         card=_card(source, tokenizer_source, model, tokenizer),
         model=model,
         body=model.base_model,
         tokenizer=tokenizer,
     )
-    _check_projections(base)
     _check_attention(base)
     return base
 
@@ -119,28 +112,18 @@ def _card(source: str, tokenizer_source: str, model: PreTrainedModel, tokenizer:
         tokenizer=tokenizer_source,
         arch=model.config.model_type,
         vocab_size=model.config.vocab_size,
-        context_length=model.config.max_position_embeddings,
+        context_length=served.context_length(source, model.config),
         eos_token_ids=tuple(sorted(ids)),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
     )
 
 
-def _check_projections(base: BaseModel) -> None:
-    linear = {name.rsplit(".", 1)[-1] for name, module in base.body.named_modules() if isinstance(module, nn.Linear)}
-    expected = {name for names in PROJECTIONS.values() for name in names}
-    if linear != expected:
-        raise Unsupported(
-            f"{base.card.source} ({base.card.arch}) has the projections {sorted(linear)}, not {sorted(expected)}.",
-            "Serve a dense model of the Llama, Qwen2, Qwen3 or Mistral kind.",
-        )
-
-
 @torch.no_grad()
 def _check_attention(base: BaseModel) -> None:
     """The packed path must give what transformers' eager attention gives, on a text with a fork in it."""
     expected = base.model(input_ids=_forked(base).to(base.device)).logits.float()
-    base.model.set_attn_implementation(attention.NAME)
+    base.model.set_attn_implementation(attention.register(base.card.context_length))
     got = probe(base) @ base.head.float().T
     # Rounding is relative to the spread of the logits; a wrong mask or a scaled head is off by much more.
     error = (got - expected).abs().mean() / expected.std().clamp(min=1e-6)

@@ -1,0 +1,125 @@
+"""Models beside the four kinds: served as transformers computes them, as far as that goes, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from tests.models import save_tokenizer
+from tinsmith.engine.base import Datum, LoraSpec, Pass
+from tinsmith.engine.build import build
+from tinsmith.engine.checks import check_pass
+from tinsmith.engine.config import EngineConfig
+from tinsmith.errors import BadRequest, Unsupported
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 512,
+    "hidden_size": 96,
+    "intermediate_size": 208,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.08,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+WINDOW = 40
+TOKENS = np.random.default_rng(0).integers(3, 512, 129)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Callable[..., Path]:
+    """A random model of one of transformers' kinds, as `saved("Mistral", sliding_window=64)`."""
+
+    def save(kind: str, **settings: Any) -> Path:
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")
+        model = getattr(transformers, f"{kind}ForCausalLM")(config(**{**SHAPE, **settings}))
+        with torch.no_grad():
+            model.lm_head.weight.mul_(2.5)
+            for name, parameter in model.named_parameters():
+                if "norm" in name:
+                    parameter.uniform_(0.5, 1.5)
+        model.save_pretrained(tmp_path / kind)
+        save_tokenizer(tmp_path / kind)
+        return tmp_path / kind
+
+    return save
+
+
+def served(folder: Path, dtype: str = "float32") -> Any:
+    return build(EngineConfig(source=str(folder), dtype=dtype, device="cpu", threads=1))  # type: ignore[arg-type]
+
+
+def a_pass(length: int) -> Pass:
+    """The first tokens of TOKENS, each with the next one as its target."""
+    datum = Datum(tokens=TOKENS[:length].astype(np.int32), targets=TOKENS[1 : length + 1].astype(np.int64))
+    return Pass(model_id="fresh", data=(datum,), loss_fn="cross_entropy", forward_only=True)
+
+
+def logprobs(engine: Any, wait: Any, length: int) -> np.ndarray:
+    """Of these, under an adapter that adds nothing yet."""
+    wait(engine.create("fresh", LoraSpec(rank=1, seed=0)))
+    (result,) = wait(engine.run([a_pass(length)]))
+    if isinstance(result, Exception):
+        raise result
+    return result.logprobs[0]
+
+
+def expected(folder: Path, length: int) -> np.ndarray:
+    """The same by plain transformers in float32."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(TOKENS[None, :length])).logits[0]
+    return logits.log_softmax(-1).gather(1, torch.from_numpy(TOKENS[1 : length + 1, None]))[:, 0].numpy()
+
+
+WINDOWED = {
+    "Mistral": {},
+    "Ministral": {},
+    "Qwen2": {"use_sliding_window": True, "max_window_layers": 2},
+    "Gemma3": {},
+    "Cohere2": {"logit_scale": 1.0},
+    "Exaone4": {"sliding_window_pattern": 4},
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+def test_a_sliding_window_bounds_the_context(
+    kind: str, saved: Any, wait: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(kind, sliding_window=WINDOW, **WINDOWED[kind])
+    engine = served(folder)
+    assert engine.card.context_length == WINDOW
+    assert "served up to 40 tokens and not 128" in caplog.text
+    np.testing.assert_allclose(logprobs(engine, wait, WINDOW), expected(folder, WINDOW), atol=2e-5)
+    with pytest.raises(BadRequest, match="is 40"):
+        check_pass(a_pass(WINDOW + 1), engine.card)
+
+
+@pytest.mark.parametrize("settings", [{"sliding_window": None}, {"sliding_window": 4096}])
+def test_a_window_that_hides_nothing_bounds_nothing(settings: Any, saved: Any) -> None:
+    assert served(saved("Mistral", **settings)).card.context_length == 128
+
+
+def test_a_window_of_layers_that_do_not_slide_bounds_nothing(saved: Any) -> None:
+    folder = saved("Qwen2", use_sliding_window=False, sliding_window=WINDOW)
+    assert served(folder).card.context_length == 128
+
+
+def test_a_window_that_only_the_layers_know_is_refused(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved("Mistral", sliding_window=WINDOW)
+    monkeypatch.setattr("tinsmith.engine.served._bounds", lambda _: iter(()))
+    with pytest.raises(Unsupported, match="window of 40 tokens would be computed over 128"):
+        served(folder)
