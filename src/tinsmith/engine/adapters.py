@@ -25,8 +25,14 @@ from tinsmith.engine.served import PROJECTIONS
 from tinsmith.errors import NotFound, Unsupported
 
 _PREFIX = "base_model.model."
-_OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform")
-"""Settings of PEFT that change what the matrices mean."""
+_ANY = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "target_modules", "lora_dropout", "megatron_core", "qalora_group_size", "loftq_config",
+    "eva_config", "corda_config", "lora_ga_config",
+}  # fmt: skip
+"""Settings of PEFT that are read here, or that alone do not change what the matrices mean."""
+_SOME = {"bias": ["none"], "init_lora_weights": [True, "gaussian", "orthogonal", "eva"]}
+"""Those of which some values do not. All others must be empty, for a setting that is not known may mean anything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +73,16 @@ def read_spec(folder: Path) -> LoraSpec:
     parts = {"train_attn": set(PROJECTIONS["attn"]), "train_mlp": set(PROJECTIONS["mlp"]), "train_unembed": {HEAD}}
     flags = {flag: leaves <= modules for flag, leaves in parts.items()}
     covered = {leaf for flag, leaves in parts.items() if flags[flag] for leaf in leaves}
-    unknown = [key for key in _OTHER_KINDS if config.get(key)]
-    if config.get("peft_type", "LORA") != "LORA" or unknown or covered != modules or not covered:
+    changed = {key: value for key, value in config.items() if value and key not in _ANY}
+    if other := [f"{key}={value!r:.40}" for key, value in changed.items() if value not in _SOME.get(key, ())]:
         raise Unsupported(
-            f"{folder} holds a {config.get('peft_type')} adapter of {sorted(modules)} {unknown or ''}.",
+            f"{folder} holds an adapter with {', '.join(other)}.",
+            "Served is plain LoRA. One that began at a changed base (pissa, olora) becomes plain where PEFT saves it "
+            "with path_initial_model_for_weight_conversion.",
+        )
+    if config.get("peft_type", "LORA") != "LORA" or covered != modules or not covered:
+        raise Unsupported(
+            f"{folder} holds a {config.get('peft_type')} adapter of {sorted(modules)}.",
             "Served are plain LoRA adapters over all of attention, all of the MLP, the head, or any of these together.",
         )
     return LoraSpec(rank=rank, seed=0, alpha=alpha, **flags)
