@@ -11,6 +11,7 @@ import pytest
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.buffers.memory import MemoryBuffer, MemoryConfig
 from tinsmith.rl.buffers.reader import Reader
+from tinsmith.rl.policy import request_seed
 from tinsmith.rl.rollouts import Batch, Plan, Sampler
 from tinsmith.rl.sources import Addition
 from tinsmith.rl.supply import OwnSupply
@@ -318,6 +319,26 @@ def test_a_batch_of_failures_ends_the_run_with_the_first_reason():
         r"Every rollout of step 1 failed; the first: OSError: no route to host \(and so did 2 more batches",
     )
     assert watched.left == 1000 - 3 * 4
+
+
+def test_a_batch_that_failed_is_told_after_a_save_too_and_those_behind_it_are_not_waited_for():
+    class Second(Watched):
+        async def run(self, task, policy, *, count, seed):
+            if seed in [request_seed(0, 2, group) for group in range(4)]:
+                raise OSError("no route to host")
+            return await super().run(task, policy, count=count, seed=seed)
+
+    async def main() -> None:
+        batches = supply(Second(), Counting(), staleness=2, rollout={"refills": 0})
+        assert (await batches.next(1)).step == 1
+        async with asyncio.timeout(10):
+            assert (await batches.settle()).sampled == 1
+        try:
+            await batches.next(2)
+        finally:
+            await batches.close()
+
+    refused(main, "Every rollout of step 2 failed")
 
 
 def test_a_batch_of_failures_is_sampled_anew_from_other_tasks():

@@ -110,15 +110,15 @@ class Sampler:
     @property
     def complete(self) -> bool:
         """Whether all batches are begun, or none will be any more."""
-        return self._producer is not None and self._producer.done()
+        return self.fault is not None or (self._producer is not None and self._producer.done())
 
     async def settle(self) -> None:
-        """Begins nothing more, and returns when what is under way is handed on."""
+        """Begins nothing more, and returns when what is under way is handed on, or cannot be for a fault."""
         self._held = True
-        while left := [task for task in self._under_way.values() if not task.done()]:
-            await asyncio.wait(left)
-        self.begun = self.done
-        self._under_way.clear()
+        while self.fault is None and self._under_way:
+            await asyncio.wait(self._under_way.values(), return_when=asyncio.FIRST_COMPLETED)
+        if self.fault is None:
+            self.begun = self.done
 
     async def close(self) -> None:
         """Stops what is under way."""
@@ -137,7 +137,7 @@ class Sampler:
 
     def _may_begin(self) -> bool:
         sync = self._plan.sync
-        return self.room() and (sync.style != "live" or len(self._under_way) < sync.in_flight)
+        return self.fault is None and self.room() and (sync.style != "live" or len(self._under_way) < sync.in_flight)
 
     async def _weights_for(self, number: int) -> tuple[Snapshot, int]:
         """What samples batch `number`, and the step it is of."""
