@@ -198,6 +198,33 @@ def test_training_learns_at_once_that_sampling_failed(tmp_path):
     refused(both, r"The process that samples failed: Every rollout of step 1 failed; .*no task of reasoning-gym")
 
 
+AGAIN = {**FILE, "replay": {"enable": True, "cooldown": 0}}
+
+
+def test_training_learns_that_sampling_failed_where_old_batches_would_do(tmp_path):
+    changes = {"buffer": AGAIN, "steps": 3000, "sync": {"style": "live", "timeout": 20}, "eval": {"every": 0}}
+    changes["algorithm"] = {"advantage": {"std_threshold": None}, "kl": {"type": "k2", "coef": 1e-9}}
+
+    class Gone(ScriptedPolicy):
+        async def opened(self, path: str, version: int) -> Any:
+            if version >= 2:
+                raise ConnectionError("gone for good")
+            return await super().opened(path, version)
+
+    async def connect() -> ScriptedPolicy:
+        return Gone(REPLIES, tmp_path / "weights")
+
+    async def both() -> None:
+        asking = asyncio.create_task(explore(settings(tmp_path, mode="explore", **changes), connect, quiet()))
+        try:
+            await training(tmp_path, **changes)
+        finally:
+            with pytest.raises(ConnectionError):
+                await asking
+
+    refused(both, "The process that samples failed: gone for good")
+
+
 def test_neither_waits_for_ever(tmp_path):
     how = {"buffer": FILE, "sync": {"timeout": 0.05}}
     refused(lambda: training(tmp_path / "a", **how), "No batch for step 1 within 0.05 seconds. Is .* mode explore")

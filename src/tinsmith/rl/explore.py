@@ -85,6 +85,7 @@ async def _explored(config: RunConfig, buffer: Buffer, peers: Peers, told: Monit
         if end.step < config.steps:
             console.print(f"Training has ended after step {end.step}, so sampling ends too.", highlight=False)
     except Exception as error:
+        await sampler.close()  # else what is under way is put, and told over this
         await notes.tell_sampling(last.model_copy(update={"state": "failed", "reason": str(error)}))
         raise
     finally:

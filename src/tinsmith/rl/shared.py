@@ -8,7 +8,7 @@ import time
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.buffers.base import Buffer
 from tinsmith.rl.buffers.reader import Reader
-from tinsmith.rl.meeting import LOOK_SECONDS, Notes, Published, Training
+from tinsmith.rl.meeting import LOOK_SECONDS, Notes, Published, Sampling, Training
 from tinsmith.rl.policy import Policy
 from tinsmith.rl.rollouts import Batch, Plan
 from tinsmith.rl.supply import Supplied
@@ -35,10 +35,11 @@ class SharedSupply:
         await self._notes.tell_training(Training(taken=self._reader.taken))
         while True:
             sampling = await self._notes.sampling()  # before the buffer: what was put before it ended is there
-            if (batch := await self._reader.take(self._policy.version)) is not None:
-                await self._notes.tell_training(Training(taken=self._reader.taken))
+            failed = sampling.state == "failed"
+            batch = None if failed and self._reader.reuses else await self._take(step, sampling)
+            if batch is not None:
                 return batch
-            if sampling.state == "failed":
+            if failed:
                 raise TinsmithError(f"The process that samples failed: {sampling.reason}", "Mend it, and start both.")
             if sampling.state == "ended":
                 raise TinsmithError(
@@ -52,6 +53,15 @@ class SharedSupply:
                 )
             await self._serve(now)
             await asyncio.sleep(LOOK_SECONDS)
+
+    async def _take(self, step: int, sampling: Sampling) -> Batch | None:
+        """The reader's next, if there is one; sampling is told what need not be waited for, be it left out."""
+        last = self._sync.style == "fixed" and sampling.done >= step  # the next is sampled by weights of a later step
+        before = self._reader.taken
+        batch = await self._reader.take(self._policy.version, again=last)
+        if self._reader.taken != before:
+            await self._notes.tell_training(Training(taken=self._reader.taken))
+        return batch
 
     async def trained(self, step: int) -> None:
         """Publishes what is due, whatever is saved at this step."""

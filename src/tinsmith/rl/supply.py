@@ -82,7 +82,8 @@ class OwnSupply:
             sampler.room = lambda: sampler.begun - reader.taken < capacity
 
     async def next(self, step: int) -> Batch:
-        """Oldest first. Raises what broke the sampling off."""
+        """What the reader says. Raises what broke the sampling off: at once where batches come again, for they never
+        run out, and else when what was sampled before is trained on."""
         now = step - 1
         if self._published < 0 or (self._fixed and now % self._sync.interval == 0):
             await self._publish(now)
@@ -90,10 +91,13 @@ class OwnSupply:
         if self._fixed:  # so that what is under way at any step is the same in every run
             await self._bell.until(lambda: self._weights.waiting or self._sampler.complete)
         while True:
-            seen = self._bell.rings
-            if (batch := await self._reader.take(self._policy.version)) is not None:
+            seen, fault = self._bell.rings, self._sampler.fault
+            if fault is not None and self._reader.reuses:
+                raise fault
+            last = self._fixed and self._sampler.done >= step  # the next is sampled by weights of a later step
+            if (batch := await self._reader.take(self._policy.version, again=last)) is not None:
                 return batch
-            if (fault := self._sampler.fault) is not None:
+            if fault is not None:
                 raise fault
             await self._serve(now)
             await self._bell.rung_since(seen, POLL_SECONDS)

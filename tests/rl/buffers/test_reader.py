@@ -6,16 +6,19 @@ import asyncio
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
 
 from tests.rl.buffers.test_buffers import batch
-from tests.rl.small import rows, run, settings
+from tests.rl.small import REPLIES, rows, run, settings
 from tests.rl.test_resume import Killed, breaking
+from tinsmith.errors import TinsmithError
 from tinsmith.rl.buffers.memory import MemoryBuffer, MemoryConfig
 from tinsmith.rl.buffers.reader import Reader, Reading
 from tinsmith.rl.buffers.replay import ReplayConfig
+from tinsmith.rl.scripted import ScriptedPolicy
 
 T = TypeVar("T")
 
@@ -35,7 +38,8 @@ def with_reader(
 
 
 async def taken(reader: Reader, count: int, version: int = 0) -> list[int | None]:
-    found = [await reader.take(version) for _ in range(count)]
+    """What `count` steps train on, each of which makes a new version."""
+    found = [await reader.take(version + step) for step in range(count)]
     return [None if one is None else one.step for one in found]
 
 
@@ -94,7 +98,7 @@ def test_replay_lets_a_batch_rest():
     async def use(reader, buffer, now):
         first = await taken(reader, 3)
         now[0] = 10.0
-        return first, await taken(reader, 2)
+        return first, await taken(reader, 2, 3)
 
     how = {"enable": True, "decay": 0.0, "cooldown": 10.0}
     assert with_reader([0, 1], use, replay=how) == ([2, 1, None], [2, 1])
@@ -107,6 +111,48 @@ def test_replay_without_a_cooldown_uses_each_once():
         return found, list(await buffer.numbers())
 
     assert with_reader([0, 1], use, replay={"enable": True}) == ([2, 1, None], [])
+
+
+def test_a_batch_used_once_is_used_no_more_where_the_process_was_killed_before_it_was_dropped():
+    async def use(reader, buffer, now):
+        await taken(reader, 1)
+        again = Reader(buffer, MemoryConfig(replay={"enable": True}), 0)
+        again.restore(reader.state)
+        found = await taken(again, 2, 1)
+        await again.clear()
+        return found, list(await buffer.numbers())
+
+    assert with_reader([0, 1], use, replay={"enable": True}) == ([1, None], [])
+
+
+AGAIN = {"enable": True, "cooldown": 0.0}
+
+
+def test_weights_that_learned_nothing_from_a_batch_do_not_take_it_again():
+    async def use(reader, buffer, now):
+        same = [await reader.take(7) for _ in range(3)]
+        other = await reader.take(8)
+        return [one and one.step for one in (*same, other)], (await reader.take(8, again=True)).step
+
+    assert with_reader([0, 1], use, replay=AGAIN) == ([2, 1, None, 2], 1)
+    assert with_reader([0], use, replay=AGAIN) == ([1, None, None, 1], 1)
+
+
+def test_what_is_left_out_unused_is_not_waited_for():
+    async def use(reader, buffer, now):
+        await taken(reader, 1, 9)
+        return reader.taken
+
+    assert with_reader([3, 0, 2, 1], use, replay={**AGAIN, "size": 2}) == 3
+
+
+def test_batches_too_old_are_done_with_where_batches_come_again():
+    async def use(reader, buffer, now):
+        found = await taken(reader, 1, 9)
+        await reader.clear()
+        return found, reader.taken, list(await buffer.numbers())
+
+    assert with_reader([3, 5], use, replay=AGAIN, max_staleness=1) == ([None], 2, [])
 
 
 def test_the_limited_priority_ends_after_so_many_uses():
@@ -139,7 +185,7 @@ def test_where_it_is_goes_through_a_state():
         first = await taken(reader, 3)
         again = Reader(buffer, MemoryConfig(replay={"enable": True, "cooldown": 0.0}), 0, clock=lambda: 0.0)
         again.restore(Reading.model_validate_json(reader.state.model_dump_json()))
-        return first, await taken(again, 3), await taken(reader, 3)
+        return first, await taken(again, 3, 3), await taken(reader, 3, 3)
 
     first, again, on = with_reader([0, 1, 5], use, replay={"enable": True, "cooldown": 0.0})
     assert first == [3, 3, 2]
@@ -156,6 +202,51 @@ def test_a_run_with_replay_trains_on_batches_again(tmp_path):
     assert len(uses) == 12
     assert max(uses) > 1
     assert max(row["policy/staleness"] for row in rows(tmp_path) if "reward/mean" in row) >= 1
+
+
+LIVE = {"sync": {"style": "live", "timeout": 5}, "buffer": {"type": "memory", "replay": AGAIN}}
+
+
+def test_a_step_that_learns_nothing_is_not_made_again_with_the_same_batch(tmp_path):
+    never = [{"type": "format", "pattern": "never"}]
+    run(settings(tmp_path, steps=20, eval={"every": 0}, rewards=never, **LIVE))
+    trained = [row for row in rows(tmp_path) if "reward/mean" in row]
+    assert [row["optim/skipped"] for row in trained] == [1.0] * 20
+    assert [row["buffer/uses"] for row in trained] == [1.0] * 20
+
+
+def test_where_batches_are_for_steps_one_that_taught_nothing_comes_again_before_none_does(tmp_path):
+    never = [{"type": "format", "pattern": "never"}]
+    one = {"type": "memory", "replay": {**AGAIN, "size": 1}}
+    assert run(settings(tmp_path, steps=8, sync={"interval": 4, "timeout": 5}, buffer=one, rewards=never)).step == 8
+
+
+def fails_from(version: int, folder: Path):
+    """A policy whose weights cannot be sampled from `version` on."""
+
+    class Gone(ScriptedPolicy):
+        async def snapshot(self):
+            snapshot = await super().snapshot()
+            if self.version >= version:
+                snapshot.sample = self.gone
+            return snapshot
+
+        async def gone(self, *asked, **how):
+            raise ConnectionError("gone for good")
+
+        async def update(self, *told):
+            await asyncio.sleep(0)  # as any server's would
+            return await super().update(*told)
+
+    async def connect(state, at):
+        return Gone(REPLIES, folder / "weights", state=state, version=at)
+
+    return connect
+
+
+def test_sampling_that_failed_ends_a_run_that_could_go_on_with_what_it_has(tmp_path):
+    with pytest.raises(TinsmithError, match=r"Every rollout of step \d+ failed; .*gone for good"):
+        run(settings(tmp_path, steps=500, algorithm=SIGNAL, eval={"every": 0}, **LIVE), fails_from(2, tmp_path))
 
 
 def test_a_run_that_samples_far_ahead_leaves_out_what_is_old(tmp_path):

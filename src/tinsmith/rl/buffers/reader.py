@@ -1,4 +1,7 @@
-"""Which batch a step trains on: the oldest not yet used; or, where batches are used again, that of highest priority."""
+"""Which batch a step trains on: the oldest not yet used; or, where batches are used again, that of highest priority.
+
+A batch is not used again by the very weights that it was used by: they learned nothing, and would learn nothing again.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,8 @@ class Use(Settings):
     """Times it was trained on."""
     rests_until: float = 0.0
     """Seconds since 1970 before which it is not used again."""
+    version: int = -1
+    """Of the weights that trained on it last."""
 
 
 class Reading(Settings):
@@ -29,7 +34,7 @@ class Reading(Settings):
     next: int = 1
     """The oldest batch not yet used, without replay."""
     uses: dict[int, Use] = Field(default_factory=dict)
-    """By number, of batches that may be used again."""
+    """By number, where batches may be used again; those left out unused are among them."""
 
 
 class Reader:
@@ -50,6 +55,11 @@ class Reader:
         return len(self._uses) if self._config.replay.enable else self._next - 1
 
     @property
+    def reuses(self) -> bool:
+        """Whether a batch may come again, so that there is always one."""
+        return self._config.replay.enable and self._config.replay.cooldown is not None
+
+    @property
     def done(self) -> frozenset[int]:
         """Numbers of batches that will not be used again."""
         return frozenset(self._done)
@@ -63,15 +73,19 @@ class Reader:
         """As it was."""
         self._next, self._uses = state.next, dict(state.uses)
 
-    async def take(self, version: int) -> Batch | None:
-        """What weights of `version` train on next; None if there is nothing yet."""
+    async def take(self, version: int, *, again: bool = False) -> Batch | None:
+        """What weights of `version` train on next; None if there is nothing yet.
+
+        `again`: nothing else will come, so a batch that these weights were trained on already may do.
+        """
         while True:
-            batch = await (self._best() if self._config.replay.enable else self._oldest())
+            batch = await (self._best(version, again) if self._config.replay.enable else self._oldest())
             if batch is None:
                 return None
             kept = tuple(group for group in batch.groups if self._fresh(version - group.version))
             self._dropped += len(batch.groups) - len(kept)
-            if not kept:
+            if not kept:  # and it grows no younger
+                self._done.add(batch.step)
                 continue
             numbers = dict(batch.numbers)
             if self._config.max_staleness is not None:
@@ -96,24 +110,29 @@ class Reader:
         self._done.add(self._next - 1)
         return await self._buffer.get(self._next - 1)
 
-    async def _best(self) -> Batch | None:
+    async def _best(self, version: int, again: bool) -> Batch | None:
         replay, now = self._config.replay, self._clock()
         values: dict[int, float] = {}
         for number in sorted(set(await self._buffer.numbers()) - self._done):
             if number not in self._versions:
                 self._versions[number] = min(group.version for group in (await self._buffer.get(number)).groups)
             use = self._uses.get(number, Use())
+            if use.count and replay.cooldown is None:  # by a process that was killed before it dropped what it had used
+                self._done.add(number)
+                continue
             values[number] = replay.value(self._versions[number], use.count, number, self._seed)
         for number in sorted(values, key=lambda one: values[one])[: max(0, len(values) - replay.size)]:
+            self._uses.setdefault(number, Use())
             self._done.add(number)
             del values[number]
-        ready = [one for one in values if self._uses.get(one, Use()).rests_until <= now and values[one] > float("-inf")]
+        uses = {number: self._uses.get(number, Use()) for number in values}
+        ready = [one for one, use in uses.items() if use.rests_until <= now and values[one] > float("-inf")]
+        ready = [one for one in ready if uses[one].version != version] or (ready if again else [])
         if not ready:
             return None
         best = max(ready, key=lambda one: (values[one], -one))
-        count = self._uses.get(best, Use()).count + 1
-        again = replay.cooldown is not None and replay.value(0, count, best, self._seed) > float("-inf")
-        self._uses[best] = Use(count=count, rests_until=now + (replay.cooldown or 0.0))
-        if not again:
+        count = uses[best].count + 1
+        self._uses[best] = Use(count=count, rests_until=now + (replay.cooldown or 0.0), version=version)
+        if replay.cooldown is None or replay.value(0, count, best, self._seed) == float("-inf"):
             self._done.add(best)
         return await self._buffer.get(best)
