@@ -40,11 +40,8 @@ def check(file: Path, /, *overrides: Overrides, plugin_dir: PluginDir = None) ->
         A run file of ours (YAML or TOML), or of Trinity-RFT (YAML).
     """
     found = _read(file, with_plugins(overrides, plugin_dir))
-    run = found.settings
-    long = f"{run.steps} steps" if run.steps else f"{run.epochs:g} epochs"
     kind = f", a file of {found.dialect}" if found.dialect else ""
-    summary = f"{run.algorithm.type} on {run.model.name}, {long}"
-    sys.stdout.write(f"{file}{kind} is in order: {summary}\n")
+    sys.stdout.write(f"{file}{kind} is in order: {_summary(found.settings)}\n")
 
 
 @config.command
@@ -104,6 +101,23 @@ def _read(file: Path, overrides: Sequence[str]) -> Read:
     found = read_run(file, overrides)
     tell(found, Console(stderr=True, soft_wrap=True))
     return found
+
+
+def _summary(run: RunConfig) -> str:
+    """What a run file means, in a line."""
+    if run.stages:
+        each = [f"{stage.name} ({''.join(_work(run.staged(number)))})" for number, stage in enumerate(run.stages, 1)]
+        return f"{len(each)} stages on {run.model.name}: {', '.join(each)}"
+    mode = f"mode {run.mode}, " if run.mode in ("explore", "train") else ""
+    what, long = _work(run)
+    return f"{mode}{what} on {run.model.name}{long}"
+
+
+def _work(run: RunConfig) -> tuple[str, str]:
+    """What is done, and how long."""
+    if run.mode == "bench":
+        return "checkpoints compared", ""
+    return run.algorithm.type, f", {run.steps} steps" if run.steps else f", {run.epochs:g} epochs"
 
 
 def _yaml(values: dict[str, Any]) -> str:

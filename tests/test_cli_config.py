@@ -1,0 +1,50 @@
+"""`tinsmith check` says of each kind of run file what it is."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from tinsmith import cli_config
+
+SMALL = {
+    "model": {"name": "tiny"},
+    "tasks": {"train": {"type": "addition"}, "held_out": 5},
+    "rewards": [{"type": "number"}],
+}
+TRINITY = {
+    "mode": "bench",
+    "checkpoint_root_dir": "out",
+    "algorithm": {"algorithm_type": "grpo", "repeat_times": 4},
+    "model": {"model_path": "tiny", "max_prompt_tokens": 64, "max_response_tokens": 16, "tinker": {"enable": True}},
+    "buffer": {
+        "batch_size": 4,
+        "explorer_input": {
+            "eval_tasksets": [{"name": "e", "path": "openai/gsm8k", "split": "test"}],
+            "default_workflow_type": "math_workflow",
+        },
+    },
+}
+
+
+MEETS = ("buffer={type: file}",)
+STAGES = [{"name": "one", "steps": 2}, {"name": "two", "algorithm": {"type": "rloo"}, "epochs": 1}]
+
+
+@pytest.mark.parametrize(
+    ("values", "words", "said"),
+    [
+        (SMALL, ("steps=3",), "is in order: grpo on tiny, 3 steps"),
+        (SMALL, ("epochs=0.5",), "is in order: grpo on tiny, 0.5 epochs"),
+        (SMALL, ("steps=3", "mode=explore", *MEETS), "is in order: mode explore, grpo on tiny, 3 steps"),
+        (SMALL, ("epochs=2", "mode=train", *MEETS), "is in order: mode train, grpo on tiny, 2 epochs"),
+        (SMALL, ("mode=bench",), "is in order: checkpoints compared on tiny"),
+        (TRINITY, (), "a file of Trinity-RFT is in order: checkpoints compared on tiny"),
+        ({**SMALL, "stages": STAGES}, (), "is in order: 2 stages on tiny: one (grpo, 2 steps), two (rloo, 1 epochs)"),
+    ],
+    ids=["steps", "epochs", "explore", "train", "bench", "bench of Trinity", "stages"],
+)
+def test_check_says_what_a_file_is(tmp_path, capsys, values, words, said):
+    (tmp_path / "file.yaml").write_text(yaml.safe_dump(values))
+    cli_config.check(tmp_path / "file.yaml", *words)
+    assert capsys.readouterr().out.endswith(f"{said}\n")
