@@ -11,8 +11,10 @@ import pytest
 from rich.console import Console
 
 from tests.rl.small import REPLIES, run, settings
+from tests.rl.test_resume import Killed, breaking
 from tinsmith.errors import ConfigError
 from tinsmith.rl.bench import bench
+from tinsmith.rl.resume import state_of
 from tinsmith.rl.scripted import ScriptedPolicy
 
 
@@ -55,6 +57,35 @@ def test_all_that_a_run_saved_is_compared_oldest_first(tmp_path):
     saved = [paths[0] for paths in state.checkpoints]
     assert len(saved) == 3
     assert [row["checkpoint"] for row in found] == [*saved[:2], state.sampling_path]
+
+
+@pytest.mark.parametrize(("of_run", "count"), [("last", 1), ("all", 2)])
+def test_the_checkpoints_of_a_run_that_was_broken_off_are_compared(tmp_path, of_run, count):
+    with pytest.raises(Killed):
+        run(settings(tmp_path, steps=50, checkpoint={"every": 2}), breaking(tmp_path, calls=2, at="save"))
+    state = state_of(tmp_path)
+    assert state is not None
+    config = settings(tmp_path, mode="bench", bench={"of_run": of_run, "base": False})
+    found, _ = compared(config, tmp_path)
+    assert [row["checkpoint"] for row in found] == [paths[0] for paths in state.checkpoints][-count:]
+    assert len(found) == count
+
+
+def test_the_base_alone_is_said_to_be_alone(tmp_path):
+    found, shown = compared(settings(tmp_path, mode="bench"), tmp_path)
+    assert [row["checkpoint"] for row in found] == ["scripted"]
+    assert f"The base model alone: {tmp_path} holds no checkpoint." in shown
+
+
+def test_a_comparison_may_refuse_to_be_made_again_or_be_made_anew_beside_the_first(tmp_path):
+    run(settings(tmp_path / "run", steps=2))
+    config = settings(tmp_path / "run", mode="bench", eval={})
+    first, _ = compared(config, tmp_path / "run")
+    with pytest.raises(ConfigError, match="holds a run already"):
+        compared(settings(tmp_path / "run", mode="bench", eval={}, resume=False), tmp_path / "run")
+    again, _ = compared(settings(tmp_path / "run", mode="bench", eval={}, resume="rename"), tmp_path / "run")
+    assert again == first
+    assert len(list(tmp_path.glob("run_*/bench/results.json"))) == 1
 
 
 def test_held_out_tasks_of_its_own_are_enough(tmp_path):

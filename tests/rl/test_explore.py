@@ -263,6 +263,8 @@ def test_a_second_process_of_the_same_kind_and_other_settings_are_refused(tmp_pa
     refused(twice, "A run is under way")
     with pytest.raises(ConfigError, match="other settings: group_size"):
         asyncio.run(sampling(tmp_path, group_size=2, **how))
+    with pytest.raises(ConfigError, match="holds a run already"):
+        asyncio.run(sampling(tmp_path, resume=False, **how))
 
 
 def test_each_process_has_settings_of_its_own_but_for_what_both_go_by(tmp_path):
@@ -292,6 +294,11 @@ def test_each_process_has_settings_of_its_own_but_for_what_both_go_by(tmp_path):
     [
         ({"mode": "train"}, "meet in a buffer of type file or sql"),
         ({"mode": "explore", "buffer": FILE, "sync": {"method": "memory"}}, "weights in memory have no name"),
+        (
+            {"mode": "explore", "buffer": FILE, "resume": "rename"},
+            "meet in the run.s folder: resume rename parts them",
+        ),
+        ({"mode": "train", "buffer": FILE, "resume": "rename"}, "set another folder in both files to begin anew"),
         ({"mode": "bench", "tasks": {"train": {"type": "addition"}, "held_out": 0}, "eval": {}}, "mode bench wants"),
     ],
 )

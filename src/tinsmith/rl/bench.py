@@ -24,18 +24,25 @@ from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.monitors.jsonl import JsonlMonitor
 from tinsmith.rl.policy import Peers
 from tinsmith.rl.resume import RunFolder, state_of
-from tinsmith.rl.run import folder_of
+from tinsmith.rl.run import anew, folder_of
 from tinsmith.rl.tasks import split
 from tinsmith.rl.tries import Tries
 
 
 async def bench(
-    config: RunConfig, connect: Callable[[], Awaitable[Peers]], console: Console
+    config: RunConfig, connect: Callable[[], Awaitable[Peers]], console: Console, of: Path | None = None
 ) -> list[dict[str, float | str]]:
-    """A row for each checkpoint, in order, with its name under `checkpoint`; also printed, and written."""
+    """A row for each checkpoint, in order, with its name under `checkpoint`; also printed, and written.
+
+    `of` is the folder of the run whose checkpoints they are, if it is another than this one's.
+    """
+    of = of or folder_of(config)
+    names = names_of(config, of)
+    if names == [config.model.name]:
+        console.print(f"The base model alone: {of} holds no checkpoint.", highlight=False, markup=False, soft_wrap=True)
+    config = anew(config, "bench")
     path = folder_of(config)
-    names = names_of(config, path)
-    folder = RunFolder.open(path, config.model_dump(mode="json"), part="bench")
+    folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume, part="bench")
     try:
         _, held_out = split(config.tasks, config.seed)
         gateway = Gateway()
@@ -67,9 +74,9 @@ def names_of(config: RunConfig, path: Path) -> list[str]:
     """What is compared: the base model, then checkpoints. Raises ConfigError where there is nothing."""
     names = list(config.bench.checkpoints)
     if not names and (state := state_of(path)) is not None:
-        last = [state.sampling_path] if state.sampling_path else []
-        saved = [paths[0] for paths in state.checkpoints if not (last and paths[0] == state.path)]
-        names = [*saved, *last] if config.bench.of_run == "all" else last
+        last = state.sampling_path or state.path  # an unfinished run has saved nothing for sampling alone
+        saved = [paths[0] for paths in state.checkpoints if paths[0] != state.path]
+        names = [*saved, last] if config.bench.of_run == "all" else [last]
     if config.bench.base:
         names = [config.model.name, *names]
     if not names:

@@ -260,6 +260,11 @@ class RunConfig(Settings):
                 f"mode {self.mode}: weights in memory have no name that another process could open; "
                 "set sync.method to checkpoint"
             )
+        if self.meets and self.resume == "rename":
+            raise ValueError(
+                f"mode {self.mode} is one of two processes, which meet in the run's folder: resume rename parts them; "
+                "set another folder in both files to begin anew"
+            )
         return self
 
     @model_validator(mode="after")

@@ -32,7 +32,7 @@ async def explore(config: RunConfig, connect: Callable[[], Awaitable[Peers]], co
     """Begins, or goes on after the last batch that is in the buffer; returns how many there are in all."""
     config = with_steps(config)
     path = folder_of(config)
-    folder = RunFolder.open(path, config.model_dump(mode="json"), part="explore")
+    folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume, part="explore")
     try:
         buffer = buffers.build(config.buffer, path, config.name)
         random.seed(config.seed)

@@ -176,10 +176,11 @@ class Run:
         await self.supply.saved()
 
 
-def anew(config: RunConfig) -> RunConfig:
-    """The same in a folder of its own, FOLDER_YYYYmmddHHMMSS, where `resume: rename` finds a run in its folder."""
+def anew(config: RunConfig, part: str = "") -> RunConfig:
+    """The same in a folder of its own, FOLDER_YYYYmmddHHMMSS, where `resume: rename` finds a run in its folder, or that
+    `part` of one (resume.py)."""
     folder = folder_of(config)
-    if config.resume != "rename" or not (folder / SETTINGS).exists():
+    if config.resume != "rename" or not (folder / part / SETTINGS).exists():
         return config
     return config.model_copy(update={"folder": f"{folder}_{time.strftime('%Y%m%d%H%M%S')}"})
 
