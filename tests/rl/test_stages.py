@@ -37,6 +37,13 @@ def staged(folder: Path, *stages: dict, **changes) -> RunConfig:
     return settings(folder, stages=chosen, steps=0, tasks=tasks, checkpoint={"every": 2}, **changes)
 
 
+class Server(ScriptedPolicy):
+    """Opens checkpoints by their paths, as a server does."""
+
+    async def peer(self, name: str):
+        return await (self.opened(name, 0) if "/" in name else super().peer(name))
+
+
 class Policies:
     """Makes a stage's policy, and keeps how each was asked for; may kill the run at one of its calls."""
 
@@ -50,7 +57,7 @@ class Policies:
         async def connect(state: str, version: int):
             self.asked.append((config.name, state, config.model.load_from))
             start = state or config.model.load_from
-            policy = ScriptedPolicy(REPLIES, weights, state=start, version=version)
+            policy = Server(REPLIES, weights, state=start, version=version)
             if self._at:
                 method = getattr(policy, self._at)
 
@@ -119,6 +126,29 @@ def test_a_run_killed_in_any_stage_ends_as_one_never_killed(tmp_path, at, calls)
         assert rows(tmp_path / "broken" / folder) == rows(tmp_path / "whole" / folder)
 
 
+BENCH = {"name": "try", "mode": "bench", "eval": {"temperature": 1.0, "num_samples": 4}}
+
+
+def test_a_stage_may_compare_what_the_one_before_saved_and_changes_nothing(tmp_path):
+    first = {**BENCH, "name": "base"}
+    config = staged(tmp_path / "run", first, SFT, BENCH, {**GRPO, "steps": 1}, model={"name": "scripted", "rank": 4})
+    last, state = run(config)
+    told = json.loads((tmp_path / "run" / "stages.json").read_text())
+    assert (last.name, last.model.load_from, state.step) == ("small grpo", told["ended"]["sft"], 1)
+    assert list(told["ended"]) == ["base", "sft", "try", "grpo"]
+
+    def compared(folder: str) -> list[str]:
+        rows = json.loads((tmp_path / "run" / folder / "bench" / "results.json").read_text())
+        return [row["checkpoint"] for row in rows]
+
+    assert compared("01-base") == ["scripted"]
+    assert compared("03-try") == ["scripted", told["ended"]["sft"].replace("final", "final-sampling")]
+    assert not (tmp_path / "run" / "03-try" / "state.json").exists()
+    again = Policies(tmp_path / "run")
+    run(config, again)
+    assert again.asked == []
+
+
 def test_the_folder_says_which_stage_is_under_way(tmp_path):
     config = staged(tmp_path / "run")
     with pytest.raises(Killed):
@@ -157,12 +187,14 @@ def test_other_stages_in_the_folder_are_refused(tmp_path):
         ([{"name": "a", "stepz": 3}], "stage a: there is no key 'stepz'. Did you mean 'steps'"),
         ([{"name": "a", "steps": 2}, {"name": "b"}], "stage b: how long"),
         ([{"name": "a", "steps": 2, "model": {"name": "m"}}], "stage a: model is the whole run's"),
+        ([{"name": "a", "steps": 2, "mode": "explore"}], "stage a: mode explore samples for a process that trains"),
+        ([{"name": "a", "mode": "bench"}], "no stage trains; take mode bench for the whole run"),
         ([{"name": "a", "steps": 2, "algorithm": {"type": "sft"}}], "stage a: experts is missing"),
         ([{"name": "a", "steps": 2, "algorithm": {"type": "rloo", "reference": "start"}}], "stage a: .*load_from"),
     ],
 )
 def test_a_stage_that_is_no_run_is_refused_by_its_name(tmp_path, stages, sentence):
-    with pytest.raises(ConfigError, match=sentence):
+    with pytest.raises((ConfigError, ValueError), match=sentence):
         settings(tmp_path, stages=stages, steps=0)
 
 

@@ -135,22 +135,28 @@ class RunConfig(Settings):
         names = [stage.name for stage in self.stages]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two stages are called {twice[0]}; give each a name of its own")
-        for number in range(1, len(self.stages) + 1):
-            self.staged(number)
+        modes = [self.staged(number).mode for number in range(1, len(self.stages) + 1)]
+        if modes and set(modes) == {"bench"}:
+            raise ValueError("no stage trains; take mode bench for the whole run, without stages")
         return self
 
     def staged(self, number: int, state: str = "tinker://the/stage/before") -> RunConfig:
-        """The run that stage `number` is, from 1; a later one begins with the weights of the path `state`.
+        """The run that stage `number` is, from 1; a later one that trains begins with the weights of the path `state`.
 
         Raises ConfigError that names the stage.
         """
         stage, own = self.stages[number - 1], dict(self.stages[number - 1].model_extra or {})
         if fixed := sorted(own.keys() & set(_OF_THE_RUN)):
             raise ConfigError(f"stage {stage.name}: {fixed[0]} is the whole run's.", f"Move {fixed[0]} out of stages.")
+        if own.get("mode") == "explore":
+            raise ConfigError(
+                f"stage {stage.name}: mode explore samples for a process that trains, and no stage is one.",
+                "Leave mode out to sample and train, or give the stage's settings and folder as a run.",
+            )
         values = {name: part for name, part in written(self).items() if name not in ("stages", "name")}
         if own.keys() & {"steps", "epochs"}:
             values = {name: part for name, part in values.items() if name not in ("steps", "epochs")}
-        if number > 1:
+        if number > 1 and state and own.get("mode") != "bench":
             shape = ("rank", "seed", "train_attn", "train_mlp", "train_unembed")
             model = {name: part for name, part in values["model"].items() if name not in shape}
             values["model"] = {**model, "load_from": state}
@@ -220,7 +226,7 @@ class RunConfig(Settings):
 
     @model_validator(mode="after")
     def _start_is_somewhere(self) -> RunConfig:
-        if self.stages:
+        if self.stages or self.mode == "bench":
             return self
         if self.algorithm.reference == "start" and not self.model.load_from:
             raise ValueError("algorithm.reference start wants model.load_from; a fresh adapter is the base itself")

@@ -4,19 +4,21 @@
     run.yaml        the settings of all
     01-NAME/        the first stage's folder, as any run's (resume.py); 02-NAME/ the second's
 
-A run killed in the middle of a stage goes on in that stage; the finished ones are left alone. A run without stages is
-run as it is, in its own folder.
+A run killed in the middle of a stage goes on in that stage; the finished ones are left alone. A stage of mode bench
+compares the checkpoints of the one before. A run without stages is run as it is, in its own folder.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.files import write_whole
 from tinsmith.rl.loop import train
@@ -30,7 +32,7 @@ _FILE = "stages.json"
 async def run_all(
     config: RunConfig, connecting: Callable[[RunConfig], Connect], console: Console
 ) -> tuple[RunConfig, State]:
-    """Every stage that is still to do; the last one's settings, and where it ended.
+    """Every stage that is still to do; the settings of the last one that trains, and where it ended.
 
     `connecting` gives the way to a policy of one stage's settings; all are on one server.
     """
@@ -54,20 +56,26 @@ async def _in_turn(
 ) -> tuple[RunConfig, State]:
     names = [stage.name for stage in config.stages]
     ended = _ended(path, names)
-    stage_config, state = config, None
+    trained: tuple[RunConfig, State] | None = None
     for number, stage in enumerate(config.stages, 1):
-        before = state.path if state else ""
-        stage_config = config.staged(number, before)
+        before = trained[1].path if trained else ""
+        one = config.staged(number, before)
+        if one.mode == "bench" and ended.get(stage.name) == before:
+            continue
         _tell(path, names, ended, under_way=stage.name)
         console.print(f"[bold]stage {number} of {len(names)}: {stage.name}[/]", highlight=False)
-        connect = connecting(stage_config)
+        connect = connecting(one)
+        if one.mode == "bench":
+            await bench(one, partial(connect, "", 0), console, of=folder_of(trained[0]) if trained else None)
+            ended[stage.name] = before
+            continue
         if before and stage.keep_optimizer:
             connect = _going_on(connect, before)
-        state = await train(stage_config, connect, console)
-        ended[stage.name] = state.path
+        trained = one, await train(one, connect, console)
+        ended[stage.name] = trained[1].path
     _tell(path, names, ended, under_way="")
-    assert state is not None  # there is a stage
-    return stage_config, state
+    assert trained is not None  # there is a stage that trains
+    return trained
 
 
 def _going_on(connect: Connect, before: str) -> Connect:
