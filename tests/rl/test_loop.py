@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 
 import pytest
@@ -80,6 +81,21 @@ def test_rewards_that_raise_are_data_until_all_do(tmp_path):
     config = settings(tmp_path, rewards=[{"type": "reasoning_gym"}])
     with pytest.raises(TinsmithError, match=r"Every rollout of step 1 failed; .*no task of reasoning-gym"):
         run(config)
+
+
+def test_a_reward_that_is_no_number_at_times_costs_rollouts_not_the_run(tmp_path):
+    (tmp_path / "plugins").mkdir()
+    (tmp_path / "plugins" / "odd.py").write_text(
+        "from tinsmith.rl.plugins import reward\n\n\n@reward('odd')\ndef odd(task, rollout):\n"
+        "    return float('nan') if rollout.text == 'no' else float(rollout.text == 'yes')\n"
+    )
+    config = settings(tmp_path / "run", plugins=str(tmp_path / "plugins"), rewards=[{"type": "odd"}], steps=20)
+    state = run(config)
+    trained = [row for row in rows(tmp_path / "run") if "reward/mean" in row]
+    assert state.version > 0
+    assert sum(row["rollouts/failed"] for row in trained) > 0
+    assert all(math.isfinite(value) for row in rows(tmp_path / "run") for value in row.values())
+    assert "reward: odd is nan" in (tmp_path / "run" / "rollouts" / "train-000001.jsonl").read_text()
 
 
 def test_a_server_that_fails_at_times_costs_rollouts_not_the_run(tmp_path):

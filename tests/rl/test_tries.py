@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -51,6 +53,25 @@ def test_an_attempt_that_takes_too_long_fails_and_says_so():
     assert errors(quick) == ["", ""]
     assert errors(slow) == ["no end within 0.05 seconds"] * 2
     assert quick.version == slow.version == 7
+
+
+@pytest.mark.parametrize(
+    ("odd", "told"),
+    [
+        (replace(GOOD, rewards={"policy": math.nan}, reward_parts={"brief": 1.0, "taste": math.nan}), "taste is nan"),
+        (replace(GOOD, rewards={"policy": -math.inf}, reward_parts={"brief": 1.0}), "policy is -inf"),
+        (replace(GOOD, turns=(*GOOD.turns, replace(GOOD.turns[0], reward=math.inf))), "turn 2 is inf"),
+    ],
+    ids=["part", "sum", "turn"],
+)
+def test_a_reward_that_is_no_finite_number_costs_its_rollout(odd, told):
+    class Odd(Timed):
+        async def run(self, task, policy, *, count, seed):
+            return (odd, *[GOOD] * (count - 1))
+
+    (group,) = rolled(["0"], workflow=Odd())
+    assert errors(group) == [f"reward: {told}, and must be a finite number", ""]
+    assert group.rewards == (1.0,)
 
 
 def test_waiting_for_a_turn_is_not_an_attempt():

@@ -51,7 +51,7 @@ class RewardBounds(_Bounds):
 
 
 class ValidReward(Settings):
-    """Leave out rollouts whose reward is no number, or infinite."""
+    """Leave out rollouts whose reward is no number, or infinite. In a run they have failed already."""
 
     type: Literal["valid_reward"] = "valid_reward"
 

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from tinsmith.rl.policy import Snapshot, request_seed
 from tinsmith.rl.types import Group, Rollout, Task
-from tinsmith.rl.workflows.base import Workflow
+from tinsmith.rl.workflows.base import Workflow, sound
 from tinsmith.settings import Settings
 
 BROKEN_OFF = "broken off: enough other groups were done"
@@ -149,6 +149,7 @@ class Tries:
             try:
                 async with clock:
                     rollouts = await workflow.run(work.task, policy, count=len(slots), seed=seed)
+                rollouts = tuple(map(sound, rollouts))
                 self._seconds += time.perf_counter() - begin
                 self._good += 1
             except Exception as error:  # noqa: BLE001  whatever fails, here or at the server, is the rollout's to tell

@@ -6,6 +6,7 @@ cancelled leaves nothing behind.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -57,6 +58,16 @@ class WorkflowOptions(Settings):
     def make(self, parts: Parts) -> Workflow:
         """The workflow."""
         raise NotImplementedError
+
+
+def sound(rollout: Rollout) -> Rollout:
+    """The same; a failed one where a reward is no number, or infinite: nothing could be compared with it."""
+    turns = {f"turn {number}": turn.reward for number, turn in enumerate(rollout.turns, 1) if turn.reward is not None}
+    if rollout.error or all(map(math.isfinite, (*rollout.rewards.values(), *turns.values()))):
+        return rollout
+    named = {**rollout.reward_parts, **turns, **rollout.rewards}
+    wrong = next(f"{name} is {value}" for name, value in named.items() if not math.isfinite(value))
+    return Rollout(turns=rollout.turns, error=f"reward: {wrong}, and must be a finite number")
 
 
 async def scored(
