@@ -132,9 +132,13 @@ def test_a_training_process_killed_goes_on_beside_one_that_never_stopped(tmp_pat
     same(tmp_path / "one", tmp_path / "two")
 
 
+FILLED = {"filters": [{"type": "reward_std"}], "filter_refills": 20, "group_size": 2, "steps": 6}
+
+
 @pytest.mark.parametrize("batches", [1, 4])
-def test_a_sampling_process_killed_goes_on_beside_one_that_never_stopped(tmp_path, batches, monkeypatch):
-    how = {"staleness": 1, "sync": {"timeout": 100}}
+@pytest.mark.parametrize("more", [{"staleness": 1}, FILLED], ids=["ahead", "filled"])
+def test_a_sampling_process_killed_goes_on_beside_one_that_never_stopped(tmp_path, more, batches, monkeypatch):
+    how = {"sync": {"timeout": 100}, **more}
     run(settings(tmp_path / "one", **how))
     put, left = FileBuffer.put, [batches]
 
@@ -153,7 +157,7 @@ def test_a_sampling_process_killed_goes_on_beside_one_that_never_stopped(tmp_pat
         await sampling(tmp_path / "two", buffer=FILE, **how)
         return await teaching
 
-    assert asyncio.run(main()).step == 8
+    assert asyncio.run(main()).step == how.get("steps", 8)
     same(tmp_path / "one", tmp_path / "two")
 
 

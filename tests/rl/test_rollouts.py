@@ -347,7 +347,7 @@ def test_a_batch_of_failures_is_sampled_anew_from_other_tasks():
 
     tasks = deck()
     batch = asyncio.run(main())
-    assert batch.numbers["rollouts/refills"] == 1
+    assert (batch.numbers["rollouts/refills"], batch.cursor) == (1, 8)
     assert [group.task for group in batch.groups] == deck().draw(8)[4:]
 
 

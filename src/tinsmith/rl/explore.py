@@ -67,7 +67,7 @@ async def _explored(config: RunConfig, buffer: Buffer, peers: Peers, told: Monit
         nonlocal last
         await buffer.put(batch)
         deck.told(batch.groups)
-        last = Sampling(done=batch.step, cursor=batch.cursor, order=deck.state)
+        last = _after(last, batch).model_copy(update={"order": deck.state})
         await notes.tell_sampling(last)
         version = batch.groups[0].version
         told.metrics(batch.step, {**metrics.of_groups(batch.groups, version), **batch.numbers})
@@ -127,8 +127,13 @@ async def _last(buffer: Buffer, notes: Notes) -> Sampling:
     told = await notes.sampling()
     newest = max(await buffer.numbers(), default=0)
     if newest > told.done:
-        told = told.model_copy(update={"done": newest, "cursor": (await buffer.get(newest)).cursor})
+        told = _after(told, await buffer.get(newest))
     return told.model_copy(update={"state": "under way", "reason": ""})
+
+
+def _after(last: Sampling, batch: Batch) -> Sampling:
+    """With that batch too. What any has asked is not asked again, be it for a batch before, in place of what failed."""
+    return last.model_copy(update={"done": batch.step, "cursor": max(last.cursor, batch.cursor)})
 
 
 def _place(deck: Deck, last: Sampling) -> None:

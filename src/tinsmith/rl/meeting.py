@@ -53,7 +53,7 @@ class Sampling(Settings):
     done: int = 0
     """The last batch that was put."""
     cursor: int = 0
-    """Training tasks drawn when it was begun."""
+    """Training tasks drawn for that one and all before."""
     order: dict[str, Any] = Field(default_factory=dict)
     """What their order has learned."""
 

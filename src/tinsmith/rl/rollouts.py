@@ -38,7 +38,7 @@ class Batch:
     """Its number, from 1; the step that trains on it, unless batches are used again or out of order."""
     groups: tuple[Group, ...]
     cursor: int = 0
-    """Training tasks drawn when it was begun, its own among them."""
+    """Training tasks drawn when the last of its own was, those that others drew before among them."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """What sampling has to tell of it."""
 
@@ -81,6 +81,7 @@ class Sampler:
         self._workflow, self._deck, self._weights, self._plan = workflow, deck, weights, plan
         self._tries, self._bell, self._put = tries, bell, put
         self._under_way: dict[int, asyncio.Task[None]] = {}
+        self._cursors: dict[int, int] = {}
         self._producer: asyncio.Task[None] | None = None
         self._now: Offered | None = None
         self._held = False
@@ -155,27 +156,30 @@ class Sampler:
         return (Live(self._weights) if sync.style == "live" else self._now.snapshot), self._now.step
 
     def _begin(self, number: int, snapshot: Snapshot, step: int) -> None:
-        tasks = self._deck.draw(self._plan.groups)
-        task = asyncio.create_task(
-            self._batch(number, tasks, snapshot, step, self._deck.cursor), name=f"rollouts of step {number}"
-        )
+        tasks = self._draw(number)
+        task = asyncio.create_task(self._batch(number, tasks, snapshot, step), name=f"rollouts of step {number}")
         self.begun, self._under_way[number] = number, task
         task.add_done_callback(lambda _: self._bell.ring())
 
-    async def _batch(self, number: int, tasks: Sequence[Task], snapshot: Snapshot, step: int, cursor: int) -> None:
+    def _draw(self, number: int) -> list[Task]:
+        tasks = self._deck.draw(self._plan.groups)
+        self._cursors[number] = self._deck.cursor
+        return tasks
+
+    async def _batch(self, number: int, tasks: Sequence[Task], snapshot: Snapshot, step: int) -> None:
         """Samples, waits for its turn, and hands on."""
         refills, groups = 0, await self._roll(number, tasks, snapshot, ())
         while all(rollout.error for group in groups for rollout in group.rollouts):
             if refills >= self._tries.config.refills:
                 raise _all_failed(number, groups, refills)
             refills += 1
-            groups = await self._roll(number, self._deck.draw(self._plan.groups), snapshot, (_REFILL, refills))
+            groups = await self._roll(number, self._draw(number), snapshot, (_REFILL, refills))
         groups, fills = await self._filled(number, groups, snapshot)
         numbers = {"sync/weights": float(step), **({"rollouts/refills": float(refills)} if refills else {})}
         if self._plan.filter_refills:
             numbers["filters/refills"] = float(fills)
         await self._bell.until(lambda: self.done == number - 1)
-        await self._put(Batch(step=number, groups=groups, cursor=cursor, numbers=numbers))
+        await self._put(Batch(step=number, groups=groups, cursor=self._cursors.pop(number), numbers=numbers))
         self.done = number
         del self._under_way[number]
 
@@ -191,7 +195,7 @@ class Sampler:
                     "Raise filter_refills (0 takes what is left), loosen filters, or take tasks that suit the policy.",
                 )
             fills += 1
-            groups += await self._roll(number, self._deck.draw(plan.groups), snapshot, (_FILL, fills))
+            groups += await self._roll(number, self._draw(number), snapshot, (_FILL, fills))
         return groups, fills
 
     async def _roll(
