@@ -106,13 +106,6 @@ def test_a_run_killed_in_the_middle_ends_with_the_same_metrics(work, whole):
     assert metrics(work / "runs" / "broken") == metrics(work / "runs" / "small")
 
 
-def test_an_interrupted_run_says_how_to_go_on(work):
-    assert run_and_send(work, signal.SIGINT, "runs/interrupted") == 130
-    text = (work / "log").read_text()
-    assert "interrupted; the same command goes on from the last checkpoint" in text
-    assert "Traceback" not in text
-
-
 def assert_goes_on(work: Path, name: str, *settings: str) -> None:
     """A run that is killed and started again ends with the metrics of one that was left alone."""
     done = tinsmith(work, "run", "small.yaml", f"folder=runs/{name}", *settings)

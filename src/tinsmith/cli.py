@@ -218,7 +218,7 @@ def demo(*overrides: Overrides, quick: bool = False, seed: int = 0, out: Path | 
     console = Console()
     settings = built_in.settings(quick=quick, seed=seed, out=out, overrides=overrides)
     built_in.introduce(settings, console)
-    settings, state = train(settings, console)
+    settings, state = train(settings, console, afresh=out is None)
     built_in.conclude(folder_of(settings), console)
     _tell_where(settings, state, console)
 
@@ -241,8 +241,8 @@ def main() -> None:
         if error.hint:
             console.print(f"[dim]{_plain(error.hint)}[/]", highlight=False)
         sys.exit(2 if isinstance(error, UserError) else 1)
-    except KeyboardInterrupt:
-        console.print("interrupted; the same command goes on from the last checkpoint", highlight=False)
+    except KeyboardInterrupt as stopped:
+        console.print("; ".join(["interrupted", *map(_plain, map(str, stopped.args))]), highlight=False)
         sys.exit(130)
 
 

@@ -21,15 +21,18 @@ if TYPE_CHECKING:
     from tinsmith.rl.run import Connect
 
 
-def train(settings: RunConfig, console: Console) -> tuple[RunConfig, State]:
-    """The run of `settings`, on the server that it names or on one of its own that ends with it; its last stage."""
+def train(settings: RunConfig, console: Console, *, afresh: bool = False) -> tuple[RunConfig, State]:
+    """The run of `settings`, on the server that it names or on one of its own that ends with it; its last stage.
+
+    `afresh`: the same command would take another folder.
+    """
     import asyncio
 
     from tinsmith.rl.run import anew
     from tinsmith.rl.stages import run_all
 
     settings = anew(settings)
-    with ExitStack() as stack:
+    with ExitStack() as stack, _going_on(settings, afresh or settings.resume is not True):
         return asyncio.run(run_all(settings, connecting_to(settings, stack, console), console))
 
 
@@ -76,8 +79,21 @@ def sample(settings: RunConfig, console: Console) -> None:
         if settings.mode == "bench":
             asyncio.run(bench(settings, connect, console))
             return
-        count = asyncio.run(explore(settings, connect, console))
+        with _going_on(settings, settings.resume is not True):
+            count = asyncio.run(explore(settings, connect, console))
         console.print(f"{escape(settings.name)}: {count} batches are sampled", highlight=False)
+
+
+@contextmanager
+def _going_on(settings: RunConfig, named: bool) -> Iterator[None]:
+    """An interruption in it says how to go on; `named`: the same command does so only with the folder beside it."""
+    from tinsmith.rl.run import folder_of
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        beside = f" with folder={folder_of(settings)} resume=true" if named else ""
+        raise KeyboardInterrupt(f"the same command{beside} goes on from the last checkpoint") from None
 
 
 @contextmanager
