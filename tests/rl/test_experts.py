@@ -214,3 +214,31 @@ def test_a_held_out_task_may_have_a_begun_reply():
     begun = Task(id="t", messages=(*task.messages, Message(role="assistant", content="The")), answer="2")
     with pytest.raises(ConfigError, match="nothing to learn"):
         experts(data=Addition(low=1, high=1), held_out=[begun]).draw(1)
+
+
+def test_a_held_out_task_is_known_under_another_system_message(tmp_path):
+    chats = [[{"role": "system", "content": "Be brief."}, *CHAT[:2]], CHAT[2:]]
+    path = write(tmp_path, "chats.jsonl", [{"chat": chat} for chat in chats])
+    held_out = [Task(id="t", messages=(Message(role="user", content="1? "),))]
+    lessons = experts(data={"type": "jsonl", "path": path, "prompt": "{chat}"}, held_out=held_out)
+    assert {words(row) for row in lessons.draw(4)} == {"two."}
+
+
+@pytest.mark.parametrize(("learn", "drawn"), [("last", {"two."}), ("all", {"three."})])
+def test_no_turn_that_is_learned_answers_a_held_out_task(tmp_path, learn, drawn):
+    chats = [CHAT, [{"role": "user", "content": "3?"}, {"role": "assistant", "content": "three"}]]
+    path = write(tmp_path, "chats.jsonl", [{"chat": chat} for chat in chats])
+    held_out = [Task(id=one, messages=(Message(role="user", content=one),)) for one in ("1?", "3?")]
+    source = {"type": "jsonl", "path": path, "prompt": "{chat}"}
+    held_out = held_out if learn == "last" else held_out[:1]
+    assert {words(row) for row in experts(data=source, held_out=held_out, learn=learn).draw(3)} == drawn
+
+
+def test_no_end_of_a_pair_answers_a_held_out_task(tmp_path):
+    data = [{"q": q, "good": "yes", "bad": [{"role": "user", "content": other}, {"role": "assistant", "content": "no"}]}
+            for q, other in [("1?", "2?"), ("3?", "3?")]]  # fmt: skip
+    path = write(tmp_path, "pairs.jsonl", data)
+    source = {"type": "jsonl", "path": path, "prompt": "{q}", "answer": "", "chosen": "{good}", "rejected": "{bad}"}
+    held_out = [Task(id="t", messages=(Message(role="user", content="2?"),))]
+    rows = experts(pairs=True, data=source, held_out=held_out).draw(2)
+    assert all("3?" in "".join(map(chr, row.tokens)) for row in rows)

@@ -56,6 +56,23 @@ def test_rows_that_ask_what_is_held_out_are_passed_over(tmp_path):
         deck.draw(1)
 
 
+@pytest.mark.parametrize(
+    "change", [{"system": "You are careful."}, {"reply_prefix": "<think>"}, {"prompt": "\n{question} "}]
+)
+@pytest.mark.parametrize("other_way", ["train", "eval"])
+def test_a_held_out_question_is_known_however_it_is_asked(tmp_path, change, other_way):
+    rows = [{"question": question, "answer": "1"} for question in ["same", "other"]]
+    (tmp_path / "t.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "e.jsonl").write_text(json.dumps(rows[0]))
+    sources = {"train": {"path": str(tmp_path / "t.jsonl")}, "eval": {"path": str(tmp_path / "e.jsonl")}}
+    sources[other_way] |= change
+    config = TasksConfig.model_validate({name: {"type": "jsonl", **one} for name, one in sources.items()})
+    deck, _ = split(config, seed=0)
+    asked = {message.content.strip() for task in deck.draw(10) for message in task.messages}
+    assert "other" in asked
+    assert "same" not in asked
+
+
 def test_a_split_that_leaves_nothing_is_refused():
     with pytest.raises(ConfigError, match="leave none to train on"):
         split(TasksConfig(train=Addition(high=12), held_out=9), seed=0)

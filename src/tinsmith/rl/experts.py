@@ -18,7 +18,7 @@ from tinsmith.rl.policy import Spelling
 from tinsmith.rl.samples import Kind, Sample
 from tinsmith.rl.sources import Sources, listed
 from tinsmith.rl.tables import Learn
-from tinsmith.rl.tasks import Held
+from tinsmith.rl.tasks import Held, question, questions
 from tinsmith.rl.types import Lesson, Message
 from tinsmith.settings import Settings
 
@@ -67,7 +67,7 @@ class Experts:
     def __init__(self, config: ExpertsConfig, held_out: Held, spelling: Spelling, seed: int, *, pairs: bool) -> None:
         """`pairs`: each lesson is to be two rows, the chosen one and the rejected."""
         self._config, self._spelling, self._pairs, self._seed = config, spelling, pairs, seed
-        self._banned = {_asked(task.messages) for tasks in held_out.values() for task in tasks}
+        self._banned = questions(held_out)
         self._piles: list[_Pile] = []
         for number, source in enumerate(listed(config.data)):
             lessons = source.lessons(config.learn)
@@ -87,10 +87,7 @@ class Experts:
         found = passed_over = 0
         while found < count:
             lesson = self._next()
-            taught = (
-                [] if self._config.learn != "text" and _asked(lesson.messages) in self._banned else self._rows(lesson)
-            )
-            if taught:
+            if taught := [] if self._held_out(lesson) else self._rows(lesson):
                 rows += taught
                 found, passed_over = found + 1, 0
             elif (passed_over := passed_over + 1) > 2 * self.size:
@@ -115,6 +112,15 @@ class Experts:
         pile = self._piles[number]
         draw = epoch * len(pile.lessons) + int((turns[:place] == number).sum())
         return pile.lessons[pile.lane.pick(draw, ())]
+
+    def _held_out(self, lesson: Lesson) -> bool:
+        """Whether a turn that would be learned answers what is held out; plain text asks nothing."""
+        if self._config.learn == "text":
+            return False
+        chats = [lesson.messages, *([lesson.rejected] if lesson.rejected else [])]
+        if self._config.learn == "all":
+            chats += [chat[:end] for chat in chats for end, one in enumerate(chat) if one.role == "assistant"]
+        return any(question(chat) in self._banned for chat in chats)
 
     def _rows(self, lesson: Lesson) -> list[Sample]:
         """None where a cut leaves nothing to learn."""
@@ -150,7 +156,3 @@ def _check_pair(lesson: Lesson, pairs: bool) -> None:
     if lesson.rejected and not pairs:
         raise ConfigError(f"{lesson.id} is a pair, and nothing here tells two replies apart.", "Take dpo.")
 
-
-def _asked(messages: Sequence[Message]) -> tuple[Message, ...]:
-    """A chat without the reply at its end."""
-    return tuple(messages[:-1] if messages[-1].role == "assistant" else messages)

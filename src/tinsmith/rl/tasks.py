@@ -17,11 +17,24 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.fields import Indexed
 from tinsmith.rl.order import Lane, Order, Shuffle
 from tinsmith.rl.sources import NamedSources, Source, Sources, listed
-from tinsmith.rl.types import Group, Task
+from tinsmith.rl.types import Group, Message, Task
 from tinsmith.settings import Settings
 
 Held = Mapping[str, tuple[Task, ...]]
 """Held-out tasks by the name of their source; the name is empty where there is only one."""
+
+
+def question(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
+    """What a chat asks, the same however it is asked: without system messages and without what is said at its end."""
+    asked = [(one.role, one.content.strip()) for one in messages if one.role != "system"]
+    while asked and asked[-1][0] == "assistant":
+        asked.pop()
+    return tuple(asked)
+
+
+def questions(held_out: Held) -> frozenset[tuple[tuple[str, str], ...]]:
+    """What nobody may be taught."""
+    return frozenset(question(task.messages) for tasks in held_out.values() for task in tasks)
 
 
 class TasksConfig(Settings):
@@ -63,7 +76,7 @@ class Deck:
 
     def __init__(self, piles: Sequence[_Pile], held_out: Held, seed: int) -> None:
         self._piles, self._seed = tuple(piles), seed
-        self._banned = {task.messages for tasks in held_out.values() for task in tasks}
+        self._banned = questions(held_out)
         self._turns: tuple[int, np.ndarray, np.ndarray] | None = None
         self._open: dict[str, list[int]] = {}
         self.cursor = 0
@@ -85,12 +98,15 @@ class Deck:
             task = pile.tasks[row]
             taken[number].add(row)
             self.cursor += 1
-            if task.messages not in self._banned:
+            if question(task.messages) not in self._banned:
                 tasks.append(task)
                 self._open[task.id] = [number, row]
                 passed_over = 0
             elif (passed_over := passed_over + 1) > 2 * self.size:
-                raise ConfigError("Every training task is held out too.", "Use another tasks.eval or a larger source.")
+                raise ConfigError(
+                    "Every training task is held out too; system messages make no difference.",
+                    "Use another tasks.eval or a larger source.",
+                )
         return tasks
 
     def told(self, groups: Sequence[Group]) -> None:
