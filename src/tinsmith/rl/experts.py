@@ -155,4 +155,3 @@ def _check_pair(lesson: Lesson, pairs: bool) -> None:
         raise ConfigError(f"{lesson.id} is no pair.", "Set chosen and rejected on experts.data.")
     if lesson.rejected and not pairs:
         raise ConfigError(f"{lesson.id} is a pair, and nothing here tells two replies apart.", "Take dpo.")
-

@@ -20,6 +20,10 @@ Kind = Literal["policy", "expert", "chosen", "rejected"]
 """Whose words are inside the mask: the policy's, an expert's, or one of a pair to be told apart."""
 
 
+_NOISE = 1e-3
+"""By how much the logprobs of one policy for one reply may differ: servers round otherwise in another batch."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
     """One row: position i of `tokens` predicts `targets[i]`.
@@ -91,15 +95,36 @@ def gathered(rows: Sequence[Sample], columns: Sequence[np.ndarray]) -> np.ndarra
     return np.concatenate([np.zeros(0), *pieces])
 
 
-def merged(rows: Sequence[Sample]) -> list[Sample]:
-    """Equal rows as one with their advantages summed, in the order of their first; its other numbers stand for all."""
-    kept: dict[bytes, Sample] = {}
+def merged(rows: Sequence[Sample], bend: float | None = None) -> list[Sample]:
+    """Equal rows as one with their advantages summed, in the order of their first; its other numbers stand for all.
+
+    `bend` is the advantage at which the loss changes its slope: rows on both sides of it stay apart.
+    """
+    kept: list[Sample] = []
+    places: dict[bytes, list[int]] = {}
     for row in rows:
         key = row.tokens.tobytes() + row.targets[-1:].tobytes() + row.mask.tobytes()
-        if (twin := kept.get(key)) is not None:
-            row = replace(twin, advantages=twin.advantages + row.advantages, count=twin.count + row.count)
-        kept[key] = row
-    return list(kept.values())
+        twins = places.setdefault(key, [])
+        for at in twins:
+            if (both := _as_one(kept[at], row, bend)) is not None:
+                kept[at] = both
+                break
+        else:
+            twins.append(len(kept))
+            kept.append(row)
+    return kept
+
+
+def _as_one(one: Sample, other: Sample, bend: float | None) -> Sample | None:
+    """None where another policy spoke the other, or a loss that bends would take the sum for something else."""
+    both = one.advantages + other.advantages
+    if np.abs(one.logprobs - other.logprobs).max(initial=0.0) > _NOISE:
+        return None
+    if bend is not None:
+        above = one.advantages > bend
+        if (above != (other.advantages > bend)).any() or (above != (both > bend)).any():
+            return None
+    return replace(one, advantages=both, count=one.count + other.count)
 
 
 def spoken(rollout: Rollout) -> int:

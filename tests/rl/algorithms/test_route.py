@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from tests.rl.algorithms.asked import columns, run
 from tinsmith.engine import losses, specs
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms import AlgorithmConfig, build, route
+from tinsmith.rl.algorithms.losses import LossConfig
 from tinsmith.rl.algorithms.presets import NAMES
 from tinsmith.rl.policy import Updated
 from tinsmith.rl.samples import Sample
@@ -166,6 +169,61 @@ def test_equal_replies_share_a_row_only_where_the_loss_is_linear():
         assert len(update.rows) == count, name
     update = run(build(config("grpo", merge_replies=False), OURS, columns(), 0).score(1, [twice]))
     assert len(update.rows) == 3
+
+
+def spoken(tokens: tuple[int, ...], old: float, reward: float) -> Rollout:
+    turn = Turn(prompt=(1, 2), tokens=tokens, logprobs=(old,) * len(tokens), text="", stop="stop", state="s")
+    return Rollout(turns=(turn,), rewards={"policy": reward})
+
+
+def by_sequence(loss: dict, ratio: float, merge: bool) -> dict[tuple[int, ...], float]:
+    """The slopes of each reply that was said, copies together, where the policy has moved by `ratio` since then."""
+    said = [((5, 6), 1.0), ((5, 6), 0.0), ((5, 6), 0.7), ((7,), 0.4), ((5, 6), 0.2), ((5, 6), 0.55), ((7,), 0.45)]
+    rollouts = tuple(spoken(tokens, -1.0, reward) for tokens, reward in said)
+    one = config("rloo", loss=loss, kl={"type": "k2", "coef": 0.1}, merge_replies=merge)
+    update = run(build(one, OURS, columns(), 0).score(1, [Group(task=Task(id="t", messages=()), rollouts=rollouts)]))
+    logprobs = [torch.tensor(np.where(row.mask, np.log(ratio) - 1.0, 0.0), requires_grad=True) for row in update.rows]
+    found: dict[tuple[int, ...], float] = {}
+    for row, slope in zip(update.rows, slopes(update, logprobs), strict=True):
+        key = tuple(row.sequence)
+        found[key] = found.get(key, 0.0) + float(slope[torch.from_numpy(row.mask)].sum())
+    return found
+
+
+LOSSES = [kind.model_fields["type"].default for kind in get_args(get_args(LossConfig)[0])]
+VARIANTS = [
+    {"type": "ppo", "dual_clip": None},
+    {"type": "ppo", "mask_drift": 0.1},
+    {"type": "ppo", "on_policy": True},
+    {"type": "cispo", "mask": True, "clip_low": 0.2},
+    {"type": "sapo", "score_function": True},
+    {"type": "topr", "threshold": 0.3},
+    {"type": "topr", "threshold": -0.3},
+    {"type": "rec", "clip": "ring", "weight": "advantage"},
+]
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.75, 1.35, 3.5])
+@pytest.mark.parametrize("loss", [{"type": name} for name in LOSSES if name != "dpo"] + VARIANTS, ids=str)
+def test_equal_replies_that_share_a_row_have_the_gradient_of_each_by_itself(loss, ratio):
+    shared, apart = by_sequence(loss, ratio, merge=True), by_sequence(loss, ratio, merge=False)
+    assert shared == pytest.approx(apart, rel=1e-5, abs=1e-7)
+
+
+def test_losses_that_bend_share_rows_of_one_sign():
+    rewards = (1.0, 0.9, 0.0, 0.1)
+    group = Group(task=Task(id="t", messages=()), rollouts=tuple(spoken((5,), -1.0, one) for one in rewards))
+    for name, counts in (("grpo", [4]), ("dapo", [2, 2]), ("gspo", [2, 2]), ("sapo", [2, 2])):
+        one = config(name, advantage={"type": "rloo"}, kl={"type": "k2", "coef": 0.1})
+        assert [row.count for row in run(build(one, OURS, columns(), 0).score(1, [group])).rows] == counts, name
+
+
+def test_equal_replies_of_two_versions_stay_apart():
+    said = ((-1.0, 1.0), (-1.2, 1.0), (-1.0, 1.0))
+    rollouts = (*(spoken((5,), old, reward) for old, reward in said), spoken((6,), -1.0, 0.0))
+    group = Group(task=Task(id="t", messages=()), rollouts=rollouts)
+    update = run(build(config("grpo"), OURS, columns(), 0).score(1, [group]))
+    assert [row.count for row in update.rows] == [2, 1, 1]
 
 
 def test_what_was_dropped_can_be_refilled():

@@ -174,9 +174,10 @@ class Composed:
             kept.append([pool[int(at)] for at in random.integers(len(pool), size=dropped)])
         if not self._config.merges:
             return [row for rows_G in kept for rows in rows_G for row in rows]
+        bend = self._config.loss.bend
         if self._config.refill:
-            return merged([row for rows_G in kept for rows in rows_G for row in rows])
-        return [row for rows_G in kept for row in merged([row for rows in rows_G for row in rows])]
+            return merged([row for rows_G in kept for rows in rows_G for row in rows], bend)
+        return [row for rows_G in kept for row in merged([row for rows in rows_G for row in rows], bend)]
 
     def _update(self, step: int, rows: Sequence[Sample]) -> Update:
         """Weights are those among all rows, also when those that teach nothing are left out."""

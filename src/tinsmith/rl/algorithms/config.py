@@ -42,7 +42,7 @@ class AlgorithmConfig(Settings):
     teacher: str = ""
     """Of advantages that compare with one: a base model by the name that the server has for it, or a tinker:// path."""
     merge_replies: bool = True
-    """Train on equal replies of a group once, with their advantages summed, where the loss is linear in them."""
+    """Train on equal replies of a group once, with their advantages summed, where that is the same gradient."""
     refill: bool = False
     """Put copies of kept replies, drawn at random, in the place of those that were dropped."""
     mask_truncated: bool = False

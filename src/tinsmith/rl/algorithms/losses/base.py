@@ -98,12 +98,18 @@ Losses = tuple[Tensor, dict[str, Tensor]]
 class PolicyLoss(Settings):
     """What every policy loss has.
 
-    `linear`: the losses of equal replies with two advantages are that of one with their sum, so they may share a row.
+    `linear`: the losses of equal replies with two advantages are that of one with their sum, so they may share a row;
+    of losses that `bend`, where both advantages and their sum are on one side.
     """
 
     linear: ClassVar[bool] = True
     reads_reference: ClassVar[bool] = False
     reads_advantage: ClassVar[bool] = True
+
+    @property
+    def bend(self) -> float | None:
+        """The advantage at which the loss, straight on either side, has another slope."""
+        return None
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """l [T], and numbers worth a look."""

@@ -36,6 +36,11 @@ class Ppo(PolicyLoss):
     mask_drift: float | None = Field(default=None, gt=0)
     """Leave out tokens of A < 0 in replies whose mean q - p is above this."""
 
+    @property
+    def bend(self) -> float | None:
+        """Each sign is bounded on its own side."""
+        return 0.0
+
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]."""
         log_ratio = logprobs - logprobs.detach() if self.on_policy else gap(logprobs, batch)
@@ -68,6 +73,11 @@ class Gspo(PolicyLoss):
     clip_high: float = Field(default=4e-4, ge=0)
     """The ratio may rise this far above 1."""
 
+    @property
+    def bend(self) -> float | None:
+        """As of ppo."""
+        return 0.0
+
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]; wants the aggregate seq_mean_token_mean."""
         ratio = (batch.mean_of_rows((logprobs - batch.old).detach()) + logprobs - logprobs.detach()).exp()
@@ -84,6 +94,11 @@ class Cispo(PolicyLoss):
     """The ratio may rise this far above 1."""
     mask: bool = False
     """Leave out what PPO would: A > 0 above the upper bound, A < 0 below the lower."""
+
+    @property
+    def bend(self) -> float | None:
+        """The mask looks at the sign."""
+        return 0.0 if self.mask else None
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]."""
@@ -106,6 +121,11 @@ class Sapo(PolicyLoss):
     score_function: bool = False
     """-A sg(gate) p in place of the paper's objective, which differentiates the gate itself."""
 
+    @property
+    def bend(self) -> float | None:
+        """tau goes by the sign."""
+        return 0.0
+
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]."""
         source = logprobs.detach() if self.score_function else logprobs
@@ -122,6 +142,11 @@ class Topr(PolicyLoss):
     type: Literal["topr"] = "topr"
     threshold: float = 0.0
     """Replies of a larger advantage are taken as they are."""
+
+    @property
+    def bend(self) -> float | None:
+        """The threshold."""
+        return self.threshold
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]."""
