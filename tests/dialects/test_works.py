@@ -169,6 +169,12 @@ def test_evaluations_that_are_alike_need_no_names(tmp_path: Path):
     assert (found.num_samples, found.temperature, dict(found.sources)) == (2, 1.0, {})
 
 
+@pytest.mark.parametrize(("steps", "due"), [(8, [0, 4, 8]), (10, [0, 4, 8])])
+def test_the_last_step_is_evaluated_where_it_is_a_multiple_of_the_interval(steps: int, due: list[int], tmp_path: Path):
+    found = run(tmp_path, held({}), ("explorer.eval_interval", 4), ("buffer.total_steps", steps))
+    assert [step for step in range(steps + 1) if found.eval.due(step, found.steps)] == due
+
+
 def test_evaluation_has_the_models_settings_and_not_those_of_training(tmp_path: Path):
     trained = (f"{TASKSET}.rollout_args", {"temperature": 0.5, "top_p": 0.5, "max_tokens": 3})
     found = run(tmp_path, trained, held({}))

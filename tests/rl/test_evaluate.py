@@ -37,7 +37,8 @@ def test_evaluation_is_due_before_during_and_after():
         return [step for step in range(11) if config.due(step, 10)]
 
     assert due(EvalConfig(every=4)) == [0, 4, 8, 10]
-    assert due(EvalConfig(every=5, before=False, after=False)) == [5]
+    assert due(EvalConfig(every=5, before=False, after=False)) == [5, 10]
+    assert due(EvalConfig(every=4, after=False)) == [0, 4, 8]
     assert due(EvalConfig(every=0)) == [0, 10]
 
 

@@ -54,11 +54,11 @@ class EvalConfig(Settings):
     """When and how held-out tasks are tried."""
 
     every: int = Field(default=10, ge=0)
-    """Every so many steps; 0 is never in between."""
+    """Every so many steps, the last one too if it is such a step; 0 is never."""
     before: bool = True
     """Before the first step."""
     after: bool = True
-    """After the last step."""
+    """After the last step, whatever `every` says."""
     limit: int = Field(default=0, ge=0)
     """Only the first so many held-out tasks; 0 is all."""
     num_samples: int = Field(default=1, ge=1)
@@ -96,9 +96,9 @@ class EvalConfig(Settings):
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to evaluate after `step` of `steps`; step 0 is before the first."""
-        if step in (0, steps):
-            return self.before if step == 0 else self.after
-        return self.every > 0 and step % self.every == 0
+        if step == 0:
+            return self.before
+        return (self.every > 0 and step % self.every == 0) or (self.after and step == steps)
 
     def sampling(self, training: SamplingConfig) -> SamplingConfig:
         """As in training but for what is set here."""
