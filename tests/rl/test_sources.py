@@ -7,6 +7,7 @@ import json
 import pytest
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl.fields import Fields
 from tinsmith.rl.sources import Addition, Hub, Jsonl, Largest, ReasoningGym
 
 
@@ -68,6 +69,44 @@ def test_a_template_with_an_unknown_field_is_named():
 def write(path, rows):
     path.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "answer"),
+    [
+        ("{reward_model.ground_truth}", {"reward_model.ground_truth": "7"}, "7"),
+        ("{reward_model.ground_truth}", {"reward_model": {"ground_truth": "7"}}, "7"),
+        ("{answers[1].text}", {"answers": [{"text": "6"}, {"text": "7"}]}, "7"),
+        ("{answer[value]}", {"answer": {"value": 7}}, "7"),
+        ("{a:b}", {"a:b": "7", "a": "6"}, "7"),
+        ("{a!b}", {"a!b": "7"}, "7"),
+        ("{final answer}, {1}", {"final answer": "{7}", "1": "x"}, "{7}, x"),
+        ("{number:.1f} {{}}", {"number": 7}, "7.0 {}"),
+        ("{answer}", {"answer": None}, ""),
+    ],
+)
+def test_a_name_in_braces_is_a_field_as_it_stands_or_a_path(template, row, answer):
+    assert Fields(prompt="?", answer=template).task("t/0", row).answer == answer
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{answer.value}", "cannot be filled: .*Its fields are: answer, more"),
+        ("{more.value}", "cannot be filled"),
+        ("{more[1]}", "cannot be filled"),
+        ("{answer.__class__}", "cannot be filled"),
+        ("\\boxed{}", "written twice"),
+    ],
+)
+def test_a_path_that_leads_nowhere_is_named(template, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        Fields(prompt="?", answer=template).task("t/0", {"answer": "7", "more": [1]})
+
+
+def test_a_chat_may_stand_at_a_path():
+    chat = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "one"}]
+    assert Fields(prompt="{said.chat}").lesson("l/0", {"said": {"chat": chat}}).messages[1].content == "one"
 
 
 def test_jsonl_takes_fields_and_the_part_after_a_mark(tmp_path):

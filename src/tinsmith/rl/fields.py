@@ -8,7 +8,9 @@ Example: Fields(answer_after="####").task("gsm8k/0", {"question": "2+2?", "answe
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from string import Formatter
 from typing import Any, TypeVar, overload
 
 from tinsmith.errors import ConfigError
@@ -43,12 +45,48 @@ def ask(task_id: str, question: str, answer: str) -> Task:
 
 
 def fill(template: str, values: Mapping[str, Any], place: str) -> str:
-    """`template` with its {fields} put in. Raises ConfigError that names the place and the fields it has."""
+    """`template` with its {fields} put in. Raises ConfigError that names the place and the fields it has.
+
+    A name is that of a field as it stands, whatever characters it has, or else a path: {answer.value}, {answers[0]}.
+    """
     try:
-        return template.format_map(values)
-    except (KeyError, IndexError, ValueError) as error:
-        known = ", ".join(sorted(values))
+        return _Filled(values).vformat(template, (), values)
+    except (LookupError, ValueError, TypeError, AttributeError) as error:
+        known = ", ".join(sorted(map(str, values)))
         raise ConfigError(f"{place}: {template!r} cannot be filled: {error}.", f"Its fields are: {known}.") from error
+
+
+class _Filled(Formatter):
+    """Python's templates, but that names are looked up in a row."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self._row = row
+
+    def parse(self, format_string: str) -> Iterator[tuple[str, str | None, str | None, str | None]]:
+        """A field's name may have what is else a conversion or a format behind it."""
+        for literal, name, form, conversion in super().parse(format_string):
+            whole = f"{name}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
+            if name is not None and whole in self._row:
+                yield literal, whole, "", None
+            elif name == "":
+                raise ValueError("braces that stand for themselves are written twice, {{ and }}")
+            else:
+                yield literal, name, form, conversion
+
+    def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
+        """The value, nothing being no text, and what it was looked up by."""
+        value = _value(kwargs, field_name)
+        return "" if value is None else value, field_name
+
+
+def _value(row: Mapping[str, Any], name: str) -> Any:
+    """Of the field of that name, or at that path. Raises LookupError, TypeError or ValueError where nothing is."""
+    if name in row:
+        return row[name]
+    found: Any = row
+    for part in re.findall(r"[^.\[\]]+", name):
+        found = found[int(part) if isinstance(found, list | tuple) else part]
+    return found
 
 
 class Fields(Settings):
@@ -147,7 +185,10 @@ class Fields(Settings):
 
 def _chat(template: str, row: Mapping[str, Any], place: str) -> tuple[Message, ...] | None:
     """The chat in the one field that the template names; None where it holds none. A chat may be written as JSON."""
-    chat = row.get(template.removeprefix("{").removesuffix("}"))
+    try:
+        chat = _value(row, template.removeprefix("{").removesuffix("}"))
+    except (LookupError, TypeError, ValueError):
+        return None
     if isinstance(chat, str) and chat.startswith("[{"):
         try:
             chat = json.loads(chat)
