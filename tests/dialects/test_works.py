@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from tinsmith.dialects import read_run
 from tinsmith.dialects.trinity.works import REWARDS, THINK_BOXED, WORKFLOWS
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.types import Task
 
 WORKFLOW, TASKSET = "buffer.explorer_input.default_workflow_type", "buffer.explorer_input.taskset"
 REWARD = "buffer.explorer_input.default_reward_fn_type"
@@ -144,6 +146,29 @@ def test_a_dotted_path_judges_too(folder: Path, tmp_path: Path):
 def test_a_misspelt_name_of_a_plugin_is_told(folder: Path, tmp_path: Path):
     with pytest.raises(Exception, match="Did you mean 'twice'"):
         run(tmp_path, (WORKFLOW, "twise"), words=(f"plugins={folder}",))
+
+
+def first(tmp_path: Path, row: dict[str, Any], *pairs: tuple[str, Any], words: tuple[str, ...] = ()) -> Task:
+    """The first task of a file of nine such rows."""
+    (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 9))
+    found = run(tmp_path, (f"{TASKSET}.path", str(tmp_path / "rows.jsonl")), *pairs, words=words)
+    return found.tasks.sources[0].load()[0]
+
+
+def test_rows_of_a_world_need_no_answer(folder: Path, tmp_path: Path):
+    world = ((WORKFLOW, "trinity_works.World"), (f"{TASKSET}.format.prompt_key", "game_file"))
+    words = (f"plugins={folder}",)
+    task = first(tmp_path, {"game_file": "a.tw"}, *world, words=words)
+    assert (task.messages[0].content, task.answer, dict(task.extra)) == ("a.tw", "", {"game_file": "a.tw"})
+    assert first(tmp_path, {"game_file": "a.tw", "response": 7}, *world, words=words).answer == "7"
+    with pytest.raises(ConfigError, match="Its fields are: game_file"):
+        first(tmp_path, {"game_file": "a.tw"}, *world, (f"{TASKSET}.format.response_key", "response"), words=words)
+
+
+def test_rows_whose_answer_a_reward_reads_need_one(tmp_path: Path):
+    with pytest.raises(ConfigError, match="Its fields are: prompt"):
+        first(tmp_path, {"prompt": "1 + 1?"})
+    assert first(tmp_path, {"prompt": "1 + 1?"}, (REWARD, "format_reward")).answer == ""
 
 
 def held(*tasksets: dict[str, Any]) -> tuple[str, Any]:

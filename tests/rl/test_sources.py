@@ -104,6 +104,13 @@ def test_a_path_that_leads_nowhere_is_named(template, sentence):
         Fields(prompt="?", answer=template).task("t/0", {"answer": "7", "more": [1]})
 
 
+def test_an_answer_may_be_optional():
+    fields = Fields(prompt="?", answer="{answer}", answer_optional=True)
+    assert [fields.task("t/0", row).answer for row in ({}, {"answer": None}, {"answer": 7})] == ["", "", "7"]
+    with pytest.raises(ConfigError, match="cannot be filled"):
+        Fields(prompt="?").task("t/0", {})
+
+
 def test_a_chat_may_stand_at_a_path():
     chat = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "one"}]
     assert Fields(prompt="{said.chat}").lesson("l/0", {"said": {"chat": chat}}).messages[1].content == "one"

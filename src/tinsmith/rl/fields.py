@@ -96,6 +96,8 @@ class Fields(Settings):
     """Fields of the row in braces; a single field that holds a list of {role, content} is a chat as it stands."""
     answer: str = "{answer}"
     """Fields of the row in braces; empty where the rows have no answer."""
+    answer_optional: bool = False
+    """A row without the one field that `answer` names has an empty answer."""
     answer_after: str = ""
     """Only what follows the last such mark is the answer, as '####' in GSM8K."""
     system: str = ""
@@ -117,7 +119,8 @@ class Fields(Settings):
 
     def task(self, task_id: str, row: Mapping[str, Any]) -> Task:
         """Raises ConfigError that names the row and its fields."""
-        answer = fill(self.answer, row, task_id)
+        without = self.answer_optional and _single(self.answer, row) is None
+        answer = "" if without else fill(self.answer, row, task_id)
         if self.answer_after:
             answer = answer.rpartition(self.answer_after)[2]
         begun = (Message(role="assistant", content=self.reply_prefix),) if self.reply_prefix else ()
@@ -183,12 +186,17 @@ class Fields(Settings):
         return chat if len(chat) > 1 else (*asked, *chat)
 
 
-def _chat(template: str, row: Mapping[str, Any], place: str) -> tuple[Message, ...] | None:
-    """The chat in the one field that the template names; None where it holds none. A chat may be written as JSON."""
+def _single(template: str, row: Mapping[str, Any]) -> Any:
+    """What stands in the one field that the template names; None where nothing does."""
     try:
-        chat = _value(row, template.removeprefix("{").removesuffix("}"))
+        return _value(row, template.removeprefix("{").removesuffix("}"))
     except (LookupError, TypeError, ValueError):
         return None
+
+
+def _chat(template: str, row: Mapping[str, Any], place: str) -> tuple[Message, ...] | None:
+    """The chat in the one field that the template names; None where it holds none. A chat may be written as JSON."""
+    chat = _single(template, row)
     if isinstance(chat, str) and chat.startswith("[{"):
         try:
             chat = json.loads(chat)

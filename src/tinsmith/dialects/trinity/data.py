@@ -14,7 +14,7 @@ from tinsmith.dialects.base import Becoming, idle
 from tinsmith.dialects.trinity.algorithm import SUPERVISED
 from tinsmith.dialects.trinity.keys import TrinityFile
 from tinsmith.dialects.trinity.keys_buffer import Asked, Buffer, Format, LessonFormat, Selector, Taskset
-from tinsmith.dialects.trinity.works import WORKFLOWS
+from tinsmith.dialects.trinity.works import READING, WORKFLOWS
 
 INPUT = "buffer.explorer_input"
 DRIVERS = {
@@ -51,20 +51,31 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
     if not tasksets and file.mode != "train":
         becoming.fault(f"{INPUT}.taskset", "there is nothing to train on.", "Give at least one taskset.")
     if tasksets:
-        sources = [source(one, key, becoming, given.default_workflow_type) for key, one in tasksets]
+        usual = (given.default_workflow_type, given.default_reward_fn_type)
+        sources = [asked(one, key, becoming, *usual) for key, one in tasksets]
         becoming.put("tasks.train", sources[0] if len(sources) == 1 else sources)
         becoming.put("tasks.order", order([(key, _selector(one)) for key, one in tasksets], becoming))
         _sampling(tasksets, becoming)
 
 
-def source(one: Asked | Buffer, key: str, becoming: Becoming, workflow: str | None = None) -> dict[str, Any]:
-    """Where rows come from, and which of their fields are what; `workflow` is that of a taskset that names none."""
+def asked(one: Asked, key: str, becoming: Becoming, workflow: str | None, reward: str | None) -> dict[str, Any]:
+    """A source of tasks; workflow and reward are those of a taskset that names none."""
+    found, name = source(one, key, becoming), one.default_workflow_type or workflow
+    if extra := _extra(name):
+        found["extra"] = extra
+    work = WORKFLOWS.get((name or "").removeprefix("async_"))
+    judge = one.default_reward_fn_type or reward or (work.reward if work else "")
+    if "response_key" not in one.format.model_fields_set and judge not in READING:
+        found["answer_optional"] = True
+    return found
+
+
+def source(one: Asked | Buffer, key: str, becoming: Becoming) -> dict[str, Any]:
+    """Where rows come from, and which of their fields are what."""
     if not one.path:
         becoming.fault(f"{key}.path", "it is not set.", "Name a dataset of the hub, a folder, a file or a database.")
         return {}
     fields = _fields(one.format)
-    if isinstance(one, Asked) and (extra := _extra(one.default_workflow_type or workflow)):
-        fields["extra"] = extra
     if one.storage_type == "sql":
         if not one.name:
             becoming.fault(f"{key}.name", "it is not set.", "Name the table.")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tinsmith.dialects.base import Becoming
-from tinsmith.dialects.trinity.data import INPUT, source
+from tinsmith.dialects.trinity.data import INPUT, asked
 from tinsmith.dialects.trinity.keys import TrinityFile
 from tinsmith.dialects.trinity.keys_buffer import EvalTaskset
 from tinsmith.dialects.trinity.work import worked
@@ -46,10 +46,10 @@ def _tasks(file: TrinityFile, becoming: Becoming) -> None:
     if len({*names}) < len(names):
         becoming.fault(f"{INPUT}.eval_tasksets", "two have one name.", "Give each a name of its own.")
         return
-    workflow = _usual(file)
+    usual = (_usual(file), file.buffer.explorer_input.default_reward_fn_type)
     becoming.put(
         "tasks.eval",
-        {name: source(one, key, becoming, workflow) for name, (key, one) in zip(names, located, strict=True)},
+        {name: asked(one, key, becoming, *usual) for name, (key, one) in zip(names, located, strict=True)},
     )
     tried = {name: _tried(file, key, one, becoming) for name, (key, one) in zip(names, located, strict=True)}
     first = tried[names[0]]

@@ -20,7 +20,9 @@ class Format(Section):
 
     prompt_type: Annotated[Literal["messages", "plaintext"], LESSON] = "messages"
     prompt_key: Annotated[str, Honoured("tasks.*.prompt; a field that holds a chat is one")] = "prompt"
-    response_key: Annotated[str, Honoured("tasks.*.answer")] = "response"
+    response_key: Annotated[str, Honoured("tasks.*.answer; not set, rows may lack it where no reward reads it")] = (
+        "response"
+    )
     system_prompt_key: Annotated[str | None, Honoured("tasks.*.system_key")] = None
     system_prompt: Annotated[str | None, Honoured("tasks.*.system")] = None
     messages_key: Annotated[str, LESSON] = "message"

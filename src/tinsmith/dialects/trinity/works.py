@@ -102,3 +102,6 @@ REWARDS: Mapping[str, Part] = {
     ),
 }
 """What is named ^NAME belongs to the penalty for length, a reward of its own."""
+
+READING = frozenset(REWARDS) - {"format_reward"}
+"""Rewards that compare with an answer, which every row must have then."""
