@@ -75,6 +75,16 @@ def test_every_reward_of_the_table_can_be_chosen(name: str, tmp_path: Path):
     assert run(tmp_path, (REWARD, name)).rewards[0].type == REWARDS[name].type
 
 
+@pytest.mark.parametrize("name", ["on_policy_distill", "jsd"])
+def test_what_a_teacher_says_wants_no_reward(name: str, tmp_path: Path):
+    teacher = (*JUDGE, ("algorithm.algorithm_type", name))
+    assert run(tmp_path, *teacher, (WORKFLOW, "on_policy_distill_workflow")).rewards == ()
+    judged = run(tmp_path, *teacher, (WORKFLOW, "on_policy_distill_math_workflow"))
+    assert [one.type for one in judged.rewards] == ["math"]
+    with pytest.raises(ConfigError, match="nothing says what a reply is worth"):
+        run(tmp_path, (WORKFLOW, "on_policy_distill_workflow"))
+
+
 def test_arguments_of_a_workflow_reach_its_reward(tmp_path: Path):
     args = {"with_think": True, "format_score_coef": 0.3, "use_base": False}
     found = run(tmp_path, (WORKFLOW, "math_boxed_workflow"), (f"{TASKSET}.workflow_args", args))

@@ -105,6 +105,12 @@ def judging(config: RunConfig, gateway: Gateway) -> Callable[[EvalConfig], Workf
     return make
 
 
+def parts_of(config: RunConfig, gateway: Gateway) -> Parts:
+    """What the workflow is made with whose rollouts are learned from."""
+    rewards = Rewards(config.rewards, needed=config.algorithm.advantage.reads_rewards)
+    return Parts(sampling=config.sampling, rewards=rewards, gateway=gateway)
+
+
 def plan_of(config: RunConfig) -> Plan:
     """In style fixed, batch t is for step t alone; else sampling goes on for as long as training does."""
     waiting = config.buffer
@@ -133,9 +139,8 @@ def _supply(config: RunConfig, folder: RunFolder, policy: Policy, deck: Deck, tr
         await buffer.put(batch)
         bell.ring()
 
-    parts = Parts(sampling=config.sampling, rewards=Rewards(config.rewards), gateway=gateway)
     return OwnSupply(
-        Sampler(config.workflow.make(parts), deck, weights, plan, tries, bell, put),
+        Sampler(config.workflow.make(parts_of(config, gateway)), deck, weights, plan, tries, bell, put),
         buffer,
         reader,
         weights,

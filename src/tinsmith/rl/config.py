@@ -81,7 +81,8 @@ class RunConfig(Settings):
     plugins: str = ""
     """A folder of Python files with workflows and rewards of your own (docs/workflows.md)."""
     rewards: tuple[RewardConfig, ...] = ()
-    """What a rollout is worth: the weighted sum of these, and what the workflow itself gives."""
+    """What a rollout is worth: the weighted sum of these, and what the workflow itself gives. None are needed where a
+    teacher says what is learned (on_policy_distill, jsd)."""
     experts: ExpertsConfig | None = None
     """Data to learn from as it stands: alone (sft, cpt, dpo), or beside rollouts (mix, mix_chord)."""
     steps: int = Field(default=0, ge=0)
@@ -191,7 +192,7 @@ class RunConfig(Settings):
         kind, wanted = self.algorithm.type, self.algorithm.learns_from
         if self.asks and not self.tasks.sources:
             raise ValueError(f"tasks.train is missing: {kind} learns from answers to tasks")
-        if self.asks and not self.rewards and not self.workflow.gives_rewards:
+        if self.asks and self.algorithm.advantage.reads_rewards and not (self.rewards or self.workflow.gives_rewards):
             raise ValueError("rewards is missing: what is an answer worth?")
         if wanted != "rollouts" and self.experts is None:
             raise ValueError(f"experts is missing: {kind} learns from data; set experts.data")

@@ -15,15 +15,14 @@ from rich.console import Console
 from rich.markup import escape
 
 from tinsmith.errors import TinsmithError
+from tinsmith.rl.assemble import parts_of
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.gateway import Gateway
 from tinsmith.rl.policy import Spelling, request_seed
-from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.run import Connect
 from tinsmith.rl.tasks import split
 from tinsmith.rl.tries import Tries
 from tinsmith.rl.types import Group, Turn
-from tinsmith.rl.workflows.base import Parts
 
 _SHOWN = 12
 """Least likely tokens that are shown."""
@@ -57,8 +56,7 @@ async def one(config: RunConfig, connect: Connect) -> Seen:
     try:
         snapshot = await policy.snapshot()
         connected = time.perf_counter()
-        parts = Parts(sampling=config.sampling, rewards=Rewards(config.rewards), gateway=gateway)
-        workflow = config.workflow.make(parts)
+        workflow = config.workflow.make(parts_of(config, gateway))
         tries = Tries(config.rollout, asyncio.Semaphore(1))
         (group,) = await tries.roll(workflow, [task], snapshot, size=1, seeds=[request_seed(config.seed, 1, 0)])
         done = time.perf_counter()

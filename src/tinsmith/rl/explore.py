@@ -10,7 +10,7 @@ import numpy as np
 from rich.console import Console
 
 from tinsmith.rl import buffers, metrics, monitors
-from tinsmith.rl.assemble import plan_of
+from tinsmith.rl.assemble import parts_of, plan_of
 from tinsmith.rl.buffers.base import Buffer
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.epochs import with_steps
@@ -19,13 +19,11 @@ from tinsmith.rl.meeting import LOOK_SECONDS, Notes, Sampling, SharedWeights, Tr
 from tinsmith.rl.monitors.base import Monitors, RunInfo
 from tinsmith.rl.policy import Peers
 from tinsmith.rl.resume import RunFolder
-from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts import Batch, Sampler
 from tinsmith.rl.run import folder_of
 from tinsmith.rl.sync import Bell
 from tinsmith.rl.tasks import Deck, split
 from tinsmith.rl.tries import Tries
-from tinsmith.rl.workflows.base import Parts
 
 
 async def explore(config: RunConfig, connect: Callable[[], Awaitable[Peers]], console: Console) -> int:
@@ -73,7 +71,7 @@ async def _explored(config: RunConfig, buffer: Buffer, peers: Peers, told: Monit
         told.metrics(batch.step, {**metrics.of_groups(batch.groups, version), **batch.numbers})
 
     gateway = Gateway()
-    workflow = config.workflow.make(Parts(sampling=config.sampling, rewards=Rewards(config.rewards), gateway=gateway))
+    workflow = config.workflow.make(parts_of(config, gateway))
     tries = Tries(config.rollout, asyncio.Semaphore(config.concurrency))
     sampler = Sampler(workflow, deck, weights, plan_of(config), tries, bell, put)
     sampler.go_on(last.done)

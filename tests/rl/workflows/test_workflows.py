@@ -145,6 +145,10 @@ def test_an_environment_that_fails_costs_its_own_rollout_alone():
     assert {one.error for one in rollouts} == {"", "RuntimeError: out of order"}
 
 
+async def unpaid(task: Task, talk: Talk) -> None:
+    await talk.say(*task.messages)
+
+
 async def twice(task: Task, talk: Talk, again: str = "sure?") -> float | None:
     first = await talk.say(*task.messages, state="first")
     if first.text == "no":
@@ -234,6 +238,16 @@ def test_a_run_without_any_reward_is_refused(tmp_path):
     with pytest.raises(ValueError, match="rewards is missing"):
         settings(tmp_path, rewards=[])
     assert settings(tmp_path, rewards=[], workflow={"type": "custom", "path": f"{HERE}:twice"}).rewards == ()
+
+
+@pytest.mark.parametrize("workflow", [{"type": "single_turn"}, {"type": "custom", "path": f"{HERE}:unpaid"}])
+def test_where_a_teacher_says_what_is_learned_nothing_need_judge(tmp_path, workflow):
+    taught = {"type": "on_policy_distill", "teacher": "large"}
+    change = {"tasks": {"train": {"type": "addition"}, "held_out": 0}, "eval": {}, "steps": 2}
+    config = settings(tmp_path, algorithm=taught, rewards=[], workflow=workflow, **change)
+    assert run(config).step == 2
+    steps = [row for row in rows(tmp_path) if "reward/mean" in row]
+    assert [(row["reward/mean"], row["rollouts/failed"]) for row in steps] == [(0.0, 0)] * 2
 
 
 def test_a_whole_run_of_conversations(tmp_path):

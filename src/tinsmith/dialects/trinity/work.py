@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tinsmith.dialects.base import Becoming
-from tinsmith.dialects.trinity.algorithm import SUPERVISED, without_states
+from tinsmith.dialects.trinity.algorithm import SUPERVISED, TAUGHT, without_states
 from tinsmith.dialects.trinity.arguments import laid_over, near
 from tinsmith.dialects.trinity.data import INPUT, same, training
 from tinsmith.dialects.trinity.keys import TrinityFile
@@ -32,7 +32,8 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
     given, asked = file.buffer.explorer_input, training(file)
     if file.algorithm.algorithm_type in SUPERVISED or file.mode == "bench":
         return
-    found = worked(file, asked, given.default_workflow_type, becoming) if asked else None
+    needed = becoming.settings.get("algorithm", {}).get("advantage", {}).get("type") not in TAUGHT
+    found = worked(file, asked, given.default_workflow_type, becoming, needed=needed) if asked else None
     if found is not None:
         becoming.put("workflow", found[0])
         becoming.put("rewards", found[1])
@@ -41,9 +42,17 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
 
 
 def worked(
-    file: TrinityFile, tasksets: Sequence[tuple[str, Asked]], usual: str | None, becoming: Becoming
+    file: TrinityFile,
+    tasksets: Sequence[tuple[str, Asked]],
+    usual: str | None,
+    becoming: Becoming,
+    *,
+    needed: bool = True,
 ) -> Worked | None:
-    """The workflow and the rewards of these tasksets, which are alike; None where there are no right ones."""
+    """The workflow and the rewards of these tasksets, which are alike; None where there are no right ones.
+
+    `needed`: whether something must say what a reply is worth.
+    """
     key, one = tasksets[0]
     own = same(tasksets, lambda one: one.default_workflow_type, "default_workflow_type", becoming)
     judged = same(tasksets, lambda one: one.default_reward_fn_type, "default_reward_fn_type", becoming)
@@ -57,7 +66,7 @@ def worked(
     elif (workflow := _own_workflow(name, at, one, becoming)) is None:
         return None
     judge = judged or file.buffer.explorer_input.default_reward_fn_type or (work.reward if work else "")
-    rewards = _rewards(file, judge, key, one, work, becoming)
+    rewards = [] if work and not (judge or needed) else _rewards(file, judge, key, one, work, becoming)
     if rewards is None:
         return None
     for reward in rewards:

@@ -67,7 +67,7 @@ class AlgorithmConfig(Settings):
             raise ValueError(f"advantage {self.advantage.type} wants {cure}")
         if self.reference == "start" and not (self.loss_reads_reference or self.kl_penalty.asks):
             raise ValueError("nothing reads a reference here; leave out reference: start, or set kl.coef")
-        if self.kl_penalty.asks and self.advantage.needs & {"teacher"}:
+        if self.kl_penalty.asks and not self.advantage.reads_rewards:
             raise ValueError(
                 f"advantage {self.advantage.type} reads no rewards, so kl_penalty does nothing; leave it out"
             )

@@ -46,8 +46,9 @@ RewardConfig = Annotated[
 class Rewards:
     """The rewards of a run under their names; there may be none."""
 
-    def __init__(self, configs: Sequence[Reward]) -> None:
-        """Raises ConfigError for two of one name."""
+    def __init__(self, configs: Sequence[Reward], *, needed: bool = True) -> None:
+        """`needed`: whether a rollout that nobody gives a reward has failed. Raises ConfigError for two of one name."""
+        self.needed = needed
         self._parts = {config.title: config for config in configs}
         if len(self._parts) < len(configs):
             raise ConfigError("rewards: each needs a name of its own.", "Set name: on them.")

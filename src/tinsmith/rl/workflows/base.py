@@ -83,7 +83,7 @@ async def scored(
         total, parts = await rewards.score(task, rollout, policy)
     except Exception as error:  # noqa: BLE001  rewards are users' code; the fault is theirs and is kept with the rollout
         return replace(rollout, error=f"reward: {type(error).__name__}: {error}")
-    if own is None and not parts:
+    if own is None and not parts and rewards.needed:
         return replace(rollout, error="reward: neither the workflow nor the run's rewards gave one")
     if own is not None:
         named = {f"{OWN}/{name}": float(value) for name, value in own.items()} if isinstance(own, Mapping) else {}

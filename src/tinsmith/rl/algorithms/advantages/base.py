@@ -92,6 +92,8 @@ class Advantage(Settings):
 
     needs: ClassVar[frozenset[str]] = frozenset()
     """Columns that it reads."""
+    reads_rewards: ClassVar[bool] = True
+    """Whether it asks what a rollout is worth."""
     reads_states: ClassVar[bool] = False
     """Whether it wants to know what the policy was looking at before each turn."""
 

@@ -19,6 +19,7 @@ class OnPolicyDistill(Advantage):
 
     type: Literal["on_policy_distill"] = "on_policy_distill"
     needs: ClassVar[frozenset[str]] = frozenset({"teacher"})
+    reads_rewards: ClassVar[bool] = False
     coef: float = Field(default=1.0, gt=0)
     """Scale."""
 
@@ -34,6 +35,7 @@ class Jsd(Advantage):
 
     type: Literal["jsd"] = "jsd"
     needs: ClassVar[frozenset[str]] = frozenset({"teacher"})
+    reads_rewards: ClassVar[bool] = False
     coef: float = Field(default=1.0, gt=0)
     """Scale."""
     beta: float = Field(default=0.5, ge=0, le=1)
