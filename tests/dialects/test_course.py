@@ -27,6 +27,30 @@ def test_a_training_batch_of_its_own_makes_fewer_or_more_steps(tmp_path: Path):
     assert (run.groups_per_step, run.group_size, run.steps) == (8, 4, 3)
 
 
+WORLD = """
+from tinsmith.rl.workflows.multi_turn import Answer, Environment
+
+class Room(Environment):
+    def step(self, reply):
+        return Answer(message="no", reward=1.0, done=True)
+"""
+
+
+@pytest.mark.parametrize("name", ["multi_step_grpo", "gigpo"])
+def test_a_training_batch_of_turns_is_the_rollouts_of_one_batch_of_tasks(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "trinity_room.py").write_text(WORLD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    batches = (("buffer.batch_size", 16), ("algorithm.repeat_times", 16), ("buffer.train_batch_size", 7680))
+    workflow = "buffer.explorer_input.default_workflow_type"
+    found = read(tmp_path, *batches, ("algorithm.algorithm_type", name), (workflow, "trinity_room.Room"))
+    assert (found.settings.groups_per_step, found.settings.steps) == (16, 3)
+    assert any("buffer.train_batch_size: it counts turns" in note for note in found.notes)
+    single = read(tmp_path, ("algorithm.algorithm_type", name), ("buffer.train_batch_size", 8)).settings
+    assert (single.groups_per_step, single.steps) == (2, 6)
+
+
 @pytest.mark.parametrize(
     ("given", "becomes"),
     [

@@ -61,6 +61,9 @@ def _steps(file: TrinityFile, becoming: Becoming) -> None:
         _ends(file, buffer.total_steps, becoming)
         return
     size = buffer.train_batch_size or buffer.batch_size * group
+    if buffer.train_batch_size and _by_turns(file, becoming):
+        size = buffer.batch_size * group
+        becoming.note(f"buffer.train_batch_size: it counts turns there; here a step learns from all {size} rollouts.")
     if lessons.mixed(file):
         size = round(size * (1 - lessons.ratio(file)))
     if size % group or size < group:
@@ -72,6 +75,14 @@ def _steps(file: TrinityFile, becoming: Becoming) -> None:
     if file.mode == "train" and "batch_size" not in buffer.model_fields_set:
         drawn = size // group
     _ends(file, None if asked is None else asked * drawn // (size // group), becoming)
+
+
+def _by_turns(file: TrinityFile, becoming: Becoming) -> bool:
+    """Whether Trinity counts every turn of a rollout as one of the training batch, and tasks say how many there are."""
+    advantage = becoming.settings.get("algorithm", {}).get("advantage", {}).get("type")
+    workflow = becoming.settings.get("workflow", {}).get("type")
+    asked = file.mode != "train" or "batch_size" in file.buffer.model_fields_set
+    return asked and advantage in ("step_wise_grpo", "gigpo") and workflow not in ("single_turn", "math")
 
 
 def _ends(file: TrinityFile, asked: int | None, becoming: Becoming) -> None:

@@ -197,7 +197,9 @@ class Buffers(Section):
     """`buffer`."""
 
     batch_size: Annotated[int, Honoured("groups_per_step")] = 1
-    train_batch_size: Annotated[int, Honoured("groups_per_step, when divided by repeat_times")] = 0
+    train_batch_size: Annotated[
+        int, Honoured("groups_per_step, when divided by repeat_times; not where it counts turns")
+    ] = 0
     total_epochs: Annotated[int, Honoured("epochs")] = 1
     total_steps: Annotated[int | None, Honoured("steps")] = None
     explorer_input: ExplorerInput = ExplorerInput()
