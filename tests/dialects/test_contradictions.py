@@ -84,6 +84,12 @@ CONTRADICTIONS: list[tuple[str, Pairs, str, str]] = [
     ("another alpha", (*NO_TINKER, (f"{LORA}.lora_alpha", 64)), "model.lora_configs[0].lora_alpha", "Set 32"),
     ("an adapter's folder", (*NO_TINKER, (f"{LORA}.path", "x")), "model.lora_configs[0].path", "tinker:// path"),
     ("part of a group", (("buffer.train_batch_size", 6),), "buffer.train_batch_size", "Set a multiple of"),
+    (
+        "less than one step",
+        (("buffer.total_steps", 1), ("buffer.train_batch_size", 32)),
+        "buffer.total_steps",
+        "gives less than one step of training. Raise it, or lower buffer.train_batch_size.",
+    ),
     ("no model", (("model.model_path", ""),), "model.model_path", "Name the base model"),
     (
         "a workflow of one's own",

@@ -87,6 +87,10 @@ def _by_turns(file: TrinityFile, becoming: Becoming) -> bool:
 
 def _ends(file: TrinityFile, asked: int | None, becoming: Becoming) -> None:
     """After so many steps, or else epochs; the trainer's own bound lies over both."""
+    if asked is not None and asked < 1:
+        cure = "Raise it, or lower buffer.train_batch_size."
+        becoming.fault("buffer.total_steps", "with buffer.batch_size it gives less than one step of training.", cure)
+        return
     bound = file.trainer.total_steps
     if file.mode == "train" and not (asked or bound) and not _counted(file):
         cure = "Set trainer.total_steps, or give the taskset whose epochs are counted."
