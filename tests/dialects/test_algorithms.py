@@ -15,6 +15,7 @@ from tinsmith.rl.algorithms.advantages.group import Grpo, Opmd
 from tinsmith.rl.algorithms.advantages.turns import Gigpo, StepWiseGrpo
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.losses.clipped import Ppo, Rec
+from tinsmith.rl.algorithms.losses.mixed import MixChord
 from tinsmith.rl.algorithms.presets import NAMES
 from tinsmith.rl.types import Task
 from tinsmith.rl.workflows.talk import Talk
@@ -35,6 +36,35 @@ def algorithm(folder: Path, name: str, **arguments: Any) -> AlgorithmConfig:
     pairs = [(f"algorithm.{key}", value) for key, value in arguments.items()]
     found = read(folder, *WANTS.get(name, ()), ("algorithm.algorithm_type", name), *pairs)
     return found.settings.algorithm
+
+
+CHORD = {
+    "mu_warmup_steps": 200,
+    "mu_decay_steps": 400,
+    "mu_peak": 0.5,
+    "mu_valley": 0.02,
+    "enable_phi_function": True,
+    "clip_range": 0.2,
+    "use_token_level_loss_in_sft": True,
+    "use_dynamic_bsz": True,
+    "ppo_mini_batch_size": 320,
+    "ppo_micro_batch_size_per_gpu": 4,
+    "ngpus_trainer": 4,
+    "train_batch_size_expert": 64,
+    "train_batch_size_usual": 256,
+}
+"""Of Trinity's published file."""
+
+
+def test_how_trinity_cuts_a_mixed_batch_has_no_meaning(tmp_path: Path):
+    pairs = (*BESIDE, ("algorithm.algorithm_type", "mix_chord"), ("algorithm.policy_loss_fn_args", CHORD))
+    found = read(tmp_path, *pairs)
+    loss = found.settings.algorithm.loss
+    assert isinstance(loss, MixChord)
+    assert (loss.warmup_steps, loss.decay_steps, loss.peak, loss.valley, loss.phi) == (200, 400, 0.5, 0.02, True)
+    told = [note for note in found.notes if "policy_loss_fn_args" in note]
+    assert len(told) == 2
+    assert all(any(name in note for note in told) for name in list(CHORD)[7:])
 
 
 def test_all_of_trinitys_names_are_known():

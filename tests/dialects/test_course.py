@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.dialects.written import SMALL, read
+from tests.dialects.written import SMALL, laid, read
 from tinsmith.dialects import read_run
 from tinsmith.errors import ConfigError
 
@@ -110,6 +110,41 @@ def test_stages_are_whole_files_with_sections_of_their_own(tmp_path: Path):
     assert second.experts is None
     assert second.model.load_from
     assert (first.folder, second.folder) == ("out/Trinity-RFT/small/01-warm", "out/Trinity-RFT/small/02-rl")
+
+
+WARM: dict[str, Any] = {
+    "stage_name": "warm",
+    "mode": "train",
+    "algorithm": {"algorithm_type": "sft"},
+    "buffer": {
+        "train_batch_size": 8,
+        "total_steps": 2,
+        "trainer_input": {"experience_buffer": {"storage_type": "file", "path": "chats.jsonl"}},
+    },
+}
+OWN_FORMAT = "buffer.trainer_input.experience_buffer.format"
+DTYPE = "explorer.rollout_model.dtype"
+LORA = (("model.tinker.enable", False), ("model.lora_configs", [{"lora_rank": 8}]))
+
+
+def test_stages_have_one_chat_template_and_one_precision(tmp_path: Path):
+    warm = laid(WARM, f"{OWN_FORMAT}.enable_thinking", False)
+    found = read(tmp_path, *LORA, ("stages", [warm, laid({"stage_name": "rl"}, DTYPE, "float32")]))
+    for number in (1, 2):
+        stage = found.settings.staged(number)
+        assert stage.model.chat_template_values == {"enable_thinking": False}
+        assert stage.service.dtype == "float32"
+    assert any("enable_thinking: all stages have that of stage warm" in note for note in found.notes)
+    assert any("explorer.rollout_model.dtype: all stages have that of stage rl" in note for note in found.notes)
+
+
+def test_stages_that_want_two_are_refused_by_trinitys_names(tmp_path: Path):
+    rollout = {"rollout_model": {"enable_thinking": True, "dtype": "float32"}}
+    warm = {**laid(WARM, f"{OWN_FORMAT}.enable_thinking", False), "explorer": {"rollout_model": {"dtype": "bfloat16"}}}
+    with pytest.raises(ConfigError) as refusal:
+        read(tmp_path, *LORA, ("stages", [warm, {"stage_name": "rl", "explorer": rollout}]))
+    assert "stage rl: 'enable_thinking': it is not that of every stage." in str(refusal.value)
+    assert "stage rl: 'explorer.rollout_model.dtype': it is not that of every stage." in str(refusal.value)
 
 
 def test_faults_of_stages_name_them(tmp_path: Path):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from tinsmith.dialects.base import Becoming
+from tinsmith.dialects.base import Becoming, NoMeaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Only:
     cure: str = "Leave it out."
 
 
-Argument = To | Only
+Argument = To | Only | NoMeaning
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,7 @@ def laid_over(
     """The part's settings with the arguments over its defaults; what is named ^NAME goes to `beside`."""
     settings = {"type": part.type, **part.settings}
     known = list(part.arguments)
+    given = _meaning(part, given, key, becoming)
     for name in sorted(given, key=lambda one: known.index(one) if one in known else -1):
         value = given[name]
         match part.arguments.get(name):
@@ -68,6 +69,14 @@ def laid_over(
                 for to in names if found is not None else ():
                     (beside if to.startswith("^") else settings)[to.removeprefix("^")] = found
     return settings
+
+
+def _meaning(part: Part, given: Mapping[str, Any], key: str, becoming: Becoming) -> dict[str, Any]:
+    """Those arguments that say something here; it is told of the others why they do not."""
+    idle = {name: fate.why for name in given if isinstance(fate := part.arguments.get(name), NoMeaning)}
+    for why in dict.fromkeys(idle.values()):
+        becoming.note(f"{', '.join(f'{key}.{name}' for name in idle if idle[name] == why)}: {why}")
+    return {name: value for name, value in given.items() if name not in idle}
 
 
 def near(name: str, known: Iterable[Any]) -> str:

@@ -29,7 +29,7 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
     becoming.put("seed", max(0, file.explorer.rollout_model.seed))
     becoming.put("checkpoint.ttl_seconds", None)  # Trinity sets no end to what it saves
     _at_once(file, becoming)
-    if not file.model.tinker.enable:
+    if not file.model.tinker.enable and "dtype" in file.explorer.rollout_model.model_fields_set:
         becoming.put("service.dtype", _dtype(file, becoming))
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from tinsmith.dialects.base import NoMeaning
 from tinsmith.dialects.trinity.arguments import Only, Part, To
 
 
@@ -29,6 +30,12 @@ _PPO = {
     "fallback_to_policy_gradient": _to("on_policy"),
     "enable_sequence_masking": To(("mask_drift",), {True: 0.1, False: None}),
     "delta": To(("mask_drift",), where="enable_sequence_masking"),
+}
+_CUT = NoMeaning("weights are those of the whole batch, however it is cut for the server.")
+_SHARES = NoMeaning("algorithm.sample_strategy_args.expert_data_ratio says how many are whose.")
+_BATCHES = {
+    **dict.fromkeys(("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"), _CUT),
+    **dict.fromkeys(("train_batch_size_usual", "train_batch_size_expert"), _SHARES),
 }
 _TOKENS = Only(True, "Leave it out; algorithm.loss_agg_mode says how tokens add up.")
 
@@ -133,7 +140,7 @@ LOSSES: Mapping[str, Part] = {
         },
         {"clip": "none"},
     ),
-    "mix": Part("mix", {"mu": _to("mu"), **_CLIPS, "use_token_level_loss_in_sft": _TOKENS}),
+    "mix": Part("mix", {"mu": _to("mu"), **_CLIPS, **_BATCHES, "use_token_level_loss_in_sft": _TOKENS}),
     "mix_chord": Part(
         "mix_chord",
         {
@@ -143,6 +150,7 @@ LOSSES: Mapping[str, Part] = {
             "mu_valley": _to("valley"),
             "enable_phi_function": _to("phi"),
             **_CLIPS,
+            **_BATCHES,
             "use_token_level_loss_in_sft": _TOKENS,
         },
         {"warmup_steps": 0, "decay_steps": 0},

@@ -17,6 +17,12 @@ from tinsmith.settings import build
 KNOWN = ("stage_name", "mode", "algorithm", "buffer", "data_processor", "explorer", "trainer")
 OWN = ("steps", "epochs")
 """A stage says by itself how long it is."""
+OF_ALL = {
+    ("model", "chat_template"): "chat_template",
+    ("model", "chat_template_values"): "enable_thinking",
+    ("service", "dtype"): "explorer.rollout_model.dtype",
+}
+"""What all stages of ours have alike, as they have one model at one service; with Trinity's names."""
 
 One = Callable[[TrinityFile, str], Becoming]
 
@@ -42,10 +48,28 @@ def translate(values: Mapping[str, Any], file: TrinityFile, place: str, one: One
             faults.append(str(error))
     if faults:
         raise ConfigError("\n".join(faults))
-    return _together(found)
+    return _together(found, _alike(found, place))
 
 
-def _together(found: list[tuple[str, Becoming]]) -> Becoming:
+def _alike(found: list[tuple[str, Becoming]], place: str) -> list[str]:
+    """Gives every stage what all have alike, and tells it. Raises ConfigError where two say it otherwise."""
+    faults, notes = list[str](), list[str]()
+    for (section, key), word in OF_ALL.items():
+        given = [(name, one.settings[section][key]) for name, one in found if key in one.settings.get(section, {})]
+        for name, value in given:
+            if value != given[0][1]:
+                cure = f"Make them alike, as all stages have one model at one service; stage {given[0][0]} has another."
+                faults.append(f"{place}: stage {name}: '{word}': it is not that of every stage. {cure}")
+        if 0 < len(given) < len(found):
+            notes.append(f"{word}: all stages have that of stage {given[0][0]}, as they have one model at one service.")
+        for _, one in found if given else ():
+            one.put(f"{section}.{key}", given[0][1])
+    if faults:
+        raise ConfigError("\n".join(faults))
+    return notes
+
+
+def _together(found: list[tuple[str, Becoming]], notes: list[str]) -> Becoming:
     first = found[0][1].settings
     alike = {
         key: part
@@ -55,7 +79,7 @@ def _together(found: list[tuple[str, Becoming]]) -> Becoming:
     own = [
         {"name": name, **{key: part for key, part in one.settings.items() if key not in alike}} for name, one in found
     ]
-    becoming = Becoming(settings={**alike, "stages": own})
+    becoming = Becoming(settings={**alike, "stages": own}, notes=notes)
     for name, one in found:
         for note in one.notes:
             everywhere = all(note in other.notes for _, other in found)
