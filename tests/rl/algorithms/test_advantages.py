@@ -176,6 +176,18 @@ def test_gigpo_adds_what_a_turn_was_worth_in_its_state():
         Gigpo().of([[trace(1.0)]], random())
 
 
+def test_gigpo_gives_the_last_turn_what_the_rollout_is_worth_beside_its_turns():
+    def returns(reward: float, *turn_rewards: float | None) -> list[float]:
+        one = trace(reward, 3, turns=(1, 1, 1), turn_rewards=turn_rewards, states=("a", "b", "c"))
+        idle = trace(0.0, 3, turns=(1, 1, 1), turn_rewards=(0.0, 0.0, 0.0), states=("a", "b", "c"))
+        (found,) = Gigpo(gamma=0.5).of([[one, idle]], random())
+        return [2 * (value - (reward - 0.0) / 2) for value in found[0]]
+
+    assert returns(4.0, None, None, None) == pytest.approx([1.0, 2.0, 4.0])
+    assert returns(4.0, 1.0, None, 2.0) == pytest.approx([1.75, 1.5, 3.0])
+    assert returns(3.0, 1.0, None, 2.0) == pytest.approx([1.5, 1.0, 2.0])
+
+
 @given(st.lists(st.tuples(st.floats(-4, -0.01), st.floats(-4, -0.01)), min_size=1, max_size=5), st.floats(0.05, 0.95))
 def test_distillation_compares_with_the_teacher(pairs, b):
     student, teacher = np.array([s for s, _ in pairs]), np.array([t for _, t in pairs])

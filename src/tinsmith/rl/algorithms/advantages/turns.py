@@ -42,7 +42,7 @@ class Gigpo(Advantage):
     """A group's comparison of whole rollouts plus omega times one of turns taken from equal states (arXiv 2505.10978).
 
     Turns are compared by R_t = r_t + gamma R_{t+1} with all turns of the step that saw the same state; a state seen
-    once adds nothing.
+    once adds nothing. What the rollout is worth beside its turns' rewards is the last one's.
     """
 
     type: Literal["gigpo"] = "gigpo"
@@ -79,10 +79,10 @@ class Gigpo(Advantage):
         return found
 
     def _returns(self, trace: Trace) -> list[float]:
-        """[turns]; without rewards of turns, the last one has the rollout's."""
+        """[turns]; what the rollout is worth beside the rewards of its turns comes with the last one."""
         rewards = [0.0 if reward is None else reward for reward in trace.turn_rewards] or [0.0] * len(trace.turns)
-        if all(reward is None for reward in trace.turn_rewards) and rewards:
-            rewards[-1] = trace.worth
+        if rewards:
+            rewards[-1] += trace.worth - sum(rewards)
         returns: list[float] = []
         following = 0.0
         for reward in reversed(rewards):
