@@ -129,6 +129,7 @@ EXAMPLES: dict[str, tuple[Any, Pairs]] = {
     "explorer.dynamic_timeout.ratio": (5.0, (("explorer.dynamic_timeout.enable", True),)),
     f"{AUXILIARY}.model_path": ("teacher", (("algorithm.algorithm_type", "jsd"), (f"{AUXILIARY}.model_path", "one"))),
     f"{AUXILIARY}.max_response_tokens": (9, JUDGED),
+    f"{AUXILIARY}.enable_thinking": (False, JUDGED),
     f"{ELSEWHERE}.enable": (True, (*JUDGED, (f"{ELSEWHERE}.base_url_env", "PATH"))),
     f"{ELSEWHERE}.base_url_env": (
         "HOME",

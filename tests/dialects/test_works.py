@@ -110,6 +110,12 @@ def test_another_model_judges_by_a_rubric_of_each_row(tmp_path: Path):
     )
 
 
+def test_a_judge_thinks_or_not_as_the_file_says(tmp_path: Path):
+    silent = ("explorer.auxiliary_models[].enable_thinking", False)
+    found = run(tmp_path, *JUDGE, silent, (WORKFLOW, "rubric_judge_workflow"))
+    assert found.rewards[0].model_dump()["chat_template_values"] == {"enable_thinking": False}
+
+
 def test_a_judge_may_be_at_another_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     external = {"enable": True, "base_url_env": "JUDGE_URL", "api_key_env": "JUDGE_KEY", "model_name": "grader"}
     given = ("explorer.auxiliary_models", [{"model_path": "some", "external_model_config": external}])

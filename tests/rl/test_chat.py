@@ -59,6 +59,14 @@ def test_values_and_tools_reach_the_template(tokenizer):
     assert tokenizer.decode(chat.prompt([ASK], tools)) == f"False {ASK.content} add"
 
 
+def test_values_may_be_added_for_another_reader(tokenizer):
+    template = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}{{ mood }}"
+    chat = Chat(tokenizer, template, {"enable_thinking": True, "mood": "!"})
+    asked = [Message(role="user", content="Hi")]
+    assert tokenizer.decode(chat.valued({"enable_thinking": False}).prompt(asked)) == "Hi!"
+    assert tokenizer.decode(chat.prompt(asked)) == "Hi<think>!"
+
+
 def test_a_last_message_of_the_assistant_is_gone_on_with(tokenizer):
     ids = Chat(tokenizer).prompt([ASK, Message(role="assistant", content="<think>")])
     assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n<think>")

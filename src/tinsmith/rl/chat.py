@@ -50,6 +50,10 @@ class Chat:
             return str(self._template.get("tool_use") or self._template.get("default") or "")
         return str(self._template or "")
 
+    def valued(self, values: Mapping[str, Any]) -> Chat:
+        """The same tokenizer and template, but that these values go to the template as well."""
+        return Chat(self._tokenizer, self._template, {**self._values, **values})
+
     def prompt(self, conversation: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """The conversation so far and the start of a reply; a last message of the assistant is the reply's beginning.
 

@@ -148,6 +148,10 @@ class Spelling(Protocol):
         """The chat template; empty if there is none."""
         ...
 
+    def valued(self, values: Mapping[str, Any]) -> Spelling:
+        """The same, but that the template is given these by name."""
+        ...
+
     def prompt(self, conversation: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """The conversation so far and the start of a reply."""
         ...

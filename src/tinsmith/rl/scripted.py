@@ -30,6 +30,10 @@ class Letters:
 
     template = "{{ tools }} <tool_call>"
 
+    def valued(self, values: Mapping[str, Any]) -> Letters:
+        """Nothing reads them."""
+        return self
+
     def prompt(self, conversation: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Texts; a Turn is its own tokens and all that came before it."""
         tokens: list[int] = []

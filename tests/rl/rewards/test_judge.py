@@ -89,6 +89,10 @@ def test_a_judge_elsewhere_is_asked_over_http(elsewhere, monkeypatch):
     prompt = asked[0]["messages"][0]["content"]
     assert "What is {this}?" in prompt
     assert "it is {52}" in prompt
+    assert "chat_template_kwargs" not in asked[0]
+    silent = {"enable_thinking": False}
+    judged(Judge(model="big", base_url=url, chat_template_values=silent), "never asked")
+    assert asked[1]["chat_template_kwargs"] == silent
     with pytest.raises(ValueError, match="answered 404"):
         judged(Judge(model="other", base_url=url), "")
 

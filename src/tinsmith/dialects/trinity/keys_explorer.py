@@ -63,9 +63,6 @@ class Engine(Section):
     ] = None
     repetition_penalty: Annotated[float | None, Refused("the Tinker API has none.", "Leave it out.")] = None
     enable_multimodal: Annotated[bool, Refused("models with images are not served.", "Leave it out.")] = False
-    enable_thinking: Annotated[
-        bool | None, Refused("it is a variable of the chat template.", "Serve the model with a template that fixes it.")
-    ] = None
     enable_history: Annotated[bool, NoMeaning("every turn of every model is kept.")] = False
     enable_openai_api: Annotated[bool, NoMeaning("workflows that want OpenAI's API have it.")] = False
     base_port: Annotated[int | None, NoMeaning("workflows that want OpenAI's API are told its address.")] = None
@@ -122,6 +119,7 @@ class AuxiliaryModel(Engine):
     max_prompt_tokens: Annotated[int | None, NoMeaning(SERVER)] = None
     max_response_tokens: Annotated[int | None, Honoured("max_tokens of a judge")] = None
     chat_template: Annotated[str | None, Refused(TEMPLATE, "Serve the model with its own template.")] = None
+    enable_thinking: Annotated[bool | None, Honoured("chat_template_values.enable_thinking of a judge")] = None
 
 
 class OverRollout(Section):

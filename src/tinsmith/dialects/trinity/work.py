@@ -157,6 +157,8 @@ def _judged(file: TrinityFile, work: Work | None, key: str, becoming: Becoming) 
         judge |= {"model": external.model_name or one.model_path, "base_url": url, "key_env": external.api_key_env}
     if one.max_response_tokens:
         judge["max_tokens"] = one.max_response_tokens
+    if one.enable_thinking is not None:
+        judge["chat_template_values"] = {"enable_thinking": one.enable_thinking}
     if work and work.rubric:
         judge["rubric_key"] = work.rubric
     return [judge]

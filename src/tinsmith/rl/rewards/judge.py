@@ -89,6 +89,8 @@ class Judge(Reward):
     """Longest word of the judge."""
     temperature: float = Field(default=0.0, ge=0)
     """Of the judge."""
+    chat_template_values: dict[str, Any] = Field(default_factory=dict)
+    """What the judge's chat template reads by name, as {enable_thinking: false}."""
     timeout: float = Field(default=120.0, gt=0)
     """With `base_url`: seconds for one word of the judge."""
 
@@ -128,17 +130,20 @@ class Judge(Reward):
     async def _here(self, prompt: str, policy: Snapshot) -> str:
         other = await policy.peer(self.model)
         sampling = SamplingConfig(max_tokens=self.max_tokens, temperature=self.temperature)
-        turns = await other.sample([Message(role="user", content=prompt)], count=1, seed=0, sampling=sampling)
+        tokens = other.chat.valued(self.chat_template_values).prompt([Message(role="user", content=prompt)])
+        turns = await other.sample(tokens, count=1, seed=0, sampling=sampling)
         return turns[0].text
 
     async def _elsewhere(self, prompt: str) -> str:
         key = os.environ.get(self.key_env, "")
-        body = {
+        body: dict[str, Any] = {
             "model": self.model,
             "messages": [{"role": "user", "content": prompt}],
             "max_tokens": self.max_tokens,
             "temperature": self.temperature,
         }
+        if self.chat_template_values:
+            body["chat_template_kwargs"] = self.chat_template_values
         async with httpx.AsyncClient(timeout=self.timeout) as client:
             answer = await client.post(
                 f"{self.base_url.rstrip('/')}/chat/completions",
