@@ -20,7 +20,10 @@ JUICER = Refused(
     "Data-Juicer is not part of this.",
     "Process the data beforehand; or convert this file (tinsmith config convert) and set operators on tasks.train.",
 )
-STAGES = Honoured("stages: whole sections in place of the file's; each from the weights before, its optimizer fresh")
+STAGES = Honoured(
+    "stages: whole sections in place of the file's; each from the weights before, its optimizer fresh; chat template "
+    "and precision are one for all"
+)
 MODES = "mode: both (colocate too), explore, train, bench; serve is a command of its own, tinsmith serve"
 Arguments = dict[str, Any]
 
