@@ -9,6 +9,7 @@ import pytest
 
 from tests.dialects.examples import EXAMPLES, NOTED, ONE_LIST, REFUSES, TASKSETS, Pairs
 from tests.dialects.written import SMALL, laid, read
+from tinsmith.dialects import recognised
 from tinsmith.dialects.base import Copied, Honoured, Key, NoMeaning, Refused, keys
 from tinsmith.dialects.trinity.keys import TrinityFile
 from tinsmith.errors import ConfigError
@@ -143,3 +144,18 @@ def test_faults_are_told_together(tmp_path: Path):
         read(tmp_path, values=values)
     assert "'buffer.batch_size'" in str(refusal.value)
     assert "Did you mean 'model'?" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "whose"),
+    [
+        ({"buffer": {"type": "file"}, "sync": {"style": "live"}}, None),
+        ({"buffer": {"replay": {"enable": True}}}, None),
+        ({"buffer": {"batch_size": 8}}, "Trinity-RFT"),
+        ({"buffer": {"explorer_input": {}}}, "Trinity-RFT"),
+        ({"model": {"model_path": "m"}}, "Trinity-RFT"),
+    ],
+)
+def test_a_buffer_is_trinity_s_by_what_it_says(values: dict[str, Any], whose: str | None):
+    found = recognised(values)
+    assert (found and found.name) == whose

@@ -117,7 +117,7 @@ class TrinityFile(Section):
     stages: Annotated[tuple[Arguments, ...], STAGES] = ()
 
 
-MARKS = frozenset({"buffer", "explorer", "trainer", "synchronizer", "cluster", "data_processor", "checkpoint_root_dir"})
-"""A file with one of these at its top is Trinity's; ours has none of them but `buffer`."""
+MARKS = frozenset({"explorer", "trainer", "synchronizer", "cluster", "data_processor", "checkpoint_root_dir"})
+"""A file with one of these at its top is Trinity's: ours has none of them."""
 
 __all__ = ["MARKS", "TrinityFile"]

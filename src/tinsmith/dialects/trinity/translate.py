@@ -24,6 +24,7 @@ from tinsmith.dialects.trinity import (
     work,
 )
 from tinsmith.dialects.trinity.keys import MARKS, TrinityFile
+from tinsmith.dialects.trinity.keys_buffer import Buffers
 from tinsmith.errors import ConfigError
 from tinsmith.rl.plugins import Names
 from tinsmith.settings import build
@@ -35,11 +36,10 @@ PARTS = (model, algorithm, data, lessons, buffers, work, evaluation, course, syn
 
 def recognises(values: Mapping[str, Any]) -> bool:
     """Whether the file is Trinity's: by a section that no run file of ours has, or by a key of one that both have."""
-    of_model, of_algorithm = values.get("model"), values.get("algorithm")
-    return (
-        not MARKS.isdisjoint(values)
-        or (isinstance(of_model, Mapping) and "model_path" in of_model)
-        or (isinstance(of_algorithm, Mapping) and "algorithm_type" in of_algorithm)
+    told = {"model": {"model_path"}, "algorithm": {"algorithm_type"}, "buffer": set(Buffers.model_fields)}
+    sections = ((values.get(name), keys) for name, keys in told.items())
+    return not MARKS.isdisjoint(values) or any(
+        isinstance(section, Mapping) and not keys.isdisjoint(section) for section, keys in sections
     )
 
 
