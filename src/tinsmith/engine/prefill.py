@@ -23,6 +23,9 @@ from tinsmith.engine.stretches import Stretch
 FEW = 128
 """Queries up to which scores are made whole: faster on a CPU than its flash kernel, while they are small."""
 
+PIECE = 512
+"""Queries of one call of a kernel: its mask has as many rows, and memory grows with the length alone."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
@@ -122,8 +125,8 @@ class _Part:
     start: int
     stop: int
     seen: tuple[Stretch, ...]
-    masks: tuple[Tensor | None, ...]
-    """For each stretch: additive [Q, keys], or None if every query sees all of it."""
+    mask: Tensor
+    """Additive [Q, M], of the last M keys; those before are seen by every query."""
 
 
 @dataclass(slots=True)
@@ -140,57 +143,65 @@ class Partial:
         for part in self.parts:
             seen = [stretch.of(layer, key, value) for stretch in part.seen]
             attended = _folded if query.device.type == "cpu" and part.stop - part.start <= FEW else _joined
-            found = attended(query[0, :, part.start : part.stop], seen, part.masks, scale)
+            found = attended(query[0, :, part.start : part.stop], seen, part.mask, scale)
             output[0, part.start : part.stop] = found.transpose(0, 1)
         return output
 
 
 def _parts(forest: batch.Forest, chosen: np.ndarray, places: _Places, base: BaseModel) -> Iterator[_Part]:
+    cpu = base.device.type == "cpu"
     # Where plain products beat the flash kernel by much, long parts are cut to be computed by them.
-    most = FEW if base.device.type == "cpu" and base.dtype == torch.bfloat16 else len(chosen)
+    most = FEW if cpu and base.dtype == torch.bfloat16 else PIECE
+    longest = max(len(path) for path in forest.index.values())
+    rows = min(most, len(chosen))
+    # What the last queries of a sequence see of its keys: the masks of all parts without branches are ends of it.
+    past = attention.additive(np.tri(rows, longest, longest - rows, dtype=bool), base.dtype, base.device)
     for job in forest.jobs:
         start, stop = (int(one) for one in np.searchsorted(chosen, [job.start, job.stop]))
-        whole = np.tri(job.stop - job.start, dtype=bool) if job.mask is None else job.mask
+        if start == stop:
+            continue
         path = np.concatenate([np.arange(*run) for run in (*job.prefix, (job.start, job.stop))])
-        for first in range(start, stop, most):
-            last = min(first + most, stop)
-            allowed = whole[chosen[first:last] - job.start]
-            keys = int(np.flatnonzero(allowed.any(0))[-1]) + 1
-            seen = places.stretches(path[:keys])
-            edges = np.cumsum([0, *(one.length for one in seen)])
-            masks = [allowed[:, low:high] for low, high in pairwise(edges)]
-            yield _Part(first, last, seen, tuple(_additive(mask, base) for mask in masks))
+        depth = len(path) - (job.stop - job.start)
+        if job.mask is not None and job.stop - job.start <= batch.MERGED_QUERIES:
+            seen, mask = _branches(job.mask[chosen[start:stop] - job.start])
+            yield _Part(start, stop, places.stretches(path[:seen]), attention.additive(mask, base.dtype, base.device))
+            continue
+        for low, high in batch.runs(chosen[start:stop]):  # a longer job is one row's: it sees all before and its past
+            for first in range(low, high, most):
+                last = min(first + most, high)
+                count, keys = last - first, depth + last - job.start
+                begin = int(places.at[first])
+                mask = past[rows - count :, longest - (count if cpu and count <= FEW else keys) :]
+                yield _Part(begin, begin + count, places.stretches(path[:keys]), mask)
 
 
-def _additive(allowed: np.ndarray, base: BaseModel) -> Tensor | None:
-    return None if allowed.all() else attention.additive(allowed, base.dtype, base.device)
+def _branches(allowed: np.ndarray) -> tuple[int, np.ndarray]:
+    """bool [Q, K] -> how many keys any query sees, and of these the mask [Q, M] of the last, which not all see."""
+    keys = int(np.flatnonzero(allowed.any(0))[-1]) + 1
+    partly = np.flatnonzero(~allowed[:, :keys].all(0))
+    return keys, allowed[:, int(partly[0]) if partly.size else keys : keys]
 
 
 Seen = Sequence[tuple[Tensor, Tensor]]
 """Keys and values [Hkv, K, D] of each stretch."""
 
 
-def _joined(query: Tensor, seen: Seen, masks: Sequence[Tensor | None], scale: float) -> Tensor:
+def _joined(query: Tensor, seen: Seen, mask: Tensor, scale: float) -> Tensor:
     """query [Hq, Q, D] -> [Hq, Q, D], by one call of the kernel."""
     key, value = (torch.cat(parts, dim=1)[None] for parts in zip(*seen, strict=True))
-    whole = [
-        query.new_zeros(query.shape[1], keys.shape[1]) if mask is None else mask
-        for (keys, _), mask in zip(seen, masks, strict=True)
-    ]
-    return attention.attend_once(query[None], key, value, torch.cat(whole, dim=1), scale)[0]
+    if before := key.shape[2] - mask.shape[1]:
+        mask = torch.nn.functional.pad(mask, (before, 0))
+    return attention.attend_once(query[None], key, value, mask.contiguous(), scale)[0]
 
 
-def _folded(query: Tensor, seen: Seen, masks: Sequence[Tensor | None], scale: float) -> Tensor:
+def _folded(query: Tensor, seen: Seen, mask: Tensor, scale: float) -> Tensor:
     """The same by plain products, stretch by stretch: query heads that share a key head are rows of one matrix."""
     heads, length = len(seen[0][0]), query.shape[1]
     folded = (query * scale).reshape(heads, -1, query.shape[2])
-    scores = []
-    for (key, _), mask in zip(seen, masks, strict=True):
-        found = torch.bmm(folded, key.transpose(1, 2))
-        if mask is not None:
-            found.view(heads, -1, *mask.shape).add_(mask)
-        scores.append(found)
-    chances = torch.cat(scores, dim=2).softmax(dim=-1).split([key.shape[1] for key, _ in seen], dim=2)
+    scores = torch.cat([torch.bmm(folded, key.transpose(1, 2)) for key, _ in seen], dim=2)
+    keys = scores.shape[2]
+    scores.view(heads, -1, length, keys)[..., keys - mask.shape[1] :] += mask
+    chances = torch.softmax(scores, -1, out=scores).split([key.shape[1] for key, _ in seen], dim=2)
     output = torch.bmm(chances[0], seen[0][1])
     for some, (_, value) in zip(chances[1:], seen[1:], strict=True):
         output.baddbmm_(some, value)
