@@ -16,6 +16,7 @@ from tinsmith.engine.base import Datum, LoraSpec, Pass
 from tinsmith.engine.build import build
 from tinsmith.engine.checks import check_pass
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.models import shared
 from tinsmith.errors import BadRequest, Unsupported
 
 SHAPE: dict[str, Any] = {
@@ -75,13 +76,12 @@ def logprobs(engine: Any, wait: Any, length: int) -> np.ndarray:
     return result.logprobs[0]
 
 
-def expected(folder: Path, length: int) -> np.ndarray:
-    """The same by plain transformers in float32."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+def expected(folder: Path, length: int, dtype: str = "float32") -> np.ndarray:
+    """The same by plain transformers."""
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(folder, dtype=getattr(torch, dtype), attn_implementation="eager").eval()
     with torch.no_grad():
-        logits = model(input_ids=torch.from_numpy(TOKENS[None, :length])).logits[0]
+        logits = model(input_ids=torch.from_numpy(TOKENS[None, :length])).logits[0].float()
     return logits.log_softmax(-1).gather(1, torch.from_numpy(TOKENS[1 : length + 1, None]))[:, 0].numpy()
 
 
@@ -123,3 +123,41 @@ def test_a_window_that_only_the_layers_know_is_refused(saved: Any, monkeypatch: 
     monkeypatch.setattr("tinsmith.engine.served._bounds", lambda _: iter(()))
     with pytest.raises(Unsupported, match="window of 40 tokens would be computed over 128"):
         served(folder)
+
+
+def test_rotations_that_follow_the_length_bound_the_context(saved: Any, wait: Any) -> None:
+    factors = {"short_factor": [1.0] * 12, "long_factor": [3.0] * 12, "factor": 2.0}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
+    folder = saved("Llama", rope_parameters=rope)
+    engine = served(folder)
+    assert engine.card.context_length == 64
+    np.testing.assert_allclose(logprobs(engine, wait, 64), expected(folder, 64), atol=2e-5)
+
+
+OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+REFUSED = {
+    "Gemma2": ({"attn_logit_softcapping": None}, "final_logit_softcapping"),
+    "Dots1": ({**OF_EXPERTS, **GROUPS}, "experts"),
+    "Qwen3Moe": ({**OF_EXPERTS, "num_experts": 4, "mlp_only_layers": [0]}, "experts"),
+    "Qwen2Moe": ({**OF_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64}, "experts"),
+    "Glm4Moe": ({**OF_EXPERTS, **GROUPS}, "experts"),
+    "Phi3": ({}, "qkv_proj"),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_is_not_computed_here_is_refused_by_name(kind: str, dtype: str, saved: Any) -> None:
+    settings, named = REFUSED[kind]
+    with pytest.raises(Unsupported, match=named):
+        served(saved(kind, **settings), dtype)
+
+
+def test_a_bias_of_the_head_is_refused(saved: Any) -> None:
+    folder = saved("Llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    model.lm_head = torch.nn.Linear(96, 512, bias=True)
+    torch.nn.init.normal_(model.lm_head.bias, std=1e-4)
+    with pytest.raises(Unsupported, match="bias"):
+        shared(model, None, "mine", "mine")
