@@ -142,6 +142,7 @@ REFUSED = {
     "Qwen3Moe": ({**OF_EXPERTS, "num_experts": 4, "mlp_only_layers": [0]}, "experts"),
     "Qwen2Moe": ({**OF_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64}, "experts"),
     "Glm4Moe": ({**OF_EXPERTS, **GROUPS}, "experts"),
+    "StableLm": ({}, "cannot be computed here: TypeError"),
     "Phi3": ({}, "qkv_proj"),
 }
 
@@ -161,3 +162,22 @@ def test_a_bias_of_the_head_is_refused(saved: Any) -> None:
     torch.nn.init.normal_(model.lm_head.bias, std=1e-4)
     with pytest.raises(Unsupported, match="bias"):
         shared(model, None, "mine", "mine")
+
+
+OTHERWISE = {
+    "Olmo2": {},
+    "SmolLM3": {"use_sliding_window": False},
+    "Exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
+    "Cohere": {"logit_scale": 1.0},
+    "Granite": {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
+    "Gemma": {},
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", OTHERWISE)
+def test_models_whose_layers_are_otherwise_are_served_as_they_are(kind: str, dtype: str, saved: Any, wait: Any) -> None:
+    folder = saved(kind, **OTHERWISE[kind])
+    exact = expected(folder, 128)
+    rounding = np.abs(expected(folder, 128, dtype) - exact).mean()
+    assert np.abs(logprobs(served(folder, dtype), wait, 128) - exact).mean() < 1.5 * rounding + 1e-5

@@ -24,6 +24,11 @@ class Fixed:
         self._back: Tensor | None = weight
         self.ordered = False
 
+    def widened(self) -> Fixed:
+        """The same in float32, for one that is not ordered."""
+        assert not self.ordered
+        return Fixed(self._weight.float(), None if self._bias is None else self._bias.float())
+
     def order(self, *, back: bool = True) -> Fixed:
         """The same matrix, ordered if that is of use here; `back` is whether it will be asked for the way back."""
         useful = self.device.type == "cpu" and _can_order(self.dtype)

@@ -1,9 +1,9 @@
 """A layer's norms, attention and MLP in our own modules, where they compute what the base's own do.
 
 Ours keep less for the backward, share products among projections with one input, and carry the residual stream in
-float32. They stand in for the modules of the Llama, Qwen2, Qwen3 and Mistral kind, told by their parts: each norm and
-MLP must give what the base's gives, and the whole model the same hidden states on a text with a fork in it. Any other
-model keeps its own modules.
+float32. They stand in for the modules of the Llama, Qwen2, Qwen3 and Mistral kind, told by their parts: each norm, MLP
+and attention must give what the base's gives on the same inputs, and the whole model the same hidden states on a text
+with a fork in it. Any other model keeps its own modules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tinsmith.engine import attention, products
 from tinsmith.engine.elementwise import angles, gated, rms_norm, rotate
 from tinsmith.engine.lora import LoraLinear
-from tinsmith.engine.models import BaseModel, probe
+from tinsmith.engine.models import BaseModel, forked_forest, probe, widened
 
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 """Of the whole model's hidden states, by their spread: in bfloat16 SmolLM2's own are 0.12 from float32, ours 0.01."""
@@ -26,11 +26,15 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3}
 MODULE_TOLERANCE = 1e-2
 """Of a single norm or MLP on random inputs."""
 
+ATTENTION_TOLERANCE = 1e-3
+"""Of a single attention, in float32 whatever the base's dtype is: bfloat16's rounding would hide a missing rotation."""
+
 LEAST_WEIGHT = 2.0**20
 """Of a norm, in smallest normal numbers; with a smaller one it keeps its inputs for the backward, for its output says
 too little of them."""
 
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+_NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
 
 
@@ -108,29 +112,37 @@ class Mlp(nn.Module):
 @torch.no_grad()
 def take_over(base: BaseModel) -> BaseModel:
     """The base, its LoraLinears in place, with our modules where they do the same; else as it was."""
-    before = probe(base)
-    places = list(_places(base.body))
+    places = list(_places(base))
     if not places:
         return base
+    before = probe(base)
     old = [(parent, name, parent.get_submodule(name)) for parent, name, _ in places]
     for parent, name, module in places:
         setattr(parent, name, module)
     ours = replace(base, wide=True)
-    error = (probe(ours) - before).abs().mean() / before.std().clamp(min=1e-6)
-    if error < TOLERANCE[base.dtype]:
+    if _agrees(ours, before):
         return ours
     for parent, name, module in old:
         setattr(parent, name, module)
     return base
 
 
-def _places(body: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
+def _agrees(ours: BaseModel, before: Tensor) -> bool:
+    try:
+        error = (probe(ours) - before).abs().mean() / before.std().clamp(min=1e-6)
+    except Exception:  # noqa: BLE001 - what the base has between our modules may fail in any way on a float32 stream
+        return False
+    return bool(error < TOLERANCE[ours.dtype])
+
+
+def _places(base: BaseModel) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     """(parent, child's name, our module for it) of a body all of whose norms, attentions and MLPs are known."""
+    body = base.body
     found = [
         (parent, name, _ours(child))
         for parent in list(body.modules())
         for name, child in list(parent.named_children())
-        if name not in ("q_norm", "k_norm")  # those go with their attention
+        if name not in _NORMS  # those go with their attention
     ]
     known = [(parent, name, module) for parent, name, module in found if module is not None]
     layers = sum(isinstance(module, Mlp) for _, _, module in known)
@@ -138,15 +150,41 @@ def _places(body: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
     attentions = sum(isinstance(module, Attention) for _, _, module in known)
     rotary = dict(body.named_children()).get("rotary_emb")
     whole = layers and layers == attentions and norms == 2 * layers + 1
-    if rotary and whole and all(_same(parent.get_submodule(name), module) for parent, name, module in known):
+    if not rotary or not whole:
+        return
+    pairs = [(parent.get_submodule(name), module) for parent, name, module in known]
+    if all(_attends_alike(base, one, rotary) if isinstance(two, Attention) else _same(one, two) for one, two in pairs):
         yield from known
         yield body, "rotary_emb", Rotary(rotary, next(body.parameters()).dtype)
 
 
+def _attends_alike(base: BaseModel, theirs: nn.Module, rotary: nn.Module) -> bool:
+    """Whether an attention of the base gives what ours in its place gives, on random inputs in float32."""
+    forest = forked_forest(base)
+    draw = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1, len(forest.tokens), base.head.shape[1], generator=draw).to(base.device)
+    positions = torch.as_tensor(forest.positions, device=base.device)[None]
+    context = attention.packed(forest, torch.float32, base.device)
+    linears = [one for one in theirs.modules() if isinstance(one, LoraLinear)]
+    plain = [one.product for one in linears]
+    try:
+        for one in linears:
+            one.product = one.product.widened()
+        ours = Attention(theirs)  # over the wide products
+        with widened(theirs), widened(ours):
+            tables = rotary(inputs, positions)
+            expected = theirs(hidden_states=inputs, position_embeddings=tables, attention_mask=None, context=context)[0]
+            got = ours(inputs, Rotary(rotary, torch.float32)(inputs, positions), context)[0]
+    except Exception:  # noqa: BLE001 - whatever it raises when called like this, it is none of the kinds that ours are
+        return False
+    finally:
+        for one, product in zip(linears, plain, strict=True):
+            one.product = product
+    return bool((got - expected).abs().mean() <= ATTENTION_TOLERANCE * expected.std())
+
+
 def _same(theirs: nn.Module, ours: nn.Module) -> bool:
-    """Whether a norm or an MLP gives what the base's own gives; attention shows in the whole model alone."""
-    if isinstance(ours, Attention):
-        return True
+    """Whether a norm or an MLP gives what the base's own gives."""
     like: Any = ours.weight if isinstance(ours, Norm) else ours.gate_proj.product  # type: ignore[union-attr]
     draw = torch.Generator().manual_seed(0)
     inputs = torch.randn(1, 3, like.shape[-1], generator=draw).to(like.device, like.dtype)
@@ -158,13 +196,19 @@ def _ours(module: nn.Module) -> nn.Module | None:
     """Our module in place of one of transformers', or None if it is none of the three kinds."""
     children, kind = {name for name, _ in module.named_children()}, type(module).__name__
     linear = all(isinstance(child, LoraLinear) for name, child in module.named_children() if name.endswith("_proj"))
-    if children >= _ATTENTION and children - _ATTENTION <= {"q_norm", "k_norm"} and linear:
-        return Attention(module)
+    if children >= _ATTENTION and children - _ATTENTION <= _NORMS and linear:
+        by_head = all(_is_by_head(module.get_submodule(name), module.head_dim) for name in children & _NORMS)
+        return Attention(module) if by_head else None
     if children >= _MLP and children - _MLP <= {"act_fn"} and linear and _is_silu(module.act_fn):  # type: ignore[arg-type]
         return Mlp(module)
     if kind.endswith("RMSNorm") and not children and "variance_epsilon" in vars(module):
         return Norm(module.weight, float(module.variance_epsilon))  # type: ignore[arg-type]
     return None
+
+
+def _is_by_head(norm: nn.Module, width: Any) -> bool:
+    """Whether a norm of queries or keys is one that we know, over each head by itself."""
+    return isinstance(ours := _ours(norm), Norm) and ours.weight.numel() == width
 
 
 def _is_silu(activation: nn.Module) -> bool:
