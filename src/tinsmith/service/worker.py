@@ -118,7 +118,7 @@ class Worker:
                     watch = self._watch()
                 self._wake.clear()
                 suspects = [row for row in self._rows.values() if row.alone]
-                if not suspects:
+                if not suspects:  # until then no sample can be blamed for their next death, nor they for a sample's
                     self.host.admit()
                 rows = suspects or self._rows.values()
                 batch = () if self._ending else next_batch(rows, self._batch_tokens, last_owner)
@@ -166,14 +166,11 @@ class Worker:
             await self.host.down()
             await self._suspect(batch, ran)
         except TinsmithError as error:
-            for row in batch:
-                await self._fail(row, error)
+            await self._fail_all(batch, error)
         except Exception as error:  # a fault of ours, or of the disk: the rows fail, the loop goes on
             log.exception("Requests %s failed.", ", ".join(row.id for row in batch))
             await self.host.down()  # the engine may have done what no result tells of
-            for row in batch:
-                if row.id in self._rows:
-                    await self._fail(row, EngineError(f"Internal error: {type(error).__name__}."))
+            await self._fail_all(batch, EngineError(f"Internal error: {type(error).__name__}."))
 
     async def _warm(self, batch: Sequence[Row]) -> list[Row]:
         """The rows whose models the engine has, brought back if need be; rows of models that cannot be fail."""
@@ -269,6 +266,10 @@ class Worker:
         except TinsmithError as error:
             raise ValueError(f"A result cannot be written: {error}") from error
         self._close(ends)
+
+    async def _fail_all(self, batch: Sequence[Row], error: TinsmithError) -> None:
+        for row in (row for row in batch if row.id in self._rows):
+            await self._fail(row, error)
 
     async def _fail(self, row: Row, error: TinsmithError, *records: Model) -> None:
         if isinstance(row.work, Drop | Revive):
