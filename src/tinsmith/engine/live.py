@@ -122,7 +122,7 @@ class Model:
     def _update(self, adam: AdamParams, norm: float) -> None:
         """The step itself; a gradient whose norm is above `grad_clip_norm` is first cut to it, if that is not 0."""
         if adam.grad_clip_norm > 0 and not self._clean:
-            torch.nn.utils.clip_grads_with_norm_([self.master], adam.grad_clip_norm, torch.tensor(norm))
+            torch.nn.utils.clip_grads_with_norm_([self.master], adam.grad_clip_norm, self.gradient.new_tensor(norm))
         self.optimizer.param_groups[0].update(
             lr=adam.learning_rate,
             betas=(adam.beta1, adam.beta2),
