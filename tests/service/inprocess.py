@@ -165,3 +165,12 @@ def loss_in(response: httpx.Response) -> float:
     message = pb.ForwardBackwardOutput()
     message.ParseFromString(response.content)
     return message.metrics["loss:sum"]
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    """Wait for what another task brings about."""
+    for _ in range(500):
+        if holds():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("It did not come to pass.")

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.service.databases import free_port as free_port
 from tests.service.databases import url_of
@@ -21,6 +22,8 @@ from tinsmith.engine.fake import FakeEngine
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines import Start, Started
 from tinsmith.service.serving import serve
+
+ROOT = Path(__file__).parents[2]
 
 
 class SlowEngine(FakeEngine):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.inprocess import Api, api
+from tests.service.inprocess import Api, api, until
 from tinsmith.errors import BadRequest
 from tinsmith.service.checkpoints import check_name, check_ttl
 from tinsmith.service.records import Checkpoint, Model
@@ -46,9 +46,7 @@ def test_what_is_over_its_time_is_deleted_for_good(tmp_path: Path) -> None:
             await on.service.store.change(Checkpoint, checkpoint.id, expires=time.time() + 1.0)
             on.service.sessions.changed()
             assert (await on.post("weights_info", {"tinker_path": path})).status_code == 200
-            async with asyncio.timeout(20):
-                while on.service.store.all(Checkpoint):
-                    await asyncio.sleep(0.05)
+            await until(lambda: not on.service.store.all(Checkpoint))
             assert (await on.post("weights_info", {"tinker_path": path})).status_code == 404
             assert not folder.exists()
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.service.inprocess import Api, Factory, MortalEngine, api, pass_body
+from tests.service.inprocess import Api, Factory, MortalEngine, api, pass_body, until
 from tests.service.routes.test_futures import base_sampler, poll, sample_body
 from tinsmith.engine.config import EngineConfig
 from tinsmith.service.engines import Started
@@ -19,14 +18,6 @@ from tinsmith.service.records import Checkpoint, Model
 @pytest.fixture(autouse=True)
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.service.sessions.CLEAR_S", 0.05)
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    for _ in range(500):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("It did not come to pass.")
 
 
 async def _wait(event: asyncio.Event) -> None:
