@@ -72,7 +72,7 @@ def child(config: ServeConfig, delay: float = 0.0, boot: float = 0.0, wait: bool
     config = config.model_copy(update={"database": config.database or url_of(config.data)})
     with (config.data / "log").open("ab") as log:
         popen = subprocess.Popen(
-            [sys.executable, "-m", __name__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
+            [sys.executable, "-m", __name__], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log
         )
     assert popen.stdin is not None
     assert popen.stdout is not None
