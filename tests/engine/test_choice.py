@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.engine.choice import Rule, choose, draws, stream, top
+from tinsmith.engine.choice import choose, draws, stream, top
+from tinsmith.engine.nucleus import Rule
 
 PLAIN = Rule(temperature=1.0, top_k=-1, top_p=1.0)
 

@@ -14,6 +14,7 @@ from tinsmith.engine import choice, prompts
 from tinsmith.engine.base import Heard, ModelCard, Piece, Sampled, SampledSequence, SampleRequest, TopK
 from tinsmith.engine.cache import Row
 from tinsmith.engine.lora import Weights
+from tinsmith.engine.nucleus import Rule
 from tinsmith.engine.prefixes import Trunk
 from tinsmith.engine.room import ahead, capacity
 
@@ -120,9 +121,9 @@ class Ask:
         return capacity(ahead(0, self.limit))
 
     @property
-    def rule(self) -> choice.Rule:
+    def rule(self) -> Rule:
         asked = self.request
-        return choice.Rule(asked.temperature, asked.top_k, asked.top_p, asked.topk_sample_logprobs)
+        return Rule(asked.temperature, asked.top_k, asked.top_p, asked.topk_sample_logprobs)
 
     def finish(self) -> None:
         """Keep the promise, once every answer has ended."""

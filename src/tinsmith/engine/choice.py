@@ -17,27 +17,12 @@ from torch import Tensor
 
 from tinsmith.engine.base import TopK
 from tinsmith.engine.head import log_softmax
+from tinsmith.engine.nucleus import Rule, narrowed
 
 _BLOCK = 256
-_SORTED = 16
-"""Rows at once where all tokens of a row are sorted: 40 bytes for each."""
+_TOGETHER = 16
+"""Rows at once that top_k or top_p narrows: all of a row's tokens may have to be put in order, 40 bytes for each."""
 _COLDEST = 1e-30
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """How one row is drawn."""
-
-    temperature: float
-    top_k: int
-    top_p: float
-    tops: int = 0
-    """How many of the likeliest tokens are wanted beside the drawn one."""
-
-    @property
-    def narrowed(self) -> bool:
-        """Whether fewer than all tokens may be drawn."""
-        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +60,10 @@ def choose(
     whose = torch.tensor(rows, device=logits.device)
     tokens, totals = _invert(chances, where, whose)
     narrow = [row for row, rule in enumerate(rules) if rule.narrowed]
-    for some in (narrow[first : first + _SORTED] for first in range(0, len(narrow), _SORTED)):
+    for some in (narrow[first : first + _TOGETHER] for first in range(0, len(narrow), _TOGETHER)):
         draws, places = _among(some, rows)
-        found = _narrowed(chances[some], [rules[row] for row in some], where[draws], whose.new_tensor(places))
-        tokens[draws] = found
+        left = narrowed(chances[some], [rules[row] for row in some])
+        tokens[draws], _ = _invert(left, where[draws], whose.new_tensor(places))
     if best is not None:
         draws, places = _among(greedy, rows)
         tokens[draws] = best[places]
@@ -138,16 +123,3 @@ def _invert(chances: Tensor, where: Tensor, whose: Tensor) -> tuple[Tensor, Tens
     last = _BLOCK - 1 - (inside > 0).flip(1).int().argmax(dim=1, keepdim=True)
     found = (block * _BLOCK + torch.minimum(place, last))[:, 0]
     return found.clamp(max=chances.shape[1] - 1), sums[:, -1]
-
-
-def _narrowed(chances: Tensor, rules: Sequence[Rule], where: Tensor, whose: Tensor) -> Tensor:
-    """Draw among a row's top_k, then among the fewest of those that together have top_p of their mass."""
-    ordered, ids = chances.sort(dim=1, descending=True, stable=True)
-    ranks = torch.arange(ordered.shape[1], device=ordered.device)
-    kept = torch.tensor([rule.top_k if rule.top_k > 0 else ordered.shape[1] for rule in rules], device=ordered.device)
-    among = ordered.double() * (ranks < kept[:, None])
-    mass = among.cumsum(dim=1)
-    limit = torch.tensor([rule.top_p for rule in rules], dtype=torch.float64, device=ordered.device)[:, None]
-    among *= (mass - among) < limit * mass[:, -1:]
-    drawn, _ = _invert(among, where, whose)
-    return ids[whose, drawn]
