@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
 
-from tinsmith.engine.folders import size_of, written_whole
+from tinsmith.engine.folders import linked, size_of, written_whole
 
 
 def test_a_folder_appears_when_it_is_whole_and_takes_the_place_of_an_older_one(tmp_path: Path) -> None:
@@ -40,3 +42,48 @@ def test_what_a_process_that_died_was_writing_is_written_anew(tmp_path: Path) ->
     with written_whole(tmp_path / "a") as scratch:
         (scratch / "file").write_text("whole")
     assert [one.name for one in (tmp_path / "a").iterdir()] == ["file"]
+
+
+def test_a_folder_has_its_name_when_it_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power cut may take whatever was not synced, in any order: so the files first, then the name."""
+    synced: list[tuple[int, bool]] = []
+
+    def sync(opened: int) -> None:
+        synced.append((os.fstat(opened).st_ino, (tmp_path / "new" / "a").exists()))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with written_whole(tmp_path / "new" / "a") as scratch:
+        (scratch / "file").write_text("whole")
+    folder = tmp_path / "new" / "a"
+    expected = {folder / "file": False, folder: False, folder.parent: True, tmp_path: True}
+    assert synced == [(place.stat().st_ino, named) for place, named in expected.items()]
+
+
+def test_a_file_that_cannot_be_synced_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sync(opened: int) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with pytest.raises(OSError, match="broken"), written_whole(tmp_path / "a") as scratch:
+        (scratch / "file").write_text("whole")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_a_linked_folder_outlives_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, links: bool) -> None:
+    (tmp_path / "a").mkdir()
+    for name in ("one", "two"):
+        (tmp_path / "a" / name).write_text(name)
+    if not links:
+        monkeypatch.setattr(os, "link", _no_links)
+    assert linked(tmp_path / "a", tmp_path / "b") == 6
+    assert linked(tmp_path / "a", tmp_path / "c", "one") == 3
+    (tmp_path / "a" / "one").unlink()
+    assert (tmp_path / "b" / "one").read_text() == "one"
+    with pytest.raises(FileNotFoundError):
+        linked(tmp_path / "a", tmp_path / "d", "one")
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["a", "b", "c"]
+
+
+def _no_links(_source: Path, _to: Path) -> None:
+    raise OSError(errno.EPERM, "no links here")

@@ -189,6 +189,19 @@ def test_a_database_that_goes_away_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.only_on("sqlite")
+def test_a_commit_is_on_the_disk(tmp_path: Path) -> None:
+    """SQLite's own default in WAL would leave the last commits to a power cut."""
+
+    async def main() -> None:
+        store = await open_store(tmp_path)
+        with store._direct.connect() as db:
+            assert db.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2, "FULL"
+        await store.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.only_on("sqlite")
 @pytest.mark.parametrize("fault", ["locked", "full"])
 def test_a_database_file_that_cannot_be_written_is_waited_for(tmp_path: Path, fault: str) -> None:
     def arrange(kind: str) -> Callable[[], None]:

@@ -60,7 +60,7 @@ def write(folder: Path, layout: Layout, master: Tensor, source: str, moments: Mo
             }
             save_file(state, scratch / "optimizer.safetensors")
         (scratch / "adapter_config.json").write_text(json.dumps(_peft_config(layout, source), indent=2))
-    return size_of(folder)
+        return size_of(scratch)
 
 
 def read_spec(folder: Path) -> LoraSpec:

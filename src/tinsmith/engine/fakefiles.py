@@ -46,7 +46,7 @@ def write_folder(to: Path, weights: Weights, moments: list[np.ndarray] | None) -
         save_file(tensors, part / "adapter_model.safetensors")
         if moments is not None:
             save_file({str(index): value for index, value in enumerate(moments)}, part / "optimizer.safetensors")
-    return size_of(to)
+        return size_of(part)
 
 
 def read_folder(source: Path) -> tuple[Weights, list[np.ndarray] | None]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -20,8 +19,12 @@ from pathlib import Path
 import httpx
 
 from tinsmith.engine.base import Engine
+from tinsmith.engine.folders import linked
 from tinsmith.engine.vllm_server import RESIDENT, VllmServer
 from tinsmith.errors import EngineDied, EngineError, Gone, Unsupported
+
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+"""The files that vLLM reads, and that a version for sampling has."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,7 +66,7 @@ class VllmVersions:
         one = self._get(version)
         async with one.lock:
             if one.copy is not None and one.kept is None:
-                size = await asyncio.to_thread(_link, one.copy, to)
+                size = await asyncio.to_thread(linked, one.copy, to, *_ADAPTER)
                 await self._source.attach(version, to)
             else:
                 size = await self._source.persist(version, to)
@@ -117,7 +120,7 @@ class VllmVersions:
             if one.kept is None:
                 await self._source.persist(version, to)
             else:
-                await asyncio.to_thread(_link, one.kept, to)
+                await asyncio.to_thread(linked, one.kept, to, *_ADAPTER)
             one.rank = int(json.loads((to / "adapter_config.json").read_text())["r"])
         except (OSError, ValueError, KeyError) as error:
             raise Gone(f"The files of version '{version}' are no longer there: {error}", "Save it again.") from error
@@ -160,21 +163,3 @@ class VllmVersions:
             return await self._client.post(self._server.url + path, json=body)
         except httpx.TransportError as error:
             raise await self._server.hung_up() from error
-
-
-def _link(source: Path, to: Path) -> int:
-    """The adapter's files under another name, whole or not at all: links where one disk has both. Returns bytes."""
-    to.parent.mkdir(parents=True, exist_ok=True)
-    scratch = to.with_name(f".{to.name}.linking")
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    for file in ("adapter_config.json", "adapter_model.safetensors"):
-        try:
-            os.link(source / file, scratch / file)
-        except FileNotFoundError:
-            raise
-        except OSError:  # another disk, or one that has no links
-            shutil.copyfile(source / file, scratch / file)
-    shutil.rmtree(to, ignore_errors=True)
-    scratch.rename(to)
-    return sum(file.stat().st_size for file in to.iterdir())

@@ -86,6 +86,6 @@ class Aftermath:
             line.steps = 0
         elif isinstance(row.work, SaveState):
             [made] = [one for one in done.records if isinstance(one, Checkpoint) and not one.deleted]
-            linked = self._journal.link(model, self._checkpoints.folder(made.id), line.updated)
+            linked = await self._journal.link(model, self._checkpoints.folder(made.id), line.updated)
             await self._journal.adopt(replace(model, captured=linked, captured_optimizer=True, covered=line.updated))
             line.steps = 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import re
 import shutil
 import time
@@ -149,14 +148,6 @@ def expiry(ttl_seconds: int | None) -> float | None:
     return None if ttl_seconds is None else time.time() + ttl_seconds
 
 
-def link(source: Path, to: Path) -> None:
-    """A folder's files once more under another name, all or none: hard links where the file system has them."""
-    scratch = to.with_name(f".{to.name}.linking")
-    shutil.rmtree(scratch, ignore_errors=True)
-    shutil.copytree(source, scratch, copy_function=_link)
-    scratch.rename(to)
-
-
 async def whole_folders(root: Path) -> list[Path]:
     """The folders in a folder of the service's, once those that were being written (.NAME.…) are deleted."""
     found = [one for one in sorted(root.iterdir()) if one.is_dir()]
@@ -172,13 +163,6 @@ def tell_of_unknown(root: Path, folders: Sequence[Path]) -> None:
         told += "newer copy of this one, knows them, start with it; if none does, delete them."
         more = ", …" if len(folders) > TOLD else ""
         log.warning(told, len(folders), root, ", ".join(one.name for one in folders[:TOLD]), more)
-
-
-def _link(source: str, target: str) -> None:
-    try:
-        os.link(source, target)
-    except OSError:  # another file system, or one without links
-        shutil.copy2(source, target)
 
 
 def _unknown(path: str) -> NotFound:

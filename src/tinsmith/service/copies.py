@@ -10,9 +10,10 @@ import time
 import uuid
 from dataclasses import replace
 
+from tinsmith.engine.folders import linked
 from tinsmith.errors import BadRequest, NotFound
 from tinsmith.service.bodies_manage import CopyBody
-from tinsmith.service.checkpoints import Checkpoints, expiry, link
+from tinsmith.service.checkpoints import Checkpoints, expiry
 from tinsmith.service.records import Checkpoint, Model, Session
 from tinsmith.service.store import Store
 
@@ -38,8 +39,8 @@ class Copies:
             if self._store.find(Model, run) is not None:
                 raise BadRequest(f"Model {run} exists.", "Copy into the next model_seq_id.")
             model, made = _records(source, owner, session, run, asked.ttl_seconds)
-            folders = (self._checkpoints.folder(one.id) for one in (source, made))
-            await asyncio.to_thread(link, *folders)
+            folder = self._checkpoints.folder
+            await asyncio.to_thread(linked, folder(source.id), folder(made.id))
             await self._store.put(session, model, made)
             return made, True
 

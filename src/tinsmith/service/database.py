@@ -234,7 +234,7 @@ def _configure_sqlite(connection: Any, _record: Any) -> None:
     """Transactions are begun by `_begin_sqlite`: the driver itself would leave changes of tables outside of them."""
     connection.isolation_level = None
     cursor = connection.cursor()
-    for pragma in ("busy_timeout=10000", "synchronous=NORMAL"):
+    for pragma in ("busy_timeout=10000", "synchronous=FULL"):
         cursor.execute(f"PRAGMA {pragma}")
     _write_ahead(cursor)
     cursor.close()

@@ -100,7 +100,7 @@ class Effects:
         if checkpoint is None:
             raise NotFound(f"Checkpoint {work.path} was deleted before it could be loaded.", "Load another.")
         await self._behind.settle(model)  # nothing replays the requests before a load, nor makes their versions again
-        captured = self._journal.link(model, self._checkpoints.folder(checkpoint.id), row.seq)
+        captured = await self._journal.link(model, self._checkpoints.folder(checkpoint.id), row.seq)
         folder = self._journal.folder(captured)
         try:
             await engine.load(model.id, folder, optimizer=work.optimizer)

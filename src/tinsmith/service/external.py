@@ -44,4 +44,4 @@ def encrypt(plain: Path, to: Path, given: Sequence[str]) -> int:
     with written_whole(to) as part:
         for file in sorted(plain.iterdir()):
             pyrage.encrypt_file(str(file), str(part / f"{file.name}.age"), keys)
-    return size_of(to)
+        return size_of(part)

@@ -18,8 +18,9 @@ from itertools import groupby
 from pathlib import Path
 
 from tinsmith.engine.base import Engine, Pass
+from tinsmith.engine.folders import linked
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
-from tinsmith.service.checkpoints import link, tell_of_unknown, whole_folders
+from tinsmith.service.checkpoints import tell_of_unknown, whole_folders
 from tinsmith.service.payloads import restored
 from tinsmith.service.records import Checkpoint, Model, Past, SaveSampler, Step
 from tinsmith.service.store import Store
@@ -49,10 +50,10 @@ class Journal:
         """Optimizer steps between captures."""
         root.mkdir(parents=True, exist_ok=True)
 
-    def link(self, model: Model, source: Path, seq: int) -> str:
+    async def link(self, model: Model, source: Path, seq: int) -> str:
         """A folder's files under the journal's own name, so that deleting the original takes nothing away."""
         name = self._name(model, seq)
-        link(source, self._root / name)
+        await asyncio.to_thread(linked, source, self._root / name)
         return name
 
     def folder(self, name: str) -> Path:

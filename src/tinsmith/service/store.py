@@ -4,8 +4,7 @@ What is small (sessions, models, sampling sessions, checkpoints) is held in memo
 requests' payloads and results are only in the database. Every method that writes is one transaction, and memory changes
 only after its commit. One process owns the database.
 
-SQLite runs in WAL with synchronous=NORMAL: what is committed survives the death of any process; a power cut may
-cost the last moments.
+SQLite runs in WAL with synchronous=FULL: what is committed survives the death of any process and a power cut.
 """
 
 from __future__ import annotations
