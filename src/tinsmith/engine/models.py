@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from tinsmith.engine import attention, batch, served
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.sources import locate
+from tinsmith.engine.sources import locate, readable
 from tinsmith.errors import ConfigError, TinsmithError, Unsupported
 
 
@@ -71,12 +71,11 @@ def load(config: EngineConfig) -> BaseModel:
     located = locate(config.source)
     if not sys.stderr.isatty():  # progress bars make a mess of a log
         disable_progress_bar()
-    try:
+    with readable(config.source):
+        tokenizer = AutoTokenizer.from_pretrained(located.folder)
         model = AutoModelForCausalLM.from_pretrained(located.folder, dtype=dtype, attn_implementation="eager")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"'{config.source}' cannot be loaded: {error}", "Give a causal language model.") from error
-    model.to(device)  # pyright: ignore[reportArgumentType]
-    return shared(model, AutoTokenizer.from_pretrained(located.folder), config.source, located.tokenizer)
+        model.to(device)  # pyright: ignore[reportArgumentType]
+    return shared(model, tokenizer, config.source, located.tokenizer)
 
 
 def shared(model: PreTrainedModel, tokenizer: Any, source: str, tokenizer_source: str) -> BaseModel:

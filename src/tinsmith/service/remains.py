@@ -1,7 +1,7 @@
 """What sessions leave behind when they end, and how it is cleared away.
 
-Nothing here is remembered from one time to the next: whatever a session that has ended still holds is found in the
-store. So it does not matter when it came (a save that was queued, a model that was being made) or what kept it so far.
+Whatever a session that has ended still holds is found in the store, anew each time. So it does not matter when it came
+(a save that was queued, a model that was being made) or what kept it so far.
 """
 
 from __future__ import annotations

@@ -1,0 +1,71 @@
+"""A base model's files: found, converted once for each file, and told of by name where they are not whole."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tinsmith.engine import models, sources
+from tinsmith.engine.config import EngineConfig
+from tinsmith.errors import ConfigError
+
+
+@pytest.fixture
+def model(tiny_llama: Path, tmp_path: Path) -> Path:
+    """A copy to break."""
+    return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+
+
+def half(file: Path) -> None:
+    """As a download leaves it that was cut off."""
+    os.truncate(file, file.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("break_it", [half, Path.unlink])
+def test_files_that_are_not_whole_are_told(model: Path, file: str, break_it: object) -> None:
+    assert callable(break_it)
+    break_it(model / file)
+    with pytest.raises(ConfigError, match=r"(?s)model. cannot be loaded: .*whole") as told:
+        models.load(EngineConfig(source=str(model), device="cpu"))
+    assert told.value.what.startswith(f"'{model}'")
+
+
+def test_a_gguf_file_that_is_none_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TINSMITH_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "a.gguf").write_bytes(b"GGUF and no more")
+    with pytest.raises(ConfigError, match=r"a\.gguf' cannot be loaded"):
+        sources.locate(str(tmp_path / "a.gguf"))
+
+
+def test_each_gguf_file_is_converted_once(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of one name in two folders are two models, and so is a file that was replaced."""
+    monkeypatch.setenv("TINSMITH_CACHE", str(tmp_path / "cache"))
+    opened: list[str] = []
+
+    def from_gguf(pretrained_model_name_or_path: str, gguf_file: str, dtype: torch.dtype) -> object:
+        opened.append(f"{pretrained_model_name_or_path}/{gguf_file}")
+        return whole(tiny_llama, dtype=dtype)
+
+    def words(**_source: str) -> object:
+        return tokenizer(tiny_llama)
+
+    whole, tokenizer = AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_gguf)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", words)
+    files = [tmp_path / one / "model.gguf" for one in ("a", "b")]
+    for file in files:
+        file.parent.mkdir()
+        file.write_bytes(b"GGUF")
+    found = [sources.locate(str(file)).folder for file in (*files, *files)]
+    assert found[:2] == found[2:]
+    assert found[0] != found[1]
+    assert opened == [str(file) for file in files]
+    os.utime(files[0], (1, 1))
+    assert sources.locate(str(files[0])).folder not in found
+    assert sorted(one.name for one in (tmp_path / "cache").iterdir() if not one.name.startswith("model-")) == []
