@@ -1,10 +1,13 @@
 """Packing rows into a forest of shared prefixes, against the plain meaning: every row sees its own past and no more."""
 
+from itertools import pairwise, takewhile
+
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.engine.batch import MERGED_QUERIES, Forest, Job, Row, micro_batches, pack
+from tinsmith.engine.batch import MERGED_QUERIES, Forest, Job, Row, in_packing_order, micro_batches, pack
 
 
 def rows_of(*tokens: list[int], adapters: list[int] | None = None) -> list[Row]:
@@ -79,4 +82,17 @@ def test_micro_batches_keep_every_row_and_the_budget(data: list[tuple[int, list[
     batches = list(micro_batches(rows, budget))
     assert sorted(row.key for one in batches for row in one) == [row.key for row in rows]
     for one in batches:
-        assert len(one) == 1 or len(pack(one).tokens) <= budget
+        shared = [common(left, right) for left, right in pairwise(in_packing_order(one))]
+        assert len(one) == 1 or len(pack(one).tokens) <= budget + shared[-1]
+
+
+def common(left: Row, right: Row) -> int:
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(left.tokens, right.tokens, strict=False))
+    return len(list(same)) if left.adapter == right.adapter else 0
+
+
+@pytest.mark.parametrize("prompt", [0, 10, 40, 400])
+def test_a_prompt_longer_than_the_budget_is_shared_too(prompt: int) -> None:
+    """The budget is for what is new: a prompt costs the same however many answers to it are computed with it."""
+    rows = rows_of(*([0] * prompt + [1 + number] * 5 for number in range(9)))
+    assert [len(one) for one in micro_batches(rows, 20)] == [4, 4, 1]

@@ -27,6 +27,9 @@ from tinsmith.errors import Unsupported
 
 QUERIES = 128
 """Of a piece of a job, where plain products are used: their matrix of scores stays in the cache."""
+MASKED_QUERIES = 256
+"""Of a piece of a job with a mask, on a CPU: its kernel computes also what the mask takes away, and of the keys after a
+piece's last query there are none."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -101,24 +104,25 @@ def packed(forest: Forest, dtype: torch.dtype, device: torch.device, keep: bool 
     """The context of a pass over `forest`, by the best kernel there is here; masks are made once for every layer."""
     if flex.suits(dtype, device):
         return flex.flexed(forest, device, keep)
-    cut = QUERIES if device.type == "cpu" and dtype == torch.bfloat16 else None
-    jobs = [piece for job in forest.jobs for piece in _pieces(job, cut, dtype, device)]
+    jobs = [piece for job in forest.jobs for piece in _pieces(job, dtype, device)]
     return Packed(jobs, keep)
 
 
-def _pieces(job: Job, cut: int | None, dtype: torch.dtype, device: torch.device) -> Iterator[PackedJob]:
-    """A job in pieces of `cut` queries: a piece's prefix is the job's and what is before it, so less is masked away."""
-    total = job.stop - job.start
+def _pieces(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[PackedJob]:
+    """A job in pieces of some queries: a piece's prefix is the job's and what is before it, so less is masked away."""
+    total, cpu = job.stop - job.start, device.type == "cpu"
+    plain = cpu and dtype == torch.bfloat16
+    step = QUERIES if plain else MASKED_QUERIES if cpu and job.mask is not None else total
     depth = 0 if job.mask is None else job.mask.shape[1] - total
-    for first in range(0, total, cut or total):
-        last = min(first + (cut or total), total)
+    for first in range(0, total, step):
+        last = min(first + step, total)
         seen = None if job.mask is None else job.mask[first:last, : depth + last]
-        if cut is not None and seen is None:
+        if plain and seen is None:
             seen = folded.past(last - first, last)
         mask = None if seen is None else additive(seen, dtype, device)
         before = ((job.start, job.start + first),) if first else ()
         where = job.start + first, job.start + last, (*job.prefix, *before)
-        yield PackedJob(*where, mask, None) if cut is None else PackedJob(*where, None, mask)
+        yield PackedJob(*where, None, mask) if plain else PackedJob(*where, mask, None)
 
 
 def additive(mask: Any, dtype: torch.dtype, device: torch.device) -> Tensor:

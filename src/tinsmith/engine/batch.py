@@ -84,16 +84,20 @@ def in_packing_order(rows: Iterable[Row]) -> list[Row]:
 
 
 def micro_batches(rows: Sequence[Row], budget: int) -> Iterator[list[Row]]:
-    """Rows in packing order, cut where their packed tokens would pass `budget`; a longer row goes alone."""
+    """Rows in packing order, cut where their packed tokens would pass `budget`; a longer row goes alone.
+
+    A row may pass it by what it shares with the row before: after a cut that would have to be computed again. So a
+    prompt that is longer than the budget is shared too.
+    """
     batch: list[Row] = []
     used = 0
     for row in in_packing_order(rows):
-        cost = len(row.tokens) - (_shared(batch[-1], row) if batch else 0)
-        if batch and used + cost > budget:
+        shared = _shared(batch[-1], row) if batch else 0
+        if batch and used + len(row.tokens) - shared > budget + shared:
             yield batch
-            batch, used, cost = [], 0, len(row.tokens)
+            batch, used, shared = [], 0, 0
         batch.append(row)
-        used += cost
+        used += len(row.tokens) - shared
     if batch:
         yield batch
 

@@ -63,8 +63,9 @@ class EngineConfig(Settings):
     """CPU threads for tensor work; 0 is one for each core."""
 
     pass_tokens: PassTokens = "auto"
-    """Packed tokens in one micro-batch of training; bounds the memory that activations take. Auto is what fits a
-    quarter of the memory that is free once the model is loaded: at most 1,024 on a CPU, 8,192 on a GPU."""
+    """Packed tokens in one micro-batch of training, and what its rows share on top; bounds the memory that activations
+    take. Auto is what fits a quarter of the memory that is free once the model is loaded: at most 1,024 on a CPU, 8,192
+    on a GPU."""
 
     recompute: Recompute = "auto"
     """Whether a layer's activations are computed again in the backward instead of kept: a third more work, a tenth of

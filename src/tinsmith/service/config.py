@@ -66,8 +66,9 @@ class ServeConfig(Settings):
     """CPU threads for tensor work; 0 is one for each core."""
 
     pass_tokens: PassTokens = _ENGINE.pass_tokens
-    """Packed tokens in one micro-batch of training; bounds the memory that activations take. Auto is what fits a
-    quarter of the memory that is free once the model is loaded: at most 1,024 on a CPU, 8,192 on a GPU."""
+    """Packed tokens in one micro-batch of training, and what its rows share on top; bounds the memory that activations
+    take. Auto is what fits a quarter of the memory that is free once the model is loaded: at most 1,024 on a CPU, 8,192
+    on a GPU."""
 
     recompute: Recompute = _ENGINE.recompute
     """Whether a layer's activations are computed again in the backward instead of kept: a third more work, a tenth of
