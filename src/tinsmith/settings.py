@@ -45,6 +45,17 @@ class Settings(BaseModel):
 S = TypeVar("S", bound=BaseModel)
 
 
+def unread(settings: BaseModel, *names: str, without: str) -> None:
+    """For a check of a settings class: raises ValueError if one of these keys says something other than its default.
+
+    They are read with `without` alone, which is not there.
+    """
+    fields = type(settings).model_fields
+    for name, value in settings:
+        if name in names and value != fields[name].get_default(call_default_factory=True):
+            raise ValueError(f"{name} means nothing without {without}; give both, or leave it out")
+
+
 def read(kind: type[S], file: Path | None = None, overrides: Sequence[str] = ()) -> S:
     """A validated configuration. Raises ConfigError that names the file (or the override), the key and the cure."""
     return build(kind, raw(file, overrides), str(file) if file else COMMAND_LINE, overrides)

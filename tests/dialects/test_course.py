@@ -164,3 +164,42 @@ def test_a_file_in_stages_is_the_same_when_converted(tmp_path: Path):
     ours = tmp_path / "ours.yaml"
     ours.write_text(_yaml(_plain(found)))
     assert read_run(ours).settings.model_dump() == found.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("algorithm.optimizer.min_lr_ratio", 0.5, "a constant schedule does not fall"),
+        ("explorer.over_rollout.wait_after_min", 5.0, "only with a ratio above 0"),
+        ("explorer.dynamic_timeout.warmup_min_steps", 5, "only with enable: true"),
+        ("explorer.max_inflight_batches", 5, "only in sync_style fully_async"),
+    ],
+)
+def test_what_counts_only_beside_another_key_is_told(tmp_path, key, value, words):
+    assert any(key.rpartition(".")[0] in note and words in note for note in read(tmp_path, (key, value)).notes)
+
+
+def test_of_two_ways_to_say_one_thing_the_one_that_does_not_count_is_told(tmp_path):
+    optimizer = "algorithm.optimizer"
+    given = read(tmp_path, (f"{optimizer}.lr_warmup_steps", 3), (f"{optimizer}.lr_warmup_steps_ratio", 0.5))
+    assert any("lr_warmup_steps_ratio: it counts only where lr_warmup_steps is -1" in note for note in given.notes)
+    given = read(tmp_path, (f"{optimizer}.warmup_style", "cosine"), (f"{optimizer}.lr_scheduler_type", "linear"))
+    assert given.settings.optimizer.schedule == "cosine"
+    assert any("lr_scheduler_type: warmup_style" in note for note in given.notes)
+
+
+def test_all_of_it_counts_beside_its_key(tmp_path):
+    explorer = "explorer"
+    run = read(
+        tmp_path,
+        ("synchronizer.sync_style", "fully_async"),
+        ("algorithm.optimizer.lr_scheduler_type", "linear"),
+        ("algorithm.optimizer.min_lr_ratio", 0.5),
+        (f"{explorer}.over_rollout.ratio", 0.25),
+        (f"{explorer}.over_rollout.wait_after_min", 5.0),
+        (f"{explorer}.dynamic_timeout.enable", True),
+        (f"{explorer}.dynamic_timeout.warmup_min_steps", 7),
+        (f"{explorer}.max_inflight_batches", 5),
+    ).settings
+    assert (run.optimizer.min_ratio, run.rollout.over.wait) == (0.5, 5.0)
+    assert (run.rollout.timeout_warmup, run.sync.in_flight) == (7, 5)

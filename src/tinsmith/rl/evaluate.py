@@ -25,7 +25,7 @@ from tinsmith.rl.tries import Tries
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.base import Workflow
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, unread
 
 _EVALUATION = 1
 """Keeps an evaluation's seeds apart from a step's."""
@@ -89,6 +89,12 @@ class EvalConfig(Settings):
                 raise ValueError("num_samples above 1 wants a temperature above 0; greedy answers are all the same")
         return self
 
+    @model_validator(mode="after")
+    def _read_together(self) -> EvalConfig:
+        if not self.before:
+            unread(self, "baseline", without="before: true, when it is told")
+        return self
+
     def of(self, name: str) -> EvalConfig:
         """What counts for the source of that name."""
         own = self.sources.get(name, EvalSource())
@@ -116,6 +122,12 @@ class BenchConfig(Settings):
     """Without `checkpoints`: the run's last weights, or all that it saved and still keeps, oldest first."""
     base: bool = True
     """The base model too, first."""
+
+    @model_validator(mode="after")
+    def _said_once(self) -> BenchConfig:
+        if self.checkpoints and "of_run" in self.model_fields_set:
+            raise ValueError("of_run chooses among a run's own, and checkpoints names them; leave out one")
+        return self
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, unread
 
 
 class OptimizerConfig(Settings):
@@ -38,6 +38,12 @@ class OptimizerConfig(Settings):
     def _one_warmup(self) -> OptimizerConfig:
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("warmup_steps and warmup_ratio are two ways to say one thing; leave out one")
+        return self
+
+    @model_validator(mode="after")
+    def _read_together(self) -> OptimizerConfig:
+        if self.schedule == "constant":
+            unread(self, "min_ratio", without="schedule linear or cosine")
         return self
 
     def rate(self, step: int, steps: int) -> float:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tinsmith.errors import ConfigError
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, unread
 
 Feature = Callable[[str], np.ndarray]
 """From a field's name to float64 [M], its value in every row of the source."""
@@ -134,6 +134,12 @@ class Difficulty(Settings):
     """Temperature of the draw: exp(-|target - expected| / tau); 0 takes the nearest."""
     sample: bool = False
     """Draw the expected reward from the belief, in place of its mean."""
+
+    @model_validator(mode="after")
+    def _read_together(self) -> Difficulty:
+        if self.by is None:
+            unread(self, "rho", without="by")
+        return self
 
     def lane(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> Lane:
         """Of one source."""

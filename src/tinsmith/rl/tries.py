@@ -12,12 +12,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tinsmith.rl.policy import Snapshot, request_seed
 from tinsmith.rl.types import Group, Rollout, Task
 from tinsmith.rl.workflows.base import Workflow, sound
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, unread
 
 BROKEN_OFF = "broken off: enough other groups were done"
 
@@ -31,6 +31,12 @@ class OverSampling(Settings):
     """Seconds that the others have once enough groups are there; then they are broken off."""
     partial: bool = False
     """Keep what was done of a group broken off; else all of it counts as failed. With `split`, there is something."""
+
+    @model_validator(mode="after")
+    def _read_together(self) -> OverSampling:
+        if not self.ratio:
+            unread(self, "wait", "partial", without="a ratio above 0")
+        return self
 
 
 class RolloutConfig(Settings):
@@ -51,6 +57,12 @@ class RolloutConfig(Settings):
     over: OverSampling = OverSampling()
     refills: int = Field(default=1, ge=0)
     """How often a batch in which every rollout failed is sampled anew, from other tasks, before the run ends."""
+
+    @model_validator(mode="after")
+    def _read_together(self) -> RolloutConfig:
+        if not self.timeout_ratio:
+            unread(self, "timeout_warmup", without="a timeout_ratio above 0")
+        return self
 
 
 @dataclass

@@ -208,13 +208,22 @@ def _repeats(name: str, section: Algorithm, becoming: Becoming) -> None:
 def _optimizer(section: Optimizer, becoming: Becoming, *, by_tinker: bool) -> None:
     schedules = ("constant", "linear", "cosine")
     schedule = section.warmup_style or section.lr_scheduler_type
+    key = "algorithm.optimizer."
     if schedule not in schedules:
-        key = "warmup_style" if section.warmup_style else "lr_scheduler_type"
-        becoming.fault(f"algorithm.optimizer.{key}", f"there is no '{schedule}'.", near(schedule, schedules))
+        name = "warmup_style" if section.warmup_style else "lr_scheduler_type"
+        becoming.fault(f"{key}{name}", f"there is no '{schedule}'.", near(schedule, schedules))
     else:
         becoming.put("optimizer.schedule", schedule)
+    if section.warmup_style and "lr_scheduler_type" in section.model_fields_set:
+        becoming.note(f"{key}lr_scheduler_type: warmup_style, its old name, is set as well and is what counts.")
+    if schedule != "constant":
+        becoming.put("optimizer.min_ratio", section.min_lr_ratio)
+    elif "min_lr_ratio" in section.model_fields_set:
+        becoming.note(f"{key}min_lr_ratio: a constant schedule does not fall.")
     if section.lr_warmup_steps >= 0:
         becoming.put("optimizer.warmup_steps", section.lr_warmup_steps)
+        if section.lr_warmup_steps_ratio:
+            becoming.note(f"{key}lr_warmup_steps_ratio: it counts only where lr_warmup_steps is -1.")
     elif section.lr_warmup_steps_ratio:
         becoming.put("optimizer.warmup_ratio", section.lr_warmup_steps_ratio)
     becoming.put("optimizer.beta1", section.betas[0])

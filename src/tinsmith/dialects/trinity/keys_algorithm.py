@@ -15,7 +15,7 @@ class Optimizer(Section):
     lr: Annotated[float, Copied("optimizer.learning_rate")] = 1e-6
     lr_warmup_steps: Annotated[int, Honoured("optimizer.warmup_steps; -1 is lr_warmup_steps_ratio")] = -1
     lr_warmup_steps_ratio: Annotated[float, Honoured("optimizer.warmup_ratio, of the run's steps")] = 0.0
-    min_lr_ratio: Annotated[float, Copied("optimizer.min_ratio")] = 0.01
+    min_lr_ratio: Annotated[float, Honoured("optimizer.min_ratio, of a schedule that falls")] = 0.01
     warmup_style: Annotated[str | None, Honoured("optimizer.schedule: the old name of lr_scheduler_type")] = None
     lr_scheduler_type: Annotated[str, Honoured("optimizer.schedule")] = "constant"
     optimizer_type: Annotated[str, Refused("the Tinker API has AdamW alone.", "Leave it out, or write adam.")] = "adam"

@@ -126,15 +126,15 @@ class OverRollout(Section):
     """`explorer.over_rollout`."""
 
     ratio: Annotated[float, Copied("rollout.over.ratio")] = 0.0
-    wait_after_min: Annotated[float, Copied("rollout.over.wait")] = 30.0
-    return_partial_tasks: Annotated[bool, Honoured("rollout.over.partial; rollout.partial: keep")] = False
+    wait_after_min: Annotated[float, Honoured("rollout.over.wait, with a ratio")] = 30.0
+    return_partial_tasks: Annotated[bool, Honoured("rollout.over.partial, with a ratio; rollout.partial: keep")] = False
 
 
 class DynamicTimeout(Section):
     """`explorer.dynamic_timeout`."""
 
     enable: Annotated[bool, Honoured("rollout.timeout_ratio, which is 0 without")] = False
-    warmup_min_steps: Annotated[int, Copied("rollout.timeout_warmup")] = 1
+    warmup_min_steps: Annotated[int, Honoured("rollout.timeout_warmup, with enable: true")] = 1
     ratio: Annotated[float, Honoured("rollout.timeout_ratio")] = 3.0
 
 
@@ -170,4 +170,4 @@ class Explorer(Section):
     db_url: Annotated[str | None, NoMeaning(PROXY)] = None
     over_rollout: OverRollout = OverRollout()
     dynamic_timeout: DynamicTimeout = DynamicTimeout()
-    max_inflight_batches: Annotated[int, Copied("sync.in_flight")] = 2
+    max_inflight_batches: Annotated[int, Honoured("sync.in_flight, in sync_style fully_async")] = 2

@@ -75,7 +75,7 @@ class Synchronizer(Section):
     sync_interval: Annotated[int, Honoured("sync.interval, sync.publish_every")] = 1
     explorer_sync_interval: Annotated[int | None, Honoured("sync.interval")] = None
     trainer_sync_interval: Annotated[int | None, Honoured("sync.publish_every")] = None
-    sync_offset: Annotated[int, Honoured("staleness")] = 0
+    sync_offset: Annotated[int, Honoured("staleness; in sync_style fully_async, nothing")] = 0
     sync_timeout: Annotated[int, Copied("sync.timeout")] = 3600
     group_name: Annotated[str, NoMeaning("there is no group of GPUs to name.")] = "rollout_weight_sync"
     wait_for_checkpoint: Annotated[bool, NoMeaning("Trinity does not read it either.")] = False

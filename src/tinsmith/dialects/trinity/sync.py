@@ -25,8 +25,17 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
     _intervals(file, becoming)
     if sync.sync_offset < 0:
         becoming.fault("synchronizer.sync_offset", f"{sync.sync_offset} is below 0.", "Set 0 or more.")
-    becoming.put("staleness", max(0, sync.sync_offset))
     becoming.put("sync.style", STYLES[sync.sync_style])
+    if sync.sync_style == "fully_async":
+        becoming.put("sync.in_flight", file.explorer.max_inflight_batches)
+        if sync.sync_offset:
+            becoming.note(
+                "synchronizer.sync_offset: in sync_style fully_async, capacity says how far sampling runs ahead."
+            )
+    else:
+        becoming.put("staleness", max(0, sync.sync_offset))
+        if "max_inflight_batches" in file.explorer.model_fields_set:
+            becoming.note("explorer.max_inflight_batches: it counts only in sync_style fully_async.")
     if sync.sync_method == "checkpoint":
         becoming.put("sync.method", "checkpoint")
     if sync.sync_timeout <= 0:
@@ -67,8 +76,14 @@ def _tries(file: TrinityFile, becoming: Becoming) -> None:
     if file.synchronizer.sync_style == "fixed" and (over.ratio or over.return_partial_tasks):
         cure = "Set synchronizer.sync_style: explorer_driven or trainer_driven, or leave over_rollout out."
         becoming.fault("explorer.over_rollout", "sync_style fixed waits for every task.", cure)
-    becoming.put("rollout.over.partial", over.return_partial_tasks)
+    if over.ratio:
+        becoming.put("rollout.over.wait", over.wait_after_min)
+        becoming.put("rollout.over.partial", over.return_partial_tasks)
+    elif "wait_after_min" in over.model_fields_set:
+        becoming.note("explorer.over_rollout.wait_after_min: it counts only with a ratio above 0.")
     becoming.put("rollout.partial", "keep" if over.return_partial_tasks else "drop")
-    becoming.put("rollout.timeout_ratio", limit.ratio if limit.enable else 0.0)
-    if not limit.enable and limit.model_fields_set - {"enable"}:
+    if limit.enable:
+        becoming.put("rollout.timeout_ratio", limit.ratio)
+        becoming.put("rollout.timeout_warmup", limit.warmup_min_steps)
+    elif limit.model_fields_set - {"enable"}:
         becoming.note("explorer.dynamic_timeout: it counts only with enable: true.")

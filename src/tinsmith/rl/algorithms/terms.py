@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from tinsmith.rl.algorithms.losses.base import LIMIT, Tokens
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, unread
 
 Estimator = Literal["none", "k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3"]
 
@@ -36,6 +36,14 @@ class KlConfig(Settings):
             raise ValueError("type none has no coef and no target; leave them out, or choose k2")
         if self.target and not self.coef:
             raise ValueError("target moves the coefficient, which must begin above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _read_together(self) -> KlConfig:
+        if self.type != "none" and "type" in self.model_fields_set and "coef" not in self.model_fields_set:
+            raise ValueError(f"type {self.type} wants a coef beside it; without one there is no divergence")
+        if self.target is None:
+            unread(self, "horizon", without="target")
         return self
 
     @property

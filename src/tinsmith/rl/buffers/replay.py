@@ -10,10 +10,10 @@ from __future__ import annotations
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tinsmith.rl.policy import request_seed
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, unread
 
 
 class ReplayConfig(Settings):
@@ -34,6 +34,14 @@ class ReplayConfig(Settings):
     """Seconds after a use until the batch may be used again; null is never."""
     size: int = Field(default=64, ge=1)
     """Batches kept; those of the lowest priority go first."""
+
+    @model_validator(mode="after")
+    def _read_together(self) -> ReplayConfig:
+        if not self.enable:
+            unread(self, "priority", "decay", "limit", "sigma", "cooldown", "size", without="enable: true")
+        if self.priority == "linear_decay":
+            unread(self, "limit", "sigma", without="priority linear_decay_limited")
+        return self
 
     def value(self, version: int, uses: int, number: int, seed: int) -> float:
         """The priority of batch `number`, by weights of `version`, used so often; -inf: not again."""

@@ -10,12 +10,13 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tinsmith.rl.rewards.base import Reward
 from tinsmith.rl.rewards.forms import THINK_ANSWER
 from tinsmith.rl.rewards.numbers import MARK
 from tinsmith.rl.types import Task
+from tinsmith.settings import unread
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _OPERATORS: Mapping[type, Callable[[float, float], float]] = {
@@ -70,6 +71,12 @@ class MathBoxed(Reward):
     """What is taken off where `think` finds none."""
     timeout: int = Field(default=5, ge=1)
     """Seconds for one comparison."""
+
+    @model_validator(mode="after")
+    def _read_together(self) -> MathBoxed:
+        if not self.think:
+            unread(self, "form", without="think: true")
+        return self
 
     def score(self, task: Task, text: str) -> dict[str, float]:
         """As `accuracy` and `format`."""

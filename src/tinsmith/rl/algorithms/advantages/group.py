@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tinsmith.rl.algorithms.advantages.base import Advantage, Advantages, Trace, Traces, deviation, spread, worths
+from tinsmith.settings import unread
 
 _FLOOR = 1e-6
 
@@ -62,6 +63,12 @@ class Opmd(Advantage):
     """Temperature of logavgexp."""
     shift: float = 0.0
     """Taken off the baseline: 0.1 is AsymRE's (arXiv 2506.20520)."""
+
+    @model_validator(mode="after")
+    def _read_together(self) -> Opmd:
+        if self.baseline == "mean":
+            unread(self, "tau", without="baseline logavgexp")
+        return self
 
     def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """A group of one has baseline 0, less the shift."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor
 
 from tinsmith.rl.algorithms.losses.base import PolicyLoss, Tokens, gap, share
+from tinsmith.settings import unread
 
 
 class ImportanceSampling(PolicyLoss):
@@ -208,6 +209,18 @@ class Rec(PolicyLoss):
     """Adds (p - q)^2 / 2 or q - p."""
     regularizer_coef: float = Field(default=0.0, ge=0)
     """Its weight."""
+
+    @model_validator(mode="after")
+    def _read_together(self) -> Rec:
+        if self.clip == "none":
+            unread(self, "clip_low", "clip_high", without="a clip")
+        if self.clip != "ring":
+            unread(self, "ring_low", "ring_high", without="clip ring")
+        if self.weight != "advantage":
+            unread(self, "temperature", without="weight advantage")
+        if self.regularizer == "none":
+            unread(self, "regularizer_coef", without="a regularizer")
+        return self
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]."""

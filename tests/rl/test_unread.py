@@ -1,0 +1,65 @@
+"""No key of a run file is accepted where nothing reads it: it is refused, with what would read it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.config import RunConfig
+from tinsmith.settings import build
+
+ASKED = {
+    "model": {"name": "toy"},
+    "tasks": {"train": {"type": "addition"}},
+    "rewards": [{"type": "closeness"}],
+    "steps": 3,
+}
+
+
+def read(values, **changes):
+    return build(RunConfig, {**values, **changes}, "run.yaml")
+
+
+def refused(values, words, **changes):
+    with pytest.raises(ConfigError) as told:
+        read(values, **changes)
+    assert words in str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "words"),
+    [
+        ("buffer", {"type": "memory", "replay": {"cooldown": 1.0}}, "cooldown means nothing without enable: true"),
+        (
+            "buffer",
+            {"type": "memory", "replay": {"enable": True, "sigma": 1.0}},
+            "sigma means nothing without priority",
+        ),
+        ("rollout", {"timeout_warmup": 5}, "timeout_warmup means nothing without a timeout_ratio"),
+        ("rollout", {"over": {"wait": 5.0}}, "wait means nothing without a ratio"),
+        ("optimizer", {"min_ratio": 0.1}, "min_ratio means nothing without schedule"),
+        ("algorithm", {"type": "grpo_std", "kl": {"type": "k3"}}, "type k3 wants a coef beside it"),
+        ("algorithm", {"kl": {"type": "k3", "coef": 0.1, "horizon": 9}}, "horizon means nothing without target"),
+        ("algorithm", {"type": "opmd", "advantage": {"tau": 5.0}}, "tau means nothing without baseline logavgexp"),
+        ("algorithm", {"type": "rec", "loss": {"ring_low": 0.5}}, "ring_low means nothing without clip ring"),
+        ("algorithm", {"type": "rec", "loss": {"clip": "none", "clip_low": 0.1}}, "clip_low means nothing without"),
+        ("algorithm", {"type": "rec", "loss": {"temperature": 2.0}}, "temperature means nothing without weight"),
+        ("algorithm", {"type": "rec", "loss": {"regularizer_coef": 2.0}}, "regularizer_coef means nothing without"),
+        ("eval", {"before": False, "baseline": 3}, "baseline means nothing without before: true"),
+        ("bench", {"checkpoints": ["tinker://a/b"], "of_run": "all"}, "leave out one"),
+        ("rewards", [{"type": "math_boxed", "form": 0.5}], "form means nothing without think: true"),
+    ],
+)
+def test_a_key_without_the_one_that_it_goes_with_is_refused(section, values, words):
+    refused(ASKED, words, **{section: values})
+
+
+def test_an_order_by_guesses_wants_the_fields_to_guess_by():
+    tasks = {"train": {"type": "addition"}, "order": {"type": "difficulty", "rho": 0.5}}
+    refused(ASKED, "rho means nothing without by", tasks=tasks)
+
+
+def test_a_default_may_be_written_down():
+    run = read(ASKED, rollout={"timeout_warmup": 1, "over": {"wait": 30.0}}, optimizer={"min_ratio": 0.0})
+    again = run.model_dump(mode="json")
+    assert build(RunConfig, {**again, "eval": {}, "bench": {}}, "run.yaml").rollout == run.rollout
