@@ -28,7 +28,7 @@ def test_warm_up_rises_to_the_full_rate():
     assert course(schedule="linear", warmup_ratio=0.25)[:4] == [0.5, 1.0, 1.0, 0.875]
     assert course(schedule="linear", min_ratio=0.5) == pytest.approx([1.0 - 0.05 * step for step in range(10)])
     assert course(schedule="cosine", min_ratio=0.1)[5] == pytest.approx(0.1 + 0.9 * 0.5)
-    assert course(schedule="constant", min_ratio=0.5) == [1.0] * 10
+    assert course(schedule="constant") == [1.0] * 10
     with pytest.raises(ValueError, match="leave out one"):
         OptimizerConfig(warmup_steps=1, warmup_ratio=0.1)
 

@@ -151,7 +151,9 @@ def test_rec(clip, weight, regularizer):
         return -a * w[weight] * inside * p + 0.3 * extra
 
     rows = [[(-1.0, gap, a)] for gap in (-1.5, -0.5, 0.1, 0.5, 1.5) for a in (-1.0, 0.7)]
-    loss = clipped.Rec(clip=clip, weight=weight, temperature=2.0, regularizer=regularizer, regularizer_coef=0.3)
+    warm = {"temperature": 2.0} if weight == "advantage" else {}
+    held = {"regularizer_coef": 0.3} if regularizer != "none" else {}
+    loss = clipped.Rec(clip=clip, weight=weight, regularizer=regularizer, **warm, **held)
     same(loss, [*rows, [(-1.0, 0.3, 1.0), (-2.0, -0.2, 1.0)]], by_hand)
 
 

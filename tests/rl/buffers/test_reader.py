@@ -164,7 +164,7 @@ def test_the_limited_priority_ends_after_so_many_uses():
 
 
 def test_the_noise_of_the_limited_priority_has_its_deviation():
-    config = ReplayConfig(priority="linear_decay_limited", sigma=0.5, decay=2.0, limit=3)
+    config = ReplayConfig(enable=True, priority="linear_decay_limited", sigma=0.5, decay=2.0, limit=3)
     drawn = [config.value(7, 1, number, 0) for number in range(2000)]
     assert statistics.mean(drawn) == pytest.approx(5.0, abs=0.05)
     assert statistics.stdev(drawn) == pytest.approx(0.5, rel=0.1)
