@@ -45,15 +45,19 @@ class Settings(BaseModel):
 S = TypeVar("S", bound=BaseModel)
 
 
+def changed(settings: BaseModel) -> tuple[str, ...]:
+    """The keys that say something other than their defaults."""
+    fields = type(settings).model_fields
+    return tuple(name for name, value in settings if value != fields[name].get_default(call_default_factory=True))
+
+
 def unread(settings: BaseModel, *names: str, without: str) -> None:
     """For a check of a settings class: raises ValueError if one of these keys says something other than its default.
 
     They are read with `without` alone, which is not there.
     """
-    fields = type(settings).model_fields
-    for name, value in settings:
-        if name in names and value != fields[name].get_default(call_default_factory=True):
-            raise ValueError(f"{name} means nothing without {without}; give both, or leave it out")
+    if given := [name for name in changed(settings) if name in names]:
+        raise ValueError(f"{given[0]} means nothing without {without}; give both, or leave it out")
 
 
 def read(kind: type[S], file: Path | None = None, overrides: Sequence[str] = ()) -> S:

@@ -216,7 +216,7 @@ _BUFFER: dict[str, tuple[Any, Pairs]] = {
     "format.messages_key": ("chat", ()),
     "format.system_prompt": ("Be brief.", ()),
     "format.system_prompt_key": ("system", ()),
-    "format.reply_prefix": ("<think>", ()),
+    "format.tools_key": ("functions", ()),
     "format.enable_concatenated_multi_turn": (True, ()),
     "format.enable_thinking": (True, ()),
     "format.chat_template": ("{{ messages }}", ()),

@@ -203,3 +203,27 @@ def test_all_of_it_counts_beside_its_key(tmp_path):
     ).settings
     assert (run.optimizer.min_ratio, run.rollout.over.wait) == (0.5, 5.0)
     assert (run.rollout.timeout_warmup, run.sync.in_flight) == (7, 5)
+
+
+LESSONS = "buffer.trainer_input.experience_buffer"
+TAUGHT = (
+    ("algorithm.algorithm_type", "sft"),
+    ("mode", "train"),
+    ("buffer.train_batch_size", 8),
+    (f"{LESSONS}.storage_type", "file"),
+    (f"{LESSONS}.path", "chats.jsonl"),
+)
+
+
+def test_tools_of_rows_are_before_a_lesson_as_in_trinity(tmp_path):
+    run = read(tmp_path, *TAUGHT).settings
+    assert run.experts is not None
+    assert run.experts.data.tools_key == "tools"
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"), [("sft", "response_key"), ("sft", "chosen_key"), ("cpt", "messages_key"), ("dpo", "tools_key")]
+)
+def test_a_field_that_these_lessons_have_not_is_told(tmp_path, kind, key):
+    notes = read(tmp_path, *TAUGHT, ("algorithm.algorithm_type", kind), (f"{LESSONS}.format.{key}", "some")).notes
+    assert any(f"{key}: of prompt_type messages, {kind} reads none of it" in note for note in notes)

@@ -16,6 +16,14 @@ ASKED = {
 }
 
 
+TAUGHT = {
+    "model": {"name": "toy"},
+    "algorithm": {"type": "sft"},
+    "experts": {"data": {"type": "addition"}, "per_step": 4},
+    "steps": 3,
+}
+
+
 def read(values, **changes):
     return build(RunConfig, {**values, **changes}, "run.yaml")
 
@@ -63,3 +71,28 @@ def test_a_default_may_be_written_down():
     run = read(ASKED, rollout={"timeout_warmup": 1, "over": {"wait": 30.0}}, optimizer={"min_ratio": 0.0})
     again = run.model_dump(mode="json")
     assert build(RunConfig, {**again, "eval": {}, "bench": {}}, "run.yaml").rollout == run.rollout
+
+
+ROWS = {"type": "jsonl", "path": "rows.jsonl"}
+
+
+@pytest.mark.parametrize("key", ["reply", "chosen", "rejected", "tools_key"])
+def test_tasks_have_no_keys_of_lessons(key):
+    words = f"{key} is read of lessons (experts.data) alone; leave it out here"
+    refused(ASKED, words, tasks={"train": {**ROWS, key: "some"}})
+    refused(ASKED, words, tasks={"train": {"type": "addition"}, "eval": {"one": {**ROWS, key: "some"}}})
+
+
+@pytest.mark.parametrize(("key", "value"), [("reply_prefix", "So:"), ("extra", ["level"])])
+def test_lessons_have_no_keys_of_tasks(key, value):
+    refused(TAUGHT, f"{key} is read of tasks alone", experts={"data": [{**ROWS, key: value}]})
+
+
+def test_plain_text_to_learn_has_no_chat_around_it():
+    experts = {"data": {**ROWS, "system": "Be brief."}, "learn": "text"}
+    refused({**TAUGHT, "algorithm": {"type": "cpt"}}, "system is read of chats", experts=experts)
+
+
+def test_how_many_lessons_a_step_has_is_said_once():
+    experts = {"data": {"type": "addition"}, "per_step": 3, "ratio": 0.3}
+    refused(TAUGHT, "leave out one", experts=experts)

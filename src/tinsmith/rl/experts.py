@@ -16,7 +16,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.order import Difficulty, Lane, Order, Shuffle
 from tinsmith.rl.policy import Spelling
 from tinsmith.rl.samples import Kind, Sample
-from tinsmith.rl.sources import Sources, listed
+from tinsmith.rl.sources import Sources, listed, read_by
 from tinsmith.rl.tables import Learn
 from tinsmith.rl.tasks import Held, question, questions
 from tinsmith.rl.types import Lesson, Message
@@ -46,6 +46,16 @@ class ExpertsConfig(Settings):
     def _nobody_reports(self) -> ExpertsConfig:
         if isinstance(self.order, Difficulty):
             raise ValueError("order difficulty goes by rewards, and lessons have none; choose another")
+        return self
+
+    @model_validator(mode="after")
+    def _taught_and_not_asked(self) -> ExpertsConfig:
+        read_by(listed(self.data), ("reply_prefix", "extra"), "tasks")
+        if self.learn == "text":
+            chat = ("system", "system_key", "reply", "chosen", "rejected", "tools_key")
+            read_by(listed(self.data), chat, "chats")
+        if self.per_step and "ratio" in self.model_fields_set:
+            raise ValueError("per_step and ratio both say how many lessons a step has; leave out one")
         return self
 
     def count(self, groups: int, group_size: int, *, alone: bool) -> int:

@@ -97,15 +97,15 @@ class Fields(Settings):
     answer: str = "{answer}"
     """Fields of the row in braces; empty where the rows have no answer."""
     answer_optional: bool = False
-    """A row without the one field that `answer` names has an empty answer."""
+    """Of tasks: a row without the one field that `answer` names has an empty answer."""
     answer_after: str = ""
-    """Only what follows the last such mark is the answer, as '####' in GSM8K."""
+    """Of tasks: only what follows the last such mark is the answer, as '####' in GSM8K. A lesson is the whole answer."""
     system: str = ""
     """A system message before each prompt; braces are as they stand."""
     system_key: str = ""
     """The field with the row's own system message, in place of `system` where it is not empty."""
     reply_prefix: str = ""
-    """How every reply begins: the policy goes on from there."""
+    """Of tasks: how every reply begins; the policy goes on from there."""
     extra: tuple[str, ...] = ()
     """Of tasks: fields of the row that workflows and rewards read besides, as `task.extra`; '*' is all of them."""
     reply: str = ""

@@ -9,7 +9,7 @@ Example: Addition().load()[0].answer == "20"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from random import Random
@@ -19,10 +19,10 @@ import numpy as np
 from pydantic import Discriminator, Field, Tag
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.fields import Indexed, ask, fill
+from tinsmith.rl.fields import Fields, Indexed, ask, fill
 from tinsmith.rl.tables import Files, Hub, Jsonl, Learn, Sql
 from tinsmith.rl.types import Lesson, Message, Task
-from tinsmith.settings import MANY, ONE, Settings
+from tinsmith.settings import MANY, ONE, Settings, changed
 
 
 class Generated(Settings):
@@ -165,3 +165,10 @@ def listed(sources: Source | tuple[Source, ...] | None) -> tuple[Source, ...]:
     if sources is None:
         return ()
     return sources if isinstance(sources, tuple) else (sources,)
+
+
+def read_by(sources: Iterable[Source], names: Sequence[str], other: str) -> None:
+    """For a check of a settings class: raises ValueError if a source of rows sets one of the keys that `other` reads."""
+    for source in sources:
+        if isinstance(source, Fields) and (given := [name for name in names if name in changed(source)]):
+            raise ValueError(f"{given[0]} is read of {other} alone; leave it out here")

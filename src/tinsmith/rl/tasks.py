@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.fields import Indexed
 from tinsmith.rl.order import Lane, Order, Shuffle
-from tinsmith.rl.sources import NamedSources, Source, Sources, listed
+from tinsmith.rl.sources import NamedSources, Source, Sources, listed, read_by
 from tinsmith.rl.types import Group, Message, Task
 from tinsmith.settings import Settings
 
@@ -50,6 +50,12 @@ class TasksConfig(Settings):
     """Which tasks are split off; apart from the run's seed, so that runs of several seeds are judged alike."""
     order: Order = Shuffle()
     """In what order training tasks come, in each source."""
+
+    @model_validator(mode="after")
+    def _asked_and_not_taught(self) -> TasksConfig:
+        held_out = self.eval.values() if isinstance(self.eval, dict) else listed(self.eval)
+        read_by([*self.sources, *held_out], ("reply", "chosen", "rejected", "tools_key"), "lessons (experts.data)")
+        return self
 
     @property
     def sources(self) -> tuple[Source, ...]:

@@ -53,6 +53,8 @@ class LessonFormat(Format):
     chosen_key: Annotated[str, Honoured("experts.data.chosen, for dpo")] = "chosen"
     rejected_key: Annotated[str, Honoured("experts.data.rejected, for dpo")] = "rejected"
     enable_concatenated_multi_turn: Annotated[bool, Honoured("experts.learn: all")] = False
+    tools_key: Annotated[str, Honoured("experts.data.tools_key, of chats")] = "tools"
+    reply_prefix: Annotated[str | None, NoMeaning("a lesson holds the whole reply.")] = None
 
 
 class Sampling(Section):

@@ -111,17 +111,31 @@ def _lesson(buffer: Buffer, key: str, name: str, becoming: Becoming) -> dict[str
     _waiting(buffer, key, becoming)
     form = buffer.format
     found = source(buffer, key, becoming)
-    found.pop("answer", None)
+    found.pop("reply_prefix", None)
     by_chat = form.prompt_type == "messages" and name != "cpt"
+    read = ["messages_key" if by_chat else "prompt_key"]
     found["prompt"] = f"{{{form.messages_key if by_chat else form.prompt_key}}}"
     found["answer"] = ""
     if name == "dpo":
+        read += ["chosen_key", "rejected_key"]
         found |= {"chosen": f"{{{form.chosen_key}}}", "rejected": f"{{{form.rejected_key}}}"}
-    elif name == "sft" and not by_chat:
+    if name == "sft":
+        read += ["tools_key", "enable_concatenated_multi_turn"]
+        found["tools_key"] = form.tools_key
+    if name == "sft" and not by_chat:
+        read.append("response_key")
         found["reply"] = f"{{{form.response_key}}}"
-    if name != "dpo" and form.model_fields_set & {"chosen_key", "rejected_key"}:
-        becoming.note(f"{key}.format.chosen_key, {key}.format.rejected_key: they count only for dpo.")
+    if unread := [one for one in _OF_LESSONS if one in form.model_fields_set and one not in read]:
+        keys = ", ".join(f"{key}.format.{one}" for one in unread)
+        becoming.note(f"{keys}: of prompt_type {form.prompt_type}, {name} reads none of it.")
     return found
+
+
+_OF_LESSONS = (
+    "messages_key", "prompt_key", "response_key", "chosen_key", "rejected_key", "tools_key",
+    "enable_concatenated_multi_turn",
+)  # fmt: skip
+"""Keys of a format that some lessons have and others have not."""
 
 
 def _waiting(buffer: Buffer, key: str, becoming: Becoming) -> None:
