@@ -107,6 +107,7 @@ def taught(folder: Path, data: Path, **changes):
         folder,
         **{
             "algorithm": {"type": "sft"},
+            "group_size": 8,
             "experts": {"data": source},
             "tasks": {},
             "rewards": [],

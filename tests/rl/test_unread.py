@@ -96,3 +96,67 @@ def test_plain_text_to_learn_has_no_chat_around_it():
 def test_how_many_lessons_a_step_has_is_said_once():
     experts = {"data": {"type": "addition"}, "per_step": 3, "ratio": 0.3}
     refused(TAUGHT, "leave out one", experts=experts)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("group_size", 4),
+        ("staleness", 1),
+        ("sync", {"interval": 2}),
+        ("buffer", {"type": "memory", "max_staleness": 1}),
+        ("filters", [{"type": "cut"}]),
+    ],
+)
+def test_a_run_on_data_alone_has_no_keys_of_rollouts(key, value):
+    refused(TAUGHT, f"{key} is about rollouts, and sft learns from data alone", **{key: value})
+    stages = [{"name": "told", "algorithm": {"type": "sft"}, "experts": TAUGHT["experts"]}, {"name": "asked"}]
+    asked = {**ASKED, key: value}
+    assert key not in read(asked, stages=stages).staged(1, "").model_fields_set
+    refused(ASKED, f"stage told: {key} is about rollouts", stages=[{**stages[0], key: value}, stages[1]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "words"),
+    [
+        ("sft", {"kl": {"type": "k2", "coef": 0.1}}, "kl means nothing to sft"),
+        ("cpt", {"entropy": {"coef": 0.1}}, "entropy means nothing to cpt"),
+        ("sft", {"kl_penalty": {"type": "k1", "coef": 0.1}}, "kl_penalty means nothing to sft"),
+        ("dpo", {"advantage": {"type": "rloo"}}, "advantage means nothing to dpo"),
+        ("dpo", {"aggregate": "token_sum"}, "aggregate means nothing to dpo"),
+        ("sft", {"refill": True}, "refill means nothing without rollouts"),
+        ("sft", {"loss": {"type": "ppo"}}, "sft wants a loss of likelihoods"),
+    ],
+)
+def test_an_algorithm_of_lessons_has_no_parts_of_rollouts(kind, part, words):
+    refused(TAUGHT, words, algorithm={"type": kind, **part})
+
+
+def test_lessons_may_have_another_loss_and_pairs_a_divergence():
+    assert read(TAUGHT, algorithm={"type": "sft", "loss": {"type": "sft_phi"}}).algorithm.loss.type == "sft_phi"
+    kept = {"type": "dpo", "kl": {"type": "k2", "coef": 0.1}, "aggregate": "token_sum"}
+    assert read(TAUGHT, algorithm=kept).algorithm.aggregate == "token_sum"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"sync": {"style": "live"}, "staleness": 2}, "staleness means nothing with sync.style live"),
+        ({"buffer": {"type": "memory", "capacity": 2}}, "buffer.capacity means nothing with sync.style fixed"),
+        ({"sync": {"in_flight": 3}}, "in_flight means nothing without style live"),
+        ({"sync": {"method": "memory", "keep": 5}}, "keep means nothing without method checkpoint"),
+    ],
+)
+def test_how_far_sampling_runs_ahead_is_said_where_it_counts(changes, words):
+    refused(ASKED, words, **changes)
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ([{"name": "a", "keep_optimizer": True}, {"name": "b"}], "stage a: no stage trains before it"),
+        ([{"name": "a"}, {"name": "b", "mode": "bench", "keep_optimizer": True}], "stage b: mode bench trains nothing"),
+    ],
+)
+def test_an_optimizer_is_kept_where_there_is_one(stages, words):
+    refused(ASKED, words, stages=stages)

@@ -122,7 +122,8 @@ def settle(section: Section, becoming: Becoming, prefix: str = "") -> None:
 
 def idle(section: Section | None, becoming: Becoming, prefix: str, why: str) -> None:
     """Notes that what a file sets under `section` does nothing in this run, though it would in another."""
-    paths = [] if section is None else [path for path, fate in _set(section, prefix) if isinstance(fate, Honoured)]
+    said = [] if section is None else list(_set(section, prefix))
+    paths = [path for path, fate in said if isinstance(fate, Copied | Honoured)]
     if paths:
         becoming.note(f"{', '.join(paths)}: {why}")
 

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl import plugins
+from tinsmith.rl import plugins, unread
 from tinsmith.rl.algorithms import AlgorithmConfig
 from tinsmith.rl.algorithms.advantages.group import Grpo
 from tinsmith.rl.algorithms.advantages.turns import StepWiseGrpo
@@ -139,6 +139,7 @@ class RunConfig(Settings):
         modes = [self.staged(number).mode for number in range(1, len(self.stages) + 1)]
         if modes and set(modes) == {"bench"}:
             raise ValueError("no stage trains; take mode bench for the whole run, without stages")
+        unread.check_stages(self.stages, modes)
         return self
 
     def staged(self, number: int, state: str = "tinker://the/stage/before") -> RunConfig:
@@ -163,7 +164,7 @@ class RunConfig(Settings):
             values["model"] = {**model, "load_from": state}
         values["folder"] = str(Path(self.folder or f"runs/{self.name}") / f"{number:02}-{stage.name}")
         values["name"] = f"{self.name} {stage.name}".strip()
-        return build(RunConfig, {**values, **own}, f"stage {stage.name}")
+        return build(RunConfig, {**unread.of_stage(values, own), **own}, f"stage {stage.name}")
 
     @property
     def rolls_out(self) -> bool:
@@ -202,6 +203,12 @@ class RunConfig(Settings):
             raise ValueError("cpt learns plain text: set experts.learn to text, or take sft")
         if wanted == "pairs" and self.experts is not None and self.experts.learn == "text":
             raise ValueError(f"{kind} compares replies to a chat; leave out experts.learn: text")
+        return self
+
+    @model_validator(mode="after")
+    def _reads_what_it_says(self) -> RunConfig:
+        if not self.stages and self.mode != "bench":
+            unread.check(self)
         return self
 
     @model_validator(mode="after")
@@ -272,16 +279,6 @@ class RunConfig(Settings):
                 f"mode {self.mode} is one of two processes, which meet in the run's folder: resume rename parts them; "
                 "set another folder in both files to begin anew"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _styles_fit(self) -> RunConfig:
-        if self.sync.style == "fixed" and self.rollout.over.ratio:
-            raise ValueError(
-                "rollout.over wants another sync.style than fixed, whose batches are the same in every run"
-            )
-        if self.sync.publish_every is not None and self.sync.style not in ("on_publish", "live"):
-            raise ValueError(f"sync.publish_every means nothing with sync.style {self.sync.style}; set sync.interval")
         return self
 
     @model_validator(mode="after")

@@ -99,7 +99,7 @@ class Fields(Settings):
     answer_optional: bool = False
     """Of tasks: a row without the one field that `answer` names has an empty answer."""
     answer_after: str = ""
-    """Of tasks: only what follows the last such mark is the answer, as '####' in GSM8K. A lesson is the whole answer."""
+    """Of tasks: only what follows the last such mark is the answer, as '####' in GSM8K. A lesson is all of it."""
     system: str = ""
     """A system message before each prompt; braces are as they stand."""
     system_key: str = ""

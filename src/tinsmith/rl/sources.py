@@ -168,7 +168,7 @@ def listed(sources: Source | tuple[Source, ...] | None) -> tuple[Source, ...]:
 
 
 def read_by(sources: Iterable[Source], names: Sequence[str], other: str) -> None:
-    """For a check of a settings class: raises ValueError if a source of rows sets one of the keys that `other` reads."""
+    """For a check of a settings class: raises ValueError if a source of rows sets a key that `other` reads."""
     for source in sources:
         if isinstance(source, Fields) and (given := [name for name in names if name in changed(source)]):
             raise ValueError(f"{given[0]} is read of {other} alone; leave it out here")

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.policy import Policy, Prompt, SamplingConfig, Snapshot, Spelling
 from tinsmith.rl.types import Turn
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, unread
 
 
 class SyncConfig(Settings):
@@ -44,6 +44,14 @@ class SyncConfig(Settings):
     """Seconds to wait for newer weights, or for a batch of another process, before the run ends with an error."""
     in_flight: int = Field(default=2, ge=1)
     """In `live`: batches under way at a time."""
+
+    @model_validator(mode="after")
+    def _read_together(self) -> SyncConfig:
+        if self.style != "live":
+            unread(self, "in_flight", without="style live")
+        if self.method == "memory":
+            unread(self, "keep", without="method checkpoint")
+        return self
 
     @property
     def period(self) -> int:

@@ -71,7 +71,7 @@ def settings(name: str, data: Path, folder: Path) -> RunConfig:
         "rewards": [{"type": "custom", "path": f"{__name__}:worth"}],
         "sampling": {"max_tokens": 6},
         "groups_per_step": 3,
-        "group_size": 4,
+        **({} if name in ("sft", "cpt", "dpo") else {"group_size": 4}),
         "steps": 2,
         "optimizer": {"learning_rate": 1e-2},
         "monitors": [],

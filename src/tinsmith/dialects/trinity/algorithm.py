@@ -44,7 +44,9 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
     _divergence(ours, "kl", "kl_loss_fn", section.kl_loss_fn, section.kl_loss_fn_args, becoming)
     _divergence(ours, "kl_penalty", "kl_penalty_fn", section.kl_penalty_fn, section.kl_penalty_fn_args, becoming)
     _entropy(ours, section, becoming)
-    if section.loss_agg_mode is not None:
+    if section.loss_agg_mode is not None and loss == "dpo":
+        becoming.note("algorithm.loss_agg_mode: dpo's loss is a mean over pairs.")
+    elif section.loss_agg_mode is not None:
         _aggregate(ours, "algorithm.loss_agg_mode", section.loss_agg_mode, becoming)
     _beside(ours, file, becoming)
     becoming.settings["algorithm"] = ours
@@ -199,9 +201,13 @@ def _repeats(name: str, section: Algorithm, becoming: Becoming) -> None:
     if section.repeat_times is not None and section.repeat_times < 1:
         becoming.fault("algorithm.repeat_times", f"{section.repeat_times} replies are none.", "Set 1 or more.")
         return
+    if name in SUPERVISED:
+        if section.repeat_times is not None:
+            becoming.note(f"algorithm.repeat_times: {name} learns from data, and asks nothing.")
+        return
     usual = REPEATS.get(name, 2)
     becoming.put("group_size", section.repeat_times or usual)
-    if section.repeat_times is None and name not in SUPERVISED:
+    if section.repeat_times is None:
         becoming.note(f"algorithm.repeat_times is not set: {usual}, as documented for {name} (Trinity itself takes 1).")
 
 

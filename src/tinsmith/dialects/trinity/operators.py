@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from difflib import get_close_matches
 
-from tinsmith.dialects.base import Becoming
+from tinsmith.dialects.base import Becoming, idle
+from tinsmith.dialects.trinity.algorithm import SUPERVISED
 from tinsmith.dialects.trinity.keys import Operator, TrinityFile
 
 PLACE = "data_processor.experience_pipeline.operators"
@@ -22,6 +23,10 @@ MISSING = {
 
 def translate(file: TrinityFile, becoming: Becoming) -> None:
     """`filters`, in the file's order."""
+    if file.algorithm.algorithm_type in SUPERVISED:
+        why = f"{file.algorithm.algorithm_type} learns from data, so there are no rollouts to leave out."
+        idle(file.data_processor, becoming, "data_processor.", why)
+        return
     filters: list[dict[str, object]] = []
     for at, operator in enumerate(file.data_processor.experience_pipeline.operators):
         if (found := _filter(operator, f"{PLACE}[{at}]", becoming)) is not None:

@@ -6,7 +6,8 @@ floor((k - 1 - o) / i) i. Without a method, weights are handed over in memory by
 
 from __future__ import annotations
 
-from tinsmith.dialects.base import Becoming
+from tinsmith.dialects.base import Becoming, idle
+from tinsmith.dialects.trinity.algorithm import SUPERVISED
 from tinsmith.dialects.trinity.keys import TrinityFile
 
 STYLES = {
@@ -22,6 +23,12 @@ PUBLISHING = ("trainer_driven", "fully_async")
 def translate(file: TrinityFile, becoming: Becoming) -> None:
     """`sync`, `staleness` and `rollout`."""
     sync = file.synchronizer
+    _tries(file, becoming)
+    if file.algorithm.algorithm_type in SUPERVISED:
+        becoming.settings.pop("sync", None)
+        why = f"{file.algorithm.algorithm_type} learns from data, so nothing is sampled to learn from."
+        idle(sync, becoming, "synchronizer.", why)
+        return
     _intervals(file, becoming)
     if sync.sync_offset < 0:
         becoming.fault("synchronizer.sync_offset", f"{sync.sync_offset} is below 0.", "Set 0 or more.")
@@ -40,7 +47,6 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
         becoming.put("sync.method", "checkpoint")
     if sync.sync_timeout <= 0:
         becoming.fault("synchronizer.sync_timeout", f"{sync.sync_timeout} seconds are none.", "Set 1 or more.")
-    _tries(file, becoming)
 
 
 def _intervals(file: TrinityFile, becoming: Becoming) -> None:

@@ -12,12 +12,13 @@ from tinsmith.rl.algorithms.advantages.group import Grpo
 from tinsmith.rl.algorithms.losses import LossConfig
 from tinsmith.rl.algorithms.losses.base import Aggregate
 from tinsmith.rl.algorithms.losses.clipped import ImportanceSampling
+from tinsmith.rl.algorithms.losses.likelihood import Sft, SftIs, SftPhi
 from tinsmith.rl.algorithms.losses.mixed import Mix, MixChord
 from tinsmith.rl.algorithms.losses.preference import Dpo
-from tinsmith.rl.algorithms.presets import NAMES, Name, filled
+from tinsmith.rl.algorithms.presets import NAMES, PRESETS, Name, filled
 from tinsmith.rl.algorithms.terms import EntropyConfig, KlConfig
 from tinsmith.rl.critic import CriticConfig
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, unread
 
 
 class AlgorithmConfig(Settings):
@@ -71,6 +72,26 @@ class AlgorithmConfig(Settings):
             raise ValueError(
                 f"advantage {self.advantage.type} reads no rewards, so kl_penalty does nothing; leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _lessons_read_it(self) -> AlgorithmConfig:
+        """Of data to learn from as it stands, there are no rewards to compare and no words of the policy's own."""
+        usual = PRESETS[self.type]
+        if self.learns_from not in ("experts", "pairs"):
+            return self
+        unread(self, "merge_replies", "refill", "mask_truncated", without="rollouts")
+        terms = {"advantage": self.advantage.type != usual["advantage"]["type"], "kl_penalty": self.kl_penalty.asks}
+        if self.learns_from == "experts":
+            if not isinstance(self.loss, Sft | SftIs | SftPhi):
+                raise ValueError(
+                    f"{self.type} wants a loss of likelihoods: sft, sft_is or sft_phi, not {self.loss.type}"
+                )
+            terms |= {"kl": self.kl.asks, "entropy": bool(self.entropy.coef)}
+        elif not (self.kl.asks or self.entropy.coef):
+            terms["aggregate"] = self.aggregate != usual["aggregate"]
+        if idle := [name for name, given in terms.items() if given]:
+            raise ValueError(f"{idle[0]} means nothing to {self.type}, which learns from data alone; leave it out")
         return self
 
     @property

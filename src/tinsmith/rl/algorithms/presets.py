@@ -17,6 +17,9 @@ Name = Literal[
 ]  # fmt: skip
 NAMES: tuple[str, ...] = get_args(Name)
 
+LESSONS = ("sft", "cpt", "dpo")
+"""Those that learn from data alone."""
+
 _K2 = {"type": "k2", "coef": 0.001}
 _NONE = {"type": "none"}
 
