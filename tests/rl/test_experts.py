@@ -157,6 +157,7 @@ def test_cpt_and_dpo_run_on_data(tmp_path, name):
 def test_experts_stand_beside_rollouts(tmp_path, name):
     changes = {
         "algorithm": {"type": name, "kl": {"type": "none", "coef": 0}},
+        "group_size": 4,
         "tasks": {"train": {"type": "addition"}, "held_out": 0},
         "rewards": [{"type": "format", "pattern": "yes"}],
         "optimizer": {"learning_rate": 0.5},

@@ -108,7 +108,23 @@ def _check_settings(request: Pass, spec: LossSpec) -> None:
     for key, default in spec.config.items():
         if default is None and key not in request.loss_config:
             raise BadRequest(f"{name} needs loss_fn_config['{key}'].", "It has no default.")
+    if "kl_estimator" in request.loss_config and "kl_coef" not in request.loss_config:
+        raise BadRequest("loss_fn_config.kl_estimator is read only with kl_coef.", "Give both or none.")
     _check_ranges(name, request.loss_config)
+    _check_bounds({**spec.config, **request.loss_config})
+
+
+def _check_bounds(config: Mapping[str, float | str | None]) -> None:
+    """Of settings with their defaults."""
+    for key in ("beta", "kl_coef"):
+        if float(config.get(key) or 0) < 0:
+            raise BadRequest(f"loss_fn_config.{key} is {config[key]}.", "Give 0 or more.")
+    low, high = (float(config.get(f"clip_{side}_threshold") or 0) for side in ("low", "high"))
+    if low > high:
+        raise BadRequest(
+            f"loss_fn_config.clip_low_threshold is {low}, above clip_high_threshold, {high}.",
+            "They bound the ratio: give them as 0.8 and 1.2, say.",
+        )
 
 
 def _check_ranges(name: str, config: Mapping[str, float | str]) -> None:

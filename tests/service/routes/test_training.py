@@ -136,7 +136,8 @@ def test_unknown_fields_are_ignored_and_known_ones_checked(tmp_path: Path) -> No
             assert "'seq_id'" in refused.json()["detail"]
             refused = await on.post("optim_step", b"{not json")
             assert refused.status_code == 400
-            for extra, says in (({"kind": "live", "sampling_session_seq_id": 0}, "snapshot"), ({}, "neither")):
+            live, named = {"kind": "live", "sampling_session_seq_id": 0}, {"kind": "inflight", "path": "named"}
+            for extra, says in ((live, "snapshot"), (named, "without a path, inflight"), ({}, "neither")):
                 refused = await on.post("save_weights_for_sampler", {"model_id": model, "seq_id": 2, **extra})
                 assert says in refused.json()["detail"]
 

@@ -144,8 +144,9 @@ async def save_weights_for_sampler(tenant: Tenant, service: ServiceDep, body: Ra
     if await _promised(service, model, asked.seq_id):
         return _promise_of(model, asked.seq_id)
     check_ttl(asked.ttl_seconds)
-    if asked.kind not in ("snapshot", "inflight"):
-        raise BadRequest(f"kind is '{asked.kind}'.", "Give snapshot or inflight.")
+    kinds = ("snapshot", "inflight") if asked.path is None else ("snapshot",)
+    if asked.kind not in kinds:
+        raise BadRequest(f"kind is '{asked.kind}'.", "Give snapshot or, without a path, inflight.")
     if asked.path is not None:
         _check_new_name(service, model, "sampler_weights", asked.path)
         work = SaveSampler(name=asked.path, ttl_seconds=asked.ttl_seconds, metadata=asked.user_metadata)
