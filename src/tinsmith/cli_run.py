@@ -103,6 +103,10 @@ def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
 
     base_url = settings.model.base_url or os.environ.get("TINKER_BASE_URL", "")
     if base_url:
+        from tinsmith.settings import changed
+
+        if told := changed(settings.service):
+            sys.stderr.write(f"note: service.{', service.'.join(told)}: {base_url} decides, as no service is started\n")
         yield base_url, api_key(base_url)
         return
     if settings.meets:

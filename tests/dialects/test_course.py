@@ -227,3 +227,19 @@ def test_tools_of_rows_are_before_a_lesson_as_in_trinity(tmp_path):
 def test_a_field_that_these_lessons_have_not_is_told(tmp_path, kind, key):
     notes = read(tmp_path, *TAUGHT, ("algorithm.algorithm_type", kind), (f"{LESSONS}.format.{key}", "some")).notes
     assert any(f"{key}: of prompt_type messages, {kind} reads none of it" in note for note in notes)
+
+
+TASKS = "buffer.explorer_input.taskset"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "words"),
+    [
+        ((("explorer.rollout_model.dtype", "bfloat16"),), "rollout_model.dtype: with model.tinker the server decides"),
+        ((*LORA, ("explorer.rollout_model.dtype", "float16")), "float16 is not served"),
+        (((f"{TASKS}.path", "rows.jsonl"), (f"{TASKS}.split", "test")), f"{TASKS}.split: it counts for datasets"),
+        ((*LORA, ("model.lora_configs[].path", "tinker://a/weights/b"), ("model.lora_configs[].lora_rank", 8)), "own"),
+    ],
+)
+def test_what_is_near_or_read_elsewhere_is_told(tmp_path, pairs, words):
+    assert any(words in note for note in read(tmp_path, *pairs).notes)

@@ -29,6 +29,10 @@ def test_names_of_one_source_share_an_engine() -> None:
         ({"vllm": {"rank": 64}}, "give both or none"),
         ({"sampler": "vllm", "engine": "fake"}, "engine=torch"),
         ({"sampler": "vllm", "vllm": {"rank": 24}}, "vllm.rank"),
+        ({"engine": "fake", "dtype": "float32"}, "dtype means nothing without engine torch"),
+        ({"engine": "fake", "sharing": "latency"}, "sharing means nothing without engine torch"),
+        ({"capture_every": 0}, "capture_every"),
+        ({"port": 70000}, "port"),
         ({"modles": ["a"]}, "Did you mean 'models'"),
     ],
 )

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, model_validator
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl import plugins, unread
+from tinsmith.rl import fitting, plugins
 from tinsmith.rl.algorithms import AlgorithmConfig
 from tinsmith.rl.algorithms.advantages.group import Grpo
 from tinsmith.rl.algorithms.advantages.turns import StepWiseGrpo
@@ -39,7 +39,7 @@ from tinsmith.rl.tasks import TasksConfig
 from tinsmith.rl.tries import RolloutConfig
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.single_turn import SingleTurnConfig
-from tinsmith.settings import Settings, build, written
+from tinsmith.settings import Settings, build, unread, written
 
 
 class OwnService(Settings):
@@ -55,6 +55,12 @@ class OwnService(Settings):
     """Where it runs."""
     threads: int = Field(default=0, ge=0)
     """CPU threads; 0 is one for each core."""
+
+    @model_validator(mode="after")
+    def _read_together(self) -> OwnService:
+        if self.engine == "fake":
+            unread(self, "dtype", "device", "threads", without="engine torch")
+        return self
 
 
 class Stage(Settings):
@@ -139,7 +145,7 @@ class RunConfig(Settings):
         modes = [self.staged(number).mode for number in range(1, len(self.stages) + 1)]
         if modes and set(modes) == {"bench"}:
             raise ValueError("no stage trains; take mode bench for the whole run, without stages")
-        unread.check_stages(self.stages, modes)
+        fitting.check_stages(self.stages, modes)
         return self
 
     def staged(self, number: int, state: str = "tinker://the/stage/before") -> RunConfig:
@@ -164,7 +170,7 @@ class RunConfig(Settings):
             values["model"] = {**model, "load_from": state}
         values["folder"] = str(Path(self.folder or f"runs/{self.name}") / f"{number:02}-{stage.name}")
         values["name"] = f"{self.name} {stage.name}".strip()
-        return build(RunConfig, {**unread.of_stage(values, own), **own}, f"stage {stage.name}")
+        return build(RunConfig, {**fitting.of_stage(values, own), **own}, f"stage {stage.name}")
 
     @property
     def rolls_out(self) -> bool:
@@ -208,13 +214,7 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _reads_what_it_says(self) -> RunConfig:
         if not self.stages and self.mode != "bench":
-            unread.check(self)
-        return self
-
-    @model_validator(mode="after")
-    def _refills_what_is_filtered(self) -> RunConfig:
-        if self.filter_refills and not self.filters:
-            raise ValueError("filter_refills refills what filters leave out; give filters, as {type: reward_std}")
+            fitting.check(self)
         return self
 
     @model_validator(mode="after")

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig, PassTokens, Recompute, VllmConfig
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, unread
 
 _ENGINE = EngineConfig()
 
@@ -29,7 +29,7 @@ class ServeConfig(Settings):
     host: str = "127.0.0.1"
     """Address to listen on."""
 
-    port: int = 8000
+    port: int = Field(default=8000, ge=0, le=65535)
     """Port to listen on; 0 takes a free one."""
 
     data: Path = Path.home() / ".tinsmith"
@@ -62,7 +62,7 @@ class ServeConfig(Settings):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the tensors live; auto is a GPU if there is one."""
 
-    threads: int = 0
+    threads: int = Field(default=0, ge=0)
     """CPU threads for tensor work; 0 is one for each core."""
 
     pass_tokens: PassTokens = _ENGINE.pass_tokens
@@ -74,16 +74,16 @@ class ServeConfig(Settings):
     """Whether a layer's activations are computed again in the backward instead of kept: a third more work, a tenth of
     the memory. Auto does it for rows of more than twice a micro-batch's tokens."""
 
-    cache_tokens: int = _ENGINE.cache_tokens
+    cache_tokens: int = Field(default=_ENGINE.cache_tokens, ge=1)
     """Tokens that a sampler's cache may hold; requests beyond it wait."""
 
     sharing: Literal["latency", "throughput"] = _ENGINE.sharing
     """How training and sampling take turns on a device: few waits for a token, or most tokens of both together."""
 
-    batch_tokens: int = 8192
+    batch_tokens: int = Field(default=8192, ge=1)
     """Tokens of waiting forward_backward requests that are handed to an engine together."""
 
-    capture_every: int = 10
+    capture_every: int = Field(default=10, ge=1)
     """Optimizer steps after which a model's state is written down, so that a restart replays no more than these."""
 
     compress: bool | None = None
@@ -142,6 +142,8 @@ class ServeConfig(Settings):
             raise ValueError("settings of vllm are read with sampler=vllm alone: give both or none")
         if self.sampler == "vllm" and self.engine == "fake":
             raise ValueError("sampler=vllm samples for engine=torch alone")
+        if self.engine == "fake":
+            unread(self, "dtype", "device", "threads", "pass_tokens", "recompute", "sharing", without="engine torch")
         return self
 
     @property

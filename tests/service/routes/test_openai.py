@@ -195,6 +195,7 @@ def test_saved_weights_are_called_by_path_by_model_and_by_session(ai: openai.Ope
         ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "enable_thinking"),
         ({"temperature": -1}, "temperature is -1"),
         ({"top_logprobs": 2}, "without logprobs"),
+        ({"stream_options": {"include_usage": True}}, "only with stream: true"),
         ({"max_tokens": 40000}, "The context of tiny is 32768"),
         ({"tools": [{"type": "function", "function": {"name": "add"}}]}, "takes no tools"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text only"),

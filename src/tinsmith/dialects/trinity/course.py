@@ -29,8 +29,11 @@ def translate(file: TrinityFile, becoming: Becoming) -> None:
     becoming.put("seed", max(0, file.explorer.rollout_model.seed))
     becoming.put("checkpoint.ttl_seconds", None)  # Trinity sets no end to what it saves
     _at_once(file, becoming)
-    if not file.model.tinker.enable and "dtype" in file.explorer.rollout_model.model_fields_set:
-        becoming.put("service.dtype", _dtype(file, becoming))
+    if "dtype" in file.explorer.rollout_model.model_fields_set:
+        if file.model.tinker.enable:
+            becoming.note("explorer.rollout_model.dtype: with model.tinker the server decides.")
+        else:
+            becoming.put("service.dtype", _dtype(file, becoming))
 
 
 def _mode(file: TrinityFile, becoming: Becoming) -> None:
@@ -131,4 +134,6 @@ def _dtype(file: TrinityFile, becoming: Becoming) -> str:
     if given not in dtypes:
         cure = f"It is one of {', '.join(dtypes)}."
         becoming.fault("explorer.rollout_model.dtype", f"there is no '{given}'.", cure)
+    if given == "float16":
+        becoming.note("explorer.rollout_model.dtype: float16 is not served; bfloat16, or float32 where that is slow.")
     return dtypes.get(given, "auto")

@@ -75,12 +75,14 @@ def source(one: Asked | Buffer, key: str, becoming: Becoming) -> dict[str, Any]:
     if not one.path:
         becoming.fault(f"{key}.path", "it is not set.", "Name a dataset of the hub, a folder, a file or a database.")
         return {}
-    fields = _fields(one.format)
+    fields, suffix = _fields(one.format), Path(one.path).suffix
+    if one.storage_type == "sql" or suffix in (*LINES, *FILES):
+        for name in sorted({"split", "subset_name"} & one.model_fields_set):
+            becoming.note(f"{key}.{name}: it counts for datasets; a file or a table is read whole.")
     if one.storage_type == "sql":
         if not one.name:
             becoming.fault(f"{key}.name", "it is not set.", "Name the table.")
         return {"type": "sql", "url": database(one.path), "table": one.name, **fields}
-    suffix = Path(one.path).suffix
     if suffix in LINES:
         return {"type": "jsonl", "path": one.path, **fields}
     if suffix in FILES:

@@ -76,6 +76,8 @@ def _lora(lora: Lora, becoming: Becoming) -> None:
         becoming.fault(f"{key}.target_modules", "single modules cannot be named.", cure)
     if lora.path and lora.path.startswith("tinker://"):
         becoming.put("model.load_from", lora.path)
+        if "lora_rank" in lora.model_fields_set:
+            becoming.note(f"{key}.lora_rank: the checkpoint of path has its own.")
         return
     if lora.path:
         cure = "Upload it as a checkpoint, and give its tinker:// path."

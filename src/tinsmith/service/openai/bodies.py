@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field
+from pydantic import ConfigDict, Field, model_validator
 
 from tinsmith.engine.checks import nearest
 from tinsmith.errors import BadRequest
@@ -56,6 +56,12 @@ class Telling(Drawing):
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+
+    @model_validator(mode="after")
+    def _of_a_stream(self) -> Telling:
+        if self.stream_options.include_usage and not self.stream:
+            raise ValueError("stream_options are read only with stream: true")
+        return self
 
 
 class ChatBody(Telling):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tinsmith.cli_run import server
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.settings import build
@@ -160,3 +161,15 @@ def test_how_far_sampling_runs_ahead_is_said_where_it_counts(changes, words):
 )
 def test_an_optimizer_is_kept_where_there_is_one(stages, words):
     refused(ASKED, words, stages=stages)
+
+
+def test_a_server_without_tensors_has_no_settings_of_them():
+    refused(ASKED, "dtype means nothing without engine torch", service={"engine": "fake", "dtype": "float32"})
+
+
+def test_what_a_server_of_ones_own_would_be_told_another_is_not(monkeypatch, capsys):
+    monkeypatch.setenv("TINKER_API_KEY", "tml-x")
+    run = read(ASKED, model={"name": "toy", "base_url": "http://there:1"}, service={"dtype": "float32"})
+    with server(run) as (url, _):
+        assert url == "http://there:1"
+    assert "note: service.dtype: http://there:1 decides" in capsys.readouterr().err

@@ -22,6 +22,8 @@ def check(run: RunConfig) -> None:
     given = changed(run)
     if not run.rolls_out and (idle := [name for name in _OF_ROLLOUTS if name in given]):
         raise ValueError(f"{idle[0]} is about rollouts, and {run.algorithm.type} learns from data alone; leave it out")
+    if run.filter_refills and not run.filters:
+        raise ValueError("filter_refills refills what filters leave out; give filters, as {type: reward_std}")
     _check_style(run)
 
 
