@@ -257,6 +257,9 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *w
         ),
         (("serve", "portt=3"), "there is no key 'portt'. Did you mean 'port'?"),
         (("serve", "--api-key", "sk-1"), "api_key must start with tml-"),
+        (("serve", "--data", "small.yaml", "engine=fake", "port=0"), "small.yaml cannot be written: File exists. Give"),
+        (("keys", "create", "a", "--data", "small.yaml/x"), "cannot be written: Not a directory. Give another --data"),
+        (("run", "small.yaml", "folder=small.yaml"), "small.yaml cannot be written: File exists. Give another folder."),
         (("keys", "create", "a b", "--data", "kept"), "'a b' cannot name a key or a tenant."),
         (
             ("keys", "create", "a", "--expires", "3y", "--data", "kept"),

@@ -15,6 +15,7 @@ Example:
 
 from __future__ import annotations
 
+import tempfile
 import tomllib
 import types
 import typing
@@ -131,6 +132,16 @@ def written(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: written(part) for name, part in value.items()}
     return [written(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def made(folder: Path, key: str) -> Path:
+    """The folder that a setting names: there, and written to. Raises ConfigError that says why it cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"The folder {folder} cannot be written: {error.strerror}.", f"Give another {key}.") from error
+    return folder
 
 
 def _parse(file: Path) -> Any:

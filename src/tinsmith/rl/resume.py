@@ -25,7 +25,7 @@ from pydantic import Field, TypeAdapter
 from tinsmith.errors import ConfigError
 from tinsmith.rl.files import write_whole
 from tinsmith.rl.supply import Supplied
-from tinsmith.settings import Settings
+from tinsmith.settings import Settings, made
 
 SETTINGS = "run.yaml"
 _MAY_CHANGE = (
@@ -132,13 +132,12 @@ class RunFolder:
     def open(
         cls, path: Path, settings: Mapping[str, Any], *, resume: bool | Literal["rename"] = True, part: str = ""
     ) -> RunFolder:
-        """Makes the folder, or goes on in it. Raises ConfigError where it holds another run or is in use.
+        """Makes the folder, or goes on in it. Raises ConfigError where it cannot, or it holds another run or is in use.
 
         `part` is that of a process beside the one that trains: its settings are in a folder of its own, and what the
         others wrote is left as it is.
         """
-        own = path / part
-        own.mkdir(parents=True, exist_ok=True)
+        own = made(path / part, "folder")
         lock = (path / (f".lock-{part}" if part else ".lock")).open("w")
         try:
             _hold(lock, path)

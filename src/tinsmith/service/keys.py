@@ -22,6 +22,7 @@ from tinsmith.errors import BadRequest, ConfigError, NotFound
 from tinsmith.service.config import KEY_PREFIX
 from tinsmith.service.database import engine_of, migrate
 from tinsmith.service.tables import AUDIT, KEYS, QUOTAS
+from tinsmith.settings import made
 
 LOCAL = "local"
 """The tenant of the server's own key, who may do everything. Not derived from the key: a new key keeps the old work."""
@@ -78,7 +79,7 @@ def digest_of(key: str) -> str:
 async def keys_of(data: Path, database: str | None) -> AsyncIterator[AsyncEngine]:
     """The database of a data folder or at a URL, for commands: made if there is none, never upgraded under a server."""
     if database is None:
-        data.mkdir(parents=True, exist_ok=True)
+        made(data, "--data")
     engine = engine_of(data, database)
     try:
         await migrate(engine, upgrade=False)

@@ -39,6 +39,7 @@ from tinsmith.service.signing import signer_of
 from tinsmith.service.store import Store, served_store
 from tinsmith.service.tenants import Tenants
 from tinsmith.service.worker import Worker
+from tinsmith.settings import made
 
 log = logging.getLogger(__name__)
 
@@ -49,10 +50,9 @@ async def running(
 ) -> AsyncIterator[Service]:
     """The parts at work. `on_end` hears of the engines' start: None when all are loaded, else why one is not.
 
-    Raises ConfigError if another server uses the data folder or the database.
+    Raises ConfigError if the data folder cannot be written, or another server uses it or the database.
     """
-    config.data.mkdir(parents=True, exist_ok=True)
-    with _alone(config.data):
+    with _alone(made(config.data, "--data")):
         async with served_store(config.data, config.database) as store, tracing(config.otlp_endpoint) as spans:
             service = _assemble(config, store, start, spans)
             await _open_to_someone(service)
