@@ -255,6 +255,11 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *w
             ("run", "small.yaml", "model.base_url=http://127.0.0.1:9", "folder=x"),
             "There is no key for http://127.0.0.1:9.",
         ),
+        (("serve", "port=99999"), "'port': Input should be less than or equal to 65535 (got 99999)."),
+        (
+            ("serve", "--host", "no.such.host", "--port", "0"),
+            "Name or service not known. Give a --host of this machine",
+        ),
         (("serve", "portt=3"), "there is no key 'portt'. Did you mean 'port'?"),
         (("serve", "--api-key", "sk-1"), "api_key must start with tml-"),
         (("serve", "--data", "small.yaml", "engine=fake", "port=0"), "small.yaml cannot be written: File exists. Give"),
@@ -270,7 +275,8 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *w
         (("keys", "limit", "a", "--data", "kept"), "There is no limit to change."),
         (("keys", "list", "--database", "mysql://x"), "give postgresql+psycopg://"),
         (("serve", "--prt", "3"), "Did you mean --port?"),
-        (("rn",), 'Unknown command "rn". Did you mean "run"?'),
+        (("rn",), 'error: Unknown command "rn". Did you mean "run"?'),
+        (("log", "-l", "loud"), 'Choose from: "DEBUG", "INFO", "WARNING", "ERROR". --help'),
         (("demo", "stepz=3"), "Did you mean 'steps'?"),
     ],
 )

@@ -48,7 +48,12 @@ Recompute = Annotated[
 
 @app.command
 def serve(
-    *overrides: Overrides,
+    *overrides: Annotated[
+        str,
+        Parameter(
+            help="Settings laid on top, as cache_tokens=65536. All: docs/service.md.", allow_leading_hyphen=False
+        ),
+    ],
     config: Path | None = None,
     model: Annotated[tuple[str, ...] | None, Parameter(negative="", consume_multiple=False)] = None,
     host: str | None = None,
@@ -72,8 +77,7 @@ def serve(
     config
         A YAML or TOML file of settings; options here lie on top of it.
     model
-        A base model as NAME or NAME=SOURCE, repeated for several. SOURCE is a hub id, a folder or a GGUF file; names
-        with one source share one set of weights. Without it: HuggingFaceTB/SmolLM2-135M-Instruct.
+        NAME or NAME=SOURCE, repeated for several; SOURCE is a hub id, a folder or a GGUF file. Else SmolLM2-135M-Instruct.
     host
         Address to listen on; 127.0.0.1 if not given.
     port
@@ -119,8 +123,9 @@ def run(
 
     mode=explore samples only, and mode=train trains only, as two processes of one run; mode=bench compares checkpoints.
 
-    The server is the file's model.base_url, else TINKER_BASE_URL (with TINKER_API_KEY or TRINITY_API_KEY); without
-    either, a service is started on this machine for as long as the run takes.
+    The server is the file's model.base_url, else TINKER_BASE_URL, with the key in TINKER_API_KEY or TRINITY_API_KEY.
+
+    Without either, a service is started on this machine for as long as the run takes.
 
     Parameters
     ----------
@@ -197,7 +202,12 @@ def debug(
 
 
 @app.command
-def demo(*overrides: Overrides, quick: bool = False, seed: int = 0, out: Path | None = None) -> None:
+def demo(
+    *overrides: Overrides,
+    quick: Annotated[bool, Parameter(negative="")] = False,
+    seed: int = 0,
+    out: Path | None = None,
+) -> None:
     """Watch a small model learn on this machine: two-digit addition, from no right answer to most.
 
     Parameters
@@ -231,19 +241,24 @@ def main() -> None:
 
     console = Console(stderr=True, soft_wrap=True)
     try:
-        app(words, exit_on_error=False, print_error=True, error_console=console)
-    except CycloptsError:
+        app(words, exit_on_error=False, print_error=False)
+    except CycloptsError as error:
+        _tell(ConfigError(str(error), "--help shows what there is."), console)
         sys.exit(2)
     except TinsmithError as error:
         if debug:
             raise
-        console.print(f"[bold red]error:[/] {_plain(error.what)}", highlight=False)
-        if error.hint:
-            console.print(f"[dim]{_plain(error.hint)}[/]", highlight=False)
+        _tell(error, console)
         sys.exit(2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt as stopped:
         console.print("; ".join(["interrupted", *map(_plain, map(str, stopped.args))]), highlight=False)
         sys.exit(130)
+
+
+def _tell(error: TinsmithError, console: Console) -> None:
+    console.print(f"[bold red]error:[/] {_plain(error.what)}", highlight=False)
+    if error.hint:
+        console.print(f"[dim]{_plain(error.hint)}[/]", highlight=False)
 
 
 def _serve_settings(config: Path | None, overrides: tuple[str, ...], options: dict[str, Any]) -> ServeConfig:

@@ -15,9 +15,9 @@ def log(
     folder: Path | None = None,
     /,
     *,
-    keyword: Annotated[str, Parameter(name=("--keyword", "-k"))] = "",
-    last: Annotated[int, Parameter(name=("--last", "-n"))] = 0,
-    level: Annotated[Literal["", "DEBUG", "INFO", "WARNING", "ERROR"], Parameter(name=("--level", "-l"))] = "",
+    keyword: Annotated[str | None, Parameter(name=("--keyword", "-k"))] = None,
+    last: Annotated[int | None, Parameter(name=("--last", "-n"))] = None,
+    level: Annotated[Literal["DEBUG", "INFO", "WARNING", "ERROR"] | None, Parameter(name=("--level", "-l"))] = None,
     follow: Annotated[bool, Parameter(negative="")] = False,
 ) -> None:
     """Show the log of a run.
@@ -29,7 +29,7 @@ def log(
     keyword
         Only entries that hold this, in any case.
     last
-        Only so many entries, the last ones; 0 is all.
+        Only so many entries, the last ones.
     level
         Only entries of this level and above.
     follow
@@ -42,10 +42,10 @@ def log(
         raise ConfigError(
             f"There is no {logs.FILE} in {place}.", "Name the folder of a run, as in: tinsmith log runs/demo."
         )
-    for entry in logs.read(place, keyword=keyword, last=last, level=level):
+    for entry in logs.read(place, keyword=keyword or "", last=last or 0, level=level or ""):
         sys.stdout.write(entry + "\n")
     if follow:
-        for entry in logs.follow(place, keyword=keyword, level=level):
+        for entry in logs.follow(place, keyword=keyword or "", level=level or ""):
             sys.stdout.write(entry + "\n")
             sys.stdout.flush()
 

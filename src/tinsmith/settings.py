@@ -140,7 +140,9 @@ def made(folder: Path, key: str) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
-        raise ConfigError(f"The folder {folder} cannot be written: {error.strerror}.", f"Give another {key}.") from error
+        raise ConfigError(
+            f"The folder {folder} cannot be written: {error.strerror}.", f"Give another {key}."
+        ) from error
     return folder
 
 

@@ -18,6 +18,10 @@ def test_names_of_one_source_share_an_engine() -> None:
     assert config.engine_config("src").source == "src"
 
 
+def test_one_model_needs_no_list() -> None:
+    assert build(ServeConfig, {"models": "org/name"}, "here").sources() == {"org/name": ["org/name"]}
+
+
 @pytest.mark.parametrize(
     ("values", "says"),
     [
@@ -27,6 +31,7 @@ def test_names_of_one_source_share_an_engine() -> None:
         ({"models": ["a", "a=b"]}, "once"),
         ({"models": ["a="]}, "NAME"),
         ({"vllm": {"rank": 64}}, "give both or none"),
+        ({"port": 70_000}, "'port': Input should be less than or equal to 65535"),
         ({"sampler": "vllm", "engine": "fake"}, "engine=torch"),
         ({"sampler": "vllm", "vllm": {"rank": 24}}, "vllm.rank"),
         ({"engine": "fake", "dtype": "float32"}, "dtype means nothing without engine torch"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -119,6 +119,11 @@ class ServeConfig(Settings):
         if database is not None and not database.startswith("postgresql+psycopg://"):
             raise ValueError("give postgresql+psycopg://USER:PASSWORD@HOST/NAME, or leave it out for SQLite")
         return database
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _one_is_a_list_of_one(cls, models: Any) -> Any:
+        return (models,) if isinstance(models, str) else models
 
     @field_validator("models")
     @classmethod

@@ -7,6 +7,7 @@ loading engine wait for it. An engine that cannot be loaded at the start ends th
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import resource
 import signal
@@ -115,9 +116,12 @@ def _listen(config: ServeConfig) -> socket.socket:
     try:
         listener = socket.create_server((config.host, config.port), backlog=2048)
     except OSError as error:
-        raise ConfigError(
-            f"Cannot listen on {config.host}:{config.port}: {error}.", "Give another --port; 0 takes a free one."
-        ) from error
+        why = str(error.strerror).partition(" (while attempting")[0]
+        taken = error.errno == errno.EADDRINUSE
+        cure = (
+            "Give another --port; 0 takes a free one." if taken else "Give a --host of this machine, or another --port."
+        )
+        raise ConfigError(f"Cannot listen on {config.host}:{config.port}: {why}.", cure) from error
     # asyncio forgets this for sockets it did not make; without it each answer waits 40 ms for the client's delayed ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
