@@ -77,7 +77,7 @@ def serve(
     config
         A YAML or TOML file of settings; options here lie on top of it.
     model
-        NAME or NAME=SOURCE, repeated for several; SOURCE is a hub id, a folder or a GGUF file. Else SmolLM2-135M-Instruct.
+        NAME or NAME=SOURCE, repeatable: a hub id, a folder or a GGUF file; SmolLM2-135M-Instruct if not given.
     host
         Address to listen on; 127.0.0.1 if not given.
     port
