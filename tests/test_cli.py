@@ -153,9 +153,11 @@ def test_a_server_that_is_there_is_used(work, tiny_llama):
         assert done.returncode == 0, done.stderr
         assert not (work / "runs" / "there" / "service").exists()
         refused = tinsmith(work, *words[:-1], "folder=runs/other", TINKER_BASE_URL=url, TINKER_API_KEY="tml-wrong")
-    assert refused.returncode == 2
+        odd = tinsmith(work, *words[:-1], "folder=runs/other", TINKER_BASE_URL=url, TINKER_API_KEY="sk-wrong")
+    assert (refused.returncode, odd.returncode) == (2, 2)
     assert "refused the key" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    assert "does not begin with tml-" in odd.stderr
+    assert "Traceback" not in refused.stderr + odd.stderr
 
 
 def test_the_demo_tells_where_it_began_and_ended(work, tiny_llama):

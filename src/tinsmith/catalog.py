@@ -59,8 +59,10 @@ def served(url: str, key: str) -> list[Served]:
             models = json.load(answer)["supported_models"]
     except urllib.error.HTTPError as error:
         raise ConfigError(f"{url} answers {error.code}.", "Set TINKER_API_KEY to a key of that server.") from error
+    except urllib.error.URLError as error:
+        raise ConfigError(f"No server answers at {url}: {error.reason}.", "Start one: tinsmith serve") from error
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"There is no server at {url}: {error}.", "Start one: tinsmith serve") from error
+        raise ConfigError(f"{url} gives no answer of the Tinker API: {error}.", "Check the URL.") from error
     return [Served(one["model_name"], one["max_context_length"]) for one in models]
 
 

@@ -140,4 +140,10 @@ def api_key(base_url: str) -> str:
         raise ConfigError(f"There is no key for {base_url}.", "Set TINKER_API_KEY.")
     if first and second and first != second:
         sys.stderr.write("note: TINKER_API_KEY and TRINITY_API_KEY differ; TINKER_API_KEY is used\n")
-    return first or second
+    key = first or second
+    if not key.startswith("tml-"):
+        raise ConfigError(
+            f"The key for {base_url} does not begin with tml-, and the SDK sends no other.",
+            "Set TINKER_API_KEY to a key of that server.",
+        )
+    return key

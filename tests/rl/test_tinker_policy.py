@@ -176,7 +176,7 @@ def test_the_last_weights_can_be_sampled_by_their_path(served):
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
-        (ModelConfig(name="tny", rank=4), "tiny"),
+        (ModelConfig(name="tny", rank=4), ": Base model tny is not served here. Did you mean 'tiny'?"),
         (ModelConfig(name="tiny", load_from="tinker://no/weights/such"), "tinker://no/weights/such"),
         (ModelConfig(name="tiny", rank=4, tokenizer="/no/such/folder"), "model.tokenizer"),
     ],

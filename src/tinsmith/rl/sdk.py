@@ -43,9 +43,18 @@ async def boundary(what: str) -> AsyncIterator[None]:
         raise kind(f"The server failed at {what}: {error.message}") from error
     except tinker.APIStatusError as error:
         kind = UserError if error.status_code < 500 else TinsmithError
-        raise kind(f"The server answered {error.status_code} while {what}: {error.message}") from error
+        raise kind(f"The server answered {error.status_code} while {what}: {_sentence(error)}") from error
     except tinker.TinkerError as error:
         raise TinsmithError(f"No answer from the server while {what}: {error}") from error
+
+
+def _sentence(error: tinker.APIStatusError) -> str:
+    """The server's own, where its answer has one."""
+    match error.body:
+        case {"detail": str(detail)}:
+            return detail
+        case _:
+            return error.message
 
 
 @asynccontextmanager
