@@ -6,8 +6,10 @@ Leaves out retries and polling, which the SDK does.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Literal
 from urllib.parse import urlsplit
 
 import httpx
@@ -17,6 +19,9 @@ from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl.optimizer import OptimizerConfig
 
 CONNECT_SECONDS = 10.0
+CLOSE_SECONDS = 5.0
+
+log = logging.getLogger(__name__)
 
 
 def adam(optimizer: OptimizerConfig, learning_rate: float) -> tinker.AdamParams:
@@ -69,8 +74,20 @@ async def session(what: str, base_url: str, api_key: str) -> AsyncIterator[tinke
         try:
             yield service
         except BaseException:
-            service.close("errored")
+            await ended(service, "errored")
             raise
+
+
+async def ended(service: tinker.ServiceClient, status: Literal["success", "errored"]) -> None:
+    """The session is over at the server, and nothing is under way: Python aborts if it ends while the SDK still sends.
+
+    A server that is gone is not waited for. Raises nothing: whatever ended the work is the thing to tell.
+    """
+    try:
+        async with boundary("ending the session"), asyncio.timeout(CLOSE_SECONDS):
+            await service.close(status)
+    except (TinsmithError, TimeoutError) as error:
+        log.warning("The session could not be ended: %s", error)
 
 
 async def extensions(base_url: str, api_key: str) -> frozenset[str]:

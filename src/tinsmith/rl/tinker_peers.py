@@ -6,22 +6,17 @@ What a process needs that only samples: one that explores for another's training
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
 import tinker
 
-from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.errors import ConfigError
 from tinsmith.rl.chat import Chat, template_of
 from tinsmith.rl.policy import ModelConfig, Prompt, SamplingConfig, fits
-from tinsmith.rl.sdk import boundary, session
+from tinsmith.rl.sdk import boundary, ended, session
 from tinsmith.rl.types import Turn
-
-log = logging.getLogger(__name__)
-
-CLOSE_SECONDS = 5.0
 
 
 class TinkerSnapshot:
@@ -130,11 +125,7 @@ class TinkerPeers:
 
     async def close(self) -> None:
         """Ends the session at the server; its checkpoints stay. A server that is gone is not waited for."""
-        try:
-            async with boundary("ending the session"), asyncio.timeout(CLOSE_SECONDS):
-                await self._service.close("success")
-        except (TinsmithError, TimeoutError) as error:  # whatever ended the run is the thing to tell
-            log.warning("The session could not be ended: %s", error)
+        await ended(self._service, "success")
 
 
 async def chat_of(config: ModelConfig, client: tinker.TrainingClient) -> Chat:
