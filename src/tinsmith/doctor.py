@@ -177,7 +177,7 @@ def _open_files(_config: ServeConfig) -> Finding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and hard < 4096:
         return Finding("warn", "open files", f"at most {hard}", "Hundreds of polls are open at once: ulimit -Hn 65536.")
-    return Finding("ok", "open files", f"{soft}, raised at the start as far as {hard} allows")
+    return Finding("ok", "open files", f"{soft}" if soft == hard else f"{soft}, raised at the start")
 
 
 def _standing(folder: Path) -> Path:
