@@ -167,6 +167,8 @@ def test_the_demo_tells_where_it_began_and_ended(work, tiny_llama):
     assert "asked: Which is the largest of" in done.stdout
     assert "held-out exact match 0.000 → 0.000 on 8 tasks never trained on" in done.stdout
     assert "runs/demo/report.html" in done.stdout
+    name = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert f"tinsmith serve --data runs/demo/service --model {name}={tiny_llama}" in done.stdout
     assert "0.25" in (work / "runs" / "demo" / "report.html").read_text()
 
 

@@ -272,11 +272,14 @@ def _serve_settings(config: Path | None, overrides: tuple[str, ...], options: di
 
 
 def _tell_where(settings: RunConfig, state: State, console: Console) -> None:
+    from tinsmith.cli_run import own_service
     from tinsmith.rl.run import folder_of
 
-    folder = folder_of(settings)
+    folder, own = folder_of(settings), own_service(settings)
     places: list[tuple[str, Any]] = [("report", folder / "report.html"), ("metrics", folder / "metrics.jsonl")]
     places += [("weights", state.sampling_path), ("go on from", state.path)]
+    if own.data.is_dir():
+        places.append(("served by", f"tinsmith serve --data {own.data} --model {own.models[0]}"))
     for name, place in places:
         console.print(f"[dim]{name:>10}[/]  {_plain(str(place))}", highlight=False, soft_wrap=True)
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tinsmith.rl.config import RunConfig
     from tinsmith.rl.resume import State
     from tinsmith.rl.run import Connect
+    from tinsmith.service.config import ServeConfig
 
 
 def train(settings: RunConfig, console: Console, *, afresh: bool = False) -> tuple[RunConfig, State]:
@@ -114,12 +115,19 @@ def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
             f"mode {settings.mode} is one of two processes, and needs a server that both reach.",
             "Start one with tinsmith serve; set TINKER_BASE_URL and TINKER_API_KEY for both.",
         )
-    from tinsmith.rl.run import folder_of
-    from tinsmith.service.config import ServeConfig
     from tinsmith.service.embedded import embedded
 
+    with embedded(own_service(settings)) as (url, key):
+        yield url, key
+
+
+def own_service(settings: RunConfig) -> ServeConfig:
+    """The service that a run starts where no server is named; its data stay in the run's folder."""
+    from tinsmith.rl.run import folder_of
+    from tinsmith.service.config import ServeConfig
+
     own = settings.service
-    config = ServeConfig(
+    return ServeConfig(
         models=(f"{settings.model.name}={own.source}" if own.source else settings.model.name,),
         data=folder_of(settings) / "service",
         engine=own.engine,
@@ -127,8 +135,6 @@ def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
         device=own.device,
         threads=own.threads,
     )
-    with embedded(config) as (url, key):
-        yield url, key
 
 
 def api_key(base_url: str) -> str:
