@@ -40,6 +40,9 @@ app.command("tinsmith.cli_machine:doctor", name="doctor", help="Look at this mac
 Overrides = Annotated[
     str, Parameter(help="Settings laid on top, as steps=20 or model.rank=8.", allow_leading_hyphen=False)
 ]
+ServiceSettings = Annotated[
+    str, Parameter(help="Settings laid on top, as cache_tokens=65536: docs/service.md.", allow_leading_hyphen=False)
+]
 Recompute = Annotated[
     Literal["auto", "always", "never"],
     Parameter(help="Activations again in the backward: more work, less memory; auto does so for very long rows."),
@@ -48,12 +51,7 @@ Recompute = Annotated[
 
 @app.command
 def serve(
-    *overrides: Annotated[
-        str,
-        Parameter(
-            help="Settings laid on top, as cache_tokens=65536. All: docs/service.md.", allow_leading_hyphen=False
-        ),
-    ],
+    *overrides: ServiceSettings,
     config: Path | None = None,
     model: Annotated[tuple[str, ...] | None, Parameter(negative="", consume_multiple=False)] = None,
     host: str | None = None,
