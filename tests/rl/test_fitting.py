@@ -163,10 +163,6 @@ def test_an_optimizer_is_kept_where_there_is_one(stages, words):
     refused(ASKED, words, stages=stages)
 
 
-def test_a_server_without_tensors_has_no_settings_of_them():
-    refused(ASKED, "dtype means nothing without engine torch", service={"engine": "fake", "dtype": "float32"})
-
-
 def test_what_a_server_of_ones_own_would_be_told_another_is_not(monkeypatch, capsys):
     monkeypatch.setenv("TINKER_API_KEY", "tml-x")
     run = read(ASKED, model={"name": "toy", "base_url": "http://there:1"}, service={"dtype": "float32"})

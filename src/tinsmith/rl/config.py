@@ -39,7 +39,7 @@ from tinsmith.rl.tasks import TasksConfig
 from tinsmith.rl.tries import RolloutConfig
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.single_turn import SingleTurnConfig
-from tinsmith.settings import Settings, build, unread, written
+from tinsmith.settings import Settings, build, written
 
 
 class OwnService(Settings):
@@ -48,19 +48,13 @@ class OwnService(Settings):
     source: str = ""
     """A hub id, folder or GGUF file to serve as model.name; empty: model.name itself."""
     engine: Literal["torch", "fake"] = "torch"
-    """`fake` answers in arithmetic instead of a model: for tests."""
+    """`fake` answers in arithmetic instead of a model, so nothing about tensors matters to it: for tests."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Of the base model."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where it runs."""
     threads: int = Field(default=0, ge=0)
     """CPU threads; 0 is one for each core."""
-
-    @model_validator(mode="after")
-    def _read_together(self) -> OwnService:
-        if self.engine == "fake":
-            unread(self, "dtype", "device", "threads", without="engine torch")
-        return self
 
 
 class Stage(Settings):

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig, PassTokens, Recompute, VllmConfig
-from tinsmith.settings import Settings, unread
+from tinsmith.settings import Settings
 
 _ENGINE = EngineConfig()
 
@@ -48,7 +48,8 @@ class ServeConfig(Settings):
     """The address that links to files begin with, if a proxy hides it; else the one that the client asked by."""
 
     engine: Literal["torch", "fake"] = "torch"
-    """`fake` answers in arithmetic instead of a model: for tests and for trying the API."""
+    """`fake` answers in arithmetic instead of a model, so nothing about tensors matters to it: for tests and for trying
+    the API."""
 
     sampler: Literal["torch", "vllm"] = "torch"
     """Who samples: the engine with the weights that it trains, or a vLLM beside it (docs/vllm.md)."""
@@ -147,8 +148,6 @@ class ServeConfig(Settings):
             raise ValueError("settings of vllm are read with sampler=vllm alone: give both or none")
         if self.sampler == "vllm" and self.engine == "fake":
             raise ValueError("sampler=vllm samples for engine=torch alone")
-        if self.engine == "fake":
-            unread(self, "dtype", "device", "threads", "pass_tokens", "recompute", "sharing", without="engine torch")
         return self
 
     @property
