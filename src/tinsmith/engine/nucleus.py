@@ -48,12 +48,12 @@ def narrowed(chances: Tensor, rules: Sequence[Rule]) -> Tensor:
 
 def _ends(chances: Tensor, rules: Sequence[Rule], size: int) -> tuple[Tensor, Tensor]:
     """The least chance that each row keeps float32 [R], and of how many tokens int64 [R]."""
-    vocabulary = chances.shape[1]
-    top_k = torch.tensor([min(rule.top_k, vocabulary) if rule.top_k > 0 else vocabulary for rule in rules])
-    top_k = top_k.to(chances.device)[:, None]
-    top_p = torch.tensor([rule.top_p for rule in rules], dtype=torch.float64).to(chances.device)[:, None]
+    vocabulary, device = chances.shape[1], chances.device
+    most = [min(rule.top_k, vocabulary) if rule.top_k > 0 else vocabulary for rule in rules]
+    top_k = torch.tensor(most, device=device)[:, None]
+    top_p = torch.tensor([rule.top_p for rule in rules], dtype=torch.float64, device=device)[:, None]
     values = _greatest(chances, size)
-    among = values.double() * (torch.arange(size, device=chances.device) < top_k)
+    among = values.double() * (torch.arange(size, device=device) < top_k)
     mass = among.cumsum(dim=1)
     whole = torch.where(top_k <= size, mass[:, -1:], chances.sum(dim=1, keepdim=True, dtype=torch.float64))
     count = ((mass - among) < top_p * whole).sum(dim=1).clamp(min=1)

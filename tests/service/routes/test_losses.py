@@ -17,11 +17,12 @@ from tinker.lib.public_interfaces.custom_loss import encode_graph
 
 from tests.engine.uploads import DISTILLED_RANKS, LOSSES, RANKS, distilled, traced
 from tests.service.conftest import Served
-from tests.service.inprocess import Factory, api, pass_body
+from tests.service.inprocess import Factory, api, pass_body, until
 from tests.service.process import child
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 from tinsmith.service.keys import create_key
+from tinsmith.service.records import CustomLoss
 from tinsmith.service.schema import pb
 
 ADAM = types.AdamParams(learning_rate=0.02)
@@ -290,6 +291,7 @@ def test_losses_end_with_their_session(tmp_path: Path) -> None:
             promise = (await raw.post("create_custom_loss", definition(session))).json()
             assert (await raw.result(promise)).status_code == 200
             await raw.post(f"sessions/{session}/finish", {})
+            await until(lambda: not raw.service.store.all(CustomLoss))
             assert (await raw.result(promise)).status_code == 404
 
     asyncio.run(main())
