@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from tinsmith import cli_config
+from tinsmith.errors import ConfigError
 
 SMALL = {
     "model": {"name": "tiny"},
@@ -46,5 +47,12 @@ STAGES = [{"name": "one", "steps": 2}, {"name": "two", "algorithm": {"type": "rl
 )
 def test_check_says_what_a_file_is(tmp_path, capsys, values, words, said):
     (tmp_path / "file.yaml").write_text(yaml.safe_dump(values))
-    cli_config.check(tmp_path / "file.yaml", *words)
-    assert capsys.readouterr().out.endswith(f"{said}\n")
+    for file, config in (((str(tmp_path / "file.yaml"),), None), ((), tmp_path / "file.yaml")):
+        cli_config.check(*file, *words, config=config)
+        assert capsys.readouterr().out.endswith(f"{said}\n")
+
+
+@pytest.mark.parametrize("command", [cli_config.check, cli_config.show, cli_config.convert])
+def test_a_command_without_a_file_says_what_it_wants(command):
+    with pytest.raises(ConfigError, match=f"tinsmith .*{command.__name__} needs a run file"):
+        command()

@@ -64,6 +64,8 @@ def _lay_data(data: Path, folder: Path) -> None:
     """GSM8K as the hub has it: a folder with the subset `main`."""
     (folder / "main").mkdir(parents=True, exist_ok=True)
     for split in ("train", "test"):
+        if not (data / f"{split}.jsonl").is_file():
+            sys.exit(f"There is no {data}/{split}.jsonl. Give the folder that has GSM8K: make gsm8k DATA=FOLDER")
         shutil.copyfile(data / f"{split}.jsonl", folder / "main" / f"{split}.jsonl")
     splits = "".join(f"  - split: {split}\n    path: main/{split}.jsonl\n" for split in ("train", "test"))
     (folder / "README.md").write_text(f"---\nconfigs:\n- config_name: main\n  data_files:\n{splits}---\n")

@@ -6,13 +6,13 @@ Imports stand inside the commands, so that --help is quick and serving needs not
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
+from tinsmith.cli_config import Config, PluginDir, Words, run_file, tell, with_plugins
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 
 if TYPE_CHECKING:
@@ -112,11 +112,7 @@ def serve(
 
 
 @app.command
-def run(
-    *words: Annotated[str, Parameter(name="FILE [KEY=VALUE]", allow_leading_hyphen=False)],
-    config: Path | None = None,
-    plugin_dir: Path | None = None,
-) -> None:
+def run(*words: Words, config: Config = None, plugin_dir: PluginDir = None) -> None:
     """Train as a run file says, or go on with the run that its folder holds. Files of Trinity-RFT run as they are.
 
     mode=explore samples only, and mode=train trains only, as two processes of one run; mode=bench compares checkpoints.
@@ -124,23 +120,13 @@ def run(
     The server is the file's model.base_url, else TINKER_BASE_URL, with the key in TINKER_API_KEY or TRINITY_API_KEY.
 
     Without either, a service is started on this machine for as long as the run takes.
-
-    Parameters
-    ----------
-    words
-        The run file (YAML or TOML; or a YAML of Trinity-RFT), then settings laid on top, as steps=20 or model.rank=8.
-    config
-        The run file, in place of the first word.
-    plugin_dir
-        A folder of Python files with workflows and rewards of your own, in place of the file's plugins.
     """
     from rich.console import Console
 
-    from tinsmith.cli_config import tell, with_plugins
     from tinsmith.cli_run import sample, train
     from tinsmith.dialects import read_run
 
-    file, overrides = _run_file("run", words, config)
+    file, overrides = run_file("run", words, config)
     console = Console()
     found = read_run(file, with_plugins(overrides, plugin_dir))
     tell(found, console)
@@ -152,43 +138,22 @@ def run(
     _tell_where(settings, state, console)
 
 
-def _run_file(command: str, words: Sequence[str], config: Path | None) -> tuple[Path, Sequence[str]]:
-    """The run file, by --config or as the first word, and what is laid on top."""
-    if config is not None:
-        return config, words
-    if not words:
-        raise ConfigError(f"tinsmith {command} needs a run file.", f"As in: tinsmith {command} examples/addition.yaml")
-    return Path(words[0]), words[1:]
-
-
 @app.command
-def debug(
-    *words: Annotated[str, Parameter(name="FILE [KEY=VALUE]", allow_leading_hyphen=False)],
-    config: Path | None = None,
-    plugin_dir: Path | None = None,
-) -> None:
-    """Try one task of a run file once and show everything: messages, tokens, logprobs, reward, times. Trains nothing.
+def debug(*words: Words, config: Config = None, plugin_dir: PluginDir = None) -> None:
+    """Try one task of a run file once, and show everything of it: messages, tokens, logprobs, reward, times.
 
-    Parameters
-    ----------
-    words
-        The run file, then settings laid on top, as for tinsmith run.
-    config
-        The run file, in place of the first word.
-    plugin_dir
-        As for tinsmith run.
+    Trains nothing.
     """
     import asyncio
     from tempfile import TemporaryDirectory
 
     from rich.console import Console
 
-    from tinsmith.cli_config import tell, with_plugins
     from tinsmith.cli_run import connecting_to
     from tinsmith.dialects import read_run
     from tinsmith.rl import debug as look
 
-    file, overrides = _run_file("debug", words, config)
+    file, overrides = run_file("debug", words, config)
     console = Console()
     found = read_run(file, with_plugins(overrides, plugin_dir))
     tell(found, console)

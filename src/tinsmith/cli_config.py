@@ -22,52 +22,60 @@ if TYPE_CHECKING:
 
 config = App(name="config", help="Run files as they are read: show what one means, or write it in our own form.")
 
-Overrides = Annotated[
-    str, Parameter(help="Settings laid on top, as steps=20 or model.rank=8.", allow_leading_hyphen=False)
+Words = Annotated[
+    str,
+    Parameter(
+        name="FILE [KEY=VALUE]",
+        help="The run file (YAML or TOML; or a YAML of Trinity-RFT), then settings laid on top, as steps=20 or "
+        "model.rank=8.",
+        allow_leading_hyphen=False,
+    ),
+]
+Config = Annotated[Path | None, Parameter(help="The run file, in place of the first word.")]
+PluginDir = Annotated[
+    Path | None,
+    Parameter(help="A folder of Python files with workflows and rewards of your own, in place of the file's plugins."),
 ]
 
-PluginDir = Annotated[Path | None, Parameter(help="A folder of Python files, as for tinsmith run.")]
+
+def run_file(command: str, words: Sequence[str], config: Path | None) -> tuple[Path, Sequence[str]]:
+    """The run file, by --config or as the first word, and what is laid on top."""
+    if config is not None:
+        return config, words
+    if not words:
+        raise ConfigError(f"tinsmith {command} needs a run file.", f"As in: tinsmith {command} examples/addition.yaml")
+    return Path(words[0]), words[1:]
 
 
-def check(file: Path, /, *overrides: Overrides, plugin_dir: PluginDir = None) -> None:
+def check(*words: Words, config: Config = None, plugin_dir: PluginDir = None) -> None:
     """Look at a run file without starting anything: is it in order, and what of it has no meaning here?
 
     Ends with 0, or with 2 and every fault, each with its cure.
-
-    Parameters
-    ----------
-    file
-        A run file of ours (YAML or TOML), or of Trinity-RFT (YAML).
     """
+    file, overrides = run_file("check", words, config)
     found = _read(file, with_plugins(overrides, plugin_dir))
     kind = f", a file of {found.dialect}" if found.dialect else ""
     sys.stdout.write(f"{file}{kind} is in order: {_summary(found.settings)}\n")
 
 
 @config.command
-def show(file: Path, /, *overrides: Overrides, plugin_dir: PluginDir = None) -> None:
-    """Print the whole run that a file means: every setting, in our own form.
-
-    Parameters
-    ----------
-    file
-        A run file of ours (YAML or TOML), or of Trinity-RFT (YAML).
-    """
+def show(*words: Words, config: Config = None, plugin_dir: PluginDir = None) -> None:
+    """Print the whole run that a file means: every setting, in our own form."""
+    file, overrides = run_file("config show", words, config)
     found = _read(file, with_plugins(overrides, plugin_dir))
     sys.stdout.write(_yaml(found.settings.model_dump(mode="json")))
 
 
 @config.command
-def convert(file: Path, /, *overrides: Overrides, out: Path | None = None, plugin_dir: PluginDir = None) -> None:
+def convert(*words: Words, config: Config = None, out: Path | None = None, plugin_dir: PluginDir = None) -> None:
     """Write a run file in our own form; running it is the same run, and its folder the same.
 
     Parameters
     ----------
-    file
-        A run file of Trinity-RFT (YAML), or of ours.
     out
         Where to; standard output if not given. A file that is there already is refused.
     """
+    file, overrides = run_file("config convert", words, config)
     found = _read(file, with_plugins(overrides, plugin_dir))
     text = _yaml(_plain(found.settings))
     if out is None:

@@ -129,14 +129,14 @@ def _lock(config: ServeConfig) -> Finding:
 def _database(config: ServeConfig) -> Finding:
     from sqlalchemy import inspect, text
 
-    from tinsmith.service.database import direct_of, engine_of, place_of
+    from tinsmith.service.database import direct_of, engine_of, place_of, reachable
 
     if config.database is None and not (config.data / "tinsmith.db").exists():
         return Finding("ok", "database", "SQLite in the data folder, to be made")
     engine = engine_of(config.data, config.database)
     direct = direct_of(engine)
     try:
-        with direct.connect() as db:
+        with reachable(engine), direct.connect() as db:
             known = inspect(db).has_table("alembic_version")
             version = db.execute(text("select version_num from alembic_version")).scalar() if known else "none"
     finally:

@@ -122,7 +122,7 @@ async def migrate(engine: AsyncEngine, *, upgrade: bool = True) -> None:
     `upgrade` also if it is older, since a server may be using it.
     """
     try:
-        with _reachable(engine):
+        with reachable(engine):
             async with engine.execution_options(alone=True).begin() as db:
                 if db.dialect.name == "postgresql":
                     await db.execute(text(f"select pg_advisory_xact_lock({_MIGRATING})"))
@@ -139,7 +139,7 @@ async def served_alone(engine: AsyncEngine) -> AsyncIterator[None]:
         yield
         return
     lock = _Lock(engine)
-    with _reachable(engine):
+    with reachable(engine):
         await lock.take()
     watch = asyncio.create_task(lock.keep())
     try:
@@ -193,11 +193,13 @@ class _Lock:
 
 
 @contextmanager
-def _reachable(engine: AsyncEngine) -> Iterator[None]:
+def reachable(engine: AsyncEngine) -> Iterator[None]:
+    """Raises ConfigError where the database does not answer."""
     try:
         yield
     except OperationalError as error:
-        what = f"The database {place_of(engine)} does not answer: {str(error.orig).strip()}."
+        told = str(error.orig).strip().partition("\n")[0]
+        what = f"The database {place_of(engine)} does not answer: {told}."
         raise ConfigError(what, "Start it, or correct --database.") from error
 
 
