@@ -13,7 +13,7 @@ from tinsmith.engine import losses, specs
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms import AlgorithmConfig, build, route
 from tinsmith.rl.algorithms.losses import LossConfig
-from tinsmith.rl.algorithms.presets import NAMES
+from tinsmith.rl.algorithms.presets import LESSONS, NAMES
 from tinsmith.rl.policy import Updated
 from tinsmith.rl.samples import Sample
 from tinsmith.rl.types import Group, Rollout, Task, Turn
@@ -99,7 +99,8 @@ def test_the_servers_loss_has_the_gradient_of_the_clients(name, aggregate):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dpo", "ppo")])
 def test_every_algorithm_ends_in_an_update_that_can_be_differentiated(name):
-    algorithm = build(config(name, merge_replies=False), frozenset(), columns(), 0)
+    apart = {} if name in LESSONS else {"merge_replies": False}
+    algorithm = build(config(name, **apart), frozenset(), columns(), 0)
     update = run(algorithm.score(1, groups()))
     assert update.rows
     logprobs = logprobs_near(update.rows)
