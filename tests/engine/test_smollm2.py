@@ -98,15 +98,16 @@ def test_training_is_the_oracle_s(engine_in: Any, smollm2: Path, lesson: Pass, w
     teach(engine, wait, lesson)
     wait(engine.save("pupil", tmp_path / "saved", optimizer=False))
     (result,) = wait(engine.run([lesson]))
-    oracle = Reference(smollm2, tmp_path / "saved", torch.float32)  # float64 is 7e-4 from either
-    loss, logprobs = oracle.loss(lesson)
-    loss.backward()
+    with torch.no_grad():  # PyTorch's own softmax is up to 1.5e-5 off in float32, where there is no AVX-512
+        loss, logprobs = Reference(smollm2, tmp_path / "saved").loss(lesson)
     learned = sum(int(datum.inputs["weights"].sum()) for datum in lesson.data)
-    assert result.metrics["loss:sum"] == pytest.approx(float(loss.detach()), abs=1e-5 * learned)
+    assert result.metrics["loss:sum"] == pytest.approx(float(loss), abs=1e-5 * learned)
     for found, wanted in zip(result.logprobs, logprobs, strict=True):
-        gaps = np.abs(found - wanted.detach().numpy())
+        gaps = np.abs(found - wanted.numpy())
         assert gaps.mean() < 1e-5
-        assert gaps.max() < 1e-4  # float32 is itself 3e-5 from float64 here
+        assert gaps.max() < 1e-4
+    oracle = Reference(smollm2, tmp_path / "saved", torch.float32)  # whose gradients are 1e-3 from those in float64
+    oracle.backward(lesson)
     assert_same(gradients_of(engine, "pupil"), oracle.gradients())
 
 
