@@ -1,4 +1,5 @@
 """The commands that read a run file and start nothing: `tinsmith check`, `tinsmith config show` and `config convert`.
+And how every command is given its run file, those too that start something.
 
 Imports stand inside the commands. What is for people goes to standard error, so that standard output is a run file.
 """
