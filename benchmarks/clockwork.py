@@ -18,11 +18,11 @@ import numpy as np
 from benchmarks.servers import KEY
 from tinsmith.engine.base import Heard, Pass, PassResult, Sampled, SampledSequence, SampleRequest
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.fake import FakeEngine
+from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import TinsmithError
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.engines import Started
-from tinsmith.service.serving import serve
+from tinsmith.service.engines.host import Started
+from tinsmith.service.server import serve
 
 
 class Clockwork(FakeEngine):

@@ -37,7 +37,7 @@ from benchmarks.ours import Ours
 from benchmarks.parts.training import peak_rates, share
 from benchmarks.speed import RESULTS
 from benchmarks.workloads import Batch, grpo, questions
-from tinsmith.engine import models
+from tinsmith.engine.model import loading
 
 RANK, LAYERS = 32, 4
 TITLE = "Speed and correctness on a GPU (`make gpu-check`, `benchmarks/gpu.py`)"
@@ -83,7 +83,7 @@ class Shape:
     def ours(self, dtype: torch.dtype, layers: int) -> Ours:
         """An engine over such a model."""
         name = str(dtype).removeprefix("torch.")
-        base = models.shared(self.model(dtype, layers), _tokenizer(), self.name, self.name)
+        base = loading.shared(self.model(dtype, layers), _tokenizer(), self.name, self.name)
         return Ours(Setting(folder=Path(self.name), threads=0, turns=0, dtype=name), base, device=self.device)
 
     def settled(self, work: Callable[[], object]) -> Callable[[], None]:

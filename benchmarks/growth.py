@@ -163,7 +163,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.into:
         logging.getLogger("benchmarks").setLevel(logging.INFO)
-        from tinsmith.engine.sources import locate
+        from tinsmith.engine.model.sources import locate
 
         setting = Setting(folder=Path(locate(arguments.model).folder), threads=arguments.threads, turns=arguments.turns)
         arguments.into.write_text(json.dumps(asdict(CURVES[arguments.only[0]](setting))))

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.contest import Setting
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult, Piece, Sampled, SampleRequest
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.models import BaseModel
+from tinsmith.engine.model.loading import BaseModel
 from tinsmith.engine.torch_engine import TorchEngine
 
 Heard = Callable[[Piece], None]

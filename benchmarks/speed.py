@@ -105,7 +105,7 @@ def _measure(arguments: argparse.Namespace) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     import torch
 
-    from tinsmith.engine.sources import locate
+    from tinsmith.engine.model.sources import locate
 
     torch.set_num_threads(arguments.threads)
     folder = Path(locate(arguments.model).folder)

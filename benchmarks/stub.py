@@ -17,7 +17,7 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 
 from tinsmith.engine.base import Sampled, SampledSequence
-from tinsmith.service.wire import encode_sampled
+from tinsmith.service.wire.protobuf import encode_sampled
 
 FLAGS = {"sample_use_retrieve_futures": True, "sample_join_sampling_session": True, "parallel_fwdbwd_chunks": False}
 

@@ -53,7 +53,7 @@ def tiny_llama(tiny: Callable[[str], Path]) -> Path:
 def smollm2() -> Path:
     """The folder of SmolLM2-135M-Instruct, as `tinsmith serve` finds it: converted once and cached."""
     program = (
-        "from tinsmith.engine.config import DEFAULT_MODEL; from tinsmith.engine.sources import locate;"
+        "from tinsmith.engine.config import DEFAULT_MODEL; from tinsmith.engine.model.sources import locate;"
         "print(locate(DEFAULT_MODEL).folder)"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

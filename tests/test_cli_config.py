@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import yaml
 
-from tinsmith import cli_config
+from tinsmith.cli import run_file
 from tinsmith.errors import ConfigError
 
 SMALL = {
@@ -48,11 +48,11 @@ STAGES = [{"name": "one", "steps": 2}, {"name": "two", "algorithm": {"type": "rl
 def test_check_says_what_a_file_is(tmp_path, capsys, values, words, said):
     (tmp_path / "file.yaml").write_text(yaml.safe_dump(values))
     for file, config in (((str(tmp_path / "file.yaml"),), None), ((), tmp_path / "file.yaml")):
-        cli_config.check(*file, *words, config=config)
+        run_file.check(*file, *words, config=config)
         assert capsys.readouterr().out.endswith(f"{said}\n")
 
 
-@pytest.mark.parametrize("command", [cli_config.check, cli_config.show, cli_config.convert])
+@pytest.mark.parametrize("command", [run_file.check, run_file.show, run_file.convert])
 def test_a_command_without_a_file_says_what_it_wants(command):
     with pytest.raises(ConfigError, match=f"tinsmith .*{command.__name__} needs a run file"):
         command()

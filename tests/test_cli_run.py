@@ -39,5 +39,5 @@ def test_an_interruption_of_what_is_no_run_says_nothing_of_going_on(capsys, monk
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("tinsmith.cli_config._read", interrupted)
+    monkeypatch.setattr("tinsmith.cli.run_file._read", interrupted)
     assert said(capsys, monkeypatch, "check", "file.yaml") == (130, "interrupted")

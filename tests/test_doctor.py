@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.service.process import child, free_port
-from tinsmith.catalog import cached, served
-from tinsmith.doctor import Finding, examine
+from tinsmith.cli.catalog import cached, served
+from tinsmith.cli.doctor import Finding, examine
 from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
 

@@ -16,7 +16,7 @@ from benchmarks.contest import Line, Setting, percentile
 from benchmarks.ours import Ours
 from benchmarks.workloads import grpo, questions
 from tinsmith.engine.base import Piece
-from tinsmith.engine.turns import POLICIES
+from tinsmith.engine.device_sharing import POLICIES
 
 RANK, PROMPTS, SAMPLES, TOKENS = 32, 4, 4, 48
 

@@ -27,9 +27,10 @@ from benchmarks.baseline import Baseline, load
 from benchmarks.contest import Contest, Line, Setting, in_turns, rotate, timed
 from benchmarks.ours import Ours
 from benchmarks.workloads import Batch, grpo
-from tinsmith.engine import batch
-from tinsmith.engine.fixed import Fixed
-from tinsmith.engine.lora import HEAD, LoraLinear
+from tinsmith.engine.lora.adapter import HEAD
+from tinsmith.engine.lora.linear import LoraLinear
+from tinsmith.engine.lora.matmul import Fixed
+from tinsmith.engine.model import packing
 
 RANK = 32
 HEIGHT = 1024
@@ -114,7 +115,7 @@ def share(ours: Ours, work: Batch, seconds: list[float], peaks: list[dict[tuple[
 def useful_flops(ours: Ours, work: Batch, rank: int) -> float:
     """Of one forward_backward over `work`, as the module says."""
     one = work.as_pass("bench")
-    forest = batch.pack([batch.Row(key=key, adapter=0, tokens=datum.tokens) for key, datum in enumerate(one.data)])
+    forest = packing.pack([packing.Row(key=key, adapter=0, tokens=datum.tokens) for key, datum in enumerate(one.data)])
     packed, seen = len(forest.tokens), float((forest.positions + 1).sum())
     learning = len(
         {int(forest.index[key][at]) for key, d in enumerate(one.data) for at in d.inputs["advantages"].nonzero()[0]}

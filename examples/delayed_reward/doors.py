@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tinsmith.rl.plugins import workflow
 from tinsmith.rl.types import Task
-from tinsmith.rl.workflows.talk import Talk
+from tinsmith.rl.workflows.custom import Talk
 
 OWNS = {"beggar": 0.0, "farmer": 3.0, "merchant": 6.0, "king": 9.0}
 

@@ -12,7 +12,7 @@ from benchmarks.ours import Ours
 from benchmarks.parts import agreement, sharing, switching, tenants, training, vllm
 from benchmarks.workloads import grpo
 from tests.engine.reference import plain_model
-from tinsmith.engine import batch
+from tinsmith.engine.model import packing
 
 
 def test_sides_take_turns_and_change_who_goes_first():
@@ -65,7 +65,7 @@ def test_both_batches_have_the_same_lengths_and_only_one_shares():
     shared, different = grpo(), grpo(shared=False)
     assert [len(row) for row in shared.rows] == [len(row) for row in different.rows]
     packed = [
-        len(batch.pack([batch.Row(key=key, adapter=0, tokens=row) for key, row in enumerate(one.rows)]).tokens)
+        len(packing.pack([packing.Row(key=key, adapter=0, tokens=row) for key, row in enumerate(one.rows)]).tokens)
         for one in (shared, different)
     ]
     assert packed[0] < sum(map(len, shared.rows)) - 7 * 8 * 150 + 64

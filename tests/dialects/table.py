@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from tinsmith.dialects.base import Copied, Fate, Honoured, Key, NoMeaning, Refused, keys
-from tinsmith.dialects.trinity.keys import TrinityFile
+from tinsmith.dialects.trinity.schema import TrinityFile
 
 PAGE = Path(__file__).parents[2] / "docs" / "trinity.md"
 BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"

@@ -9,16 +9,15 @@ import pytest
 
 from tests.dialects.examples import BESIDE, LEARNS, Pairs
 from tests.dialects.written import read
-from tinsmith.dialects.trinity.names import ADVANTAGES, LOSSES, PARTS
+from tinsmith.dialects.trinity.name_tables import ADVANTAGES, LOSSES, PARTS
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms.advantages.group import Grpo, Opmd
-from tinsmith.rl.algorithms.advantages.turns import Gigpo, StepWiseGrpo
-from tinsmith.rl.algorithms.config import AlgorithmConfig
-from tinsmith.rl.algorithms.losses.clipped import Ppo, Rec
-from tinsmith.rl.algorithms.losses.mixed import MixChord
-from tinsmith.rl.algorithms.presets import NAMES
+from tinsmith.rl.algorithms.advantages.multi_turn import Gigpo, StepWiseGrpo
+from tinsmith.rl.algorithms.config import NAMES, AlgorithmConfig
+from tinsmith.rl.algorithms.losses.policy_gradient import Ppo, Rec
+from tinsmith.rl.algorithms.losses.supervised import MixChord
 from tinsmith.rl.types import Task
-from tinsmith.rl.workflows.talk import Talk
+from tinsmith.rl.workflows.custom import Talk
 
 TEACHER: Pairs = (("explorer.auxiliary_models[].model_path", "teacher"),)
 WANTS: dict[str, Pairs] = {

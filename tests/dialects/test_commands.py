@@ -9,7 +9,7 @@ import yaml
 
 from tests.dialects.written import SMALL, TINKER, VERL, laid, wrote
 from tinsmith import cli
-from tinsmith.cli_run import api_key
+from tinsmith.cli.runner import api_key
 from tinsmith.dialects import read_run
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig

@@ -157,7 +157,7 @@ def test_faults_of_stages_name_them(tmp_path: Path):
 
 
 def test_a_file_in_stages_is_the_same_when_converted(tmp_path: Path):
-    from tinsmith.cli_config import _plain, _yaml
+    from tinsmith.cli.run_file import _plain, _yaml
 
     stages = [{"stage_name": "one", "buffer": {**SMALL["buffer"], "total_steps": 1}}, {"stage_name": "two"}]
     found = read(tmp_path, ("stages", stages)).settings

@@ -15,12 +15,12 @@ from tests.dialects.conftest import NAME, Server
 from tests.dialects.examples import Pairs
 from tests.dialects.written import TINKER, VERL, laid
 from tinsmith.dialects import read_run
-from tinsmith.dialects.trinity.names import PARTS
+from tinsmith.dialects.trinity.name_tables import PARTS
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy import Policy
+from tinsmith.rl.policy.base import Policy
+from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.run import Connect
 from tinsmith.rl.stages import run_all
-from tinsmith.rl.tinker_policy import TinkerPolicy
 
 SHORT = (
     "steps=2", "groups_per_step=4", "group_size=8", "sampling.max_tokens=2", "sampling.max_prompt_tokens=4000",

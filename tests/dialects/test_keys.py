@@ -11,7 +11,7 @@ from tests.dialects.examples import EXAMPLES, NOTED, ONE_LIST, REFUSES, TASKSETS
 from tests.dialects.written import SMALL, laid, read
 from tinsmith.dialects import recognised
 from tinsmith.dialects.base import Copied, Honoured, Key, NoMeaning, Refused, keys
-from tinsmith.dialects.trinity.keys import TrinityFile
+from tinsmith.dialects.trinity.schema import TrinityFile
 from tinsmith.errors import ConfigError
 
 KEYS = list(keys(TrinityFile))

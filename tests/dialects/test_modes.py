@@ -10,10 +10,10 @@ import pytest
 from tests.dialects.examples import EVALUATED, LEARNED, OWN
 from tests.dialects.written import read
 from tinsmith.errors import ConfigError
-from tinsmith.rl.buffers.file import FileConfig
-from tinsmith.rl.buffers.memory import MemoryConfig
-from tinsmith.rl.buffers.sql import SqlConfig
-from tinsmith.rl.sources import Sql
+from tinsmith.rl.data.sources import Sql
+from tinsmith.rl.rollouts.buffers.file import FileConfig
+from tinsmith.rl.rollouts.buffers.memory import MemoryConfig
+from tinsmith.rl.rollouts.buffers.sql import SqlConfig
 
 NO_TASKSET = ("buffer.explorer_input.taskset", None)
 TASKSET = "buffer.explorer_input.taskset"

@@ -18,8 +18,8 @@ from tinsmith.dialects import read_run
 from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.explore import explore
-from tinsmith.rl.loop import train
-from tinsmith.rl.tinker_peers import TinkerPeers
+from tinsmith.rl.policy.tinker_sampling import TinkerPeers
+from tinsmith.rl.train import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")  # the SDK's way to delete
 

@@ -9,7 +9,7 @@ import pytest
 from tests.dialects.written import TINKER, VERL
 from tinsmith.dialects import read_run, recognised
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.sources import Hub
+from tinsmith.rl.data.sources import Hub
 from tinsmith.settings import parsed
 
 ROOT = Path(__file__).parents[2]

@@ -13,7 +13,7 @@ import pytest
 from tests.dialects.written import SMALL, laid, wrote
 from tinsmith.dialects import Read, read_run
 from tinsmith.errors import ConfigError
-from tinsmith.rl.policy import Snapshot
+from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Message, Rollout, Task, Turn
 
 WRITTEN = """

@@ -13,7 +13,7 @@ import pytest
 from tests.dialects.examples import EVAL, Pairs
 from tests.dialects.written import SMALL, laid, read, wrote
 from tinsmith.dialects import read_run
-from tinsmith.dialects.trinity.works import REWARDS, THINK_BOXED, WORKFLOWS
+from tinsmith.dialects.trinity.name_tables import REWARDS, THINK_BOXED, WORKFLOWS
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.types import Task

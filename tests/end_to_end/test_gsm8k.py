@@ -15,7 +15,7 @@ import pytest
 
 from tests.dialects.written import TINKER, VERL
 from tinsmith.dialects import read_run
-from tinsmith.rl.rewards.forms import Format
+from tinsmith.rl.rewards.format import Format
 from tinsmith.rl.rewards.mathematics import Math
 from tinsmith.rl.types import Message, Task
 

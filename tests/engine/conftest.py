@@ -29,7 +29,7 @@ def wait() -> Iterator[Wait]:
 @pytest.fixture(scope="session")
 def engine_of(tiny: Callable[[str], Path], wait: Wait) -> Iterator[Callable[..., Any]]:
     """A float32 engine on the CPU by the kind of its tiny base model, made once; settings make another one."""
-    from tinsmith.engine.build import build  # imports torch
+    from tinsmith.engine.process import build  # imports torch
 
     made: dict[Any, Any] = {}
 

@@ -18,8 +18,8 @@ from tests.engine.looks import gradients_of, weights_of
 from tests.engine.reference import assert_same, plain_model, tied_embeddings_are_meant, write_adapter
 from tests.engine.test_trainer import FLAGS, spec
 from tests.models import KINDS
-from tinsmith.engine.adapters import read_spec
 from tinsmith.engine.base import AdamParams, LoraSpec
+from tinsmith.engine.lora.peft import read_spec
 from tinsmith.errors import TinsmithError, Unsupported
 
 ADAM = AdamParams(learning_rate=5e-3, eps=1e-8)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.engine import attention, batch
+from tinsmith.engine.model import attention, packing
 
 
-def attended(forest: batch.Forest) -> tuple[int, list[torch.Tensor]]:
+def attended(forest: packing.Forest) -> tuple[int, list[torch.Tensor]]:
     """Of random heads: how many pieces, the output and the three gradients."""
     draw, total = torch.Generator().manual_seed(2), len(forest.tokens)
     leaves = [torch.randn(1, heads, total, 16, generator=draw).requires_grad_() for heads in (6, 2, 2)]
@@ -22,7 +22,9 @@ def attended(forest: batch.Forest) -> tuple[int, list[torch.Tensor]]:
 
 def test_a_masked_job_in_pieces_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [np.arange(700), np.r_[:40, 1000:1600], np.r_[:40, 1000:1100, 2000:2500], np.r_[:40, 3000:3020]]
-    forest = batch.pack([batch.Row(key=key, adapter=0, tokens=row.astype(np.int32)) for key, row in enumerate(rows)])
+    forest = packing.pack(
+        [packing.Row(key=key, adapter=0, tokens=row.astype(np.int32)) for key, row in enumerate(rows)]
+    )
     few, found = attended(forest)
     monkeypatch.setattr(attention, "MASKED_QUERIES", 10**6)
     whole, wanted = attended(forest)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.engine.batch import MERGED_QUERIES, Forest, Job, Row, in_packing_order, micro_batches, pack
+from tinsmith.engine.model.packing import MERGED_QUERIES, Forest, Job, Row, in_packing_order, micro_batches, pack
 
 
 def rows_of(*tokens: list[int], adapters: list[int] | None = None) -> list[Row]:

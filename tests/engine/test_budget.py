@@ -13,9 +13,9 @@ import torch
 from tests.engine.data import LOSSES, pass_for
 from tests.engine.looks import gradients_of
 from tests.engine.reference import assert_same
-from tinsmith.engine import budget
+from tinsmith.engine import autotune
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.memory import free_bytes
+from tinsmith.engine.model.memory import free_bytes
 from tinsmith.errors import ConfigError
 from tinsmith.settings import build
 
@@ -33,8 +33,8 @@ GB = 10**9
     ],
 )
 def test_what_fits_a_quarter_of_the_memory_in_whole_steps(free: int, each: float, most: int, tokens: int):
-    assert budget.fitting(free, each, most) == tokens
-    assert tokens == budget.LEAST or tokens * each <= free / 4
+    assert autotune.fitting(free, each, most) == tokens
+    assert tokens == autotune.LEAST or tokens * each <= free / 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -47,15 +47,15 @@ def test_a_token_costs_what_a_pass_keeps_for_each(kind: str, dtype: str, engine_
     heads = base.model.config.head_dim * 4
     layer = itemsize * (96 + 3 * heads + 96 + 3 * 208)
     least = 3 * layer + base.card.vocab_size * itemsize
-    found = budget.kept_bytes(base, router)
+    found = autotune.kept_bytes(base, router)
     assert least <= found <= 2 * least
 
 
 def test_layers_that_compute_again_cost_less(engine_of: Any):
     trainer = engine_of("llama").trainer
-    kept = budget.kept_bytes(trainer._base, trainer._router)
+    kept = autotune.kept_bytes(trainer._base, trainer._router)
     with trainer._switch.set(True):
-        again = budget.kept_bytes(trainer._base, trainer._router)
+        again = autotune.kept_bytes(trainer._base, trainer._router)
     head = trainer._base.card.vocab_size * 4
     assert again - head < (kept - head) / 4
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import torch
 
-from tinsmith.engine.cache import BANK, Cache, CacheShape, Row
-from tinsmith.engine.room import SMALLEST, capacity
-from tinsmith.engine.stretches import Read, Stretch
+from tinsmith.engine.sampling.capacity import SMALLEST, capacity
+from tinsmith.engine.sampling.kv_cache import BANK, Cache, CacheShape, Row
+from tinsmith.engine.sampling.prefill import Read, Stretch
 
 SHAPE = CacheShape(layers=2, heads=2, width=4, dtype=torch.float32, device=torch.device("cpu"))
 

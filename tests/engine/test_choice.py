@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.engine.choice import choose, draws, stream, top
-from tinsmith.engine.nucleus import Rule
+from tinsmith.engine.sampling.token_sampling import Rule, choose, draws, stream, top
 
 PLAIN = Rule(temperature=1.0, top_k=-1, top_p=1.0)
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tests.engine.test_cache import SHAPE, read
-from tinsmith.engine.cache import Cache, Row
-from tinsmith.engine.decoding import Cached
+from tinsmith.engine.sampling.decode import Cached
+from tinsmith.engine.sampling.kv_cache import Cache, Row
 
 
 def compare(rows: list[Row], pasts: list[Tensor]) -> None:

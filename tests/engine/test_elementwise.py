@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinsmith.engine.elementwise import angles, gated, rms_norm, rotate
+from tinsmith.engine.lora.layers import angles, gated, rms_norm, rotate
 
 EPS = 1e-5
 

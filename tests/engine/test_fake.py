@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.engine.data import CONFIGS, LOSSES, datum_for, replace_inputs
-from tinsmith.engine import specs
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult, SampleRequest
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.fake import FakeEngine
-from tinsmith.engine.fakelosses import scored
-from tinsmith.engine.losses import Targets, objective
+from tinsmith.engine.fake.engine import FakeEngine
+from tinsmith.engine.fake.losses import scored
+from tinsmith.engine.training import loss_specs
+from tinsmith.engine.training.losses import Targets, objective
 from tinsmith.errors import Gone
 
 
@@ -31,7 +31,7 @@ def datum(loss_fn: str = "cross_entropy", n: int = 6, seed: int = 0) -> Datum:
     }
     if loss_fn == "trinity_ppo":
         values |= {"weights": np.ones(n), "ref_logprobs": -1 - rng.random(n)}
-    spec = specs.LOSSES[loss_fn]
+    spec = loss_specs.LOSSES[loss_fn]
     needed = (
         ("weights",) if loss_fn == "cross_entropy" else (*spec.required, *{"ref_logprobs"}.intersection(spec.optional))
     )
@@ -84,11 +84,13 @@ def test_losses_and_terms_are_the_torch_engine_s(name: str, estimator: str) -> N
     p, spread = draw.normal(-6, 1.5, 12), draw.uniform(0, 6, 12)
     found = scored(request, one, p, spread)
     leaves = [torch.tensor(values, requires_grad=True) for values in (p, spread)]
-    inputs = {key: torch.tensor(values, dtype=torch.float64) for key, values in specs.filled(request, one).items()}
+    inputs = {key: torch.tensor(values, dtype=torch.float64) for key, values in loss_specs.filled(request, one).items()}
     targets = Targets(
         logprobs=leaves[0], entropies=leaves[1], sequence=torch.zeros(12, dtype=torch.long), inputs=inputs
     )
-    loss, metrics = objective(name, targets, specs.numbers(request), specs.estimator(request), request.loss_config)
+    loss, metrics = objective(
+        name, targets, loss_specs.numbers(request), loss_specs.estimator(request), request.loss_config
+    )
     slope, steep = torch.autograd.grad(loss, leaves)
     assert found.loss == pytest.approx(float(loss.detach()), rel=1e-9)
     np.testing.assert_allclose(found.slope, slope.numpy(), rtol=1e-6, atol=1e-12)

@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tinsmith.engine import hardware, lora, models
+from tinsmith.engine import autotune
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.fixed import Fixed
+from tinsmith.engine.lora import linear
+from tinsmith.engine.lora.matmul import Fixed
+from tinsmith.engine.model import loading
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64, 300])
@@ -34,17 +36,17 @@ def test_both_ways_are_those_of_float64(dtype: torch.dtype, tolerance: float, bi
 
 
 def test_matrices_are_ordered_where_there_is_room_for_them_twice(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
-    base = models.load(EngineConfig(source=str(tiny_llama), dtype="float32", device="cpu"))
-    lora.adapt(base)
-    products = [module.product for module in base.model.modules() if isinstance(module, lora.LoraLinear)]
+    base = loading.load(EngineConfig(source=str(tiny_llama), dtype="float32", device="cpu"))
+    linear.adapt(base)
+    products = [module.product for module in base.model.modules() if isinstance(module, linear.LoraLinear)]
     size = sum(one.shape.numel() * 4 for one in products)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    hardware.order(base, hardware.SHARE * size)
+    autotune.order(base, autotune.SHARE * size)
     assert not any(one.ordered for one in products)  # float32 is faster without
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    hardware.order(base, hardware.SHARE * size - 1)
+    autotune.order(base, autotune.SHARE * size - 1)
     assert not any(one.ordered for one in products)
-    hardware.order(base, hardware.SHARE * size)
+    autotune.order(base, autotune.SHARE * size)
     assert all(one.ordered for one in products)
 
 

@@ -13,22 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as torchs
 
-from tinsmith.engine import attention, batch, flex
+from tinsmith.engine.model import attention, flex_attention, packing
 
 CPU = torch.device("cpu")
 
 
-def forest_of(rows: list[list[int]], adapters: list[int] | None = None) -> batch.Forest:
+def forest_of(rows: list[list[int]], adapters: list[int] | None = None) -> packing.Forest:
     adapters = adapters or [0] * len(rows)
-    return batch.pack(
+    return packing.pack(
         [
-            batch.Row(key=key, adapter=adapter, tokens=np.array(row, np.int32))
+            packing.Row(key=key, adapter=adapter, tokens=np.array(row, np.int32))
             for key, (row, adapter) in enumerate(zip(rows, adapters, strict=True))
         ]
     )
 
 
-def dense(forest: batch.Forest) -> np.ndarray:
+def dense(forest: packing.Forest) -> np.ndarray:
     """bool [T, T], from the rows alone."""
     seen = np.zeros((len(forest.tokens),) * 2, bool)
     for path in forest.index.values():
@@ -44,7 +44,7 @@ rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1
 @settings(deadline=None, max_examples=60)
 def test_who_sees_whom_is_told_by_one_number_for_each_key(rows: list[list[int]], split: int):
     forest = forest_of(rows, [int(number >= split) for number in range(len(rows))])
-    ends, at = flex.ends_of(forest), np.arange(len(forest.tokens))
+    ends, at = flex_attention.ends_of(forest), np.arange(len(forest.tokens))
     np.testing.assert_array_equal((at <= at[:, None]) & (at[:, None] < ends), dense(forest))
 
 
@@ -52,10 +52,13 @@ def test_who_sees_whom_is_told_by_one_number_for_each_key(rows: list[list[int]],
 @settings(deadline=None, max_examples=30)
 def test_blocks_are_full_partly_seen_or_empty(rows: list[list[int]]):
     forest = forest_of(rows)
-    partly, full = flex._blocks(flex.ends_of(forest))
+    partly, full = flex_attention._blocks(flex_attention.ends_of(forest))
     seen = dense(forest)
     for (query, key), some in np.ndenumerate(partly):
-        block = seen[query * flex.BLOCK : (query + 1) * flex.BLOCK, key * flex.BLOCK : (key + 1) * flex.BLOCK]
+        block = seen[
+            query * flex_attention.BLOCK : (query + 1) * flex_attention.BLOCK,
+            key * flex_attention.BLOCK : (key + 1) * flex_attention.BLOCK,
+        ]
         assert full[query, key] <= block.all()
         assert (some or full[query, key]) >= block.any()
         assert not (some and full[query, key])
@@ -69,7 +72,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
-CASES: dict[str, Callable[[], batch.Forest]] = {
+CASES: dict[str, Callable[[], packing.Forest]] = {
     "one row": lambda: forest_of([list(range(37))]),
     "a group": lambda: forest_of([[*range(140), *([k] * (20 + 30 * k))] for k in range(5)]),
     "turns": lambda: forest_of([list(range(length)) for length in (40, 90, 91, 200)]),
@@ -96,7 +99,7 @@ def test_forward_and_backward_are_those_of_the_jobs(case: str):
         return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
     expected = results(attention.packed(forest, torch.float32, CPU))
-    found = results(flex.flexed(forest, CPU))
+    found = results(flex_attention.flexed(forest, CPU))
     assert len(found) == 4
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
@@ -105,7 +108,7 @@ def test_forward_and_backward_are_those_of_the_jobs(case: str):
 @pytest.mark.usefixtures("uncompiled")
 def test_keys_and_values_are_kept_for_the_sampler():
     forest = CASES["a group"]()
-    context = flex.flexed(forest, CPU, keep=True)
+    context = flex_attention.flexed(forest, CPU, keep=True)
     key, value = torch.randn(2, 1, 2, len(forest.tokens), 16)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -118,11 +121,11 @@ def test_it_is_for_gpus_and_sixteen_bits_where_it_compiles(monkeypatch: pytest.M
     def chosen(
         capability: tuple[int, int] = (9, 0), dtype: Any = torch.bfloat16, device: str = "cuda", triton: Any = True
     ) -> bool:
-        monkeypatch.setattr(flex, "find_spec", lambda _: triton)
+        monkeypatch.setattr(flex_attention, "find_spec", lambda _: triton)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        return flex.suits.__wrapped__(dtype, torch.device(device))
+        return flex_attention.suits.__wrapped__(dtype, torch.device(device))
 
-    monkeypatch.setattr(flex, "_try", lambda *_: None)
+    monkeypatch.setattr(flex_attention, "_try", lambda *_: None)
     assert chosen()
     assert not chosen(device="cpu")
     assert not chosen(dtype=torch.float32)
@@ -132,7 +135,7 @@ def test_it_is_for_gpus_and_sixteen_bits_where_it_compiles(monkeypatch: pytest.M
     def broken(*_: Any) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(flex, "_try", broken)
+    monkeypatch.setattr(flex_attention, "_try", broken)
     assert not chosen()
     assert "slower" in caplog.text
 
@@ -141,4 +144,4 @@ def test_it_is_for_gpus_and_sixteen_bits_where_it_compiles(monkeypatch: pytest.M
 def test_the_trial_runs():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        flex._try(torch.float32, CPU)
+        flex_attention._try(torch.float32, CPU)

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.engine import attention, batch, folded
+from tinsmith.engine.model import attention, packing
+from tinsmith.engine.model import attention as folded
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -37,7 +38,7 @@ def test_pieces_of_a_job_are_the_job(lengths: tuple[tuple[int, ...], int]) -> No
     """Rows cut where their scores would not fit the cache, in bfloat16, against one call in float32."""
     prompt = np.arange(lengths[0][1] if lengths[0] else 0, dtype=np.int32)
     rows = [np.append(prompt, np.full(lengths[1], 1000 + end)).astype(np.int32) for end in range(2)]
-    forest = batch.pack([batch.Row(key=key, adapter=0, tokens=row) for key, row in enumerate(rows)])
+    forest = packing.pack([packing.Row(key=key, adapter=0, tokens=row) for key, row in enumerate(rows)])
     draw, total = torch.Generator().manual_seed(2), len(forest.tokens)
     inputs = [torch.randn(1, heads, total, 16, generator=draw).bfloat16() for heads in (6, 2, 2)]
     slope, found = torch.randn(1, total, 6, 16, generator=draw).bfloat16(), []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.engine.folders import linked, size_of, written_whole
+from tinsmith.atomic import linked, size_of, written_whole
 
 
 def test_a_folder_appears_when_it_is_whole_and_takes_the_place_of_an_older_one(tmp_path: Path) -> None:

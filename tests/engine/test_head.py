@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinsmith.engine.head import ROWS, Head, Slopes, Targets, log_softmax
+from tinsmith.engine.lora.lm_head import ROWS, Head, Slopes, Targets, log_softmax
 
 
 def whole(hidden: Tensor, weight: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:

@@ -10,17 +10,18 @@ import pytest
 import torch
 
 from tests.models import KINDS
-from tinsmith.engine import layers, lora, models
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.lora import layers, linear
+from tinsmith.engine.model import loading
 
 
-def loaded(folder: Path, dtype: str = "float32") -> models.BaseModel:
-    base = models.load(EngineConfig(source=str(folder), dtype=dtype, device="cpu"))  # type: ignore[arg-type]
-    lora.adapt(base)
+def loaded(folder: Path, dtype: str = "float32") -> loading.BaseModel:
+    base = loading.load(EngineConfig(source=str(folder), dtype=dtype, device="cpu"))  # type: ignore[arg-type]
+    linear.adapt(base)
     return base
 
 
-def kinds_of(base: models.BaseModel) -> set[str]:
+def kinds_of(base: loading.BaseModel) -> set[str]:
     return {
         type(module).__module__
         for module in base.body.modules()
@@ -32,18 +33,18 @@ def kinds_of(base: models.BaseModel) -> set[str]:
 def test_every_served_kind_gets_our_modules(kind: str, tiny: Callable[[str], Path]) -> None:
     base = loaded(tiny(kind))
     with torch.no_grad():
-        before = models.probe(base)
+        before = loading.probe(base)
         ours = layers.take_over(base)
-        torch.testing.assert_close(models.probe(ours), before, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(loading.probe(ours), before, rtol=1e-4, atol=1e-4)
     assert ours.wide
-    assert kinds_of(ours) == {"tinsmith.engine.layers"}
+    assert kinds_of(ours) == {"tinsmith.engine.lora.layers"}
 
 
 def test_in_bfloat16_our_modules_are_nearer_to_float32(tiny_llama: Path) -> None:
     with torch.no_grad():
-        exact, base = models.probe(loaded(tiny_llama)), loaded(tiny_llama, "bfloat16")
-        theirs = (models.probe(base) - exact).abs().mean()
-        ours = (models.probe(layers.take_over(base)) - exact).abs().mean()
+        exact, base = loading.probe(loaded(tiny_llama)), loaded(tiny_llama, "bfloat16")
+        theirs = (loading.probe(base) - exact).abs().mean()
+        ours = (loading.probe(layers.take_over(base)) - exact).abs().mean()
     assert ours < theirs
 
 
@@ -56,11 +57,11 @@ def test_a_model_that_computes_otherwise_keeps_its_modules(part: str, tiny_llama
     else:
         module.register_forward_hook(lambda _, __, output: output * 1.1)
     with torch.no_grad():
-        before = models.probe(base)
+        before = loading.probe(base)
         after = layers.take_over(base)
-        torch.testing.assert_close(models.probe(after), before, rtol=0, atol=0)
+        torch.testing.assert_close(loading.probe(after), before, rtol=0, atol=0)
     assert not after.wide
-    assert "tinsmith.engine.layers" not in kinds_of(after)
+    assert "tinsmith.engine.lora.layers" not in kinds_of(after)
 
 
 def _halved(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.engine.data import pass_for
 from tests.engine.sampling import ask
 from tinsmith.engine.base import AdamParams, LoraSpec
-from tinsmith.engine.checks import check_adam
-from tinsmith.engine.reach import LIMIT, Reach
+from tinsmith.engine.training.optimizer import LIMIT, Reach
+from tinsmith.engine.validation import check_adam
 from tinsmith.errors import BadRequest, NotFound
 
 GOOD = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)

@@ -11,8 +11,8 @@ import torch
 from tests.engine.data import CONFIGS, LOSSES, RL_LOSSES, datum_for, replace_inputs
 from tests.engine.reference import objective
 from tinsmith.engine.base import Datum, Pass
-from tinsmith.engine.losses import LOSS_FUNCTIONS
-from tinsmith.engine.specs import LOSSES as SPECS
+from tinsmith.engine.training.loss_specs import LOSSES as SPECS
+from tinsmith.engine.training.losses import LOSS_FUNCTIONS
 
 CLIPPED = ("ppo", "cispo", "gspo")
 Config = Mapping[str, float]

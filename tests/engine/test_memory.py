@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from tinsmith.engine import memory
-from tinsmith.engine.memory import Trimmer
+from tinsmith.engine.model import memory
+from tinsmith.engine.model.memory import Trimmer
 
 
 class Counting(Trimmer):

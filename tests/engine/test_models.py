@@ -13,10 +13,10 @@ import transformers
 
 from tests.models import save_tokenizer
 from tinsmith.engine.base import Datum, LoraSpec, Pass
-from tinsmith.engine.build import build
-from tinsmith.engine.checks import check_pass
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.models import shared
+from tinsmith.engine.model.loading import shared
+from tinsmith.engine.process import build
+from tinsmith.engine.validation import check_pass
 from tinsmith.errors import BadRequest, Unsupported
 
 SHAPE: dict[str, Any] = {
@@ -120,7 +120,7 @@ def test_a_window_of_layers_that_do_not_slide_bounds_nothing(saved: Any) -> None
 
 def test_a_window_that_only_the_layers_know_is_refused(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved("Mistral", sliding_window=WINDOW)
-    monkeypatch.setattr("tinsmith.engine.served._bounds", lambda _: iter(()))
+    monkeypatch.setattr("tinsmith.engine.model.support._bounds", lambda _: iter(()))
     with pytest.raises(Unsupported, match="window of 40 tokens would be computed over 128"):
         served(folder)
 

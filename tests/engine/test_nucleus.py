@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.engine import nucleus
-from tinsmith.engine.nucleus import FIRST, Rule, narrowed
+from tinsmith.engine.sampling import token_sampling
+from tinsmith.engine.sampling.token_sampling import FIRST, Rule, narrowed
 
 SIZE = FIRST + 1000
 """Tokens of a row: more than the first look takes."""
@@ -43,7 +43,7 @@ def test_peaked_rows_are_not_ordered_whole(monkeypatch: pytest.MonkeyPatch) -> N
         looks.append((len(some), size))
         return some.sort(dim=1, descending=True).values[:, :size]
 
-    monkeypatch.setattr(nucleus, "_greatest", counted)
+    monkeypatch.setattr(token_sampling, "_greatest", counted)
     narrowed(chances, [Rule(1.0, -1, 0.9)] * 3)
     assert looks == [(3, FIRST), (1, SIZE)]
 

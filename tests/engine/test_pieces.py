@@ -12,7 +12,7 @@ import pytest
 from tests.engine.sampling import ask
 from tinsmith.engine.base import Piece, Sampled, SampleRequest
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.fake import FakeEngine
+from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.engine.process import RemoteEngine
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.engine import batch, models
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.models import BaseModel
-from tinsmith.engine.prefill import Partial, Prefill, Prompt, prefill
-from tinsmith.engine.prefixes import Found, Run
+from tinsmith.engine.model import loading, packing
+from tinsmith.engine.model.loading import BaseModel
+from tinsmith.engine.sampling.prefill import Partial, Prefill, Prompt, prefill
+from tinsmith.engine.sampling.prefix_cache import Found, Run
 
 HEADS, SHARED, WIDTH = 4, 2, 24
 SCALE = WIDTH**-0.5
@@ -21,7 +21,7 @@ SCALE = WIDTH**-0.5
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def base(request: pytest.FixtureRequest, tiny_llama: Path) -> BaseModel:
-    return models.load(EngineConfig(source=str(tiny_llama), dtype=request.param, device="cpu"))
+    return loading.load(EngineConfig(source=str(tiny_llama), dtype=request.param, device="cpu"))
 
 
 def tokens(length: int, seed: int) -> np.ndarray:
@@ -38,7 +38,7 @@ def known(beginning: np.ndarray, dtype: torch.dtype) -> Run:
 
 def prompt(key: int, row: np.ndarray, run: Run, count: int, needed: int | None = None) -> Prompt:
     found = Found(((run, count),) if count else ())
-    return Prompt(row=batch.Row(key=key, adapter=0, tokens=row), found=found, needed=needed or len(row) - 1)
+    return Prompt(row=packing.Row(key=key, adapter=0, tokens=row), found=found, needed=needed or len(row) - 1)
 
 
 def test_every_query_sees_what_is_known_and_its_own_past(base: BaseModel) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.engine.prefixes import Found, Prefixes, Trunk
+from tinsmith.engine.sampling.prefix_cache import Found, Prefixes, Trunk
 
 ONE: Trunk = ("version", 1, "")
 OTHER: Trunk = ("version", 1, "another")

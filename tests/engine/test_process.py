@@ -18,11 +18,10 @@ from tests.engine.data import pass_for
 from tests.engine.looks import weights_of
 from tests.engine.reference import assert_same
 from tests.engine.sampling import ask, assert_same_samples
+from tinsmith.engine.autotune import round_products
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.hardware import round_products
-from tinsmith.engine.link import LENGTH
-from tinsmith.engine.process import RemoteEngine
+from tinsmith.engine.process import LENGTH, RemoteEngine
 from tinsmith.errors import ConfigError, EngineDied, NotFound, TinsmithError
 
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.engine.uploads import DISTILLED_RANKS, LOSSES, RANKS, distilled, traced, uploaded
-from tinsmith.engine.allowed import FUNCTIONAL, METHODS, SPECIAL, TORCH
-from tinsmith.engine.graph import Node, read_graph
-from tinsmith.engine.program import MAX_ELEMENTS, Program
+from tinsmith.engine.custom_loss.graph import Node, read_graph
+from tinsmith.engine.custom_loss.ops import FUNCTIONAL, METHODS, SPECIAL, TORCH
+from tinsmith.engine.custom_loss.runner import MAX_ELEMENTS, Program
 from tinsmith.errors import BadRequest, TooLarge, UserError
 
 

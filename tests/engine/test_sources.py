@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tinsmith.engine import models, sources
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.model import loading, sources
 from tinsmith.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def test_files_that_are_not_whole_are_told(model: Path, file: str, break_it: obj
     assert callable(break_it)
     break_it(model / file)
     with pytest.raises(ConfigError, match=r"(?s)model. cannot be loaded: .*whole") as told:
-        models.load(EngineConfig(source=str(model), device="cpu"))
+        loading.load(EngineConfig(source=str(model), device="cpu"))
     assert told.value.what.startswith(f"'{model}'")
 
 

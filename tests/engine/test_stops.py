@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tinsmith.engine.stops import completes
+from tinsmith.engine.sampling.sequences import completes
 
 WORDS = ["<unk>", "<s>", "</s>", "▁", "▁yes", "▁no", "▁stop", "s", "t", "o", "p", "<0xC3>", "<0xA9>", "▁é"]
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.engine.turns import POLICIES, Party, Sharing, Turns
+from tinsmith.engine.device_sharing import POLICIES, Party, Sharing, Turns
 
 
 @dataclass

@@ -13,8 +13,8 @@ from torch import Tensor, equal
 
 from tests.engine.data import pass_for
 from tests.engine.sampling import ask
-from tinsmith.engine import adapters
 from tinsmith.engine.base import AdamParams, LoraSpec
+from tinsmith.engine.lora import peft
 
 
 def tensors(engine: Any, version: str) -> list[Tensor]:
@@ -151,13 +151,13 @@ def test_memory_that_a_written_version_leaves_is_used_again_and_shows_in_no_othe
 def test_sampling_and_training_go_on_while_a_version_is_written(
     engine: Any, wait: Any, tmp_path: Path, model_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go, write = threading.Event(), adapters.write
+    go, write = threading.Event(), peft.write
 
     def patient(*args: Any) -> int:
         assert go.wait(30)
         return write(*args)
 
-    monkeypatch.setattr(adapters, "write", patient)
+    monkeypatch.setattr(peft, "write", patient)
 
     async def main() -> None:
         await engine.create(model_id, LoraSpec(rank=4, seed=1))

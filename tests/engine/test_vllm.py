@@ -17,12 +17,12 @@ import pytest
 
 from tests.engine import vllm_stub
 from tests.engine.sampling import PROMPT, ask, assert_same_samples
-from tinsmith.engine import vllm_wire as wire
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard
-from tinsmith.engine.build import build
 from tinsmith.engine.config import EngineConfig, VllmConfig
-from tinsmith.engine.vllm import VllmEngine
-from tinsmith.engine.vllm_server import command_of, environment_of, python_of
+from tinsmith.engine.process import build
+from tinsmith.engine.vllm import completions as wire
+from tinsmith.engine.vllm.engine import VllmEngine
+from tinsmith.engine.vllm.server import command_of, environment_of, python_of
 from tinsmith.errors import ConfigError, EngineDied, EngineError, Gone, Unsupported
 
 CARD = ModelCard(

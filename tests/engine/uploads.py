@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from tinker.lib.public_interfaces.custom_loss import LossHandle, encode_graph, trace_loss
 
-from tinsmith.engine.graph import LossGraph, Node, read_graph, read_text
+from tinsmith.engine.custom_loss.graph import LossGraph, Node, read_graph, read_text
 
 Fn = Callable[..., Any]
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tinsmith.chat.tool_calls import Call, Form, Reading, form_of, held_back
 from tinsmith.errors import Unsupported
-from tinsmith.openai.toolcalls import Call, Form, Reading, form_of, held_back
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
 ADD = Call("add", '{"a": 1, "b": "é"}')

@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.loop import train
-from tinsmith.rl.scripted import ScriptedPolicy
+from tinsmith.rl.policy.scripted import ScriptedPolicy
+from tinsmith.rl.train import train
 
 REPLIES = ("no", "yes", "perhaps")
 

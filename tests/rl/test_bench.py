@@ -14,8 +14,8 @@ from tests.rl.small import REPLIES, run, settings
 from tests.rl.test_resume import Killed, breaking
 from tinsmith.errors import ConfigError
 from tinsmith.rl.bench import bench
-from tinsmith.rl.resume import state_of
-from tinsmith.rl.scripted import ScriptedPolicy
+from tinsmith.rl.policy.scripted import ScriptedPolicy
+from tinsmith.rl.run_folder import state_of
 
 
 class Paths(ScriptedPolicy):

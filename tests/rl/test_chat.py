@@ -6,7 +6,7 @@ import pytest
 
 from tests.models import CHATML
 from tinsmith.errors import ConfigError, UserError
-from tinsmith.rl.chat import Chat, template_of
+from tinsmith.rl.policy.chat import Chat, template_of
 from tinsmith.rl.types import Message, Turn
 
 ASK = Message(role="user", content="What is 39 + 13?")

@@ -13,7 +13,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl import demo
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.types import Task
-from tinsmith.rl.workflows.talk import Talk
+from tinsmith.rl.workflows.custom import Talk
 from tinsmith.settings import Settings, read
 
 ROOT = Path(__file__).parents[2]

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.rl.small import rows as metric_rows
 from tests.rl.small import run, settings
-from tinsmith.rl.critic import Bins, Critic, CriticConfig, explained
+from tinsmith.rl.algorithms.critic import Bins, Critic, CriticConfig, explained
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.samples import Sample
-from tinsmith.rl.scripted import ScriptedLearner
+from tinsmith.rl.policy.scripted import ScriptedLearner
+from tinsmith.rl.policy.training_rows import Sample
 
 
 def sample(text: str, returns: float, values: float = 0.0) -> Sample:

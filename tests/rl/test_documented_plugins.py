@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from tests.rl.small import rows, run, settings
-from tinsmith.rl.scripted import ScriptedPolicy
+from tinsmith.rl.policy.scripted import ScriptedPolicy
 
 PAGE = (Path(__file__).parents[2] / "docs" / "workflows.md").read_text()
 FILES = re.findall(r"```python\n# my_plugins/(\w+\.py)\n(.*?)```", PAGE, re.DOTALL)
@@ -54,9 +54,9 @@ def play(config):
 
     import numpy as np
 
-    from tinsmith.rl.gateway import Gateway
+    from tinsmith.rl.policy.agent_endpoint import Gateway
+    from tinsmith.rl.policy.scripted import ScriptedSnapshot
     from tinsmith.rl.rewards import Rewards
-    from tinsmith.rl.scripted import ScriptedSnapshot
     from tinsmith.rl.workflows.base import Parts
 
     async def main():

@@ -6,8 +6,8 @@ import pytest
 
 from tests.rl.small import run, settings
 from tinsmith.errors import ConfigError
-from tinsmith.rl.epochs import with_steps
-from tinsmith.rl.resume import RunFolder
+from tinsmith.rl.run_folder import RunFolder
+from tinsmith.rl.train import with_steps
 
 
 def small(folder, **changes):

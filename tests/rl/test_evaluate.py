@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from tests.rl.small import rows, run, settings
 from tinsmith.rl.evaluate import EvalConfig, pass_at
-from tinsmith.rl.policy import SamplingConfig
+from tinsmith.rl.policy.base import SamplingConfig
 from tinsmith.rl.types import Group, Rollout, Task
 
 

@@ -10,9 +10,9 @@ import pytest
 from tests.rl.small import rows, run, settings
 from tests.rl.test_resume import Killed, breaking
 from tinsmith.errors import ConfigError
-from tinsmith.rl.experts import Experts, ExpertsConfig
-from tinsmith.rl.scripted import END, Letters
-from tinsmith.rl.sources import Addition
+from tinsmith.rl.data.demonstrations import Experts, ExpertsConfig
+from tinsmith.rl.data.sources import Addition
+from tinsmith.rl.policy.scripted import END, Letters
 from tinsmith.rl.types import Message, Task
 
 

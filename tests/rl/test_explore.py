@@ -15,17 +15,18 @@ from rich.console import Console
 from tests.rl.small import REPLIES, rows, run, scripted, settings
 from tests.rl.test_resume import Killed
 from tinsmith.errors import ConfigError, TinsmithError
-from tinsmith.rl import meeting, shared
-from tinsmith.rl.buffers.file import FileBuffer
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.explore import explore
-from tinsmith.rl.loop import train
-from tinsmith.rl.scripted import ScriptedPolicy
+from tinsmith.rl.policy.scripted import ScriptedPolicy
+from tinsmith.rl.rollouts import batch_source as shared
+from tinsmith.rl.rollouts import coordination
+from tinsmith.rl.rollouts.buffers.file import FileBuffer
+from tinsmith.rl.train import train
 
 
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (meeting, shared):
+    for module in (coordination, shared):
         monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
     monkeypatch.setattr("tinsmith.rl.explore.LOOK_SECONDS", 0.01)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.rl.files import write_whole
+from tinsmith.atomic import write_whole
 
 
 def test_whoever_writes_at_once_is_in_nobodys_way(tmp_path: Path):

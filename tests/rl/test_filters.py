@@ -14,7 +14,7 @@ from tests.rl.test_resume import Killed, breaking
 from tinsmith.errors import TinsmithError
 from tinsmith.rl import algorithms
 from tinsmith.rl.algorithms import AlgorithmConfig
-from tinsmith.rl.filters import FilterConfig, filtered
+from tinsmith.rl.rollouts.filters import FilterConfig, filtered
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
 FILTERS = TypeAdapter(tuple[FilterConfig, ...])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tinsmith.cli_run import server
+from tinsmith.cli.runner import server
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.settings import build

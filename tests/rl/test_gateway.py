@@ -12,11 +12,10 @@ import pytest
 
 from tests.rl.small import rows, run, settings
 from tests.rl.workflows.test_workflows import YES, policy
-from tinsmith.rl.gateway import Gateway
-from tinsmith.rl.line import Line
-from tinsmith.rl.policy import SamplingConfig
-from tinsmith.rl.samples import rows_of
-from tinsmith.rl.scripted import END, Letters
+from tinsmith.rl.policy.agent_endpoint import Gateway, Line
+from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.scripted import END, Letters
+from tinsmith.rl.policy.training_rows import rows_of
 from tinsmith.rl.types import Message, Rollout, Task
 from tinsmith.rl.workflows.agent import AgentConfig
 from tinsmith.rl.workflows.base import Parts

@@ -11,7 +11,7 @@ import pytest
 
 from tests.rl.small import rows, run, scripted, settings
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.scripted import ScriptedPolicy
+from tinsmith.rl.policy.scripted import ScriptedPolicy
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tinsmith.rl.metrics import of_groups, of_update
-from tinsmith.rl.policy import Updated
-from tinsmith.rl.samples import Sample
+from tinsmith.rl.policy.base import Updated
+from tinsmith.rl.policy.training_rows import Sample
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
 TASK = Task(id="t", messages=())

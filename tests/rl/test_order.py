@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.order import Beliefs, Difficulty
-from tinsmith.rl.sources import Addition, Jsonl, Largest
-from tinsmith.rl.tasks import Deck, TasksConfig, split
+from tinsmith.rl.data.ordering import Beliefs, Difficulty
+from tinsmith.rl.data.sources import Addition, Jsonl, Largest
+from tinsmith.rl.data.tasks import Deck, TasksConfig, split
 from tinsmith.rl.types import Group, Rollout, Task
 
 

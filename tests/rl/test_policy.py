@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy import ModelConfig, SamplingConfig, request_seed
+from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, request_seed
 
 
 def course(**changes) -> list[float]:

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from tests.rl.small import REPLIES, rows, run, scripted, settings
 from tinsmith.errors import ConfigError
-from tinsmith.rl.loop import train
-from tinsmith.rl.resume import RandomStates, RunFolder
-from tinsmith.rl.scripted import ScriptedPolicy
+from tinsmith.rl.policy.scripted import ScriptedPolicy
+from tinsmith.rl.run_folder import RandomStates, RunFolder
+from tinsmith.rl.train import train
 
 
 class Killed(BaseException):

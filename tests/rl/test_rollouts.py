@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.buffers.memory import MemoryBuffer, MemoryConfig
-from tinsmith.rl.buffers.reader import Reader
-from tinsmith.rl.policy import request_seed
-from tinsmith.rl.rollouts import Batch, Plan, Sampler
-from tinsmith.rl.sources import Addition
-from tinsmith.rl.supply import OwnSupply
-from tinsmith.rl.sync import Bell, LocalWeights, Publisher, SyncConfig
-from tinsmith.rl.tasks import Deck, TasksConfig, split
-from tinsmith.rl.tries import RolloutConfig, Tries
+from tinsmith.rl.data.sources import Addition
+from tinsmith.rl.data.tasks import Deck, TasksConfig, split
+from tinsmith.rl.policy.base import request_seed
+from tinsmith.rl.rollouts.batch_source import OwnSupply
+from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig
+from tinsmith.rl.rollouts.buffers.replay import Reader
+from tinsmith.rl.rollouts.producer import Batch, Plan, Sampler
+from tinsmith.rl.rollouts.runner import RolloutConfig, Tries
+from tinsmith.rl.rollouts.weight_sync import Bell, LocalWeights, Publisher, SyncConfig
 from tinsmith.rl.types import Rollout, Task, Turn
 
 

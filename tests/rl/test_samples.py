@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tinsmith.rl.samples import gathered, merged, placed, rows_of, spoken
+from tinsmith.rl.policy.training_rows import gathered, merged, placed, rows_of, spoken
 from tinsmith.rl.types import Rollout, Turn
 
 

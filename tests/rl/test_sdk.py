@@ -8,7 +8,7 @@ import socket
 import pytest
 import tinker
 
-from tinsmith.rl.sdk import session
+from tinsmith.rl.policy.sdk import session
 
 
 class Slow:

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.fields import Fields
-from tinsmith.rl.sources import Addition, Hub, Jsonl, Largest, ReasoningGym
+from tinsmith.rl.data.row_mapping import Fields
+from tinsmith.rl.data.sources import Addition, Hub, Jsonl, Largest, ReasoningGym
 
 
 def test_addition_asks_every_pair_once():

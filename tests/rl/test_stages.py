@@ -13,7 +13,7 @@ from tests.rl.small import REPLIES, rows, settings
 from tests.rl.test_resume import Killed
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.scripted import ScriptedPolicy
+from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.stages import run_all
 from tinsmith.settings import written
 

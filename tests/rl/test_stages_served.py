@@ -12,9 +12,9 @@ from rich.console import Console
 from tests.rl.algorithms.asked import run
 from tests.rl.small import rows
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.run import Connect
 from tinsmith.rl.stages import run_all
-from tinsmith.rl.tinker_policy import TinkerPolicy
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 

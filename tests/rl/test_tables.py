@@ -8,9 +8,9 @@ import sqlite3
 import pytest
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.fields import Fields
-from tinsmith.rl.operators import function
-from tinsmith.rl.tables import Files, Hub, Jsonl, Sql
+from tinsmith.rl.data.row_mapping import Fields
+from tinsmith.rl.data.row_operators import function
+from tinsmith.rl.data.row_sources import Files, Hub, Jsonl, Sql
 
 ROWS = [{"question": f"{n}+{n}?", "answer": f"It is\n#### {2 * n}", "level": 5 - n} for n in range(5)]
 

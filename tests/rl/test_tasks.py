@@ -7,8 +7,8 @@ import json
 import pytest
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.sources import Addition, Jsonl, Largest
-from tinsmith.rl.tasks import TasksConfig, split
+from tinsmith.rl.data.sources import Addition, Jsonl, Largest
+from tinsmith.rl.data.tasks import TasksConfig, split
 
 
 def test_held_out_tasks_are_never_drawn():

@@ -18,8 +18,8 @@ from tinsmith.rl import algorithms
 from tinsmith.rl.algorithms import AlgorithmConfig
 from tinsmith.rl.metrics import of_update
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy import ModelConfig, SamplingConfig, Update
-from tinsmith.rl.tinker_policy import TinkerPolicy
+from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, Update
+from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.types import Group, Message, Rollout, Task
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.rl.small import settings
-from tinsmith.rl.tries import BROKEN_OFF, OverSampling, RolloutConfig, Tries
+from tinsmith.rl.rollouts.runner import BROKEN_OFF, OverSampling, RolloutConfig, Tries
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
 GOOD = Rollout(turns=(Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text="", stop="stop"),), rewards={"policy": 1.0})

@@ -13,14 +13,14 @@ import httpx
 from tests.service.databases import url_of
 from tinsmith.engine.base import AdamParams, Heard, Pass, SampleRequest
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.fake import FakeEngine
+from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import EngineDied
 from tinsmith.service.app import create_app
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.deps import Service
-from tinsmith.service.engines import Start, Started
-from tinsmith.service.keys import create_key
-from tinsmith.service.running import running
+from tinsmith.service.dependencies import Service
+from tinsmith.service.engines.host import Start, Started
+from tinsmith.service.server import running
+from tinsmith.service.tenancy.keys import create_key
 
 KEY = "tml-test"
 Hook = Callable[[str, object], Awaitable[None] | None]
@@ -147,7 +147,7 @@ def pass_body(model: str, seq: int, tokens: Sequence[int] = (5, 6, 7, 8), **opti
     """A forward_backward body as the SDK sends it."""
     import numpy as np
 
-    from tinsmith.service.schema import pb
+    from tinsmith.service.wire.protobuf import pb
 
     message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq, **{"loss_fn": "cross_entropy", **options})
     one = message.data.add()
@@ -159,7 +159,7 @@ def pass_body(model: str, seq: int, tokens: Sequence[int] = (5, 6, 7, 8), **opti
 
 
 def loss_in(response: httpx.Response) -> float:
-    from tinsmith.service.schema import pb
+    from tinsmith.service.wire.protobuf import pb
 
     assert response.headers["content-type"] == "application/x-protobuf", response.text
     message = pb.ForwardBackwardOutput()

@@ -18,10 +18,10 @@ from tests.service.databases import free_port as free_port
 from tests.service.databases import url_of
 from tinsmith.engine.base import AdamParams, Heard, SampleRequest
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.fake import FakeEngine
+from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.engines import Start, Started
-from tinsmith.service.serving import serve
+from tinsmith.service.engines.host import Start, Started
+from tinsmith.service.server import serve
 
 ROOT = Path(__file__).parents[2]
 

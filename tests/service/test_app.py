@@ -109,7 +109,7 @@ for told in sys.argv[1:]:
 
 
 def test_the_api_process_never_loads_torch_or_the_sdk() -> None:
-    code = "import sys, tinsmith.service.serving as a; print([m for m in ('torch', 'tinker') if m in sys.modules])"
+    code = "import sys, tinsmith.service.server as a; print([m for m in ('torch', 'tinker') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

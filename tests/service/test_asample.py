@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tinsmith.errors import BadRequest, Unsupported
-from tinsmith.service.asample import decode_sample
+from tinsmith.service.wire.sample_request import decode_sample
 
 
 def body(**changes) -> bytes:

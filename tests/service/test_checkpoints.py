@@ -11,7 +11,7 @@ import pytest
 from tests.service.inprocess import Api, api, until
 from tinsmith.errors import BadRequest
 from tinsmith.service.checkpoints import check_name, check_ttl
-from tinsmith.service.records import Checkpoint, Model
+from tinsmith.service.storage.records import Checkpoint, Model
 
 
 @pytest.mark.parametrize("name", ["a", "0001", "step=3,".rstrip(","), "A.b_c-d@e+f", "x" * 200])

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tinsmith.errors import BadRequest
-from tinsmith.service.completions import Completion, Completions, Target, target_of
+from tinsmith.service.results.completion_log import Completion, Completions, Target, target_of
 
 MINE = Target("s:sample:0", 0)
 

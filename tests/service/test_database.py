@@ -15,15 +15,15 @@ from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, text
 
-import tinsmith.service.database as database_module
+import tinsmith.service.storage.database as database_module
 from tests.service.databases import beside, url_of
 from tests.service.test_store import CHECKPOINT, MODEL, SAMPLER, SESSION, WORKS
 from tinsmith.errors import ConfigError
-from tinsmith.service.database import MIGRATIONS, engine_of, migrate
-from tinsmith.service.payloads import row_of, stored
-from tinsmith.service.records import Answer, Checkpoint, Model, Sampler, Session
-from tinsmith.service.store import Finished, open_store, served_store
-from tinsmith.service.tables import META
+from tinsmith.service.storage.database import MIGRATIONS, engine_of, migrate
+from tinsmith.service.storage.payloads import row_of, stored
+from tinsmith.service.storage.records import Answer, Checkpoint, Model, Sampler, Session
+from tinsmith.service.storage.store import Finished, open_store, served_store
+from tinsmith.service.storage.tables import META
 
 BEFORE_MIGRATIONS = Path(__file__).parent / "before_migrations.sql"
 """What `tinsmith serve` of the time before migrations wrote: a session, a model, a sampler, a checkpoint, requests."""

@@ -9,7 +9,7 @@ import pytest
 
 from tests.service.inprocess import Api, Factory, api, loss_in, pass_body
 from tinsmith.errors import EngineError
-from tinsmith.service.records import Model
+from tinsmith.service.storage.records import Model
 
 
 async def loss(on: Api, model: str, seq: int) -> float:

@@ -11,9 +11,9 @@ import pytest
 
 from tests.service.inprocess import api
 from tinsmith.errors import BadRequest
-from tinsmith.service.external import encrypt, recipients
-from tinsmith.service.payloads import row_of, stored
-from tinsmith.service.records import SaveExternal
+from tinsmith.service.encryption import encrypt, recipients
+from tinsmith.service.storage.payloads import row_of, stored
+from tinsmith.service.storage.records import SaveExternal
 
 SSH = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN alice@rust"
 

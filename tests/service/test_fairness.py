@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.service.inprocess import Api, Factory, api, pass_body
-from tinsmith.service.engines import start_engine
+from tinsmith.service.engines.host import start_engine
 
 MANY = 1000
 TOKENS = list(range(3, 64))

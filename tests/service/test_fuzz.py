@@ -24,7 +24,7 @@ from tests.service import openapi
 from tests.service.inprocess import pass_body
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
-from tinsmith.service.schema import pb
+from tinsmith.service.wire.protobuf import pb
 
 MIB = 2**20
 

@@ -20,7 +20,7 @@ import pytest
 
 import tinsmith.service.routes
 from tests.service.inprocess import Api, api, loss_in, pass_body
-from tinsmith.service.records import Checkpoint, CustomLoss, Model, Sampler, Session
+from tinsmith.service.storage.records import Checkpoint, CustomLoss, Model, Sampler, Session
 
 SECRET = "opensesame"
 """In everything that a tenant may name."""

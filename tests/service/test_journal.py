@@ -16,7 +16,7 @@ from tests.service.databases import beside
 from tests.service.inprocess import Factory, api, pass_body
 from tests.service.process import child, free_port
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.tables import CHECKPOINTS
+from tinsmith.service.storage.tables import CHECKPOINTS
 
 TOKENS = [5, 6, 7, 8, 9]
 ADAM = types.AdamParams(learning_rate=0.02)

@@ -14,8 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tests.service.databases import beside, url_of
 from tinsmith.errors import BadRequest, ConfigError, NotFound
-from tinsmith.service.keys import Quotas, create_key, keys_of, read_keys, revoke_key, set_quotas
-from tinsmith.service.tenants import Tenants
+from tinsmith.service.tenancy.keys import Quotas, Tenants, create_key, keys_of, read_keys, revoke_key, set_quotas
 
 
 def within(data: Path, work: Callable[[AsyncEngine], Awaitable[None]]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.service.ledger import SLACK, Ledger
+from tinsmith.service.results.unfinished_samples import SLACK, Ledger
 
 
 def test_what_was_open_is_lost_to_the_next_process_and_stays_open(tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_a_full_disk_stops_nothing_and_the_file_is_whole_when_there_is_room_agai
     def full(out: int, lines: list[str]) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tinsmith.service.ledger._append", full)
-    monkeypatch.setattr("tinsmith.service.ledger.RETRY_S", 0.0)
+    monkeypatch.setattr("tinsmith.service.results.unfinished_samples._append", full)
+    monkeypatch.setattr("tinsmith.service.results.unfinished_samples.RETRY_S", 0.0)
     ledger = Ledger(tmp_path / "samples")
     (tmp_path / "samples.new").mkdir()  # so that it cannot be written anew either
     for name in "abc":

@@ -14,8 +14,8 @@ from tests.service.inprocess import KEY, Api, Factory, api, pass_body
 from tests.service.process import child, free_port
 from tinsmith.errors import Busy
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.keys import Quotas, create_key, keys_of, set_quotas
-from tinsmith.service.limits import Limits
+from tinsmith.service.tenancy.keys import Quotas, create_key, keys_of, set_quotas
+from tinsmith.service.tenancy.quotas import Limits
 
 
 class Told:

@@ -8,8 +8,8 @@ from tinker import types
 from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
 
 from tinsmith.errors import BadRequest
-from tinsmith.service.provenance import REMEMBERED, Sequences, claims_of
-from tinsmith.service.schema import pb
+from tinsmith.service.wire.protobuf import pb
+from tinsmith.service.wire.provenance import REMEMBERED, Sequences, claims_of
 
 
 def spanned(sequence: str, prompt: int, sampled: int) -> types.Datum:

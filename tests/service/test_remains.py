@@ -10,9 +10,9 @@ import pytest
 from tests.service.inprocess import Api, Factory, MortalEngine, api, pass_body, until
 from tests.service.routes.test_futures import base_sampler, poll, sample_body
 from tinsmith.engine.config import EngineConfig
-from tinsmith.service.engines import Started
-from tinsmith.service.keys import set_quotas
-from tinsmith.service.records import Checkpoint, Model
+from tinsmith.service.engines.host import Started
+from tinsmith.service.storage.records import Checkpoint, Model
+from tinsmith.service.tenancy.keys import set_quotas
 
 
 @pytest.fixture(autouse=True)

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinsmith.engine.base import AdamParams, Datum, Pass
-from tinsmith.service.payloads import row_of
-from tinsmith.service.records import Row, Step
-from tinsmith.service.scheduler import next_batch
+from tinsmith.service.storage.payloads import row_of
+from tinsmith.service.storage.records import Row, Step
+from tinsmith.service.training.scheduler import next_batch
 
 BUDGET = 100
 

@@ -15,8 +15,8 @@ from tests.service.conftest import datum
 from tests.service.databases import url_of
 from tests.service.process import child, free_port
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.keys import create_key, keys_of
-from tinsmith.service.observe.logs import JsonLines, TextLines
+from tinsmith.service.observability.logs import JsonLines, TextLines
+from tinsmith.service.tenancy.keys import create_key, keys_of
 
 OWN = "tml-own-key-of-the-server"
 WRONG = "tml-key-that-nobody-made"

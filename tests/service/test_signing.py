@@ -12,7 +12,7 @@ import jwt
 import pytest
 from tinker.lib._jwt_auth import _lifetime, _seconds_until_expiry, jwt_claims
 
-from tinsmith.service.signing import TOKEN_S, Signer, signer_of, urn
+from tinsmith.service.tenancy.signing import TOKEN_S, Signer, signer_of, urn
 
 SECRET = b"s" * 32
 

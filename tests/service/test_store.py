@@ -17,8 +17,8 @@ from sqlalchemy.exc import OperationalError
 from tests.service.databases import url_of
 from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.errors import BadRequest
-from tinsmith.service.payloads import row_of, stored
-from tinsmith.service.records import (
+from tinsmith.service.storage.payloads import row_of, stored
+from tinsmith.service.storage.records import (
     Answer,
     Checkpoint,
     Load,
@@ -30,7 +30,7 @@ from tinsmith.service.records import (
     Session,
     Step,
 )
-from tinsmith.service.store import Finished, open_store
+from tinsmith.service.storage.store import Finished, open_store
 
 SESSION = Session(id="s", owner="o", created=1.0, seen=2.0, tags=["a"], metadata={"b": [1]})
 MODEL = Model(

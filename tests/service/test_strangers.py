@@ -14,8 +14,8 @@ import httpx
 
 from tests.service.inprocess import KEY, Api, api
 from tinsmith.service.app import create_app
-from tinsmith.service.keys import create_key
-from tinsmith.service.records import Checkpoint, Model, Session
+from tinsmith.service.storage.records import Checkpoint, Model, Session
+from tinsmith.service.tenancy.keys import create_key
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from tests.service.inprocess import Factory
 from tests.service.process import child, free_port
 from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.keys import create_key, keys_of
-from tinsmith.service.running import running
+from tinsmith.service.server import running
+from tinsmith.service.tenancy.keys import create_key, keys_of
 
 NOTICED_S = 5.0
 

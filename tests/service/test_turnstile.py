@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinsmith.engine.base import SampleRequest
-from tinsmith.engine.room import room_of
-from tinsmith.service.turnstile import Turnstile
+from tinsmith.engine.sampling.capacity import room_of
+from tinsmith.service.engines.admission import Turnstile
 
 CACHE = 8 * 64
 """Of eight small requests, and a ninth at hand."""

@@ -14,8 +14,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 
 from tinsmith.engine.base import PassResult, Sampled, SampledSequence, TopK
 from tinsmith.errors import BadRequest, TooLarge, Unsupported
-from tinsmith.service.schema import pb
-from tinsmith.service.wire import BODY_CAP, Layout, decode_pass, decompressed, encode_pass, encode_sampled
+from tinsmith.service.wire.protobuf import BODY_CAP, Layout, decode_pass, decompressed, encode_pass, encode_sampled, pb
 
 
 def body(data: list[types.Datum], loss_fn: str = "cross_entropy", config=None, seq: int = 3) -> bytes:

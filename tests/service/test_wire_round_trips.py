@@ -19,8 +19,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 
 from tinsmith.engine.base import PassResult, Sampled, SampledSequence, TopK
 from tinsmith.errors import UserError
-from tinsmith.service.schema import pb
-from tinsmith.service.wire import Layout, decode_pass, decompressed, encode_pass, encode_sampled
+from tinsmith.service.wire.protobuf import Layout, decode_pass, decompressed, encode_pass, encode_sampled, pb
 
 quick = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 thorough = settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))

@@ -11,7 +11,7 @@ from tests.service.inprocess import Api, Factory, api, loss_in, pass_body
 from tinsmith.engine.base import Pass
 from tinsmith.errors import BadRequest, EngineError
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.running import running
+from tinsmith.service.server import running
 
 
 async def train(on: Api, model: str, seq: int, steps: int) -> list[float]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tinsmith.dialects.base import Becoming
 from tinsmith.dialects.trinity import translate as trinity
-from tinsmith.dialects.trinity.standins import standing_in
+from tinsmith.dialects.trinity.plugin_shim import standing_in
 from tinsmith.rl import plugins
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.plugins import Names

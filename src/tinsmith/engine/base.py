@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from tinsmith.engine.graph import LossGraph
+from tinsmith.engine.custom_loss.graph import LossGraph
 from tinsmith.errors import TinsmithError
 
 LORA_ALPHA = 32.0

@@ -19,9 +19,13 @@ import os
 import pickle
 import signal
 import socket
+import struct
 import sys
-from collections.abc import Sequence
+import threading
+import traceback
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from tinsmith.engine.base import (
@@ -37,8 +41,80 @@ from tinsmith.engine.base import (
     SampleRequest,
 )
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.link import LENGTH, Link, packed
-from tinsmith.errors import EngineDied, EngineError, TinsmithError
+from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError
+
+
+def build(config: EngineConfig) -> Engine:
+    """A loaded engine of this process. Raises ConfigError or Unsupported when the model is not to be served."""
+    if config.sampler == "vllm":
+        raise ConfigError("An engine of one process samples by itself.", "With a vLLM: engine.vllm.VllmEngine.start.")
+    if config.kind == "fake":
+        from tinsmith.engine.fake.engine import FakeEngine
+
+        return FakeEngine(config)
+    from tinsmith.engine.torch_engine import TorchEngine
+
+    return TorchEngine(config)
+
+
+LENGTH = struct.Struct("<Q")
+
+
+def packed(message: Any) -> tuple[bytes, bytes]:
+    """A message as it goes over: its length, and itself."""
+    data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    return LENGTH.pack(len(data)), data
+
+
+class Link:
+    """Ends the process when the other end hangs up: nothing here is worth waiting for then."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._file = connection.makefile("rb", buffering=1 << 20)
+        self._out: SimpleQueue[tuple[bytes, bytes]] = SimpleQueue()
+        threading.Thread(target=self._write, name="link-write", daemon=True).start()
+
+    def receive(self) -> Any:
+        """The next message; waits for it."""
+        (size,) = LENGTH.unpack(self._exactly(LENGTH.size))
+        return pickle.loads(self._exactly(size))
+
+    def listen(self, hear: Callable[[Any], None]) -> None:
+        """From now on `hear` is called with each message, in the running event loop."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._read, args=(loop, hear), name="link-read", daemon=True).start()
+
+    def send(self, message: Any) -> None:
+        """Messages leave in the order of their sending; nothing waits for them. From any thread."""
+        self._out.put(packed(message))
+
+    def _read(self, loop: asyncio.AbstractEventLoop, hear: Callable[[Any], None]) -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(hear, self.receive())
+        except Exception:  # noqa: BLE001 - whatever it is, a process that no longer reads must not seem to live
+            traceback.print_exc()
+            os._exit(1)
+
+    def _write(self) -> None:
+        while True:
+            parts = self._out.get()
+            try:
+                for part in parts:
+                    self._connection.sendall(part)
+            except OSError:
+                os._exit(0)
+
+    def _exactly(self, size: int) -> bytes:
+        try:
+            data = self._file.read(size)
+        except OSError:
+            data = b""
+        if len(data) < size:
+            os._exit(0)
+        return data
+
 
 log = logging.getLogger(__name__)
 
@@ -220,7 +296,6 @@ async def _serve(link: Link) -> None:
 
 def _loaded(config: EngineConfig, link: Link) -> Engine | None:
     """The engine, its card sent; or None and the reason sent."""
-    from tinsmith.engine.build import build
 
     try:
         engine = build(config)

@@ -11,35 +11,38 @@ from pathlib import Path
 
 import torch
 
-from tinsmith.engine import budget, hardware, layers, lora, models, recompute
+from tinsmith.engine import autotune
 from tinsmith.engine.base import AdamParams, Heard, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.head import Head
-from tinsmith.engine.memory import Trimmer, free_bytes
-from tinsmith.engine.sampler import TorchSampler
-from tinsmith.engine.trainer import TorchTrainer
-from tinsmith.engine.turns import POLICIES, Turns
+from tinsmith.engine.device_sharing import POLICIES, Turns
+from tinsmith.engine.lora import layers, linear
+from tinsmith.engine.lora.lm_head import Head
+from tinsmith.engine.model import loading
+from tinsmith.engine.model.memory import Trimmer, free_bytes
+from tinsmith.engine.sampling.sampler import TorchSampler
+from tinsmith.engine.training import activation_checkpointing
+from tinsmith.engine.training.trainer import TorchTrainer
 from tinsmith.errors import TinsmithError
 
 
 class TorchEngine:
     """Implements `engine.base.Engine`. Sets torch's thread count and matmul precision for its whole process."""
 
-    def __init__(self, config: EngineConfig, base: models.BaseModel | None = None) -> None:
+    def __init__(self, config: EngineConfig, base: loading.BaseModel | None = None) -> None:
         """`base` takes the place of what `config.source` names."""
         if config.threads:
             torch.set_num_threads(config.threads)
-        base = base or models.load(config)
-        hardware.round_products(base.dtype)
+        base = base or loading.load(config)
+        autotune.round_products(base.dtype)
         policy = POLICIES[config.sharing]
-        router, turns = lora.adapt(base), Turns(policy)
+        router, turns = linear.adapt(base), Turns(policy)
         base, head = layers.take_over(base), Head(base.head)
         self._heap = Trimmer()
-        hardware.order(base, free_bytes())
-        hardware.warm(base)
-        switch = recompute.install(base)
+        autotune.order(base, free_bytes())
+        autotune.warm(base)
+        switch = activation_checkpointing.install(base)
         with switch.set(config.recompute == "always"):
-            tokens = budget.chosen(config.pass_tokens, base, router)
+            tokens = autotune.chosen(config.pass_tokens, base, router)
         packed = max(1, round(policy.share * tokens))
         self._card = replace(base.card, pass_tokens=packed)
         self.trainer = TorchTrainer(base, head, router, turns, packed, switch, config.recompute)

@@ -14,19 +14,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from tinsmith.atomic import write_whole
 from tinsmith.errors import ConfigError
-from tinsmith.rl.assemble import judging
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.data.tasks import split
 from tinsmith.rl.evaluate import Evaluator
-from tinsmith.rl.files import write_whole
-from tinsmith.rl.gateway import Gateway
 from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.monitors.jsonl import JsonlMonitor
-from tinsmith.rl.policy import Peers
-from tinsmith.rl.resume import RunFolder, state_of
+from tinsmith.rl.policy.agent_endpoint import Gateway
+from tinsmith.rl.policy.base import Peers
+from tinsmith.rl.rollouts.runner import Tries
 from tinsmith.rl.run import anew, folder_of
-from tinsmith.rl.tasks import split
-from tinsmith.rl.tries import Tries
+from tinsmith.rl.run_folder import RunFolder, state_of
+from tinsmith.rl.train import judging
 
 
 async def bench(

@@ -11,35 +11,80 @@ Example:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl import fitting, plugins
+from tinsmith.rl import plugins
 from tinsmith.rl.algorithms import AlgorithmConfig
 from tinsmith.rl.algorithms.advantages.group import Grpo
-from tinsmith.rl.algorithms.advantages.turns import StepWiseGrpo
-from tinsmith.rl.buffers import BufferConfig
-from tinsmith.rl.buffers.memory import MemoryConfig
+from tinsmith.rl.algorithms.advantages.multi_turn import StepWiseGrpo
+from tinsmith.rl.algorithms.config import LESSONS
+from tinsmith.rl.data.demonstrations import ExpertsConfig
+from tinsmith.rl.data.tasks import TasksConfig
 from tinsmith.rl.evaluate import BenchConfig, EvalConfig
-from tinsmith.rl.experts import ExpertsConfig
-from tinsmith.rl.filters import FilterConfig
 from tinsmith.rl.monitors import MonitorConfig
 from tinsmith.rl.monitors.console import ConsoleConfig
 from tinsmith.rl.monitors.report import ReportConfig
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy import ModelConfig, SamplingConfig
-from tinsmith.rl.resume import CheckpointConfig
+from tinsmith.rl.policy.base import ModelConfig, SamplingConfig
 from tinsmith.rl.rewards import RewardConfig
-from tinsmith.rl.sync import SyncConfig
-from tinsmith.rl.tasks import TasksConfig
-from tinsmith.rl.tries import RolloutConfig
+from tinsmith.rl.rollouts.buffers import BufferConfig
+from tinsmith.rl.rollouts.buffers.memory import MemoryConfig
+from tinsmith.rl.rollouts.filters import FilterConfig
+from tinsmith.rl.rollouts.runner import RolloutConfig
+from tinsmith.rl.rollouts.weight_sync import SyncConfig
+from tinsmith.rl.run_folder import CheckpointConfig
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.single_turn import SingleTurnConfig
-from tinsmith.settings import Settings, build, written
+from tinsmith.settings import Settings, build, changed, written
+
+_OF_ROLLOUTS = ("group_size", "staleness", "sync", "buffer", "filters", "filter_refills")
+
+
+def check(run: RunConfig) -> None:
+    """Raises ValueError for the first such key of a run without stages."""
+    given = changed(run)
+    if not run.rolls_out and (idle := [name for name in _OF_ROLLOUTS if name in given]):
+        raise ValueError(f"{idle[0]} is about rollouts, and {run.algorithm.type} learns from data alone; leave it out")
+    if run.filter_refills and not run.filters:
+        raise ValueError("filter_refills refills what filters leave out; give filters, as {type: reward_std}")
+    _check_style(run)
+
+
+def _check_style(run: RunConfig) -> None:
+    if run.sync.style == "fixed" and run.rollout.over.ratio:
+        raise ValueError("rollout.over wants another sync.style than fixed, whose batches are the same in every run")
+    if run.sync.publish_every is not None and run.sync.style not in ("on_publish", "live"):
+        raise ValueError(f"sync.publish_every means nothing with sync.style {run.sync.style}; set sync.interval")
+    if run.sync.style == "live" and run.staleness:
+        raise ValueError(
+            "staleness means nothing with sync.style live, which takes newer weights at once; "
+            "set buffer.capacity for how far sampling may run ahead"
+        )
+    if run.sync.style == "fixed" and "capacity" in changed(run.buffer):
+        raise ValueError(
+            "buffer.capacity means nothing with sync.style fixed, where staleness says how far sampling runs ahead"
+        )
+
+
+def check_stages(stages: Sequence[Stage], modes: Sequence[str]) -> None:
+    """Raises ValueError for a stage that would keep moments that there are none of."""
+    trains = [mode != "bench" for mode in modes]
+    for at, stage in enumerate(stages):
+        if stage.keep_optimizer and not (trains[at] and any(trains[:at])):
+            why = "no stage trains before it" if trains[at] else "mode bench trains nothing"
+            raise ValueError(f"stage {stage.name}: {why}, so there is no optimizer to keep; leave out keep_optimizer")
+
+
+def of_stage(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """What the whole run says to a stage that has `own` beside: of rollouts nothing, where the stage has none."""
+    algorithm = own.get("algorithm", values.get("algorithm"))
+    kind = algorithm.get("type") if isinstance(algorithm, Mapping) else None
+    return {name: part for name, part in values.items() if not (kind in LESSONS and name in _OF_ROLLOUTS)}
 
 
 class OwnService(Settings):
@@ -139,7 +184,7 @@ class RunConfig(Settings):
         modes = [self.staged(number).mode for number in range(1, len(self.stages) + 1)]
         if modes and set(modes) == {"bench"}:
             raise ValueError("no stage trains; take mode bench for the whole run, without stages")
-        fitting.check_stages(self.stages, modes)
+        check_stages(self.stages, modes)
         return self
 
     def staged(self, number: int, state: str = "tinker://the/stage/before") -> RunConfig:
@@ -164,7 +209,7 @@ class RunConfig(Settings):
             values["model"] = {**model, "load_from": state}
         values["folder"] = str(Path(self.folder or f"runs/{self.name}") / f"{number:02}-{stage.name}")
         values["name"] = f"{self.name} {stage.name}".strip()
-        return build(RunConfig, {**fitting.of_stage(values, own), **own}, f"stage {stage.name}")
+        return build(RunConfig, {**of_stage(values, own), **own}, f"stage {stage.name}")
 
     @property
     def rolls_out(self) -> bool:
@@ -208,7 +253,7 @@ class RunConfig(Settings):
     @model_validator(mode="after")
     def _reads_what_it_says(self) -> RunConfig:
         if not self.stages and self.mode != "bench":
-            fitting.check(self)
+            check(self)
         return self
 
     @model_validator(mode="after")

@@ -15,13 +15,13 @@ from rich.console import Console
 from rich.markup import escape
 
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.assemble import parts_of
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.gateway import Gateway
-from tinsmith.rl.policy import Spelling, request_seed
+from tinsmith.rl.data.tasks import split
+from tinsmith.rl.policy.agent_endpoint import Gateway
+from tinsmith.rl.policy.base import Spelling, request_seed
+from tinsmith.rl.rollouts.runner import Tries
 from tinsmith.rl.run import Connect
-from tinsmith.rl.tasks import split
-from tinsmith.rl.tries import Tries
+from tinsmith.rl.train import parts_of
 from tinsmith.rl.types import Group, Turn
 
 _SHOWN = 12

@@ -16,12 +16,12 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
+from tinsmith.rl.data.tasks import Held
 from tinsmith.rl.metrics import of_rewards
-from tinsmith.rl.policy import SamplingConfig, Snapshot, request_seed
+from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
+from tinsmith.rl.policy.training_rows import spoken
 from tinsmith.rl.rewards import RewardConfig, Rewards
-from tinsmith.rl.samples import spoken
-from tinsmith.rl.tasks import Held
-from tinsmith.rl.tries import Tries
+from tinsmith.rl.rollouts.runner import Tries
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.base import Workflow

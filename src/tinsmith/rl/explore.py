@@ -9,21 +9,21 @@ from collections.abc import Awaitable, Callable
 import numpy as np
 from rich.console import Console
 
-from tinsmith.rl import buffers, metrics, monitors
-from tinsmith.rl.assemble import parts_of, plan_of
-from tinsmith.rl.buffers.base import Buffer
+from tinsmith.rl import metrics, monitors
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.epochs import with_steps
-from tinsmith.rl.gateway import Gateway
-from tinsmith.rl.meeting import LOOK_SECONDS, Notes, Sampling, SharedWeights, TrainingEnded
+from tinsmith.rl.data.tasks import Deck, split
 from tinsmith.rl.monitors.base import Monitors, RunInfo
-from tinsmith.rl.policy import Peers
-from tinsmith.rl.resume import RunFolder
-from tinsmith.rl.rollouts import Batch, Sampler
+from tinsmith.rl.policy.agent_endpoint import Gateway
+from tinsmith.rl.policy.base import Peers
+from tinsmith.rl.rollouts import buffers
+from tinsmith.rl.rollouts.buffers.base import Buffer
+from tinsmith.rl.rollouts.coordination import LOOK_SECONDS, Notes, Sampling, SharedWeights, TrainingEnded
+from tinsmith.rl.rollouts.producer import Batch, Sampler
+from tinsmith.rl.rollouts.runner import Tries
+from tinsmith.rl.rollouts.weight_sync import Bell
 from tinsmith.rl.run import folder_of
-from tinsmith.rl.sync import Bell
-from tinsmith.rl.tasks import Deck, split
-from tinsmith.rl.tries import Tries
+from tinsmith.rl.run_folder import RunFolder
+from tinsmith.rl.train import parts_of, plan_of, with_steps
 
 
 async def explore(config: RunConfig, connect: Callable[[], Awaitable[Peers]], console: Console) -> int:

@@ -1,6 +1,6 @@
 """A run's own log: log.txt in its folder, through the standard logging, begun anew at 5 MB with three older ones kept.
 
-A line is `2026-11-21 16:00:00,123 INFO tinsmith.rl.loop: what happened`; lines that do not begin so belong to the one
+A line is `2026-11-21 16:00:00,123 INFO tinsmith.rl.train: what happened`; lines that do not begin so belong to the one
 before. `read` and `follow` are what `tinsmith log` shows.
 """
 

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tinsmith.rl.policy import Updated
-from tinsmith.rl.samples import Sample, spoken
+from tinsmith.rl.policy.base import Updated
+from tinsmith.rl.policy.training_rows import Sample, spoken
 from tinsmith.rl.types import Group, Rollout
 
 

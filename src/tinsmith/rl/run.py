@@ -12,20 +12,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tinsmith.rl import metrics
-from tinsmith.rl.algorithms.base import Algorithm
+from tinsmith.rl.algorithms.algorithm import Algorithm
+from tinsmith.rl.algorithms.critic import Critic
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.critic import Critic
+from tinsmith.rl.data.demonstrations import Experts
+from tinsmith.rl.data.tasks import Deck
 from tinsmith.rl.evaluate import Evaluator
-from tinsmith.rl.experts import Experts
-from tinsmith.rl.filters import filtered
 from tinsmith.rl.monitors.base import Monitors
-from tinsmith.rl.policy import Policy, Update
-from tinsmith.rl.resume import SETTINGS, RandomStates, RunFolder, State
+from tinsmith.rl.policy.base import Policy, Update
+from tinsmith.rl.policy.training_rows import Sample
 from tinsmith.rl.rewards import Rewards
-from tinsmith.rl.rollouts import Batch
-from tinsmith.rl.samples import Sample
-from tinsmith.rl.supply import Supply
-from tinsmith.rl.tasks import Deck
+from tinsmith.rl.rollouts.batch_source import Supply
+from tinsmith.rl.rollouts.filters import filtered
+from tinsmith.rl.rollouts.producer import Batch
+from tinsmith.rl.run_folder import SETTINGS, RandomStates, RunFolder, State
 from tinsmith.rl.types import Group
 
 log = logging.getLogger(__name__)

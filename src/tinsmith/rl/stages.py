@@ -17,14 +17,14 @@ from pathlib import Path
 
 from rich.console import Console
 
+from tinsmith.atomic import write_whole
 from tinsmith.errors import ConfigError
 from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.files import write_whole
-from tinsmith.rl.loop import train
-from tinsmith.rl.policy import Policy
-from tinsmith.rl.resume import RunFolder, State
+from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.run import Connect, anew, folder_of
+from tinsmith.rl.run_folder import RunFolder, State
+from tinsmith.rl.train import train
 
 _FILE = "stages.json"
 

@@ -10,25 +10,13 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from tinsmith.errors import Busy, TinsmithError
-from tinsmith.service.bodies import sentence
-from tinsmith.service.deps import Service
-from tinsmith.service.gate import Gate, route_of
-from tinsmith.service.openai.dialect import ROUTERS
-from tinsmith.service.openai.errors import is_theirs, shape_of, shaped
-from tinsmith.service.routes import (
-    admin,
-    checkpoints,
-    files,
-    futures,
-    losses,
-    manage,
-    metrics,
-    older,
-    runs,
-    sampling,
-    sessions,
-    training,
-)
+from tinsmith.service.dependencies import Service
+from tinsmith.service.middleware import Gate, route_of
+from tinsmith.service.openai import completions, generate
+from tinsmith.service.openai import routes as openai
+from tinsmith.service.openai.schemas import is_theirs, shape_of, shaped
+from tinsmith.service.routes import admin, checkpoints, custom_losses, futures, management, sampling, sessions, training
+from tinsmith.service.wire.schemas import sentence
 
 log = logging.getLogger(__name__)
 
@@ -38,12 +26,14 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Tinsmith", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
     # The busiest first.
-    for module in (futures, sampling, training, losses, sessions, runs, checkpoints, manage, files, admin, older):
+    for module in (futures, sampling, training, custom_losses, sessions, management, checkpoints, admin):
         app.include_router(module.router, prefix="/api/v1")
-    app.include_router(metrics.router)
+    app.include_router(admin.metrics_router)
     app.add_middleware(Gate, telemetry=service.telemetry, drain=service.drain)
-    for prefix, router in ROUTERS:
-        app.include_router(router, prefix=prefix)
+    for prefix in ("/v1", "/oai/api/v1"):
+        app.include_router(openai.router, prefix=prefix)
+        app.include_router(completions.router, prefix=prefix)
+    app.include_router(generate.router, prefix="/inference/v1")
     app.add_exception_handler(TinsmithError, _of_ours)
     app.add_exception_handler(HTTPException, _of_routing)
     app.add_exception_handler(RequestValidationError, _of_parameters)

@@ -86,7 +86,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 def main() -> int:
     """The child's side."""
-    from tinsmith.service.serving import serve  # the parent's side needs no web server
+    from tinsmith.service.server import serve  # the parent's side needs no web server
 
     config = ServeConfig.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_die_with_parent, daemon=True).start()

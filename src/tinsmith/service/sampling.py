@@ -10,24 +10,58 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 
 from tinsmith.engine.base import Engine, Heard, Sampled, SampleRequest
 from tinsmith.errors import Busy, EngineDied, EngineError, Gone, TinsmithError
-from tinsmith.service.asample import Ask
-from tinsmith.service.aside import aside
 from tinsmith.service.checkpoints import Checkpoints
-from tinsmith.service.futures import Futures
-from tinsmith.service.limits import Limits
-from tinsmith.service.observe.telemetry import Telemetry
-from tinsmith.service.provenance import Claim, Sequences
-from tinsmith.service.records import JSON, PROTOBUF, Answer, Checkpoint, Model, Sampler, Session
-from tinsmith.service.store import Store
-from tinsmith.service.suspects import Suspects
-from tinsmith.service.wire import encode_sampled
-from tinsmith.service.worker import Worker
+from tinsmith.service.concurrency import aside
+from tinsmith.service.engines.host import DEATHS, EngineHost
+from tinsmith.service.observability.metrics import Telemetry
+from tinsmith.service.results.futures import Futures
+from tinsmith.service.storage.records import JSON, PROTOBUF, Answer, Checkpoint, Model, Sampler, Session
+from tinsmith.service.storage.store import Store
+from tinsmith.service.tenancy.quotas import Limits
+from tinsmith.service.training.worker import Worker
+from tinsmith.service.wire.protobuf import encode_sampled
+from tinsmith.service.wire.provenance import Claim, Sequences
+from tinsmith.service.wire.sample_request import Ask
+
+
+class Suspects:
+    """Counts deaths by what was asked, since a sample that is sent again has another id. One that succeeds is clear."""
+
+    def __init__(self) -> None:
+        self._deaths: dict[int, tuple[int, int]] = {}
+        """What was asked -> how many engines died, and which start was the last of these."""
+
+    @asynccontextmanager
+    async def trial(self, host: EngineHost, session: str, request: SampleRequest) -> AsyncIterator[None]:
+        """The sample is under way inside. Raises EngineError for one that is refused."""
+        asked = hash(
+            (request.space, session, request.version, request.prompt.tobytes(), request.max_tokens, request.num_samples)
+        )
+        async with host.trials if self._count(asked) == DEATHS - 1 else nullcontext():
+            self._refuse(asked)
+            try:
+                yield
+            except EngineDied:
+                if self._deaths.get(asked, (0, 0))[1] != host.starts:  # a group asks the same many times
+                    self._deaths[asked] = self._count(asked) + 1, host.starts
+                self._refuse(asked)
+                raise
+        self._deaths.pop(asked, None)
+
+    def _count(self, asked: int) -> int:
+        return self._deaths.get(asked, (0, 0))[0]
+
+    def _refuse(self, asked: int) -> None:
+        if self._count(asked) >= DEATHS:
+            what = f"The engine died {DEATHS} times while it sampled this."
+            raise EngineError(what, "Send a shorter prompt, or ask for fewer tokens.")
+
 
 log = logging.getLogger(__name__)
 

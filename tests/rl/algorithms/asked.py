@@ -9,7 +9,7 @@ from typing import TypeVar
 import numpy as np
 
 from tinsmith.rl.algorithms import Ask
-from tinsmith.rl.samples import Sample
+from tinsmith.rl.policy.training_rows import Sample
 
 T = TypeVar("T")
 

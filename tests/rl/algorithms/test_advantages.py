@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms.advantages.base import Trace, trace_of, whiten
-from tinsmith.rl.algorithms.advantages.distill import Jsd, OnPolicyDistill
-from tinsmith.rl.algorithms.advantages.group import Best, Grpo, Opmd, Rec, Reinforce, Rloo
-from tinsmith.rl.algorithms.advantages.sharpness import ClipB
-from tinsmith.rl.algorithms.advantages.tokens import Gae, ReinforcePlusPlus
-from tinsmith.rl.algorithms.advantages.turns import Gigpo, StepWiseGrpo
+from tinsmith.rl.algorithms.advantages.group import Best, ClipB, Grpo, Opmd, Rec, Reinforce, Rloo
+from tinsmith.rl.algorithms.advantages.multi_turn import Gigpo, StepWiseGrpo
+from tinsmith.rl.algorithms.advantages.per_token import Gae, Jsd, OnPolicyDistill, ReinforcePlusPlus
 from tinsmith.rl.types import Rollout, Turn
 
 NUMBERS = st.floats(-3, 3).map(lambda value: round(value, 3))

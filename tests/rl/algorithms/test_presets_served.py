@@ -16,14 +16,14 @@ from rich.console import Console
 
 from tests.rl.algorithms.asked import run
 from tests.rl.small import rows
-from tinsmith.rl.algorithms.presets import NAMES
+from tinsmith.rl.algorithms.config import NAMES
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.loop import train
-from tinsmith.rl.policy import Policy
-from tinsmith.rl.tinker_peers import TinkerPeers
-from tinsmith.rl.tinker_policy import TinkerPolicy
+from tinsmith.rl.policy.base import Policy
+from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.policy.tinker_sampling import TinkerPeers
+from tinsmith.rl.train import train
 from tinsmith.rl.types import Rollout, Task
-from tinsmith.rl.workflows.talk import Talk
+from tinsmith.rl.workflows.custom import Talk
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from tests.rl.algorithms.asked import columns, run
-from tinsmith.engine import losses, specs
+from tinsmith.engine.training import loss_specs, losses
 from tinsmith.errors import ConfigError
-from tinsmith.rl.algorithms import AlgorithmConfig, build, route
+from tinsmith.rl.algorithms import AlgorithmConfig, build, loss_dispatch
+from tinsmith.rl.algorithms.config import LESSONS, NAMES
 from tinsmith.rl.algorithms.losses import LossConfig
-from tinsmith.rl.algorithms.presets import LESSONS, NAMES
-from tinsmith.rl.policy import Updated
-from tinsmith.rl.samples import Sample
+from tinsmith.rl.policy.base import Updated
+from tinsmith.rl.policy.training_rows import Sample
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
-OURS = frozenset(name for names in specs.EXTENSIONS.values() for name in names)
+OURS = frozenset(name for names in loss_specs.EXTENSIONS.values() for name in names)
 
 
 def rollout(seed: int, reward: float) -> Rollout:
@@ -64,7 +64,7 @@ def slopes(update, logprobs) -> list[torch.Tensor]:
     if update.client is not None:
         loss, _ = update.client(logprobs)
         return list(torch.autograd.grad(loss, logprobs))
-    spec = specs.LOSSES[update.loss]
+    spec = loss_specs.LOSSES[update.loss]
     flat = torch.cat(logprobs)
     inputs = {
         name: torch.cat([torch.as_tensor(np.asarray(one[name], np.float64)) for one in update.inputs])
@@ -88,8 +88,8 @@ def test_the_servers_loss_has_the_gradient_of_the_clients(name, aggregate):
     one = config(name, aggregate=aggregate, **kl)
     update = run(build(one, OURS, columns(), 0).score(3, groups()))
     assert update.loss, f"{name} should be computed by the server"
-    batch = route.tokens_of(update.rows, one, 3)
-    here = route.by_client(update.rows, batch, one, route.Moment(step=3, kl_coef=one.kl.coef))
+    batch = loss_dispatch.tokens_of(update.rows, one, 3)
+    here = loss_dispatch.by_client(update.rows, batch, one, loss_dispatch.Moment(step=3, kl_coef=one.kl.coef))
     logprobs = logprobs_near(update.rows)
     for there, mine, row in zip(slopes(update, logprobs), slopes(here, logprobs), update.rows, strict=True):
         inside = torch.from_numpy(row.mask)
@@ -117,8 +117,8 @@ def test_without_extensions_terms_are_computed_here_and_with_them_there():
         ({}, True),
     ):
         one = config("grpo", **more)
-        assert (route.served(one, OURS) is not None) is there
-        assert (route.served(one, frozenset()) is not None) is (not more)
+        assert (loss_dispatch.served(one, OURS) is not None) is there
+        assert (loss_dispatch.served(one, frozenset()) is not None) is (not more)
 
 
 def test_masks_of_terms_are_the_weights_of_the_aggregate():

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl import buffers
-from tinsmith.rl.buffers.base import Buffer
-from tinsmith.rl.buffers.file import FileBuffer, FileConfig
-from tinsmith.rl.buffers.memory import MemoryBuffer, MemoryConfig
-from tinsmith.rl.buffers.sql import SqlBuffer, SqlConfig
-from tinsmith.rl.rollouts import Batch
+from tinsmith.rl.rollouts import buffers
+from tinsmith.rl.rollouts.buffers.base import Buffer
+from tinsmith.rl.rollouts.buffers.file import FileBuffer, FileConfig
+from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig
+from tinsmith.rl.rollouts.buffers.sql import SqlBuffer, SqlConfig
+from tinsmith.rl.rollouts.producer import Batch
 from tinsmith.rl.types import Group, Message, Rollout, Task, Turn
 
 MAKERS: dict[str, Callable[[Path], Buffer]] = {

@@ -15,10 +15,9 @@ from tests.rl.buffers.test_buffers import batch
 from tests.rl.small import REPLIES, rows, run, settings
 from tests.rl.test_resume import Killed, breaking
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.buffers.memory import MemoryBuffer, MemoryConfig
-from tinsmith.rl.buffers.reader import Reader, Reading
-from tinsmith.rl.buffers.replay import ReplayConfig
-from tinsmith.rl.scripted import ScriptedPolicy
+from tinsmith.rl.policy.scripted import ScriptedPolicy
+from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig
+from tinsmith.rl.rollouts.buffers.replay import Reader, Reading, ReplayConfig
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ import pytest
 from tests.rl.small import rows, run, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.monitors.names import TRINITY, renamed
+from tinsmith.rl.monitors.trinity_names import TRINITY, renamed
 from tinsmith.settings import build
 
 SHORT = {"steps": 3, "eval": {"every": 0}}

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tests.rl.rewards.test_rewards import said
-from tinsmith.rl.rewards.forms import Overlong
+from tinsmith.rl.policy.scripted import ScriptedSnapshot
+from tinsmith.rl.rewards.format import Overlong
 from tinsmith.rl.rewards.judge import Criterion, Judge
-from tinsmith.rl.scripted import ScriptedSnapshot
 from tinsmith.rl.types import Message, Rollout, Task, Turn
 
 TASK = Task(

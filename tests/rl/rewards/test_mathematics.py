@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.rl.rewards.test_rewards import answer
-from tinsmith.rl.rewards.forms import Format
+from tinsmith.rl.rewards.format import Format
 from tinsmith.rl.rewards.mathematics import Countdown, Math, MathBoxed, MathVerify, boxed
 from tinsmith.rl.rewards.numbers import Marked, Number
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl.data.sources import ReasoningGym
+from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.rewards import Rewards
-from tinsmith.rl.rewards.forms import Format
+from tinsmith.rl.rewards.format import Format
 from tinsmith.rl.rewards.gym import ReasoningGymScore
 from tinsmith.rl.rewards.mathematics import Math, MathVerify
 from tinsmith.rl.rewards.numbers import Closeness, Number
-from tinsmith.rl.scripted import ScriptedSnapshot
-from tinsmith.rl.sources import ReasoningGym
 from tinsmith.rl.types import Rollout, Task, Turn
 
 

@@ -11,18 +11,17 @@ import pytest
 
 from tests.rl.small import rows, run, settings
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.gateway import Gateway
-from tinsmith.rl.policy import SamplingConfig, Snapshot
+from tinsmith.rl.policy.agent_endpoint import Gateway
+from tinsmith.rl.policy.base import SamplingConfig, Snapshot
+from tinsmith.rl.policy.scripted import END, ScriptedSnapshot
+from tinsmith.rl.policy.training_rows import rows_of
 from tinsmith.rl.rewards import Rewards
-from tinsmith.rl.rewards.forms import Format
-from tinsmith.rl.samples import rows_of
-from tinsmith.rl.scripted import END, ScriptedSnapshot
+from tinsmith.rl.rewards.format import Format
 from tinsmith.rl.types import Message, Rollout, Task, Turn
 from tinsmith.rl.workflows.base import Parts, WorkflowOptions
-from tinsmith.rl.workflows.custom import CustomConfig
+from tinsmith.rl.workflows.custom import CustomConfig, Talk
 from tinsmith.rl.workflows.multi_turn import Answer, Environment, MultiTurnConfig
 from tinsmith.rl.workflows.single_turn import THINK, MathConfig, SingleTurnConfig
-from tinsmith.rl.workflows.talk import Talk
 
 ASK = Message(role="user", content="yes or no?")
 TASK = Task(id="t/0", messages=(ASK,), answer="yes")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from sqlalchemy import func, select
 
-from tinsmith.service.observe.chronicle import Chronicle
-from tinsmith.service.store import served_store
-from tinsmith.service.tables import AUDIT
+from tinsmith.service.observability.audit import Chronicle
+from tinsmith.service.storage.store import served_store
+from tinsmith.service.storage.tables import AUDIT
 
 
 def test_a_flush_that_is_cancelled_loses_nothing_doubles_nothing_and_locks_nothing(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 from tests.service.inprocess import KEY, api, pass_body
 from tests.service.process import child, free_port
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.observe.logs import JsonLines, TextLines, concerning, note
+from tinsmith.service.observability.logs import JsonLines, TextLines, concerning, note
 
 
 def record(message: str, *values: object) -> logging.LogRecord:

@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.service.inprocess import KEY, Api, Factory, api, pass_body
 from tinsmith.service.app import create_app
-from tinsmith.service.observe.spans import open_spans, spans_to
-from tinsmith.service.observe.telemetry import Telemetry
-from tinsmith.service.records import Answer
+from tinsmith.service.observability.metrics import Telemetry
+from tinsmith.service.observability.tracing import open_spans, spans_to
+from tinsmith.service.storage.records import Answer
 
 
 async def measured(app: Api) -> dict[tuple[str, ...], float]:

@@ -13,9 +13,9 @@ import pytest
 from sqlalchemy import select
 
 from tests.service.inprocess import Api, api, pass_body
-from tinsmith.service.observe.chronicle import KEEP_SPANS_S
-from tinsmith.service.records import Checkpoint, Session
-from tinsmith.service.tables import SPANS, STORED
+from tinsmith.service.observability.audit import KEEP_SPANS_S
+from tinsmith.service.storage.records import Checkpoint, Session
+from tinsmith.service.storage.tables import SPANS, STORED
 
 
 def window(hours: int = 1) -> str:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.service.openai.test_texts import card
-from tinsmith.openai.toolcalls import Reading
-from tinsmith.service.openai.choices import Choice
-from tinsmith.service.openai.texts import Words, load
+from tinsmith.chat.tokenizer import Words, load
+from tinsmith.chat.tool_calls import Reading
+from tinsmith.service.openai.sampling import Choice
 
 
 @pytest.fixture(scope="module")

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from tests.service.openai.test_texts import card
+from tinsmith.chat.tokenizer import Words, load
 from tinsmith.errors import BadRequest, Unsupported
-from tinsmith.service.openai.bodies import ChatBody
-from tinsmith.service.openai.conversations import prompt_of
-from tinsmith.service.openai.texts import Words, load
+from tinsmith.service.openai.requests import prompt_of
+from tinsmith.service.openai.schemas import ChatBody
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}|{{ m.name }}|{{ m.content }}|"

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tinsmith.chat.tokenizer import Words, load
 from tinsmith.engine.base import ModelCard
 from tinsmith.errors import BadRequest, Unsupported
-from tinsmith.service.openai.texts import Words, load
 
 TEXT = "Grüße, 日本語 and 😀😀: done"
 MESSAGES = [{"role": "user", "content": "Add 39 and 13, 😀."}, {"role": "assistant", "content": "It is"}]
@@ -95,7 +95,7 @@ def test_what_the_template_does_not_take_is_refused(words: Words, tmp_path: Path
 
 def test_it_all_goes_without_torch(tiny_llama: Path):
     program = (
-        "import sys; from tests.service.openai.test_texts import card; from tinsmith.service.openai.texts import load;"
+        "import sys; from tests.service.openai.test_texts import card; from tinsmith.chat.tokenizer import load;"
         f"words = load('tiny', card({str(tiny_llama)!r}));"
         "words.render([{'role': 'user', 'content': 'hi'}], None, begin=True, go_on=False, values={});"
         "assert 'torch' not in sys.modules"

@@ -14,7 +14,7 @@ import torch
 from tinker import types
 
 from tests.service.conftest import Served
-from tinsmith.engine.specs import EXTENSIONS, LOSSES
+from tinsmith.engine.training.loss_specs import EXTENSIONS, LOSSES
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 

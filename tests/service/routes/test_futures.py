@@ -11,7 +11,7 @@ import httpx
 from tests.service.inprocess import Api, Factory, api, pass_body
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import EngineError
-from tinsmith.service.engines import Started
+from tinsmith.service.engines.host import Started
 
 
 def sample_body(sampler: str, seq: int, **changes) -> dict:
@@ -212,7 +212,7 @@ def test_a_full_disk_stops_no_sample(tmp_path: Path, monkeypatch) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             sampler = await base_sampler(on)
-            monkeypatch.setattr("tinsmith.service.ledger._append", full)
+            monkeypatch.setattr("tinsmith.service.results.unfinished_samples._append", full)
             promise = (await on.post("asample", sample_body(sampler, 0))).json()
             assert (await on.result(promise)).status_code == 200
             assert on.service.futures.waiting("local") == 0

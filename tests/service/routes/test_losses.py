@@ -21,9 +21,9 @@ from tests.service.inprocess import Factory, api, pass_body, until
 from tests.service.process import child
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
-from tinsmith.service.keys import create_key
-from tinsmith.service.records import CustomLoss
-from tinsmith.service.schema import pb
+from tinsmith.service.storage.records import CustomLoss
+from tinsmith.service.tenancy.keys import create_key
+from tinsmith.service.wire.protobuf import pb
 
 ADAM = types.AdamParams(learning_rate=0.02)
 LENGTHS = (9, 5, 14)

@@ -17,9 +17,9 @@ import pytest
 from tests.service.inprocess import KEY, Api, api
 from tinsmith.engine.base import Heard, Piece, Sampled, SampledSequence, SampleRequest
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.fake import FakeEngine
+from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import EngineDied, Gone
-from tinsmith.service.engines import Started
+from tinsmith.service.engines.host import Started
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 39, "b": 13}}</tool_call>'
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]

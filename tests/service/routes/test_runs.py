@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.service.inprocess import Api, api
 from tinsmith.engine.base import LoraSpec
-from tinsmith.service.records import Checkpoint, Model
+from tinsmith.service.storage.records import Checkpoint, Model
 
 MANY = 10_000
 LIMIT_S = 0.3

@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from tests.service.inprocess import Api, Factory, api, loss_in, pass_body
-from tinsmith.service.schema import pb
+from tinsmith.service.wire.protobuf import pb
 
 
 def run(coroutine) -> None:

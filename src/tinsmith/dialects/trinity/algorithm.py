@@ -11,19 +11,20 @@ from typing import Any
 
 from tinsmith.dialects.base import Becoming, idle
 from tinsmith.dialects.trinity.arguments import Part, laid_over, near
-from tinsmith.dialects.trinity.keys import TrinityFile
 from tinsmith.dialects.trinity.keys_algorithm import Algorithm, Optimizer
-from tinsmith.dialects.trinity.names import (
+from tinsmith.dialects.trinity.name_tables import (
     ADVANTAGES,
     AGGREGATES,
     DIVERGENCES,
     ENTROPIES,
+    JUDGE,
     LOSSES,
     MISSING_ADVANTAGES,
     PARTS,
     REPEATS,
+    WORKFLOWS,
 )
-from tinsmith.dialects.trinity.works import JUDGE, WORKFLOWS
+from tinsmith.dialects.trinity.schema import TrinityFile
 
 SUPERVISED = ("sft", "cpt", "dpo")
 """Algorithms that learn from data in place of rollouts."""

@@ -13,8 +13,8 @@ from tinsmith.dialects.base import Becoming, idle
 from tinsmith.dialects.trinity.algorithm import SUPERVISED
 from tinsmith.dialects.trinity.arguments import Part, To, laid_over, near
 from tinsmith.dialects.trinity.data import database
-from tinsmith.dialects.trinity.keys import TrinityFile
-from tinsmith.dialects.trinity.keys_buffer import Buffer, Replay
+from tinsmith.dialects.trinity.schema import TrinityFile
+from tinsmith.dialects.trinity.schema_buffer import Buffer, Replay
 
 KEY = "buffer.trainer_input.experience_buffer"
 _DECAY = {"decay": To(("decay",))}

@@ -8,11 +8,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from tinsmith.dialects.base import Becoming
-from tinsmith.dialects.trinity import lessons
+from tinsmith.dialects.trinity import demonstrations
 from tinsmith.dialects.trinity.algorithm import SUPERVISED
 from tinsmith.dialects.trinity.data import training
-from tinsmith.dialects.trinity.keys import TrinityFile
-from tinsmith.dialects.trinity.names import REPEATS
+from tinsmith.dialects.trinity.name_tables import REPEATS
+from tinsmith.dialects.trinity.schema import TrinityFile
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
 
@@ -67,8 +67,8 @@ def _steps(file: TrinityFile, becoming: Becoming) -> None:
     if buffer.train_batch_size and _by_turns(file, becoming):
         size = buffer.batch_size * group
         becoming.note(f"buffer.train_batch_size: it counts turns there; here a step learns from all {size} rollouts.")
-    if lessons.mixed(file):
-        size = round(size * (1 - lessons.ratio(file)))
+    if demonstrations.mixed(file):
+        size = round(size * (1 - demonstrations.ratio(file)))
     if size % group or size < group:
         cure = f"Set a multiple of algorithm.repeat_times ({group}), or leave it out."
         becoming.fault("buffer.train_batch_size", f"{size} replies of the policy are no whole groups.", cure)

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 from tinsmith.dialects.base import Becoming, idle
 from tinsmith.dialects.trinity.algorithm import SUPERVISED
-from tinsmith.dialects.trinity.keys import TrinityFile
-from tinsmith.dialects.trinity.keys_buffer import Asked, Buffer, Format, LessonFormat, Selector, Taskset
-from tinsmith.dialects.trinity.works import READING, WORKFLOWS
+from tinsmith.dialects.trinity.name_tables import READING, WORKFLOWS
+from tinsmith.dialects.trinity.schema import TrinityFile
+from tinsmith.dialects.trinity.schema_buffer import Asked, Buffer, Format, LessonFormat, Selector, Taskset
 
 INPUT = "buffer.explorer_input"
 DRIVERS = {

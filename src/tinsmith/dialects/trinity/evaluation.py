@@ -10,9 +10,9 @@ from typing import Any
 
 from tinsmith.dialects.base import Becoming
 from tinsmith.dialects.trinity.data import INPUT, asked
-from tinsmith.dialects.trinity.keys import TrinityFile
-from tinsmith.dialects.trinity.keys_buffer import EvalTaskset
-from tinsmith.dialects.trinity.work import worked
+from tinsmith.dialects.trinity.schema import TrinityFile
+from tinsmith.dialects.trinity.schema_buffer import EvalTaskset
+from tinsmith.dialects.trinity.workflows import worked
 
 OVER_TRAINING = ("top_p", "top_k", "max_tokens", "workflow")
 """What training's counts for where evaluation has no other."""

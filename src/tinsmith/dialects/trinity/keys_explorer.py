@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from tinsmith.dialects.base import Copied, Honoured, NoMeaning, Refused, Section
-from tinsmith.dialects.trinity.keys_buffer import AUTO
-from tinsmith.dialects.trinity.keys_model import SERVER, External
+from tinsmith.dialects.trinity.schema_buffer import AUTO
+from tinsmith.dialects.trinity.schema_runtime import SERVER, External
 
 RUNNERS = "rollouts are tasks of one event loop; there are no processes to prepare or to watch."
 TEMPLATE = "a run has one chat template."

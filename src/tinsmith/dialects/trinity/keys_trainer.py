@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from tinsmith.dialects.base import Copied, Honoured, NoMeaning, Section
-from tinsmith.dialects.trinity.keys_buffer import AUTO
+from tinsmith.dialects.trinity.schema_buffer import AUTO
 
 BATCHES = "the server packs passes by itself."
 SHARDS = "the server decides how it holds and trains its models."

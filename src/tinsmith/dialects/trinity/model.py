@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.dialects.base import Becoming, idle
-from tinsmith.dialects.trinity.keys import TrinityFile
-from tinsmith.dialects.trinity.keys_buffer import Format
-from tinsmith.dialects.trinity.keys_model import Lora
+from tinsmith.dialects.trinity.schema import TrinityFile
+from tinsmith.dialects.trinity.schema_buffer import Format
+from tinsmith.dialects.trinity.schema_runtime import Lora
 
 ALPHA = 32
 """Constant on the Tinker API: W' = W + (32 / rank) B A."""

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from tinsmith.dialects.base import Becoming
-from tinsmith.dialects.trinity.keys import TrinityFile
+from tinsmith.dialects.trinity.schema import TrinityFile
 
 KNOWN: dict[str, tuple[str, ...]] = {"tensorboard": (), "wandb": ("base_url",), "mlflow": ("uri",)}
 """Trackers, and which of Trinity's arguments they take."""

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 
 from tinsmith.dialects.base import Becoming, idle
 from tinsmith.dialects.trinity.algorithm import SUPERVISED
-from tinsmith.dialects.trinity.keys import Operator, TrinityFile
+from tinsmith.dialects.trinity.schema import Operator, TrinityFile
 
 PLACE = "data_processor.experience_pipeline.operators"
 THRESHOLDS = {"reward_filter": ("reward", "low"), "reward_std_filter": ("reward_std", "threshold")}

@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from tinsmith.dialects.base import Becoming
-from tinsmith.dialects.trinity.keys import TrinityFile
+from tinsmith.dialects.trinity.schema import TrinityFile
 from tinsmith.errors import ConfigError
 from tinsmith.settings import build
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from tinsmith.dialects.base import Becoming, idle
 from tinsmith.dialects.trinity.algorithm import SUPERVISED
-from tinsmith.dialects.trinity.keys import TrinityFile
+from tinsmith.dialects.trinity.schema import TrinityFile
 
 STYLES = {
     "fixed": "fixed",

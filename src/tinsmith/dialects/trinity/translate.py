@@ -14,23 +14,23 @@ from tinsmith.dialects.trinity import (
     buffers,
     course,
     data,
+    demonstrations,
     evaluation,
-    lessons,
     model,
     monitors,
     operators,
     stages,
     sync,
-    work,
+    workflows,
 )
-from tinsmith.dialects.trinity.keys import MARKS, TrinityFile
-from tinsmith.dialects.trinity.keys_buffer import Buffers
+from tinsmith.dialects.trinity.schema import MARKS, TrinityFile
+from tinsmith.dialects.trinity.schema_buffer import Buffers
 from tinsmith.errors import ConfigError
 from tinsmith.rl.plugins import Names
 from tinsmith.settings import build
 
 NAME = "Trinity-RFT"
-PARTS = (model, algorithm, data, lessons, buffers, work, evaluation, course, sync, operators, monitors)
+PARTS = (model, algorithm, data, demonstrations, buffers, workflows, evaluation, course, sync, operators, monitors)
 """In this order: what comes later reads what is there."""
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tinsmith.rl.algorithms.base import Algorithm
-from tinsmith.rl.algorithms.composed import Ask, Composed
+from tinsmith.rl.algorithms.algorithm import Algorithm, Ask, Composed
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 
 __all__ = ["Algorithm", "AlgorithmConfig", "Ask", "build"]

@@ -11,10 +11,15 @@ from rich.console import Console
 from tinsmith.rl.monitors.base import Monitor, Monitors, RunInfo
 from tinsmith.rl.monitors.console import ConsoleConfig, ConsoleMonitor
 from tinsmith.rl.monitors.jsonl import JsonlMonitor
-from tinsmith.rl.monitors.mlflow import MlflowConfig, MlflowMonitor
 from tinsmith.rl.monitors.report import ReportConfig, ReportMonitor
-from tinsmith.rl.monitors.tensorboard import TensorboardConfig, TensorboardMonitor
-from tinsmith.rl.monitors.wandb import WandbConfig, WandbMonitor
+from tinsmith.rl.monitors.trackers import (
+    MlflowConfig,
+    MlflowMonitor,
+    TensorboardConfig,
+    TensorboardMonitor,
+    WandbConfig,
+    WandbMonitor,
+)
 from tinsmith.settings import Settings
 
 

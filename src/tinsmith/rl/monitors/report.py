@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jinja2
 from pydantic import Field
 
-from tinsmith.rl.files import write_whole
+from tinsmith.atomic import write_whole
 from tinsmith.rl.monitors.base import Kind, RunInfo
 from tinsmith.rl.monitors.charts import Curve, smooth, svg
 from tinsmith.rl.monitors.jsonl import read_metrics

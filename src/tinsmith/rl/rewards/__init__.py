@@ -14,10 +14,10 @@ from typing import Annotated
 from pydantic import Field
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.policy import Snapshot
+from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.rewards.base import Reward
 from tinsmith.rl.rewards.custom import CustomReward
-from tinsmith.rl.rewards.forms import Format, Overlong
+from tinsmith.rl.rewards.format import Format, Overlong
 from tinsmith.rl.rewards.gym import ReasoningGymScore
 from tinsmith.rl.rewards.judge import Judge
 from tinsmith.rl.rewards.mathematics import Countdown, Math, MathBoxed, MathVerify

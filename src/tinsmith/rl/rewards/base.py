@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tinsmith.rl.policy import Snapshot
+from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.settings import Settings
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from tinsmith.rl.plugins import accepts, made, settled, thing_at
-from tinsmith.rl.policy import Snapshot
+from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.rewards.base import Reward, Worth
 from tinsmith.rl.types import Rollout, Task
 

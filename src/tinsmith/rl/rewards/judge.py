@@ -15,7 +15,7 @@ from typing import Any, Literal
 import httpx
 from pydantic import Field, model_validator
 
-from tinsmith.rl.policy import SamplingConfig, Snapshot
+from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.rewards.base import Reward
 from tinsmith.rl.types import Message, Rollout, Task
 from tinsmith.settings import Settings

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast
 from pydantic import Field, model_validator
 
 from tinsmith.rl.rewards.base import Reward
-from tinsmith.rl.rewards.forms import THINK_ANSWER
+from tinsmith.rl.rewards.format import THINK_ANSWER
 from tinsmith.rl.rewards.numbers import MARK
 from tinsmith.rl.types import Task
 from tinsmith.settings import unread

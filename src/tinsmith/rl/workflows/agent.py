@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from tinsmith.rl.plugins import accepts, thing_at
-from tinsmith.rl.policy import Snapshot, request_seed
+from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.base import Parts, Workflow, WorkflowOptions, scored
 

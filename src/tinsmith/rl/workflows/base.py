@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from tinsmith.rl.gateway import Gateway
-from tinsmith.rl.policy import SamplingConfig, Snapshot
+from tinsmith.rl.policy.agent_endpoint import Gateway
+from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.types import POLICY, Rollout, Task, Turn
 from tinsmith.settings import Settings

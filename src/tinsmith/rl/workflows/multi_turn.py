@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tinsmith.rl.chat import PromptTooLong
 from tinsmith.rl.plugins import accepts, settled, thing_at
-from tinsmith.rl.policy import Snapshot, request_seed
+from tinsmith.rl.policy.base import Snapshot, request_seed
+from tinsmith.rl.policy.chat import PromptTooLong
 from tinsmith.rl.types import Rollout, Task, Turn
 from tinsmith.rl.workflows.base import Parts, Workflow, WorkflowOptions, scored
+from tinsmith.rl.workflows.custom import Talk
 from tinsmith.rl.workflows.single_turn import opening
-from tinsmith.rl.workflows.talk import Talk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

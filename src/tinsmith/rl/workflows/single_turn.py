@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 from typing import Literal
 
-from tinsmith.rl.policy import Snapshot
+from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Message, Rollout, Task
 from tinsmith.rl.workflows.base import Parts, Workflow, WorkflowOptions, scored
 

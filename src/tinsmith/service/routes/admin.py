@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ipaddress
 from datetime import UTC, date, datetime
 from typing import Any, Literal
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from tinsmith.errors import BadRequest
-from tinsmith.service.deps import Caller, ServiceDep, Tenant
-from tinsmith.service.keys import revoke_key
-from tinsmith.service.views import instant
+from tinsmith.service.dependencies import Caller, ServiceDep, Tenant, admin
+from tinsmith.service.responses import instant
+from tinsmith.service.tenancy.keys import revoke_key
 
 router = APIRouter()
+metrics_router = APIRouter()
+"""Not under /api/v1."""
 
 
 @router.post("/auth/token")
@@ -69,3 +73,25 @@ async def usage_events(
 async def stored_now(tenant: Tenant, service: ServiceDep, project_id: str | None = None) -> dict[str, Any]:
     """Checkpoints and their bytes of this moment, by project."""
     return service.usage.stored(tenant, project_id)
+
+
+_OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+
+
+@metrics_router.get("/metrics")
+async def metrics(request: Request, service: ServiceDep) -> Response:
+    """Everything that is measured."""
+    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+    given = request.headers.get("x-api-key", bearer)
+    if not _is_local(request):
+        await admin(service.known(given))
+    return Response(content=service.telemetry.text(), media_type=CONTENT_TYPE_LATEST)
+
+
+def _is_local(request: Request) -> bool:
+    if request.client is None or any(name in request.headers for name in _OF_PROXIES):
+        return False
+    try:
+        return ipaddress.ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False

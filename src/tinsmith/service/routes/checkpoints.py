@@ -6,15 +6,15 @@ import time
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Request, Response
+from fastapi.responses import FileResponse
 
-from tinsmith.errors import BadRequest
-from tinsmith.service.bodies import parse
-from tinsmith.service.bodies_manage import CopyBody, LoanBody, TtlBody, WeightsInfoBody
+from tinsmith.errors import BadRequest, Gone, NotFound
 from tinsmith.service.checkpoints import check_ttl, expiry
-from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
-from tinsmith.service.records import Checkpoint
-from tinsmith.service.signing import LINK_S
-from tinsmith.service.views import instant
+from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.responses import instant
+from tinsmith.service.storage.records import Checkpoint
+from tinsmith.service.tenancy.signing import LINK_S
+from tinsmith.service.wire.schemas import CopyBody, LoanBody, TtlBody, WeightsInfoBody, parse
 
 router = APIRouter()
 
@@ -131,3 +131,16 @@ async def _change(service: Service, checkpoint: Checkpoint, event: str, **change
     await service.store.change(Checkpoint, checkpoint.id, **changes)
     service.chronicle.changed(checkpoint, event, checkpoint.owner, **changes)
     return Response(status_code=204)
+
+
+@router.get("/files/{folder}/{name}")
+async def get_file(folder: str, name: str, expires: int, signature: str, service: ServiceDep) -> FileResponse:
+    """One file of weights for use elsewhere, or a trace."""
+    if not service.signer.is_link(f"{folder}/{name}", expires, signature):
+        raise NotFound("This link was not made here.", "Ask for links anew; they may not be changed.")
+    if expires <= time.time():
+        raise Gone("The time of this link is over.", "Ask for links anew.")
+    file = service.traces.file(name) if folder == "traces" else service.checkpoints.folder(folder) / name
+    if not file.is_file():
+        raise NotFound(f"{name} is no longer here.", "It was deleted meanwhile.")
+    return FileResponse(file, filename=name, media_type="application/octet-stream")

@@ -12,11 +12,11 @@ import logging
 from fastapi import APIRouter, Response
 
 from tinsmith.errors import EngineError, Gone, NotFound, TinsmithError
-from tinsmith.service.bodies import FutureBody, FuturesBody, parse
-from tinsmith.service.completions import Completion, Target
-from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
-from tinsmith.service.observe.logs import note
-from tinsmith.service.records import Answer, CustomLoss, Model, Sampler
+from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.observability.logs import note
+from tinsmith.service.results.completion_log import Completion, Target
+from tinsmith.service.storage.records import Answer, CustomLoss, Model, Sampler
+from tinsmith.service.wire.schemas import FutureBody, FuturesBody, parse
 
 log = logging.getLogger(__name__)
 

@@ -7,14 +7,14 @@ from typing import Any
 
 from fastapi import APIRouter
 
-from tinsmith.engine.checks import check_sample
+from tinsmith.engine.validation import check_sample
 from tinsmith.errors import BadRequest
-from tinsmith.service.asample import decode_sample
-from tinsmith.service.aside import aside
-from tinsmith.service.bodies import JoinBody, SamplingSessionBody, parse
-from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
-from tinsmith.service.observe.logs import note
-from tinsmith.service.records import Sampler
+from tinsmith.service.concurrency import aside
+from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.observability.logs import note
+from tinsmith.service.storage.records import Sampler
+from tinsmith.service.wire.sample_request import decode_sample
+from tinsmith.service.wire.schemas import JoinBody, SamplingSessionBody, parse
 
 router = APIRouter()
 

@@ -6,10 +6,10 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Response
 
-from tinsmith.engine.specs import EXTENSIONS
+from tinsmith.engine.training.loss_specs import EXTENSIONS
 from tinsmith.errors import Gone
-from tinsmith.service.bodies import FinishBody, HeartbeatBody, SessionBody, parse
-from tinsmith.service.deps import RawBody, ServiceDep, Tenant
+from tinsmith.service.dependencies import RawBody, ServiceDep, Tenant
+from tinsmith.service.wire.schemas import FinishBody, HeartbeatBody, SessionBody, parse
 
 router = APIRouter()
 

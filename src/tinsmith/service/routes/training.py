@@ -11,10 +11,30 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Header
 
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass
-from tinsmith.engine.checks import check_adam, check_lora, check_pass
+from tinsmith.engine.validation import check_adam, check_lora, check_pass
 from tinsmith.errors import BadRequest, Unsupported
-from tinsmith.service.aside import aside
-from tinsmith.service.bodies import (
+from tinsmith.service.checkpoints import check_name, check_ttl
+from tinsmith.service.concurrency import aside
+from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.encryption import recipients
+from tinsmith.service.observability.logs import note
+from tinsmith.service.routes.custom_losses import with_uploaded
+from tinsmith.service.storage.payloads import stored
+from tinsmith.service.storage.records import (
+    Answer,
+    Checkpoint,
+    Create,
+    Load,
+    Model,
+    SaveExternal,
+    SaveSampler,
+    SaveState,
+    Step,
+    Work,
+)
+from tinsmith.service.wire.protobuf import BODY_CAP, decompressed, parse_pass, pass_of
+from tinsmith.service.wire.provenance import Claim, claims_of
+from tinsmith.service.wire.schemas import (
     CreateModelBody,
     GetInfoBody,
     LoadBody,
@@ -23,17 +43,9 @@ from tinsmith.service.bodies import (
     SaveBody,
     SaveExternalBody,
     StepBody,
+    UnloadBody,
     parse,
 )
-from tinsmith.service.checkpoints import check_name, check_ttl
-from tinsmith.service.deps import RawBody, Service, ServiceDep, Tenant
-from tinsmith.service.external import recipients
-from tinsmith.service.observe.logs import note
-from tinsmith.service.payloads import stored
-from tinsmith.service.provenance import Claim, claims_of
-from tinsmith.service.records import Checkpoint, Create, Load, Model, SaveExternal, SaveSampler, SaveState, Step, Work
-from tinsmith.service.routes.losses import with_uploaded
-from tinsmith.service.wire import BODY_CAP, decompressed, parse_pass, pass_of
 
 router = APIRouter()
 
@@ -298,3 +310,15 @@ def _model(
 def _only_adamw(optimizer: OptimizerBody | None) -> None:
     if optimizer is not None and optimizer.type != "adamw":
         raise Unsupported(f"Optimizer '{optimizer.type}' is not served here.", "Use adamw: AdamParams in optim_step.")
+
+
+@router.post("/unload_model")
+async def unload_model(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+    """End a model after all that waits for it; its checkpoints stay."""
+    model = service.model(parse(UnloadBody, body).model_id, tenant)
+    if model.state != "ended":
+        service.worker(model.base_model).drop(model)
+    request_id = f"{model.id}:unload"
+    service.futures.open(request_id, tenant, stored=True)
+    service.futures.keep(request_id, Answer.of({"model_id": model.id, "type": "unload_model"}))
+    return {"request_id": request_id, "model_id": model.id}

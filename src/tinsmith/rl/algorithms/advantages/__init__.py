@@ -6,11 +6,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tinsmith.rl.algorithms.advantages.distill import Jsd, OnPolicyDistill
-from tinsmith.rl.algorithms.advantages.group import Best, Grpo, Opmd, Rec, Reinforce, Rloo
-from tinsmith.rl.algorithms.advantages.sharpness import ClipB
-from tinsmith.rl.algorithms.advantages.tokens import Gae, ReinforcePlusPlus
-from tinsmith.rl.algorithms.advantages.turns import Gigpo, StepWiseGrpo
+from tinsmith.rl.algorithms.advantages.group import Best, ClipB, Grpo, Opmd, Rec, Reinforce, Rloo
+from tinsmith.rl.algorithms.advantages.multi_turn import Gigpo, StepWiseGrpo
+from tinsmith.rl.algorithms.advantages.per_token import Gae, Jsd, OnPolicyDistill, ReinforcePlusPlus
 
 AdvantageConfig = Annotated[
     Grpo | Opmd | Reinforce | Rloo | Rec | StepWiseGrpo | Gigpo | ReinforcePlusPlus | Gae | OnPolicyDistill

@@ -1,0 +1,245 @@
+"""The fake engine's language: a bigram model, and how its tokens are spelt.
+
+The hidden state of a position is a fixed random vector of its token, logits are a fixed random matrix times that
+vector, and a LoRA adapter adds to the matrix. Token id 2 ends a sequence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+
+from tinsmith.atomic import size_of, written_whole
+from tinsmith.engine.base import Heard, LoraSpec, ModelCard, Piece, Sampled, SampledSequence, SampleRequest, TopK
+from tinsmith.errors import EngineError, Gone
+
+_PREFIX = "base_model.model.lm_head"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """An adapter on the output matrix: logits += scale * B A h."""
+
+    lora: LoraSpec
+    a: np.ndarray
+    """float32 [rank, hidden]."""
+    b: np.ndarray
+    """float32 [vocabulary, rank]."""
+
+    @property
+    def scale(self) -> float:
+        """alpha / rank."""
+        return self.lora.alpha / self.lora.rank
+
+
+def write_folder(to: Path, weights: Weights, moments: list[np.ndarray] | None) -> int:
+    """The folder appears under its name only when complete; returns its bytes."""
+    config = {
+        "peft_type": "LORA",
+        "r": weights.lora.rank,
+        "lora_alpha": weights.lora.alpha,
+        "spec": asdict(weights.lora),
+    }
+    tensors = {f"{_PREFIX}.lora_A.weight": weights.a, f"{_PREFIX}.lora_B.weight": weights.b}
+    with written_whole(to) as part:
+        (part / "adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, part / "adapter_model.safetensors")
+        if moments is not None:
+            save_file({str(index): value for index, value in enumerate(moments)}, part / "optimizer.safetensors")
+        return size_of(part)
+
+
+def read_folder(source: Path) -> tuple[Weights, list[np.ndarray] | None]:
+    """Weights, and moments if the folder has them. Raises EngineError if it is not such a folder."""
+    try:
+        config = json.loads((source / "adapter_config.json").read_text())
+        tensors = load_file(source / "adapter_model.safetensors")
+    except OSError as error:
+        raise EngineError(f"The adapter folder {source} cannot be read: {error}") from error
+    weights = Weights(
+        lora=LoraSpec(**config["spec"]),
+        a=tensors[f"{_PREFIX}.lora_A.weight"],
+        b=tensors[f"{_PREFIX}.lora_B.weight"],
+    )
+    held = source / "optimizer.safetensors"
+    if not held.is_file():
+        return weights, None
+    moments = load_file(held)
+    return weights, [moments[str(index)] for index in range(len(moments))]
+
+
+HIDDEN = 16
+ROWS = 256
+"""Positions whose logits are in memory at once."""
+
+
+class Bigram:
+    """A source's model. One that is a folder with a config.json lends its vocabulary size, and its tokenizer."""
+
+    def __init__(self, source: str) -> None:
+        folder, vocab = Path(source), 512
+        if (folder / "config.json").is_file():
+            vocab = int(json.loads((folder / "config.json").read_text())["vocab_size"])
+        self.card = ModelCard(
+            source=source,
+            tokenizer=str(folder.resolve()) if folder.is_dir() else source,
+            arch="fake",
+            vocab_size=vocab,
+            context_length=32768,
+            eos_token_ids=(2,),
+            dtype="float32",
+            device="cpu",
+        )
+        rng = np.random.default_rng(zlib.crc32(source.encode()))
+        self._embed = rng.standard_normal((vocab, HIDDEN), dtype=np.float32)
+        self._out = rng.standard_normal((vocab, HIDDEN), dtype=np.float32) * np.float32(0.5)
+        words = folder / "tokenizer.json"
+        self.spell = _speller(Tokenizer.from_file(str(words)) if words.is_file() else None)
+
+    def logprobs(self, tokens: np.ndarray, weights: Weights | None) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
+        """(positions, hidden [n, D], log-softmax [n, V]) in pieces of ROWS."""
+        for start in range(0, len(tokens), ROWS):
+            rows = slice(start, min(start + ROWS, len(tokens)))
+            hidden = self._embed[tokens[rows]]
+            logits = hidden @ self._out.T
+            if weights is not None:
+                logits += np.float32(weights.scale) * ((hidden @ weights.a.T) @ weights.b.T)
+            logits -= logits.max(axis=1, keepdims=True)
+            logits -= np.log(np.exp(logits).sum(axis=1, keepdims=True))
+            yield rows, hidden, logits
+
+
+def entropies_of(logp: np.ndarray) -> np.ndarray:
+    """Of the rows of a log-softmax."""
+    return -(np.exp(logp) * logp).sum(axis=1)
+
+
+def _speller(tokenizer: Tokenizer | None) -> Callable[[list[int]], str]:
+    if tokenizer is None:
+        return lambda tokens: "".join(map(chr, tokens))
+    return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A request under its adapter, or under none, for as long as nobody cancels it."""
+
+    bigram: Bigram
+    request: SampleRequest
+    weights: Weights | None
+    goes_on: Callable[[], bool]
+
+    async def sequence(self, index: int, heard: Heard | None) -> SampledSequence:
+        """Token by token, yielding to other callers. Raises Gone once the request is cancelled."""
+        request, card = self.request, self.bigram.card
+        seed = request.seed if request.seed is not None else zlib.crc32(request.request_id.encode())
+        rng = np.random.default_rng([seed & (2**64 - 1), index, zlib.crc32(request.prompt.tobytes())])
+        stops = card.eos_token_ids if request.stop_tokens is None else request.stop_tokens
+        room = card.context_length - len(request.prompt) + 1
+        tokens, logprobs, tops = [], [], []
+        last, reason = int(request.prompt[-1]), "length"
+        while len(tokens) < (request.max_tokens or room):
+            if len(tokens) % 16 == 0:
+                await asyncio.sleep(0)
+            if not self.goes_on():
+                raise Gone(f"Request {request.request_id} was cancelled.")
+            logp = next(self.bigram.logprobs(np.asarray([last]), self.weights))[2][0]
+            if request.temperature > 0:
+                logp = normalized(logp / np.float32(request.temperature))
+            last = draw(logp, request, rng)
+            tokens.append(last)
+            logprobs.append(logp[last])
+            tops.append(logp)
+            if heard is not None:
+                best = topk(logp[None], request.topk_sample_logprobs) if request.topk_sample_logprobs else None
+                heard(Piece(sample=index, tokens=(last,), logprobs=(float(logp[last]),), topk=best))
+                await asyncio.sleep(0)
+            text = self.bigram.spell(tokens) if request.stop_strings else ""
+            if last in stops or any(stop in text for stop in request.stop_strings):
+                reason = "stop"
+                break
+        top = topk(np.stack(tops), request.topk_sample_logprobs) if request.topk_sample_logprobs else None
+        return SampledSequence(
+            tokens=np.asarray(tokens, dtype=np.int32),
+            logprobs=np.asarray(logprobs, dtype=np.float32),
+            stop_reason="stop" if reason == "stop" else "length",
+            topk=top,
+        )
+
+    def about_prompt(self, answer: Sampled) -> Sampled:
+        """The answer with what was asked about the prompt itself."""
+        request = self.request
+        asked, k = request.target_prompt_logprobs, request.topk_prompt_logprobs
+        if request.prompt_alt_tokens_k:
+            answer = replace(answer, prompt_alt=self._beside())
+        if not (request.prompt_logprobs or k or asked is not None):
+            return answer
+        prompt, n = request.prompt, len(request.prompt)
+        own = np.full(n, np.nan, dtype=np.float32)
+        top = TopK(token_ids=np.zeros((n, k), np.int32), logprobs=np.full((n, k), -99999.0, np.float32))
+        targets = None if asked is None else np.full(asked.shape, np.nan, dtype=np.float32)
+        for rows, _, logp in self.bigram.logprobs(prompt[:-1], self.weights):
+            after = slice(rows.start + 1, rows.stop + 1)
+            own[after] = np.take_along_axis(logp, prompt[after, None], axis=1)[:, 0]
+            piece = topk(logp, k)
+            top.token_ids[after], top.logprobs[after] = piece.token_ids, piece.logprobs
+            if asked is not None and targets is not None:
+                found = np.take_along_axis(logp, np.maximum(asked[rows], 0), axis=1)
+                targets[rows] = np.where(asked[rows] >= 0, found, np.nan)
+        if request.prompt_logprobs_last_n is not None:
+            own[: n - request.prompt_logprobs_last_n] = np.nan
+        return replace(
+            answer,
+            prompt_logprobs=own if request.prompt_logprobs else None,
+            topk_prompt=top if k else None,
+            target_prompt_logprobs=targets,
+        )
+
+    def _beside(self) -> TopK:
+        """Draws at each prompt position after the first, by the request's temperature alone."""
+        request = self.request
+        shape = (len(request.prompt) - 1, request.prompt_alt_tokens_k)
+        rng = np.random.default_rng([*request.prompt.tolist(), (request.seed or 0) & (2**64 - 1)])
+        every = replace(request, top_k=-1, top_p=1.0)
+        found = TopK(token_ids=np.zeros(shape, np.int32), logprobs=np.zeros(shape, np.float32))
+        for rows, _, pieces in self.bigram.logprobs(request.prompt[:-1], self.weights):
+            for place, logp in enumerate(pieces, start=rows.start):
+                tempered = normalized(logp / np.float32(request.temperature)) if request.temperature > 0 else logp
+                drawn = [draw(tempered, every, rng) for _ in range(shape[1])]
+                found.token_ids[place], found.logprobs[place] = drawn, tempered[drawn]
+        return found
+
+
+def normalized(logits: np.ndarray) -> np.ndarray:
+    """Log-softmax of one row."""
+    logits = logits - logits.max()
+    return logits - np.log(np.exp(logits).sum())
+
+
+def draw(logp: np.ndarray, request: SampleRequest, rng: np.random.Generator) -> int:
+    """A token id from tempered logprobs [V]; top_k and top_p narrow the choice, not the logprobs."""
+    if request.temperature == 0:
+        return int(logp.argmax())
+    order = np.argsort(-logp, kind="stable")
+    if request.top_k > 0:
+        order = order[: request.top_k]
+    weight = np.exp(logp[order].astype(np.float64))
+    if request.top_p < 1:
+        keep = max(1, int((np.cumsum(weight) - weight < request.top_p * weight.sum()).sum()))
+        order, weight = order[:keep], weight[:keep]
+    place = np.searchsorted(np.cumsum(weight), rng.random() * weight.sum(), side="right")
+    return int(order[min(int(place), len(order) - 1)])
+
+
+def topk(logp: np.ndarray, k: int) -> TopK:
+    """The k likeliest of each row of [n, V]."""
+    ids = np.argsort(-logp, axis=1, kind="stable")[:, :k]
+    return TopK(token_ids=ids.astype(np.int32), logprobs=np.take_along_axis(logp, ids, axis=1).astype(np.float32))

@@ -1,0 +1,282 @@
+"""What a request must be before it counts: pure arithmetic on the records of `engine.base`, no torch.
+
+The service calls these at submission, so a bad request is refused with a sentence and never reaches an engine. What
+each loss takes stands in `specs`; what an uploaded one may be, in `graph`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+
+import numpy as np
+
+from tinsmith.engine.base import AdamParams, Datum, LoraSpec, ModelCard, Pass, SampleRequest
+from tinsmith.engine.training.loss_specs import CUSTOM, LOSSES, MASKS, LossSpec
+from tinsmith.errors import BadRequest, Unsupported
+
+MAX_SAMPLES = 1024
+MAX_RANK = 512
+MAX_CELLS = 2**22
+"""Logprobs that one kind of question about a prompt may ask for: 8,192 positions with 512 each."""
+MAX_SAMPLED_CELLS = 2**24
+"""The same for the likeliest tokens beside those that are sampled."""
+_LEAST_EPS = float(np.finfo(np.float32).tiny)
+"""What is less is 0 or has lost digits in float32, which steps are made in."""
+
+_REFUSED_LOSSES = {
+    "stable_reinforce": "Its objective is not published; pass loss_fn=importance_sampling (or ppo, cispo) instead.",
+}
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """ "Did you mean …?" when there is something near, else what there is."""
+    known = sorted(known)
+    if close := get_close_matches(name, known, n=1):
+        return f"Did you mean '{close[0]}'?"
+    return f"Known: {', '.join(known)}." if known else "There are none."
+
+
+def check_lora(lora: LoraSpec) -> None:
+    """Raises BadRequest unless the adapter can be made."""
+    if not 1 <= lora.rank <= MAX_RANK:
+        raise BadRequest(f"lora_config.rank is {lora.rank}.", f"Give a rank from 1 to {MAX_RANK}.")
+    if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+        raise BadRequest(
+            "lora_config trains nothing.", "Set at least one of train_attn, train_mlp, train_unembed to true."
+        )
+
+
+def check_adam(adam: AdamParams) -> None:
+    """Raises BadRequest unless the six parameters make an AdamW step."""
+    for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
+        value = getattr(adam, name)
+        if not (np.isfinite(value) and value >= 0):
+            raise BadRequest(f"adam_params.{name} is {value}.", "Give a finite number that is not negative.")
+    if adam.eps < _LEAST_EPS:
+        raise BadRequest(
+            f"adam_params.eps is {adam.eps}: a step divides by it where a gradient is 0.",
+            f"Give at least {_LEAST_EPS:.2g}; the SDK's own is 1e-12.",
+        )
+    for name in ("beta1", "beta2"):
+        if not 0 <= getattr(adam, name) < 1:
+            raise BadRequest(f"adam_params.{name} is {getattr(adam, name)}.", "Give a number from 0 to below 1.")
+
+
+def check_pass(request: Pass, card: ModelCard) -> None:
+    """Raises BadRequest or Unsupported unless every datum can be scored by this base model."""
+    if cure := _REFUSED_LOSSES.get(request.loss_fn):
+        raise Unsupported(f"loss_fn '{request.loss_fn}' is not served here.", cure)
+    if not request.data:
+        raise BadRequest("forward_backward got no data.", "Send at least one datum.")
+    if request.loss_fn == CUSTOM:
+        _check_custom(request, card)
+        return
+    spec = LOSSES.get(request.loss_fn)
+    if spec is None:
+        raise BadRequest(f"There is no loss_fn '{request.loss_fn}'.", nearest(request.loss_fn, [*LOSSES, CUSTOM]))
+    _check_settings(request, spec)
+    for index, datum in enumerate(request.data):
+        where = f"data[{index}]"
+        _check_tokens(where, datum, card)
+        _check_inputs(where, datum, request, spec)
+
+
+def _check_custom(request: Pass, card: ModelCard) -> None:
+    """The loss_id has been looked up already: its graph is there."""
+    for key in request.loss_config:
+        if key != "loss_id":
+            raise BadRequest(f"loss_fn_config has no '{key}' for custom.", "An uploaded loss takes its loss_id alone.")
+    if request.graph is None:
+        raise BadRequest("loss_fn 'custom' has no loss_id.", "Upload the loss with create_custom_loss first.")
+    for index, datum in enumerate(request.data):
+        _check_tokens(f"data[{index}]", datum, card)
+        request.graph.check_inputs(f"data[{index}]", datum.targets, datum.inputs)
+
+
+def _check_settings(request: Pass, spec: LossSpec) -> None:
+    name = request.loss_fn
+    for key, value in request.loss_config.items():
+        if choices := spec.texts.get(key):
+            if value not in choices:
+                raise BadRequest(f"loss_fn_config.{key} is {value!r}.", f"Give one of {', '.join(sorted(choices))}.")
+            continue
+        if key not in spec.numbers:
+            raise BadRequest(f"loss_fn_config has no '{key}' for {name}.", nearest(key, [*spec.numbers, *spec.texts]))
+        if isinstance(value, str) or not np.isfinite(value):
+            raise BadRequest(f"loss_fn_config.{key} is {value!r}.", "Give a finite number.")
+    for key, default in spec.config.items():
+        if default is None and key not in request.loss_config:
+            raise BadRequest(f"{name} needs loss_fn_config['{key}'].", "It has no default.")
+    if "kl_estimator" in request.loss_config and "kl_coef" not in request.loss_config:
+        raise BadRequest("loss_fn_config.kl_estimator is read only with kl_coef.", "Give both or none.")
+    _check_ranges(name, request.loss_config)
+    _check_bounds({**spec.config, **request.loss_config})
+
+
+def _check_bounds(config: Mapping[str, float | str | None]) -> None:
+    """Of settings with their defaults."""
+    for key in ("beta", "kl_coef"):
+        if float(config.get(key) or 0) < 0:
+            raise BadRequest(f"loss_fn_config.{key} is {config[key]}.", "Give 0 or more.")
+    low, high = (float(config.get(f"clip_{side}_threshold") or 0) for side in ("low", "high"))
+    if low > high:
+        raise BadRequest(
+            f"loss_fn_config.clip_low_threshold is {low}, above clip_high_threshold, {high}.",
+            "They bound the ratio: give them as 0.8 and 1.2, say.",
+        )
+
+
+def _check_ranges(name: str, config: Mapping[str, float | str]) -> None:
+    if config.get("return_entropy", 0) not in (0, 1):
+        raise BadRequest(f"loss_fn_config.return_entropy is {config['return_entropy']}.", "Give 0 or 1.")
+    dual_clip = float(config.get("dual_clip", 0))
+    if dual_clip != 0 and not dual_clip > 1:
+        raise BadRequest(f"loss_fn_config.dual_clip is {config['dual_clip']}.", "Give more than 1, or 0 for none.")
+    if name == "trinity_ppo":
+        for key, least in (("num_total_datums", 1.0), ("clip_range", 0.0), ("clip_ratio_c", 1.0)):
+            if float(config.get(key, least)) < least:
+                raise BadRequest(f"loss_fn_config.{key} is {config[key]}.", f"Give at least {least:g}.")
+
+
+def _check_tokens(where: str, datum: Datum, card: ModelCard) -> None:
+    length = len(datum.tokens)
+    if length == 0:
+        raise BadRequest(f"{where}.model_input is empty.", "Give at least one token.")
+    if length > card.context_length:
+        raise BadRequest(
+            f"{where}.model_input has {length} tokens; the context of {card.source} is {card.context_length}.",
+            "Cut the sequence.",
+        )
+    _check_ids(f"{where}.model_input", datum.tokens, card)
+    if datum.targets.ndim not in (1, 2) or len(datum.targets) != length or datum.targets.size == 0:
+        raise BadRequest(
+            f"{where}: target_tokens has shape {datum.targets.shape}, model_input has {length} tokens.",
+            "Give (N,) or (N, K) targets for N tokens; position i predicts target i, already shifted.",
+        )
+    if datum.targets.ndim == 2 and datum.targets.shape[1] > card.vocab_size:
+        raise BadRequest(
+            f"{where}.target_tokens has {datum.targets.shape[1]} targets for each position; {card.source} has "
+            f"{card.vocab_size} tokens.",
+            "Name each token once at most.",
+        )
+    _check_ids(f"{where}.target_tokens", datum.targets, card)
+
+
+def _check_inputs(where: str, datum: Datum, request: Pass, spec: LossSpec) -> None:
+    loss_fn, config = request.loss_fn, request.loss_config
+    if datum.targets.ndim == 2 and loss_fn != "cross_entropy":
+        raise BadRequest(
+            f"{where}: {loss_fn} takes one target per position, got shape {datum.targets.shape}.",
+            "Only cross_entropy takes (N, K) targets.",
+        )
+    needed = (*spec.required, *(("ref_logprobs",) if config.get("kl_coef") else ()))
+    for name in needed:
+        if name not in datum.inputs:
+            raise BadRequest(f"{where}: {loss_fn} needs loss_fn_inputs['{name}'].", f"Inputs: {_inputs_of(spec)}.")
+    for name, values in datum.inputs.items():
+        if name not in spec.inputs:
+            raise BadRequest(
+                f"{where}: {loss_fn} does not read loss_fn_inputs['{name}'].",
+                f"Leave it out; inputs: {_inputs_of(spec)}.",
+            )
+        if (setting := spec.inputs[name]) and setting not in config:
+            raise BadRequest(f"{where}: {name} is read only with loss_fn_config['{setting}'].", "Give both or none.")
+        _check_values(where, name, values, datum)
+    if datum.targets.ndim == 2 and "kl_coef" in config:
+        raise BadRequest(f"{where}: kl_coef takes one target per position.", "Leave it out with (N, K) targets.")
+    if loss_fn == "trinity_ppo" and not np.isin(datum.inputs["weights"], (0, 1)).all():
+        raise BadRequest(f"{where}: weights of trinity_ppo are a mask.", "Send 0 and 1 alone.")
+
+
+def _check_values(where: str, name: str, values: np.ndarray, datum: Datum) -> None:
+    shape = datum.tokens.shape if name in MASKS else datum.targets.shape
+    if values.shape != shape:
+        what = "model_input" if name in MASKS else "target_tokens"
+        raise BadRequest(f"{where}: {name} has shape {values.shape}, {what} has {shape}.", "Give both the same shape.")
+    if not np.isfinite(values).all():
+        raise BadRequest(f"{where}: {name} holds a NaN or an infinity.", "Send finite numbers.")
+
+
+def check_sample(request: SampleRequest, card: ModelCard) -> None:
+    """Raises BadRequest unless the prompt fits and every parameter has a meaning."""
+    length, context = len(request.prompt), card.context_length
+    if length == 0:
+        raise BadRequest("The prompt is empty.", "Give at least one token.")
+    if length + (request.max_tokens or 1) - 1 > context:
+        raise BadRequest(
+            f"A prompt of {length} tokens with max_tokens {request.max_tokens} does not fit: the context of "
+            f"{card.source} is {context}.",
+            "Shorten the prompt or lower max_tokens.",
+        )
+    _check_ids("prompt", request.prompt, card)
+    if not 1 <= request.num_samples <= MAX_SAMPLES:
+        raise BadRequest(f"num_samples is {request.num_samples}.", f"Give a number from 1 to {MAX_SAMPLES}.")
+    if request.max_tokens is not None and request.max_tokens < 1:
+        raise BadRequest(f"max_tokens is {request.max_tokens}.", "Give at least 1, or leave it out.")
+    if not (np.isfinite(request.temperature) and request.temperature >= 0):
+        raise BadRequest(f"temperature is {request.temperature}.", "Give 0 (greedy) or a positive number.")
+    if request.top_k != -1 and request.top_k < 1:
+        raise BadRequest(f"top_k is {request.top_k}.", "Give -1 (off) or at least 1.")
+    if not 0 < request.top_p <= 1:
+        raise BadRequest(f"top_p is {request.top_p}.", "Give a number above 0 and up to 1.")
+    _check_prompt_asks(request, card)
+
+
+def _check_prompt_asks(request: SampleRequest, card: ModelCard) -> None:
+    length = len(request.prompt)
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        if not 0 <= getattr(request, name) <= card.vocab_size:
+            raise BadRequest(f"{name} is {getattr(request, name)}.", f"Give a number from 0 to {card.vocab_size}.")
+    _check_cells(request, card)
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and not (request.prompt_logprobs and 1 <= last_n <= length - 1):
+        raise BadRequest(
+            f"prompt_logprobs_last_n is {last_n} for a prompt of {length} tokens.",
+            "Set prompt_logprobs and give a number from 1 to the prompt's length less 1.",
+        )
+    targets = request.target_prompt_logprobs
+    if targets is not None:
+        if targets.ndim != 2 or len(targets) != length - 1:
+            raise BadRequest(
+                f"target_prompt_logprobs has shape {targets.shape} for a prompt of {length} tokens.",
+                f"Give ({length - 1}, K): row i asks about prompt position i + 1.",
+            )
+        _check_ids("target_prompt_logprobs", targets[targets != -1], card)
+    for token in request.stop_tokens or ():
+        if not 0 <= token < card.vocab_size:
+            raise BadRequest(f"stop token {token} is not in the vocabulary of {card.vocab_size}.", "Give its ids.")
+
+
+def _check_cells(request: SampleRequest, card: ModelCard) -> None:
+    """What is asked beside the samples must fit into memory."""
+    length = len(request.prompt)
+    for name in ("topk_prompt_logprobs", "prompt_alt_tokens_k"):
+        if length * (k := getattr(request, name)) > MAX_CELLS:
+            raise BadRequest(
+                f"{name} is {k} for a prompt of {length} tokens.", f"Their product may be {MAX_CELLS} at most."
+            )
+    most = request.num_samples * (request.max_tokens or card.context_length)
+    if most * request.topk_sample_logprobs > MAX_SAMPLED_CELLS:
+        raise BadRequest(
+            f"topk_sample_logprobs is {request.topk_sample_logprobs} for up to {most} sampled tokens.",
+            f"Their product may be {MAX_SAMPLED_CELLS} at most: lower max_tokens, num_samples or the width.",
+        )
+
+
+def _check_ids(where: str, ids: np.ndarray, card: ModelCard) -> None:
+    if ids.size and not (ids.min() >= 0 and ids.max() < card.vocab_size):
+        bad = ids[(ids < 0) | (ids >= card.vocab_size)].flat[0]
+        raise BadRequest(
+            f"{where} holds token id {bad}; {card.source} has {card.vocab_size} tokens.",
+            "Use the tokenizer of the model that you train.",
+        )
+
+
+def _inputs_of(spec: LossSpec) -> str:
+    optional = [
+        f"{name} ({f'with {setting}' if setting else 'optional'})"
+        for name, setting in spec.inputs.items()
+        if name not in spec.required
+    ]
+    return ", ".join(("target_tokens", *spec.required, *optional))

@@ -1,0 +1,158 @@
+"""A critic: a second adapter on the same base that tells what a reply is worth before it is finished.
+
+Its value at a position is read from the logprobs of K reserved tokens there: each stands for a bin of values, and the
+value is the mean of the bins' centers by their chances q among each other. It learns from a target t for every bin, a
+Gaussian around the return (HL-Gauss, arXiv 2403.03950), down the cross entropy of t and q. The slope of that by the
+tokens' logprobs is q - t, which adds up to 0: so it is cross_entropy with the weights t - q, and the rest of the
+vocabulary, which holds nearly all chances, is left where it is. Nothing but what any server of the Tinker API has:
+targets of shape (N, K).
+
+Left out: the second adapter itself (`tinker_learner.py`), and advantages (`algorithms/advantages/tokens.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from tinsmith.rl.optimizer import OptimizerConfig
+from tinsmith.rl.policy.base import Learner
+from tinsmith.rl.policy.training_rows import Sample
+from tinsmith.settings import Settings
+
+_TINY = 1e-30
+"""Keeps the logarithm of a chance of 0 finite."""
+
+
+class CriticConfig(Settings):
+    """A critic and how it learns."""
+
+    rank: int = Field(default=32, ge=1)
+    """Of its adapter."""
+    bins: int = Field(default=32, ge=2, le=256)
+    """K: how finely values are told apart."""
+    low: float = -0.5
+    """Center of the lowest bin: below every return."""
+    high: float = 1.5
+    """Center of the highest bin: above every return."""
+    first_token: int | None = Field(default=None, ge=0)
+    """The first of the K token ids that stand for the bins; not set: the last K of the vocabulary."""
+    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-4)
+    """Of the critic alone."""
+    epochs: int = Field(default=1, ge=1)
+    """Updates of the critic in each step."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """First steps in which only the critic learns."""
+    clip: float | None = Field(default=None, gt=0)
+    """Returns to learn from go no further than this from the value told before; null is no bound."""
+
+    @model_validator(mode="after")
+    def _range_is_one(self) -> CriticConfig:
+        if self.high <= self.low:
+            raise ValueError(f"high {self.high:g} is not above low {self.low:g}")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Bins:
+    """K centers, evenly from low to high."""
+
+    centers: np.ndarray
+    """float64 [K]."""
+
+    @classmethod
+    def of(cls, config: CriticConfig) -> Bins:
+        """As configured."""
+        return cls(np.linspace(config.low, config.high, config.bins))
+
+    def values(self, logprobs_NK: np.ndarray) -> np.ndarray:
+        """float64 [N]: mean centers; chances are those among the K tokens."""
+        return among(logprobs_NK) @ self.centers
+
+    def targets(self, values_N: np.ndarray) -> np.ndarray:
+        """float64 [N, K], rows of sum 1: a Gaussian of 0.75 bin widths around each value, cut at the bins' edges."""
+        width = self.centers[1] - self.centers[0]
+        edges = np.append(self.centers - width / 2, self.centers[-1] + width / 2)
+        inside = np.clip(values_N, self.centers[0], self.centers[-1])
+        scale = 0.75 * width * math.sqrt(2.0)
+        below = np.vectorize(math.erf)((edges[None] - inside[:, None]) / scale)
+        mass = np.diff(below, axis=1)
+        return mass / mass.sum(axis=1, keepdims=True)
+
+
+class Critic:
+    """Tells values and learns returns."""
+
+    def __init__(self, config: CriticConfig, learner: Learner, steps: int) -> None:
+        """`steps` of the run, for the learning rate's course."""
+        self.config, self._learner, self._steps = config, learner, steps
+        self._bins = Bins.of(config)
+        first = learner.vocabulary - config.bins if config.first_token is None else config.first_token
+        self._ids = tuple(range(first, first + config.bins))
+        self._told: dict[bytes, np.ndarray] = {}
+
+    async def values(self, rows: Sequence[Sample]) -> list[np.ndarray]:
+        """float32 [N] of each row: what the whole is worth, as seen before each target."""
+        found = await self._learner.logprobs(rows, self._ids)
+        self._told = {_key(row): logprobs_NK for row, logprobs_NK in zip(rows, found, strict=True)}
+        return [self._bins.values(logprobs_NK).astype(np.float32) for logprobs_NK in found]
+
+    async def learn(self, step: int, rows: Sequence[Sample]) -> dict[str, float]:
+        """Teaches each row's column `returns`, and tells how good the column `values` was."""
+        rate = self.config.optimizer.rate(step, self._steps)
+        targets = [self._bins.targets(self._bounded(row)) for row in rows]
+        count = sum(int(row.mask.sum()) for row in rows)
+        numbers: dict[str, float] = {}
+        loss = 0.0
+        for _ in range(self.config.epochs):
+            chances = [among(logprobs_NK) for logprobs_NK in await self._logprobs(rows)]
+            taught = list(zip(rows, targets, chances, strict=True))
+            weights = [np.where(row.mask[:, None], (t - q) / count, 0.0).astype(np.float32) for row, t, q in taught]
+            loss = sum(float(-(t * np.log(q + _TINY))[row.mask].sum()) for row, t, q in taught) / count
+            numbers = await self._learner.fit(rows, self._ids, weights, self.config.optimizer, rate)
+            self._told = {}
+        told = {f"critic/{name.partition(':')[0]}": value for name, value in numbers.items()}
+        return {**told, **explained(rows), "critic/loss": loss, "critic/lr": rate}
+
+    async def save(self, name: str, ttl_seconds: int | None) -> str:
+        """The path to go on from."""
+        return await self._learner.save(name, ttl_seconds)
+
+    async def _logprobs(self, rows: Sequence[Sample]) -> list[np.ndarray]:
+        """float32 [N, K] of each row, now; nobody is asked again for what `values` was told by the same weights."""
+        if all(_key(row) in self._told for row in rows):
+            return [self._told[_key(row)] for row in rows]
+        return await self._learner.logprobs(rows, self._ids)
+
+    def _bounded(self, row: Sample) -> np.ndarray:
+        returns_N, values_N = row.columns["returns"].astype(np.float64), row.columns["values"].astype(np.float64)
+        if self.config.clip is None:
+            return returns_N
+        return values_N + np.clip(returns_N - values_N, -self.config.clip, self.config.clip)
+
+
+def among(logprobs_NK: np.ndarray) -> np.ndarray:
+    """float64 [N, K], rows of sum 1: chances among the K tokens alone."""
+    shifted = logprobs_NK.astype(np.float64)
+    chances = np.exp(shifted - shifted.max(axis=1, keepdims=True))
+    return chances / chances.sum(axis=1, keepdims=True)
+
+
+def _key(row: Sample) -> bytes:
+    return row.tokens.tobytes()
+
+
+def explained(rows: Sequence[Sample]) -> dict[str, float]:
+    """critic/explained_variance = 1 - Var(return - value) / Var(return) over tokens; 0 where returns do not vary."""
+    returns_T = np.concatenate([row.columns["returns"][row.mask] for row in rows]).astype(np.float64)
+    values_T = np.concatenate([row.columns["values"][row.mask] for row in rows]).astype(np.float64)
+    spread = float(returns_T.var())
+    return {
+        "critic/explained_variance": 1.0 - float((returns_T - values_T).var()) / spread if spread > 0 else 0.0,
+        "critic/value_mean": float(values_T.mean()),
+        "critic/return_mean": float(returns_T.mean()),
+    }

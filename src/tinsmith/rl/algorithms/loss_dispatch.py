@@ -1,0 +1,167 @@
+"""Where a loss is computed: by the server, if it has exactly this one, else here.
+
+A loss of the server is a sum; the weights of the aggregate go into the advantages (its losses are linear in them) and
+into the masks of the terms. So one forward_backward makes a step. What no loss of the server equals is computed here
+from the logprobs of one more forward pass, which the SDK turns into weights of cross_entropy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.rl.algorithms.config import AlgorithmConfig
+from tinsmith.rl.algorithms.losses.base import PolicyLoss, Tokens, aggregate_weights
+from tinsmith.rl.algorithms.losses.policy_gradient import Cispo, Dro, Gspo, ImportanceSampling, Ppo
+from tinsmith.rl.algorithms.losses.supervised import Opmd, Sft
+from tinsmith.rl.algorithms.regularizers import divergence, sampled_entropy
+from tinsmith.rl.policy.base import Update
+from tinsmith.rl.policy.training_rows import Sample, placed
+
+_ESTIMATORS = ("k1", "k2", "k3")
+_KL = frozenset(("kl_coef", "kl_estimator", "kl_mask", "ref_logprobs"))
+_ENTROPY = frozenset(("entropy_coef", "entropy_mask"))
+_DUAL_CLIP = "dual_clip"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moment:
+    """What changes from step to step."""
+
+    step: int
+    kl_coef: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A policy loss as a loss of the server."""
+
+    name: str
+    config: Mapping[str, float]
+    weights_only: bool = False
+    """cross_entropy: it reads `weights` and nothing of the sampler's."""
+    sequence_mask: bool = False
+
+
+def served(config: AlgorithmConfig, extensions: frozenset[str]) -> Served | None:
+    """The server's loss that equals this one, terms included; None if it has none."""
+    if config.kl.asks and not (config.kl.type in _ESTIMATORS and extensions >= _KL):
+        return None
+    if config.entropy.coef and not extensions >= _ENTROPY:
+        return None
+    if isinstance(config.loss, Dro):  # its quadratic term takes no weights
+        return Served(name="dro", config={"beta": config.loss.beta}) if config.aggregate == "token_sum" else None
+    return _policy_loss(config.loss, extensions)
+
+
+def _policy_loss(loss: PolicyLoss, extensions: frozenset[str]) -> Served | None:
+    match loss:
+        case ImportanceSampling():
+            return Served(name="importance_sampling", config={})
+        case Ppo(on_policy=False, mask_drift=None) if loss.dual_clip is None or _DUAL_CLIP in extensions:
+            dual = {} if loss.dual_clip is None else {_DUAL_CLIP: loss.dual_clip}
+            return Served(name="ppo", config={**_bounds(loss.clip_low, loss.clip_high), **dual})
+        case Cispo(mask=False):
+            return Served(name="cispo", config=_bounds(loss.clip_low, loss.clip_high))
+        case Gspo():
+            return Served(name="gspo", config=_bounds(loss.clip_low, loss.clip_high), sequence_mask=True)
+        case Opmd() | Sft():
+            return Served(name="cross_entropy", config={}, weights_only=True)
+        case _:
+            return None
+
+
+def _bounds(low: float, high: float) -> dict[str, float]:
+    return {"clip_low_threshold": max(0.0, 1.0 - low), "clip_high_threshold": 1.0 + high}
+
+
+def tokens_of(rows: Sequence[Sample], config: AlgorithmConfig, step: int) -> Tokens:
+    """All tokens inside of masks, row after row."""
+
+    def flat(columns: Sequence[np.ndarray]) -> Tensor:
+        pieces = [np.asarray(column, np.float64)[row.mask] for row, column in zip(rows, columns, strict=True)]
+        return torch.from_numpy(np.concatenate([np.zeros(0), *pieces]))
+
+    lengths = torch.tensor([int(row.mask.sum()) for row in rows], dtype=torch.long)
+    sequence = torch.repeat_interleave(torch.arange(len(rows)), lengths)
+    counts = torch.tensor([float(row.count) for row in rows], dtype=torch.float64)[sequence]
+    expert = torch.tensor([row.kind == "expert" for row in rows], dtype=torch.bool)[sequence]
+    chosen = [at for at, row in enumerate(rows) if row.kind == "chosen"]
+    rejected = [at for at, row in enumerate(rows) if row.kind == "rejected"]
+    weights = [
+        aggregate_weights(config.aggregate, sequence, counts, one) for one in (expert | ~expert, ~expert, expert)
+    ]
+    return Tokens(
+        old=flat([row.logprobs for row in rows]),
+        advantages=flat([row.advantages for row in rows]),
+        sequence=sequence,
+        counts=counts,
+        expert=expert,
+        weights=weights[0],
+        own_weights=weights[1],
+        expert_weights=weights[2],
+        reference=flat([row.columns["reference"] for row in rows]) if config.loss_reads_reference else None,
+        pairs=torch.tensor(list(zip(chosen, rejected, strict=True))) if chosen else None,
+        step=step,
+    )
+
+
+def objective(
+    logprobs: Tensor, batch: Tokens, config: AlgorithmConfig, moment: Moment
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The whole loss of logprobs [T], and numbers worth a look; divergence and entropy are means over tokens."""
+    loss, metrics = config.loss.total(logprobs, batch)
+    numbers = {"policy_loss": loss, **metrics}
+    counts = batch.counts * ~batch.expert
+    total = counts.sum().clamp(min=1.0)
+    if moment.kl_coef and batch.reference is not None and config.kl.asks:
+        values = divergence(config.kl.type, logprobs, batch.old, batch.reference) * counts
+        numbers["kl"] = values.sum() / total
+        loss = loss + moment.kl_coef * (batch.weights * values).sum()
+    if config.entropy.coef:
+        values, slopes = sampled_entropy(logprobs, batch)
+        numbers["entropy"] = (values * counts).sum() / total
+        bonus = slopes - slopes.detach() + values  # the value of the one, the gradient of the other
+        loss = loss - config.entropy.coef * (batch.weights * counts * bonus).sum()
+    return loss, numbers
+
+
+def by_server(rows: Sequence[Sample], batch: Tokens, config: AlgorithmConfig, moment: Moment, loss: Served) -> Update:
+    """One forward_backward of the server's loss."""
+    gains = batch.weights * (batch.counts if isinstance(config.loss, Sft) else batch.advantages)
+    if isinstance(config.loss, Opmd):
+        gains = gains / (1.0 + config.loss.tau)
+    masks_N = placed(rows, (batch.weights * batch.counts * ~batch.expert).numpy())
+    inputs: list[Mapping[str, np.ndarray]] = []
+    for row, gain, mask in zip(rows, placed(rows, gains.numpy()), masks_N, strict=True):
+        read = {"weights": gain} if loss.weights_only else {"logprobs": row.logprobs, "advantages": gain}
+        if loss.sequence_mask:
+            read["sequence_ratio_mask"] = row.mask.astype(np.float32)
+        if config.kl.asks:
+            read |= {"ref_logprobs": row.columns["reference"], "kl_mask": mask}
+        if config.entropy.coef:
+            read["entropy_mask"] = mask
+        inputs.append(read)
+    settings: dict[str, float | str] = dict(loss.config)
+    if config.kl.asks:
+        settings |= {"kl_coef": moment.kl_coef, "kl_estimator": config.kl.type}
+    if config.entropy.coef:
+        settings["entropy_coef"] = config.entropy.coef
+    return Update(rows=tuple(rows), inputs=tuple(inputs), loss=loss.name, config=settings)
+
+
+def by_client(rows: Sequence[Sample], batch: Tokens, config: AlgorithmConfig, moment: Moment) -> Update:
+    """One forward here and one backward of its slopes there."""
+    masks = [torch.from_numpy(row.mask) for row in rows]
+
+    def loss(logprobs: Sequence[Any]) -> tuple[Tensor, dict[str, float]]:
+        flat = torch.cat([one.double()[mask] for one, mask in zip(logprobs, masks, strict=True)])
+        value, numbers = objective(flat, batch, config, moment)
+        return value, {name: float(number.detach()) for name, number in numbers.items()}
+
+    return Update(rows=tuple(rows), client=loss)

@@ -1,0 +1,174 @@
+"""Where tasks come from: the table of sources, and those that make their tasks here.
+
+Each source is a settings class whose `load` gives a sequence of tasks, the same in every run, and whose `lessons` gives
+what an expert would say to them. Leaves out: rows of data (`tables.py`), which tasks are held out (`tasks.py`) and in
+what order the others come (`order.py`).
+
+Example: Addition().load()[0].answer == "20"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from random import Random
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Discriminator, Field, Tag
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl.data.row_mapping import Fields, Indexed, ask, fill
+from tinsmith.rl.data.row_sources import Files, Hub, Jsonl, Learn, Sql
+from tinsmith.rl.types import Lesson, Message, Task
+from tinsmith.settings import MANY, ONE, Settings, changed
+
+
+class Generated(Settings):
+    """What every source has that makes its tasks here: no rows, and a lesson is to say the answer."""
+
+    def load(self) -> Sequence[Task]:
+        """The same tasks in every run."""
+        raise NotImplementedError
+
+    def lessons(self, learn: Learn) -> Sequence[Lesson]:
+        """Each task with its answer as the reply."""
+        tasks = self.load()
+
+        def make(index: int) -> Lesson:
+            task = tasks[index]
+            if learn == "text":
+                text = f"{task.messages[-1].content}\n\n{task.answer}"
+                return Lesson(id=task.id, messages=(Message(role="assistant", content=text),))
+            return Lesson(id=task.id, messages=(*task.messages, Message(role="assistant", content=task.answer)))
+
+        return Indexed(len(tasks), make)
+
+    def feature(self, key: str) -> np.ndarray:
+        """There are none."""
+        raise ConfigError(f"These tasks have no field {key!r}.", "Take a source of rows, or leave out tasks.order.by.")
+
+
+class Addition(Generated):
+    """Sums of two numbers; built in, so that a first run needs no data."""
+
+    type: Literal["addition"] = "addition"
+    low: int = Field(default=10, ge=0)
+    """Smallest number to add."""
+    high: int = 99
+    """Largest number to add."""
+    prompt: str = "What is {a} + {b}? Answer with the number only."
+    """Asked for each pair; {a} and {b} are the numbers."""
+
+    def load(self) -> Sequence[Task]:
+        """Every ordered pair once."""
+        span = self.high - self.low + 1
+        if span < 1:
+            raise ConfigError(f"addition: high {self.high} is below low {self.low}.", "Swap them.")
+
+        def make(index: int) -> Task:
+            a, b = self.low + index // span, self.low + index % span
+            return ask(f"addition/{index}", fill(self.prompt, {"a": a, "b": b}, "addition"), str(a + b))
+
+        return Indexed(span * span, make)
+
+
+class Largest(Generated):
+    """The largest of four different two-digit numbers; built in. Guessing one of the four is right one time in four."""
+
+    type: Literal["largest"] = "largest"
+    size: int = Field(default=10_000, ge=1)
+    """How many tasks."""
+    seed: int = 0
+    """Which tasks."""
+    prompt: str = "Which is the largest of {a}, {b}, {c} and {d}? Answer with the number only."
+    """Asked for each four; {a} to {d} are the numbers."""
+
+    def load(self) -> Sequence[Task]:
+        """Task i is drawn from (seed, i) alone."""
+
+        def make(index: int) -> Task:
+            a, b, c, d = Random(f"largest/{self.seed}/{index}").sample(range(10, 100), 4)
+            question = fill(self.prompt, {"a": a, "b": b, "c": c, "d": d}, "largest")
+            return ask(f"largest/{index}", question, str(max(a, b, c, d)))
+
+        return Indexed(self.size, make)
+
+
+class ReasoningGym(Generated):
+    """A dataset of reasoning-gym, generated here; its own scorer is the reward `reasoning_gym`."""
+
+    type: Literal["reasoning_gym"] = "reasoning_gym"
+    dataset: str
+    """Its name, as basic_arithmetic or countdown."""
+    size: int = Field(default=10_000, ge=1)
+    """How many tasks."""
+    seed: int = 0
+    """Which tasks."""
+    config: dict[str, Any] = Field(default_factory=dict)
+    """The dataset's own options, as {max_terms: 3}."""
+    prompt: str = "{question}"
+    """Wrapped around each question."""
+
+    def load(self) -> Sequence[Task]:
+        """Task i is the dataset's entry i, kept in `extra` for its scorer."""
+        from reasoning_gym.factory import DATASETS, create_dataset
+
+        if self.dataset not in DATASETS:
+            near = get_close_matches(self.dataset, DATASETS, n=1)
+            cure = f"Did you mean '{near[0]}'?" if near else f"It has {len(DATASETS)}, as basic_arithmetic."
+            raise ConfigError(f"reasoning-gym has no dataset '{self.dataset}'.", cure)
+        try:
+            entries = create_dataset(self.dataset, seed=self.seed, size=self.size, **self.config)
+        except (TypeError, AssertionError, ValueError) as error:
+            raise ConfigError(f"reasoning-gym's '{self.dataset}' refuses its config: {error}.") from error
+
+        def make(index: int) -> Task:
+            entry = dict(entries[index])
+            question = fill(self.prompt, {"question": entry["question"]}, self.dataset)
+            answer = "" if entry["answer"] is None else str(entry["answer"])
+            return replace(ask(f"{self.dataset}/{index}", question, answer), extra=entry)
+
+        return Indexed(self.size, make)
+
+
+Source = Annotated[
+    Addition | Largest | ReasoningGym | Jsonl | Files | Hub | Sql,
+    Field(discriminator="type"),
+]
+
+
+def _count(given: Any) -> str:
+    return MANY if isinstance(given, list | tuple) else ONE
+
+
+def _named(given: Any) -> str:
+    return MANY if isinstance(given, dict) and not isinstance(given.get("type"), str) else ONE
+
+
+Sources = Annotated[
+    Annotated[Source, Tag(ONE)] | Annotated[tuple[Source, ...], Tag(MANY)],
+    Discriminator(_count),
+]
+"""One source, or a list of them."""
+
+NamedSources = Annotated[
+    Annotated[Source, Tag(ONE)] | Annotated[dict[str, Source], Tag(MANY)],
+    Discriminator(_named),
+]
+"""One source, or several by name."""
+
+
+def listed(sources: Source | tuple[Source, ...] | None) -> tuple[Source, ...]:
+    """As a tuple, whatever was given."""
+    if sources is None:
+        return ()
+    return sources if isinstance(sources, tuple) else (sources,)
+
+
+def read_by(sources: Iterable[Source], names: Sequence[str], other: str) -> None:
+    """For a check of a settings class: raises ValueError if a source of rows sets a key that `other` reads."""
+    for source in sources:
+        if isinstance(source, Fields) and (given := [name for name in names if name in changed(source)]):
+            raise ValueError(f"{given[0]} is read of {other} alone; leave it out here")

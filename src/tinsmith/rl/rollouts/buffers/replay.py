@@ -1,0 +1,189 @@
+"""Which batch a step trains on: the oldest not yet used; or, where batches are used again, that of highest priority.
+
+A batch is not used again by the very weights that it was used by: they learned nothing, and would learn nothing again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from tinsmith.rl.policy.base import request_seed
+from tinsmith.rl.rollouts.buffers.base import Buffer
+from tinsmith.rl.rollouts.producer import Batch
+from tinsmith.settings import Settings, unread
+
+
+class ReplayConfig(Settings):
+    """Using batches more than once."""
+
+    enable: bool = False
+    """By priority, in place of oldest first and once."""
+    priority: Literal["linear_decay", "linear_decay_limited"] = "linear_decay"
+    """`linear_decay`: the weights' version less `decay` for each use. `linear_decay_limited`: the same with some noise,
+    and never after `limit` uses."""
+    decay: float = Field(default=2.0, ge=0)
+    """What one use counts, in versions."""
+    limit: int = Field(default=3, ge=1)
+    """Uses of a batch, in `linear_decay_limited`."""
+    sigma: float = Field(default=0.0, ge=0)
+    """Deviation of the noise in `linear_decay_limited`, in versions."""
+    cooldown: float | None = Field(default=None, ge=0)
+    """Seconds after a use until the batch may be used again; null is never."""
+    size: int = Field(default=64, ge=1)
+    """Batches kept; those of the lowest priority go first."""
+
+    @model_validator(mode="after")
+    def _read_together(self) -> ReplayConfig:
+        if not self.enable:
+            unread(self, "priority", "decay", "limit", "sigma", "cooldown", "size", without="enable: true")
+        if self.priority == "linear_decay":
+            unread(self, "limit", "sigma", without="priority linear_decay_limited")
+        return self
+
+    def value(self, version: int, uses: int, number: int, seed: int) -> float:
+        """The priority of batch `number`, by weights of `version`, used so often; -inf: not again."""
+        plain = version - self.decay * uses
+        if self.priority == "linear_decay":
+            return plain
+        if uses >= self.limit:
+            return float("-inf")
+        noise = np.random.default_rng(request_seed(seed, number, uses)).normal() if self.sigma else 0.0
+        return plain + self.sigma * float(noise)
+
+
+class Waiting(Settings):
+    """Which waiting batches are trained on."""
+
+    capacity: int = Field(default=16, ge=1)
+    """Batches sampled and not yet trained on, at which sampling waits; in every sync.style but `fixed`, which knows."""
+    max_staleness: int | None = Field(default=None, ge=0)
+    """Leave out groups sampled by weights more updates older than those in training; null takes all. How many were left
+    out is told in `buffer/dropped_groups`."""
+    replay: ReplayConfig = ReplayConfig()
+
+
+class Use(Settings):
+    """What was done with a batch."""
+
+    count: int = 0
+    """Times it was trained on."""
+    rests_until: float = 0.0
+    """Seconds since 1970 before which it is not used again."""
+    version: int = -1
+    """Of the weights that trained on it last."""
+
+
+class Reading(Settings):
+    """Where the training side is."""
+
+    next: int = 1
+    """The oldest batch not yet used, without replay."""
+    uses: dict[int, Use] = Field(default_factory=dict)
+    """By number, where batches may be used again; those left out unused are among them."""
+
+
+class Reader:
+    """The training side of a buffer."""
+
+    def __init__(self, buffer: Buffer, config: Waiting, seed: int, clock: Callable[[], float] = time.time) -> None:
+        """`clock` tells seconds since 1970."""
+        self._buffer, self._config, self._seed, self._clock = buffer, config, seed, clock
+        self._next = 1
+        self._uses: dict[int, Use] = {}
+        self._versions: dict[int, int] = {}
+        self._done: set[int] = set()
+        self._dropped = 0
+
+    @property
+    def taken(self) -> int:
+        """Batches that were looked at."""
+        return len(self._uses) if self._config.replay.enable else self._next - 1
+
+    @property
+    def reuses(self) -> bool:
+        """Whether a batch may come again, so that there is always one."""
+        return self._config.replay.enable and self._config.replay.cooldown is not None
+
+    @property
+    def done(self) -> frozenset[int]:
+        """Numbers of batches that will not be used again."""
+        return frozenset(self._done)
+
+    @property
+    def state(self) -> Reading:
+        """What a run that goes on must know."""
+        return Reading(next=self._next, uses=dict(self._uses))
+
+    def restore(self, state: Reading) -> None:
+        """As it was."""
+        self._next, self._uses = state.next, dict(state.uses)
+
+    async def take(self, version: int, *, again: bool = False) -> Batch | None:
+        """What weights of `version` train on next; None if there is nothing yet.
+
+        `again`: nothing else will come, so a batch that these weights were trained on already may do.
+        """
+        while True:
+            batch = await (self._best(version, again) if self._config.replay.enable else self._oldest())
+            if batch is None:
+                return None
+            kept = tuple(group for group in batch.groups if self._fresh(version - group.version))
+            self._dropped += len(batch.groups) - len(kept)
+            if not kept:  # and it grows no younger
+                self._done.add(batch.step)
+                continue
+            numbers = dict(batch.numbers)
+            if self._config.max_staleness is not None:
+                numbers["buffer/dropped_groups"] = float(self._dropped)
+                self._dropped = 0
+            if self._config.replay.enable:
+                numbers["buffer/uses"] = float(self._uses[batch.step].count)
+            return replace(batch, groups=kept, numbers=numbers)
+
+    async def clear(self) -> None:
+        """Drops what is done with; called when a run that goes on would not ask for it."""
+        await self._buffer.drop(sorted(self._done))
+        self._done.clear()
+
+    def _fresh(self, age: int) -> bool:
+        return self._config.max_staleness is None or age <= self._config.max_staleness
+
+    async def _oldest(self) -> Batch | None:
+        if self._next not in await self._buffer.numbers():
+            return None
+        self._next += 1
+        self._done.add(self._next - 1)
+        return await self._buffer.get(self._next - 1)
+
+    async def _best(self, version: int, again: bool) -> Batch | None:
+        replay, now = self._config.replay, self._clock()
+        values: dict[int, float] = {}
+        for number in sorted(set(await self._buffer.numbers()) - self._done):
+            if number not in self._versions:
+                self._versions[number] = min(group.version for group in (await self._buffer.get(number)).groups)
+            use = self._uses.get(number, Use())
+            if use.count and replay.cooldown is None:  # by a process that was killed before it dropped what it had used
+                self._done.add(number)
+                continue
+            values[number] = replay.value(self._versions[number], use.count, number, self._seed)
+        for number in sorted(values, key=lambda one: values[one])[: max(0, len(values) - replay.size)]:
+            self._uses.setdefault(number, Use())
+            self._done.add(number)
+            del values[number]
+        uses = {number: self._uses.get(number, Use()) for number in values}
+        ready = [one for one, use in uses.items() if use.rests_until <= now and values[one] > float("-inf")]
+        ready = [one for one in ready if uses[one].version != version] or (ready if again else [])
+        if not ready:
+            return None
+        best = max(ready, key=lambda one: (values[one], -one))
+        count = uses[best].count + 1
+        self._uses[best] = Use(count=count, rests_until=now + (replay.cooldown or 0.0), version=version)
+        if replay.cooldown is None or replay.value(0, count, best, self._seed) == float("-inf"):
+            self._done.add(best)
+        return await self._buffer.get(best)

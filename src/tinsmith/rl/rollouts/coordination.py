@@ -1,0 +1,175 @@
+"""What a process that samples and one that trains tell each other through a buffer's notes.
+
+    weights    by training: steps and sampler paths that may be sampled from, oldest first
+    training   by training: how many batches it has taken, and whether it has ended
+    sampling   by sampling: whether it goes on, has made all its batches, or failed and why
+    wanted     by sampling: the step of the weights it has, where it looks for newer ones; training takes it away
+
+Either may be killed and started again; what it left is read by the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from tinsmith.errors import TinsmithError
+from tinsmith.rl.policy.base import Peers
+from tinsmith.rl.rollouts.buffers.base import Buffer
+from tinsmith.rl.rollouts.weight_sync import Offered
+from tinsmith.settings import Settings
+
+LOOK_SECONDS = 0.2
+"""How often each looks what the other has left."""
+
+
+class Published(Settings):
+    """Weights that may be sampled from."""
+
+    step: int
+    version: int
+    path: str
+
+
+class Training(Settings):
+    """Where training is."""
+
+    taken: int = 0
+    """Batches it has looked at."""
+    ended_at: int = 0
+    """Steps after which it was finished; 0 while it is not."""
+
+
+class Sampling(Settings):
+    """Where sampling is."""
+
+    state: Literal["under way", "ended", "failed"] = "under way"
+    reason: str = ""
+    """Of a failure."""
+    done: int = 0
+    """The last batch that was put."""
+    cursor: int = 0
+    """Training tasks drawn for that one and all before."""
+    order: dict[str, Any] = Field(default_factory=dict)
+    """What their order has learned."""
+
+
+_WEIGHTS = TypeAdapter(tuple[Published, ...])
+
+
+class Notes:
+    """A buffer's notes, typed."""
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
+
+    async def weights(self) -> tuple[Published, ...]:
+        """Oldest first."""
+        text = (await self._buffer.notes()).get("weights")
+        return _WEIGHTS.validate_json(text) if text else ()
+
+    async def training(self) -> Training:
+        """As it was last told."""
+        text = (await self._buffer.notes()).get("training")
+        return Training.model_validate_json(text) if text else Training()
+
+    async def sampling(self) -> Sampling:
+        """As it was last told."""
+        text = (await self._buffer.notes()).get("sampling")
+        return Sampling.model_validate_json(text) if text else Sampling()
+
+    async def wanted(self) -> bool:
+        """Whether sampling looks for newer weights."""
+        return bool((await self._buffer.notes()).get("wanted"))
+
+    async def tell_weights(self, weights: tuple[Published, ...]) -> None:
+        """In place of what was told before; whoever looked for newer ones has them."""
+        await self._buffer.note("weights", _WEIGHTS.dump_json(weights).decode())
+        await self._buffer.note("wanted", "")
+
+    async def tell_training(self, training: Training) -> None:
+        """In place of what was told before."""
+        await self._buffer.note("training", training.model_dump_json())
+
+    async def tell_sampling(self, sampling: Sampling) -> None:
+        """In place of what was told before."""
+        await self._buffer.note("sampling", sampling.model_dump_json())
+
+    async def want(self, step: int) -> None:
+        """Newer weights than those of `step`."""
+        await self._buffer.note("wanted", str(step))
+
+    async def none_newer(self) -> None:
+        """Whoever looks for newer ones goes on with what there is."""
+        await self._buffer.note("wanted", "")
+
+
+class TrainingEnded(Exception):
+    """No further batch is wanted."""
+
+    def __init__(self, step: int) -> None:
+        """`step` was the last one."""
+        super().__init__(step)
+        self.step = step
+
+
+class SharedWeights:
+    """Of a policy that trains in another process; implements `sync.Weights`."""
+
+    def __init__(self, notes: Notes, peers: Peers, timeout: float) -> None:
+        """`timeout` in seconds."""
+        self._notes, self._peers, self._timeout = notes, peers, timeout
+        self._newest: Offered | None = None
+        self._path = ""
+
+    async def at(self, step: int) -> Offered:
+        """Raises TinsmithError after the timeout."""
+
+        async def look() -> Offered | None:
+            found = [one for one in await self._notes.weights() if one.step >= step]
+            return await self._open(found[0]) if found else None
+
+        return await self._until(look, f"No weights of step {step}")
+
+    async def newer(self, than: int) -> Offered:
+        """Raises TinsmithError after the timeout."""
+        newest = await self.look()
+        if newest is not None and newest.step > than:
+            return newest
+        await self._notes.want(than)
+
+        async def look() -> Offered | None:
+            return None if await self._notes.wanted() else await self.look()
+
+        return await self._until(look, f"No weights newer than those of step {than}")
+
+    def newest(self) -> Offered:
+        """What `look` saw last."""
+        assert self._newest is not None
+        return self._newest
+
+    async def look(self) -> Offered | None:
+        """The newest that are told of; None as long as there are none."""
+        weights = await self._notes.weights()
+        return await self._open(weights[-1]) if weights else None
+
+    async def _open(self, one: Published) -> Offered:
+        if self._newest is None or (self._newest.step, self._path) != (one.step, one.path):
+            self._newest = Offered(one.step, await self._peers.opened(one.path, one.version))
+            self._path = one.path
+        return self._newest
+
+    async def _until(self, look: Callable[[], Awaitable[Offered | None]], what: str) -> Offered:
+        end = time.monotonic() + self._timeout
+        while (found := await look()) is None:
+            if time.monotonic() > end:
+                raise TinsmithError(
+                    f"{what} within {self._timeout:g} seconds.",
+                    "Is the run's process of mode train under way? If it is, set sync.timeout higher.",
+                )
+            await asyncio.sleep(LOOK_SECONDS)
+        return found

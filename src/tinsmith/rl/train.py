@@ -1,0 +1,272 @@
+"""The loop: get a batch, score, update, log, save. Synchronous is staleness 0; there is no other loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+import numpy as np
+from rich.console import Console
+
+from tinsmith.errors import ConfigError
+from tinsmith.rl import algorithms, logs, monitors
+from tinsmith.rl.algorithms.algorithm import Algorithm
+from tinsmith.rl.algorithms.critic import Critic
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.data.demonstrations import Experts
+from tinsmith.rl.data.sources import listed
+from tinsmith.rl.data.tasks import Deck, split
+from tinsmith.rl.evaluate import EvalConfig, Evaluator
+from tinsmith.rl.monitors.base import RunInfo
+from tinsmith.rl.policy.agent_endpoint import Gateway
+from tinsmith.rl.policy.base import Policy, Snapshot
+from tinsmith.rl.policy.training_rows import Sample
+from tinsmith.rl.rewards import Rewards
+from tinsmith.rl.rollouts import buffers
+from tinsmith.rl.rollouts.batch_source import NoSupply, OwnSupply, SharedSupply, Supplied, Supply
+from tinsmith.rl.rollouts.buffers.replay import Reader
+from tinsmith.rl.rollouts.producer import Batch, Plan, Sampler
+from tinsmith.rl.rollouts.runner import Tries
+from tinsmith.rl.rollouts.weight_sync import Bell, LocalWeights, Publisher
+from tinsmith.rl.run import Clock, Connect, Run, anew, folder_of
+from tinsmith.rl.run_folder import RunFolder, State
+from tinsmith.rl.workflows.base import Parts, Workflow
+
+
+@asynccontextmanager
+async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> AsyncIterator[Run]:
+    """The parts of a run, ended in order whatever happens. Raises ConfigError before anything is asked of a server."""
+    state = folder.state
+    deck, held_out = split(config.tasks, config.seed)
+    tries = Tries(config.rollout, asyncio.Semaphore(config.concurrency))
+    judge = Rewards(config.eval.rewards or config.rewards) if config.evaluates else None
+    gateway = Gateway()
+    info = RunInfo(
+        name=config.name,
+        folder=folder.path,
+        steps=config.steps,
+        start=state.step if state else 0,
+        settings=config.model_dump(mode="json"),
+    )
+    policy = await connect(state.path if state else "", state.version if state else 0)
+    supply = _supply(config, folder, policy, deck, tries, gateway) if config.rolls_out else NoSupply()
+    pairs = config.algorithm.learns_from == "pairs"
+    experts = Experts(config.experts, held_out, policy.chat, config.seed, pairs=pairs) if config.experts else None
+    critic = await _critic(config, policy, state)
+    reference = await _reference(config, policy, state)
+    columns = _columns(config, policy, reference, critic, tries.gate)
+    algorithm = algorithms.build(config.algorithm, policy.extensions, columns, config.seed)
+    console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.where}[/]", highlight=False)
+    if config.plugins:
+        console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
+    _go_on(state, deck, algorithm, config.seed)
+    await supply.restore(state.supply if state else Supplied())
+    if state is not None and experts is not None:
+        experts.cursor = state.lessons
+    try:
+        told = monitors.build(config.monitors, info, console)
+    except BaseException:
+        await policy.close()
+        raise
+    try:
+        yield Run(
+            config=config,
+            folder=folder,
+            policy=policy,
+            deck=deck,
+            supply=supply,
+            algorithm=algorithm,
+            evaluator=Evaluator(config.eval, held_out if judge else {}, judging(config, gateway), config.seed, tries),
+            rewards=judge,
+            monitors=told,
+            reference=reference,
+            critic=critic,
+            experts=experts,
+        )
+    finally:
+        await supply.close()
+        await gateway.close()
+        told.close()
+        await policy.close()
+
+
+def judging(config: RunConfig, gateway: Gateway) -> Callable[[EvalConfig], Workflow]:
+    """From how a source of held-out tasks is tried to the workflow that does it."""
+
+    def make(one: EvalConfig) -> Workflow:
+        parts = Parts(
+            sampling=one.sampling(config.sampling), rewards=Rewards(one.rewards or config.rewards), gateway=gateway
+        )
+        return (one.workflow or config.workflow).make(parts)
+
+    return make
+
+
+def parts_of(config: RunConfig, gateway: Gateway) -> Parts:
+    """What the workflow is made with whose rollouts are learned from."""
+    rewards = Rewards(config.rewards, needed=config.algorithm.advantage.reads_rewards)
+    return Parts(sampling=config.sampling, rewards=rewards, gateway=gateway)
+
+
+def plan_of(config: RunConfig) -> Plan:
+    """In style fixed, batch t is for step t alone; else sampling goes on for as long as training does."""
+    waiting = config.buffer
+    one_each = config.sync.style == "fixed" and not waiting.replay.enable and waiting.max_staleness is None
+    return Plan(
+        steps=config.steps if one_each else None,
+        groups=config.groups_per_step,
+        size=config.group_size,
+        staleness=config.staleness,
+        seed=config.seed,
+        sync=config.sync,
+        filters=config.filters,
+        filter_refills=config.filter_refills,
+    )
+
+
+def _supply(config: RunConfig, folder: RunFolder, policy: Policy, deck: Deck, tries: Tries, gateway: Gateway) -> Supply:
+    bell, plan = Bell(), plan_of(config)
+    buffer = buffers.build(config.buffer, folder.path, config.name)
+    reader, ttl = Reader(buffer, config.buffer, config.seed), config.checkpoint.ttl_seconds
+    if config.mode == "train":
+        return SharedSupply(buffer, reader, policy, plan, config.steps, ttl)
+    weights = LocalWeights(bell, config.sync.timeout)
+
+    async def put(batch: Batch) -> None:
+        await buffer.put(batch)
+        bell.ring()
+
+    return OwnSupply(
+        Sampler(config.workflow.make(parts_of(config, gateway)), deck, weights, plan, tries, bell, put),
+        buffer,
+        reader,
+        weights,
+        Publisher(policy, config.sync.method or "memory", config.sync.kept(config.staleness), ttl),
+        policy,
+        plan,
+        bell,
+        config.buffer.capacity,
+    )
+
+
+async def _critic(config: RunConfig, policy: Policy, state: State | None) -> Critic | None:
+    if (settings := config.algorithm.critic) is None:
+        return None
+    learner = await policy.learner(settings.rank, config.seed, state.critic_path if state else "")
+    return Critic(settings, learner, config.steps)
+
+
+async def _reference(config: RunConfig, policy: Policy, state: State | None) -> str:
+    if config.algorithm.reference == "base":
+        return config.model.name
+    return state.reference if state else await policy.save_for_sampling("start")
+
+
+def _columns(
+    config: RunConfig, policy: Policy, reference: str, critic: Critic | None, gate: asyncio.Semaphore
+) -> dict[str, algorithms.Ask]:
+    """Whom an algorithm may ask what."""
+
+    def of(name: str) -> algorithms.Ask:
+        async def ask(rows: Sequence[Sample]) -> list[np.ndarray]:
+            return await logprobs_of(await policy.peer(name), rows, gate)
+
+        return ask
+
+    asks: dict[str, algorithms.Ask] = {"reference": of(reference), "entropy": policy.entropies}
+    if critic is not None:
+        asks["values"] = critic.values
+    if config.algorithm.teacher:
+        asks["teacher"] = of(config.algorithm.teacher)
+    return asks
+
+
+async def logprobs_of(snapshot: Snapshot, rows: Sequence[Sample], gate: asyncio.Semaphore) -> list[np.ndarray]:
+    """float32 [N] of each row's targets."""
+
+    async def one(row: Sample) -> np.ndarray:
+        async with gate:
+            return await snapshot.logprobs(row.sequence)
+
+    return list(await asyncio.gather(*map(one, rows)))
+
+
+def _go_on(state: State | None, deck: Deck, algorithm: Algorithm, seed: int) -> None:
+    if state is None:
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        return
+    state.random.restore()
+    deck.restore(state.cursor, state.order)
+    algorithm.restore(state.algorithm)
+
+
+def with_steps(config: RunConfig) -> RunConfig:
+    """The same with `steps` counted out: floor(rows x epochs / rows of a step), no more than `steps` if that is set.
+
+    What is left of the last pass and does not fill a step is not trained on. A run of mode train may know no tasks, and
+    one of mode bench takes no steps: those say all they need.
+    """
+    if config.epochs is None or (config.rolls_out and not config.tasks.sources):
+        return config
+    rows, per_step, what = _rows(config), config.groups_per_step, "groups_per_step"
+    if config.experts is not None and not config.rolls_out:
+        per_step, what = config.experts.count(per_step, config.group_size, alone=True), "experts.per_step"
+    steps = int(rows * config.epochs // per_step)
+    if not steps:
+        raise ConfigError(
+            f"{config.epochs:g} epochs of {rows} are less than one step of {per_step}.", f"Set {what} lower."
+        )
+    return config.model_copy(update={"steps": min(steps, config.steps or steps)})
+
+
+def _rows(config: RunConfig) -> int:
+    if config.experts is None or config.rolls_out:
+        return split(config.tasks, config.seed)[0].size
+    return sum(len(source.lessons(config.experts.learn)) for source in listed(config.experts.data))
+
+
+log = logging.getLogger(__name__)
+
+
+async def train(config: RunConfig, connect: Connect, console: Console) -> State:
+    """Begins the run, or goes on with the one in its folder; returns where it ended. A finished run is left alone."""
+    config = with_steps(anew(config))
+    folder = RunFolder.open(folder_of(config), config.model_dump(mode="json"), resume=config.resume)
+    try:
+        if folder.state is not None and folder.state.step >= config.steps:
+            return folder.state
+        with logs.writing(folder.path, config.log_level):
+            return await _logged(config, folder, connect, console)
+    finally:
+        folder.close()
+
+
+async def _logged(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> State:
+    async with assemble(config, folder, connect, console) as run:
+        log.info("%s: step %d of %d is next, in %s", config.name, run.steps().start, config.steps, folder.path)
+        state = await loop(run)
+    log.info("Finished: %d steps; weights to go on from: %s", state.step, state.path)
+    return state
+
+
+async def loop(run: Run) -> State:
+    """Every step that is still to do."""
+    await run.begin()
+    for step in run.steps():
+        clock = Clock()
+        batch = await run.supply.next(step)
+        clock.lap("rollouts")
+        groups = run.kept(batch.groups)
+        update = await run.algorithm.score(step, groups, run.lessons())
+        version = run.policy.version
+        numbers = await run.update(step, update)
+        clock.lap("update")
+        await run.supply.trained(step)
+        run.log(step, batch, len(groups), version, numbers, clock)
+        await run.save_and_evaluate(step)
+    assert run.folder.state is not None  # the last step saves
+    return run.folder.state

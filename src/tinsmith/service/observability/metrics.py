@@ -1,0 +1,220 @@
+"""What the service tells of itself: counters and times for Prometheus, a log line and a span for each request.
+
+Each request passes four moments: accepted, taken by its engine, run, closed; whoever brings it to one says so here, at
+the cost of a few dictionary look-ups. What can be counted from what the service holds anyway is counted when asked.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+import numpy as np
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from tinsmith.engine.base import Pass, PassResult
+from tinsmith.service.engines.host import EngineHost
+from tinsmith.service.observability.logs import arrived, concerning
+from tinsmith.service.storage.records import Answer, Checkpoint, Model, Sampler, Session
+from tinsmith.service.storage.store import Store
+
+log = logging.getLogger(__name__)
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 2.0)
+APART = (1e-6, 1e-5, 1e-4, 1e-3, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
+COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+@dataclass(slots=True, kw_only=True)
+class Timeline:
+    """One request's moments, in nanoseconds since 1970; 0 until it comes to pass."""
+
+    request_id: str
+    owner: str
+    kind: str
+    model: str
+    arrived: int
+    accepted: int
+    taken: int = 0
+    ran: int = 0
+    closed: int = 0
+    tokens: Mapping[str, int] = field(default_factory=dict)
+    error: str = ""
+
+    def stages(self) -> dict[str, tuple[int, int]]:
+        """stage -> (its beginning, its end); stages that the request did not reach are left out."""
+        marks = [("submit", self.arrived), ("queue", self.accepted), ("pass", self.taken), ("result", self.ran)]
+        reached = [mark for mark in marks if mark[1]]
+        ends = [start for _, start in reached[1:]] + [self.closed]
+        return {name: (start, end) for (name, start), end in zip(reached, ends, strict=True)}
+
+
+class Telemetry:
+    """The measures of one service, in a registry of their own."""
+
+    def __init__(self, gauges: Callable[[], Iterable[Metric]], spans: Callable[[Timeline], None] | None) -> None:
+        self._spans = spans
+        self._open: dict[str, Timeline] = {}
+        self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
+        self._registry.register(_AtScrape(lambda: [self._queue(), *gauges()]))
+        self._requests = self._counter("requests", "Finished requests.", "owner", "model", "kind", "outcome")
+        self._tokens = self._counter("tokens", "Tokens, by what was done with them.", "owner", "model", "kind")
+        self._seconds = self._histogram("request_seconds", "A request's stages.", SECONDS, "kind", "stage")
+        self._fill = self._histogram("batch_fill_ratio", "Tokens of a training batch / batch_tokens.", FILL, "model")
+        self._rows = self._histogram("batch_requests", "Requests in a training batch.", COUNTS, "model")
+        what = "Mean |sampler's - trainer's logprob| of the sampled tokens of a forward_backward."
+        self._apart = self._histogram("logprob_mismatch", what, APART, "model")
+        self._http = self._histogram("http_seconds", "Answers over HTTP.", SECONDS, "method", "route", "status")
+
+    def accepted(self, request_id: str, owner: str, kind: str, model: str) -> None:
+        """It is promised, and waits for its engine."""
+        now = time.time_ns()
+        self._open[request_id] = Timeline(
+            request_id=request_id, owner=owner, kind=kind, model=model, arrived=arrived() or now, accepted=now
+        )
+
+    def taken(self, request_ids: Iterable[str]) -> None:
+        """An engine begins with these."""
+        now = time.time_ns()
+        for line in self._lines(request_ids):
+            line.taken = now
+
+    def ran(self, request_ids: Iterable[str]) -> None:
+        """The engine is done with these; their results are not written yet."""
+        now = time.time_ns()
+        for line in self._lines(request_ids):
+            line.ran = now
+
+    def batch(self, model: str, tokens: Sequence[int], budget: int) -> None:
+        """A training batch of requests of so many tokens each."""
+        self._fill.labels(model).observe(sum(tokens) / budget)
+        self._rows.labels(model).observe(len(tokens))
+
+    def mismatch(self, model: str, apart: float) -> None:
+        """Of one request, in nats per token."""
+        self._apart.labels(model).observe(apart)
+
+    def closed(self, request_id: str, answer: Answer, tokens: Mapping[str, int] | None = None) -> None:
+        """Its result can be fetched; `tokens` by what was done with them."""
+        line = self._open.pop(request_id, None)
+        if line is None:
+            return
+        line.closed, line.tokens = time.time_ns(), tokens or {}
+        failed = answer.failed or answer.status != 200
+        line.error = _fault(answer) if failed else ""
+        self._requests.labels(line.owner, line.model, line.kind, "failed" if failed else "done").inc()
+        for kind, count in line.tokens.items():
+            self._tokens.labels(line.owner, line.model, kind).inc(count)
+        for stage, (start, end) in line.stages().items():
+            self._seconds.labels(line.kind, stage).observe((end - start) / 1e9)
+        self._seconds.labels(line.kind, "total").observe((line.closed - line.arrived) / 1e9)
+        self._tell(line)
+        if self._spans is not None:
+            self._spans(line)
+
+    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+        """An HTTP request has its answer."""
+        self._http.labels(method, route, str(status)).observe(seconds)
+
+    def text(self) -> bytes:
+        """Everything, as Prometheus reads it."""
+        return generate_latest(self._registry)
+
+    def _lines(self, request_ids: Iterable[str]) -> Iterable[Timeline]:
+        return [self._open[one] for one in request_ids if one in self._open]
+
+    def _tell(self, line: Timeline) -> None:
+        if not line.error and not log.isEnabledFor(logging.DEBUG):
+            return
+        with concerning(line.request_id, line.owner):
+            if line.error:
+                log.warning("%s failed: %s", line.kind, line.error)
+                return
+            spent = ", ".join(f"{name} {(end - start) / 1e6:.1f} ms" for name, (start, end) in line.stages().items())
+            log.debug("%s done: %s", line.kind, spent)
+
+    def _queue(self) -> Metric:
+        family = GaugeMetricFamily(
+            "tinsmith_queue_requests", "Requests without a result.", labels=["owner", "kind", "stage"]
+        )
+        tally = Tally((one.owner, one.kind, "running" if one.taken else "waiting") for one in self._open.values())
+        for labels, count in sorted(tally.items()):
+            family.add_metric(labels, count)
+        return family
+
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"tinsmith_{name}", text, labels, registry=self._registry)
+
+    def _histogram(self, name: str, text: str, buckets: Sequence[float], *labels: str) -> Histogram:
+        return Histogram(f"tinsmith_{name}", text, labels, buckets=buckets, registry=self._registry)
+
+
+class _AtScrape(Collector):
+    """What is counted only when it is asked for."""
+
+    def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families()
+
+
+def _fault(answer: Answer) -> str:
+    told = json.loads(answer.body)
+    return str(told.get("error") or told.get("detail") or answer.status)
+
+
+def held(store: Store) -> Iterable[Metric]:
+    """What each owner has now."""
+    living = {one.id for one in store.all(Session) if one.ended is None}
+    kinds = chain(
+        ((one.owner, "session") for one in store.all(Session) if one.id in living),
+        ((one.owner, "model") for one in store.all(Model) if one.session_id in living),
+        ((one.owner, "sampling_session") for one in store.all(Sampler) if one.session_id in living),
+        ((one.owner, "checkpoint") for one in store.all(Checkpoint) if not one.deleted),
+    )
+    yield _gauge("objects", "Living sessions and what they hold; checkpoints.", ("owner", "kind"), Tally(kinds))
+    sizes: Tally[tuple[str, ...]] = Tally()
+    for one in store.all(Checkpoint):
+        sizes[(one.owner,)] += one.size_bytes
+    yield _gauge("checkpoint_bytes", "Adapters and optimizer states on disk.", ("owner",), sizes)
+
+
+def engines(hosts: Iterable[EngineHost]) -> Iterable[Metric]:
+    """Which run, and how often each was started again."""
+    hosts = list(hosts)
+    up = {(host.names[0],): int(host.is_up) for host in hosts}
+    yield _gauge("engine_up", "1 while the engine is loaded and alive.", ("model",), up)
+    samplers = {(host.names[0],): int(host.sampler_is_up) for host in hosts}
+    yield _gauge("sampler_up", "1 while the engine and its sampler answer.", ("model",), samplers)
+    family = CounterMetricFamily("tinsmith_engine_restarts", "Times that a dead engine was started.", labels=["model"])
+    for host in hosts:
+        family.add_metric([host.names[0]], max(0, host.starts - 1))
+    yield family
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], int]) -> Metric:
+    family = GaugeMetricFamily(f"tinsmith_{name}", text, labels=labels)
+    for given, value in sorted(values.items()):
+        family.add_metric(given, value)
+    return family
+
+
+def of_pass(request: Pass, result: PassResult) -> float | None:
+    """Mean |q - p| over the positions with an advantage (prompts have none); None where nothing was sampled."""
+    apart = [
+        np.abs(datum.inputs["logprobs"] - logprobs)[datum.inputs["advantages"] != 0]
+        for datum, logprobs in zip(request.data, result.logprobs, strict=True)
+        if "logprobs" in datum.inputs and "advantages" in datum.inputs
+    ]
+    count = sum(len(one) for one in apart)
+    return float(sum(one.sum(dtype=np.float64) for one in apart) / count) if count else None

@@ -1,0 +1,103 @@
+"""A session's requests on a line of time, as a file that https://ui.perfetto.dev opens (Chrome's JSON trace format).
+
+Each model and each sampling session is a track. A request that waits and a sample that runs are drawn as spans of their
+own, since they overlap; what a model's engine does comes one after another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import select
+
+from tinsmith.service.observability.audit import Chronicle
+from tinsmith.service.storage.records import Session
+from tinsmith.service.storage.store import Store
+from tinsmith.service.storage.tables import SPANS
+from tinsmith.service.tenancy.signing import LINK_S
+
+HOLD_S = 20.0
+"""A call waits so long for the file, then the client asks again."""
+
+
+class Traces:
+    """The files of one data folder."""
+
+    def __init__(self, store: Store, chronicle: Chronicle, root: Path) -> None:
+        self._store = store
+        self._chronicle = chronicle
+        self._root = root
+        self._building: dict[str, asyncio.Task[str]] = {}
+
+    def file(self, name: str) -> Path:
+        """Where a trace is while it may be fetched."""
+        return self._root / name
+
+    async def export(self, session: Session) -> str | None:
+        """The name of the file; None if it is not ready yet, and will be if asked again."""
+        task = self._building.get(session.id)
+        if task is None:
+            task = self._building[session.id] = asyncio.create_task(self._build(session))
+        done, _ = await asyncio.wait({task}, timeout=HOLD_S)
+        if not done:
+            return None
+        self._building.pop(session.id, None)
+        return task.result()
+
+    async def _build(self, session: Session) -> str:
+        await self._chronicle.flush()
+        query = select(SPANS).where(SPANS.c.session_id == session.id).order_by(SPANS.c.begun)
+        async with self._store.database.connect() as db:
+            spans = [dict(one) for one in (await db.execute(query)).mappings()]
+        return await asyncio.to_thread(self._write, session, spans)
+
+    def _write(self, session: Session, spans: Sequence[dict[str, Any]]) -> str:
+        self._root.mkdir(exist_ok=True)
+        for old in self._root.iterdir():
+            if old.stat().st_mtime < time.time() - LINK_S:
+                old.unlink(missing_ok=True)
+        name = f"{session.id}-{time.time_ns()}.json"
+        part = self.file(f".{name}")
+        part.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": list(_events(session, spans))}))
+        part.rename(self.file(name))
+        return name
+
+
+def _events(session: Session, spans: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    tracks = {track: number for number, track in enumerate(dict.fromkeys(one["track"] for one in spans), 1)}
+    named = f"session {session.display_name or session.id}"
+    yield {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": named}}
+    for track, number in tracks.items():
+        name = track.removeprefix(f"{session.id}:")
+        yield {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": name}}
+    for one in spans:
+        yield from _request(one, {"pid": 1, "tid": tracks[one["track"]]})
+
+
+def _request(one: dict[str, Any], place: dict[str, int]) -> Iterator[dict[str, Any]]:
+    told = {key: one[key] for key in ("id", "state", "base_model", "tokens", "prompt_tokens", "cached_tokens")}
+    yield from _apart(f"{one['kind']} waits", one["id"], one["submitted"], one["begun"], {**place, "cat": "queue"}, {})
+    if one["kind"] == "sample":
+        yield from _apart("sample", one["id"], one["begun"], one["ended"], {**place, "cat": "sample"}, told)
+        return
+    length = _micros(one["ended"] - one["begun"])
+    yield {"ph": "X", "name": one["kind"], "cat": "training", "ts": _micros(one["begun"]), "dur": length, **place} | {
+        "args": told
+    }
+
+
+def _apart(
+    name: str, key: str, begun: float, ended: float, place: dict[str, Any], told: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """A span that may overlap with others of its track."""
+    yield {"ph": "b", "name": name, "id": key, "ts": _micros(begun), "args": told, **place}
+    yield {"ph": "e", "name": name, "id": key, "ts": _micros(ended), **place}
+
+
+def _micros(seconds: float) -> float:
+    return round(seconds * 1e6, 1)

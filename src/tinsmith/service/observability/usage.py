@@ -1,0 +1,140 @@
+"""What was used, as the billing calls of the protocol show it: by the hour, and what is stored now. No prices.
+
+Tokens are those of finished requests. Storage is counted exactly: the bytes of each named checkpoint, from when it was
+saved until it was deleted. A gigabyte is 10^9 bytes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+from sqlalchemy import or_, select
+
+from tinsmith.errors import BadRequest
+from tinsmith.service.observability.audit import Chronicle
+from tinsmith.service.responses import PROJECT, instant, texts
+from tinsmith.service.storage.records import Checkpoint, Model, Session
+from tinsmith.service.storage.store import Store
+from tinsmith.service.storage.tables import STORED, USAGE
+from tinsmith.service.tenancy.signing import urn
+
+HOUR = 3600
+WINDOW_HOURS = 14 * 24
+_CACHED = "sampling_prefill_cached"
+
+
+class Usage:
+    """Reads what the chronicle wrote."""
+
+    def __init__(self, store: Store, chronicle: Chronicle) -> None:
+        self._store = store
+        self._chronicle = chronicle
+
+    async def events(self, owner: str, starting_on: datetime, ending_before: datetime) -> dict[str, Any]:
+        """Every hour's use within a window, ordered by hour, then by tokens, most first. Raises BadRequest."""
+        first, end = _window(starting_on, ending_before)
+        await self._chronicle.flush()
+        u, s = USAGE.c, STORED.c
+        used = select(USAGE).where(u.owner == owner, u.hour >= first, u.hour < end)
+        living = or_(s.ended.is_(None), s.ended > first * HOUR)
+        stored = select(STORED).where(s.owner == owner, s.begun < end * HOUR, living)
+        async with self._store.database.connect() as db:
+            rows = [dict(one) for one in (await db.execute(used)).mappings()]
+            spans = [dict(one) for one in (await db.execute(stored)).mappings()]
+        data = [self._event(owner, row["hour"], row["base_model"], _info(row), row["session_id"]) for row in rows]
+        for (base_model, project), hours in self._storage(spans, first, end).items():
+            for hour in np.flatnonzero(hours).tolist():
+                info = {"type": "storage", "free": False, "gigabyte_hours": float(hours[hour]) / 1e9}
+                data.append(self._event(owner, first + hour, base_model, info, None, project))
+        data.sort(key=lambda one: (one["bucket_start"], -one["event_info"].get("token_count", -1)))
+        return {"data": data, "sessions": self._sessions(data), "cost_data_through": None}
+
+    def stored(self, owner: str, project_id: str | None) -> dict[str, Any]:
+        """Named checkpoints of this moment, by project."""
+        found: dict[str, list[int]] = {}
+        for one in self._store.all(Checkpoint):
+            if one.owner == owner and one.kind != "ephemeral" and not one.deleted:
+                model = self._store.find(Model, one.run)
+                found.setdefault(self._project(model.session_id if model else ""), []).append(one.size_bytes)
+        data = [
+            {
+                "project_id": project,
+                "org_user_urn": urn(owner),
+                "user_email": None,
+                "user_name": owner,
+                "checkpoint_count": len(sizes),
+                "size_bytes": sum(sizes),
+                "size_gigabytes": sum(sizes) / 1e9,
+                "estimated_monthly_cost_usd": None,
+            }
+            for project, sizes in sorted(found.items())
+            if project_id is None or project == project_id
+        ]
+        return {"effective_rate_usd_per_gigabyte_month": None, "data": data}
+
+    def _event(
+        self, owner: str, hour: int, base_model: str, info: dict[str, Any], session: str | None, project: str = ""
+    ) -> dict[str, Any]:
+        return {
+            "bucket_start": instant(hour * HOUR),
+            "bucket_end": instant((hour + 1) * HOUR),
+            "base_model": base_model,
+            "user_id": urn(owner),
+            "user_name": owner,
+            "session_id": session or None,
+            "project_id": project or self._project(session or ""),
+            "estimated_cost_usd": None,
+            "effective_rate_usd_per_million_tokens": None,
+            "effective_rate_usd_per_gigabyte_month": None,
+            "event_info": info,
+        }
+
+    def _storage(self, spans: Iterable[dict[str, Any]], first: int, end: int) -> dict[tuple[str, str], np.ndarray]:
+        """(base model, project) -> byte-hours of each hour of the window; whole bytes, so that sums are exact."""
+        now = time.time()
+        found: dict[tuple[str, str], np.ndarray] = {}
+        for one in spans:
+            place = (one["base_model"], self._project(one["session_id"]))
+            hours = found.setdefault(place, np.zeros(end - first + 1))
+            begun = max(one["begun"] / HOUR - first, 0.0)
+            ended = min((one["ended"] or now) / HOUR - first, float(end - first))
+            # What lies before the end, less what lies before the beginning: whole hours, and a part of one each.
+            for until, sign in ((ended, 1), (begun, -1)):
+                hours[: int(until)] += sign * one["size_bytes"]
+                hours[int(until)] += sign * (until % 1) * one["size_bytes"]
+        return found
+
+    def _project(self, session_id: str) -> str:
+        session = self._store.find(Session, session_id)
+        return (session.project_id if session else None) or PROJECT
+
+    def _sessions(self, data: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        found = (self._store.find(Session, key) for key in {one["session_id"] for one in data if one["session_id"]})
+        return {session.id: {"user_metadata": texts(session.metadata)} for session in found if session is not None}
+
+
+def _info(row: dict[str, Any]) -> dict[str, Any]:
+    kind, quantity = row["kind"], row["quantity"]
+    if kind == "checkpoint":
+        return {"type": kind, "count": quantity}
+    if kind.startswith("sampling_prefill"):
+        return {"type": "sampling_prefill", "cached": kind == _CACHED, "token_count": quantity}
+    return {"type": kind, "token_count": quantity}
+
+
+def _window(starting_on: datetime, ending_before: datetime) -> tuple[int, int]:
+    """(first hour, the hour after the last). Raises BadRequest for what is no window of whole hours."""
+    times = {"starting_on": starting_on, "ending_before": ending_before}
+    for name, value in times.items():
+        if value.tzinfo is None or value.timestamp() % HOUR:
+            raise BadRequest(f"{name} is {value.isoformat()}.", "Give whole hours in UTC, as in 2026-07-13T05:00:00Z.")
+    first, end = (int(value.timestamp() // HOUR) for value in times.values())
+    if not first < end <= first + WINDOW_HOURS:
+        raise BadRequest("The window is empty or too long.", "Give up to 14 days, the earlier end first.")
+    if first * HOUR > time.time():
+        raise BadRequest(f"starting_on is {starting_on.isoformat()}, which is to come.", "Begin in the past.")
+    return first, end

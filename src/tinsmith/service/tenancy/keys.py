@@ -1,0 +1,216 @@
+"""Keys and what their tenants may have, in the database: written by `tinsmith keys`, beside a server that reads them.
+
+A key is shown once, when it is made. What is kept is its SHA-256: a key is 256 random bits, so nobody can guess
+one from its hash, and salt and slowness, which protect passwords that people choose, would protect nothing here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import secrets
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from sqlalchemy import insert, select, update
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+
+from tinsmith.errors import BadRequest, ConfigError, NotFound
+from tinsmith.service.config import KEY_PREFIX
+from tinsmith.service.storage.database import engine_of, migrate, patiently
+from tinsmith.service.storage.tables import AUDIT, KEYS, QUOTAS
+from tinsmith.settings import made
+
+LOCAL = "local"
+"""The tenant of the server's own key, who may do everything. Not derived from the key: a new key keeps the old work."""
+COMMAND = "tinsmith keys"
+"""Who makes and revokes keys, as the audit log has it."""
+_NAME = re.compile(r"(?!\d+$)[A-Za-z0-9._@-]{1,100}")
+"""Never a mere number, by which a key can be revoked as well."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiKey:
+    """A key without the key itself."""
+
+    id: int
+    """0 is the server's own, which is in no database."""
+    name: str
+    owner: str
+    admin: bool = False
+    """May see what concerns all tenants."""
+    created: float
+    expires: float | None = None
+    revoked: float | None = None
+
+    def is_good(self, now: float) -> bool:
+        """Neither revoked nor over its time."""
+        return self.revoked is None and (self.expires is None or now < self.expires)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quotas:
+    """What one tenant may have at most; None is without limit."""
+
+    models: int | None = None
+    """Models that are in training at a time."""
+    checkpoint_bytes: int | None = None
+    """On disk, unnamed versions of living sessions included."""
+    queued: int | None = None
+    """Requests without a result, training and sampling together."""
+    tokens_per_minute: int | None = None
+    """Trained, read as prompts and sampled."""
+
+
+def made_key() -> str:
+    """256 random bits, as the SDK wants to see them."""
+    return KEY_PREFIX + secrets.token_urlsafe(32)
+
+
+def digest_of(key: str) -> str:
+    """What is kept of a key."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+@asynccontextmanager
+async def keys_of(data: Path, database: str | None) -> AsyncIterator[AsyncEngine]:
+    """The database of a data folder or at a URL, for commands: made if there is none, never upgraded under a server."""
+    if database is None:
+        made(data, "--data")
+    engine = engine_of(data, database)
+    try:
+        await migrate(engine, upgrade=False)
+        yield engine
+    finally:
+        await engine.dispose()
+
+
+async def create_key(
+    engine: AsyncEngine, name: str, owner: str, *, admin: bool = False, lifetime_s: float | None = None
+) -> tuple[str, ApiKey]:
+    """(the key, what is kept of it). Raises ConfigError if the name is taken or no name."""
+    for word in (name, owner):
+        if not _NAME.fullmatch(word):
+            raise ConfigError(
+                f"'{word}' cannot name a key or a tenant.", "Use letters, digits and . _ @ - (not digits alone)."
+            )
+    key, now = made_key(), time.time()
+    values = {"name": name, "owner": owner, "admin": admin, "created": now}
+    values["expires"] = now + lifetime_s if lifetime_s is not None else None
+    async with _writing(engine) as db:
+        standing = [one for one in (await _keys(db)).values() if one.name == name and one.is_good(now)]
+        if standing:
+            raise ConfigError(f"There is a key '{name}' already.", "Choose another name, or revoke it first.")
+        made = await db.execute(insert(KEYS).values(**values, hash=digest_of(key)).returning(KEYS.c.id))
+        await _audit(db, owner, "organization_key_created", name, COMMAND)
+        return key, ApiKey(id=made.scalar_one(), **values)
+
+
+async def revoke_key(engine: AsyncEngine, name: str, by: str = COMMAND) -> ApiKey:
+    """By its name or number. Raises NotFound; to revoke again changes nothing."""
+    async with _writing(engine) as db:
+        found = [one for one in (await _keys(db)).values() if name in (one.name, str(one.id))]
+        if not found:
+            raise NotFound(f"There is no key '{name}'.", "`tinsmith keys list` shows them.")
+        key = min(found, key=lambda one: (one.revoked is not None, -one.created))
+        if key.revoked is None:
+            key = replace(key, revoked=time.time())
+            await db.execute(update(KEYS).where(KEYS.c.id == key.id).values(revoked=key.revoked))
+            await _audit(db, key.owner, "organization_key_revoked", key.name, by)
+        return key
+
+
+async def set_quotas(engine: AsyncEngine, owner: str, changes: dict[str, int | None]) -> Quotas:
+    """A tenant's quotas with changes; None lifts one. Raises BadRequest for what is no quota."""
+    for name, value in changes.items():
+        if value is not None and value < 0:
+            raise BadRequest(f"{name} is {value}.", "Give 0 or more.")
+    async with _writing(engine) as db:
+        known = (await _quotas(db)).get(owner)
+        quotas = replace(known or Quotas(), **changes)
+        values = {"owner": owner, **asdict(quotas)}
+        statement = insert(QUOTAS) if known is None else update(QUOTAS).where(QUOTAS.c.owner == owner)
+        await db.execute(statement.values(values))
+        return quotas
+
+
+async def read_keys(engine: AsyncEngine) -> tuple[dict[str, ApiKey], dict[str, Quotas]]:
+    """(key by hash, quotas by tenant)."""
+    async with engine.connect() as db:
+        return await _keys(db), await _quotas(db)
+
+
+@asynccontextmanager
+async def _writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
+    """What is read inside is still so when it is written."""
+    async with engine.execution_options(alone=True).begin() as db:
+        if db.dialect.name == "postgresql":
+            await db.exec_driver_sql("lock table keys, quotas in exclusive mode")
+        yield db
+
+
+async def _audit(db: AsyncConnection, owner: str, event: str, name: str, by: str) -> None:
+    details = {"actor": by, "key": name}
+    await db.execute(insert(AUDIT).values(owner=owner, at=time.time(), event=event, details=details))
+
+
+async def _keys(db: AsyncConnection) -> dict[str, ApiKey]:
+    found = (await db.execute(select(KEYS).order_by(KEYS.c.id))).mappings()
+    return {one["hash"]: ApiKey(**{name: value for name, value in one.items() if name != "hash"}) for one in found}
+
+
+async def _quotas(db: AsyncConnection) -> dict[str, Quotas]:
+    found = (await db.execute(select(QUOTAS))).mappings()
+    return {one["owner"]: Quotas(**{name: value for name, value in one.items() if name != "owner"}) for one in found}
+
+
+READ_S = 2.0
+
+
+class Tenants:
+    """The keys of one database, and the server's own."""
+
+    def __init__(self, database: AsyncEngine, own_key: str | None) -> None:
+        self._database = database
+        self._own = digest_of(own_key) if own_key is not None else ""
+        self._own_key = ApiKey(id=0, name=LOCAL, owner=LOCAL, admin=True, created=time.time())
+        self._keys: dict[str, ApiKey] = {}
+        self._quotas: dict[str, Quotas] = {}
+
+    async def read(self) -> None:
+        """What the database says now."""
+        self._keys, self._quotas = await patiently(self._database, lambda: read_keys(self._database))
+
+    async def run(self) -> None:
+        """For ever: read again."""
+        while True:
+            await asyncio.sleep(READ_S)
+            await self.read()
+
+    def find(self, key: str) -> ApiKey | None:
+        """The key's record, if it is good."""
+        digest = digest_of(key)
+        found = self._own_key if hmac.compare_digest(digest, self._own) else self._keys.get(digest)
+        return found if found is not None and found.is_good(time.time()) else None
+
+    def get(self, key_id: int) -> ApiKey | None:
+        """The same by its number, for whoever holds something that was given for a key."""
+        if key_id == self._own_key.id and self._own:
+            return self._own_key
+        now = time.time()
+        return next((one for one in self._keys.values() if one.id == key_id and one.is_good(now)), None)
+
+    def quotas(self, owner: str) -> Quotas:
+        """What a tenant may have."""
+        return self._quotas.get(owner) or Quotas()
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether somebody can come in by a key that was made for it."""
+        now = time.time()
+        return any(one.is_good(now) for one in self._keys.values())

@@ -1,0 +1,285 @@
+"""Bytes of the Tinker protocol <-> records: the one file that knows protobuf, CSR tensors and zstd.
+
+In: the forward_backward body. Out: the results of forward_backward and asample, both protobuf. Field names are those of
+SDK 0.38's schema. What this server does not do is refused by name. The JSON bodies are in `bodies` and `asample`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import zstandard
+from google.protobuf.message import DecodeError
+
+from tinsmith.engine.base import Datum, Pass, PassResult, Sampled, TopK
+from tinsmith.engine.training.loss_specs import CUSTOM
+from tinsmith.errors import BadRequest, TooLarge, Unsupported
+
+
+def _load() -> ModuleType:
+    package = importlib.util.find_spec("tinker")
+    assert package is not None
+    assert package.origin is not None
+    file = Path(package.origin).parent / "proto" / "tinker_public_pb2.py"
+    spec = importlib.util.spec_from_file_location("tinker_public_pb2", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if TYPE_CHECKING:
+    from tinker.proto import tinker_public_pb2 as pb
+else:
+    pb = _load()
+
+__all__ = ["pb"]
+
+
+GRAPH = "graph"
+"""The key under which `with_graph` puts an uploaded loss; a client that sends it is refused."""
+BODY_CAP = 256 * 2**20
+"""Bytes of a body after decompression."""
+DENSE_CAP = 16 * 2**20
+"""Cells of one tensor after densifying: a CSR tensor of a few bytes may declare any shape."""
+BODY_CELLS = 2 * DENSE_CAP
+"""The same of all sparse tensors of a body together: room for the largest targets and their weights."""
+WIDEST = 2**20
+"""Columns of a sparse tensor: no vocabulary has more."""
+_PIECE = 2**10
+"""Bytes of a zstd body at a time: four of them may stand for 128 KiB."""
+
+_DTYPES = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8"), pb.DTYPE_INT32: np.dtype("<i4")}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Where the cells of a sparse target_prompt_logprobs lie: CSR row pointers and columns, int64."""
+
+    crow: np.ndarray
+    col: np.ndarray
+
+
+def decompressed(body: bytes, encoding: str | None) -> bytes:
+    """The body without its Content-Encoding: one whole zstd frame. Whatever size the frame declares, it is read a
+    piece at a time, and a piece is so small that it cannot grow to more than 32 MiB beyond the cap."""
+    if not encoding or encoding == "identity":
+        return body
+    if encoding != "zstd":
+        raise Unsupported(f"Content-Encoding {encoding} is not read here.", "Send zstd or plain bytes.")
+    frame, out, at = zstandard.ZstdDecompressor().decompressobj(), bytearray(), 0
+    try:
+        while at < len(body) and not frame.eof:
+            out += frame.decompress(body[at : at + _PIECE])
+            at += _PIECE
+            if len(out) > BODY_CAP:
+                raise TooLarge(f"The body is over {BODY_CAP} bytes when decompressed.", "Send fewer data per request.")
+    except zstandard.ZstdError as error:
+        raise BadRequest(f"The body is not zstd: {error}") from error
+    if not frame.eof or frame.unused_data or at < len(body):
+        raise BadRequest("The body is not one whole zstd frame.", "Compress it anew, in one piece.")
+    return bytes(out)
+
+
+def decode_pass(body: bytes) -> tuple[int, Pass]:
+    """(seq_id, request) of a ForwardBackwardRequest, its tensors dense."""
+    return pass_of(parse_pass(body))
+
+
+def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
+    """The message as it came, well-formed and no more."""
+    message = pb.ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise BadRequest("The body is not a ForwardBackwardRequest.", "Use tinker SDK 0.25 or newer.") from error
+    return message
+
+
+def pass_of(message: pb.ForwardBackwardRequest) -> tuple[int, Pass]:
+    """(seq_id, request) of a message, its tensors dense."""
+    _check_room(message)
+    own = message.loss_fn == CUSTOM
+    data = tuple(_datum(f"data[{index}]", datum, as_sent=own) for index, datum in enumerate(message.data))
+    request = Pass(
+        model_id=message.model_id,
+        data=data,
+        loss_fn=message.loss_fn,
+        loss_config=_loss_config(message),
+        forward_only=message.forward_only,
+    )
+    return message.seq_id, request
+
+
+def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
+    if not message.loss_fn_config_v2:
+        return dict(message.loss_fn_config)
+    return {
+        key: value.number if value.WhichOneof("value") == "number" else value.text
+        for key, value in message.loss_fn_config_v2.items()
+    }
+
+
+def _check_room(message: pb.ForwardBackwardRequest) -> None:
+    """Raises TooLarge, before anything is made dense, if all of it would take too much."""
+    tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
+    cells = sum(prod(max(side, 0) for side in one.shape) for one in tensors if one.HasField("sparse_csr"))
+    if cells > BODY_CELLS:
+        raise TooLarge(
+            f"The sparse tensors of the body, its target_tokens and others, have {cells} cells when dense.",
+            f"At most {BODY_CELLS}: send fewer data per request.",
+        )
+
+
+def _datum(where: str, datum: pb.Datum, *, as_sent: bool) -> Datum:
+    """Inputs are float32, or `as_sent`: an uploaded loss may read whole numbers."""
+    pieces = [np.zeros(0, dtype="<i4")]
+    for chunk in datum.model_input:
+        kind = chunk.WhichOneof("chunk")
+        if kind != "encoded_text":
+            raise Unsupported(f"{where}.model_input holds {kind or 'an empty'} chunk.", "This server takes text only.")
+        pieces.append(_array(f"{where}.model_input", chunk.encoded_text.tokens, np.dtype("<i4")))
+    tensors = {name: _tensor(f"{where}.{name}", value) for name, value in datum.loss_fn_inputs.items()}
+    targets = tensors.pop("target_tokens", None)
+    if targets is None:
+        raise BadRequest(f"{where} has no target_tokens.", "Every loss needs loss_fn_inputs['target_tokens'].")
+    if targets.dtype.kind != "i":
+        raise BadRequest(f"{where}.target_tokens is {targets.dtype.name}.", "Send int64 token ids.")
+    return Datum(
+        tokens=np.concatenate(pieces),
+        targets=targets.astype(np.int64, copy=False),
+        inputs=tensors if as_sent else {name: one.astype(np.float32, copy=False) for name, one in tensors.items()},
+    )
+
+
+def _array(where: str, data: bytes, dtype: np.dtype[Any]) -> np.ndarray:
+    if len(data) % dtype.itemsize:
+        raise BadRequest(f"{where} has {len(data)} bytes.", f"Send a multiple of {dtype.itemsize}.")
+    return np.frombuffer(data, dtype=dtype)
+
+
+def _tensor(where: str, tensor: pb.Tensor) -> np.ndarray:
+    dtype = _DTYPES.get(tensor.dtype)
+    if dtype is None:
+        raise Unsupported(f"{where} has dtype number {tensor.dtype}.", "Send float32 or int64.")
+    shape = tuple(tensor.shape)
+    if tensor.HasField("sparse_csr"):
+        csr, i8 = tensor.sparse_csr, np.dtype("<i8")
+        values, crow, col = (
+            _array(where, part, kind)
+            for part, kind in ((csr.values, dtype), (csr.crow_indices, i8), (csr.col_indices, i8))
+        )
+        return dense_of(where, shape, values, crow, col, 0)
+    values = _array(where, tensor.dense, dtype)
+    return shaped(where, values, shape or (len(values),))
+
+
+def shaped(where: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Flat values in their declared shape. Raises BadRequest if they do not fill it."""
+    if min(shape, default=0) < 0 or int(np.prod(shape, dtype=object)) != values.size:
+        raise BadRequest(f"{where} has {values.size} values for shape {list(shape)}.", "Make both agree.")
+    return values.reshape(shape)
+
+
+def dense_of(
+    where: str, shape: tuple[int, ...], values: np.ndarray, crow: np.ndarray, col: np.ndarray, fill: int
+) -> np.ndarray:
+    """A CSR tensor with `fill` in the cells that are not listed."""
+    if len(shape) != 2 or min(shape) < 0:
+        raise BadRequest(f"{where} is sparse with shape {list(shape)}.", "CSR tensors have two dimensions.")
+    if shape[1] > WIDEST or shape[0] * shape[1] > DENSE_CAP:
+        raise TooLarge(f"{where} has shape {list(shape)}.", f"At most {WIDEST} columns, and {DENSE_CAP} cells.")
+    steps = np.diff(crow)
+    sound = len(crow) == shape[0] + 1 and crow[0] == 0 and (steps >= 0).all() and crow[-1] == len(col) == len(values)
+    if not sound or (len(col) and not (col.min() >= 0 and col.max() < shape[1])):
+        raise BadRequest(f"{where} is not a CSR tensor of shape {list(shape)}.", "Check its crow and col indices.")
+    dense = np.full(shape, fill, dtype=values.dtype)
+    dense[np.repeat(np.arange(shape[0]), steps), col] = values
+    return dense
+
+
+def with_graph(body: bytes, text: str) -> bytes:
+    """A ForwardBackwardRequest and, beside its loss_id, the loss itself: so that a replay needs nothing else.
+
+    Messages that follow each other are one, and the later entry of a map counts.
+    """
+    more = pb.ForwardBackwardRequest()
+    more.loss_fn_config_v2[GRAPH].text = text
+    return body + more.SerializeToString()
+
+
+def encode_pass(result: PassResult) -> bytes:
+    """A ForwardBackwardOutput: one ArrayRecord for each run of data whose logprobs have the same trailing shape."""
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(result.metrics))
+    numbered = enumerate(result.logprobs)
+    for trailing, group in groupby(numbered, key=lambda one: one[1].shape[1:]):
+        places = [place for place, _ in group]
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(places))
+        _fill(record.fields["logprobs"], [result.logprobs[place] for place in places], trailing)
+        if result.entropies is not None:
+            _fill(record.fields["entropy"], [result.entropies[place] for place in places], ())
+    return message.SerializeToString()
+
+
+def _fill(field: pb.BatchedTensor, arrays: Sequence[np.ndarray], trailing: tuple[int, ...]) -> None:
+    arrays = [array.astype("<f4", copy=False) for array in arrays]
+    field.dtype = pb.DTYPE_FLOAT32
+    field.trailing_shape.extend(trailing)
+    field.offsets = np.cumsum([0, *(array.nbytes for array in arrays)]).astype("<i8").tobytes()
+    field.data = b"".join(array.tobytes() for array in arrays)
+
+
+def encode_sampled(sampled: Sampled, layout: Layout | None) -> bytes:
+    """A SampleResponse; targets come back in the layout that they were asked in, 0 where nothing was."""
+    message = pb.SampleResponse(prompt_cache_hit_tokens=sampled.prompt_cache_hit_tokens)
+    for sequence in sampled.sequences:
+        stopped = sequence.stop_reason == "stop"
+        one = message.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP if stopped else pb.STOP_REASON_LENGTH,
+            tokens=sequence.tokens.astype("<i4", copy=False).tobytes(),
+            logprobs=sequence.logprobs.astype("<f4", copy=False).tobytes(),
+        )
+        if sequence.topk is not None:
+            one.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk))
+    if sampled.prompt_logprobs is not None:
+        message.prompt_logprobs = sampled.prompt_logprobs.astype("<f4", copy=False).tobytes()
+    if sampled.topk_prompt is not None:
+        message.topk_prompt_logprobs.CopyFrom(_topk(sampled.topk_prompt))
+    if sampled.target_prompt_logprobs is not None:
+        message.target_prompt_logprobs.CopyFrom(_target_answer(sampled.target_prompt_logprobs, layout))
+    if sampled.prompt_alt is not None:
+        alt = sampled.prompt_alt
+        message.prompt_alt_tokens.tokens.CopyFrom(_dense(alt.token_ids.astype("<i8"), pb.DTYPE_INT64))
+        message.prompt_alt_tokens.logprobs.CopyFrom(_dense(alt.logprobs.astype("<f4"), pb.DTYPE_FLOAT32))
+    return message.SerializeToString()
+
+
+def _target_answer(found: np.ndarray, layout: Layout | None) -> pb.Tensor:
+    values = np.nan_to_num(found.astype("<f4"), nan=0.0)
+    if layout is None:
+        return _dense(values, pb.DTYPE_FLOAT32)
+    tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=values.shape)
+    rows = np.repeat(np.arange(len(values)), np.diff(layout.crow))
+    tensor.sparse_csr.values = values[rows, layout.col].tobytes()
+    tensor.sparse_csr.crow_indices = layout.crow.astype("<i8").tobytes()
+    tensor.sparse_csr.col_indices = layout.col.astype("<i8").tobytes()
+    return tensor
+
+
+def _dense(values: np.ndarray, dtype: pb.DType.ValueType) -> pb.Tensor:
+    return pb.Tensor(dtype=dtype, shape=values.shape, dense=values.tobytes())
+
+
+def _topk(top: TopK) -> pb.TopkLogprobs:
+    length, k = top.token_ids.shape
+    ids, logprobs = top.token_ids.astype("<i4", copy=False), top.logprobs.astype("<f4", copy=False)
+    return pb.TopkLogprobs(token_ids=ids.tobytes(), logprobs=logprobs.tobytes(), k=k, length=length)
