@@ -17,7 +17,7 @@ from sqlalchemy import create_engine, text
 
 import tinsmith.service.storage.database as database_module
 from tests.service.databases import beside, url_of
-from tests.service.test_store import CHECKPOINT, MODEL, SAMPLER, SESSION, WORKS
+from tests.service.storage.test_store import CHECKPOINT, MODEL, SAMPLER, SESSION, WORKS
 from tinsmith.errors import ConfigError
 from tinsmith.service.storage.database import MIGRATIONS, engine_of, migrate
 from tinsmith.service.storage.payloads import row_of, stored
