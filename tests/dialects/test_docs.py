@@ -1,4 +1,4 @@
-"""docs/trinity.md has the table of today."""
+"""docs/guides/trinity.md has the table of today."""
 
 from __future__ import annotations
 

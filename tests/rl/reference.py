@@ -1,4 +1,4 @@
-"""The reference tables of docs/run-files.md, made from the settings classes.
+"""The reference tables of docs/reference/run-file.md, made from the settings classes.
 
 python -m tests.rl.reference        writes them into the page
 """
@@ -14,7 +14,7 @@ from pydantic_core import PydanticUndefined
 from tinsmith.rl.config import RunConfig
 from tinsmith.settings import Settings
 
-PAGE = Path(__file__).parents[2] / "docs" / "run-files.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "run-file.md"
 BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 
 

@@ -64,7 +64,7 @@ def test_a_file_is_read_with_overrides(tmp_path: Path) -> None:
 
 def test_the_documented_settings_are_the_settings() -> None:
     """Print the table with `python -m tests.service.test_config`."""
-    page = (Path(__file__).parents[2] / "docs" / "service.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "service.md").read_text()
     written = page.split("<!-- settings: begin -->")[1].split("<!-- settings: end -->")[0].strip()
     assert written == table()
 

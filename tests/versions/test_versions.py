@@ -1,4 +1,4 @@
-"""Each SDK from 0.23 on runs the same script against our service; docs/compatibility.md says how that went.
+"""Each SDK from 0.23 on runs the same script against our service; docs/reference/compatibility.md says how that went.
 
 A venv for each version, with the SDK alone in it; what it depends on is lent by the venv that runs the tests. They are
 made once, in the cache folder. `python -m tests.versions.test_versions` writes the page anew.
@@ -28,7 +28,7 @@ VERSIONS = (
     *("0.23.0", "0.24.1", "0.25.0", "0.26.0", "0.26.2", "0.27.2", "0.28.1"),
     *("0.29.1", "0.30.4", "0.32.0", "0.34.0", "0.36.0", "0.38.0"),
 )
-PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "compatibility.md"
 BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
 
 

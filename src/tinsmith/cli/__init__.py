@@ -41,7 +41,7 @@ Overrides = Annotated[
     str, Parameter(help="Settings laid on top, as steps=20 or model.rank=8.", allow_leading_hyphen=False)
 ]
 ServiceSettings = Annotated[
-    str, Parameter(help="Settings laid on top, as cache_tokens=65536: docs/service.md.", allow_leading_hyphen=False)
+    str, Parameter(help="Settings laid on top, as cache_tokens=65536: docs/guides/service.md.", allow_leading_hyphen=False)
 ]
 Recompute = Annotated[
     Literal["auto", "always", "never"],
@@ -91,7 +91,7 @@ def serve(
     device
         auto is a GPU if there is one.
     sampler
-        Who samples: torch is this engine, with the weights it trains; vllm is a vLLM beside it (docs/vllm.md).
+        Who samples: torch is this engine, with the weights it trains; vllm is a vLLM beside it (docs/guides/vllm.md).
     threads
         CPU threads for tensor work; 0 is one for each core.
     sharing

@@ -97,7 +97,7 @@ def tell(found: Read, console: Console) -> None:
     from rich.markup import escape
 
     if found.dialect:
-        console.print(f"[dim]a file of {found.dialect}; what differs: docs/trinity.md[/]", highlight=False)
+        console.print(f"[dim]a file of {found.dialect}; what differs: docs/guides/trinity.md[/]", highlight=False)
     for note in found.notes:
         console.print(f"[dim]note: {escape(note)}[/]", highlight=False)
 

@@ -124,7 +124,7 @@ class RunConfig(Settings):
     model: ModelConfig
     tasks: TasksConfig = TasksConfig()
     plugins: str = ""
-    """A folder of Python files with workflows and rewards of your own (docs/workflows.md)."""
+    """A folder of Python files with workflows and rewards of your own (docs/guides/workflows-and-rewards.md)."""
     rewards: tuple[RewardConfig, ...] = ()
     """What a rollout is worth: the weighted sum of these, and what the workflow itself gives. None are needed where a
     teacher says what is learned (on_policy_distill, jsd)."""

@@ -2,7 +2,7 @@
 
 `plugins: FOLDER` in a run file imports every .py of that folder before anything else of the file is read. What a file
 marks with `@workflow("name")` or `@reward("name")` is a type of that name from then on; anything importable is
-`{type: custom, path: "module:thing", args: {…}}`. What the marks are put on: docs/workflows.md.
+`{type: custom, path: "module:thing", args: {…}}`. What the marks are put on: docs/guides/workflows-and-rewards.md.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def _module(file: Path) -> ModuleType:
         del sys.modules[name]
         cure = "Install it."
         if (error.name or "").split(".")[0] == "trinity":
-            cure = "Trinity's own classes are not run here; docs/workflows.md shows how to write the same."
+            cure = "Trinity's own classes are not run here; docs/guides/workflows-and-rewards.md shows how to write the same."
         raise ConfigError(f"plugins: {file} imports {error.name}, which is not installed.", cure) from error
     except Exception as error:
         del sys.modules[name]

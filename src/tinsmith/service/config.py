@@ -52,7 +52,7 @@ class ServeConfig(Settings):
     the API."""
 
     sampler: Literal["torch", "vllm"] = "torch"
-    """Who samples: the engine with the weights that it trains, or a vLLM beside it (docs/vllm.md)."""
+    """Who samples: the engine with the weights that it trains, or a vLLM beside it (docs/guides/vllm.md)."""
 
     vllm: VllmConfig = VllmConfig()
     """How that vLLM is started; read where sampler is vllm."""

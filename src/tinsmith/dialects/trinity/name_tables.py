@@ -249,7 +249,7 @@ class _Elsewhere:
     cure: str
 
 
-_WRITTEN = "and name it as FILE.NAME, with --plugin-dir: docs/trinity.md#code-of-your-own."
+_WRITTEN = "and name it as FILE.NAME, with --plugin-dir: docs/guides/trinity.md#code-of-your-own."
 _ELSEWHERE = (
     _Elsewhere(
         ("agentscope", "as_react", "react", "search", "tool_call"),

@@ -2,7 +2,7 @@
 
 While such files are imported, `trinity` and all below it are stand-ins with three names: `RewardFn` to derive from,
 `REWARD_FUNCTIONS` to register with, and `get_logger`. A class that is registered there is a reward of that name. Any
-other name is refused where it is imported: what a workflow of Trinity's does is a function here (docs/workflows.md).
+other name is refused where it is imported: what a workflow of Trinity's does is a function here (docs/guides/workflows-and-rewards.md).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _StandIn(ModuleType):
             raise AttributeError(name)
         raise ImportError(
             f"{self.__name__}.{name} is not here: of Trinity, a plugin may use RewardFn and REWARD_FUNCTIONS. "
-            "Write a workflow as a function: docs/workflows.md"
+            "Write a workflow as a function: docs/guides/workflows-and-rewards.md"
         )
 
 

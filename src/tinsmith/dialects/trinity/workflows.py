@@ -82,7 +82,7 @@ def _own_workflow(name: str, key: str, one: Asked, becoming: Becoming) -> dict[s
     module, dot, attribute = name.rpartition(".")
     if not dot:
         known = [*WORKFLOWS, *(plugin for kind, plugin in becoming.plugins if kind == "workflow")]
-        cure = elsewhere(name) or f"{near(name, known)} One of your own wants --plugin-dir: docs/trinity.md."
+        cure = elsewhere(name) or f"{near(name, known)} One of your own wants --plugin-dir: docs/guides/trinity.md."
         becoming.fault(key, f"there is no workflow '{name}' here.", cure)
         return None
     path = f"{module}:{attribute}"
@@ -130,7 +130,7 @@ def _rewards(
         return [{"type": "custom", "path": path, "args": dict(args)}] if _found(path, at, becoming) else None
     if judge:
         known = [*REWARDS, *(plugin for kind, plugin in becoming.plugins if kind == "reward")]
-        cure = f"{near(judge, known)} One of your own wants --plugin-dir: docs/trinity.md."
+        cure = f"{near(judge, known)} One of your own wants --plugin-dir: docs/guides/trinity.md."
         becoming.fault(at, f"there is no reward '{judge}' here.", cure)
         return None
     if work is None:

@@ -33,7 +33,7 @@ RESIDENT = 32
 """Adapter versions that vLLM keeps in the machine's memory, beside those of its present step."""
 INSTALL = (
     "In a checkout: make vllm. Elsewhere: python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm "
-    "(docs/vllm.md; on a CPU it is another package), then --vllm-python .venv-vllm/bin/python."
+    "(docs/guides/vllm.md; on a CPU it is another package), then --vllm-python .venv-vllm/bin/python."
 )
 LOG_LINES = 25
 POLL_S = 0.25
@@ -177,7 +177,7 @@ class VllmServer:
                 if child.returncode is not None:
                     raise EngineError(
                         f"vLLM for {self._card.source} ended while it started (exit {child.returncode}).{self._tail()}",
-                        "If it lacks memory, change vllm.memory, vllm.adapters or vllm.rank (docs/vllm.md).",
+                        "If it lacks memory, change vllm.memory, vllm.adapters or vllm.rank (docs/guides/vllm.md).",
                     )
                 with suppress(httpx.TransportError):
                     if (await client.get("/health")).status_code == 200:

@@ -93,7 +93,7 @@ class AlgorithmConfig(Settings):
     """Advantage, policy loss and terms. loss = sum w (policy loss + kl.coef k - entropy.coef H), w by `aggregate`."""
 
     type: Name = "grpo"
-    """A preset for everything below (docs/algorithms.md has the table)."""
+    """A preset for everything below (docs/guides/algorithms.md has the table)."""
     advantage: AdvantageConfig = Field(default_factory=Grpo)
     """How replies are compared."""
     loss: LossConfig = Field(default_factory=ImportanceSampling)
