@@ -41,7 +41,8 @@ Overrides = Annotated[
     str, Parameter(help="Settings laid on top, as steps=20 or model.rank=8.", allow_leading_hyphen=False)
 ]
 ServiceSettings = Annotated[
-    str, Parameter(help="Settings laid on top, as cache_tokens=65536: docs/guides/service.md.", allow_leading_hyphen=False)
+    str,
+    Parameter(help="Settings laid on top, as cache_tokens=65536: docs/guides/service.md.", allow_leading_hyphen=False),
 ]
 Recompute = Annotated[
     Literal["auto", "always", "never"],

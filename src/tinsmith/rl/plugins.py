@@ -139,7 +139,7 @@ def _module(file: Path) -> ModuleType:
         del sys.modules[name]
         cure = "Install it."
         if (error.name or "").split(".")[0] == "trinity":
-            cure = "Trinity's own classes are not run here; docs/guides/workflows-and-rewards.md shows how to write the same."
+            cure = "Trinity's own classes are not run here; write the same as in docs/guides/workflows-and-rewards.md."
         raise ConfigError(f"plugins: {file} imports {error.name}, which is not installed.", cure) from error
     except Exception as error:
         del sys.modules[name]

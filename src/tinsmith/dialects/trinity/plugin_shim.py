@@ -2,7 +2,8 @@
 
 While such files are imported, `trinity` and all below it are stand-ins with three names: `RewardFn` to derive from,
 `REWARD_FUNCTIONS` to register with, and `get_logger`. A class that is registered there is a reward of that name. Any
-other name is refused where it is imported: what a workflow of Trinity's does is a function here (docs/guides/workflows-and-rewards.md).
+other name is refused where it is imported: what a workflow of Trinity's does is a function here
+(docs/guides/workflows-and-rewards.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Metrics under the names that Trinity-RFT gives to the same, for dashboards that were made for it.
 
-Only what means the same is renamed; all else keeps its name, so that nothing is lost. docs/guides/monitors.md has the table.
+Only what means the same is renamed; all else keeps its name, so that nothing is lost.
+docs/guides/monitors.md has the table.
 
 Example: renamed("reward/mean") == "critic/rewards/mean"
 """
