@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rl.small import run, settings
+from tests.rl.scripted_run import run, settings
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,7 @@ import re
 import pytest
 from rich.console import Console
 
-from tests.rl.small import REPLIES, run, settings
-from tests.rl.test_resume import Killed, breaking
+from tests.rl.scripted_run import REPLIES, Killed, breaking, run, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.bench import bench
 from tinsmith.rl.policy.scripted import ScriptedPolicy

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.rl.small import rows as metric_rows
-from tests.rl.small import run, settings
+from tests.rl.scripted_run import rows as metric_rows
+from tests.rl.scripted_run import run, settings
 from tinsmith.rl.algorithms.critic import Bins, Critic, CriticConfig, explained
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.scripted import ScriptedLearner

@@ -8,7 +8,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tests.rl.small import scripted, settings
+from tests.rl.scripted_run import scripted, settings
 from tinsmith.errors import TinsmithError
 from tinsmith.rl import debug
 from tinsmith.rl.config import RunConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.rl.small import rows, run, settings
+from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 
 PAGE = (Path(__file__).parents[2] / "docs" / "guides" / "workflows-and-rewards.md").read_text()

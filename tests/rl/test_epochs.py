@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rl.small import run, settings
+from tests.rl.scripted_run import run, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.run_folder import RunFolder
 from tinsmith.rl.train import with_steps

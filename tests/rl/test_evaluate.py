@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 from pydantic import ValidationError
 
-from tests.rl.small import rows, run, settings
+from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.evaluate import EvalConfig, pass_at
 from tinsmith.rl.policy.base import SamplingConfig
 from tinsmith.rl.types import Group, Rollout, Task

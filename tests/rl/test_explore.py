@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.rl.small import REPLIES, rows, run, scripted, settings
-from tests.rl.test_resume import Killed
+from tests.rl.scripted_run import REPLIES, Killed, rows, run, scripted, settings
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.explore import explore

@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.rl.small import rows, run, settings
+from tests.rl.scripted_run import rows, run, settings
 from tests.rl.workflows.test_workflows import YES, policy
 from tinsmith.rl.policy.agent_endpoint import Gateway, Line
 from tinsmith.rl.policy.base import SamplingConfig

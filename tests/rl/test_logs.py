@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from tests.rl.small import run, scripted, settings
+from tests.rl.scripted_run import run, scripted, settings
 from tinsmith.cli.log import log
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl import logs

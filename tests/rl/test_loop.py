@@ -9,7 +9,7 @@ import threading
 
 import pytest
 
-from tests.rl.small import rows, run, scripted, settings
+from tests.rl.scripted_run import rows, run, scripted, settings
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 

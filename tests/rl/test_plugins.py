@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rl.small import rows, run, settings
+from tests.rl.scripted_run import rows, run, settings
 from tinsmith.errors import ConfigError
 from tinsmith.settings import read
 

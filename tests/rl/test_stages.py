@@ -9,8 +9,7 @@ import pytest
 from rich.console import Console
 
 from tests.rl.algorithms.asked import run as awaited
-from tests.rl.small import REPLIES, rows, settings
-from tests.rl.test_resume import Killed
+from tests.rl.scripted_run import REPLIES, Killed, rows, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.scripted import ScriptedPolicy

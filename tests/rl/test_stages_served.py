@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tests.rl.algorithms.asked import run
-from tests.rl.small import rows
+from tests.rl.scripted_run import rows
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.run import Connect

@@ -15,7 +15,7 @@ import tinker
 from rich.console import Console
 
 from tests.rl.algorithms.asked import run
-from tests.rl.small import rows
+from tests.rl.scripted_run import rows
 from tinsmith.rl.algorithms.config import NAMES
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.base import Policy

@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 from rich.console import Console
 
-from tests.rl.small import rows, run, settings
+from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.monitors import charts
 from tinsmith.rl.monitors.base import Monitors
 from tinsmith.rl.monitors.jsonl import read_metrics

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.rl.small import rows, run, settings
+from tests.rl.scripted_run import rows, run, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.monitors.trinity_names import TRINITY, renamed

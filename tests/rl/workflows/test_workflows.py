@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.rl.small import rows, run, settings
+from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.agent_endpoint import Gateway
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rl.small import rows, run, settings
-from tests.rl.test_resume import Killed, breaking
+from tests.rl.scripted_run import Killed, breaking, rows, run, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data.demonstrations import Experts, ExpertsConfig
 from tinsmith.rl.data.sources import Addition

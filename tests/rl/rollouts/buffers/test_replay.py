@@ -11,9 +11,8 @@ from typing import TypeVar
 
 import pytest
 
-from tests.rl.buffers.test_buffers import batch
-from tests.rl.small import REPLIES, rows, run, settings
-from tests.rl.test_resume import Killed, breaking
+from tests.rl.rollouts.buffers.test_buffers import batch
+from tests.rl.scripted_run import REPLIES, Killed, breaking, rows, run, settings
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig

@@ -8,9 +8,8 @@ import pytest
 from pydantic import TypeAdapter
 
 from tests.rl.algorithms.asked import columns, run
-from tests.rl.small import rows, settings
-from tests.rl.small import run as train
-from tests.rl.test_resume import Killed, breaking
+from tests.rl.scripted_run import Killed, breaking, rows, settings
+from tests.rl.scripted_run import run as train
 from tinsmith.errors import TinsmithError
 from tinsmith.rl import algorithms
 from tinsmith.rl.algorithms import AlgorithmConfig

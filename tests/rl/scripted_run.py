@@ -54,3 +54,27 @@ def rows(folder: Path, *, timeless: bool = True) -> list[dict[str, float]]:
     return [
         {name: value for name, value in row.items() if not (timeless and name.startswith(clocked))} for row in lines
     ]
+
+
+class Killed(BaseException):
+    """Nothing catches it, as nothing catches SIGKILL."""
+
+
+def breaking(folder: Path, *, calls: int, at: str):
+    """A policy that is killed at the given call of one of its methods."""
+    left = [calls]
+
+    async def connect(state: str, version: int):
+        policy = ScriptedPolicy(REPLIES, folder / "weights", state=state, version=version)
+        method = getattr(policy, at)
+
+        async def deadly(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return await method(*args, **kwargs)
+
+        setattr(policy, at, deadly)
+        return policy
+
+    return connect

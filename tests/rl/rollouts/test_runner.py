@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.rl.small import settings
+from tests.rl.scripted_run import settings
 from tinsmith.rl.rollouts.runner import BROKEN_OFF, OverSampling, RolloutConfig, Tries
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 

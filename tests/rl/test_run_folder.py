@@ -5,41 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from tests.rl.small import REPLIES, rows, run, scripted, settings
+from tests.rl.scripted_run import Killed, breaking, rows, run, scripted, settings
 from tinsmith.errors import ConfigError
-from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.run_folder import RandomStates, RunFolder
 from tinsmith.rl.train import train
-
-
-class Killed(BaseException):
-    """Nothing catches it, as nothing catches SIGKILL."""
-
-
-def breaking(folder: Path, *, calls: int, at: str):
-    """A policy that is killed at the given call of one of its methods."""
-    left = [calls]
-
-    async def connect(state: str, version: int):
-        policy = ScriptedPolicy(REPLIES, folder / "weights", state=state, version=version)
-        method = getattr(policy, at)
-
-        async def deadly(*args, **kwargs):
-            left[0] -= 1
-            if left[0] < 0:
-                raise Killed
-            return await method(*args, **kwargs)
-
-        setattr(policy, at, deadly)
-        return policy
-
-    return connect
 
 
 @pytest.mark.parametrize(
