@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.engine.data import LOSSES, pass_for
-from tests.engine.sampling import ask
+from tests.engine.sampling.helpers import ask
 from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.torch_engine import TorchEngine

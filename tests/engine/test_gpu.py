@@ -10,7 +10,7 @@ import pytest
 from tests.engine.data import LOSSES, pass_for
 from tests.engine.looks import gradients_of
 from tests.engine.reference import assert_same
-from tests.engine.sampling import PROMPT, ask, trained_logprobs
+from tests.engine.sampling.helpers import PROMPT, ask, trained_logprobs
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.data import pass_for
-from tests.engine.sampling import ask
+from tests.engine.sampling.helpers import ask
 from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.engine.training.optimizer import LIMIT, Reach
 from tinsmith.engine.validation import check_adam

@@ -17,7 +17,7 @@ import torch
 from tests.engine.data import pass_for
 from tests.engine.looks import weights_of
 from tests.engine.reference import assert_same
-from tests.engine.sampling import ask, assert_same_samples
+from tests.engine.sampling.helpers import ask, assert_same_samples
 from tinsmith.engine.autotune import round_products
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig

@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.looks import gradients_of
 from tests.engine.reference import Reference, assert_same, plain_model
-from tests.engine.sampling import ask, trained_logprobs
+from tests.engine.sampling.helpers import ask, trained_logprobs
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass
 from tinsmith.engine.config import EngineConfig
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor, equal
 
 from tests.engine.data import pass_for
-from tests.engine.sampling import ask
+from tests.engine.sampling.helpers import ask
 from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.engine.lora import peft
 

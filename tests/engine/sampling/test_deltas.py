@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.sampling import ask
+from tests.engine.sampling.helpers import ask
 from tinsmith.engine.base import Piece, Sampled, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine.reference import Reference, plain_model
-from tests.engine.sampling import PROMPT, ask, assert_same_samples, texts, trained_logprobs
+from tests.engine.sampling.helpers import PROMPT, ask, assert_same_samples, texts, trained_logprobs
 from tests.models import CONTEXT, KINDS
 from tinsmith.engine.base import LoraSpec
 

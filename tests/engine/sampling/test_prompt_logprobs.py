@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.engine.reference import plain_model
-from tests.engine.sampling import PROMPT, ask, trained_logprobs
+from tests.engine.sampling.helpers import PROMPT, ask, trained_logprobs
 from tests.models import KINDS
 from tinsmith.engine.base import TopK
 

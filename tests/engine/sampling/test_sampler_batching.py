@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.engine.data import pass_for
-from tests.engine.sampling import PROMPT, ask, assert_same_samples
+from tests.engine.sampling.helpers import PROMPT, ask, assert_same_samples
 from tinsmith.engine.base import AdamParams, LoraSpec, Sampled, SampleRequest
 from tinsmith.errors import Gone, TinsmithError
 

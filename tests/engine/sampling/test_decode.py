@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tests.engine.test_cache import SHAPE, read
+from tests.engine.sampling.test_kv_cache import SHAPE, read
 from tinsmith.engine.sampling.decode import Cached
 from tinsmith.engine.sampling.kv_cache import Cache, Row
 

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine import vllm_stub
-from tests.engine.sampling import PROMPT, ask, assert_same_samples
+from tests.engine.sampling.helpers import PROMPT, ask, assert_same_samples
+from tests.engine.vllm import stub as vllm_stub
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard
 from tinsmith.engine.config import EngineConfig, VllmConfig
 from tinsmith.engine.process import build

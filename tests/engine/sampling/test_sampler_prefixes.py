@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.engine.data import pass_for
 from tests.engine.reference import plain_model
-from tests.engine.sampling import PROMPT, ask, assert_same_samples
+from tests.engine.sampling.helpers import PROMPT, ask, assert_same_samples
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams, Sampled
 from tinsmith.errors import Gone

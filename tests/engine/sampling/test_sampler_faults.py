@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.engine.data import pass_for
-from tests.engine.sampling import ask, assert_same_samples
+from tests.engine.sampling.helpers import ask, assert_same_samples
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass, Piece, Sampled
 from tinsmith.errors import BadRequest, EngineError
 

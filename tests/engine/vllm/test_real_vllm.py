@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.engine.sampling import ask, texts, trained_logprobs
+from tests.engine.sampling.helpers import ask, texts, trained_logprobs
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass
 from tinsmith.engine.config import EngineConfig, VllmConfig
 from tinsmith.engine.vllm.engine import VllmEngine
