@@ -1,1 +1,64 @@
-"""Tinsmith: RL post-training of language models on the Tinker API, whole."""
+"""Tinsmith: RL post-training of language models on the Tinker API, whole.
+
+Everything in `__all__` is the public API: what plugins, notebooks and scripts import (docs/reference/api.md). Names are
+imported on first use, so `import tinsmith` is fast and needs neither torch nor the SDK.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinsmith.rl.plugins import reward, workflow
+    from tinsmith.rl.rewards.base import Reward
+    from tinsmith.rl.types import Group, Message, Rollout, Task, Turn
+    from tinsmith.rl.workflows.base import WorkflowOptions
+    from tinsmith.rl.workflows.custom import Talk as Conversation
+    from tinsmith.rl.workflows.multi_turn import Answer, Environment
+    from tinsmith.service.config import ServeConfig
+    from tinsmith.service.embedded import embedded
+
+__all__ = [
+    "Answer",
+    "Conversation",
+    "Environment",
+    "Group",
+    "Message",
+    "Reward",
+    "Rollout",
+    "ServeConfig",
+    "Task",
+    "Turn",
+    "WorkflowOptions",
+    "embedded",
+    "reward",
+    "workflow",
+]
+
+_MODULES = {
+    "Answer": "tinsmith.rl.workflows.multi_turn",
+    "Conversation": "tinsmith.rl.workflows.custom",
+    "Environment": "tinsmith.rl.workflows.multi_turn",
+    "Group": "tinsmith.rl.types",
+    "Message": "tinsmith.rl.types",
+    "Reward": "tinsmith.rl.rewards.base",
+    "Rollout": "tinsmith.rl.types",
+    "ServeConfig": "tinsmith.service.config",
+    "Task": "tinsmith.rl.types",
+    "Turn": "tinsmith.rl.types",
+    "WorkflowOptions": "tinsmith.rl.workflows.base",
+    "embedded": "tinsmith.service.embedded",
+    "reward": "tinsmith.rl.plugins",
+    "workflow": "tinsmith.rl.plugins",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'tinsmith' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__
