@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.openai.test_texts import card
+from tests.chat.test_tokenizer import card
 from tinsmith.chat.tokenizer import Words, load
 from tinsmith.chat.tool_calls import Reading
 from tinsmith.service.openai.sampling import Choice

@@ -95,7 +95,7 @@ def test_what_the_template_does_not_take_is_refused(words: Words, tmp_path: Path
 
 def test_it_all_goes_without_torch(tiny_llama: Path):
     program = (
-        "import sys; from tests.service.openai.test_texts import card; from tinsmith.chat.tokenizer import load;"
+        "import sys; from tests.chat.test_tokenizer import card; from tinsmith.chat.tokenizer import load;"
         f"words = load('tiny', card({str(tiny_llama)!r}));"
         "words.render([{'role': 'user', 'content': 'hi'}], None, begin=True, go_on=False, values={});"
         "assert 'torch' not in sys.modules"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.service.openai.test_texts import card
+from tests.chat.test_tokenizer import card
 from tinsmith.chat.tokenizer import Words, load
 from tinsmith.errors import BadRequest, Unsupported
 from tinsmith.service.openai.requests import prompt_of

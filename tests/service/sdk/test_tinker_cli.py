@@ -14,8 +14,8 @@ from safetensors.numpy import load_file
 from tinker import types
 
 from tests.service.conftest import Served, datum
-from tests.service.hub import Hub, hub
-from tests.service.tinker_command import Tinker, tinker_command
+from tests.service.sdk.huggingface_hub import Hub, hub
+from tests.service.sdk.tinker_command import Tinker, tinker_command
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
