@@ -1,4 +1,4 @@
-"""`python -m tinsmith` is the command `tinsmith`."""
+"""Run the `tinsmith` command: python -m tinsmith."""
 
 from tinsmith.cli import main
 

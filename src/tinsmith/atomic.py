@@ -1,6 +1,7 @@
-"""Folders that are there whole or not at all: written beside their place, and renamed into it.
+"""Atomic writes: files and folders that are complete under their name, or absent.
 
-What has its name is on the disk, so it is there after a power cut too.
+Content is written under a temporary name in the same folder, synced to disk, and renamed into place. When the call
+returns, the result survives a power failure.
 """
 
 from __future__ import annotations
@@ -14,47 +15,62 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-@contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """An empty folder to write files into, which then takes the name, in place of an older one if there is one.
+def atomic_write(target: Path, content: bytes) -> None:
+    """Replace the file with `content`, synced to disk. Of concurrent writers, the last one wins."""
+    temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")  # unique to each writer
+    try:
+        with temporary.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
 
-    Of what fails nothing stays: a disk that is full needs the room.
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """An empty folder to write files into, renamed to `folder` at the end; an existing folder is replaced.
+
+    On an error the temporary folder is removed at once, to free its disk space.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = folder.with_name(f".{folder.name}.writing")
-    shutil.rmtree(scratch, ignore_errors=True)
+    temporary = folder.with_name(f".{folder.name}.writing")
+    shutil.rmtree(temporary, ignore_errors=True)
     try:
-        scratch.mkdir()
-        yield scratch
-        for file in scratch.iterdir():
+        temporary.mkdir()
+        yield temporary
+        for file in temporary.iterdir():
             _sync(file)
-        _sync(scratch)
+        _sync(temporary)
         if folder.exists():
-            aside = folder.with_name(f".{folder.name}.replaced")
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-            scratch.rename(folder)
-            shutil.rmtree(aside)
+            replaced = folder.with_name(f".{folder.name}.replaced")
+            shutil.rmtree(replaced, ignore_errors=True)
+            folder.rename(replaced)
+            temporary.rename(folder)
+            shutil.rmtree(replaced)
         else:
-            scratch.rename(folder)
-        for above in (folder.parent, folder.parent.parent):  # the name, and that of a parent made just now
-            _sync(above)
+            temporary.rename(folder)
+        for parent in (folder.parent, folder.parent.parent):  # the name, and that of a parent created here
+            _sync(parent)
     except BaseException:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def linked(source: Path, to: Path, *names: str) -> int:
-    """A folder's files, or those with these names, once more under another name: hard links where the file system has
-    them, so that deleting the one takes nothing from the other. Returns bytes."""
-    with written_whole(to) as scratch:
+def link_folder(source: Path, to: Path, *names: str) -> int:
+    """Copy a folder's files, or only those named, by hard links. Returns the size in bytes.
+
+    Deleting either folder leaves the other intact. Files are copied where the file system has no hard links.
+    """
+    with atomic_folder(to) as temporary:
         for file in [source / name for name in names] or list(source.iterdir()):
-            _link(file, scratch / file.name)
-        return size_of(scratch)
+            _link(file, temporary / file.name)
+        return folder_size(temporary)
 
 
-def size_of(folder: Path) -> int:
-    """Bytes of its files."""
+def folder_size(folder: Path) -> int:
+    """Total size in bytes of the files directly inside."""
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
@@ -63,30 +79,17 @@ def _link(source: Path, to: Path) -> None:
         os.link(source, to)
     except FileNotFoundError:
         raise
-    except OSError:  # another file system, or one without links
+    except OSError:  # another file system, or one without hard links
         shutil.copy2(source, to)
 
 
-def _sync(place: Path) -> None:
-    """Returns once a file, or a folder's list of names, is on the disk."""
-    opened = os.open(place, os.O_RDONLY)
+def _sync(path: Path) -> None:
+    """Sync a file, or a folder's list of names, to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     except OSError as error:
-        if error.errno != errno.EINVAL or not place.is_dir():  # network file systems know no order for folders
+        if error.errno != errno.EINVAL or not path.is_dir():  # some network file systems cannot sync a folder
             raise
     finally:
-        os.close(opened)
-
-
-def write_whole(target: Path, content: bytes) -> None:
-    """On disk when this returns, or as it was before. Of several who write at once the last one's stays."""
-    draft = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")  # each writer's own; no reader looks for it
-    try:
-        with draft.open("xb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)
+        os.close(descriptor)

@@ -1,89 +1,89 @@
-"""The one error tree.
+"""The error classes of Tinsmith.
 
-Every error that a user can meet says what is wrong, where, and what to do, and carries the HTTP status and the
-category that the Tinker protocol wants. One place (`service.app`) turns these into answers; one (`cli`) prints them.
-They cross process boundaries, so they must stay picklable: only strings in `args`.
+Every error a user can meet names the problem, its place, and the fix. It carries the HTTP status and the error category
+of the Tinker protocol. `service.app` turns errors into HTTP responses; `cli` prints them. Errors cross process
+boundaries and must stay picklable: `args` holds strings only.
 
-    TinsmithError            500 server   our own fault, or a machine's
-    ├── EngineError          500 server   an engine failed at a request that was in order
-    │   └── EngineDied       500 server   the engine's process is gone; it is being started again
-    └── UserError            400 user     the request or the configuration is not in order
-        ├── ConfigError      400          a run file, a service file or a command-line option
-        ├── BadRequest       400          a value that no server could serve
-        ├── Unsupported      400          a thing that exists and that this server refuses by name
-        ├── Unauthorized     401          no key, or one that is not known
-        ├── Forbidden        403          not for this key, or beyond what its tenant may have
-        ├── NotFound         404          unknown, or another tenant's: the answer is the same
-        ├── Gone             410          it was here; submit again
+    TinsmithError            500 server   a bug here, or a failure of the machine
+    ├── EngineError          500 server   an engine failed on a valid request
+    │   └── EngineDied       500 server   the engine process exited; it is being restarted
+    └── UserError            400 user     the request or the configuration is invalid
+        ├── ConfigError      400          run file, service file or command-line option
+        ├── BadRequest       400          a value that no server could accept
+        ├── Unsupported      400          a feature that exists but that this server does not offer
+        ├── Unauthorized     401          no API key, or an unknown one
+        ├── Forbidden        403          not allowed for this key, or beyond the tenant's permissions
+        ├── NotFound         404          unknown, or owned by another tenant: the response is the same
+        ├── Gone             410          existed, but is no longer available; submit again
         ├── TooLarge         413          a body or a batch beyond the limits
-        └── Busy             429          come back later
+        └── Busy             429          retry later
 """
 
 from __future__ import annotations
 
 
 class TinsmithError(Exception):
-    """`what` names the fault and its place; `hint` says what to do about it."""
+    """Base class. `message` names the problem and its place; `hint` says how to fix it."""
 
     status = 500
     category = "server"
 
-    def __init__(self, what: str, hint: str = "") -> None:
-        super().__init__(what, hint)
-        self.what = what
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message, hint)
+        self.message = message
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.what} {self.hint}".rstrip()
+        return f"{self.message} {self.hint}".rstrip()
 
 
 class EngineError(TinsmithError):
-    """An engine failed at a request that was in order."""
+    """An engine failed on a valid request."""
 
 
 class EngineDied(EngineError):
-    """The engine's process ended; what it held in memory is gone."""
+    """The engine process exited; its in-memory state is lost."""
 
 
 class UserError(TinsmithError):
-    """The caller can mend it."""
+    """An error the caller can fix."""
 
     status = 400
     category = "user"
 
 
 class ConfigError(UserError):
-    """A run file, a service file or an option of the command line."""
+    """An invalid run file, service file or command-line option."""
 
 
 class BadRequest(UserError):
-    """A value that no server could serve."""
+    """A value that no server could accept."""
 
 
 class Unsupported(UserError):
-    """Something real that this server does not do; the hint says what to use instead."""
+    """A feature that this server does not offer; the hint names an alternative."""
 
 
 class Unauthorized(UserError):
-    """No key, or one that this server does not know."""
+    """No API key, or one that this server does not know."""
 
     status = 401
 
 
 class Forbidden(UserError):
-    """Not for this key, or beyond what its tenant may have: no repetition will change it."""
+    """Not allowed for this key, or beyond the tenant's permissions; a retry does not help."""
 
     status = 403
 
 
 class NotFound(UserError):
-    """Unknown here, or another tenant's: both answer alike."""
+    """Unknown, or owned by another tenant; the response does not say which."""
 
     status = 404
 
 
 class Gone(UserError):
-    """It was here and is no more; a client submits the request again."""
+    """Existed, but is no longer available; clients submit the request again."""
 
     status = 410
 
@@ -95,10 +95,10 @@ class TooLarge(UserError):
 
 
 class Busy(UserError):
-    """Over a quota for now; the same request may go through later."""
+    """Over a quota at the moment; the same request may succeed later."""
 
     status = 429
 
-    def __init__(self, what: str, hint: str = "", *, retry_after_ms: int = 1000) -> None:
-        super().__init__(what, hint)
+    def __init__(self, message: str, hint: str = "", *, retry_after_ms: int = 1000) -> None:
+        super().__init__(message, hint)
         self.retry_after_ms = retry_after_ms

@@ -33,7 +33,7 @@ def test_files_that_are_not_whole_are_told(model: Path, file: str, break_it: obj
     break_it(model / file)
     with pytest.raises(ConfigError, match=r"(?s)model. cannot be loaded: .*whole") as told:
         loading.load(EngineConfig(source=str(model), device="cpu"))
-    assert told.value.what.startswith(f"'{model}'")
+    assert told.value.message.startswith(f"'{model}'")
 
 
 def test_a_gguf_file_that_is_none_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -220,7 +220,7 @@ def main() -> None:
 
 
 def _tell(error: TinsmithError, console: Console) -> None:
-    console.print(f"[bold red]error:[/] {_plain(error.what)}", highlight=False)
+    console.print(f"[bold red]error:[/] {_plain(error.message)}", highlight=False)
     if error.hint:
         console.print(f"[dim]{_plain(error.hint)}[/]", highlight=False)
 

@@ -52,7 +52,7 @@ def _guarded(check: Callable[[ServeConfig], Finding], config: ServeConfig) -> Fi
     try:
         return check(config)
     except TinsmithError as error:
-        return Finding("fail", place, error.what, error.hint)
+        return Finding("fail", place, error.message, error.hint)
     except Exception as error:  # noqa: BLE001 - whatever it is, the other checks are still to be made
         return Finding("fail", place, f"{type(error).__name__}: {error}".splitlines()[0], "See what it says.")
 

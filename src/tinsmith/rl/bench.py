@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from tinsmith.atomic import write_whole
+from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.tasks import split
@@ -57,7 +57,7 @@ async def bench(
                     groups, values = await evaluator.run(0, await peers.peer(name))
                 told.rollouts(number, "eval", groups)
                 rows.append({"checkpoint": name, **values})
-                write_whole(path / "bench" / "results.json", json.dumps(rows, indent=2).encode())
+                atomic_write(path / "bench" / "results.json", json.dumps(rows, indent=2).encode())
         finally:
             told.close()
             await gateway.close()

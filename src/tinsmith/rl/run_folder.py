@@ -22,7 +22,7 @@ import numpy as np
 from omegaconf import OmegaConf
 from pydantic import Field, TypeAdapter
 
-from tinsmith.atomic import write_whole
+from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
 from tinsmith.rl.rollouts.batch_source import Supplied
 from tinsmith.settings import Settings, made
@@ -148,14 +148,14 @@ class RunFolder:
         except BaseException:
             lock.close()
             raise
-        write_whole(own / SETTINGS, OmegaConf.to_yaml(OmegaConf.create(dict(settings))).encode())
+        atomic_write(own / SETTINGS, OmegaConf.to_yaml(OmegaConf.create(dict(settings))).encode())
         if not part:
             _take_back(path, state.step if state else -1)
         return cls(path, lock, state)
 
     def save(self, state: State) -> None:
         """On disk, whole, when this returns."""
-        write_whole(self.path / "state.json", _STATE.dump_json(state))
+        atomic_write(self.path / "state.json", _STATE.dump_json(state))
         self.state = state
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ def _take_back(path: Path, step: int) -> None:
     metrics = path / "metrics.jsonl"
     if metrics.exists():
         lines = [line for line in metrics.read_bytes().splitlines(keepends=True) if _up_to(line, step)]
-        write_whole(metrics, b"".join(lines))
+        atomic_write(metrics, b"".join(lines))
     for file in (path / "rollouts").glob("*-*.jsonl"):
         if int(file.stem.rpartition("-")[2]) > step:
             file.unlink()

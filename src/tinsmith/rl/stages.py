@@ -17,7 +17,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tinsmith.atomic import write_whole
+from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
 from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig
@@ -104,4 +104,4 @@ def _ended(path: Path, names: list[str]) -> dict[str, str]:
 
 def _tell(path: Path, names: list[str], ended: dict[str, str], under_way: str) -> None:
     told = {"stages": names, "under_way": under_way, "ended": ended}
-    write_whole(path / _FILE, json.dumps(told, indent=2).encode())
+    atomic_write(path / _FILE, json.dumps(told, indent=2).encode())

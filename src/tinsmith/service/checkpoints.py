@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tinsmith.atomic import linked
+from tinsmith.atomic import link_folder
 from tinsmith.errors import BadRequest, NotFound
 from tinsmith.service.storage.records import Checkpoint, Model, Sampler, Session
 from tinsmith.service.storage.store import Store
@@ -204,7 +204,7 @@ class Copies:
                 raise BadRequest(f"Model {run} exists.", "Copy into the next model_seq_id.")
             model, made = _records(source, owner, session, run, asked.ttl_seconds)
             folder = self._checkpoints.folder
-            await asyncio.to_thread(linked, folder(source.id), folder(made.id))
+            await asyncio.to_thread(link_folder, folder(source.id), folder(made.id))
             await self._store.put(session, model, made)
             return made, True
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pyrage
 
-from tinsmith.atomic import size_of, written_whole
+from tinsmith.atomic import atomic_folder, folder_size
 from tinsmith.errors import BadRequest
 
 RECIPIENTS = 10
@@ -41,7 +41,7 @@ def _recipient(index: int, text: str) -> Any:
 def encrypt(plain: Path, to: Path, given: Sequence[str]) -> int:
     """Every file of `plain` as NAME.age in `to`, which appears whole or not at all. Returns bytes."""
     keys = recipients(given)
-    with written_whole(to) as part:
+    with atomic_folder(to) as part:
         for file in sorted(plain.iterdir()):
             pyrage.encrypt_file(str(file), str(part / f"{file.name}.age"), keys)
-        return size_of(part)
+        return folder_size(part)

@@ -92,7 +92,7 @@ class Program:
             try:
                 value = _step(node, values, device)
             except TinsmithError as error:
-                raise type(error)(f"{where}: {error.what}", error.hint) from error
+                raise type(error)(f"{where}: {error.message}", error.hint) from error
             except Exception as error:  # whatever a step of a tenant's graph raises is the tenant's
                 raise BadRequest(f"{where}: {(str(error) or repr(error)).splitlines()[0]}") from error
             values[node.name] = value

@@ -17,7 +17,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
-from tinsmith.atomic import size_of, written_whole
+from tinsmith.atomic import atomic_folder, folder_size
 from tinsmith.engine.base import Heard, LoraSpec, ModelCard, Piece, Sampled, SampledSequence, SampleRequest, TopK
 from tinsmith.errors import EngineError, Gone
 
@@ -49,12 +49,12 @@ def write_folder(to: Path, weights: Weights, moments: list[np.ndarray] | None) -
         "spec": asdict(weights.lora),
     }
     tensors = {f"{_PREFIX}.lora_A.weight": weights.a, f"{_PREFIX}.lora_B.weight": weights.b}
-    with written_whole(to) as part:
+    with atomic_folder(to) as part:
         (part / "adapter_config.json").write_text(json.dumps(config))
         save_file(tensors, part / "adapter_model.safetensors")
         if moments is not None:
             save_file({str(index): value for index, value in enumerate(moments)}, part / "optimizer.safetensors")
-        return size_of(part)
+        return folder_size(part)
 
 
 def read_folder(source: Path) -> tuple[Weights, list[np.ndarray] | None]:

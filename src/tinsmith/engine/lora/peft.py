@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tinsmith.atomic import size_of, written_whole
+from tinsmith.atomic import atomic_folder, folder_size
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.lora.adapter import HEAD, Layout
 from tinsmith.engine.model.support import PROJECTIONS
@@ -50,7 +50,7 @@ def write(folder: Path, layout: Layout, master: Tensor, source: str, moments: Mo
     for name, pair in layout.pairs(master.cpu()).items():
         tensors[f"{_PREFIX}{name}.lora_A.weight"] = pair.a.contiguous()
         tensors[f"{_PREFIX}{name}.lora_B.weight"] = pair.b.contiguous()
-    with written_whole(folder) as scratch:
+    with atomic_folder(folder) as scratch:
         save_file(tensors, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
         if moments is not None:
             state = {
@@ -60,7 +60,7 @@ def write(folder: Path, layout: Layout, master: Tensor, source: str, moments: Mo
             }
             save_file(state, scratch / "optimizer.safetensors")
         (scratch / "adapter_config.json").write_text(json.dumps(_peft_config(layout, source), indent=2))
-        return size_of(scratch)
+        return folder_size(scratch)
 
 
 def read_spec(folder: Path) -> LoraSpec:

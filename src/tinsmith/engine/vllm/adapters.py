@@ -18,7 +18,7 @@ from pathlib import Path
 
 import httpx
 
-from tinsmith.atomic import linked
+from tinsmith.atomic import link_folder
 from tinsmith.engine.base import Engine
 from tinsmith.engine.vllm.server import RESIDENT, VllmServer
 from tinsmith.errors import EngineDied, EngineError, Gone, Unsupported
@@ -66,7 +66,7 @@ class VllmVersions:
         one = self._get(version)
         async with one.lock:
             if one.copy is not None and one.kept is None:
-                size = await asyncio.to_thread(linked, one.copy, to, *_ADAPTER)
+                size = await asyncio.to_thread(link_folder, one.copy, to, *_ADAPTER)
                 await self._source.attach(version, to)
             else:
                 size = await self._source.persist(version, to)
@@ -120,7 +120,7 @@ class VllmVersions:
             if one.kept is None:
                 await self._source.persist(version, to)
             else:
-                await asyncio.to_thread(linked, one.kept, to, *_ADAPTER)
+                await asyncio.to_thread(link_folder, one.kept, to, *_ADAPTER)
             one.rank = int(json.loads((to / "adapter_config.json").read_text())["r"])
         except (OSError, ValueError, KeyError) as error:
             raise Gone(f"The files of version '{version}' are no longer there: {error}", "Save it again.") from error

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import jinja2
 from pydantic import Field
 
-from tinsmith.atomic import write_whole
+from tinsmith.atomic import atomic_write
 from tinsmith.rl.monitors.base import Kind, RunInfo
 from tinsmith.rl.monitors.charts import Curve, smooth, svg
 from tinsmith.rl.monitors.jsonl import read_metrics
@@ -72,7 +72,7 @@ def write(info: RunInfo, refresh: float = 0.0) -> Path:
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
     )
     target = info.folder / "report.html"
-    write_whole(target, page.encode())
+    atomic_write(target, page.encode())
     return target
 
 

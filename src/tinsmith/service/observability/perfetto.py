@@ -15,6 +15,7 @@ from typing import Any
 
 from sqlalchemy import select
 
+from tinsmith.atomic import atomic_write
 from tinsmith.service.observability.audit import Chronicle
 from tinsmith.service.storage.records import Session
 from tinsmith.service.storage.store import Store
@@ -62,9 +63,8 @@ class Traces:
             if old.stat().st_mtime < time.time() - LINK_S:
                 old.unlink(missing_ok=True)
         name = f"{session.id}-{time.time_ns()}.json"
-        part = self.file(f".{name}")
-        part.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": list(_events(session, spans))}))
-        part.rename(self.file(name))
+        trace = {"displayTimeUnit": "ms", "traceEvents": list(_events(session, spans))}
+        atomic_write(self.file(name), json.dumps(trace).encode())
         return name
 
 

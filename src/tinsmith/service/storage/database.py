@@ -187,7 +187,7 @@ class _Lock:
                 log.warning("%s does not answer: %s", place_of(self._engine), error.orig)
                 await self.release()
             except ConfigError as error:
-                log.critical("%s It began while the database was away; this one ends.", error.what)
+                log.critical("%s It began while the database was away; this one ends.", error.message)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from tinsmith.atomic import linked
+from tinsmith.atomic import link_folder
 from tinsmith.engine.base import Engine, Pass
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
 from tinsmith.service.checkpoints import tell_of_unknown, whole_folders
@@ -53,7 +53,7 @@ class Journal:
     async def link(self, model: Model, source: Path, seq: int) -> str:
         """A folder's files under the journal's own name, so that deleting the original takes nothing away."""
         name = self._name(model, seq)
-        await asyncio.to_thread(linked, source, self._root / name)
+        await asyncio.to_thread(link_folder, source, self._root / name)
         return name
 
     def folder(self, name: str) -> Path:

@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from tinsmith.atomic import write_whole
+from tinsmith.atomic import atomic_write
 from tinsmith.rl.rollouts.buffers.replay import Waiting
 from tinsmith.rl.rollouts.buffers.sql import InTurn
 from tinsmith.rl.rollouts.producer import Batch
@@ -41,7 +41,7 @@ class FileBuffer:
 
     async def put(self, batch: Batch) -> None:
         """On disk when this returns."""
-        await self._turn.do(lambda: write_whole(self._file(batch.step), _BATCH.dump_json(batch)))
+        await self._turn.do(lambda: atomic_write(self._file(batch.step), _BATCH.dump_json(batch)))
 
     async def numbers(self) -> Collection[int]:
         """Of the files that are there now."""
@@ -58,7 +58,7 @@ class FileBuffer:
 
     async def note(self, name: str, text: str) -> None:
         """On disk when this returns."""
-        await self._turn.do(lambda: write_whole(self._folder / f"note-{name}.json", text.encode()))
+        await self._turn.do(lambda: atomic_write(self._folder / f"note-{name}.json", text.encode()))
 
     async def notes(self) -> Mapping[str, str]:
         """Those that are there now."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.dialects.written import SMALL, laid, wrote
+from tests.dialects.trinity.files import SMALL, laid, wrote
 from tinsmith.dialects import Read, read_run
 from tinsmith.errors import ConfigError
 from tinsmith.rl.policy.base import Snapshot

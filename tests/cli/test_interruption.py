@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_cli import RUN_FILE, STEPS, metrics, run_and_send, said, tinsmith
+from tests.cli.test_commands import RUN_FILE, STEPS, metrics, run_and_send, said, tinsmith
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from rich.console import Console
 
-from tests.dialects.conftest import NAME, Server
-from tests.dialects.examples import Pairs
-from tests.dialects.written import TINKER, VERL, laid
+from tests.dialects.trinity.conftest import NAME, Server
+from tests.dialects.trinity.examples import Pairs
+from tests.dialects.trinity.files import TINKER, VERL, laid
 from tinsmith.dialects import read_run
 from tinsmith.dialects.trinity.name_tables import PARTS
 from tinsmith.rl.config import RunConfig

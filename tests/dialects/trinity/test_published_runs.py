@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.dialects.conftest import Server
-from tests.dialects.written import TINKER, VERL
+from tests.dialects.trinity.conftest import Server
+from tests.dialects.trinity.files import TINKER, VERL
 
 SHORT = ("groups_per_step=2", "group_size=2", "sampling.max_tokens=4", "sampling.max_prompt_tokens=4000")
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.dialects.examples import EXAMPLES, NOTED, ONE_LIST, REFUSES, TASKSETS, Pairs
-from tests.dialects.written import SMALL, laid, read
+from tests.dialects.trinity.examples import EXAMPLES, NOTED, ONE_LIST, REFUSES, TASKSETS, Pairs
+from tests.dialects.trinity.files import SMALL, laid, read
 from tinsmith.dialects import recognised
 from tinsmith.dialects.base import Copied, Honoured, Key, NoMeaning, Refused, keys
 from tinsmith.dialects.trinity.schema import TrinityFile

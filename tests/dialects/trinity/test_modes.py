@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.dialects.examples import EVALUATED, LEARNED, OWN
-from tests.dialects.written import read
+from tests.dialects.trinity.examples import EVALUATED, LEARNED, OWN
+from tests.dialects.trinity.files import read
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data.sources import Sql
 from tinsmith.rl.rollouts.buffers.file import FileConfig

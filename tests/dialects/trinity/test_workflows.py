@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.dialects.examples import EVAL, Pairs
-from tests.dialects.written import SMALL, laid, read, wrote
+from tests.dialects.trinity.examples import EVAL, Pairs
+from tests.dialects.trinity.files import SMALL, laid, read, wrote
 from tinsmith.dialects import read_run
 from tinsmith.dialects.trinity.name_tables import REWARDS, THINK_BOXED, WORKFLOWS
 from tinsmith.errors import ConfigError

@@ -1,6 +1,6 @@
 """The table of docs/guides/trinity.md, made from the sections of the dialect.
 
-python -m tests.dialects.table        writes it into the page
+python -m tests.dialects.trinity.keys_table        writes it into the page
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from pathlib import Path
 from tinsmith.dialects.base import Copied, Fate, Honoured, Key, NoMeaning, Refused, keys
 from tinsmith.dialects.trinity.schema import TrinityFile
 
-PAGE = Path(__file__).parents[2] / "docs" / "guides" / "trinity.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guides" / "trinity.md"
 BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 
 

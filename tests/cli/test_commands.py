@@ -173,7 +173,7 @@ def test_the_demo_tells_where_it_began_and_ended(work, tiny_llama):
 
 
 def test_stages_run_in_turn_on_one_server_and_go_on(work, tiny_llama):
-    example = Path(__file__).parents[1] / "examples" / "sft_then_grpo.yaml"
+    example = Path(__file__).parents[2] / "examples" / "sft_then_grpo.yaml"
     small = ("service.engine=fake", f"service.source={tiny_llama}", "stages.0.steps=3", "tasks.held_out=4")
     words = ("run", str(example), "folder=runs/staged", "groups_per_step=2", "group_size=2", *small)
     first = tinsmith(work, *words, "stages.1.steps=1")

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from tests.dialects.conftest import NAME, Server
-from tests.dialects.test_every_algorithm import connecting
-from tests.dialects.written import wrote
+from tests.dialects.trinity.conftest import NAME, Server
+from tests.dialects.trinity.files import wrote
+from tests.dialects.trinity.test_every_algorithm import connecting
 from tinsmith.dialects import read_run
 from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.dialects.written import TINKER, VERL
+from tests.dialects.trinity.files import TINKER, VERL
 from tinsmith.dialects import read_run, recognised
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.sources import Hub
 from tinsmith.settings import parsed
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.test_cli import RUN_FILE, STEPS, environment, metrics, tinsmith
+from tests.cli.test_commands import RUN_FILE, STEPS, environment, metrics, tinsmith
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.dialects.written import SMALL, laid, read
+from tests.dialects.trinity.files import SMALL, laid, read
 from tinsmith.dialects import read_run
 from tinsmith.errors import ConfigError
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.dialects.examples import BESIDE, LEARNS, Pairs
-from tests.dialects.written import read
+from tests.dialects.trinity.examples import BESIDE, LEARNS, Pairs
+from tests.dialects.trinity.files import read
 from tinsmith.dialects.trinity.name_tables import ADVANTAGES, LOSSES, PARTS
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms.advantages.group import Grpo, Opmd

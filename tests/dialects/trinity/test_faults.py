@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.dialects.examples import LORA, NO_TINKER, Pairs
-from tests.dialects.written import SMALL, laid, read
+from tests.dialects.trinity.examples import LORA, NO_TINKER, Pairs
+from tests.dialects.trinity.files import SMALL, laid, read
 from tinsmith.errors import ConfigError
 
 TASKSET, TASKSETS = "buffer.explorer_input.taskset", "buffer.explorer_input.tasksets"

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.dialects.written import SMALL, TINKER, VERL, laid, wrote
+from tests.dialects.trinity.files import SMALL, TINKER, VERL, laid, wrote
 from tinsmith import cli
 from tinsmith.cli.runner import api_key
 from tinsmith.dialects import read_run
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 
-OURS = Path(__file__).parents[2] / "examples" / "addition.yaml"
+OURS = Path(__file__).parents[3] / "examples" / "addition.yaml"
 
 
 def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[str, str, int]:
