@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.rl.algorithms.asked import run as awaited
+from tests.rl.algorithms.helpers import run as awaited
 from tests.rl.scripted_run import REPLIES, Killed, rows, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.rl.algorithms.asked import run
+from tests.rl.algorithms.helpers import run
 from tests.rl.scripted_run import rows
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.tinker import TinkerPolicy

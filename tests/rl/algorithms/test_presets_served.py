@@ -14,7 +14,7 @@ import pytest
 import tinker
 from rich.console import Console
 
-from tests.rl.algorithms.asked import run
+from tests.rl.algorithms.helpers import run
 from tests.rl.scripted_run import rows
 from tinsmith.rl.algorithms.config import NAMES
 from tinsmith.rl.config import RunConfig

@@ -7,7 +7,7 @@ import math
 import pytest
 from pydantic import TypeAdapter
 
-from tests.rl.algorithms.asked import columns, run
+from tests.rl.algorithms.helpers import columns, run
 from tests.rl.scripted_run import Killed, breaking, rows, settings
 from tests.rl.scripted_run import run as train
 from tinsmith.errors import TinsmithError

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rl.algorithms.asked import columns, run
+from tests.rl.algorithms.helpers import columns, run
 from tinsmith.engine.training import loss_specs, losses
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms import AlgorithmConfig, build, loss_dispatch

@@ -1,4 +1,4 @@
-"""The loop takes a policy from chance to skill, with any staleness, and logs what it did."""
+"""The training loop: rewards rise at any staleness, steps are logged, failures are data, epochs become steps."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import threading
 import pytest
 
 from tests.rl.scripted_run import rows, run, scripted, settings
-from tinsmith.errors import TinsmithError
+from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.policy.scripted import ScriptedPolicy
+from tinsmith.rl.run_folder import RunFolder
+from tinsmith.rl.train import with_steps
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -168,3 +170,30 @@ def test_hundreds_of_rollouts_are_under_way_at_once_without_a_thread(tmp_path):
     run(settings(tmp_path, groups_per_step=256, group_size=2, steps=2, concurrency=256, eval={"every": 0}), connect)
     assert most == 256
     assert threads == {before}
+
+
+def epoch_settings(folder, **changes):
+    tasks = {"train": {"type": "largest", "size": 25}, "held_out": 5}
+    return settings(folder, **{"steps": 0, "tasks": tasks, **changes})
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "expected"), [(1, 0, 6), (2, 0, 13), (0.5, 0, 3), (2, 4, 4), (1, 40, 6), (None, 7, 7)]
+)
+def test_steps_are_rows_times_epochs_over_the_steps_size(tmp_path, epochs, steps, expected):
+    assert with_steps(epoch_settings(tmp_path, epochs=epochs, steps=steps)).steps == expected
+
+
+def test_a_run_of_epochs_ends_by_itself(tmp_path):
+    assert run(epoch_settings(tmp_path, epochs=1)).step == 6
+    folder = RunFolder.open(tmp_path, epoch_settings(tmp_path, epochs=1, steps=6).model_dump(mode="json"))
+    assert folder.state is not None
+    assert folder.state.cursor == 18
+    folder.close()
+
+
+def test_an_end_is_wanted_and_a_whole_step(tmp_path):
+    with pytest.raises(ValueError, match="Set steps, or epochs"):
+        epoch_settings(tmp_path)
+    with pytest.raises(ConfigError, match="less than one step of 3"):
+        with_steps(epoch_settings(tmp_path, epochs=0.1))
