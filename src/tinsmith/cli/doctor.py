@@ -168,9 +168,9 @@ def _models(config: ServeConfig) -> Finding:
 def _sampler(config: ServeConfig) -> Finding:
     if config.sampler == "torch":
         return Finding("ok", "sampler", "the engine itself")
-    from tinsmith.engine.vllm.server import python_of
+    from tinsmith.engine.vllm.server import find_python
 
-    return Finding("ok", "sampler", f"the vLLM of {python_of(config.vllm)}")
+    return Finding("ok", "sampler", f"the vLLM of {find_python(config.vllm)}")
 
 
 def _open_files(_config: ServeConfig) -> Finding:

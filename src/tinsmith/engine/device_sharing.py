@@ -1,15 +1,15 @@
-"""Training and sampling share one device by time.
+"""Time slicing of one device between training and sampling.
 
-Only one of the two computes at a moment; each asks for a turn before every micro-batch or decoding step. Who has the
-device keeps it for a spell, as long as it has something to do; then the other, if it waits, has a spell too. A policy
-says how long spells are:
+Only one of the two workloads computes at a time; each waits for its turn before every micro-batch or decoding step. The
+workload that holds the device keeps it for a time slice while it has work; then the other workload, if it is waiting,
+gets a slice. A policy sets the length of the slices:
 
-    latency      a spell of training is one micro-batch, and a spell of sampling is three times as long: a decoding
-                 step waits for one micro-batch at most, and for few of them
-    throughput   a spell of training is two seconds, and a spell of sampling is as long: requests gather meanwhile, so
-                 passes and decoding steps are fuller
+    latency      a training slice is one micro-batch and a sampling slice is three times as long: a decoding step waits
+                 for one micro-batch at most, and few steps wait at all
+    throughput   a training slice is two seconds and a sampling slice is as long: requests accumulate meanwhile, so
+                 micro-batches and decoding steps are fuller
 
-No turn is interrupted, so a spell is never shorter than one turn; so neither party starves, whatever the other does.
+A turn is never interrupted, so a slice lasts at least one turn and neither workload starves.
 """
 
 from __future__ import annotations
@@ -21,70 +21,72 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-Party = Literal["training", "sampling"]
+Workload = Literal["training", "sampling"]
 Sharing = Literal["latency", "throughput"]
 
-ROUNDS = 4
-"""Of the event loop before each turn: a message that came becomes a task, that a request, and this asks for a turn.
-With fewer, a request would wait for several turns before anyone knows of it; each takes 20 microseconds."""
-_OTHER: dict[Party, Party] = {"training": "sampling", "sampling": "training"}
+LOOP_ITERATIONS = 4
+"""Event-loop iterations before each turn, so that a request which has just arrived can ask for the device: its message
+becomes a task, which creates a sampling task, which waits for a turn. An iteration takes 20 microseconds."""
+_OTHER: dict[Workload, Workload] = {"training": "sampling", "sampling": "training"}
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
-    """How long spells are while both parties have something to do."""
+class SharingPolicy:
+    """Lengths of the time slices while both workloads have work."""
 
-    stretch: float
-    """Seconds of a spell of training; at least one micro-batch."""
-    weight: float
-    """A spell of sampling is so many times as long as the spell of training before it; at least one step."""
-    share: float = 1.0
-    """Of `pass_tokens` in a micro-batch: smaller ones hand the device over sooner."""
+    training_slice_s: float
+    """Seconds of a training slice; at least one micro-batch."""
+    sampling_ratio: float
+    """Length of a sampling slice relative to the preceding training slice; at least one step."""
+    micro_batch_share: float = 1.0
+    """Fraction of `pass_tokens` in a micro-batch: smaller micro-batches release the device sooner."""
 
 
-POLICIES: Mapping[Sharing, Policy] = {
-    "latency": Policy(stretch=0.0, weight=3.0, share=1 / 2),
-    "throughput": Policy(stretch=2.0, weight=1.0),
+POLICIES: Mapping[Sharing, SharingPolicy] = {
+    "latency": SharingPolicy(training_slice_s=0.0, sampling_ratio=3.0, micro_batch_share=1 / 2),
+    "throughput": SharingPolicy(training_slice_s=2.0, sampling_ratio=1.0),
 }
 
 
-class Turns:
-    """Of one engine, in one event loop; computing blocks the loop, so nothing needs a lock."""
+class DeviceScheduler:
+    """Gives turns on the device of one engine. Runs in one event loop, which computing blocks, so it needs no lock."""
 
-    def __init__(self, policy: Policy, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, policy: SharingPolicy, clock: Callable[[], float] = time.perf_counter) -> None:
         self._policy, self._clock = policy, clock
-        self._holder: Party = "training"
-        self._spent = self._due = self._last = 0.0
-        """Seconds: of the holder's spell so far, until the other may have one, and of the last turn."""
-        self._wanting: set[Party] = set()
+        self._holder: Workload = "training"
+        self._slice_s = self._slice_limit_s = self._turn_s = 0.0
+        """Seconds: of the holder's slice so far, of the slice before the other workload may take over, of the last
+        turn."""
+        self._waiting: set[Workload] = set()
 
     @asynccontextmanager
-    async def of(self, party: Party) -> AsyncIterator[None]:
-        """Wait for the party's turn; what is computed inside counts as its time."""
-        other = _OTHER[party]
-        self._wanting.add(party)
+    async def turn(self, workload: Workload) -> AsyncIterator[None]:
+        """Wait for the device; time inside the block counts towards the workload's slice."""
+        other = _OTHER[workload]
+        self._waiting.add(workload)
         try:
-            for _ in range(ROUNDS):
+            for _ in range(LOOP_ITERATIONS):
                 await asyncio.sleep(0)
-            while other in self._wanting and self._next() is other:  # noqa: ASYNC110 - it is runnable
+            while other in self._waiting and self._next() is other:  # noqa: ASYNC110 - the other task is runnable
                 await asyncio.sleep(0)
         finally:
-            self._wanting.discard(party)
-        if self._holder is not party:
-            self._hand_over(party)
+            self._waiting.discard(workload)
+        if self._holder is not workload:
+            self._start_slice(workload)
         start = self._clock()
         try:
             yield
         finally:
-            self._last = self._clock() - start
-            self._spent += self._last
+            self._turn_s = self._clock() - start
+            self._slice_s += self._turn_s
 
-    def _next(self) -> Party:
-        """Whose turn it is if both want it."""
-        return self._holder if self._spent < self._due else _OTHER[self._holder]
+    def _next(self) -> Workload:
+        """The workload that gets the next turn if both are waiting."""
+        return self._holder if self._slice_s < self._slice_limit_s else _OTHER[self._holder]
 
-    def _hand_over(self, party: Party) -> None:
-        """A new spell. What training used while nobody else wanted the device is not repaid."""
-        contested = min(self._spent, self._policy.stretch + self._last)
-        self._due = self._policy.stretch if party == "training" else self._policy.weight * contested
-        self._holder, self._spent = party, 0.0
+    def _start_slice(self, workload: Workload) -> None:
+        """Hand the device over. Time that training used while sampling was idle earns sampling no longer slice."""
+        training_s = self._policy.training_slice_s
+        contested_s = min(self._slice_s, training_s + self._turn_s)
+        self._slice_limit_s = training_s if workload == "training" else self._policy.sampling_ratio * contested_s
+        self._holder, self._slice_s = workload, 0.0

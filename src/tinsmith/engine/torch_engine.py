@@ -14,7 +14,7 @@ import torch
 from tinsmith.engine import autotune
 from tinsmith.engine.base import AdamParams, Heard, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.device_sharing import POLICIES, Turns
+from tinsmith.engine.device_sharing import POLICIES, DeviceScheduler
 from tinsmith.engine.lora import layers, linear
 from tinsmith.engine.lora.lm_head import Head
 from tinsmith.engine.model import loading
@@ -35,7 +35,7 @@ class TorchEngine:
         base = base or loading.load(config)
         autotune.round_products(base.dtype)
         policy = POLICIES[config.sharing]
-        router, turns = linear.adapt(base), Turns(policy)
+        router, scheduler = linear.adapt(base), DeviceScheduler(policy)
         base, head = layers.take_over(base), Head(base.head)
         self._heap = Trimmer()
         autotune.order(base, free_bytes())
@@ -43,10 +43,10 @@ class TorchEngine:
         switch = activation_checkpointing.install(base)
         with switch.set(config.recompute == "always"):
             tokens = autotune.chosen(config.pass_tokens, base, router)
-        packed = max(1, round(policy.share * tokens))
+        packed = max(1, round(policy.micro_batch_share * tokens))
         self._card = replace(base.card, pass_tokens=packed)
-        self.trainer = TorchTrainer(base, head, router, turns, packed, switch, config.recompute)
-        self.sampler = TorchSampler(base, head, router, turns, tokens, config.cache_tokens)
+        self.trainer = TorchTrainer(base, head, router, scheduler, packed, switch, config.recompute)
+        self.sampler = TorchSampler(base, head, router, scheduler, tokens, config.cache_tokens)
         self._heap.now()  # matrices in another order leave the room of the plain ones
 
     @property

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from tinsmith.engine.sampling.capacity import SMALLEST, capacity
+from tinsmith.engine.sampling.capacity import MIN_CAPACITY, row_capacity
 from tinsmith.engine.sampling.kv_cache import BANK, Cache, CacheShape, Row
 from tinsmith.engine.sampling.prefill import Read, Stretch
 
@@ -41,17 +41,17 @@ def test_rows_keep_their_content_when_others_leave() -> None:
 
 def test_a_row_that_is_full_moves_to_the_next_bank() -> None:
     cache = Cache(SHAPE)
-    stays, grows = inserted(cache, 3, 1.0), inserted(cache, SMALLEST, 2.0)
+    stays, grows = inserted(cache, 3, 1.0), inserted(cache, MIN_CAPACITY, 2.0)
     moved = cache.ensure(grows)
-    assert moved.bank.capacity == SMALLEST // 2 * 3
+    assert moved.bank.capacity == MIN_CAPACITY // 2 * 3
     assert holds(moved, 2.0)
     assert cache.ensure(stays) is stays
-    assert cache.tokens == SMALLEST + SMALLEST // 2 * 3
+    assert cache.tokens == MIN_CAPACITY + MIN_CAPACITY // 2 * 3
 
 
 def test_capacities_leave_at_most_a_third_idle() -> None:
-    for length in range(SMALLEST, 9000):
-        assert length <= capacity(length) < 1.5 * length + 1
+    for length in range(MIN_CAPACITY, 9000):
+        assert length <= row_capacity(length) < 1.5 * length + 1
 
 
 def test_an_empty_bank_gives_its_memory_back() -> None:
@@ -112,7 +112,7 @@ def test_where_memory_is_taken_at_once_banks_have_little_more_than_their_rows() 
 def test_what_others_have_left_is_cleared() -> None:
     """Numbers that are not finite too, and the token of a step that was never finished."""
     cache, nan = Cache(SHAPE), float("nan")
-    rows = [inserted(cache, length, value, SMALLEST) for length, value in ((9, nan), (3, 1.0), (8, nan), (5, nan))]
+    rows = [inserted(cache, length, value, MIN_CAPACITY) for length, value in ((9, nan), (3, 1.0), (8, nan), (5, nan))]
     bank = rows[0].bank
     for row in rows:
         bank.keys[:, row.row, :, row.length] = bank.values[:, row.row, :, row.length] = nan
@@ -120,7 +120,7 @@ def test_what_others_have_left_is_cleared() -> None:
         cache.remove(rows[number])
     assert bank.rows == [rows[1]]
     assert holds(rows[1], 1.0)
-    taken = [inserted(cache, 2, 4.0, SMALLEST) for _ in range(3)]
+    taken = [inserted(cache, 2, 4.0, MIN_CAPACITY) for _ in range(3)]
     for row in (rows[1], *taken):
         behind = row.length + (row is rows[1])  # its own next token goes there before anyone looks
         assert bool((bank.keys[:, row.row, :, behind:] == 0).all())

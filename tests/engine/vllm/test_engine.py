@@ -22,7 +22,7 @@ from tinsmith.engine.config import EngineConfig, VllmConfig
 from tinsmith.engine.process import build
 from tinsmith.engine.vllm import completions as wire
 from tinsmith.engine.vllm.engine import VllmEngine
-from tinsmith.engine.vllm.server import command_of, environment_of, python_of
+from tinsmith.engine.vllm.server import command_of, environment_of, find_python
 from tinsmith.errors import ConfigError, EngineDied, EngineError, Gone, Unsupported
 
 CARD = ModelCard(
@@ -284,11 +284,11 @@ def test_without_vllm_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"no .venv-vllm/bin/python or a `vllm` on PATH.*make vllm"):
-        python_of(VllmConfig())
+        find_python(VllmConfig())
     with pytest.raises(ConfigError, match="nowhere"):
-        python_of(VllmConfig(python=tmp_path / "nowhere"))
+        find_python(VllmConfig(python=tmp_path / "nowhere"))
     with pytest.raises(ConfigError, match="has no vLLM"):
-        python_of(VllmConfig(python=Path(sys.executable)))
+        find_python(VllmConfig(python=Path(sys.executable)))
 
 
 def test_it_is_found_where_make_puts_it_or_beside_the_command(
@@ -299,10 +299,10 @@ def test_it_is_found_where_make_puts_it_or_beside_the_command(
     for name in ("python", "vllm"):
         shutil.copy(python, tmp_path / "bin" / name)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    assert python_of(VllmConfig()) == tmp_path / "bin" / "python"
+    assert find_python(VllmConfig()) == tmp_path / "bin" / "python"
     (tmp_path / ".venv-vllm").mkdir()
     shutil.copytree(tmp_path / "bin", tmp_path / ".venv-vllm" / "bin")
-    assert python_of(VllmConfig()) == tmp_path / ".venv-vllm" / "bin" / "python"
+    assert find_python(VllmConfig()) == tmp_path / ".venv-vllm" / "bin" / "python"
 
 
 def test_why_it_does_not_start_is_told(tiny_llama: Path, python: Path, wait: Any):

@@ -24,7 +24,7 @@ from tests.engine.sampling.helpers import ask, texts, trained_logprobs
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass
 from tinsmith.engine.config import EngineConfig, VllmConfig
 from tinsmith.engine.vllm.engine import VllmEngine
-from tinsmith.engine.vllm.server import python_of
+from tinsmith.engine.vllm.server import find_python
 from tinsmith.errors import ConfigError, EngineDied, Gone
 
 pytestmark = pytest.mark.slow
@@ -44,7 +44,7 @@ BOUNDS = {"float32": (5e-5, 5e-4), "bfloat16": (0.06, 0.5)}
 def python() -> Path:
     """Of the venv that `make vllm` made, or of the `vllm` on PATH."""
     try:
-        return python_of(VllmConfig())
+        return find_python(VllmConfig())
     except ConfigError as error:
         pytest.skip(f"no vLLM here: {error}")
 

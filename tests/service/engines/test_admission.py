@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinsmith.engine.base import SampleRequest
-from tinsmith.engine.sampling.capacity import room_of
+from tinsmith.engine.sampling.capacity import cache_reserve
 from tinsmith.service.engines.admission import Turnstile
 
 CACHE = 8 * 64
@@ -38,7 +38,7 @@ class Crowd:
     async def _go(self, name: str, one: SampleRequest) -> None:
         async with self.turnstile.turn(name[0], one):
             self.order.append(name)
-            mine = (name, room_of(one), asyncio.Event())
+            mine = (name, cache_reserve(one), asyncio.Event())
             self.inside.append(mine)
             try:
                 await mine[2].wait()

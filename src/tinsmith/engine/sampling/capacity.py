@@ -1,4 +1,4 @@
-"""How much of a sampler's cache a request counts for: the same for who keeps the cache and for who waits for it."""
+"""KV-cache tokens reserved for a request. Shared by the sampler and the admission queue; must not import torch."""
 
 from __future__ import annotations
 
@@ -6,52 +6,54 @@ from math import isqrt
 
 from tinsmith.engine.base import SampleRequest
 
-SMALLEST = 64
-LONG = 1024
-MOVED = 40
-"""A row that moves to a larger one costs for each of its tokens as much as it does to read so many idle ones."""
-FEWEST, WORTH = 3, 1024
-"""Answers that go on from one prompt, and tokens that they would have copied of it, to read it together instead."""
-ANSWERS = 256
-"""In one decoding step; more wait."""
+MIN_CAPACITY = 64
+LONG_ROW = 1024
+"""Capacities from here on grow in steps of an eighth instead of a quarter."""
+MOVE_COST = 40
+"""Moving a row to a larger one costs, for each of its tokens, as much as attending over this many unused tokens."""
+MIN_SHARED_SEQUENCES, MIN_SHARED_TOKENS = 3, 1024
+"""Sequences with one prompt, and copies of prompt tokens between them, from which a shared prompt row pays off."""
+MAX_SEQUENCES = 256
+"""Sequences in one decoding step; more wait."""
 
 
-def capacity(length: int) -> int:
-    """Of the smallest row for so many tokens: a power of two, or that and some quarters of it more (eighths where it is
-    long); 96 above 64."""
-    power = max(SMALLEST, 1 << (length - 1).bit_length() >> 1)
-    step = max(power // (8 if power >= LONG else 4), SMALLEST // 2)
+def row_capacity(length: int) -> int:
+    """Capacity of the smallest row that holds `length` tokens: a power of two plus some quarters (eighths in long rows)
+    of it; the first ones are 64, 96, 128, 160."""
+    power = max(MIN_CAPACITY, 1 << (length - 1).bit_length() >> 1)
+    step = max(power // (8 if power >= LONG_ROW else 4), MIN_CAPACITY // 2)
     return power if length <= power else power + -(-(length - power) // step) * step
 
 
-def stem(length: int) -> int:
-    """Of the row of a prompt that several answers read, a power of two or three quarters of one: few sizes, since those
-    of one size are read with one call."""
-    power = max(SMALLEST, 1 << (length - 1).bit_length())
-    return power // 4 * 3 if power > SMALLEST and length <= power // 4 * 3 else power
+def prefix_capacity(length: int) -> int:
+    """Capacity of a shared prompt row: a power of two or three quarters of one. There are few sizes because rows of one
+    size are read with one call."""
+    power = max(MIN_CAPACITY, 1 << (length - 1).bit_length())
+    return power // 4 * 3 if power > MIN_CAPACITY and length <= power // 4 * 3 else power
 
 
-def ahead(length: int, left: int) -> int:
-    """For how many of `left` further tokens a row of so many has room: who says more moves, who says less reads idle
-    tokens in each step. It costs least where both cost alike."""
-    return min(left, max(SMALLEST, isqrt(MOVED * length)))
+def headroom(length: int, remaining: int) -> int:
+    """Free tokens to reserve in a row of `length` tokens that may grow by `remaining`: less means more moves, more
+    means more unused tokens read in each step. The sum of both costs is least where they are equal."""
+    return min(remaining, max(MIN_CAPACITY, isqrt(MOVE_COST * length)))
 
 
-def shares(length: int, answers: int) -> bool:
-    """Whether so many answers read their prompt together on a CPU; on a GPU, where a call costs more than such a read,
-    they never do."""
-    return answers >= FEWEST and length * answers >= WORTH
+def shares_prompt(length: int, sequences: int) -> bool:
+    """Whether sequences read a prompt of `length` tokens from a shared row on a CPU. On a GPU they never do: there a
+    call costs more than reading the copies."""
+    return sequences >= MIN_SHARED_SEQUENCES and length * sequences >= MIN_SHARED_TOKENS
 
 
-def room(length: int, answers: int, limit: int, together: bool) -> int:
-    """What so many answers of at most `limit` tokens take when they begin, after a prompt of `length` tokens that they
-    read together or not."""
-    if together:
-        return stem(length) + answers * capacity(ahead(0, limit))
-    return answers * capacity(length + ahead(length, limit))
+def reserved_tokens(length: int, sequences: int, max_tokens: int, *, shared: bool) -> int:
+    """Cache tokens that sequences of at most `max_tokens` reserve when they start, after a prompt of `length` tokens
+    that they share or copy."""
+    if shared:
+        return prefix_capacity(length) + sequences * row_capacity(headroom(0, max_tokens))
+    return sequences * row_capacity(length + headroom(length, max_tokens))
 
 
-def room_of(request: SampleRequest) -> int:
-    """What all answers of a request take when they begin, as far as the request tells."""
-    length, answers = len(request.prompt), request.num_samples
-    return room(length, answers, request.max_tokens or SMALLEST, shares(length, answers))
+def cache_reserve(request: SampleRequest) -> int:
+    """Cache tokens that all sequences of a request reserve when they start, as far as the request tells."""
+    length, sequences = len(request.prompt), request.num_samples
+    shared = shares_prompt(length, sequences)
+    return reserved_tokens(length, sequences, request.max_tokens or MIN_CAPACITY, shared=shared)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tinsmith.engine.lora import linear
 from tinsmith.engine.model.loading import BaseModel
-from tinsmith.engine.sampling.capacity import ahead, capacity, stem
+from tinsmith.engine.sampling.capacity import headroom, prefix_capacity, row_capacity
 from tinsmith.engine.sampling.prefill import Read
 
 BANK = 8192
@@ -160,19 +160,19 @@ class Cache:
 
     def insert(self, read: Read, room: int, coming: int = 1) -> Row:
         """A row with the keys and values of a prompt, and room for more; so many of this room are coming now."""
-        row = self._add(Kind(capacity(max(room, read.length))), read.length, coming)
+        row = self._add(Kind(row_capacity(max(room, read.length))), read.length, coming)
         read.write(*row.content())
         return row
 
     def stem(self, read: Read, readers: int) -> Row:
         """A row with the keys and values of a prompt that so many will go on from; it leaves with the last of them."""
-        row = self._add(Kind(stem(read.length), stems=readers.bit_length()), read.length)
+        row = self._add(Kind(prefix_capacity(read.length), stems=readers.bit_length()), read.length)
         read.write(*row.content())
         return row
 
     def open(self, stem: Row, room: int) -> Row:
         """An empty row of a sequence that begins with a stem."""
-        return self._behind(stem, self._add(Kind(capacity(room), goes_on=True), 0))
+        return self._behind(stem, self._add(Kind(row_capacity(room), goes_on=True), 0))
 
     def copy(self, source: Row) -> Row:
         """Another row with the same content."""
@@ -183,7 +183,7 @@ class Cache:
         if row.length < row.bank.capacity:
             return row
         # Its neighbours are about as long: they will soon move too.
-        larger = self._filled(row, row.length + max(1, ahead(row.length, left)), len(row.bank.rows))
+        larger = self._filled(row, row.length + max(1, headroom(row.length, left)), len(row.bank.rows))
         self.remove(row)
         return larger
 
@@ -217,7 +217,7 @@ class Cache:
         return row
 
     def _filled(self, source: Row, room: int, coming: int) -> Row:
-        row = self._add(replace(source.bank.kind, capacity=capacity(room)), source.length, coming)
+        row = self._add(replace(source.bank.kind, capacity=row_capacity(room)), source.length, coming)
         if source.stem is not None:
             self._behind(source.stem, row)
         for into, content in zip(row.content(), source.content(), strict=True):

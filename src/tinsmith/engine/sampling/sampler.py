@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import Heard, Sampled, SampleRequest
-from tinsmith.engine.device_sharing import Turns
+from tinsmith.engine.device_sharing import DeviceScheduler
 from tinsmith.engine.lora import adapter, linear
 from tinsmith.engine.lora.adapter import Placed, Weights
 from tinsmith.engine.lora.lm_head import Head
 from tinsmith.engine.model import packing
 from tinsmith.engine.model.loading import BaseModel
 from tinsmith.engine.sampling import prompt_logprobs, sequences, token_sampling
-from tinsmith.engine.sampling.capacity import ANSWERS, room, shares
+from tinsmith.engine.sampling.capacity import MAX_SEQUENCES, reserved_tokens, shares_prompt
 from tinsmith.engine.sampling.decode import Cached
 from tinsmith.engine.sampling.kv_cache import Cache, Row, shape_of
 from tinsmith.engine.sampling.prefill import Prompt, Read, prefill, whole
@@ -117,9 +117,15 @@ class TorchSampler:
     """Implements the sampling half of `engine.base.Sampler`; what concerns versions is in `versions`."""
 
     def __init__(
-        self, base: BaseModel, head: Head, router: linear.Router, turns: Turns, pass_tokens: int, cache_tokens: int
+        self,
+        base: BaseModel,
+        head: Head,
+        router: linear.Router,
+        scheduler: DeviceScheduler,
+        pass_tokens: int,
+        cache_tokens: int,
     ) -> None:
-        self._base, self._router, self._turns = base, router, turns
+        self._base, self._router, self._device = base, router, scheduler
         self._pass_tokens, self._cache_tokens = pass_tokens, cache_tokens
         self._head, self._drawing = head, Drawing(head, base.tokenizer)
         self._cache, self._prefixes = Cache(shape_of(base), cache_tokens), Prefixes()
@@ -148,7 +154,7 @@ class TorchSampler:
     async def _drive(self) -> None:
         """Rounds until nothing is left to do."""
         while self._waiting or self._running:
-            async with self._turns.of("sampling"):
+            async with self._device.turn("sampling"):
                 with torch.no_grad():
                     self._join()
                     self._advance()
@@ -215,8 +221,8 @@ class TorchSampler:
             found, length, answers = self._found(ask), len(ask.request.prompt), len(ask.answers)
             together = self._together(length, answers)
             passed, running = passed + length - found.length, running + answers
-            cached += room(length, answers, ask.limit, together)
-            crowded = cached > self._cache_tokens or running > ANSWERS
+            cached += reserved_tokens(length, answers, ask.limit, shared=together)
+            crowded = cached > self._cache_tokens or running > MAX_SEQUENCES
             if (admitted and passed > most) or (crowded and (admitted or self._running)):
                 break
             admitted.append(ask)
@@ -313,7 +319,7 @@ class TorchSampler:
 
     def _together(self, length: int, answers: int) -> bool:
         """Whether answers read their prompt together."""
-        return self._base.device.type == "cpu" and shares(length, answers)
+        return self._base.device.type == "cpu" and shares_prompt(length, answers)
 
     def _remember(self, ask: Ask, tokens: np.ndarray, content: Content) -> None:
         """Keep what was read and said, if its version still lives."""

@@ -13,7 +13,7 @@ import numpy as np
 from tinsmith.engine.base import Heard, ModelCard, Piece, Sampled, SampledSequence, SampleRequest, TopK
 from tinsmith.engine.lora.adapter import Weights
 from tinsmith.engine.sampling import prompt_logprobs, token_sampling
-from tinsmith.engine.sampling.capacity import ahead, capacity
+from tinsmith.engine.sampling.capacity import headroom, row_capacity
 from tinsmith.engine.sampling.kv_cache import Row
 from tinsmith.engine.sampling.prefix_cache import Trunk
 from tinsmith.engine.sampling.token_sampling import Rule
@@ -113,12 +113,12 @@ class Ask:
     def room(self) -> int:
         """Tokens that each answer's row of the cache begins with."""
         length = len(self.request.prompt)
-        return capacity(length + ahead(length, self.limit))
+        return row_capacity(length + headroom(length, self.limit))
 
     @property
     def tail(self) -> int:
         """The same where the prompt has a row of its own."""
-        return capacity(ahead(0, self.limit))
+        return row_capacity(headroom(0, self.limit))
 
     @property
     def rule(self) -> Rule:

@@ -21,7 +21,7 @@ from torch import Tensor
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import Recompute
 from tinsmith.engine.custom_loss.runner import Program
-from tinsmith.engine.device_sharing import Turns
+from tinsmith.engine.device_sharing import DeviceScheduler
 from tinsmith.engine.lora import adapter, linear, peft
 from tinsmith.engine.lora.lm_head import Head, Slopes, Targets
 from tinsmith.engine.model import attention, packing
@@ -237,12 +237,12 @@ class TorchTrainer:
         base: BaseModel,
         head: Head,
         router: linear.Router,
-        turns: Turns,
+        scheduler: DeviceScheduler,
         pass_tokens: int,
         switch: Switch,
         recompute: Recompute,
     ) -> None:
-        self._base, self._router, self._turns, self._pass_tokens = base, router, turns, pass_tokens
+        self._base, self._router, self._scheduler, self._pass_tokens = base, router, scheduler, pass_tokens
         self._switch, self._recompute = switch, recompute
         self._head = head
         self._models: dict[str, Model] = {}
@@ -317,7 +317,7 @@ class TorchTrainer:
             for learns in (True, False):
                 rows = [row for row in work.rows if work.items[row.key].learns is learns]
                 for rows_of_batch in packing.micro_batches(rows, self._pass_tokens):
-                    async with self._turns.of("training"):
+                    async with self._scheduler.turn("training"):
                         forest = packing.pack(rows_of_batch)
                         with torch.set_grad_enabled(learns), self._switch.set(self._recomputes(len(forest.tokens))):
                             self._micro_batch(work, forest)

@@ -23,7 +23,7 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process import RemoteEngine
 from tinsmith.engine.vllm import completions as wire
 from tinsmith.engine.vllm.adapters import VllmVersions
-from tinsmith.engine.vllm.server import BASE, VllmServer, python_of
+from tinsmith.engine.vllm.server import BASE, VllmServer, find_python
 from tinsmith.errors import EngineDied, EngineError, Gone, TinsmithError
 
 CONNECT_S = 10.0
@@ -49,7 +49,7 @@ class VllmEngine:
     @classmethod
     async def start(cls, config: EngineConfig) -> VllmEngine:
         """Both processes, loaded. Raises ConfigError where there is no vLLM, before anything is loaded."""
-        await asyncio.to_thread(python_of, config.vllm)
+        await asyncio.to_thread(find_python, config.vllm)
         trained = await RemoteEngine.start(config.model_copy(update={"sampler": "torch"}))
         engine = cls(trained, config)
         try:

@@ -55,7 +55,7 @@ _DYING_WITH_US = (
 starts may outlive it: a guard ends its whole group when it is gone."""
 
 
-def python_of(config: VllmConfig) -> Path:
+def find_python(config: VllmConfig) -> Path:
     """The interpreter that has vLLM. Raises ConfigError, saying how to install it, if there is none."""
     command = shutil.which("vllm")
     beside = [Path(command).resolve().parent / "python"] if command else []
@@ -119,7 +119,7 @@ class VllmServer:
 
     async def start(self) -> None:
         """Until it answers. Raises ConfigError where there is no vLLM, EngineError when it ends instead."""
-        self._python = await asyncio.to_thread(python_of, self._config)
+        self._python = await asyncio.to_thread(find_python, self._config)
         await self._start(self._python)
         self._watch = asyncio.create_task(self._keep(self._python))
 

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
 from tinsmith.engine.base import SampleRequest
-from tinsmith.engine.sampling.capacity import ANSWERS, room_of
+from tinsmith.engine.sampling.capacity import MAX_SEQUENCES, cache_reserve
 
 AT_HAND = 8
 """One part in so many beyond what the engine can run: it takes the next at once when something ends."""
@@ -34,7 +34,7 @@ class Turnstile:
 
     def __init__(self, cache_tokens: int) -> None:
         self._most_tokens = cache_tokens + cache_tokens // AT_HAND
-        self._most_answers = ANSWERS + ANSWERS // AT_HAND
+        self._most_answers = MAX_SEQUENCES + MAX_SEQUENCES // AT_HAND
         self._tokens = self._answers = 0
         self._lines: dict[str, deque[_Place]] = {}
         """The tenant whose turn it is comes first."""
@@ -42,7 +42,7 @@ class Turnstile:
     @asynccontextmanager
     async def turn(self, owner: str, request: SampleRequest) -> AsyncIterator[None]:
         """Wait for the request's turn; inside, it is the engine's."""
-        place = _Place(owner, request.num_samples, room_of(request))
+        place = _Place(owner, request.num_samples, cache_reserve(request))
         self._lines.setdefault(owner, deque()).append(place)
         self._let_in()
         try:
