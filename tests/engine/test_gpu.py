@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.engine.data import LOSSES, pass_for
-from tests.engine.looks import gradients_of
+from tests.engine.inspection import gradients_of
 from tests.engine.reference import assert_same
 from tests.engine.sampling.helpers import PROMPT, ask, trained_logprobs
 from tests.models import KINDS

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.engine.data import pass_for
-from tests.engine.looks import weights_of
+from tests.engine.inspection import weights_of
 from tests.engine.reference import assert_same
 from tests.engine.sampling.helpers import ask, assert_same_samples
 from tinsmith.engine.autotune import round_products

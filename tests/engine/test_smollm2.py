@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.looks import gradients_of
+from tests.engine.inspection import gradients_of
 from tests.engine.reference import Reference, assert_same, plain_model
 from tests.engine.sampling.helpers import ask, trained_logprobs
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass

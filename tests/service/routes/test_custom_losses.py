@@ -15,7 +15,7 @@ import tinker
 from tinker import types
 from tinker.lib.public_interfaces.custom_loss import encode_graph
 
-from tests.engine.uploads import DISTILLED_RANKS, LOSSES, RANKS, distilled, traced
+from tests.engine.custom_loss.traced_losses import DISTILLED_RANKS, LOSSES, RANKS, distilled, traced
 from tests.service.conftest import Served
 from tests.service.inprocess import Factory, api, pass_body, until
 from tests.service.process import child

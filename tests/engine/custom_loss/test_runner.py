@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.engine.uploads import DISTILLED_RANKS, LOSSES, RANKS, distilled, traced, uploaded
+from tests.engine.custom_loss.traced_losses import DISTILLED_RANKS, LOSSES, RANKS, distilled, traced, uploaded
 from tinsmith.engine.custom_loss.graph import Node, read_graph
 from tinsmith.engine.custom_loss.ops import FUNCTIONAL, METHODS, SPECIAL, TORCH
 from tinsmith.engine.custom_loss.runner import MAX_ELEMENTS, Program

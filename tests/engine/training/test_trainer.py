@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.data import CONFIGS, LOSSES, datum_for, pass_for, replace_inputs, tokens_of
-from tests.engine.looks import gradients_of, weights_of
+from tests.engine.inspection import gradients_of, weights_of
 from tests.engine.reference import assert_same
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.engine.data import datum_for, pass_for, replace_inputs, tokens_of
-from tests.engine.looks import gradients_of
+from tests.engine.inspection import gradients_of
 from tests.engine.reference import assert_same
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult
 from tinsmith.errors import TinsmithError

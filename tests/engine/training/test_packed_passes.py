@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.data import datum_for, tokens_of
-from tests.engine.looks import gradients_of
+from tests.engine.inspection import gradients_of
 from tests.engine.reference import assert_same
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 

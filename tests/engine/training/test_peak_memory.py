@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.streams import LENGTH, save_model
+from tests.engine.training.peak_memory import LENGTH, save_model
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +20,7 @@ SLACK = 48 * 2**20
 
 def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path):
     counts = ("256", "1024", "4096")
-    program = [sys.executable, "-m", "tests.engine.streams", str(save_model(tmp_path / "model")), *counts]
+    program = [sys.executable, "-m", "tests.engine.training.peak_memory", str(save_model(tmp_path / "model")), *counts]
     done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=3000)
     assert done.returncode == 0, done.stderr
     found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.engine.uploads import LOSSES, RANKS, traced, uploaded
+from tests.engine.custom_loss.traced_losses import LOSSES, RANKS, traced, uploaded
 from tinsmith.engine.custom_loss.graph import MAX_NODES, LossGraph, Node, read_graph, read_text
 from tinsmith.errors import UserError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.engine.data import LOSSES, pass_for
-from tests.engine.looks import gradients_of
+from tests.engine.inspection import gradients_of
 from tests.engine.reference import assert_same
 from tinsmith.engine import autotune
 from tinsmith.engine.config import EngineConfig

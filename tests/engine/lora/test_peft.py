@@ -14,9 +14,9 @@ from peft import LoraConfig, PeftModel
 from safetensors.numpy import load_file, save_file
 
 from tests.engine.data import pass_for
-from tests.engine.looks import gradients_of, weights_of
+from tests.engine.inspection import gradients_of, weights_of
 from tests.engine.reference import assert_same, plain_model, tied_embeddings_are_meant, write_adapter
-from tests.engine.test_trainer import FLAGS, spec
+from tests.engine.training.test_trainer import FLAGS, spec
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.engine.lora.peft import read_spec

@@ -1,4 +1,4 @@
-"""Many long rows through an engine, and the most memory it took: `python -m tests.engine.streams FOLDER COUNT...`.
+"""Many long rows through an engine, and the most memory it took: `python -m tests.engine.training.peak_memory FOLDER COUNT...`.
 
 A process of its own, since memory is a process's. Prints, for each count, the bytes above what stood before the pass;
 the data of the largest count are made before, and smaller ones are their beginning.

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.engine.data import LOSSES, datum_for, pass_for, replace_inputs, tokens_of
-from tests.engine.looks import gradients_of
+from tests.engine.inspection import gradients_of
 from tests.engine.reference import assert_same
-from tests.engine.test_trainer import assert_agrees
+from tests.engine.training.test_trainer import assert_agrees
 from tests.models import KINDS
 from tinsmith.engine.base import Datum, LoraSpec, Pass, PassResult
 
