@@ -1,7 +1,9 @@
-"""Many long rows through an engine, and the most memory it took: `python -m tests.engine.training.peak_memory FOLDER COUNT...`.
+"""Script that prints the peak memory of training passes over many long rows, one line for each row count.
 
-A process of its own, since memory is a process's. Prints, for each count, the bytes above what stood before the pass;
-the data of the largest count are made before, and smaller ones are their beginning.
+    python -m tests.engine.training.peak_memory FOLDER COUNT...
+
+Runs as a process of its own because peak memory is a process's. Each line is the peak in bytes above the resident size
+before the pass. The rows of the largest count are made before the first measurement; smaller counts use a prefix of them.
 """
 
 from __future__ import annotations
