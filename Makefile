@@ -4,11 +4,11 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-CODE := src tests benchmarks examples
+CODE := src tests benchmarks examples tools
 
 VLLM := .venv-vllm
 
-.PHONY: help install vllm demo gsm8k test test-all check bench bench-growth bench-service gpu-check clean
+.PHONY: help install vllm demo gsm8k test test-all check bench bench-growth bench-service gpu-check docs site clean
 .DEFAULT_GOAL := help
 
 help:  ## what there is
@@ -53,6 +53,12 @@ check: install  ## style, types, walls between folders, and the gates of tests/t
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/test_gates.py
 
+docs: install  ## rewrite the generated parts of docs/ from the sources
+	$(BIN)/python -m tools.reference
+
+site: install  ## build the documentation as a website in site/; a broken link fails the build
+	$(BIN)/mkdocs build --strict --clean
+
 bench: install  ## everything promised of speed and memory, against the common ways, into benchmarks/results
 	$(BIN)/python -m benchmarks.speed
 
@@ -73,5 +79,5 @@ gpu-check: install  ## tests and benchmarks that need a GPU; without one, says w
 	fi
 
 clean:  ## remove what the others made, the venv included
-	rm -rf $(VENV) $(VLLM) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist
+	rm -rf $(VENV) $(VLLM) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist site
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
-from tinsmith.settings import Settings, build, read
+from tinsmith.settings import build, read
 
 
 def test_names_of_one_source_share_an_engine() -> None:
@@ -60,29 +59,3 @@ def test_a_file_is_read_with_overrides(tmp_path: Path) -> None:
     file.write_text("models: [a=b]\nport: 9000\nengine: fake\n")
     config = read(ServeConfig, file, ["port=9001"])
     assert (config.models, config.port, config.engine) == (("a=b",), 9001, "fake")
-
-
-def test_the_documented_settings_are_the_settings() -> None:
-    """Print the table with `python -m tests.service.test_config`."""
-    page = (Path(__file__).parents[2] / "docs" / "guides" / "service.md").read_text()
-    written = page.split("<!-- settings: begin -->")[1].split("<!-- settings: end -->")[0].strip()
-    assert written == table()
-
-
-def table() -> str:
-    return "\n".join(["| key | default | |", "|---|---|---|", *rows(ServeConfig)])
-
-
-def rows(kind: type[Settings], within: str = "") -> Iterator[str]:
-    for name, field in kind.model_fields.items():
-        default = field.default
-        if isinstance(default, Settings):
-            yield from rows(type(default), f"{name}.")
-            continue
-        shown = "~/.tinsmith" if name == "data" else ", ".join(default) if isinstance(default, tuple) else default
-        shown = f"`{shown}`" if shown not in (None, "") else ""
-        yield f"| `{within}{name}` | {shown} | {' '.join(str(field.description).split())} |"
-
-
-if __name__ == "__main__":
-    print(table())

@@ -1,0 +1,42 @@
+"""The generated parts of the documentation: settings, commands, losses, routes and the Python API.
+
+A page holds blocks between two marks, `<!-- generated: NAME -->` and `<!-- end of NAME -->`. `BLOCKS` maps each NAME to
+the function that writes the text of the block. `python -m tools.reference` (or `make docs`) rewrites every block of every
+page under docs/; `tests/docs/test_reference.py` fails when a block is stale.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tools.reference import api, commands, http, losses, metrics, settings, trinity
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "run-file": settings.run_file,
+    "algorithm-presets": settings.presets,
+    "algorithm-settings": settings.algorithm,
+    "serve-settings": settings.serve,
+    "commands": commands.page,
+    "server-losses": losses.table,
+    "run-metrics-trinity": metrics.trinity_names,
+    "trinity-keys": trinity.page,
+    "http-routes": http.routes,
+    "http-bodies": http.bodies,
+    "python-api": api.page,
+}
+
+_BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)
+
+
+def pages() -> Iterator[Path]:
+    """Pages with at least one generated block."""
+    return (page for page in sorted(DOCS.rglob("*.md")) if "<!-- generated: " in page.read_text())
+
+
+def regenerated(page: str) -> str:
+    """The text of a page with each block rewritten from the sources of today."""
+    return _BLOCK.sub(lambda match: f"{match[1]}\n{BLOCKS[match['name']]().strip()}\n\n{match[3]}", page)

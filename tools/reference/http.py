@@ -1,0 +1,68 @@
+"""The routes of the service and the JSON bodies that they read, from the routers themselves."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from fastapi.routing import iter_route_contexts
+from pydantic import BaseModel
+
+from tinsmith.service.app import create_app
+from tools.reference.settings import values_of
+
+_PARSED = re.compile(r"\bparse(?:_exact)?\(\s*(\w+)")
+
+
+def routes() -> str:
+    """A table for each router: method, path, body, and what the route does."""
+    rooms: dict[str, list[Any]] = {}
+    for route in _routes():
+        rooms.setdefault(route.endpoint.__module__.removeprefix("tinsmith.service."), []).append(route)
+    return "\n\n".join(_room(module, found) for module, found in rooms.items())
+
+
+def bodies() -> str:
+    """The fields of each body, a section each."""
+    kinds = dict.fromkeys(kind for route in _routes() for kind in _bodies_of(route))
+    return "\n\n".join(_fields(kind) for kind in sorted(kinds, key=lambda kind: kind.__name__))
+
+
+def _routes() -> Iterator[Any]:
+    app = create_app(SimpleNamespace(telemetry=None, drain=None))  # type: ignore[arg-type]
+    return (route for route in iter_route_contexts(app.routes) if not route.path.startswith("/oai"))
+
+
+def _room(module: str, found: list[Any]) -> str:
+    lines = [f"### {module}", "", "| method | path | body | |", "| --- | --- | --- | --- |"]
+    for route in found:
+        kinds = " · ".join(f"[{kind.__name__}](#{kind.__name__.lower()})" for kind in _bodies_of(route))
+        about = " ".join((inspect.getdoc(route.endpoint) or "").partition("\n\n")[0].split()).replace("|", "\\|")
+        lines.append(f"| {', '.join(sorted(route.methods))} | `{route.path}` | {kinds} | {about} |")
+    return "\n".join(lines)
+
+
+def _bodies_of(route: Any) -> list[type[BaseModel]]:
+    """The pydantic classes that a route's own source parses its body into."""
+    names = _PARSED.findall(inspect.getsource(route.endpoint))
+    found = [route.endpoint.__globals__[name] for name in dict.fromkeys(names) if name in route.endpoint.__globals__]
+    return [kind for kind in found if isinstance(kind, type) and issubclass(kind, BaseModel)]
+
+
+def _fields(kind: type[BaseModel]) -> str:
+    lines = [f"### {kind.__name__}", "", "| field | values | default |", "| --- | --- | --- |"]
+    for name, field in kind.model_fields.items():
+        nested = _nested(field.annotation)
+        values = nested.__name__ if nested else values_of(field)
+        default = "required" if field.is_required() else "" if field.default in (None, "", (), []) else field.default
+        lines.append(f"| `{field.alias or name}` | {values} | {default} |".replace("PydanticUndefined", ""))
+    return "\n".join(lines)
+
+
+def _nested(annotation: object) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return None

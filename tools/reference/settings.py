@@ -1,0 +1,203 @@
+"""Tables of settings classes: each class stands once, and every key that takes it links to it by name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from tinsmith.rl.algorithms.config import PRESETS
+from tinsmith.rl.config import RunConfig
+from tinsmith.service.config import ServeConfig
+from tinsmith.settings import Settings
+
+Kind = type[Settings]
+
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_SCALARS = {int: "integer", float: "number", str: "text", bool: "true or false"}
+ALGORITHM_PAGE = "algorithms.md"
+
+
+def run_file() -> str:
+    """Every settings class of a run file but those of `algorithm`, one section for each key at the top."""
+    places = _places(RunConfig)
+    parts = [_table(RunConfig, places)]
+    for key in RunConfig.model_fields:
+        if kinds := _classes_of(key, places):
+            parts.append(f"## {key}")
+            parts.append(f"See [{key}]({ALGORITHM_PAGE}#settings)." if key == "algorithm" else _sections(kinds, places))
+    return "\n\n".join(parts)
+
+
+def algorithm() -> str:
+    """The settings classes of `algorithm`."""
+    places = _places(RunConfig)
+    return _sections(_classes_of("algorithm", places), places, page=ALGORITHM_PAGE)
+
+
+def serve() -> str:
+    """The settings of the service, with those of nested sections under dotted names."""
+    lines = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
+    return "\n".join([*lines, *_serve_rows(ServeConfig, "")])
+
+
+def presets() -> str:
+    """The parts that each name of `algorithm.type` stands for."""
+    lines = ["| `type` | `advantage` | `loss` | `kl` | `aggregate` |", "| --- | --- | --- | --- | --- |"]
+    for name, parts in PRESETS.items():
+        kl = parts["kl"]
+        divergence = f"`{kl['type']}`, coef {kl['coef']}" if kl.get("coef") else "none"
+        cells = (name, _part(parts["advantage"]), _part(parts["loss"]), divergence, f"`{parts['aggregate']}`")
+        lines.append("| `{}` | {} | {} | {} | {} |".format(*cells))
+    return "\n".join(lines)
+
+
+def _part(values: Mapping[str, Any]) -> str:
+    options = {key: value for key, value in values.items() if key != "type"}
+    return f"`{values['type']}`" + (f" with `{json.dumps(options)}`" if options else "")
+
+
+def members(annotation: Any) -> list[Kind]:
+    """The settings classes in a field's type."""
+    if isinstance(annotation, type) and not typing.get_args(annotation):
+        return [annotation] if issubclass(annotation, Settings) else []
+    return list(dict.fromkeys(kind for part in typing.get_args(annotation) for kind in members(part)))
+
+
+def tag_of(kind: Kind) -> str:
+    """The value of `type` that selects this class among others, or an empty string."""
+    tag = kind.model_fields.get("type")
+    return str(tag.default) if tag is not None and len(typing.get_args(tag.annotation)) == 1 else ""
+
+
+def _places(root: Kind) -> dict[Kind, list[str]]:
+    """Class -> the dotted keys that take it, shortest first; a class is entered once."""
+    places: dict[Kind, list[str]] = {}
+    level = [(root, "")]
+    while level:
+        following = []
+        for kind, prefix in level:
+            for name, field in kind.model_fields.items():
+                for member in members(field.annotation):
+                    if member not in places:
+                        following.append((member, f"{prefix}{name}."))
+                    places.setdefault(member, []).append(f"{prefix}{name}")
+        level = following
+    return {kind: list(dict.fromkeys(keys)) for kind, keys in places.items()}
+
+
+def _classes_of(key: str, places: Mapping[Kind, list[str]]) -> list[Kind]:
+    return [kind for kind, keys in places.items() if keys[0].partition(".")[0] == key]
+
+
+def _sections(kinds: list[Kind], places: Mapping[Kind, list[str]], page: str = "") -> str:
+    return "\n\n".join(_section(kind, places, page) for kind in kinds)
+
+
+def _section(kind: Kind, places: Mapping[Kind, list[str]], page: str) -> str:
+    keys = ", ".join(f"`{key}`" for key in places[kind])
+    choice = f", with `type: {tag_of(kind)}`" if tag_of(kind) else ""
+    about = " ".join((inspect.getdoc(kind) or "").split())
+    return "\n\n".join(filter(None, [f"### {heading(kind)}", f"At {keys}{choice}.", about, _table(kind, places, page)]))
+
+
+def heading(kind: Kind) -> str:
+    """The name of a class on its page. Two classes of one name are told apart by their module."""
+    module = kind.__module__.rpartition(".")[2]
+    return f"{kind.__name__} ({module})" if kind.__name__ in _AMBIGUOUS else kind.__name__
+
+
+def _link(kind: Kind, places: Mapping[Kind, list[str]], page: str) -> str:
+    anchor = "".join(letter for letter in heading(kind).lower().replace(" ", "-") if letter.isalnum() or letter in "-_")
+    elsewhere = ALGORITHM_PAGE if places[kind][0].partition(".")[0] == "algorithm" else "run-file.md"
+    target = "" if (page or "run-file.md") == elsewhere else elsewhere
+    return f"[{tag_of(kind) or kind.__name__}]({target}#{anchor})"
+
+
+def _table(kind: Kind, places: Mapping[Kind, list[str]], page: str = "") -> str:
+    fields = {name: field for name, field in kind.model_fields.items() if name != "type" or not tag_of(kind)}
+    if not fields:
+        return ""
+    lines = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
+    for name, field in fields.items():
+        kinds = members(field.annotation)
+        values = " · ".join(_link(member, places, page) for member in kinds) if kinds else values_of(field)
+        lines.append(_row(name, values, _default(field, kinds), _meaning(field, kinds)))
+    return "\n".join(lines)
+
+
+def _row(*cells: str) -> str:
+    return "| `{}` | {} | {} | {} |".format(*(cell.replace("|", "\\|") for cell in cells))
+
+
+def _meaning(field: FieldInfo, kinds: list[Kind]) -> str:
+    own = field.description or ((inspect.getdoc(kinds[0]) or "").partition("\n\n")[0] if len(kinds) == 1 else "")
+    return " ".join(own.split())
+
+
+def values_of(field: FieldInfo) -> str:
+    """What a plain key takes, with its bounds."""
+    bounds = [
+        f"{word} {value:,}" if isinstance(value, int) else f"{word} {value}"
+        for constraint in field.metadata
+        for name, word in _BOUNDS.items()
+        if (value := vars_of(constraint).get(name)) is not None
+    ]
+    return ", ".join([_values(field.annotation), *bounds])
+
+
+def vars_of(constraint: Any) -> Mapping[str, Any]:
+    """The attributes of a constraint of annotated_types, whose classes have slots."""
+    return {name: getattr(constraint, name) for name in _BOUNDS if name in dir(constraint)}
+
+
+def _values(annotation: Any) -> str:
+    origin, args = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Literal:
+        return " · ".join(f"`{value}`" for value in args)
+    if origin is typing.Annotated:
+        return _values(args[0])
+    if origin in (list, tuple):
+        return f"list: {_values(args[0])}"
+    if origin is dict or annotation is dict or origin is Mapping:
+        return "mapping"
+    if args:
+        return " or ".join(dict.fromkeys(_values(part) for part in args if part is not type(None)))
+    return _SCALARS.get(annotation, "path" if getattr(annotation, "__name__", "") == "Path" else "any")
+
+
+def _default(field: FieldInfo, kinds: list[Kind]) -> str:
+    if field.is_required():
+        return "required"
+    default = field.default_factory() if field.default is PydanticUndefined else field.default  # type: ignore[call-arg]
+    if default is None or default in ("", (), {}, []):
+        return ""
+    if isinstance(default, Settings):
+        return f"`type: {tag_of(type(default))}`" if len(kinds) > 1 and tag_of(type(default)) else ""
+    if kinds:
+        return ", ".join(f"`{tag_of(type(part))}`" for part in default)
+    return f"`{json.dumps(default) if isinstance(default, bool | int | float) else _text(default)}`"
+
+
+def _text(default: Any) -> str:
+    return ", ".join(map(str, default)) if isinstance(default, tuple | list) else str(default)
+
+
+def _serve_rows(kind: Kind, prefix: str) -> list[str]:
+    rows = []
+    for name, field in kind.model_fields.items():
+        if isinstance(field.default, Settings):
+            rows += _serve_rows(type(field.default), f"{prefix}{name}.")
+            continue
+        default = "`~/.tinsmith`" if name == "data" else _default(field, [])
+        rows.append(_row(f"{prefix}{name}", values_of(field), default, _meaning(field, [])))
+    return rows
+
+
+_NAMES = [kind.__name__ for kind in _places(RunConfig)]
+_AMBIGUOUS = {name for name in _NAMES if _NAMES.count(name) > 1}
