@@ -1,8 +1,8 @@
 """The generated parts of the documentation: settings, commands, losses, routes and the Python API.
 
 A page holds blocks between two marks, `<!-- generated: NAME -->` and `<!-- end of NAME -->`. `BLOCKS` maps each NAME to
-the function that writes the text of the block. `python -m tools.reference` (or `make docs`) rewrites every block of every
-page under docs/; `tests/docs/test_reference.py` fails when a block is stale.
+the function that writes the text of the block. `python -m tools.reference` (or `make docs`) rewrites all blocks of all
+pages under docs/; `tests/docs/test_reference.py` fails when a block is stale.
 """
 
 from __future__ import annotations

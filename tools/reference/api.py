@@ -18,7 +18,7 @@ def page() -> str:
 
 def _section(name: str, thing: Any) -> str:
     about = _prose(thing)
-    parts = [f"### {name}", f"`from {thing.__module__}`", _signature(name, thing), about]
+    parts = [f"### {name}", _signature(name, thing), about]
     if inspect.isclass(thing):
         parts += [_fields(thing), _methods(thing)]
     return "\n\n".join(part for part in parts if part)

@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi.routing import iter_route_contexts
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from tinsmith.service.app import create_app
 from tools.reference.settings import values_of
@@ -57,12 +58,16 @@ def _fields(kind: type[BaseModel]) -> str:
     for name, field in kind.model_fields.items():
         nested = _nested(field.annotation)
         values = nested.__name__ if nested else values_of(field)
-        default = "required" if field.is_required() else "" if field.default in (None, "", (), []) else field.default
-        lines.append(f"| `{field.alias or name}` | {values} | {default} |".replace("PydanticUndefined", ""))
+        lines.append(f"| `{field.alias or name}` | {values} | {_default(field)} |")
     return "\n".join(lines)
 
 
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return "" if isinstance(value, BaseModel) or value in (None, "", (), [], {}) else f"`{value}`"
+
+
 def _nested(annotation: object) -> type[BaseModel] | None:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return None
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
