@@ -92,7 +92,7 @@ def test_one_folder_and_one_port_serve_one_server(tmp_path: Path) -> None:
         code = """
 import sys
 from tinsmith.errors import ConfigError
-from tinsmith.service.serving import serve
+from tinsmith.service.server import serve
 from tinsmith.service.config import ServeConfig
 for told in sys.argv[1:]:
     try:
