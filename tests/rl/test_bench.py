@@ -14,14 +14,14 @@ from tests.rl.scripted_run import REPLIES, Killed, breaking, run, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.bench import bench
 from tinsmith.rl.policy.scripted import ScriptedPolicy
-from tinsmith.rl.run_folder import state_of
+from tinsmith.rl.run_folder import read_state
 
 
 class Paths(ScriptedPolicy):
     """Opens its own files by their paths, as a server does."""
 
-    async def peer(self, name: str):
-        return await (self.opened(name, 0) if "/" in name else super().peer(name))
+    async def open_model(self, name: str):
+        return await (self.open_checkpoint(name, 0) if "/" in name else super().open_model(name))
 
 
 def compared(config, folder) -> tuple[list[dict], str]:
@@ -62,7 +62,7 @@ def test_all_that_a_run_saved_is_compared_oldest_first(tmp_path):
 def test_the_checkpoints_of_a_run_that_was_broken_off_are_compared(tmp_path, of_run, count):
     with pytest.raises(Killed):
         run(settings(tmp_path, steps=50, checkpoint={"every": 2}), breaking(tmp_path, calls=2, at="save"))
-    state = state_of(tmp_path)
+    state = read_state(tmp_path)
     assert state is not None
     config = settings(tmp_path, mode="bench", bench={"of_run": of_run, "base": False})
     found, _ = compared(config, tmp_path)

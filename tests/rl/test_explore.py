@@ -26,8 +26,8 @@ from tinsmith.rl.train import train
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (coordination, shared):
-        monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
-    monkeypatch.setattr("tinsmith.rl.explore.LOOK_SECONDS", 0.01)
+        monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr("tinsmith.rl.explore.POLL_SECONDS", 0.01)
 
 
 def quiet() -> Console:
@@ -210,10 +210,10 @@ def test_training_learns_that_sampling_failed_where_old_batches_would_do(tmp_pat
     changes["algorithm"] = {"advantage": {"std_threshold": None}, "kl": {"type": "k2", "coef": 1e-9}}
 
     class Gone(ScriptedPolicy):
-        async def opened(self, path: str, version: int) -> Any:
+        async def open_checkpoint(self, path: str, version: int) -> Any:
             if version >= 2:
                 raise ConnectionError("gone for good")
-            return await super().opened(path, version)
+            return await super().open_checkpoint(path, version)
 
     async def connect() -> ScriptedPolicy:
         return Gone(REPLIES, tmp_path / "weights")

@@ -96,10 +96,10 @@ def test_no_more_checkpoints_are_kept_than_wanted(tmp_path, keep):
     async def connect(state, version):
         policy = await scripted(tmp_path)(state, version)
 
-        async def forget(path):
+        async def delete_checkpoint(path):
             gone.append(path)
 
-        policy.forget = forget
+        policy.delete_checkpoint = delete_checkpoint
         return policy
 
     run(settings(tmp_path, steps=4, checkpoint={"every": 1, "keep": keep}), connect)

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tinsmith.rl.metrics import of_groups, of_update
-from tinsmith.rl.policy.base import Updated
-from tinsmith.rl.policy.training_rows import Sample
+from tinsmith.rl.policy.base import UpdateResult
+from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
 TASK = Task(id="t", messages=())
@@ -35,9 +35,9 @@ def test_a_batch_is_counted():
 
 
 def test_kl_and_entropy_count_a_merged_row_for_each_of_its_replies():
-    def row(q: float, count: int) -> Sample:
+    def row(q: float, count: int) -> TrainingRow:
         one = np.array([0.0, q], np.float32)
-        return Sample(
+        return TrainingRow(
             tokens=np.array([1, 2]),
             targets=np.array([2, 3]),
             logprobs=one,
@@ -46,7 +46,7 @@ def test_kl_and_entropy_count_a_merged_row_for_each_of_its_replies():
             count=count,
         )
 
-    updated = Updated(
+    updated = UpdateResult(
         logprobs=(np.array([-9.0, -1.5], np.float32), np.array([-9.0, -2.0], np.float32)),
         metrics={"loss:sum": -3.0, "grad_norm": 2.0},
     )

@@ -39,8 +39,8 @@ def staged(folder: Path, *stages: dict, **changes) -> RunConfig:
 class Server(ScriptedPolicy):
     """Opens checkpoints by their paths, as a server does."""
 
-    async def peer(self, name: str):
-        return await (self.opened(name, 0) if "/" in name else super().peer(name))
+    async def open_model(self, name: str):
+        return await (self.open_checkpoint(name, 0) if "/" in name else super().open_model(name))
 
 
 class Policies:

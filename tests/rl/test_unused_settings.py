@@ -79,7 +79,7 @@ ROWS = {"type": "jsonl", "path": "rows.jsonl"}
 
 @pytest.mark.parametrize("key", ["reply", "chosen", "rejected", "tools_key"])
 def test_tasks_have_no_keys_of_lessons(key):
-    words = f"{key} is read of lessons (experts.data) alone; leave it out here"
+    words = f"{key} is read of demonstrations alone; leave it out here"
     refused(ASKED, words, tasks={"train": {**ROWS, key: "some"}})
     refused(ASKED, words, tasks={"train": {"type": "addition"}, "eval": {"one": {**ROWS, key: "some"}}})
 

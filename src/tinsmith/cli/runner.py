@@ -68,14 +68,14 @@ def sample(settings: RunConfig, console: Console) -> None:
 
     from tinsmith.rl.bench import bench
     from tinsmith.rl.explore import explore
-    from tinsmith.rl.policy.tinker_sampling import TinkerPeers
+    from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
 
     with ExitStack() as stack:
 
-        async def connect() -> TinkerPeers:
+        async def connect() -> TinkerSamplingClients:
             with console.status(f"Connecting to {settings.model.name}"):
                 base_url, api_key = await asyncio.to_thread(stack.enter_context, server(settings))
-                return await TinkerPeers.connect(settings.model, base_url, api_key)
+                return await TinkerSamplingClients.connect(settings.model, base_url, api_key)
 
         if settings.mode == "bench":
             asyncio.run(bench(settings, connect, console))

@@ -22,15 +22,15 @@ from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.monitors.jsonl import JsonlMonitor
 from tinsmith.rl.policy.agent_endpoint import Gateway
-from tinsmith.rl.policy.base import Peers
-from tinsmith.rl.rollouts.runner import Tries
+from tinsmith.rl.policy.base import SamplingClients
+from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run import anew, folder_of
-from tinsmith.rl.run_folder import RunFolder, state_of
+from tinsmith.rl.run_folder import RunFolder, read_state
 from tinsmith.rl.train import judging
 
 
 async def bench(
-    config: RunConfig, connect: Callable[[], Awaitable[Peers]], console: Console, of: Path | None = None
+    config: RunConfig, connect: Callable[[], Awaitable[SamplingClients]], console: Console, of: Path | None = None
 ) -> list[dict[str, float | str]]:
     """A row for each checkpoint, in order, with its name under `checkpoint`; also printed, and written.
 
@@ -46,15 +46,15 @@ async def bench(
     try:
         _, held_out = split(config.tasks, config.seed)
         gateway = Gateway()
-        tries = Tries(config.rollout, asyncio.Semaphore(config.concurrency))
-        evaluator = Evaluator(config.eval, held_out, judging(config, gateway), config.seed, tries)
+        runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
+        evaluator = Evaluator(config.eval, held_out, judging(config, gateway), config.seed, runner)
         peers = await connect()
         told = JsonlMonitor(RunInfo(name=config.name, folder=path / "bench", steps=len(names)))
         rows: list[dict[str, float | str]] = []
         try:
             for number, name in enumerate(names, 1):
                 with console.status(f"{number} of {len(names)}: {name}"):
-                    groups, values = await evaluator.run(0, await peers.peer(name))
+                    groups, values = await evaluator.run(0, await peers.open_model(name))
                 told.rollouts(number, "eval", groups)
                 rows.append({"checkpoint": name, **values})
                 atomic_write(path / "bench" / "results.json", json.dumps(rows, indent=2).encode())
@@ -73,7 +73,7 @@ async def bench(
 def names_of(config: RunConfig, path: Path) -> list[str]:
     """What is compared: the base model, then checkpoints. Raises ConfigError where there is nothing."""
     names = list(config.bench.checkpoints)
-    if not names and (state := state_of(path)) is not None:
+    if not names and (state := read_state(path)) is not None:
         last = state.sampling_path or state.path  # an unfinished run has saved nothing for sampling alone
         saved = [paths[0] for paths in state.checkpoints if paths[0] != state.path]
         names = [*saved, last] if config.bench.of_run == "all" else [last]

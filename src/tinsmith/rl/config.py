@@ -23,7 +23,7 @@ from tinsmith.rl.algorithms import AlgorithmConfig
 from tinsmith.rl.algorithms.advantages.group import Grpo
 from tinsmith.rl.algorithms.advantages.multi_turn import StepWiseGrpo
 from tinsmith.rl.algorithms.config import LESSONS
-from tinsmith.rl.data.demonstrations import ExpertsConfig
+from tinsmith.rl.data.demonstrations import DemonstrationsConfig
 from tinsmith.rl.data.tasks import TasksConfig
 from tinsmith.rl.evaluate import BenchConfig, EvalConfig
 from tinsmith.rl.monitors import MonitorConfig
@@ -128,7 +128,7 @@ class RunConfig(Settings):
     rewards: tuple[RewardConfig, ...] = ()
     """What a rollout is worth: the weighted sum of these, and what the workflow itself gives. None are needed where a
     teacher says what is learned (on_policy_distill, jsd)."""
-    experts: ExpertsConfig | None = None
+    experts: DemonstrationsConfig | None = None
     """Data to learn from as it stands: alone (sft, cpt, dpo), or beside rollouts (mix, mix_chord)."""
     steps: int = Field(default=0, ge=0)
     """Updates to make; 0: as many as `epochs` take."""

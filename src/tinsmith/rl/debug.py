@@ -18,8 +18,8 @@ from tinsmith.errors import TinsmithError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.tasks import split
 from tinsmith.rl.policy.agent_endpoint import Gateway
-from tinsmith.rl.policy.base import Spelling, request_seed
-from tinsmith.rl.rollouts.runner import Tries
+from tinsmith.rl.policy.base import ChatCodec, request_seed
+from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run import Connect
 from tinsmith.rl.train import parts_of
 from tinsmith.rl.types import Group, Turn
@@ -37,7 +37,7 @@ class Seen:
 
     group: Group
     """Of one rollout."""
-    chat: Spelling
+    chat: ChatCodec
     seconds: dict[str, float]
 
 
@@ -48,8 +48,8 @@ async def one(config: RunConfig, connect: Connect) -> Seen:
             f"{config.algorithm.type} learns from data alone: there is no rollout.", "Use tinsmith check."
         )
     begin = time.perf_counter()
-    deck, _ = split(config.tasks, config.seed)
-    (task,) = deck.draw(1)
+    task_sampler, _ = split(config.tasks, config.seed)
+    (task,) = task_sampler.draw(1)
     drawn = time.perf_counter()
     policy = await connect("", 0)
     gateway = Gateway()
@@ -57,8 +57,8 @@ async def one(config: RunConfig, connect: Connect) -> Seen:
         snapshot = await policy.snapshot()
         connected = time.perf_counter()
         workflow = config.workflow.make(parts_of(config, gateway))
-        tries = Tries(config.rollout, asyncio.Semaphore(1))
-        (group,) = await tries.roll(workflow, [task], snapshot, size=1, seeds=[request_seed(config.seed, 1, 0)])
+        runner = RolloutRunner(config.rollout, asyncio.Semaphore(1))
+        (group,) = await runner.run_groups(workflow, [task], snapshot, size=1, seeds=[request_seed(config.seed, 1, 0)])
         done = time.perf_counter()
     finally:
         await gateway.close()
@@ -92,7 +92,7 @@ def show(seen: Seen, console: Console) -> None:
         _line(console, name, f"{value:.2f}")
 
 
-def _likelihood(turn: Turn, chat: Spelling) -> Iterator[tuple[str, str]]:
+def _likelihood(turn: Turn, chat: ChatCodec) -> Iterator[tuple[str, str]]:
     if not turn.logprobs:
         return
     logprobs = np.array(turn.logprobs)

@@ -16,12 +16,12 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from tinsmith.rl.data.tasks import Held
+from tinsmith.rl.data.tasks import HeldOutTasks
 from tinsmith.rl.metrics import of_rewards
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
-from tinsmith.rl.policy.training_rows import spoken
+from tinsmith.rl.policy.training_rows import count_policy_tokens
 from tinsmith.rl.rewards import RewardConfig, Rewards
-from tinsmith.rl.rollouts.runner import Tries
+from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.base import Workflow
@@ -144,10 +144,15 @@ class Evaluator:
     """Held-out tasks and their judges."""
 
     def __init__(
-        self, config: EvalConfig, held_out: Held, making: Callable[[EvalConfig], Workflow], seed: int, tries: Tries
+        self,
+        config: EvalConfig,
+        held_out: HeldOutTasks,
+        making: Callable[[EvalConfig], Workflow],
+        seed: int,
+        runner: RolloutRunner,
     ) -> None:
         """`making` gives the workflow that samples and scores as one source's settings say."""
-        self._config, self._seed, self._tries = config, seed, tries
+        self._config, self._seed, self._runner = config, seed, runner
         self._parts: list[_Tried] = []
         for name, tasks in held_out.items():
             one, cut = config.of(name), tasks[: config.limit or len(tasks)]
@@ -171,7 +176,7 @@ class Evaluator:
     async def _try(self, number: int, step: int, policy: Snapshot) -> tuple[Group, ...]:
         one, before = self._parts[number], sum(len(part.tasks) for part in self._parts[:number])
         seeds = [request_seed(self._seed, step, before + index, _EVALUATION) for index in range(len(one.tasks))]
-        return await self._tries.roll(one.workflow, one.tasks, policy, size=one.size, seeds=seeds)
+        return await self._runner.run_groups(one.workflow, one.tasks, policy, size=one.size, seeds=seeds)
 
     async def baseline(self, rewards: Rewards, policy: Snapshot) -> dict[str, float]:
         """What the best of the commonest right answers would score if it were always given."""
@@ -194,7 +199,7 @@ class Evaluator:
             **pass_at(groups, self._config.threshold, prefix),
             **of_rewards(f"{prefix}/reward", good),
             f"{prefix}/failed": len(rollouts) - len(good),
-            f"{prefix}/tokens": float(np.mean([spoken(rollout) for rollout in good])) if good else 0.0,
+            f"{prefix}/tokens": float(np.mean([count_policy_tokens(rollout) for rollout in good])) if good else 0.0,
             f"{prefix}/tasks": len(groups),
         }
 

@@ -11,22 +11,28 @@ from rich.console import Console
 
 from tinsmith.rl import metrics, monitors
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.data.tasks import Deck, split
+from tinsmith.rl.data.tasks import TaskSampler, split
 from tinsmith.rl.monitors.base import Monitors, RunInfo
 from tinsmith.rl.policy.agent_endpoint import Gateway
-from tinsmith.rl.policy.base import Peers
+from tinsmith.rl.policy.base import SamplingClients
 from tinsmith.rl.rollouts import buffers
 from tinsmith.rl.rollouts.buffers.base import Buffer
-from tinsmith.rl.rollouts.coordination import LOOK_SECONDS, Notes, Sampling, SharedWeights, TrainingEnded
-from tinsmith.rl.rollouts.producer import Batch, Sampler
-from tinsmith.rl.rollouts.runner import Tries
-from tinsmith.rl.rollouts.weight_sync import Bell
+from tinsmith.rl.rollouts.coordination import (
+    POLL_SECONDS,
+    CoordinationNotes,
+    SamplerStatus,
+    SharedWeights,
+    TrainingEnded,
+)
+from tinsmith.rl.rollouts.producer import Batch, BatchProducer
+from tinsmith.rl.rollouts.runner import RolloutRunner
+from tinsmith.rl.rollouts.weight_sync import ChangeNotifier
 from tinsmith.rl.run import folder_of
 from tinsmith.rl.run_folder import RunFolder
-from tinsmith.rl.train import parts_of, plan_of, with_steps
+from tinsmith.rl.train import parts_of, sampling_plan, with_steps
 
 
-async def explore(config: RunConfig, connect: Callable[[], Awaitable[Peers]], console: Console) -> int:
+async def explore(config: RunConfig, connect: Callable[[], Awaitable[SamplingClients]], console: Console) -> int:
     """Begins, or goes on after the last batch that is in the buffer; returns how many there are in all."""
     config = with_steps(config)
     path = folder_of(config)
@@ -53,32 +59,32 @@ async def explore(config: RunConfig, connect: Callable[[], Awaitable[Peers]], co
         folder.close()
 
 
-async def _explored(config: RunConfig, buffer: Buffer, peers: Peers, told: Monitors, console: Console) -> int:
-    notes, bell = Notes(buffer), Bell()
+async def _explored(config: RunConfig, buffer: Buffer, peers: SamplingClients, told: Monitors, console: Console) -> int:
+    notes, changes = CoordinationNotes(buffer), ChangeNotifier()
     if 0 < (before := (await notes.training()).ended_at) < config.steps:
         console.print(f"Training ended after step {before}: it must be started with more steps too.", highlight=False)
     weights = SharedWeights(notes, peers, config.sync.timeout)
-    deck, _ = split(config.tasks, config.seed)
+    task_sampler, _ = split(config.tasks, config.seed)
     last = await _last(buffer, notes)
 
     async def put(batch: Batch) -> None:
         nonlocal last
         await buffer.put(batch)
-        deck.told(batch.groups)
-        last = _after(last, batch).model_copy(update={"order": deck.state})
+        task_sampler.update(batch.groups)
+        last = _after(last, batch).model_copy(update={"order": task_sampler.state})
         await notes.tell_sampling(last)
         version = batch.groups[0].version
         told.metrics(batch.step, {**metrics.of_groups(batch.groups, version), **batch.numbers})
 
     gateway = Gateway()
     workflow = config.workflow.make(parts_of(config, gateway))
-    tries = Tries(config.rollout, asyncio.Semaphore(config.concurrency))
-    sampler = Sampler(workflow, deck, weights, plan_of(config), tries, bell, put)
+    runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
+    sampler = BatchProducer(workflow, task_sampler, weights, sampling_plan(config), runner, changes, put)
     sampler.go_on(last.done)
-    _place(deck, last)
+    _place(task_sampler, last)
     await notes.tell_sampling(last)
     try:
-        await _until_done(config, sampler, weights, notes, bell, before)
+        await _until_done(config, sampler, weights, notes, changes, before)
     except TrainingEnded as end:
         if end.step < config.steps:
             console.print(f"Training has ended after step {end.step}, so sampling ends too.", highlight=False)
@@ -94,7 +100,12 @@ async def _explored(config: RunConfig, buffer: Buffer, peers: Peers, told: Monit
 
 
 async def _until_done(
-    config: RunConfig, sampler: Sampler, weights: SharedWeights, notes: Notes, bell: Bell, before: int
+    config: RunConfig,
+    sampler: BatchProducer,
+    weights: SharedWeights,
+    notes: CoordinationNotes,
+    changes: ChangeNotifier,
+    before: int,
 ) -> None:
     """Returns when all batches are put. Raises what broke the sampling off, TrainingEnded among it.
 
@@ -105,7 +116,7 @@ async def _until_done(
         sampler.room = lambda: sampler.begun - taken < config.buffer.capacity
     sampler.start()
     while True:
-        seen = bell.rings
+        seen = changes.rings
         if (fault := sampler.fault) is not None:
             raise fault
         if sampler.complete and sampler.done == sampler.begun:
@@ -116,11 +127,11 @@ async def _until_done(
         taken = training.taken
         if config.sync.style == "live":
             await weights.look()
-        await bell.rung_since(seen, LOOK_SECONDS)
-        bell.ring()
+        await changes.rung_since(seen, POLL_SECONDS)
+        changes.ring()
 
 
-async def _last(buffer: Buffer, notes: Notes) -> Sampling:
+async def _last(buffer: Buffer, notes: CoordinationNotes) -> SamplerStatus:
     """Where an earlier process was: what it told, or the last batch, where it was killed between the two."""
     told = await notes.sampling()
     newest = max(await buffer.numbers(), default=0)
@@ -129,11 +140,11 @@ async def _last(buffer: Buffer, notes: Notes) -> Sampling:
     return told.model_copy(update={"state": "under way", "reason": ""})
 
 
-def _after(last: Sampling, batch: Batch) -> Sampling:
+def _after(last: SamplerStatus, batch: Batch) -> SamplerStatus:
     """With that batch too. What any has asked is not asked again, be it for a batch before, in place of what failed."""
     return last.model_copy(update={"done": batch.step, "cursor": max(last.cursor, batch.cursor)})
 
 
-def _place(deck: Deck, last: Sampling) -> None:
+def _place(task_sampler: TaskSampler, last: SamplerStatus) -> None:
     if last.done:
-        deck.restore(last.cursor, last.order)
+        task_sampler.restore(last.cursor, last.order)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from tinsmith.rl.policy.base import Updated
-from tinsmith.rl.policy.training_rows import Sample, spoken
+from tinsmith.rl.policy.base import UpdateResult
+from tinsmith.rl.policy.training_rows import TrainingRow, count_policy_tokens
 from tinsmith.rl.types import Group, Rollout
 
 
@@ -21,7 +21,7 @@ def of_groups(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Rewards, lengths and faults of a batch that weights of `version` are about to train on."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     good = [rollout for rollout in rollouts if not rollout.error]
-    lengths = [spoken(rollout) for rollout in good]
+    lengths = [count_policy_tokens(rollout) for rollout in good]
     staleness = [version - group.version for group in groups]
     return {
         **of_rewards("reward", good),
@@ -52,7 +52,7 @@ def of_rewards(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
     return values
 
 
-def of_update(rows: Sequence[Sample], updated: Updated) -> dict[str, float]:
+def of_update(rows: Sequence[TrainingRow], updated: UpdateResult) -> dict[str, float]:
     """How far trainer and sampler are apart, and what the server told of loss and step."""
     answered = list(zip(rows, updated.logprobs, strict=True))
     own = [(row, p) for row, p in answered if row.kind == "policy"]
@@ -66,7 +66,7 @@ def of_update(rows: Sequence[Sample], updated: Updated) -> dict[str, float]:
     }
 
 
-def _of_own(answered: Sequence[tuple[Sample, np.ndarray]]) -> dict[str, float]:
+def _of_own(answered: Sequence[tuple[TrainingRow, np.ndarray]]) -> dict[str, float]:
     q_T = np.concatenate([row.logprobs[row.mask] for row, _ in answered]).astype(np.float64)
     p_T = np.concatenate([p[row.mask] for row, p in answered]).astype(np.float64)
     weight_T = np.concatenate([np.full(int(row.mask.sum()), row.count) for row, _ in answered])

@@ -15,15 +15,15 @@ from tinsmith.rl import metrics
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.critic import Critic
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.data.demonstrations import Experts
-from tinsmith.rl.data.tasks import Deck
+from tinsmith.rl.data.demonstrations import Demonstrations
+from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.monitors.base import Monitors
 from tinsmith.rl.policy.base import Policy, Update
-from tinsmith.rl.policy.training_rows import Sample
+from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.rewards import Rewards
-from tinsmith.rl.rollouts.batch_source import Supply
-from tinsmith.rl.rollouts.filters import filtered
+from tinsmith.rl.rollouts.batch_source import BatchSource
+from tinsmith.rl.rollouts.filters import apply_filters
 from tinsmith.rl.rollouts.producer import Batch
 from tinsmith.rl.run_folder import SETTINGS, RandomStates, RunFolder, State
 from tinsmith.rl.types import Group
@@ -59,8 +59,8 @@ class Run:
     config: RunConfig
     folder: RunFolder
     policy: Policy
-    deck: Deck
-    supply: Supply
+    task_sampler: TaskSampler
+    batches: BatchSource
     algorithm: Algorithm
     evaluator: Evaluator
     rewards: Rewards | None
@@ -69,7 +69,7 @@ class Run:
     reference: str
     """The base model's name, or a path: whose logprobs divergences are taken from."""
     critic: Critic | None
-    experts: Experts | None
+    experts: Demonstrations | None
 
     def steps(self) -> range:
         """Those still to do, counted from 1."""
@@ -86,10 +86,10 @@ class Run:
 
     def kept(self, groups: Sequence[Group]) -> tuple[Group, ...]:
         """What filters leave of a batch; of one that was refilled, no more than a step takes."""
-        left = filtered(self.config.filters, groups)
+        left = apply_filters(self.config.filters, groups)
         return left[: self.config.groups_per_step] if self.config.filter_refills else left
 
-    def lessons(self) -> list[Sample]:
+    def lessons(self) -> list[TrainingRow]:
         """The rows of experts for a step."""
         if self.experts is None or self.config.experts is None:
             return []
@@ -113,7 +113,7 @@ class Run:
 
     def log(self, step: int, batch: Batch, kept: int, version: int, numbers: Mapping[str, float], clock: Clock) -> None:
         """Tells the order of tasks and the monitors of a step: weights of `version` learned from `kept` groups."""
-        self.deck.told(batch.groups)
+        self.task_sampler.update(batch.groups)
         sampled = metrics.of_groups(batch.groups, version) if batch.groups else {}
         seconds = clock.total()
         tokens = sampled["tokens/sampled"] if batch.groups else numbers.get("tokens/trained", 0.0)
@@ -144,7 +144,7 @@ class Run:
         self.monitors.metrics(step, {**values, **beside, "time/eval": clock.total()})
 
     async def _save(self, step: int, last: bool) -> None:
-        supplied = await self.supply.settle()
+        batch_state = await self.batches.settle()
         name = "final" if last else f"step-{step:06}"
         ttl = None if last else self.config.checkpoint.ttl_seconds
         path = await self.policy.save(name, ttl)
@@ -158,11 +158,11 @@ class Run:
             step=step,
             version=self.policy.version,
             path=path,
-            cursor=self.deck.cursor,
-            order=self.deck.state,
-            lessons=self.experts.cursor if self.experts else 0,
+            cursor=self.task_sampler.cursor,
+            order=self.task_sampler.state,
+            demonstrations_drawn=self.experts.cursor if self.experts else 0,
             random=RandomStates.capture(),
-            supply=supplied,
+            batches=batch_state,
             algorithm=dict(self.algorithm.state),
             reference=self.reference,
             critic_path=critic_path,
@@ -172,8 +172,8 @@ class Run:
         self.folder.save(state)
         for paths in dropped:
             for one in paths:
-                await self.policy.forget(one)
-        await self.supply.saved()
+                await self.policy.delete_checkpoint(one)
+        await self.batches.saved()
 
 
 def anew(config: RunConfig, part: str = "") -> RunConfig:

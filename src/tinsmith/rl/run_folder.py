@@ -20,11 +20,11 @@ from typing import IO, Any, Literal
 
 import numpy as np
 from omegaconf import OmegaConf
-from pydantic import Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
-from tinsmith.rl.rollouts.batch_source import Supplied
+from tinsmith.rl.rollouts.batch_source import BatchSourceState
 from tinsmith.settings import Settings, made
 
 SETTINGS = "run.yaml"
@@ -85,6 +85,8 @@ class RandomStates(Settings):
 class State(Settings):
     """Everything but the weights, which are on the server at `path`."""
 
+    model_config = ConfigDict(populate_by_name=True)
+
     step: int
     """Steps done."""
     version: int
@@ -95,10 +97,12 @@ class State(Settings):
     """Training tasks drawn."""
     order: dict[str, Any] = Field(default_factory=dict)
     """What their order has learned, beside."""
-    lessons: int = 0
-    """Drawn from experts."""
+    demonstrations_drawn: int = Field(default=0, validation_alias="lessons", serialization_alias="lessons")
+    """Demonstrations drawn; `lessons` in the file."""
     random: RandomStates
-    supply: Supplied = Supplied()
+    batches: BatchSourceState = Field(
+        default=BatchSourceState(), validation_alias="supply", serialization_alias="supply"
+    )
     """Which batches were sampled and trained on; those sampled ahead and not yet trained on."""
     algorithm: dict[str, float] = Field(default_factory=dict)
     """Coefficients that adapt."""
@@ -115,7 +119,7 @@ class State(Settings):
 _STATE = TypeAdapter(State)
 
 
-def state_of(path: Path) -> State | None:
+def read_state(path: Path) -> State | None:
     """Where the run in a folder is; None where there is none yet."""
     file = path / "state.json"
     return _STATE.validate_json(file.read_bytes()) if file.exists() else None
@@ -144,7 +148,7 @@ class RunFolder:
             _same_run(own, settings, resume)
             for other in {"", "explore"} - {part}:
                 _agrees(path / other, settings, _ALIKE[part])
-            state = state_of(path)
+            state = read_state(path)
         except BaseException:
             lock.close()
             raise
@@ -155,7 +159,7 @@ class RunFolder:
 
     def save(self, state: State) -> None:
         """On disk, whole, when this returns."""
-        atomic_write(self.path / "state.json", _STATE.dump_json(state))
+        atomic_write(self.path / "state.json", _STATE.dump_json(state, by_alias=True))
         self.state = state
 
     def close(self) -> None:

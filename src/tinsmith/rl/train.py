@@ -16,21 +16,27 @@ from tinsmith.rl import algorithms, logs, monitors
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.critic import Critic
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.data.demonstrations import Experts
-from tinsmith.rl.data.sources import listed
-from tinsmith.rl.data.tasks import Deck, split
+from tinsmith.rl.data.demonstrations import Demonstrations
+from tinsmith.rl.data.sources import as_tuple
+from tinsmith.rl.data.tasks import TaskSampler, split
 from tinsmith.rl.evaluate import EvalConfig, Evaluator
 from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.policy.agent_endpoint import Gateway
 from tinsmith.rl.policy.base import Policy, Snapshot
-from tinsmith.rl.policy.training_rows import Sample
+from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts import buffers
-from tinsmith.rl.rollouts.batch_source import NoSupply, OwnSupply, SharedSupply, Supplied, Supply
-from tinsmith.rl.rollouts.buffers.replay import Reader
-from tinsmith.rl.rollouts.producer import Batch, Plan, Sampler
-from tinsmith.rl.rollouts.runner import Tries
-from tinsmith.rl.rollouts.weight_sync import Bell, LocalWeights, Publisher
+from tinsmith.rl.rollouts.batch_source import (
+    BatchSource,
+    BatchSourceState,
+    EmptyBatchSource,
+    LocalBatchSource,
+    SharedBatchSource,
+)
+from tinsmith.rl.rollouts.buffers.replay import BatchSelector
+from tinsmith.rl.rollouts.producer import Batch, BatchProducer, SamplingPlan
+from tinsmith.rl.rollouts.runner import RolloutRunner
+from tinsmith.rl.rollouts.weight_sync import ChangeNotifier, LocalWeights, WeightPublisher
 from tinsmith.rl.run import Clock, Connect, Run, anew, folder_of
 from tinsmith.rl.run_folder import RunFolder, State
 from tinsmith.rl.workflows.base import Parts, Workflow
@@ -40,8 +46,8 @@ from tinsmith.rl.workflows.base import Parts, Workflow
 async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> AsyncIterator[Run]:
     """The parts of a run, ended in order whatever happens. Raises ConfigError before anything is asked of a server."""
     state = folder.state
-    deck, held_out = split(config.tasks, config.seed)
-    tries = Tries(config.rollout, asyncio.Semaphore(config.concurrency))
+    task_sampler, held_out = split(config.tasks, config.seed)
+    runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
     judge = Rewards(config.eval.rewards or config.rewards) if config.evaluates else None
     gateway = Gateway()
     info = RunInfo(
@@ -52,20 +58,24 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
         settings=config.model_dump(mode="json"),
     )
     policy = await connect(state.path if state else "", state.version if state else 0)
-    supply = _supply(config, folder, policy, deck, tries, gateway) if config.rolls_out else NoSupply()
+    batches = (
+        _batch_source(config, folder, policy, task_sampler, runner, gateway) if config.rolls_out else EmptyBatchSource()
+    )
     pairs = config.algorithm.learns_from == "pairs"
-    experts = Experts(config.experts, held_out, policy.chat, config.seed, pairs=pairs) if config.experts else None
+    experts = (
+        Demonstrations(config.experts, held_out, policy.chat, config.seed, pairs=pairs) if config.experts else None
+    )
     critic = await _critic(config, policy, state)
     reference = await _reference(config, policy, state)
-    columns = _columns(config, policy, reference, critic, tries.gate)
+    columns = _columns(config, policy, reference, critic, runner.semaphore)
     algorithm = algorithms.build(config.algorithm, policy.extensions, columns, config.seed)
     console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.where}[/]", highlight=False)
     if config.plugins:
         console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
-    _go_on(state, deck, algorithm, config.seed)
-    await supply.restore(state.supply if state else Supplied())
+    _go_on(state, task_sampler, algorithm, config.seed)
+    await batches.restore(state.batches if state else BatchSourceState())
     if state is not None and experts is not None:
-        experts.cursor = state.lessons
+        experts.cursor = state.demonstrations_drawn
     try:
         told = monitors.build(config.monitors, info, console)
     except BaseException:
@@ -76,10 +86,10 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
             config=config,
             folder=folder,
             policy=policy,
-            deck=deck,
-            supply=supply,
+            task_sampler=task_sampler,
+            batches=batches,
             algorithm=algorithm,
-            evaluator=Evaluator(config.eval, held_out if judge else {}, judging(config, gateway), config.seed, tries),
+            evaluator=Evaluator(config.eval, held_out if judge else {}, judging(config, gateway), config.seed, runner),
             rewards=judge,
             monitors=told,
             reference=reference,
@@ -87,7 +97,7 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
             experts=experts,
         )
     finally:
-        await supply.close()
+        await batches.close()
         await gateway.close()
         told.close()
         await policy.close()
@@ -111,11 +121,11 @@ def parts_of(config: RunConfig, gateway: Gateway) -> Parts:
     return Parts(sampling=config.sampling, rewards=rewards, gateway=gateway)
 
 
-def plan_of(config: RunConfig) -> Plan:
+def sampling_plan(config: RunConfig) -> SamplingPlan:
     """In style fixed, batch t is for step t alone; else sampling goes on for as long as training does."""
     waiting = config.buffer
     one_each = config.sync.style == "fixed" and not waiting.replay.enable and waiting.max_staleness is None
-    return Plan(
+    return SamplingPlan(
         steps=config.steps if one_each else None,
         groups=config.groups_per_step,
         size=config.group_size,
@@ -127,27 +137,35 @@ def plan_of(config: RunConfig) -> Plan:
     )
 
 
-def _supply(config: RunConfig, folder: RunFolder, policy: Policy, deck: Deck, tries: Tries, gateway: Gateway) -> Supply:
-    bell, plan = Bell(), plan_of(config)
+def _batch_source(
+    config: RunConfig,
+    folder: RunFolder,
+    policy: Policy,
+    task_sampler: TaskSampler,
+    runner: RolloutRunner,
+    gateway: Gateway,
+) -> BatchSource:
+    changes, plan = ChangeNotifier(), sampling_plan(config)
     buffer = buffers.build(config.buffer, folder.path, config.name)
-    reader, ttl = Reader(buffer, config.buffer, config.seed), config.checkpoint.ttl_seconds
+    reader, ttl = BatchSelector(buffer, config.buffer, config.seed), config.checkpoint.ttl_seconds
     if config.mode == "train":
-        return SharedSupply(buffer, reader, policy, plan, config.steps, ttl)
-    weights = LocalWeights(bell, config.sync.timeout)
+        return SharedBatchSource(buffer, reader, policy, plan, config.steps, ttl)
+    weights = LocalWeights(changes, config.sync.timeout)
 
     async def put(batch: Batch) -> None:
         await buffer.put(batch)
-        bell.ring()
+        changes.ring()
 
-    return OwnSupply(
-        Sampler(config.workflow.make(parts_of(config, gateway)), deck, weights, plan, tries, bell, put),
+    workflow = config.workflow.make(parts_of(config, gateway))
+    return LocalBatchSource(
+        BatchProducer(workflow, task_sampler, weights, plan, runner, changes, put),
         buffer,
         reader,
         weights,
-        Publisher(policy, config.sync.method or "memory", config.sync.kept(config.staleness), ttl),
+        WeightPublisher(policy, config.sync.method or "memory", config.sync.kept(config.staleness), ttl),
         policy,
         plan,
-        bell,
+        changes,
         config.buffer.capacity,
     )
 
@@ -155,7 +173,7 @@ def _supply(config: RunConfig, folder: RunFolder, policy: Policy, deck: Deck, tr
 async def _critic(config: RunConfig, policy: Policy, state: State | None) -> Critic | None:
     if (settings := config.algorithm.critic) is None:
         return None
-    learner = await policy.learner(settings.rank, config.seed, state.critic_path if state else "")
+    learner = await policy.auxiliary_adapter(settings.rank, config.seed, state.critic_path if state else "")
     return Critic(settings, learner, config.steps)
 
 
@@ -171,8 +189,8 @@ def _columns(
     """Whom an algorithm may ask what."""
 
     def of(name: str) -> algorithms.Ask:
-        async def ask(rows: Sequence[Sample]) -> list[np.ndarray]:
-            return await logprobs_of(await policy.peer(name), rows, gate)
+        async def ask(rows: Sequence[TrainingRow]) -> list[np.ndarray]:
+            return await logprobs_of(await policy.open_model(name), rows, gate)
 
         return ask
 
@@ -184,23 +202,23 @@ def _columns(
     return asks
 
 
-async def logprobs_of(snapshot: Snapshot, rows: Sequence[Sample], gate: asyncio.Semaphore) -> list[np.ndarray]:
+async def logprobs_of(snapshot: Snapshot, rows: Sequence[TrainingRow], gate: asyncio.Semaphore) -> list[np.ndarray]:
     """float32 [N] of each row's targets."""
 
-    async def one(row: Sample) -> np.ndarray:
+    async def one(row: TrainingRow) -> np.ndarray:
         async with gate:
             return await snapshot.logprobs(row.sequence)
 
     return list(await asyncio.gather(*map(one, rows)))
 
 
-def _go_on(state: State | None, deck: Deck, algorithm: Algorithm, seed: int) -> None:
+def _go_on(state: State | None, task_sampler: TaskSampler, algorithm: Algorithm, seed: int) -> None:
     if state is None:
         random.seed(seed)
         np.random.seed(seed % 2**32)
         return
     state.random.restore()
-    deck.restore(state.cursor, state.order)
+    task_sampler.restore(state.cursor, state.order)
     algorithm.restore(state.algorithm)
 
 
@@ -226,7 +244,7 @@ def with_steps(config: RunConfig) -> RunConfig:
 def _rows(config: RunConfig) -> int:
     if config.experts is None or config.rolls_out:
         return split(config.tasks, config.seed)[0].size
-    return sum(len(source.lessons(config.experts.learn)) for source in listed(config.experts.data))
+    return sum(len(source.demonstrations(config.experts.learn)) for source in as_tuple(config.experts.data))
 
 
 log = logging.getLogger(__name__)
@@ -258,14 +276,14 @@ async def loop(run: Run) -> State:
     await run.begin()
     for step in run.steps():
         clock = Clock()
-        batch = await run.supply.next(step)
+        batch = await run.batches.next(step)
         clock.lap("rollouts")
         groups = run.kept(batch.groups)
         update = await run.algorithm.score(step, groups, run.lessons())
         version = run.policy.version
         numbers = await run.update(step, update)
         clock.lap("update")
-        await run.supply.trained(step)
+        await run.batches.trained(step)
         run.log(step, batch, len(groups), version, numbers, clock)
         await run.save_and_evaluate(step)
     assert run.folder.state is not None  # the last step saves

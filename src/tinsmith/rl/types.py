@@ -46,10 +46,10 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lesson:
+class Demonstration:
     """What somebody else said, to learn from.
 
-    Example: Lesson(id="addition/2042", messages=(question, Message(role="assistant", content="52")))
+    Example: Demonstration(id="addition/2042", messages=(question, Message(role="assistant", content="52")))
     """
 
     id: str

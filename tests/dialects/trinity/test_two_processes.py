@@ -18,7 +18,7 @@ from tinsmith.dialects import read_run
 from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.explore import explore
-from tinsmith.rl.policy.tinker_sampling import TinkerPeers
+from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
 from tinsmith.rl.train import train
 
 pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")  # the SDK's way to delete
@@ -71,8 +71,8 @@ def quiet() -> Console:
 
 
 def peers(config: RunConfig, server: Server):
-    async def connect() -> TinkerPeers:
-        return await TinkerPeers.connect(config.model, *server)
+    async def connect() -> TinkerSamplingClients:
+        return await TinkerSamplingClients.connect(config.model, *server)
 
     return connect
 

@@ -15,14 +15,14 @@ from tests.rl.scripted_run import rows as metric_rows
 from tests.rl.scripted_run import run, settings
 from tinsmith.rl.algorithms.critic import Bins, Critic, CriticConfig, explained
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.scripted import ScriptedLearner
-from tinsmith.rl.policy.training_rows import Sample
+from tinsmith.rl.policy.scripted import ScriptedAuxiliaryAdapter
+from tinsmith.rl.policy.training_rows import TrainingRow
 
 
-def sample(text: str, returns: float, values: float = 0.0) -> Sample:
+def sample(text: str, returns: float, values: float = 0.0) -> TrainingRow:
     ids = np.array([ord(letter) for letter in text])
     length = len(ids) - 1
-    return Sample(
+    return TrainingRow(
         tokens=ids[:-1],
         targets=ids[1:],
         logprobs=np.zeros(length, np.float32),
@@ -59,7 +59,9 @@ def test_only_the_chances_among_the_bins_count():
 
 
 def test_it_learns_what_is_returned_and_says_how_much_it_explained(tmp_path):
-    critic = Critic(CriticConfig(optimizer=OptimizerConfig(learning_rate=10.0)), ScriptedLearner(tmp_path), 100)
+    critic = Critic(
+        CriticConfig(optimizer=OptimizerConfig(learning_rate=10.0)), ScriptedAuxiliaryAdapter(tmp_path), 100
+    )
     rows = [sample("abc", 1.0), sample("xyz", 0.0)]
 
     async def teach():
@@ -76,7 +78,7 @@ def test_it_learns_what_is_returned_and_says_how_much_it_explained(tmp_path):
     assert explained(rows[:1])["critic/explained_variance"] == 0.0
 
 
-class Watched(ScriptedLearner):
+class Watched(ScriptedAuxiliaryAdapter):
     """Keeps what it was asked for and taught."""
 
     def __init__(self, folder: Path) -> None:
@@ -117,7 +119,7 @@ def test_nobody_is_asked_twice_by_the_same_weights(tmp_path):
 
 
 def test_a_bound_keeps_returns_near_what_was_told(tmp_path):
-    critic = Critic(CriticConfig(clip=0.25), ScriptedLearner(tmp_path), 1)
+    critic = Critic(CriticConfig(clip=0.25), ScriptedAuxiliaryAdapter(tmp_path), 1)
     assert critic._bounded(sample("ab", 1.0, 0.5)).tolist() == [0.75]
 
 

@@ -14,8 +14,8 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms import AlgorithmConfig, build, loss_dispatch
 from tinsmith.rl.algorithms.config import LESSONS, NAMES
 from tinsmith.rl.algorithms.losses import LossConfig
-from tinsmith.rl.policy.base import Updated
-from tinsmith.rl.policy.training_rows import Sample
+from tinsmith.rl.policy.base import UpdateResult
+from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
 OURS = frozenset(name for names in loss_specs.EXTENSIONS.values() for name in names)
@@ -51,7 +51,7 @@ def config(name: str, **more) -> AlgorithmConfig:
     return AlgorithmConfig.model_validate({"type": name, **teacher, **more})
 
 
-def logprobs_near(rows: tuple[Sample, ...]) -> list[torch.Tensor]:
+def logprobs_near(rows: tuple[TrainingRow, ...]) -> list[torch.Tensor]:
     random = np.random.default_rng(1)
     return [
         torch.tensor(np.where(row.mask, row.logprobs + random.normal(0, 0.4, len(row.mask)), -1.0), requires_grad=True)
@@ -149,7 +149,7 @@ def test_the_coefficient_that_adapts_is_remembered():
     algorithm = build(one, OURS, columns(), 0)
     update = run(algorithm.score(1, groups()))
     weight = sum(float(inputs["kl_mask"].sum()) for inputs in update.inputs)
-    numbers = algorithm.learned(update, Updated(logprobs=(), metrics={"kl:sum": 1.0 * weight}))
+    numbers = algorithm.learned(update, UpdateResult(logprobs=(), metrics={"kl:sum": 1.0 * weight}))
     assert numbers["optim/kl"] == pytest.approx(1.0)
     assert numbers["optim/kl_coef"] > 0.1
     other = build(one, OURS, columns(), 0)

@@ -20,7 +20,7 @@ from tinsmith.rl.algorithms.config import NAMES
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.policy.tinker import TinkerPolicy
-from tinsmith.rl.policy.tinker_sampling import TinkerPeers
+from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
 from tinsmith.rl.train import train
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.custom import Talk
@@ -92,8 +92,10 @@ def trained(config: RunConfig, address: tuple[str, str]) -> tuple[str, float]:
     async def work() -> tuple[str, float]:
         said = io.StringIO()
         state = await train(config, connect, Console(file=said, width=200))
-        peers = await TinkerPeers.connect(config.model, *address)
-        base, after = [await (await peers.peer(name)).logprobs(range(50)) for name in ("tiny", state.sampling_path)]
+        peers = await TinkerSamplingClients.connect(config.model, *address)
+        base, after = [
+            await (await peers.open_model(name)).logprobs(range(50)) for name in ("tiny", state.sampling_path)
+        ]
         await peers.close()
         return said.getvalue(), float(np.abs(base - after).max())
 

@@ -9,14 +9,16 @@ import pytest
 
 from tests.rl.scripted_run import Killed, breaking, rows, run, settings
 from tinsmith.errors import ConfigError
-from tinsmith.rl.data.demonstrations import Experts, ExpertsConfig
+from tinsmith.rl.data.demonstrations import Demonstrations, DemonstrationsConfig
 from tinsmith.rl.data.sources import Addition
-from tinsmith.rl.policy.scripted import END, Letters
+from tinsmith.rl.policy.scripted import END, LetterCodec
 from tinsmith.rl.types import Message, Task
 
 
-def experts(pairs: bool = False, held_out=(), **config) -> Experts:
-    return Experts(ExpertsConfig.model_validate(config), {"": tuple(held_out)}, Letters(), 0, pairs=pairs)
+def experts(pairs: bool = False, held_out=(), **config) -> Demonstrations:
+    return Demonstrations(
+        DemonstrationsConfig.model_validate(config), {"": tuple(held_out)}, LetterCodec(), 0, pairs=pairs
+    )
 
 
 def words(row) -> str:
@@ -88,7 +90,7 @@ def test_rows_are_cut_and_left_out_where_nothing_remains(tmp_path):
 
 def test_how_many_lessons_come_with_a_step():
     def count(**more):
-        return ExpertsConfig.model_validate({"data": {"type": "addition"}, **more})
+        return DemonstrationsConfig.model_validate({"data": {"type": "addition"}, **more})
 
     assert count().count(4, 6, alone=True) == 4
     assert count().count(4, 6, alone=False) == 24
@@ -120,7 +122,7 @@ def taught(folder: Path, data: Path, **changes):
 def test_a_run_of_lessons_alone_asks_nothing_and_learns(tmp_path):
     state = run(taught(tmp_path / "run", tmp_path))
     told = [row for row in rows(tmp_path / "run") if "optim/expert_nll" in row]
-    assert (state.step, state.lessons) == (8, 24)
+    assert (state.step, state.demonstrations_drawn) == (8, 24)
     assert len(told) == 8
     assert told[0]["optim/expert_nll"] > 3 * told[-1]["optim/expert_nll"]
     assert not any(name.startswith(("reward/", "eval/", "rollouts/")) for row in told for name in row)

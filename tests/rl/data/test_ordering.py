@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.data.ordering import Beliefs, Difficulty
+from tinsmith.rl.data.ordering import Difficulty, DifficultyOrder
 from tinsmith.rl.data.sources import Addition, Jsonl, Largest
-from tinsmith.rl.data.tasks import Deck, TasksConfig, split
+from tinsmith.rl.data.tasks import TaskSampler, TasksConfig, split
 from tinsmith.rl.types import Group, Rollout, Task
 
 
-def deck(order: dict, path=None, seed: int = 0, **more) -> Deck:
+def deck(order: dict, path=None, seed: int = 0, **more) -> TaskSampler:
     train = Largest(size=7) if path is None else Jsonl(path=str(path))
     return split(TasksConfig.model_validate({"train": train, "held_out": 0, "order": order, **more}), seed)[0]
 
@@ -65,19 +65,19 @@ def test_easy_to_hard_sorts_by_fields_and_begins_again(rated):
         deck({"type": "easy_to_hard", "by": ["width"]})
 
 
-def told(task: Task, *rewards: float) -> Group:
+def scored_group(task: Task, *rewards: float) -> Group:
     return Group(task=task, rollouts=tuple(Rollout(rewards={"policy": reward}) for reward in rewards))
 
 
 def test_difficulty_follows_the_beliefs_formula():
     rows = np.array([3, 5, 8])
     known = np.array([[0.2, 0.4, 0.0], [0.6, 0.8, 0.5]])
-    lane = Beliefs(Difficulty(by=("weak", "strong")), rows, known, (0,))
+    lane = DifficultyOrder(Difficulty(by=("weak", "strong")), rows, known, (0,))
     mean = known.mean(axis=0)
     assert lane.alpha == pytest.approx(1 + 0.2 * 16 * mean)
     assert lane.beta == pytest.approx(1 + 0.2 * 16 * (1 - mean))
     before = lane.alpha.copy(), lane.beta.copy()
-    lane.told([3, 8], [0.5, 0.25])
+    lane.update([3, 8], [0.5, 0.25])
     share = ((0.5 - 0.2) + (0.25 - 0.0)) / 2 / (((0.6 - 0.2) + (0.5 - 0.0)) / 2)
     guess = 0.4 + share * (0.8 - 0.4)
     assert lane.alpha == pytest.approx(
@@ -94,7 +94,7 @@ def test_difficulty_takes_what_is_nearest_the_target(rated):
     first = cards.draw(4)
     assert sorted(numbers(first)) == [0, 1, 2, 3]
     rates = {0: (1.0, 1.0), 1: (0.0, 0.0), 2: (1.0, 0.0), 3: (1.0, 1.0)}
-    cards.told([told(task, *rates[number]) for task, number in zip(first, numbers(first), strict=True)])
+    cards.update([scored_group(task, *rates[number]) for task, number in zip(first, numbers(first), strict=True)])
     assert numbers(cards.draw(1)) == [2]
 
 
@@ -102,11 +102,11 @@ def test_difficulty_takes_what_is_nearest_the_target(rated):
 def test_an_order_goes_on_where_it_was(rated, order):
     order = order if isinstance(order, dict) else {"type": order}
 
-    def play(cards: Deck, batches: int) -> list[list[str]]:
+    def play(cards: TaskSampler, batches: int) -> list[list[str]]:
         drawn = []
         for _ in range(batches):
             tasks = cards.draw(2)
-            cards.told([told(task, (index + 1) / 3) for index, task in enumerate(tasks)])
+            cards.update([scored_group(task, (index + 1) / 3) for index, task in enumerate(tasks)])
             drawn.append([task.id for task in tasks])
         return drawn
 
@@ -126,11 +126,11 @@ def test_what_is_under_way_is_told_after_a_restart(rated):
     again = deck({"type": "difficulty"}, rated)
     again.restore(first.cursor, json.loads(json.dumps(first.state)))
     for cards in (first, again):
-        cards.told([told(task, 1.0) for task in tasks])
+        cards.update([scored_group(task, 1.0) for task in tasks])
     assert first.state == again.state
 
 
-def several(seed: int = 0) -> Deck:
+def several(seed: int = 0) -> TaskSampler:
     train = (Largest(size=6), Addition(low=10, high=12), Largest(size=3, seed=9, prompt="Max of {a} {b} {c} {d}?"))
     return split(TasksConfig(train=train, held_out=0), seed)[0]
 

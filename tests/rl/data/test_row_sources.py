@@ -8,7 +8,7 @@ import sqlite3
 import pytest
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.data.row_mapping import Fields
+from tinsmith.rl.data.row_mapping import RowMapping
 from tinsmith.rl.data.row_operators import function
 from tinsmith.rl.data.row_sources import Files, Hub, Jsonl, Sql
 
@@ -120,28 +120,30 @@ def test_a_function_is_named_by_module_or_file():
 
 def test_a_task_takes_system_messages_and_a_begun_reply():
     row = {"question": "q", "answer": "a", "say": "Be kind.", "none": ""}
-    task = Fields(system="Use \\boxed{}.", reply_prefix="<think>").task("r/0", row)
+    task = RowMapping(system="Use \\boxed{}.", reply_prefix="<think>").task("r/0", row)
     assert [(one.role, one.content) for one in task.messages] == [
         ("system", "Use \\boxed{}."), ("user", "q"), ("assistant", "<think>"),
     ]  # fmt: skip
-    assert Fields(system="Brief.", system_key="say").task("r/0", row).messages[0].content == "Be kind."
-    assert Fields(system="Brief.", system_key="none").task("r/0", row).messages[0].content == "Brief."
+    assert RowMapping(system="Brief.", system_key="say").task("r/0", row).messages[0].content == "Be kind."
+    assert RowMapping(system="Brief.", system_key="none").task("r/0", row).messages[0].content == "Brief."
     with pytest.raises(ConfigError, match="no field 'mood'"):
-        Fields(system_key="mood").task("r/0", row)
+        RowMapping(system_key="mood").task("r/0", row)
 
 
 def test_a_lesson_is_the_reply_the_whole_answer_or_the_chats_end():
     row = {"question": "2+2?", "answer": "Two and two.\n#### 4", "chat": [
         {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"},
     ]}  # fmt: skip
-    assert Fields(answer_after="####").lesson("r/0", row).messages[-1].content == "Two and two.\n#### 4"
-    assert Fields(reply="<{answer}>").lesson("r/0", row).messages[-1].content == "<Two and two.\n#### 4>"
-    assert [one.content for one in Fields(prompt="{chat}").lesson("r/0", row).messages] == ["hi", "ho"]
+    assert RowMapping(answer_after="####").demonstration("r/0", row).messages[-1].content == "Two and two.\n#### 4"
+    assert RowMapping(reply="<{answer}>").demonstration("r/0", row).messages[-1].content == "<Two and two.\n#### 4>"
+    assert [one.content for one in RowMapping(prompt="{chat}").demonstration("r/0", row).messages] == ["hi", "ho"]
     as_text = {**row, "chat": json.dumps(row["chat"])}
-    assert Fields(prompt="{chat}").lesson("r/0", as_text) == Fields(prompt="{chat}").lesson("r/0", row)
-    assert Fields().text("r/0", row).messages[0].content == "2+2?"
+    assert RowMapping(prompt="{chat}").demonstration("r/0", as_text) == RowMapping(prompt="{chat}").demonstration(
+        "r/0", row
+    )
+    assert RowMapping().text("r/0", row).messages[0].content == "2+2?"
     with pytest.raises(ConfigError, match="says nothing to learn"):
-        Fields(answer="").lesson("r/0", row)
+        RowMapping(answer="").demonstration("r/0", row)
 
 
 def test_a_pair_has_two_ends():
@@ -153,9 +155,9 @@ def test_a_pair_has_two_ends():
         "whole": [{"role": "user", "content": "how?"}, *said],
         "bad": "no",
     }
-    lesson = Fields(chosen="{good}", rejected="{bad}").lesson("r/0", row)
+    lesson = RowMapping(chosen="{good}", rejected="{bad}").demonstration("r/0", row)
     assert [one.content for one in lesson.messages] == ["how?", "fine"]
     assert [one.content for one in lesson.rejected] == ["how?", "no"]
-    assert Fields(chosen="{whole}", rejected="{bad}").lesson("r/0", row) == lesson
+    assert RowMapping(chosen="{whole}", rejected="{bad}").demonstration("r/0", row) == lesson
     with pytest.raises(ConfigError, match="says nothing to learn"):
-        Fields(chosen="{good}").lesson("r/0", row)
+        RowMapping(chosen="{good}").demonstration("r/0", row)

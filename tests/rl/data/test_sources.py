@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.data.row_mapping import Fields
+from tinsmith.rl.data.row_mapping import RowMapping
 from tinsmith.rl.data.sources import Addition, Hub, Jsonl, Largest, ReasoningGym
 
 
@@ -86,7 +86,7 @@ def write(path, rows):
     ],
 )
 def test_a_name_in_braces_is_a_field_as_it_stands_or_a_path(template, row, answer):
-    assert Fields(prompt="?", answer=template).task("t/0", row).answer == answer
+    assert RowMapping(prompt="?", answer=template).task("t/0", row).answer == answer
 
 
 @pytest.mark.parametrize(
@@ -101,19 +101,19 @@ def test_a_name_in_braces_is_a_field_as_it_stands_or_a_path(template, row, answe
 )
 def test_a_path_that_leads_nowhere_is_named(template, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        Fields(prompt="?", answer=template).task("t/0", {"answer": "7", "more": [1]})
+        RowMapping(prompt="?", answer=template).task("t/0", {"answer": "7", "more": [1]})
 
 
 def test_an_answer_may_be_optional():
-    fields = Fields(prompt="?", answer="{answer}", answer_optional=True)
+    fields = RowMapping(prompt="?", answer="{answer}", answer_optional=True)
     assert [fields.task("t/0", row).answer for row in ({}, {"answer": None}, {"answer": 7})] == ["", "", "7"]
     with pytest.raises(ConfigError, match="cannot be filled"):
-        Fields(prompt="?").task("t/0", {})
+        RowMapping(prompt="?").task("t/0", {})
 
 
 def test_a_chat_may_stand_at_a_path():
     chat = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "one"}]
-    assert Fields(prompt="{said.chat}").lesson("l/0", {"said": {"chat": chat}}).messages[1].content == "one"
+    assert RowMapping(prompt="{said.chat}").demonstration("l/0", {"said": {"chat": chat}}).messages[1].content == "one"
 
 
 def test_jsonl_takes_fields_and_the_part_after_a_mark(tmp_path):

@@ -14,8 +14,8 @@ from tests.rl.scripted_run import rows, run, settings
 from tests.rl.workflows.test_workflows import YES, policy
 from tinsmith.rl.policy.agent_endpoint import Gateway, Line
 from tinsmith.rl.policy.base import SamplingConfig
-from tinsmith.rl.policy.scripted import END, Letters
-from tinsmith.rl.policy.training_rows import rows_of
+from tinsmith.rl.policy.scripted import END, LetterCodec
+from tinsmith.rl.policy.training_rows import rows_from_rollout
 from tinsmith.rl.types import Message, Rollout, Task
 from tinsmith.rl.workflows.agent import AgentConfig
 from tinsmith.rl.workflows.base import Parts
@@ -69,7 +69,7 @@ def test_a_conversation_that_goes_on_is_one_row():
             said.append({"role": "user", "content": more})
 
     _, line = served(use, "five")
-    (row,) = rows_of(Rollout(turns=line.turns))
+    (row,) = rows_from_rollout(Rollout(turns=line.turns))
     assert "".join(map(chr, row.targets[row.mask])) == "five\0five\0five\0"
 
 
@@ -88,7 +88,7 @@ def test_tools_are_called_and_answered_within_one_row():
     assert choice.message.content is None
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2})
     assert len(line.turns) == 2
-    assert len(rows_of(Rollout(turns=line.turns))) == 1
+    assert len(rows_from_rollout(Rollout(turns=line.turns))) == 1
 
 
 def test_two_conversations_side_by_side_are_two_rows():
@@ -104,7 +104,7 @@ def test_two_conversations_side_by_side_are_two_rows():
 
     _, line = served(use, "five")
     assert len(line.turns) == 6
-    assert len(rows_of(Rollout(turns=line.turns))) == 2
+    assert len(rows_from_rollout(Rollout(turns=line.turns))) == 2
 
 
 def test_n_stop_length_seed_and_temperature_are_heard():
@@ -160,7 +160,7 @@ def test_what_is_not_done_is_refused_by_name(asked, sentence):
 
 
 def test_tools_for_a_template_that_takes_none_are_refused_with_a_cure(monkeypatch):
-    monkeypatch.setattr(Letters, "template", "{{ messages }}")
+    monkeypatch.setattr(LetterCodec, "template", "{{ messages }}")
 
     async def use(client, line):
         with pytest.raises(openai.BadRequestError, match=r"takes no tools\. Leave .* or set model\.chat_template"):

@@ -63,7 +63,7 @@ def test_values_may_be_added_for_another_reader(tokenizer):
     template = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}{{ mood }}"
     chat = Chat(tokenizer, template, {"enable_thinking": True, "mood": "!"})
     asked = [Message(role="user", content="Hi")]
-    assert tokenizer.decode(chat.valued({"enable_thinking": False}).prompt(asked)) == "Hi!"
+    assert tokenizer.decode(chat.with_template_values({"enable_thinking": False}).prompt(asked)) == "Hi!"
     assert tokenizer.decode(chat.prompt(asked)) == "Hi<think>!"
 
 
@@ -110,14 +110,14 @@ def test_what_is_taught_is_the_assistants_last_message_or_every_one(tokenizer):
     chat = Chat(tokenizer)
     answers = [Message(role="assistant", content="52"), Message(role="assistant", content="yes, 52")]
     talk = [ASK, answers[0], MORE, answers[1]]
-    tokens, mask = chat.taught(talk)
+    tokens, mask = chat.encode_with_loss_mask(talk)
     assert tokens == spell_all(tokenizer, talk)
     assert tokenizer.decode([one for one, m in zip(tokens, mask, strict=True) if m]) == "yes, 52<|im_end|>"
-    tokens, mask = chat.taught(talk, every=True)
+    tokens, mask = chat.encode_with_loss_mask(talk, every=True)
     assert tokens == spell_all(tokenizer, talk)
     assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "52<|im_end|>yes, 52<|im_end|>"
     with pytest.raises(UserError, match="end with the assistant"):
-        chat.taught(talk[:3])
+        chat.encode_with_loss_mask(talk[:3])
 
 
 def spell_all(tokenizer, messages) -> list[int]:
@@ -168,18 +168,18 @@ def learned(tokenizer, tokens: list[int], mask: list[bool]) -> list[str]:
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_a_chat_to_learn_has_the_assistants_words_with_their_end(tokenizer, template):
     chat = Chat(tokenizer, template)
-    tokens, mask = chat.taught(TOLD)
+    tokens, mask = chat.encode_with_loss_mask(TOLD)
     assert learned(tokenizer, tokens, mask) == ["It is 52<|im_end|>"]
-    tokens, mask = chat.taught(TOLD, every=True)
+    tokens, mask = chat.encode_with_loss_mask(TOLD, every=True)
     assert learned(tokenizer, tokens, mask) == ["51<|im_end|>", "It is 52<|im_end|>"]
 
 
 def test_what_comes_before_a_reply_to_learn_is_its_prompt(tokenizer):
     chat = Chat(tokenizer)
-    tokens, mask = chat.taught(TOLD[:2])
+    tokens, mask = chat.encode_with_loss_mask(TOLD[:2])
     assert tokens[: mask.index(True)] == chat.prompt(TOLD[:1])
 
 
 def test_a_chat_to_learn_ends_with_the_assistant(tokenizer):
     with pytest.raises(UserError, match="must end with the assistant"):
-        Chat(tokenizer).taught([ASK])
+        Chat(tokenizer).encode_with_loss_mask([ASK])

@@ -8,7 +8,7 @@ import socket
 import pytest
 import tinker
 
-from tinsmith.rl.policy.sdk import session
+from tinsmith.rl.policy.sdk import open_session
 
 
 class Slow:
@@ -27,7 +27,7 @@ def test_a_block_that_fails_leaves_no_request_under_way(monkeypatch: pytest.Monk
     monkeypatch.setattr(tinker, "ServiceClient", lambda **_where: Slow(told))
 
     async def divide(port: int) -> None:
-        async with session("dividing", f"http://127.0.0.1:{port}", "tml-x"):
+        async with open_session("dividing", f"http://127.0.0.1:{port}", "tml-x"):
             raise ZeroDivisionError
 
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(ZeroDivisionError):

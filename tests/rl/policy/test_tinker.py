@@ -66,7 +66,7 @@ async def scored(policy: TinkerPolicy, group: Group, **algorithm: Any) -> Update
     config = AlgorithmConfig.model_validate({"advantage": {"std_threshold": None}, **algorithm})
 
     async def reference(rows):
-        return [await (await policy.peer("tiny")).logprobs(row.sequence) for row in rows]
+        return [await (await policy.open_model("tiny")).logprobs(row.sequence) for row in rows]
 
     columns = {"reference": reference, "entropy": policy.entropies}
     return await algorithms.build(config, policy.extensions, columns, 0).score(1, [group])
@@ -258,14 +258,14 @@ def test_a_second_adapter_is_taught_tokens_of_its_own(served):
     async def use(policy: TinkerPolicy):
         turns = await (await policy.snapshot()).sample(ASK, count=4, seed=0, sampling=SAMPLING)
         rows = (await scored(policy, group_of(turns))).rows
-        learner = await policy.learner(rank=4, seed=3)
+        learner = await policy.auxiliary_adapter(rank=4, seed=3)
         ids = tuple(range(learner.vocabulary - 8, learner.vocabulary))
         before = await learner.logprobs(rows, ids)
         weights = [np.zeros((len(row.tokens), 8), np.float32) for row in rows]
         for one in weights:
             one[:, 2] = 0.1
         numbers = await learner.fit(rows, ids, weights, OptimizerConfig(), 1e-2)
-        again = await policy.learner(rank=4, seed=3, state=await learner.save("critic", None))
+        again = await policy.auxiliary_adapter(rank=4, seed=3, state=await learner.save("critic", None))
         return before, numbers, await learner.logprobs(rows, ids), await again.logprobs(rows, ids)
 
     before, numbers, after, again = with_policy(served, use)

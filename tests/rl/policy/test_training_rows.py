@@ -7,7 +7,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tinsmith.rl.policy.training_rows import gathered, merged, placed, rows_of, spoken
+from tinsmith.rl.policy.training_rows import (
+    count_policy_tokens,
+    gather_from_rows,
+    merge_identical_rows,
+    rows_from_rollout,
+    scatter_to_rows,
+)
 from tinsmith.rl.types import Rollout, Turn
 
 
@@ -20,8 +26,8 @@ def rows(*rollouts: Rollout, values: list[float]):
     """Their rows, with an advantage for each rollout."""
     found = []
     for rollout, value in zip(rollouts, values, strict=True):
-        bare = rows_of(rollout)
-        columns = placed(bare, np.full(spoken(rollout), value))
+        bare = rows_from_rollout(rollout)
+        columns = scatter_to_rows(bare, np.full(count_policy_tokens(rollout), value))
         found += [replace(row, advantages=column) for row, column in zip(bare, columns, strict=True)]
     return found
 
@@ -37,8 +43,8 @@ def test_a_reply_is_shifted_by_one_and_its_prompt_weighs_nothing():
 
 def test_turns_that_extend_each_other_are_one_row():
     rollout = Rollout(turns=(turn([5], [7, 8]), turn([5, 7, 8, 9, 9], [3])))
-    (row,) = rows_of(rollout)
-    (row,) = (replace(row, advantages=column) for column in placed([row], np.array([1.0, 2.0, 3.0])))
+    (row,) = rows_from_rollout(rollout)
+    (row,) = (replace(row, advantages=column) for column in scatter_to_rows([row], np.array([1.0, 2.0, 3.0])))
     assert row.tokens.tolist() == [5, 7, 8, 9, 9]
     assert row.targets.tolist() == [7, 8, 9, 9, 3]
     assert row.advantages.tolist() == [1, 2, 0, 0, 3]
@@ -60,15 +66,15 @@ def test_another_roles_words_are_context_not_training():
 
 def test_numbers_of_tokens_go_into_rows_and_come_back():
     rollout = Rollout(turns=(turn([5], [7, 8]), turn([5, 9], [3])))
-    bare = rows_of(rollout)
-    columns = placed(bare, np.array([1.0, 2.0, 3.0]))
+    bare = rows_from_rollout(rollout)
+    columns = scatter_to_rows(bare, np.array([1.0, 2.0, 3.0]))
     assert [column.tolist() for column in columns] == [[1, 2], [0, 3]]
-    assert gathered(bare, columns).tolist() == [1, 2, 3]
+    assert gather_from_rows(bare, columns).tolist() == [1, 2, 3]
 
 
 def test_equal_replies_become_one_row_with_summed_advantages():
     same, other = Rollout(turns=(turn([5], [7, 2]),)), Rollout(turns=(turn([5], [7, 3]),))
-    merged_rows = merged(rows(same, other, same, values=[0.5, -1.0, 0.5]))
+    merged_rows = merge_identical_rows(rows(same, other, same, values=[0.5, -1.0, 0.5]))
     assert [(row.targets.tolist(), row.advantages.tolist(), row.count) for row in merged_rows] == [
         ([7, 2], [1.0, 1.0], 2),
         ([7, 3], [-1.0, -1.0], 1),
@@ -77,7 +83,7 @@ def test_equal_replies_become_one_row_with_summed_advantages():
 
 def test_equal_replies_to_other_prompts_stay_apart():
     apart = rows(Rollout(turns=(turn([5, 6], [7]),)), Rollout(turns=(turn([5], [6, 7]),)), values=[1, 1])
-    assert len(merged(apart)) == 2
+    assert len(merge_identical_rows(apart)) == 2
 
 
 def test_a_datum_has_exactly_the_keys_of_an_rl_loss():

@@ -13,7 +13,7 @@ from tests.rl.scripted_run import run as train
 from tinsmith.errors import TinsmithError
 from tinsmith.rl import algorithms
 from tinsmith.rl.algorithms import AlgorithmConfig
-from tinsmith.rl.rollouts.filters import FilterConfig, filtered
+from tinsmith.rl.rollouts.filters import FilterConfig, apply_filters
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
 FILTERS = TypeAdapter(tuple[FilterConfig, ...])
@@ -30,7 +30,7 @@ def group(*rollouts: Rollout | float) -> Group:
 
 
 def left(filters: list[dict], *groups: Group) -> list[tuple[float, ...]]:
-    return [one.rewards for one in filtered(FILTERS.validate_python(filters), groups)]
+    return [one.rewards for one in apply_filters(FILTERS.validate_python(filters), groups)]
 
 
 @pytest.mark.parametrize(
@@ -51,14 +51,14 @@ def test_rollouts_and_groups_outside_are_left_out(filters, expected):
 
 def test_a_reward_that_is_no_number_is_left_out_and_failures_stay():
     one = group(math.nan, 1.0, rollout(0.0, error="gone"), math.inf)
-    (kept,) = filtered(FILTERS.validate_python([{"type": "valid_reward"}]), [one])
+    (kept,) = apply_filters(FILTERS.validate_python([{"type": "valid_reward"}]), [one])
     assert [rollout.error for rollout in kept.rollouts] == ["", "gone"]
     assert left([{"type": "valid_reward"}], group(math.nan)) == []
 
 
 def test_cut_replies_count_in_the_comparison_but_are_not_learned():
     one = group(rollout(1.0), rollout(0.0, stop="length"), rollout(0.5))
-    (kept,) = filtered(FILTERS.validate_python([{"type": "cut"}]), [one])
+    (kept,) = apply_filters(FILTERS.validate_python([{"type": "cut"}]), [one])
     assert kept.rewards == (1.0, 0.0, 0.5)
     config = AlgorithmConfig.model_validate({"type": "grpo", "merge_replies": False})
     algorithm = algorithms.build(config, frozenset(), columns(), 0)
@@ -69,7 +69,7 @@ def test_cut_replies_count_in_the_comparison_but_are_not_learned():
 
 @pytest.mark.parametrize("name", ["rloo", "opmd", "reinforceplusplus", "raft", "multi_step_grpo", "rec", "grpo_std"])
 def test_every_way_to_compare_takes_a_rollout_that_says_nothing(name):
-    (kept,) = filtered(FILTERS.validate_python([{"type": "cut"}]), [group(rollout(1.0, stop="length"), 0.5, 0.2)])
+    (kept,) = apply_filters(FILTERS.validate_python([{"type": "cut"}]), [group(rollout(1.0, stop="length"), 0.5, 0.2)])
     config = AlgorithmConfig.model_validate({"type": name})
     update = run(algorithms.build(config, frozenset(), columns(), 0).score(1, [kept]))
     assert len(update.rows) <= 2

@@ -10,14 +10,14 @@ import pytest
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.data.sources import Addition
-from tinsmith.rl.data.tasks import Deck, TasksConfig, split
+from tinsmith.rl.data.tasks import TaskSampler, TasksConfig, split
 from tinsmith.rl.policy.base import request_seed
-from tinsmith.rl.rollouts.batch_source import OwnSupply
+from tinsmith.rl.rollouts.batch_source import LocalBatchSource
 from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig
-from tinsmith.rl.rollouts.buffers.replay import Reader
-from tinsmith.rl.rollouts.producer import Batch, Plan, Sampler
-from tinsmith.rl.rollouts.runner import RolloutConfig, Tries
-from tinsmith.rl.rollouts.weight_sync import Bell, LocalWeights, Publisher, SyncConfig
+from tinsmith.rl.rollouts.buffers.replay import BatchSelector
+from tinsmith.rl.rollouts.producer import Batch, BatchProducer, SamplingPlan
+from tinsmith.rl.rollouts.runner import RolloutConfig, RolloutRunner
+from tinsmith.rl.rollouts.weight_sync import ChangeNotifier, LocalWeights, SyncConfig, WeightPublisher
 from tinsmith.rl.types import Rollout, Task, Turn
 
 
@@ -35,11 +35,11 @@ class Counting:
         self.kept.append(name)
         return name
 
-    async def opened(self, path: str, version: int):
+    async def open_checkpoint(self, path: str, version: int):
         assert path in self.kept
         return Counting(version)
 
-    async def forget(self, path: str) -> None:
+    async def delete_checkpoint(self, path: str) -> None:
         self.kept.remove(path)
 
     async def sample(self, prompt, *, count, seed, sampling):
@@ -89,7 +89,7 @@ async def until(holds: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-def deck() -> Deck:
+def task_sampler() -> TaskSampler:
     return split(TasksConfig(train=Addition(), held_out=0), seed=0)[0]
 
 
@@ -100,38 +100,38 @@ def supply(
     steps: int | None = 6,
     at_once: int = 100,
     staleness: int = 0,
-    tasks: Deck | None = None,
+    tasks: TaskSampler | None = None,
     rollout: dict[str, Any] | None = None,
     capacity: int = 16,
     **sync: Any,
-) -> OwnSupply:
+) -> LocalBatchSource:
     how = SyncConfig(**{"timeout": 60.0, **sync})
-    bell, buffer, plan = (
-        Bell(),
+    changes, buffer, plan = (
+        ChangeNotifier(),
         MemoryBuffer(),
-        Plan(steps=steps, groups=4, size=2, staleness=staleness, seed=0, sync=how),
+        SamplingPlan(steps=steps, groups=4, size=2, staleness=staleness, seed=0, sync=how),
     )
-    weights = LocalWeights(bell, how.timeout)
-    tries = Tries(RolloutConfig(**(rollout or {})), asyncio.Semaphore(at_once))
+    weights = LocalWeights(changes, how.timeout)
+    runner = RolloutRunner(RolloutConfig(**(rollout or {})), asyncio.Semaphore(at_once))
 
     async def put(batch: Batch) -> None:
         await buffer.put(batch)
-        bell.ring()
+        changes.ring()
 
-    return OwnSupply(
-        Sampler(workflow, tasks or deck(), weights, plan, tries, bell, put),
+    return LocalBatchSource(
+        BatchProducer(workflow, tasks or task_sampler(), weights, plan, runner, changes, put),
         buffer,
-        Reader(buffer, MemoryConfig(), 0),
+        BatchSelector(buffer, MemoryConfig(), 0),
         weights,
-        Publisher(policy, how.method or "memory", how.keep, None),
+        WeightPublisher(policy, how.method or "memory", how.keep, None),
         policy,
         plan,
-        bell,
+        changes,
         capacity,
     )
 
 
-async def trained(policy: Counting, batches: OwnSupply, steps: range, pause: float = 0.0) -> list[Batch]:
+async def trained(policy: Counting, batches: LocalBatchSource, steps: range, pause: float = 0.0) -> list[Batch]:
     """The batches of some steps; each step is an update that takes `pause` seconds."""
     found = []
     for step in steps:
@@ -282,7 +282,7 @@ def test_every_request_has_its_own_seed():
 
 def test_what_was_begun_ahead_is_handed_over_and_taken_up():
     async def main():
-        first = supply(Watched(), Counting(), staleness=2, tasks=(tasks := deck()))
+        first = supply(Watched(), Counting(), staleness=2, tasks=(tasks := task_sampler()))
         await first.next(1)
         state = type(await first.settle()).model_validate_json((await first.settle()).model_dump_json())
         again = supply(Watched(), Counting(), staleness=2, tasks=tasks)
@@ -345,15 +345,15 @@ def test_a_batch_of_failures_is_sampled_anew_from_other_tasks():
     async def main() -> Batch:
         return await supply(Failing(calls=4), Counting(), tasks=tasks).next(1)
 
-    tasks = deck()
+    tasks = task_sampler()
     batch = asyncio.run(main())
     assert (batch.numbers["rollouts/refills"], batch.cursor) == (1, 8)
-    assert [group.task for group in batch.groups] == deck().draw(8)[4:]
+    assert [group.task for group in batch.groups] == task_sampler().draw(8)[4:]
 
 
 def test_weights_that_never_come_are_not_waited_for_for_ever():
     async def main() -> None:
-        weights = LocalWeights(Bell(), 0.01)
+        weights = LocalWeights(ChangeNotifier(), 0.01)
         await weights.at(3)
 
     refused(main, "No weights of step 3 within 0.01 seconds")

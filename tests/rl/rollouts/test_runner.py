@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.rl.scripted_run import settings
-from tinsmith.rl.rollouts.runner import BROKEN_OFF, OverSampling, RolloutConfig, Tries
+from tinsmith.rl.rollouts.runner import CANCELLED, Oversampling, RolloutConfig, RolloutRunner
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
 GOOD = Rollout(turns=(Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text="", stop="stop"),), rewards={"policy": 1.0})
@@ -39,9 +39,9 @@ class Timed:
 
 def rolled(answers: list[str], *, workflow: Timed | None = None, size: int = 2, over=None, **config) -> list[Group]:
     tasks = [Task(id=str(at), messages=(), answer=answer) for at, answer in enumerate(answers)]
-    tries = Tries(RolloutConfig(**config), asyncio.Semaphore(100))
+    runner = RolloutRunner(RolloutConfig(**config), asyncio.Semaphore(100))
     seeds = range(100, 100 + len(tasks))
-    return list(asyncio.run(tries.roll(workflow or Timed(), tasks, Still(), size=size, seeds=seeds, over=over)))
+    return list(asyncio.run(runner.run_groups(workflow or Timed(), tasks, Still(), size=size, seeds=seeds, over=over)))
 
 
 def errors(group: Group) -> list[str]:
@@ -76,8 +76,8 @@ def test_a_reward_that_is_no_finite_number_costs_its_rollout(odd, told):
 
 def test_waiting_for_a_turn_is_not_an_attempt():
     tasks = [Task(id=str(at), messages=(), answer="0.1") for at in range(6)]
-    tries = Tries(RolloutConfig(timeout=0.5), asyncio.Semaphore(1))
-    groups = asyncio.run(tries.roll(Timed(), tasks, Still(), size=1, seeds=range(6)))
+    runner = RolloutRunner(RolloutConfig(timeout=0.5), asyncio.Semaphore(1))
+    groups = asyncio.run(runner.run_groups(Timed(), tasks, Still(), size=1, seeds=range(6)))
     assert [errors(group) for group in groups] == [[""]] * 6
 
 
@@ -106,18 +106,18 @@ def test_a_group_in_which_some_failed_counts_as_the_run_says(partial, expected):
 
 def test_the_slowest_are_broken_off_when_enough_are_there():
     begin = time.perf_counter()
-    groups = rolled(["0", "5", "0", "0"], over=OverSampling(ratio=0.25, wait=0.05))
+    groups = rolled(["0", "5", "0", "0"], over=Oversampling(ratio=0.25, wait=0.05))
     assert 0.05 <= time.perf_counter() - begin < 3
-    assert [errors(group)[0] for group in groups] == ["", BROKEN_OFF, "", ""]
+    assert [errors(group)[0] for group in groups] == ["", CANCELLED, "", ""]
 
 
 def test_the_others_have_some_time_once_enough_are_there():
-    groups = rolled(["0", "0.05", "0", "0"], over=OverSampling(ratio=0.25, wait=2))
+    groups = rolled(["0", "0.05", "0", "0"], over=Oversampling(ratio=0.25, wait=2))
     assert [errors(group) for group in groups] == [["", ""]] * 4
 
 
 def test_failed_groups_are_not_enough():
-    groups = rolled(["fail", "0.05", "0.05", "0.05"], over=OverSampling(ratio=0.5, wait=0.5))
+    groups = rolled(["fail", "0.05", "0.05", "0.05"], over=Oversampling(ratio=0.5, wait=0.5))
     assert [errors(group)[0] for group in groups] == ["ValueError: no", "", "", ""]
 
 
@@ -130,20 +130,20 @@ def test_what_was_done_of_a_group_broken_off_is_kept_if_wanted(partial):
             self.calls.append((task.answer, count, seed))
             return (GOOD,) * count
 
-    over = OverSampling(ratio=0.5, wait=0.01, partial=partial)
+    over = Oversampling(ratio=0.5, wait=0.01, partial=partial)
     first, _ = rolled(["uneven", "0"], workflow=Uneven(), over=over, split=1)
-    kept = "" if partial else f"left out with its group: {BROKEN_OFF}"
-    assert errors(first) == [kept, BROKEN_OFF]
+    kept = "" if partial else f"left out with its group: {CANCELLED}"
+    assert errors(first) == [kept, CANCELLED]
 
 
 def test_the_limit_follows_the_mean_after_warm_up():
     async def main() -> list[float]:
-        tries = Tries(RolloutConfig(timeout=9.0, timeout_ratio=3.0, timeout_warmup=2), asyncio.Semaphore(10))
-        limits = [tries.limit]
+        runner = RolloutRunner(RolloutConfig(timeout=9.0, timeout_ratio=3.0, timeout_warmup=2), asyncio.Semaphore(10))
+        limits = [runner.limit]
         for _ in range(2):
             task = Task(id="0", messages=(), answer="0.02")
-            await tries.roll(Timed(), [task], Still(), size=1, seeds=[1])
-            limits.append(tries.limit)
+            await runner.run_groups(Timed(), [task], Still(), size=1, seeds=[1])
+            limits.append(runner.limit)
         return limits
 
     first, second, third = asyncio.run(main())

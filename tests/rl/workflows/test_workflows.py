@@ -14,7 +14,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.agent_endpoint import Gateway
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.policy.scripted import END, ScriptedSnapshot
-from tinsmith.rl.policy.training_rows import rows_of
+from tinsmith.rl.policy.training_rows import rows_from_rollout
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.format import Format
 from tinsmith.rl.types import Message, Rollout, Task, Turn
@@ -95,7 +95,7 @@ def test_a_conversation_is_one_row_with_the_policys_words_in_the_mask():
     assert [turn.reward for turn in rollout.turns] == [1.0, 1.0, 1.0]
     assert [turn.state for turn in rollout.turns] == ["0", "1", "2"]
     assert (rollout.reward, rollout.reward_parts) == (3.0, {"workflow": 3.0})
-    (row,) = rows_of(rollout)
+    (row,) = rows_from_rollout(rollout)
     assert "".join(chr(one) for one in row.targets[row.mask]) == "yes\0yes\0yes\0"
 
 
@@ -156,7 +156,7 @@ async def twice(task: Task, talk: Talk, again: str = "sure?") -> float | None:
     await talk.say(again)
     talk.afresh()
     await talk.say("new: ", sampling={"max_tokens": 1})
-    other = await talk.policy.peer("big")
+    other = await talk.policy.open_model("big")
     assert len(await other.sample([ASK], count=1, seed=0, sampling=SamplingConfig())) == 1
     return 0.5
 
@@ -168,7 +168,7 @@ def test_a_workflow_of_ones_own_is_an_async_function():
     assert [turn.reward for turn in rollout.turns] == [0.25, None, None]
     assert rollout.turns[0].state == "first"
     assert rollout.reward_parts == {"workflow": 0.5, "format": 0.0}
-    assert len(rows_of(rollout)) == 2
+    assert len(rows_from_rollout(rollout)) == 2
     (plain,) = play(config, policy("no"), count=1)
     assert plain.reward_parts == {"format": 0.0}
 

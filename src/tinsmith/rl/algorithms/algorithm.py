@@ -20,11 +20,18 @@ from tinsmith.rl.algorithms.advantages.base import Advantages, Trace, trace_of
 from tinsmith.rl.algorithms.advantages.per_token import Gae
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.regularizers import divergence
-from tinsmith.rl.policy.base import Update, Updated
-from tinsmith.rl.policy.training_rows import Sample, gathered, merged, placed, rows_of, truncated
+from tinsmith.rl.policy.base import Update, UpdateResult
+from tinsmith.rl.policy.training_rows import (
+    TrainingRow,
+    gather_from_rows,
+    is_truncated,
+    merge_identical_rows,
+    rows_from_rollout,
+    scatter_to_rows,
+)
 from tinsmith.rl.types import Group
 
-Ask = Callable[[Sequence[Sample]], Awaitable[list[np.ndarray]]]
+Ask = Callable[[Sequence[TrainingRow]], Awaitable[list[np.ndarray]]]
 """From rows to a column [N] of each."""
 
 
@@ -33,7 +40,7 @@ class _Reply:
     """A rollout that did not fail: its group's number, its rows, and what advantages see of it."""
 
     group: int
-    rows: tuple[Sample, ...]
+    rows: tuple[TrainingRow, ...]
     trace: Trace
     cut: bool
     """Whether a turn of it met max_tokens."""
@@ -59,10 +66,10 @@ class Composed:
             return f"the server's {self._served.name}"
         return f"{self._config.loss.type}, computed here, which costs one more forward pass a step"
 
-    async def score(self, step: int, groups: Sequence[Group], experts: Sequence[Sample] = ()) -> Update:
+    async def score(self, step: int, groups: Sequence[Group], experts: Sequence[TrainingRow] = ()) -> Update:
         """What to learn from a step's groups and from rows of others beside them; no rows: nothing."""
         replies = [
-            _Reply(number, tuple(rows_of(rollout)), trace_of(rollout), truncated(rollout))
+            _Reply(number, tuple(rows_from_rollout(rollout)), trace_of(rollout), is_truncated(rollout))
             for number, group in enumerate(groups)
             for rollout in group.rollouts
             if not rollout.error
@@ -79,7 +86,7 @@ class Composed:
             ]
         return replace(self._update(step, [*rows, *experts]), numbers=numbers)
 
-    def learned(self, update: Update, updated: Updated) -> dict[str, float]:
+    def learned(self, update: Update, updated: UpdateResult) -> dict[str, float]:
         """Coefficients that adapt move by what the update measured; what they are now."""
         replies = sum(row.count for row in update.rows)
         measured = updated.metrics.get("kl")
@@ -121,7 +128,7 @@ class Composed:
                 replace(row, columns={name: columns[at] for name, columns in mine.items()})
                 for at, row in enumerate(one.rows)
             )
-            known = {name: gathered(one.rows, columns) for name, columns in mine.items()}
+            known = {name: gather_from_rows(one.rows, columns) for name, columns in mine.items()}
             found.append(replace(one, rows=filled, trace=one.trace.with_columns(known)))
         return found
 
@@ -146,7 +153,7 @@ class Composed:
         found = []
         for one in replies:
             values_T = one.trace.columns["values"]
-            columns = placed(one.rows, gae.raw(one.trace.token_rewards, values_T) + values_T)
+            columns = scatter_to_rows(one.rows, gae.raw(one.trace.token_rewards, values_T) + values_T)
             rows = [
                 replace(row, columns={**row.columns, "returns": column})
                 for row, column in zip(one.rows, columns, strict=True)
@@ -154,9 +161,11 @@ class Composed:
             found.append(replace(one, rows=tuple(rows)))
         return found
 
-    def _rows(self, replies: Sequence[_Reply], advantages_PG: Advantages, random: np.random.Generator) -> list[Sample]:
+    def _rows(
+        self, replies: Sequence[_Reply], advantages_PG: Advantages, random: np.random.Generator
+    ) -> list[TrainingRow]:
         """Every kept reply's rows with their advantages."""
-        kept: list[list[list[Sample]]] = []
+        kept: list[list[list[TrainingRow]]] = []
         dropped = 0
         for number, advantages_G in enumerate(advantages_PG):
             mine = [one for one in replies if one.group == number]
@@ -165,7 +174,7 @@ class Composed:
                 [
                     [
                         replace(row, advantages=column)
-                        for row, column in zip(one.rows, placed(one.rows, values), strict=True)
+                        for row, column in zip(one.rows, scatter_to_rows(one.rows, values), strict=True)
                     ]
                     for one, values in zip(mine, advantages_G, strict=False)
                     if len(values) and not (one.cut and self._config.mask_truncated)
@@ -177,10 +186,10 @@ class Composed:
             return [row for rows_G in kept for rows in rows_G for row in rows]
         bend = self._config.loss.bend
         if self._config.refill:
-            return merged([row for rows_G in kept for rows in rows_G for row in rows], bend)
-        return [row for rows_G in kept for row in merged([row for rows in rows_G for row in rows], bend)]
+            return merge_identical_rows([row for rows_G in kept for rows in rows_G for row in rows], bend)
+        return [row for rows_G in kept for row in merge_identical_rows([row for rows in rows_G for row in rows], bend)]
 
-    def _update(self, step: int, rows: Sequence[Sample]) -> Update:
+    def _update(self, step: int, rows: Sequence[TrainingRow]) -> Update:
         """Weights are those among all rows, also when those that teach nothing are left out."""
         if not rows:
             return Update(rows=())
@@ -204,11 +213,11 @@ class Algorithm(Protocol):
         """Who computes the loss, for people."""
         ...
 
-    async def score(self, step: int, groups: Sequence[Group], experts: Sequence[Sample] = ()) -> Update:
+    async def score(self, step: int, groups: Sequence[Group], experts: Sequence[TrainingRow] = ()) -> Update:
         """What to learn from groups, and from rows of others beside them; no rows means nothing to learn."""
         ...
 
-    def learned(self, update: Update, updated: Updated) -> dict[str, float]:
+    def learned(self, update: Update, updated: UpdateResult) -> dict[str, float]:
         """Told of the update's answer; returns numbers of its own."""
         ...
 

@@ -20,8 +20,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import Learner
-from tinsmith.rl.policy.training_rows import Sample
+from tinsmith.rl.policy.base import AuxiliaryAdapter
+from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.settings import Settings
 
 _TINY = 1e-30
@@ -87,7 +87,7 @@ class Bins:
 class Critic:
     """Tells values and learns returns."""
 
-    def __init__(self, config: CriticConfig, learner: Learner, steps: int) -> None:
+    def __init__(self, config: CriticConfig, learner: AuxiliaryAdapter, steps: int) -> None:
         """`steps` of the run, for the learning rate's course."""
         self.config, self._learner, self._steps = config, learner, steps
         self._bins = Bins.of(config)
@@ -95,13 +95,13 @@ class Critic:
         self._ids = tuple(range(first, first + config.bins))
         self._told: dict[bytes, np.ndarray] = {}
 
-    async def values(self, rows: Sequence[Sample]) -> list[np.ndarray]:
+    async def values(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
         """float32 [N] of each row: what the whole is worth, as seen before each target."""
         found = await self._learner.logprobs(rows, self._ids)
         self._told = {_key(row): logprobs_NK for row, logprobs_NK in zip(rows, found, strict=True)}
         return [self._bins.values(logprobs_NK).astype(np.float32) for logprobs_NK in found]
 
-    async def learn(self, step: int, rows: Sequence[Sample]) -> dict[str, float]:
+    async def learn(self, step: int, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """Teaches each row's column `returns`, and tells how good the column `values` was."""
         rate = self.config.optimizer.rate(step, self._steps)
         targets = [self._bins.targets(self._bounded(row)) for row in rows]
@@ -122,13 +122,13 @@ class Critic:
         """The path to go on from."""
         return await self._learner.save(name, ttl_seconds)
 
-    async def _logprobs(self, rows: Sequence[Sample]) -> list[np.ndarray]:
+    async def _logprobs(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
         """float32 [N, K] of each row, now; nobody is asked again for what `values` was told by the same weights."""
         if all(_key(row) in self._told for row in rows):
             return [self._told[_key(row)] for row in rows]
         return await self._learner.logprobs(rows, self._ids)
 
-    def _bounded(self, row: Sample) -> np.ndarray:
+    def _bounded(self, row: TrainingRow) -> np.ndarray:
         returns_N, values_N = row.columns["returns"].astype(np.float64), row.columns["values"].astype(np.float64)
         if self.config.clip is None:
             return returns_N
@@ -142,11 +142,11 @@ def among(logprobs_NK: np.ndarray) -> np.ndarray:
     return chances / chances.sum(axis=1, keepdims=True)
 
 
-def _key(row: Sample) -> bytes:
+def _key(row: TrainingRow) -> bytes:
     return row.tokens.tobytes()
 
 
-def explained(rows: Sequence[Sample]) -> dict[str, float]:
+def explained(rows: Sequence[TrainingRow]) -> dict[str, float]:
     """critic/explained_variance = 1 - Var(return - value) / Var(return) over tokens; 0 where returns do not vary."""
     returns_T = np.concatenate([row.columns["returns"][row.mask] for row in rows]).astype(np.float64)
     values_T = np.concatenate([row.columns["values"][row.mask] for row in rows]).astype(np.float64)

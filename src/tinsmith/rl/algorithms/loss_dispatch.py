@@ -21,7 +21,7 @@ from tinsmith.rl.algorithms.losses.policy_gradient import Cispo, Dro, Gspo, Impo
 from tinsmith.rl.algorithms.losses.supervised import Opmd, Sft
 from tinsmith.rl.algorithms.regularizers import divergence, sampled_entropy
 from tinsmith.rl.policy.base import Update
-from tinsmith.rl.policy.training_rows import Sample, placed
+from tinsmith.rl.policy.training_rows import TrainingRow, scatter_to_rows
 
 _ESTIMATORS = ("k1", "k2", "k3")
 _KL = frozenset(("kl_coef", "kl_estimator", "kl_mask", "ref_logprobs"))
@@ -80,7 +80,7 @@ def _bounds(low: float, high: float) -> dict[str, float]:
     return {"clip_low_threshold": max(0.0, 1.0 - low), "clip_high_threshold": 1.0 + high}
 
 
-def tokens_of(rows: Sequence[Sample], config: AlgorithmConfig, step: int) -> Tokens:
+def tokens_of(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: int) -> Tokens:
     """All tokens inside of masks, row after row."""
 
     def flat(columns: Sequence[np.ndarray]) -> Tensor:
@@ -131,14 +131,16 @@ def objective(
     return loss, numbers
 
 
-def by_server(rows: Sequence[Sample], batch: Tokens, config: AlgorithmConfig, moment: Moment, loss: Served) -> Update:
+def by_server(
+    rows: Sequence[TrainingRow], batch: Tokens, config: AlgorithmConfig, moment: Moment, loss: Served
+) -> Update:
     """One forward_backward of the server's loss."""
     gains = batch.weights * (batch.counts if isinstance(config.loss, Sft) else batch.advantages)
     if isinstance(config.loss, Opmd):
         gains = gains / (1.0 + config.loss.tau)
-    masks_N = placed(rows, (batch.weights * batch.counts * ~batch.expert).numpy())
+    masks_N = scatter_to_rows(rows, (batch.weights * batch.counts * ~batch.expert).numpy())
     inputs: list[Mapping[str, np.ndarray]] = []
-    for row, gain, mask in zip(rows, placed(rows, gains.numpy()), masks_N, strict=True):
+    for row, gain, mask in zip(rows, scatter_to_rows(rows, gains.numpy()), masks_N, strict=True):
         read = {"weights": gain} if loss.weights_only else {"logprobs": row.logprobs, "advantages": gain}
         if loss.sequence_mask:
             read["sequence_ratio_mask"] = row.mask.astype(np.float32)
@@ -155,7 +157,7 @@ def by_server(rows: Sequence[Sample], batch: Tokens, config: AlgorithmConfig, mo
     return Update(rows=tuple(rows), inputs=tuple(inputs), loss=loss.name, config=settings)
 
 
-def by_client(rows: Sequence[Sample], batch: Tokens, config: AlgorithmConfig, moment: Moment) -> Update:
+def by_client(rows: Sequence[TrainingRow], batch: Tokens, config: AlgorithmConfig, moment: Moment) -> Update:
     """One forward here and one backward of its slopes there."""
     masks = [torch.from_numpy(row.mask) for row in rows]
 

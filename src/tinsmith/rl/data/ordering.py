@@ -20,14 +20,14 @@ Feature = Callable[[str], np.ndarray]
 """From a field's name to float64 [M], its value in every row of the source."""
 
 
-class Lane(Protocol):
+class RowOrder(Protocol):
     """One source's rows in their order."""
 
     def pick(self, draw: int, taken: Collection[int]) -> int:
         """The row of draw number `draw`, from 0; `taken` are rows already in the batch, for orders that look."""
         ...
 
-    def told(self, rows: Sequence[int], rates: Sequence[float]) -> None:
+    def update(self, rows: Sequence[int], rates: Sequence[float]) -> None:
         """The mean rewards of tasks that were tried."""
         ...
 
@@ -42,7 +42,7 @@ class Lane(Protocol):
 
 
 @dataclass
-class Fixed:
+class EpochOrder:
     """Rows in the order that `of_epoch` gives for each pass over them."""
 
     of_epoch: Callable[[int], np.ndarray]
@@ -57,7 +57,7 @@ class Fixed:
             self._now = (epoch, self.of_epoch(epoch))
         return int(self._now[1][place])
 
-    def told(self, rows: Sequence[int], rates: Sequence[float]) -> None:
+    def update(self, rows: Sequence[int], rates: Sequence[float]) -> None:
         """Does not count."""
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -69,9 +69,9 @@ class Sequential(Settings):
 
     type: Literal["sequential"] = "sequential"
 
-    def lane(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> Lane:
+    def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
         """Of one source."""
-        return Fixed(lambda _: rows, len(rows), {})
+        return EpochOrder(lambda _: rows, len(rows), {})
 
 
 class Shuffle(Settings):
@@ -79,10 +79,10 @@ class Shuffle(Settings):
 
     type: Literal["shuffle"] = "shuffle"
 
-    def lane(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> Lane:
+    def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
         """Of one source."""
         first, *others = seed
-        return Fixed(lambda epoch: np.random.default_rng((first, epoch, *others)).permutation(rows), len(rows), {})
+        return EpochOrder(lambda epoch: np.random.default_rng((first, epoch, *others)).permutation(rows), len(rows), {})
 
 
 class Random(Settings):
@@ -90,9 +90,9 @@ class Random(Settings):
 
     type: Literal["random"] = "random"
 
-    def lane(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> Lane:
+    def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
         """Of one source."""
-        return Drawn(rows, seed)
+        return RandomOrder(rows, seed)
 
 
 class EasyToHard(Settings):
@@ -104,11 +104,11 @@ class EasyToHard(Settings):
     descending: bool = False
     """Largest first."""
 
-    def lane(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> Lane:
+    def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
         """Of one source."""
         keys = [feature(key)[rows] * (-1.0 if self.descending else 1.0) for key in self.by]
         sorted_rows = rows[np.lexsort(keys[::-1])]
-        return Fixed(lambda _: sorted_rows, len(rows), {})
+        return EpochOrder(lambda _: sorted_rows, len(rows), {})
 
 
 class Difficulty(Settings):
@@ -141,22 +141,22 @@ class Difficulty(Settings):
             unread(self, "rho", without="by")
         return self
 
-    def lane(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> Lane:
+    def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
         """Of one source."""
         known = None if self.by is None else np.stack([feature(key)[rows] for key in self.by])
         if known is not None and not ((known >= 0) & (known <= 1)).all():
             raise ConfigError(f"tasks.order.by: {self.by} hold numbers outside of 0 to 1.", "Name fields with shares.")
-        return Beliefs(self, rows, known, seed)
+        return DifficultyOrder(self, rows, known, seed)
 
 
-Order = Annotated[
+OrderConfig = Annotated[
     Sequential | Shuffle | Random | EasyToHard | Difficulty,
     Field(discriminator="type"),
 ]
 
 
 @dataclass
-class Drawn:
+class RandomOrder:
     """Rows by chance, each as likely; none twice in a batch while others are left."""
 
     rows: np.ndarray
@@ -170,7 +170,7 @@ class Drawn:
             if row not in taken or len(taken) >= len(self.rows):
                 return row
 
-    def told(self, rows: Sequence[int], rates: Sequence[float]) -> None:
+    def update(self, rows: Sequence[int], rates: Sequence[float]) -> None:
         """Does not count."""
 
     @property
@@ -182,7 +182,7 @@ class Drawn:
         """There is nothing to restore."""
 
 
-class Beliefs:
+class DifficultyOrder:
     """What is believed of each row's reward, and draws by it."""
 
     def __init__(self, config: Difficulty, rows: np.ndarray, known: np.ndarray | None, seed: tuple[int, ...]) -> None:
@@ -204,7 +204,7 @@ class Beliefs:
             scores[np.searchsorted(self._rows, list(taken))] = -np.inf
         return int(self._rows[int(np.argmax(scores))])
 
-    def told(self, rows: Sequence[int], rates: Sequence[float]) -> None:
+    def update(self, rows: Sequence[int], rates: Sequence[float]) -> None:
         """Moves the beliefs, all rows of a batch at once."""
         if not rows:
             return

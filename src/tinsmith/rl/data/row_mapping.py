@@ -2,7 +2,7 @@
 
 Leaves out where rows come from (`tables.py`).
 
-Example: Fields(answer_after="####").task("gsm8k/0", {"question": "2+2?", "answer": "#### 4"}).answer == "4"
+Example: RowMapping(answer_after="####").task("gsm8k/0", {"question": "2+2?", "answer": "#### 4"}).answer == "4"
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from string import Formatter
 from typing import Any, TypeVar, overload
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.types import Lesson, Message, Task
+from tinsmith.rl.types import Demonstration, Message, Task
 from tinsmith.settings import Settings
 
 T = TypeVar("T")
 
 
-class Indexed(Sequence[T]):
+class LazySequence(Sequence[T]):
     """Things made when asked for: `make(i)` for 0 <= i < `length`."""
 
     def __init__(self, length: int, make: Callable[[int], T]) -> None:
@@ -39,12 +39,12 @@ class Indexed(Sequence[T]):
         return self._make(range(self._length)[index])
 
 
-def ask(task_id: str, question: str, answer: str) -> Task:
+def user_task(task_id: str, question: str, answer: str) -> Task:
     """A task of one user message."""
     return Task(id=task_id, messages=(Message(role="user", content=question),), answer=answer)
 
 
-def fill(template: str, values: Mapping[str, Any], place: str) -> str:
+def fill_template(template: str, values: Mapping[str, Any], place: str) -> str:
     """`template` with its {fields} put in. Raises ConfigError that names the place and the fields it has.
 
     A name is that of a field as it stands, whatever characters it has, or else a path: {answer.value}, {answers[0]}.
@@ -89,7 +89,7 @@ def _value(row: Mapping[str, Any], name: str) -> Any:
     return found
 
 
-class Fields(Settings):
+class RowMapping(Settings):
     """How a row of data becomes a task, or a lesson."""
 
     prompt: str = "{question}"
@@ -120,7 +120,7 @@ class Fields(Settings):
     def task(self, task_id: str, row: Mapping[str, Any]) -> Task:
         """Raises ConfigError that names the row and its fields."""
         without = self.answer_optional and _single(self.answer, row) is None
-        answer = "" if without else fill(self.answer, row, task_id)
+        answer = "" if without else fill_template(self.answer, row, task_id)
         if self.answer_after:
             answer = answer.rpartition(self.answer_after)[2]
         begun = (Message(role="assistant", content=self.reply_prefix),) if self.reply_prefix else ()
@@ -131,27 +131,27 @@ class Fields(Settings):
             extra=self._extra(task_id, row),
         )
 
-    def lesson(self, lesson_id: str, row: Mapping[str, Any]) -> Lesson:
+    def demonstration(self, lesson_id: str, row: Mapping[str, Any]) -> Demonstration:
         """What the row says to say. Raises ConfigError that names the row where it says nothing."""
         asked = self._asked(lesson_id, row)
         tools = self._tools(lesson_id, row)
         if self.chosen or self.rejected:
             said, rejected = (self._said(end, asked, row, lesson_id) for end in (self.chosen, self.rejected))
-            return Lesson(id=lesson_id, messages=said, rejected=rejected, tools=tools)
+            return Demonstration(id=lesson_id, messages=said, rejected=rejected, tools=tools)
         if not self.reply and asked[-1].role == "assistant":
-            return Lesson(id=lesson_id, messages=asked, tools=tools)
+            return Demonstration(id=lesson_id, messages=asked, tools=tools)
         said = self._said(self.reply or self.answer, asked, row, lesson_id)
-        return Lesson(id=lesson_id, messages=said, tools=tools)
+        return Demonstration(id=lesson_id, messages=said, tools=tools)
 
-    def text(self, lesson_id: str, row: Mapping[str, Any]) -> Lesson:
+    def text(self, lesson_id: str, row: Mapping[str, Any]) -> Demonstration:
         """The prompt as plain text to learn, without a chat around it."""
-        said = Message(role="assistant", content=fill(self.prompt, row, lesson_id))
-        return Lesson(id=lesson_id, messages=(said,))
+        said = Message(role="assistant", content=fill_template(self.prompt, row, lesson_id))
+        return Demonstration(id=lesson_id, messages=(said,))
 
     def _asked(self, row_id: str, row: Mapping[str, Any]) -> tuple[Message, ...]:
         messages = _chat(self.prompt, row, row_id)
         if messages is None:
-            messages = (Message(role="user", content=fill(self.prompt, row, row_id)),)
+            messages = (Message(role="user", content=fill_template(self.prompt, row, row_id)),)
         if self.system_key and self.system_key not in row:
             raise ConfigError(f"{row_id} has no field {self.system_key!r}.", f"Its fields are: {', '.join(row)}.")
         system = str(row[self.system_key] or "") if self.system_key else ""
@@ -180,7 +180,7 @@ class Fields(Settings):
             raise ConfigError(f"{row_id} says nothing to learn.", "Set reply, or chosen and rejected, on the source.")
         chat = _chat(template, row, row_id)
         if chat is None:
-            return (*asked, Message(role="assistant", content=fill(template, row, row_id)))
+            return (*asked, Message(role="assistant", content=fill_template(template, row, row_id)))
         if chat[-1].role != "assistant":
             raise ConfigError(f"{row_id}: the chat in {template} does not end with an assistant's turn.")
         return chat if len(chat) > 1 else (*asked, *chat)

@@ -82,7 +82,7 @@ class Take(Settings):
 Operator = Annotated[Filter | Map | Sort | Take, Field(discriminator="type")]
 
 
-def operated(rows: Rows, operators: Sequence[Operator], place: str) -> Rows:
+def apply_operators(rows: Rows, operators: Sequence[Operator], place: str) -> Rows:
     """`rows` after each operator in turn. Raises ConfigError where none are left."""
     if not operators:
         return rows

@@ -16,15 +16,15 @@ import numpy as np
 from pydantic import model_validator
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.data.row_mapping import Fields, Indexed
-from tinsmith.rl.data.row_operators import Operator, Rows, operated
-from tinsmith.rl.types import Lesson, Task
+from tinsmith.rl.data.row_mapping import LazySequence, RowMapping
+from tinsmith.rl.data.row_operators import Operator, Rows, apply_operators
+from tinsmith.rl.types import Demonstration, Task
 
-Learn = Literal["last", "all", "text"]
+LearnFrom = Literal["last", "all", "text"]
 """Of a lesson: the last turn of its assistant, every one, or plain text without a chat."""
 
 
-class Table(Fields):
+class RowSource(RowMapping):
     """What every source of rows has."""
 
     operators: tuple[Operator, ...] = ()
@@ -41,18 +41,18 @@ class Table(Fields):
 
     def rows(self) -> Rows:
         """After operators."""
-        return operated(self.read(), self.operators, self.label)
+        return apply_operators(self.read(), self.operators, self.label)
 
     def load(self) -> Sequence[Task]:
         """A task for each row; what cannot be one is told at once for the first row, else when it is drawn."""
         rows = self.rows()
-        tasks = Indexed(len(rows), lambda index: self.task(f"{self.label}/{index}", rows[index]))
+        tasks = LazySequence(len(rows), lambda index: self.task(f"{self.label}/{index}", rows[index]))
         return _tried(tasks)
 
-    def lessons(self, learn: Learn) -> Sequence[Lesson]:
+    def demonstrations(self, learn: LearnFrom) -> Sequence[Demonstration]:
         """A lesson for each row."""
-        rows, make = self.rows(), self.text if learn == "text" else self.lesson
-        return _tried(Indexed(len(rows), lambda index: make(f"{self.label}/{index}", rows[index])))
+        rows, make = self.rows(), self.text if learn == "text" else self.demonstration
+        return _tried(LazySequence(len(rows), lambda index: make(f"{self.label}/{index}", rows[index])))
 
     def feature(self, key: str) -> np.ndarray:
         """float64 [M]: a field of every row. Raises ConfigError where it is no number."""
@@ -64,7 +64,7 @@ class Table(Fields):
             ) from error
 
 
-class Jsonl(Table):
+class Jsonl(RowSource):
     """A file with a JSON object on each line."""
 
     type: Literal["jsonl"] = "jsonl"
@@ -85,7 +85,7 @@ class Jsonl(Table):
             return list(_objects(file, (line for line in lines if line.strip())))
 
 
-class Files(Table):
+class Files(RowSource):
     """Parquet, CSV, JSON or Arrow files, read by the package datasets."""
 
     type: Literal["files"] = "files"
@@ -106,7 +106,7 @@ class Files(Table):
         return _dataset(self.path, kind, data_files=str(Path(self.path).expanduser()), split="train")
 
 
-class Hub(Table):
+class Hub(RowSource):
     """A dataset of the Hugging Face hub, or a local folder in its layout."""
 
     type: Literal["hub"] = "hub"
@@ -131,7 +131,7 @@ class Hub(Table):
         return _dataset(self.name, self.name, self.subset, split=self.split)
 
 
-class Sql(Table):
+class Sql(RowSource):
     """Rows of a database."""
 
     type: Literal["sql"] = "sql"
@@ -155,8 +155,7 @@ class Sql(Table):
 
     def read(self) -> Rows:
         """Read whole, once."""
-        from sqlalchemy import MetaData, create_engine, make_url, select, text
-        from sqlalchemy import Table as Stored
+        from sqlalchemy import MetaData, Table, create_engine, make_url, select, text
         from sqlalchemy.exc import SQLAlchemyError
 
         try:
@@ -165,7 +164,7 @@ class Sql(Table):
                 with engine.connect() as db:
                     if self.query:
                         return [dict(row) for row in db.execute(text(self.query)).mappings()]
-                    stored = Stored(self.table, MetaData(), autoload_with=db)
+                    stored = Table(self.table, MetaData(), autoload_with=db)
                     found = db.execute(select(stored).order_by(*stored.primary_key.columns)).mappings()
                     return [dict(row) for row in found]
             finally:
@@ -175,7 +174,7 @@ class Sql(Table):
             raise ConfigError(f"The rows of {self.label} cannot be read: {what}", "Check url and table.") from error
 
 
-def _tried(things: Indexed[Any]) -> Indexed[Any]:
+def _tried(things: LazySequence[Any]) -> LazySequence[Any]:
     if not len(things):
         return things
     _ = things[0]

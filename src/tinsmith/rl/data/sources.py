@@ -19,38 +19,38 @@ import numpy as np
 from pydantic import Discriminator, Field, Tag
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.data.row_mapping import Fields, Indexed, ask, fill
-from tinsmith.rl.data.row_sources import Files, Hub, Jsonl, Learn, Sql
-from tinsmith.rl.types import Lesson, Message, Task
+from tinsmith.rl.data.row_mapping import LazySequence, RowMapping, fill_template, user_task
+from tinsmith.rl.data.row_sources import Files, Hub, Jsonl, LearnFrom, Sql
+from tinsmith.rl.types import Demonstration, Message, Task
 from tinsmith.settings import MANY, ONE, Settings, changed
 
 
-class Generated(Settings):
+class GeneratedSource(Settings):
     """What every source has that makes its tasks here: no rows, and a lesson is to say the answer."""
 
     def load(self) -> Sequence[Task]:
         """The same tasks in every run."""
         raise NotImplementedError
 
-    def lessons(self, learn: Learn) -> Sequence[Lesson]:
+    def demonstrations(self, learn: LearnFrom) -> Sequence[Demonstration]:
         """Each task with its answer as the reply."""
         tasks = self.load()
 
-        def make(index: int) -> Lesson:
+        def make(index: int) -> Demonstration:
             task = tasks[index]
             if learn == "text":
                 text = f"{task.messages[-1].content}\n\n{task.answer}"
-                return Lesson(id=task.id, messages=(Message(role="assistant", content=text),))
-            return Lesson(id=task.id, messages=(*task.messages, Message(role="assistant", content=task.answer)))
+                return Demonstration(id=task.id, messages=(Message(role="assistant", content=text),))
+            return Demonstration(id=task.id, messages=(*task.messages, Message(role="assistant", content=task.answer)))
 
-        return Indexed(len(tasks), make)
+        return LazySequence(len(tasks), make)
 
     def feature(self, key: str) -> np.ndarray:
         """There are none."""
         raise ConfigError(f"These tasks have no field {key!r}.", "Take a source of rows, or leave out tasks.order.by.")
 
 
-class Addition(Generated):
+class Addition(GeneratedSource):
     """Sums of two numbers; built in, so that a first run needs no data."""
 
     type: Literal["addition"] = "addition"
@@ -69,12 +69,12 @@ class Addition(Generated):
 
         def make(index: int) -> Task:
             a, b = self.low + index // span, self.low + index % span
-            return ask(f"addition/{index}", fill(self.prompt, {"a": a, "b": b}, "addition"), str(a + b))
+            return user_task(f"addition/{index}", fill_template(self.prompt, {"a": a, "b": b}, "addition"), str(a + b))
 
-        return Indexed(span * span, make)
+        return LazySequence(span * span, make)
 
 
-class Largest(Generated):
+class Largest(GeneratedSource):
     """The largest of four different two-digit numbers; built in. Guessing one of the four is right one time in four."""
 
     type: Literal["largest"] = "largest"
@@ -90,13 +90,13 @@ class Largest(Generated):
 
         def make(index: int) -> Task:
             a, b, c, d = Random(f"largest/{self.seed}/{index}").sample(range(10, 100), 4)
-            question = fill(self.prompt, {"a": a, "b": b, "c": c, "d": d}, "largest")
-            return ask(f"largest/{index}", question, str(max(a, b, c, d)))
+            question = fill_template(self.prompt, {"a": a, "b": b, "c": c, "d": d}, "largest")
+            return user_task(f"largest/{index}", question, str(max(a, b, c, d)))
 
-        return Indexed(self.size, make)
+        return LazySequence(self.size, make)
 
 
-class ReasoningGym(Generated):
+class ReasoningGym(GeneratedSource):
     """A dataset of reasoning-gym, generated here; its own scorer is the reward `reasoning_gym`."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
@@ -126,11 +126,11 @@ class ReasoningGym(Generated):
 
         def make(index: int) -> Task:
             entry = dict(entries[index])
-            question = fill(self.prompt, {"question": entry["question"]}, self.dataset)
+            question = fill_template(self.prompt, {"question": entry["question"]}, self.dataset)
             answer = "" if entry["answer"] is None else str(entry["answer"])
-            return replace(ask(f"{self.dataset}/{index}", question, answer), extra=entry)
+            return replace(user_task(f"{self.dataset}/{index}", question, answer), extra=entry)
 
-        return Indexed(self.size, make)
+        return LazySequence(self.size, make)
 
 
 Source = Annotated[
@@ -160,15 +160,15 @@ NamedSources = Annotated[
 """One source, or several by name."""
 
 
-def listed(sources: Source | tuple[Source, ...] | None) -> tuple[Source, ...]:
+def as_tuple(sources: Source | tuple[Source, ...] | None) -> tuple[Source, ...]:
     """As a tuple, whatever was given."""
     if sources is None:
         return ()
     return sources if isinstance(sources, tuple) else (sources,)
 
 
-def read_by(sources: Iterable[Source], names: Sequence[str], other: str) -> None:
+def reject_fields(sources: Iterable[Source], names: Sequence[str], other: str) -> None:
     """For a check of a settings class: raises ValueError if a source of rows sets a key that `other` reads."""
     for source in sources:
-        if isinstance(source, Fields) and (given := [name for name in names if name in changed(source)]):
+        if isinstance(source, RowMapping) and (given := [name for name in names if name in changed(source)]):
             raise ValueError(f"{given[0]} is read of {other} alone; leave it out here")

@@ -14,17 +14,17 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.data.ordering import Lane, Order, Shuffle
-from tinsmith.rl.data.row_mapping import Indexed
-from tinsmith.rl.data.sources import NamedSources, Source, Sources, listed, read_by
+from tinsmith.rl.data.ordering import OrderConfig, RowOrder, Shuffle
+from tinsmith.rl.data.row_mapping import LazySequence
+from tinsmith.rl.data.sources import NamedSources, Source, Sources, as_tuple, reject_fields
 from tinsmith.rl.types import Group, Message, Task
 from tinsmith.settings import Settings
 
-Held = Mapping[str, tuple[Task, ...]]
+HeldOutTasks = Mapping[str, tuple[Task, ...]]
 """Held-out tasks by the name of their source; the name is empty where there is only one."""
 
 
-def question(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
+def question_key(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
     """What a chat asks, the same however it is asked: without system messages and without what is said at its end."""
     asked = [(one.role, one.content.strip()) for one in messages if one.role != "system"]
     while asked and asked[-1][0] == "assistant":
@@ -32,9 +32,9 @@ def question(messages: Sequence[Message]) -> tuple[tuple[str, str], ...]:
     return tuple(asked)
 
 
-def questions(held_out: Held) -> frozenset[tuple[tuple[str, str], ...]]:
+def question_keys(held_out: HeldOutTasks) -> frozenset[tuple[tuple[str, str], ...]]:
     """What nobody may be taught."""
-    return frozenset(question(task.messages) for tasks in held_out.values() for task in tasks)
+    return frozenset(question_key(task.messages) for tasks in held_out.values() for task in tasks)
 
 
 class TasksConfig(Settings):
@@ -48,19 +48,19 @@ class TasksConfig(Settings):
     """How many tasks to hold out: split off `train`, or the first ones of each `eval` (0: all of them)."""
     split_seed: int = 0
     """Which tasks are split off; apart from the run's seed, so that runs of several seeds are judged alike."""
-    order: Order = Shuffle()
+    order: OrderConfig = Shuffle()
     """In what order training tasks come, in each source."""
 
     @model_validator(mode="after")
     def _asked_and_not_taught(self) -> TasksConfig:
-        held_out = self.eval.values() if isinstance(self.eval, dict) else listed(self.eval)
-        read_by([*self.sources, *held_out], ("reply", "chosen", "rejected", "tools_key"), "lessons (experts.data)")
+        held_out = self.eval.values() if isinstance(self.eval, dict) else as_tuple(self.eval)
+        reject_fields([*self.sources, *held_out], ("reply", "chosen", "rejected", "tools_key"), "demonstrations")
         return self
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """Of training tasks."""
-        return listed(self.train)
+        return as_tuple(self.train)
 
     @property
     def evaluates(self) -> bool:
@@ -69,20 +69,20 @@ class TasksConfig(Settings):
 
 
 @dataclass(frozen=True, slots=True)
-class _Pile:
+class _SampledSource:
     """One source: its tasks, and which of their rows come next."""
 
     tasks: Sequence[Task]
-    lane: Lane
+    row_order: RowOrder
     rows: int
 
 
-class Deck:
+class TaskSampler:
     """Training tasks in an order without end. `cursor` counts the draws."""
 
-    def __init__(self, piles: Sequence[_Pile], held_out: Held, seed: int) -> None:
-        self._piles, self._seed = tuple(piles), seed
-        self._banned = questions(held_out)
+    def __init__(self, sources: Sequence[_SampledSource], held_out: HeldOutTasks, seed: int) -> None:
+        self._sources, self._seed = tuple(sources), seed
+        self._banned = question_keys(held_out)
         self._turns: tuple[int, np.ndarray, np.ndarray] | None = None
         self._open: dict[str, list[int]] = {}
         self.cursor = 0
@@ -90,21 +90,21 @@ class Deck:
     @property
     def size(self) -> int:
         """Rows in an epoch."""
-        return sum(pile.rows for pile in self._piles)
+        return sum(source.rows for source in self._sources)
 
     def draw(self, count: int) -> list[Task]:
         """The next `count` tasks; epochs follow each other without a gap."""
         tasks: list[Task] = []
         passed_over = 0
-        taken: list[set[int]] = [set() for _ in self._piles]
+        taken: list[set[int]] = [set() for _ in self._sources]
         while len(tasks) < count:
             number, draw = self._turn(self.cursor)
-            pile = self._piles[number]
-            row = pile.lane.pick(draw, taken[number])
-            task = pile.tasks[row]
+            source = self._sources[number]
+            row = source.row_order.pick(draw, taken[number])
+            task = source.tasks[row]
             taken[number].add(row)
             self.cursor += 1
-            if question(task.messages) not in self._banned:
+            if question_key(task.messages) not in self._banned:
                 tasks.append(task)
                 self._open[task.id] = [number, row]
                 passed_over = 0
@@ -115,34 +115,34 @@ class Deck:
                 )
         return tasks
 
-    def told(self, groups: Sequence[Group]) -> None:
+    def update(self, groups: Sequence[Group]) -> None:
         """What came of tasks that were drawn: their mean rewards, for orders that learn from them."""
-        for number, pile in enumerate(self._piles):
+        for number, source in enumerate(self._sources):
             mine = [group for group in groups if self._open.get(group.task.id, [-1])[0] == number and group.rewards]
             rates = [min(1.0, max(0.0, sum(group.rewards) / len(group.rewards))) for group in mine]
-            pile.lane.told([self._open[group.task.id][1] for group in mine], rates)
+            source.row_order.update([self._open[group.task.id][1] for group in mine], rates)
         for group in groups:
             self._open.pop(group.task.id, None)
 
     @property
     def state(self) -> dict[str, Any]:
         """What a run that goes on must know beside the cursor."""
-        return {"lanes": [pile.lane.state for pile in self._piles], "open": self._open}
+        return {"lanes": [source.row_order.state for source in self._sources], "open": self._open}
 
     def restore(self, cursor: int, state: Mapping[str, Any]) -> None:
         """As it was."""
         self.cursor = cursor
         self._open = dict(state.get("open", {}))
-        for pile, one in zip(self._piles, state.get("lanes", ()), strict=False):
-            pile.lane.restore(one)
+        for source, one in zip(self._sources, state.get("lanes", ()), strict=False):
+            source.row_order.restore(one)
 
     def _turn(self, cursor: int) -> tuple[int, int]:
-        """(pile, number of its draw): every epoch has each pile as often as it has rows."""
+        """(source, number of its draw): every epoch has each source as often as it has rows."""
         epoch, place = divmod(cursor, self.size)
-        if len(self._piles) == 1:
+        if len(self._sources) == 1:
             return 0, cursor
         if self._turns is None or self._turns[0] != epoch:
-            sizes = [pile.rows for pile in self._piles]
+            sizes = [source.rows for source in self._sources]
             turns = np.random.default_rng((self._seed, epoch)).permutation(np.repeat(np.arange(len(sizes)), sizes))
             before = np.zeros(len(turns), np.int64)
             for number in range(len(sizes)):
@@ -150,10 +150,10 @@ class Deck:
                 before[mine] = np.arange(int(mine.sum()))
             self._turns = (epoch, turns, before)
         number = int(self._turns[1][place])
-        return number, epoch * self._piles[number].rows + int(self._turns[2][place])
+        return number, epoch * self._sources[number].rows + int(self._turns[2][place])
 
 
-def split(config: TasksConfig, seed: int) -> tuple[Deck, Held]:
+def split(config: TasksConfig, seed: int) -> tuple[TaskSampler, HeldOutTasks]:
     """The training deck and the held-out tasks. Raises ConfigError where nothing is left to train on."""
     loaded = _told_apart([source.load() for source in config.sources])
     total = sum(map(len, loaded))
@@ -168,13 +168,13 @@ def split(config: TasksConfig, seed: int) -> tuple[Deck, Held]:
             f"tasks.train has {total} tasks; {config.held_out} held out leave none to train on.",
             "Set tasks.held_out lower, or give tasks.eval.",
         )
-    piles = []
+    sources = []
     for number, (source, tasks) in enumerate(zip(config.sources, loaded, strict=True)):
         mine = rows[(rows >= begins[number]) & (rows < begins[number + 1])] - begins[number]
         if len(mine):
             lane_seed = (seed, number) if number else (seed,)
-            piles.append(_Pile(tasks, config.order.lane(mine, source.feature, lane_seed), len(mine)))
-    return Deck(piles, held_out, seed), held_out
+            sources.append(_SampledSource(tasks, config.order.row_order(mine, source.feature, lane_seed), len(mine)))
+    return TaskSampler(sources, held_out, seed), held_out
 
 
 def _told_apart(loaded: Sequence[Sequence[Task]]) -> list[Sequence[Task]]:
@@ -189,7 +189,7 @@ def _told_apart(loaded: Sequence[Sequence[Task]]) -> list[Sequence[Task]]:
 
 
 def _numbered(tasks: Sequence[Task], number: int) -> Sequence[Task]:
-    return Indexed(len(tasks), lambda index: replace(tasks[index], id=f"{number}/{tasks[index].id}"))
+    return LazySequence(len(tasks), lambda index: replace(tasks[index], id=f"{number}/{tasks[index].id}"))
 
 
 def _evaluated(config: TasksConfig) -> dict[str, tuple[Task, ...]]:

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.chat import Conversation, PromptTooLong
-from tinsmith.rl.policy.training_rows import Sample
+from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.types import Message, Turn
 from tinsmith.settings import Settings
 
@@ -89,7 +89,7 @@ class Update:
     Example: Update(rows=(row,), inputs=({"logprobs": q, "advantages": a},), loss="ppo", config={})
     """
 
-    rows: tuple[Sample, ...]
+    rows: tuple[TrainingRow, ...]
     inputs: tuple[Mapping[str, np.ndarray], ...] = ()
     """What the server's loss reads of each row, beside its targets: arrays [N]."""
     loss: str = ""
@@ -103,7 +103,7 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Updated:
+class UpdateResult:
     """What an update answered."""
 
     logprobs: tuple[np.ndarray, ...]
@@ -112,7 +112,7 @@ class Updated:
     """The server's, from the loss and from the optimizer."""
 
 
-class Learner(Protocol):
+class AuxiliaryAdapter(Protocol):
     """An adapter in training that is asked for, and taught, the logprobs of K tokens at every position."""
 
     @property
@@ -120,13 +120,13 @@ class Learner(Protocol):
         """How many token ids there are."""
         ...
 
-    async def logprobs(self, rows: Sequence[Sample], ids: Sequence[int]) -> list[np.ndarray]:
+    async def logprobs(self, rows: Sequence[TrainingRow], ids: Sequence[int]) -> list[np.ndarray]:
         """float32 [N, K] of each row."""
         ...
 
     async def fit(
         self,
-        rows: Sequence[Sample],
+        rows: Sequence[TrainingRow],
         ids: Sequence[int],
         weights: Sequence[np.ndarray],
         optimizer: OptimizerConfig,
@@ -140,7 +140,7 @@ class Learner(Protocol):
         ...
 
 
-class Spelling(Protocol):
+class ChatCodec(Protocol):
     """Chats as tokens; `chat.Chat` does it by a tokenizer and its template."""
 
     @property
@@ -148,7 +148,7 @@ class Spelling(Protocol):
         """The chat template; empty if there is none."""
         ...
 
-    def valued(self, values: Mapping[str, Any]) -> Spelling:
+    def with_template_values(self, values: Mapping[str, Any]) -> ChatCodec:
         """The same, but that the template is given these by name."""
         ...
 
@@ -156,13 +156,13 @@ class Spelling(Protocol):
         """The conversation so far and the start of a reply."""
         ...
 
-    def taught(
+    def encode_with_loss_mask(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, every: bool = False
     ) -> tuple[list[int], list[bool]]:
         """A whole chat, and which of its tokens are the assistant's: of its last message, or of every one."""
         ...
 
-    def plain(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
         """Text, with nothing put around it."""
         ...
 
@@ -183,7 +183,7 @@ class Snapshot(Protocol):
         ...
 
     @property
-    def chat(self) -> Spelling:
+    def chat(self) -> ChatCodec:
         """How its chats are spelled."""
         ...
 
@@ -194,7 +194,7 @@ class Snapshot(Protocol):
         """
         ...
 
-    async def peer(self, name: str) -> Snapshot:
+    async def open_model(self, name: str) -> Snapshot:
         """Other weights of this server to ask: a base model by its name, or a tinker:// path."""
         ...
 
@@ -203,19 +203,19 @@ class Snapshot(Protocol):
         ...
 
 
-class Peers(Protocol):
+class SamplingClients(Protocol):
     """Weights of a server to sample from, by name; nothing is trained."""
 
     @property
-    def chat(self) -> Spelling:
+    def chat(self) -> ChatCodec:
         """How its chats are spelled."""
         ...
 
-    async def peer(self, name: str) -> Snapshot:
+    async def open_model(self, name: str) -> Snapshot:
         """A base model by its name, or a tinker:// path."""
         ...
 
-    async def opened(self, path: str, version: int) -> Snapshot:
+    async def open_checkpoint(self, path: str, version: int) -> Snapshot:
         """Weights that were kept for sampling, known to be of `version`."""
         ...
 
@@ -233,7 +233,7 @@ class Policy(Protocol):
         ...
 
     @property
-    def chat(self) -> Spelling:
+    def chat(self) -> ChatCodec:
         """How its chats are spelled."""
         ...
 
@@ -246,19 +246,19 @@ class Policy(Protocol):
         """What this server offers beyond the protocol, by name: losses, settings and inputs of losses."""
         ...
 
-    async def peer(self, name: str) -> Snapshot:
+    async def open_model(self, name: str) -> Snapshot:
         """Other weights of this server to ask: a base model by its name, or a tinker:// path."""
         ...
 
-    async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> Updated:
+    async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> UpdateResult:
         """One gradient over all rows and one optimizer step."""
         ...
 
-    async def learner(self, rank: int, seed: int, state: str = "") -> Learner:
+    async def auxiliary_adapter(self, rank: int, seed: int, state: str = "") -> AuxiliaryAdapter:
         """A second adapter on the same base, fresh or as saved under `state`."""
         ...
 
-    async def entropies(self, rows: Sequence[Sample]) -> list[np.ndarray]:
+    async def entropies(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
         """float32 [N] of each row: the whole softmax's, now. Raises Unsupported where the server does not tell."""
         ...
 
@@ -270,11 +270,11 @@ class Policy(Protocol):
         """Keep the weights alone, for good or so long; returns the path to sample from."""
         ...
 
-    async def opened(self, path: str, version: int) -> Snapshot:
+    async def open_checkpoint(self, path: str, version: int) -> Snapshot:
         """Weights that were kept for sampling, known to be of `version`."""
         ...
 
-    async def forget(self, path: str) -> None:
+    async def delete_checkpoint(self, path: str) -> None:
         """Let go of weights that were kept for sampling; who samples from them already may go on."""
         ...
 
@@ -288,7 +288,7 @@ def request_seed(run_seed: int, *place: int) -> int:
     return int(np.random.SeedSequence((run_seed, *place)).generate_state(1)[0] & 0x7FFFFFFF)
 
 
-def fits(prompt: Sequence[int], sampling: SamplingConfig) -> None:
+def check_prompt_length(prompt: Sequence[int], sampling: SamplingConfig) -> None:
     """Raises PromptTooLong where the prompt is longer than the run allows."""
     if sampling.max_prompt_tokens is not None and len(prompt) > sampling.max_prompt_tokens:
         raise PromptTooLong(

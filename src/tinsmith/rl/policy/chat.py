@@ -50,7 +50,7 @@ class Chat:
             return str(self._template.get("tool_use") or self._template.get("default") or "")
         return str(self._template or "")
 
-    def valued(self, values: Mapping[str, Any]) -> Chat:
+    def with_template_values(self, values: Mapping[str, Any]) -> Chat:
         """The same tokenizer and template, but that these values go to the template as well."""
         return Chat(self._tokenizer, self._template, {**self._values, **values})
 
@@ -71,10 +71,10 @@ class Chat:
         _, found, tail = self._rendered(marked, tools).rpartition(_MARK)
         if not found:  # the template leaves this reply out of the chat, as some do with old ones
             return self._spelled(conversation, tools)
-        ids = self.plain(tail)
+        ids = self.encode_text(tail)
         return said + ids[turn.tokens[-1:] == tuple(ids[:1]) :]
 
-    def taught(
+    def encode_with_loss_mask(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, every: bool = False
     ) -> tuple[list[int], list[bool]]:
         """A whole chat as tokens, and which of them are the assistant's: of its last message, or of every one.
@@ -96,7 +96,10 @@ class Chat:
             whole = self._rendered(messages[: at + 1], tools, begin=False)
             if not whole.startswith(before):  # the template begins a reply otherwise than it ends up in the chat
                 before = self._rendered(messages[:at], tools, begin=False) if at else ""
-            prompt, all_of_it = self.plain(before), self.plain(before) + self.plain(whole[len(before) :])
+            prompt, all_of_it = (
+                self.encode_text(before),
+                self.encode_text(before) + self.encode_text(whole[len(before) :]),
+            )
             if prompt[: len(tokens)] != tokens:  # an old reply reads otherwise now: it is no part of what is learned
                 mask = []
             reply = all_of_it[len(prompt) :]
@@ -129,7 +132,7 @@ class Chat:
             mask = [at > first and one for at, one in enumerate(mask)]
         return list(given["input_ids"]), mask
 
-    def plain(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
         """Text as tokens, with nothing put around it."""
         return list(self._tokenizer.encode(text, add_special_tokens=False))
 
@@ -150,7 +153,7 @@ class Chat:
     def _spelled(self, conversation: Conversation, tools: Sequence[Mapping[str, Any]]) -> list[int]:
         if not self.template:
             return list(self._tokenizer.encode(self._rendered(conversation, tools)))
-        return self.plain(self._rendered(conversation, tools))
+        return self.encode_text(self._rendered(conversation, tools))
 
     def _rendered(self, conversation: Conversation, tools: Sequence[Mapping[str, Any]], *, begin: bool = True) -> str:
         """As text; `begin` ends it where a reply begins."""

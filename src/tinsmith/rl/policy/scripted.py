@@ -17,20 +17,20 @@ import torch
 
 from tinsmith.errors import Unsupported
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import Prompt, SamplingConfig, Update, Updated, fits
+from tinsmith.rl.policy.base import Prompt, SamplingConfig, Update, UpdateResult, check_prompt_length
 from tinsmith.rl.policy.chat import Conversation
-from tinsmith.rl.policy.training_rows import Sample
+from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.types import Message, Turn
 
 END = 0
 
 
-class Letters:
+class LetterCodec:
     """How chats are spelled where a letter is a token: texts one after the other, END after each of the assistant's."""
 
     template = "{{ tools }} <tool_call>"
 
-    def valued(self, values: Mapping[str, Any]) -> Letters:
+    def with_template_values(self, values: Mapping[str, Any]) -> LetterCodec:
         """Nothing reads them."""
         return self
 
@@ -41,10 +41,10 @@ class Letters:
             if isinstance(part, Turn):
                 tokens = [*part.prompt, *part.tokens]
             else:
-                tokens += self.plain(part.content)
+                tokens += self.encode_text(part.content)
         return tokens
 
-    def taught(
+    def encode_with_loss_mask(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, every: bool = False
     ) -> tuple[list[int], list[bool]]:
         """The assistant's texts with their END."""
@@ -52,12 +52,12 @@ class Letters:
         mask: list[bool] = []
         for at, message in enumerate(messages):
             spoken = message.role == "assistant"
-            new = [*self.plain(message.content), *([END] if spoken else [])]
+            new = [*self.encode_text(message.content), *([END] if spoken else [])]
             tokens += new
             mask += [spoken and (every or at == len(messages) - 1)] * len(new)
         return tokens, mask
 
-    def plain(self, text: str) -> list[int]:
+    def encode_text(self, text: str) -> list[int]:
         """Code points."""
         return [ord(letter) for letter in text]
 
@@ -80,22 +80,22 @@ class ScriptedSnapshot:
         return self._version
 
     @property
-    def chat(self) -> Letters:
+    def chat(self) -> LetterCodec:
         """A letter is a token."""
-        return Letters()
+        return LetterCodec()
 
     async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
         """Replies drawn from softmax(logits / temperature); the reply's logprob lies on its first token."""
         logprobs = _log_softmax(self._logits / (sampling.temperature or 1.0))
         tokens = _tokens(prompt)
-        fits(tokens, sampling)
+        check_prompt_length(tokens, sampling)
         if sampling.temperature:
             drawn = np.random.default_rng(seed).choice(len(logprobs), size=count, p=np.exp(logprobs))
         else:
             drawn = np.full(count, int(np.argmax(self._logits)))
         return tuple(self._turn(tokens, int(reply), logprobs, sampling) for reply in drawn)
 
-    async def peer(self, name: str) -> ScriptedSnapshot:
+    async def open_model(self, name: str) -> ScriptedSnapshot:
         """Whatever the name, it says each reply as often."""
         return ScriptedSnapshot(self._replies, np.zeros(len(self._replies)), 0)
 
@@ -135,15 +135,15 @@ class ScriptedPolicy:
         return self._version
 
     @property
-    def chat(self) -> Letters:
+    def chat(self) -> LetterCodec:
         """A letter is a token."""
-        return Letters()
+        return LetterCodec()
 
     async def snapshot(self) -> ScriptedSnapshot:
         """A copy of the logits."""
         return ScriptedSnapshot(self._replies, self._logits, self._version)
 
-    async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> Updated:
+    async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> UpdateResult:
         """One step of plain gradient descent; moments and clipping are left out."""
         before = _log_softmax(self._logits)
         answers = [self._spoken(row, before) for row in update.rows]
@@ -155,22 +155,22 @@ class ScriptedPolicy:
         self._logits = self._logits + learning_rate * gradient
         self._version += 1
         norm = float(np.linalg.norm(gradient))
-        return Updated(logprobs=tuple(answers), metrics={"loss:sum": loss, "grad_norm": norm, **metrics})
+        return UpdateResult(logprobs=tuple(answers), metrics={"loss:sum": loss, "grad_norm": norm, **metrics})
 
     @property
     def extensions(self) -> frozenset[str]:
         """None."""
         return frozenset()
 
-    async def peer(self, name: str) -> ScriptedSnapshot:
+    async def open_model(self, name: str) -> ScriptedSnapshot:
         """Whatever the name, it says each reply as often."""
         return ScriptedSnapshot(self._replies, np.zeros(len(self._replies)), 0)
 
-    async def learner(self, rank: int, seed: int, state: str = "") -> ScriptedLearner:
+    async def auxiliary_adapter(self, rank: int, seed: int, state: str = "") -> ScriptedAuxiliaryAdapter:
         """A table in place of an adapter."""
-        return ScriptedLearner(self._folder, state)
+        return ScriptedAuxiliaryAdapter(self._folder, state)
 
-    async def entropies(self, rows: Sequence[Sample]) -> list[np.ndarray]:
+    async def entropies(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
         """The entropy lies on a reply's first token."""
         before = _log_softmax(self._logits)
         value = -float((np.exp(before) * before).sum())
@@ -189,18 +189,18 @@ class ScriptedPolicy:
         """As `save`."""
         return await self.save(f"{name}-sampling", ttl_seconds)
 
-    async def opened(self, path: str, version: int) -> ScriptedSnapshot:
+    async def open_checkpoint(self, path: str, version: int) -> ScriptedSnapshot:
         """The logits that were saved."""
         return ScriptedSnapshot(self._replies, np.array(json.loads(Path(path).read_text())), version)
 
-    async def forget(self, path: str) -> None:
+    async def delete_checkpoint(self, path: str) -> None:
         """Its file goes."""
         Path(path).unlink(missing_ok=True)
 
     async def close(self) -> None:
         """Nothing to end."""
 
-    def _spoken(self, row: Sample, logprobs_R: np.ndarray) -> np.ndarray:
+    def _spoken(self, row: TrainingRow, logprobs_R: np.ndarray) -> np.ndarray:
         """float32 [N]: a row's logprobs."""
         found = np.zeros(len(row.targets), np.float32)
         found[int(np.argmax(row.mask))] = logprobs_R[self._reply(row.targets[row.mask])]
@@ -210,7 +210,7 @@ class ScriptedPolicy:
         return _which(self._replies, tokens)
 
 
-class ScriptedLearner:
+class ScriptedAuxiliaryAdapter:
     """A table of logits for every text before a position; a plain step of gradient descent changes its rows."""
 
     vocabulary = 1024
@@ -219,7 +219,7 @@ class ScriptedLearner:
         self._folder = folder
         self._table: dict[str, list[float]] = json.loads(Path(state).read_text()) if state else {}
 
-    async def logprobs(self, rows: Sequence[Sample], ids: Sequence[int]) -> list[np.ndarray]:
+    async def logprobs(self, rows: Sequence[TrainingRow], ids: Sequence[int]) -> list[np.ndarray]:
         """Every token but the K has no chance at all."""
         return [
             np.stack([_log_softmax(self._logits(place, len(ids))) for place in _places(row)]).astype(np.float32)
@@ -228,7 +228,7 @@ class ScriptedLearner:
 
     async def fit(
         self,
-        rows: Sequence[Sample],
+        rows: Sequence[TrainingRow],
         ids: Sequence[int],
         weights: Sequence[np.ndarray],
         optimizer: OptimizerConfig,
@@ -258,7 +258,7 @@ class ScriptedLearner:
         return np.array(self._table.get(place) or [0.0] * count)
 
 
-def _places(row: Sample) -> list[str]:
+def _places(row: TrainingRow) -> list[str]:
     return ["".join(chr(token) for token in row.tokens[: at + 1]) for at in range(len(row.tokens))]
 
 
@@ -287,7 +287,7 @@ def _slopes(update: Update, logprobs: Sequence[np.ndarray]) -> tuple[float, list
 
 def _tokens(prompt: Prompt) -> tuple[int, ...]:
     parts = [part for part in prompt if not isinstance(part, int)]
-    return tuple(Letters().prompt(parts)) if parts else tuple(int(cast(int, part)) for part in prompt)
+    return tuple(LetterCodec().prompt(parts)) if parts else tuple(int(cast(int, part)) for part in prompt)
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:

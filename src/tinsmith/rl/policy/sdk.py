@@ -24,7 +24,7 @@ CLOSE_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
-def adam(optimizer: OptimizerConfig, learning_rate: float) -> tinker.AdamParams:
+def adam_params(optimizer: OptimizerConfig, learning_rate: float) -> tinker.AdamParams:
     """The optimizer's settings at one learning rate."""
     return tinker.AdamParams(
         learning_rate=learning_rate,
@@ -37,7 +37,7 @@ def adam(optimizer: OptimizerConfig, learning_rate: float) -> tinker.AdamParams:
 
 
 @asynccontextmanager
-async def boundary(what: str) -> AsyncIterator[None]:
+async def translate_errors(what: str) -> AsyncIterator[None]:
     """Errors of the SDK leave as ours, with what was being asked."""
     try:
         yield
@@ -63,28 +63,28 @@ def _sentence(error: tinker.APIStatusError) -> str:
 
 
 @asynccontextmanager
-async def session(what: str, base_url: str, api_key: str) -> AsyncIterator[tinker.ServiceClient]:
+async def open_session(what: str, base_url: str, api_key: str) -> AsyncIterator[tinker.ServiceClient]:
     """A session at the server, which ends with the block only where the block fails.
 
     Raises ConfigError where no server answers, UserError where it refuses the key.
     """
-    await reach(base_url)
-    async with boundary(f"{what} at {base_url}"):
+    await check_reachable(base_url)
+    async with translate_errors(f"{what} at {base_url}"):
         service = await asyncio.to_thread(tinker.ServiceClient, base_url=base_url, api_key=api_key)
         try:
             yield service
         except BaseException:
-            await ended(service, "errored")
+            await end_session(service, "errored")
             raise
 
 
-async def ended(service: tinker.ServiceClient, status: Literal["success", "errored"]) -> None:
+async def end_session(service: tinker.ServiceClient, status: Literal["success", "errored"]) -> None:
     """The session is over at the server, and nothing is under way: Python aborts if it ends while the SDK still sends.
 
     A server that is gone is not waited for. Raises nothing: whatever ended the work is the thing to tell.
     """
     try:
-        async with boundary("ending the session"), asyncio.timeout(CLOSE_SECONDS):
+        async with translate_errors("ending the session"), asyncio.timeout(CLOSE_SECONDS):
             await service.close(status)
     except (TinsmithError, TimeoutError) as error:
         log.warning("The session could not be ended: %s", error)
@@ -95,13 +95,13 @@ async def extensions(base_url: str, api_key: str) -> frozenset[str]:
     async with httpx.AsyncClient(base_url=base_url, timeout=CONNECT_SECONDS) as client:
         try:
             answer = await client.get("/api/v1/get_server_capabilities", headers={"X-API-Key": api_key})
-            listed = answer.json().get("extensions", {}) if answer.is_success else {}
+            as_tuple = answer.json().get("extensions", {}) if answer.is_success else {}
         except (httpx.HTTPError, ValueError):  # a server may have another way to tell what it can; then it has no more
             return frozenset()
-    return frozenset(name for names in listed.values() for name in names)
+    return frozenset(name for names in as_tuple.values() for name in names)
 
 
-async def reach(base_url: str) -> None:
+async def check_reachable(base_url: str) -> None:
     """The SDK waits for a server for hours; a wrong address should be told at once."""
     url = urlsplit(base_url)
     try:

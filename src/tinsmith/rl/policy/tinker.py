@@ -16,15 +16,15 @@ import tinker
 
 from tinsmith.errors import Unsupported, UserError
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import ModelConfig, Update, Updated
+from tinsmith.rl.policy.base import ModelConfig, Update, UpdateResult
 from tinsmith.rl.policy.chat import Chat
-from tinsmith.rl.policy.sdk import adam, boundary, extensions, session
-from tinsmith.rl.policy.tinker_sampling import TinkerPeers, TinkerSnapshot, chat_of
-from tinsmith.rl.policy.training_rows import Sample
+from tinsmith.rl.policy.sdk import adam_params, extensions, open_session, translate_errors
+from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, TinkerSnapshot, load_chat
+from tinsmith.rl.policy.training_rows import TrainingRow
 
 
-class TinkerLearner:
-    """Implements `policy.Learner`."""
+class TinkerAuxiliaryAdapter:
+    """Implements `policy.AuxiliaryAdapter`."""
 
     def __init__(self, client: tinker.TrainingClient, vocabulary: int) -> None:
         self._client, self._vocabulary = client, vocabulary
@@ -34,16 +34,16 @@ class TinkerLearner:
         """The tokenizer's."""
         return self._vocabulary
 
-    async def logprobs(self, rows: Sequence[Sample], ids: Sequence[int]) -> list[np.ndarray]:
+    async def logprobs(self, rows: Sequence[TrainingRow], ids: Sequence[int]) -> list[np.ndarray]:
         """One forward pass."""
         data = [_datum(row, ids, np.ones((len(row.tokens), len(ids)), np.float32)) for row in rows]
-        async with boundary("asking the critic"):
+        async with translate_errors("asking the critic"):
             passed = await self._client.forward(data, "cross_entropy")
         return [np.asarray(one["logprobs"].to_numpy(), np.float32) for one in passed.loss_fn_outputs]
 
     async def fit(
         self,
-        rows: Sequence[Sample],
+        rows: Sequence[TrainingRow],
         ids: Sequence[int],
         weights: Sequence[np.ndarray],
         optimizer: OptimizerConfig,
@@ -51,19 +51,19 @@ class TinkerLearner:
     ) -> dict[str, float]:
         """One gradient and one step, submitted together."""
         data = [_datum(row, ids, one) for row, one in zip(rows, weights, strict=True)]
-        async with boundary("teaching the critic"):
+        async with translate_errors("teaching the critic"):
             gradient = self._client.forward_backward(data, "cross_entropy")
-            step = self._client.optim_step(adam(optimizer, learning_rate))
+            step = self._client.optim_step(adam_params(optimizer, learning_rate))
             passed, stepped = await gradient, await step
         return {**passed.metrics, **(stepped.metrics or {})}
 
     async def save(self, name: str, ttl_seconds: int | None) -> str:
         """A state checkpoint."""
-        async with boundary(f"saving the critic {name}"):
+        async with translate_errors(f"saving the critic {name}"):
             return (await self._client.save_state(name, ttl_seconds=ttl_seconds, overwrite=True)).path
 
 
-def _datum(row: Sample, ids: Sequence[int], weights_NK: np.ndarray) -> tinker.Datum:
+def _datum(row: TrainingRow, ids: Sequence[int], weights_NK: np.ndarray) -> tinker.Datum:
     targets_NK = np.tile(np.asarray(ids, np.int64), (len(row.tokens), 1))
     arrays: dict[str, Any] = {"target_tokens": targets_NK, "weights": weights_NK}
     return tinker.Datum(
@@ -89,7 +89,7 @@ class TinkerPolicy:
         offered: frozenset[str],
     ) -> None:
         self._service, self._rest, self._client, self._chat = service, rest, client, chat
-        self._others = TinkerPeers(service, chat, base_model)
+        self._others = TinkerSamplingClients(service, chat, base_model)
         self._version, self._base_model, self._extensions = version, base_model, offered
         self._snapshot: TinkerSnapshot | None = None
         self._saving: Awaitable[tinker.SamplingClient] | None = None
@@ -103,10 +103,10 @@ class TinkerPolicy:
 
         Raises ConfigError where no server answers, UserError where it refuses the model or the key.
         """
-        async with session(f"making the model {config.name}", base_url, api_key) as service:
+        async with open_session(f"making the model {config.name}", base_url, api_key) as service:
             rest = await asyncio.to_thread(tinker.RestClient, base_url=base_url, api_key=api_key)
             client = await _training_client(service, config, seed, state)
-            chat, offered = await chat_of(config, client), await extensions(base_url, api_key)
+            chat, offered = await load_chat(config, client), await extensions(base_url, api_key)
             return cls(service, rest, client, chat, version, config.name, offered)
 
     @property
@@ -122,33 +122,33 @@ class TinkerPolicy:
     async def snapshot(self) -> TinkerSnapshot:
         """One sampling session for each version; asked again, it is the same one."""
         if self._snapshot is None or self._snapshot.version != self._version:
-            async with boundary("saving weights for sampling"):
+            async with translate_errors("saving weights for sampling"):
                 saving, self._saving = self._saving or self._client.save_weights_and_get_sampling_client(), None
                 client = await saving
             self._snapshot = TinkerSnapshot(client, self._chat, self._version, self._others)
         return self._snapshot
 
-    async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> Updated:
+    async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> UpdateResult:
         """Gradient, step and the weights to sample from next are submitted together: the server runs them without a
         pause. Where the present weights were not sampled from, as in a run on data alone, the next are not saved."""
         sampled = self._snapshot is not None and self._snapshot.version == self._version
-        async with boundary(f"training with the loss {update.loss or 'of the run'}"):
+        async with translate_errors(f"training with the loss {update.loss or 'of the run'}"):
             gradient = self._gradient(update)
-            step = self._client.optim_step(adam(optimizer, learning_rate))
+            step = self._client.optim_step(adam_params(optimizer, learning_rate))
             saving = self._client.save_weights_and_get_sampling_client() if sampled else None
             passed, stepped = await gradient, await step
         self._version, self._saving = self._version + 1, saving
         logprobs = tuple(np.asarray(one["logprobs"].to_numpy(), np.float32) for one in passed.loss_fn_outputs)
-        return Updated(logprobs=logprobs, metrics={**passed.metrics, **(stepped.metrics or {})})
+        return UpdateResult(logprobs=logprobs, metrics={**passed.metrics, **(stepped.metrics or {})})
 
-    async def learner(self, rank: int, seed: int, state: str = "") -> TinkerLearner:
+    async def auxiliary_adapter(self, rank: int, seed: int, state: str = "") -> TinkerAuxiliaryAdapter:
         """A second adapter on the same base, fresh or as saved under `state`, in the same session."""
-        async with boundary("making the critic"):
+        async with translate_errors("making the critic"):
             if state:
                 client = await self._service.create_training_client_from_state_with_optimizer(state)
             else:
                 client = await self._service.create_lora_training_client(self._base_model, rank=rank, seed=seed)
-        return TinkerLearner(client, self._chat.vocabulary)
+        return TinkerAuxiliaryAdapter(client, self._chat.vocabulary)
 
     def _gradient(self, update: Update) -> Any:
         if (client := update.client) is not None:
@@ -162,37 +162,37 @@ class TinkerPolicy:
         """What get_server_capabilities lists under `extensions`; a server that lists none has none."""
         return self._extensions
 
-    async def peer(self, name: str) -> TinkerSnapshot:
+    async def open_model(self, name: str) -> TinkerSnapshot:
         """A sampling session on other weights; asked again, it is the same one. Another base brings its tokenizer."""
-        return await self._others.peer(name)
+        return await self._others.open_model(name)
 
-    async def entropies(self, rows: Sequence[Sample]) -> list[np.ndarray]:
+    async def entropies(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
         """One forward pass with the extension `return_entropy`."""
         if "return_entropy" not in self._extensions:
             raise Unsupported("This server does not tell entropies.", "Use an algorithm that does not read them.")
         data = [row.datum({"weights": row.mask.astype(np.float32)}) for row in rows]
-        async with boundary("asking for entropies"):
+        async with translate_errors("asking for entropies"):
             passed = await self._client.forward(data, "cross_entropy", cast(Any, {"return_entropy": 1.0}))
         return [np.asarray(one["entropy"].to_numpy(), np.float32) for one in passed.loss_fn_outputs]
 
     async def save(self, name: str, ttl_seconds: int | None) -> str:
         """A state checkpoint; overwrites one of that name."""
-        async with boundary(f"saving the checkpoint {name}"):
+        async with translate_errors(f"saving the checkpoint {name}"):
             return (await self._client.save_state(name, ttl_seconds=ttl_seconds, overwrite=True)).path
 
     async def save_for_sampling(self, name: str, ttl_seconds: int | None = None) -> str:
         """A sampler checkpoint."""
-        async with boundary(f"saving the weights {name}"):
+        async with translate_errors(f"saving the weights {name}"):
             return (await self._client.save_weights_for_sampler(name, ttl_seconds=ttl_seconds)).path
 
-    async def opened(self, path: str, version: int) -> TinkerSnapshot:
+    async def open_checkpoint(self, path: str, version: int) -> TinkerSnapshot:
         """A sampling session of its own."""
-        return await self._others.opened(path, version)
+        return await self._others.open_checkpoint(path, version)
 
-    async def forget(self, path: str) -> None:
+    async def delete_checkpoint(self, path: str) -> None:
         """One that is gone already is passed over."""
         try:
-            async with boundary(f"deleting {path}"):
+            async with translate_errors(f"deleting {path}"):
                 await self._rest.delete_checkpoint_from_tinker_path(path)
         except UserError as error:
             log.warning("Old weights could not be deleted: %s", error)

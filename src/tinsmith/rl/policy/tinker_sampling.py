@@ -13,16 +13,16 @@ import numpy as np
 import tinker
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.policy.base import ModelConfig, Prompt, SamplingConfig, fits
+from tinsmith.rl.policy.base import ModelConfig, Prompt, SamplingConfig, check_prompt_length
 from tinsmith.rl.policy.chat import Chat, template_of
-from tinsmith.rl.policy.sdk import boundary, ended, session
+from tinsmith.rl.policy.sdk import end_session, open_session, translate_errors
 from tinsmith.rl.types import Turn
 
 
 class TinkerSnapshot:
     """A sampling session at one version."""
 
-    def __init__(self, client: tinker.SamplingClient, chat: Chat, version: int, others: TinkerPeers) -> None:
+    def __init__(self, client: tinker.SamplingClient, chat: Chat, version: int, others: TinkerSamplingClients) -> None:
         self._client, self._chat, self._version, self._others = client, chat, version, others
 
     @property
@@ -38,7 +38,7 @@ class TinkerSnapshot:
     async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
         """One request for all `count` replies."""
         tokens = _tokens(prompt, self._chat)
-        fits(tokens, sampling)
+        check_prompt_length(tokens, sampling)
         params = tinker.SamplingParams(
             max_tokens=sampling.max_tokens,
             seed=seed,
@@ -47,7 +47,7 @@ class TinkerSnapshot:
             top_k=sampling.top_k,
             top_p=sampling.top_p,
         )
-        async with boundary("sampling"):
+        async with translate_errors("sampling"):
             answer = await self._client.sample(tinker.ModelInput.from_ints(tokens), count, params)
         return tuple(
             Turn(
@@ -61,18 +61,18 @@ class TinkerSnapshot:
             for sequence in answer.sequences
         )
 
-    async def peer(self, name: str) -> TinkerSnapshot:
+    async def open_model(self, name: str) -> TinkerSnapshot:
         """As of the session."""
-        return await self._others.peer(name)
+        return await self._others.open_model(name)
 
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """One request; the first token has no logprob and is left out."""
-        async with boundary("asking for logprobs"):
+        async with translate_errors("asking for logprobs"):
             found = await self._client.compute_logprobs(tinker.ModelInput.from_ints(list(tokens)))
         return np.array(found[1:], np.float32)
 
 
-class TinkerPeers:
+class TinkerSamplingClients:
     """A session at the server, and sampling sessions in it."""
 
     def __init__(self, service: tinker.ServiceClient, chat: Chat, base_model: str) -> None:
@@ -80,23 +80,23 @@ class TinkerPeers:
         self._peers: dict[str, TinkerSnapshot] = {}
 
     @classmethod
-    async def connect(cls, config: ModelConfig, base_url: str, api_key: str) -> TinkerPeers:
+    async def connect(cls, config: ModelConfig, base_url: str, api_key: str) -> TinkerSamplingClients:
         """Raises ConfigError where no server answers, UserError where it refuses the model or the key."""
-        async with session(f"opening the model {config.name}", base_url, api_key) as service:
+        async with open_session(f"opening the model {config.name}", base_url, api_key) as service:
             # Servers name the tokenizer of a model in training alone, and a name may be an alias: so one is made.
             client = await service.create_lora_training_client(base_model=config.name, rank=1)
-            return cls(service, await chat_of(config, client), config.name)
+            return cls(service, await load_chat(config, client), config.name)
 
     @property
     def chat(self) -> Chat:
         """The model's tokenizer and template."""
         return self._chat
 
-    async def peer(self, name: str) -> TinkerSnapshot:
+    async def open_model(self, name: str) -> TinkerSnapshot:
         """A base model by its name, or a tinker:// path; asked again, it is the same one. Another base brings its
         tokenizer."""
         if name not in self._peers:
-            async with boundary(f"opening {name} for sampling"):
+            async with translate_errors(f"opening {name} for sampling"):
                 path = name if name.startswith("tinker://") else None
                 base = None if path else name
                 if path and "/weights/" in path:  # a state: servers sample from weights that were saved for it alone
@@ -117,18 +117,18 @@ class TinkerPeers:
             training = await self._service.create_lora_training_client(base_model=name, rank=1)
             return await asyncio.to_thread(training.get_tokenizer)
 
-    async def opened(self, path: str, version: int) -> TinkerSnapshot:
+    async def open_checkpoint(self, path: str, version: int) -> TinkerSnapshot:
         """A sampling session of its own."""
-        async with boundary(f"opening {path} for sampling"):
+        async with translate_errors(f"opening {path} for sampling"):
             client = await self._service.create_sampling_client(model_path=path)
         return TinkerSnapshot(client, self._chat, version, self)
 
     async def close(self) -> None:
         """Ends the session at the server; its checkpoints stay. A server that is gone is not waited for."""
-        await ended(self._service, "success")
+        await end_session(self._service, "success")
 
 
-async def chat_of(config: ModelConfig, client: tinker.TrainingClient) -> Chat:
+async def load_chat(config: ModelConfig, client: tinker.TrainingClient) -> Chat:
     """By the configured tokenizer and template, or those that the server names. Raises ConfigError."""
     tokenizer = await asyncio.to_thread(_tokenizer, config, client)
     return Chat(tokenizer, template_of(config.chat_template), config.chat_template_values)

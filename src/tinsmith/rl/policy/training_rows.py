@@ -25,7 +25,7 @@ _NOISE = 1e-3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class TrainingRow:
     """One row: position i of `tokens` predicts `targets[i]`.
 
     Example: prompt 5 6 and reply 7 2 with advantage 0.5 are tokens=[5, 6, 7], targets=[6, 7, 2],
@@ -62,7 +62,7 @@ class Sample:
         )
 
 
-def rows_of(rollout: Rollout) -> list[Sample]:
+def rows_from_rollout(rollout: Rollout) -> list[TrainingRow]:
     """The rows of a rollout, with no advantages yet; in order, their masks together are the policy's tokens."""
     rows: list[_Row] = []
     for turn in rollout.turns:
@@ -77,7 +77,7 @@ def rows_of(rollout: Rollout) -> list[Sample]:
     return [row.sample() for row in rows]
 
 
-def placed(rows: Sequence[Sample], values_T: np.ndarray) -> list[np.ndarray]:
+def scatter_to_rows(rows: Sequence[TrainingRow], values_T: np.ndarray) -> list[np.ndarray]:
     """A number for each of T tokens inside the rows' masks as a column of each row: float32 [N], 0 outside."""
     columns, begin = [], 0
     for row in rows:
@@ -89,18 +89,18 @@ def placed(rows: Sequence[Sample], values_T: np.ndarray) -> list[np.ndarray]:
     return columns
 
 
-def gathered(rows: Sequence[Sample], columns: Sequence[np.ndarray]) -> np.ndarray:
+def gather_from_rows(rows: Sequence[TrainingRow], columns: Sequence[np.ndarray]) -> np.ndarray:
     """Back: float64 [T], the tokens inside the rows' masks one after the other."""
     pieces = [column[row.mask].astype(np.float64) for row, column in zip(rows, columns, strict=True)]
     return np.concatenate([np.zeros(0), *pieces])
 
 
-def merged(rows: Sequence[Sample], bend: float | None = None) -> list[Sample]:
+def merge_identical_rows(rows: Sequence[TrainingRow], bend: float | None = None) -> list[TrainingRow]:
     """Equal rows as one with their advantages summed, in the order of their first; its other numbers stand for all.
 
     `bend` is the advantage at which the loss changes its slope: rows on both sides of it stay apart.
     """
-    kept: list[Sample] = []
+    kept: list[TrainingRow] = []
     places: dict[bytes, list[int]] = {}
     for row in rows:
         key = row.tokens.tobytes() + row.targets[-1:].tobytes() + row.mask.tobytes()
@@ -115,7 +115,7 @@ def merged(rows: Sequence[Sample], bend: float | None = None) -> list[Sample]:
     return kept
 
 
-def _as_one(one: Sample, other: Sample, bend: float | None) -> Sample | None:
+def _as_one(one: TrainingRow, other: TrainingRow, bend: float | None) -> TrainingRow | None:
     """None where another policy spoke the other, or a loss that bends would take the sum for something else."""
     both = one.advantages + other.advantages
     if np.abs(one.logprobs - other.logprobs).max(initial=0.0) > _NOISE:
@@ -127,12 +127,12 @@ def _as_one(one: Sample, other: Sample, bend: float | None) -> Sample | None:
     return replace(one, advantages=both, count=one.count + other.count)
 
 
-def spoken(rollout: Rollout) -> int:
+def count_policy_tokens(rollout: Rollout) -> int:
     """How many tokens of it the policy spoke."""
     return sum(len(turn.tokens) for turn in rollout.turns if turn.role == POLICY)
 
 
-def truncated(rollout: Rollout) -> bool:
+def is_truncated(rollout: Rollout) -> bool:
     """Whether a turn of the policy met max_tokens."""
     return any(turn.stop == "length" for turn in rollout.turns if turn.role == POLICY)
 
@@ -148,8 +148,8 @@ class _Row:
         self.logprobs += logprobs
         self.mask += [mask] * len(tokens)
 
-    def sample(self) -> Sample:
-        return Sample(
+    def sample(self) -> TrainingRow:
+        return TrainingRow(
             tokens=np.array(self.tokens[:-1], np.int64),
             targets=np.array(self.tokens[1:], np.int64),
             logprobs=np.array(self.logprobs[1:], np.float32),

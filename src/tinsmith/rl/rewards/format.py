@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 
 from tinsmith.rl.policy.base import Snapshot
-from tinsmith.rl.policy.training_rows import spoken
+from tinsmith.rl.policy.training_rows import count_policy_tokens
 from tinsmith.rl.rewards.base import Reward
 from tinsmith.rl.types import Rollout, Task
 
@@ -62,5 +62,5 @@ class Overlong(Reward):
 
     async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> float:
         """By the policy's tokens of the whole rollout."""
-        over = spoken(rollout) - (self.max_tokens - self.margin)
+        over = count_policy_tokens(rollout) - (self.max_tokens - self.margin)
         return -min(1.0, max(0.0, over / self.margin))

@@ -128,9 +128,11 @@ class Judge(Reward):
         return [*self.rubric, *(Criterion.model_validate(one) for one in kept)]
 
     async def _here(self, prompt: str, policy: Snapshot) -> str:
-        other = await policy.peer(self.model)
+        other = await policy.open_model(self.model)
         sampling = SamplingConfig(max_tokens=self.max_tokens, temperature=self.temperature)
-        tokens = other.chat.valued(self.chat_template_values).prompt([Message(role="user", content=prompt)])
+        tokens = other.chat.with_template_values(self.chat_template_values).prompt(
+            [Message(role="user", content=prompt)]
+        )
         turns = await other.sample(tokens, count=1, seed=0, sampling=sampling)
         return turns[0].text
 

@@ -12,24 +12,30 @@ from typing import Protocol
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.rollouts.buffers.base import Buffer
-from tinsmith.rl.rollouts.buffers.replay import Reader, Reading
-from tinsmith.rl.rollouts.coordination import LOOK_SECONDS, Notes, Published, Sampling, Training
-from tinsmith.rl.rollouts.producer import Batch, Plan, Sampler
-from tinsmith.rl.rollouts.weight_sync import Bell, LocalWeights, Publisher
+from tinsmith.rl.rollouts.buffers.replay import BatchSelector, SelectorState
+from tinsmith.rl.rollouts.coordination import (
+    POLL_SECONDS,
+    CoordinationNotes,
+    SamplerStatus,
+    TrainerStatus,
+    WeightRecord,
+)
+from tinsmith.rl.rollouts.producer import Batch, BatchProducer, SamplingPlan
+from tinsmith.rl.rollouts.weight_sync import ChangeNotifier, LocalWeights, WeightPublisher
 from tinsmith.settings import Settings
 
 
-class Supplied(Settings):
+class BatchSourceState(Settings):
     """Where a supply is, for a run that goes on."""
 
-    reading: Reading = Reading()
+    reading: SelectorState = SelectorState()
     sampled: int = 0
     """Batches sampled."""
     batches: tuple[Batch, ...] = ()
     """Those that wait, where nothing else keeps them."""
 
 
-class Supply(Protocol):
+class BatchSource(Protocol):
     """Asked by the loop, step by step."""
 
     async def next(self, step: int) -> Batch:
@@ -40,7 +46,7 @@ class Supply(Protocol):
         """The policy has seen `step` steps: its weights may be sampled from."""
         ...
 
-    async def settle(self) -> Supplied:
+    async def settle(self) -> BatchSourceState:
         """Waits for what is under way; returns where to go on from."""
         ...
 
@@ -48,7 +54,7 @@ class Supply(Protocol):
         """What `settle` returned is on disk."""
         ...
 
-    async def restore(self, state: Supplied) -> None:
+    async def restore(self, state: BatchSourceState) -> None:
         """What `settle` returned in an earlier process."""
         ...
 
@@ -57,29 +63,25 @@ class Supply(Protocol):
         ...
 
 
-POLL_SECONDS = 0.2
-"""How often is looked for what no bell tells: batches that have rested long enough."""
-
-
-class OwnSupply:
+class LocalBatchSource:
     """Samples and trains in one process."""
 
     def __init__(
         self,
-        sampler: Sampler,
+        sampler: BatchProducer,
         buffer: Buffer,
-        reader: Reader,
+        reader: BatchSelector,
         weights: LocalWeights,
-        publisher: Publisher,
+        publisher: WeightPublisher,
         policy: Policy,
-        plan: Plan,
-        bell: Bell,
+        plan: SamplingPlan,
+        changes: ChangeNotifier,
         capacity: int,
     ) -> None:
         """`sampler` puts into `buffer` and samples by `weights`; `capacity` is the number of batches that may wait."""
         self._sampler, self._buffer, self._reader = sampler, buffer, reader
         self._weights, self._publisher, self._policy = weights, publisher, policy
-        self._sync, self._bell = plan.sync, bell
+        self._sync, self._bell = plan.sync, changes
         self._fixed = plan.sync.style == "fixed"
         self._published = -1
         if not self._fixed:
@@ -114,19 +116,19 @@ class OwnSupply:
             case "on_demand" if self._weights.wanted is not None:
                 await self._publish(step)
 
-    async def settle(self) -> Supplied:
+    async def settle(self) -> BatchSourceState:
         """All of it, or where it is, if the buffer outlives the process."""
         await self._sampler.settle()
         held = () if self._buffer.durable else sorted(await self._buffer.numbers())
         done = self._reader.done
         batches = [await self._buffer.get(number) for number in held if number not in done]
-        return Supplied(reading=self._reader.state, sampled=self._sampler.done, batches=tuple(batches))
+        return BatchSourceState(reading=self._reader.state, sampled=self._sampler.done, batches=tuple(batches))
 
     async def saved(self) -> None:
         """Drops what was trained on for the last time."""
         await self._reader.clear()
 
-    async def restore(self, state: Supplied) -> None:
+    async def restore(self, state: BatchSourceState) -> None:
         """What was sampled after that is sampled again."""
         self._sampler.go_on(state.sampled)
         self._reader.restore(state.reading)
@@ -154,7 +156,7 @@ class OwnSupply:
             self._weights.none_newer()
 
 
-class NoSupply:
+class EmptyBatchSource:
     """Of a run that samples nothing: what it learns from, others said."""
 
     async def next(self, step: int) -> Batch:
@@ -164,31 +166,37 @@ class NoSupply:
     async def trained(self, step: int) -> None:
         """Nobody samples."""
 
-    async def settle(self) -> Supplied:
+    async def settle(self) -> BatchSourceState:
         """Nothing."""
-        return Supplied()
+        return BatchSourceState()
 
     async def saved(self) -> None:
         """Nothing waits."""
 
-    async def restore(self, state: Supplied) -> None:
+    async def restore(self, state: BatchSourceState) -> None:
         """Nothing."""
 
     async def close(self) -> None:
         """Nothing."""
 
 
-class SharedSupply:
+class SharedBatchSource:
     """Implements `supply.Supply`."""
 
     def __init__(
-        self, buffer: Buffer, reader: Reader, policy: Policy, plan: Plan, steps: int, ttl_seconds: int | None
+        self,
+        buffer: Buffer,
+        reader: BatchSelector,
+        policy: Policy,
+        plan: SamplingPlan,
+        steps: int,
+        ttl_seconds: int | None,
     ) -> None:
         """`steps` of the run; `ttl_seconds` of the checkpoints that are published."""
         self._buffer, self._reader, self._policy = buffer, reader, policy
-        self._notes, self._sync, self._keep = Notes(buffer), plan.sync, plan.sync.kept(plan.staleness)
+        self._notes, self._sync, self._keep = CoordinationNotes(buffer), plan.sync, plan.sync.kept(plan.staleness)
         self._steps, self._ttl = steps, ttl_seconds
-        self._weights: tuple[Published, ...] | None = None
+        self._weights: tuple[WeightRecord, ...] | None = None
 
     async def next(self, step: int) -> Batch:
         """Raises TinsmithError where the other process failed or has ended, or none comes within the timeout."""
@@ -196,7 +204,7 @@ class SharedSupply:
         if self._weights is None:
             self._weights = tuple(one for one in await self._notes.weights() if one.step < now)
             await self._publish(now)
-        await self._notes.tell_training(Training(taken=self._reader.taken))
+        await self._notes.tell_training(TrainerStatus(taken=self._reader.taken))
         while True:
             sampling = await self._notes.sampling()  # before the buffer: what was put before it ended is there
             failed = sampling.state == "failed"
@@ -216,15 +224,15 @@ class SharedSupply:
                     "Is the run's process of mode explore under way? If it is, set sync.timeout higher.",
                 )
             await self._serve(now)
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(POLL_SECONDS)
 
-    async def _take(self, step: int, sampling: Sampling) -> Batch | None:
+    async def _take(self, step: int, sampling: SamplerStatus) -> Batch | None:
         """The reader's next, if there is one; sampling is told what need not be waited for, be it left out."""
         last = self._sync.style == "fixed" and sampling.done >= step  # the next is sampled by weights of a later step
         before = self._reader.taken
         batch = await self._reader.take(self._policy.version, again=last)
         if self._reader.taken != before:
-            await self._notes.tell_training(Training(taken=self._reader.taken))
+            await self._notes.tell_training(TrainerStatus(taken=self._reader.taken))
         return batch
 
     async def trained(self, step: int) -> None:
@@ -239,17 +247,17 @@ class SharedSupply:
         if due:
             await self._publish(step)
         if step == self._steps:
-            await self._notes.tell_training(Training(taken=self._reader.taken, ended_at=step))
+            await self._notes.tell_training(TrainerStatus(taken=self._reader.taken, ended_at=step))
 
-    async def settle(self) -> Supplied:
+    async def settle(self) -> BatchSourceState:
         """Where it is in the buffer, which outlives the process."""
-        return Supplied(reading=self._reader.state)
+        return BatchSourceState(reading=self._reader.state)
 
     async def saved(self) -> None:
         """Drops what was trained on for the last time."""
         await self._reader.clear()
 
-    async def restore(self, state: Supplied) -> None:
+    async def restore(self, state: BatchSourceState) -> None:
         """What was sampled meanwhile is in the buffer."""
         self._reader.restore(state.reading)
 
@@ -264,11 +272,11 @@ class SharedSupply:
         path = known[-1].path if known and known[-1].version == version else ""
         if not path:
             path = await self._policy.save_for_sampling(f"sync-{step:06}", self._ttl)
-        kept = (*known, Published(step=step, version=version, path=path))[-self._keep :]
+        kept = (*known, WeightRecord(step=step, version=version, path=path))[-self._keep :]
         self._weights = kept
         await self._notes.tell_weights(kept)
         for old in {one.path for one in known} - {one.path for one in kept}:
-            await self._policy.forget(old)
+            await self._policy.delete_checkpoint(old)
 
     async def _serve(self, now: int) -> None:
         """Training waits: who looks for newer weights gets the newest, or goes on with those there are."""

@@ -82,7 +82,7 @@ class RewardStd(Settings):
         return group if group.rewards and float(np.std(group.rewards)) > self.threshold else None
 
 
-class Cut(Settings):
+class TruncatedReplies(Settings):
     """Do not learn from replies that were cut at max_tokens; their rewards still count in the comparison."""
 
     type: Literal["cut"] = "cut"
@@ -97,10 +97,12 @@ class Cut(Settings):
         return replace(group, rollouts=tuple(emptied))
 
 
-FilterConfig = Annotated[RewardBounds | ValidReward | GroupMean | RewardStd | Cut, Field(discriminator="type")]
+FilterConfig = Annotated[
+    RewardBounds | ValidReward | GroupMean | RewardStd | TruncatedReplies, Field(discriminator="type")
+]
 
 
-def filtered(filters: Sequence[FilterConfig], groups: Sequence[Group]) -> tuple[Group, ...]:
+def apply_filters(filters: Sequence[FilterConfig], groups: Sequence[Group]) -> tuple[Group, ...]:
     """What is left of `groups` after each filter in turn."""
     left: list[Group] = []
     for group in groups:

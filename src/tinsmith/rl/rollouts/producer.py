@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.data.tasks import Deck
+from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.policy.base import Snapshot, request_seed
-from tinsmith.rl.rollouts.filters import FilterConfig, filtered
-from tinsmith.rl.rollouts.runner import Tries
-from tinsmith.rl.rollouts.weight_sync import Bell, Live, Offered, SyncConfig, Weights
+from tinsmith.rl.rollouts.filters import FilterConfig, apply_filters
+from tinsmith.rl.rollouts.runner import RolloutRunner
+from tinsmith.rl.rollouts.weight_sync import ChangeNotifier, LiveSnapshot, PublishedWeights, SyncConfig, WeightSource
 from tinsmith.rl.types import Group, Task
 from tinsmith.rl.workflows.base import Workflow
 
@@ -44,10 +44,10 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class SamplingPlan:
     """How much is sampled when.
 
-    Example: Plan(steps=60, groups=16, size=8, staleness=0, seed=0, sync=SyncConfig())
+    Example: SamplingPlan(steps=60, groups=16, size=8, staleness=0, seed=0, sync=SyncConfig())
     """
 
     steps: int | None
@@ -64,26 +64,26 @@ class Plan:
     """Further batches at most, until filters leave as many groups as a batch has; 0 is to take what they leave."""
 
 
-class Sampler:
+class BatchProducer:
     """Makes the batches of a run."""
 
     def __init__(
         self,
         workflow: Workflow,
-        deck: Deck,
-        weights: Weights,
-        plan: Plan,
-        tries: Tries,
-        bell: Bell,
+        task_sampler: TaskSampler,
+        weights: WeightSource,
+        plan: SamplingPlan,
+        runner: RolloutRunner,
+        changes: ChangeNotifier,
         put: Callable[[Batch], Awaitable[None]],
     ) -> None:
         """`put` is handed each batch, in order; `bell` is rung when one is there."""
-        self._workflow, self._deck, self._weights, self._plan = workflow, deck, weights, plan
-        self._tries, self._bell, self._put = tries, bell, put
+        self._workflow, self._deck, self._weights, self._plan = workflow, task_sampler, weights, plan
+        self._runner, self._bell, self._put = runner, changes, put
         self._under_way: dict[int, asyncio.Task[None]] = {}
         self._cursors: dict[int, int] = {}
         self._producer: asyncio.Task[None] | None = None
-        self._now: Offered | None = None
+        self._now: PublishedWeights | None = None
         self._held = False
         self.begun = self.done = 0
         """Numbers of the last batch begun, and of the last handed on."""
@@ -149,11 +149,11 @@ class Sampler:
             self._now = await self._weights.at(0)
         elif sync.style == "live":
             self._now = self._weights.newest()
-            return Live(self._weights), self._now.step
+            return LiveSnapshot(self._weights), self._now.step
         elif sync.turns(number, offset):
             await self._bell.until(lambda: not self._under_way)
             self._now = await self._weights.newer(self._now.step)
-        return (Live(self._weights) if sync.style == "live" else self._now.snapshot), self._now.step
+        return (LiveSnapshot(self._weights) if sync.style == "live" else self._now.snapshot), self._now.step
 
     def _begin(self, number: int, snapshot: Snapshot, step: int) -> None:
         tasks = self._draw(number)
@@ -170,7 +170,7 @@ class Sampler:
         """Samples, waits for its turn, and hands on."""
         refills, groups = 0, await self._roll(number, tasks, snapshot, ())
         while all(rollout.error for group in groups for rollout in group.rollouts):
-            if refills >= self._tries.config.refills:
+            if refills >= self._runner.config.refills:
                 raise _all_failed(number, groups, refills)
             refills += 1
             groups = await self._roll(number, self._draw(number), snapshot, (_REFILL, refills))
@@ -188,7 +188,7 @@ class Sampler:
     ) -> tuple[tuple[Group, ...], int]:
         """With groups of other tasks, until filters leave enough; and how many batches that took."""
         fills, plan = 0, self._plan
-        while plan.filter_refills and (left := len(filtered(plan.filters, groups))) < plan.groups:
+        while plan.filter_refills and (left := len(apply_filters(plan.filters, groups))) < plan.groups:
             if fills >= plan.filter_refills:
                 raise TinsmithError(
                     f"Step {number}: of {len(groups)} groups filters leave {left}, and a step takes {plan.groups}.",
@@ -202,8 +202,10 @@ class Sampler:
         self, number: int, tasks: Sequence[Task], snapshot: Snapshot, again: tuple[int, ...]
     ) -> tuple[Group, ...]:
         seeds = [request_seed(self._plan.seed, number, group, *again) for group in range(len(tasks))]
-        over = self._tries.config.over if self._plan.sync.style != "fixed" else None
-        return await self._tries.roll(self._workflow, tasks, snapshot, size=self._plan.size, seeds=seeds, over=over)
+        over = self._runner.config.over if self._plan.sync.style != "fixed" else None
+        return await self._runner.run_groups(
+            self._workflow, tasks, snapshot, size=self._plan.size, seeds=seeds, over=over
+        )
 
 
 def _all_failed(number: int, groups: Sequence[Group], refills: int) -> TinsmithError:

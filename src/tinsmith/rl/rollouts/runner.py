@@ -19,10 +19,10 @@ from tinsmith.rl.types import Group, Rollout, Task
 from tinsmith.rl.workflows.base import Workflow, sound
 from tinsmith.settings import Settings, unread
 
-BROKEN_OFF = "broken off: enough other groups were done"
+CANCELLED = "broken off: enough other groups were done"
 
 
-class OverSampling(Settings):
+class Oversampling(Settings):
     """A batch goes on without its slowest groups. Not in sync.style fixed, whose batches are the same in every run."""
 
     ratio: float = Field(default=0.0, ge=0, lt=1)
@@ -33,7 +33,7 @@ class OverSampling(Settings):
     """Keep what was done of a group broken off; else all of it counts as failed. With `split`, there is something."""
 
     @model_validator(mode="after")
-    def _read_together(self) -> OverSampling:
+    def _read_together(self) -> Oversampling:
         if not self.ratio:
             unread(self, "wait", "partial", without="a ratio above 0")
         return self
@@ -54,7 +54,7 @@ class RolloutConfig(Settings):
     """A group in which some rollouts failed: compare the others, or count it as failed altogether."""
     split: int = Field(default=0, ge=0)
     """Rollouts of a group that are asked for together; 0 is all of them, so that their prompt is computed once."""
-    over: OverSampling = OverSampling()
+    over: Oversampling = Oversampling()
     refills: int = Field(default=1, ge=0)
     """How often a batch in which every rollout failed is sampled anew, from other tasks, before the run ends."""
 
@@ -87,7 +87,7 @@ class _Attempted:
 
     def group(self, *, whole: bool) -> Group:
         """As it stands; a `whole` one fails with any of its rollouts."""
-        rollouts = tuple(rollout or Rollout(error=BROKEN_OFF) for rollout in self.slots)
+        rollouts = tuple(rollout or Rollout(error=CANCELLED) for rollout in self.slots)
         faults = [rollout.error for rollout in rollouts if rollout.error]
         if whole and faults:
             told = f"left out with its group: {faults[0]}"
@@ -95,11 +95,11 @@ class _Attempted:
         return Group(task=self.task, rollouts=rollouts, version=self.version)
 
 
-class Tries:
-    """Everyone who samples for a run asks here: at most `gate` requests are under way at a time."""
+class RolloutRunner:
+    """Everyone who samples for a run asks here: at most `semaphore` requests are under way at a time."""
 
-    def __init__(self, config: RolloutConfig, gate: asyncio.Semaphore) -> None:
-        self.config, self.gate = config, gate
+    def __init__(self, config: RolloutConfig, semaphore: asyncio.Semaphore) -> None:
+        self.config, self.semaphore = config, semaphore
         self._batches = self._good = 0
         self._seconds = 0.0
 
@@ -111,7 +111,7 @@ class Tries:
             return config.timeout
         return min(config.timeout, config.timeout_ratio * self._seconds / self._good)
 
-    async def roll(
+    async def run_groups(
         self,
         workflow: Workflow,
         tasks: Sequence[Task],
@@ -119,7 +119,7 @@ class Tries:
         *,
         size: int,
         seeds: Sequence[int],
-        over: OverSampling | None = None,
+        over: Oversampling | None = None,
     ) -> tuple[Group, ...]:
         """A group of `size` rollouts for each task, each failing alone with its reason; `over` cuts the slowest."""
         works = [_Attempted(task, seed, [None] * size) for task, seed in zip(tasks, seeds, strict=True)]
@@ -155,7 +155,7 @@ class Tries:
     ) -> None:
         """Fills `slots` by one call of the workflow; the first call of a group has the group's own seed."""
         seed = work.seed if place == (0, 0) else request_seed(work.seed, *place)
-        async with self.gate:
+        async with self.semaphore:
             begin, limit = time.perf_counter(), self.limit
             clock = asyncio.timeout(limit)
             try:

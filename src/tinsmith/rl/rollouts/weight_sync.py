@@ -18,7 +18,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tinsmith.errors import TinsmithError
-from tinsmith.rl.policy.base import Policy, Prompt, SamplingConfig, Snapshot, Spelling
+from tinsmith.rl.policy.base import ChatCodec, Policy, Prompt, SamplingConfig, Snapshot
 from tinsmith.rl.types import Turn
 from tinsmith.settings import Settings, unread
 
@@ -71,7 +71,7 @@ class SyncConfig(Settings):
         return batch - 1 > offset and (batch - 1 - offset) % self.interval == 0
 
 
-class Bell:
+class ChangeNotifier:
     """Wakes whoever waits for something to have become true."""
 
     def __init__(self) -> None:
@@ -97,25 +97,25 @@ class Bell:
 
 
 @dataclass(frozen=True, slots=True)
-class Offered:
+class PublishedWeights:
     """Weights to sample from, and the step that they are of."""
 
     step: int
     snapshot: Snapshot
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """The weights of a run as its sampling side sees them."""
 
-    async def at(self, step: int) -> Offered:
+    async def at(self, step: int) -> PublishedWeights:
         """Those of `step`, or of a later one where a run has gone on from there; waits for them."""
         ...
 
-    async def newer(self, than: int) -> Offered:
+    async def newer(self, than: int) -> PublishedWeights:
         """The newest. Waits for some newer than those of step `than`, but not while training waits itself."""
         ...
 
-    def newest(self) -> Offered:
+    def newest(self) -> PublishedWeights:
         """The newest that are here now."""
         ...
 
@@ -123,10 +123,10 @@ class Weights(Protocol):
 class LocalWeights:
     """Of a policy that trains in this process."""
 
-    def __init__(self, bell: Bell, timeout: float) -> None:
+    def __init__(self, changes: ChangeNotifier, timeout: float) -> None:
         """`timeout` in seconds."""
-        self._bell, self._timeout = bell, timeout
-        self._newest: Offered | None = None
+        self._bell, self._timeout = changes, timeout
+        self._newest: PublishedWeights | None = None
         self._awaited: int | None = None
         self.wanted: int | None = None
         """Sampling looks for weights newer than those of this step."""
@@ -139,7 +139,7 @@ class LocalWeights:
     def offer(self, step: int, snapshot: Snapshot) -> None:
         """They may be used from now on; whoever looks for newer ones has them."""
         self.wanted = None
-        self._newest = Offered(step, snapshot)
+        self._newest = PublishedWeights(step, snapshot)
         self._bell.ring()
 
     def none_newer(self) -> None:
@@ -147,7 +147,7 @@ class LocalWeights:
         self.wanted = None
         self._bell.ring()
 
-    async def at(self, step: int) -> Offered:
+    async def at(self, step: int) -> PublishedWeights:
         """Raises TinsmithError after the timeout."""
         self._awaited = step
         self._bell.ring()
@@ -157,7 +157,7 @@ class LocalWeights:
             self._awaited = None
         return self.newest()
 
-    async def newer(self, than: int) -> Offered:
+    async def newer(self, than: int) -> PublishedWeights:
         """Raises TinsmithError after the timeout."""
         if self._step <= than:
             self.wanted = than
@@ -165,7 +165,7 @@ class LocalWeights:
             await self._until(lambda: self.wanted is None, than + 1)
         return self.newest()
 
-    def newest(self) -> Offered:
+    def newest(self) -> PublishedWeights:
         """Something was offered."""
         assert self._newest is not None
         return self._newest
@@ -185,10 +185,10 @@ class LocalWeights:
             ) from error
 
 
-class Live:
+class LiveSnapshot:
     """A snapshot that speaks by the newest weights at each request."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: WeightSource) -> None:
         self._weights = weights
 
     @property
@@ -197,7 +197,7 @@ class Live:
         return self._weights.newest().snapshot.version
 
     @property
-    def chat(self) -> Spelling:
+    def chat(self) -> ChatCodec:
         """The same in all of them."""
         return self._weights.newest().snapshot.chat
 
@@ -205,16 +205,16 @@ class Live:
         """Each turn knows which version spoke."""
         return await self._weights.newest().snapshot.sample(prompt, count=count, seed=seed, sampling=sampling)
 
-    async def peer(self, name: str) -> Snapshot:
+    async def open_model(self, name: str) -> Snapshot:
         """As of the policy."""
-        return await self._weights.newest().snapshot.peer(name)
+        return await self._weights.newest().snapshot.open_model(name)
 
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """Of the moment."""
         return await self._weights.newest().snapshot.logprobs(tokens)
 
 
-class Publisher:
+class WeightPublisher:
     """Makes the weights of a policy available to sample from."""
 
     def __init__(self, policy: Policy, method: Literal["memory", "checkpoint"], keep: int, ttl: int | None) -> None:
@@ -236,5 +236,5 @@ class Publisher:
         path = await self._policy.save_for_sampling(f"sync-{step:06}", self._ttl)
         self._paths.append(path)
         while len(self._paths) > self._keep:
-            await self._policy.forget(self._paths.pop(0))
-        return path, await self._policy.opened(path, version)
+            await self._policy.delete_checkpoint(self._paths.pop(0))
+        return path, await self._policy.open_checkpoint(path, version)

@@ -16,13 +16,13 @@ from tests.rl.scripted_run import REPLIES, Killed, breaking, rows, run, settings
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig
-from tinsmith.rl.rollouts.buffers.replay import Reader, Reading, ReplayConfig
+from tinsmith.rl.rollouts.buffers.replay import BatchSelector, ReplayConfig, SelectorState
 
 T = TypeVar("T")
 
 
 def with_reader(
-    versions: Sequence[int], use: Callable[[Reader, MemoryBuffer, list[float]], Awaitable[T]], **config
+    versions: Sequence[int], use: Callable[[BatchSelector, MemoryBuffer, list[float]], Awaitable[T]], **config
 ) -> T:
     """A buffer of batches 1, 2, … sampled by weights of `versions`; the list holds the time of day."""
 
@@ -30,12 +30,12 @@ def with_reader(
         buffer, now = MemoryBuffer(), [0.0]
         for number, version in enumerate(versions, 1):
             await buffer.put(batch(number, version))
-        return await use(Reader(buffer, MemoryConfig(**config), 0, clock=lambda: now[0]), buffer, now)
+        return await use(BatchSelector(buffer, MemoryConfig(**config), 0, clock=lambda: now[0]), buffer, now)
 
     return asyncio.run(main())
 
 
-async def taken(reader: Reader, count: int, version: int = 0) -> list[int | None]:
+async def taken(reader: BatchSelector, count: int, version: int = 0) -> list[int | None]:
     """What `count` steps train on, each of which makes a new version."""
     found = [await reader.take(version + step) for step in range(count)]
     return [None if one is None else one.step for one in found]
@@ -114,7 +114,7 @@ def test_replay_without_a_cooldown_uses_each_once():
 def test_a_batch_used_once_is_used_no_more_where_the_process_was_killed_before_it_was_dropped():
     async def use(reader, buffer, now):
         await taken(reader, 1)
-        again = Reader(buffer, MemoryConfig(replay={"enable": True}), 0)
+        again = BatchSelector(buffer, MemoryConfig(replay={"enable": True}), 0)
         again.restore(reader.state)
         found = await taken(again, 2, 1)
         await again.clear()
@@ -181,8 +181,8 @@ def test_replay_keeps_a_bounded_number():
 def test_where_it_is_goes_through_a_state():
     async def use(reader, buffer, now):
         first = await taken(reader, 3)
-        again = Reader(buffer, MemoryConfig(replay={"enable": True, "cooldown": 0.0}), 0, clock=lambda: 0.0)
-        again.restore(Reading.model_validate_json(reader.state.model_dump_json()))
+        again = BatchSelector(buffer, MemoryConfig(replay={"enable": True, "cooldown": 0.0}), 0, clock=lambda: 0.0)
+        again.restore(SelectorState.model_validate_json(reader.state.model_dump_json()))
         return first, await taken(again, 3, 3), await taken(reader, 3, 3)
 
     first, again, on = with_reader([0, 1, 5], use, replay={"enable": True, "cooldown": 0.0})

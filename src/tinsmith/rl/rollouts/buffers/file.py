@@ -15,14 +15,14 @@ from typing import Literal
 from pydantic import TypeAdapter
 
 from tinsmith.atomic import atomic_write
-from tinsmith.rl.rollouts.buffers.replay import Waiting
-from tinsmith.rl.rollouts.buffers.sql import InTurn
+from tinsmith.rl.rollouts.buffers.replay import BufferSettings
+from tinsmith.rl.rollouts.buffers.sql import SerialExecutor
 from tinsmith.rl.rollouts.producer import Batch
 
 _BATCH = TypeAdapter(Batch)
 
 
-class FileConfig(Waiting):
+class FileConfig(BufferSettings):
     """In files, that outlive the process and that others can open."""
 
     type: Literal["file"] = "file"
@@ -36,7 +36,7 @@ class FileBuffer:
     durable = True
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._turn = folder, InTurn()
+        self._folder, self._turn = folder, SerialExecutor()
         folder.mkdir(parents=True, exist_ok=True)
 
     async def put(self, batch: Batch) -> None:

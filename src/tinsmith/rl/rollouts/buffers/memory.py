@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Literal
 
-from tinsmith.rl.rollouts.buffers.replay import Waiting
+from tinsmith.rl.rollouts.buffers.replay import BufferSettings
 from tinsmith.rl.rollouts.producer import Batch
 
 
-class MemoryConfig(Waiting):
+class MemoryConfig(BufferSettings):
     """In the process that both samples and trains; the run's state holds what waits."""
 
     type: Literal["memory"] = "memory"

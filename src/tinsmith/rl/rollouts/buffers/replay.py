@@ -57,7 +57,7 @@ class ReplayConfig(Settings):
         return plain + self.sigma * float(noise)
 
 
-class Waiting(Settings):
+class BufferSettings(Settings):
     """Which waiting batches are trained on."""
 
     capacity: int = Field(default=16, ge=1)
@@ -68,7 +68,7 @@ class Waiting(Settings):
     replay: ReplayConfig = ReplayConfig()
 
 
-class Use(Settings):
+class BatchUse(Settings):
     """What was done with a batch."""
 
     count: int = 0
@@ -79,23 +79,25 @@ class Use(Settings):
     """Of the weights that trained on it last."""
 
 
-class Reading(Settings):
+class SelectorState(Settings):
     """Where the training side is."""
 
     next: int = 1
     """The oldest batch not yet used, without replay."""
-    uses: dict[int, Use] = Field(default_factory=dict)
+    uses: dict[int, BatchUse] = Field(default_factory=dict)
     """By number, where batches may be used again; those left out unused are among them."""
 
 
-class Reader:
+class BatchSelector:
     """The training side of a buffer."""
 
-    def __init__(self, buffer: Buffer, config: Waiting, seed: int, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self, buffer: Buffer, config: BufferSettings, seed: int, clock: Callable[[], float] = time.time
+    ) -> None:
         """`clock` tells seconds since 1970."""
         self._buffer, self._config, self._seed, self._clock = buffer, config, seed, clock
         self._next = 1
-        self._uses: dict[int, Use] = {}
+        self._uses: dict[int, BatchUse] = {}
         self._versions: dict[int, int] = {}
         self._done: set[int] = set()
         self._dropped = 0
@@ -116,11 +118,11 @@ class Reader:
         return frozenset(self._done)
 
     @property
-    def state(self) -> Reading:
+    def state(self) -> SelectorState:
         """What a run that goes on must know."""
-        return Reading(next=self._next, uses=dict(self._uses))
+        return SelectorState(next=self._next, uses=dict(self._uses))
 
-    def restore(self, state: Reading) -> None:
+    def restore(self, state: SelectorState) -> None:
         """As it was."""
         self._next, self._uses = state.next, dict(state.uses)
 
@@ -167,23 +169,23 @@ class Reader:
         for number in sorted(set(await self._buffer.numbers()) - self._done):
             if number not in self._versions:
                 self._versions[number] = min(group.version for group in (await self._buffer.get(number)).groups)
-            use = self._uses.get(number, Use())
+            use = self._uses.get(number, BatchUse())
             if use.count and replay.cooldown is None:  # by a process that was killed before it dropped what it had used
                 self._done.add(number)
                 continue
             values[number] = replay.value(self._versions[number], use.count, number, self._seed)
         for number in sorted(values, key=lambda one: values[one])[: max(0, len(values) - replay.size)]:
-            self._uses.setdefault(number, Use())
+            self._uses.setdefault(number, BatchUse())
             self._done.add(number)
             del values[number]
-        uses = {number: self._uses.get(number, Use()) for number in values}
+        uses = {number: self._uses.get(number, BatchUse()) for number in values}
         ready = [one for one, use in uses.items() if use.rests_until <= now and values[one] > float("-inf")]
         ready = [one for one in ready if uses[one].version != version] or (ready if again else [])
         if not ready:
             return None
         best = max(ready, key=lambda one: (values[one], -one))
         count = uses[best].count + 1
-        self._uses[best] = Use(count=count, rests_until=now + (replay.cooldown or 0.0), version=version)
+        self._uses[best] = BatchUse(count=count, rests_until=now + (replay.cooldown or 0.0), version=version)
         if replay.cooldown is None or replay.value(0, count, best, self._seed) == float("-inf"):
             self._done.add(best)
         return await self._buffer.get(best)

@@ -25,13 +25,13 @@ from sqlalchemy import (
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from tinsmith.errors import ConfigError, TinsmithError
-from tinsmith.rl.rollouts.buffers.replay import Waiting
+from tinsmith.rl.rollouts.buffers.replay import BufferSettings
 from tinsmith.rl.rollouts.producer import Batch
 
 T = TypeVar("T")
 
 
-class InTurn:
+class SerialExecutor:
     """One thread, begun with the first piece."""
 
     def __init__(self) -> None:
@@ -64,7 +64,7 @@ _NOTES = Table(
 )
 
 
-class SqlConfig(Waiting):
+class SqlConfig(BufferSettings):
     """In a database, that outlives the process and that others can open."""
 
     type: Literal["sql"] = "sql"
@@ -81,7 +81,7 @@ class SqlBuffer:
 
     def __init__(self, url: str, run: str) -> None:
         """Makes the tables where they are missing. Raises ConfigError where the database cannot be opened."""
-        self._run, self._turn = run, InTurn()
+        self._run, self._turn = run, SerialExecutor()
         try:
             self._engine = create_engine(url)
             _TABLES.create_all(self._engine)
