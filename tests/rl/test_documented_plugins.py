@@ -54,20 +54,20 @@ def play(config):
 
     import numpy as np
 
-    from tinsmith.rl.policy.agent_endpoint import Gateway
+    from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
     from tinsmith.rl.policy.scripted import ScriptedSnapshot
     from tinsmith.rl.rewards import Rewards
     from tinsmith.rl.workflows.base import Parts
 
     async def main():
-        gateway = Gateway()
-        parts = Parts(sampling=config.sampling, rewards=Rewards(config.rewards), gateway=gateway)
+        agent_endpoint = AgentEndpoint()
+        parts = Parts(sampling=config.sampling, rewards=Rewards(config.rewards), agent_endpoint=agent_endpoint)
         try:
             task = config.tasks.train.load()[0]
             policy = ScriptedSnapshot(("yes, it is", "no", CALL), np.zeros(3), 0)
             return await config.workflow.make(parts).run(task, policy, count=24, seed=1)
         finally:
-            await gateway.close()
+            await agent_endpoint.close()
 
     return asyncio.run(main())
 

@@ -43,7 +43,7 @@ def schema(known: Mapping[str, str]) -> dict[str, Any]:
     return made
 
 
-def _parsed() -> Iterator[tuple[str, type[schemas.Loose]]]:
+def _parsed() -> Iterator[tuple[str, type[schemas.WireModel]]]:
     """(the beginning of an operation's id, what its route parses)."""
     for info in pkgutil.iter_modules(routes.__path__):
         module = importlib.import_module(f"{routes.__name__}.{info.name}")
@@ -56,11 +56,11 @@ def _parsed() -> Iterator[tuple[str, type[schemas.Loose]]]:
                     yield name, route.endpoint.__globals__[named[1]]
 
 
-def _by_path(path: str) -> type[schemas.Loose] | None:
+def _by_path(path: str) -> type[schemas.WireModel] | None:
     return schemas.SampleBody if path.endswith("/asample") else None
 
 
-def _content(made: dict[str, Any], kind: type[schemas.Loose], known: Mapping[str, str]) -> dict[str, Any]:
+def _content(made: dict[str, Any], kind: type[schemas.WireModel], known: Mapping[str, str]) -> dict[str, Any]:
     told = kind.model_json_schema(ref_template=REF)
     parts = {**told.pop("$defs", {}), kind.__name__: told}
     for part in parts.values():

@@ -171,13 +171,13 @@ class Growing:
         return whole[len(self.told) :] if whole.startswith(self.told) else ""
 
 
-class Texts:
+class TokenizerCache:
     """The tokenizers of one server, each loaded when it is first needed."""
 
     def __init__(self) -> None:
         self._loaded: dict[str, asyncio.Task[Words]] = {}
 
-    async def of(self, name: str, card: ModelCard) -> Words:
+    async def get(self, name: str, card: ModelCard) -> Words:
         """The words of what is served as `name`. Raises Unsupported."""
         task = self._loaded.get(card.tokenizer)
         if task is None or (task.done() and task.exception() is not None):

@@ -21,7 +21,7 @@ from tinsmith.rl.data.tasks import split
 from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.monitors.jsonl import JsonlMonitor
-from tinsmith.rl.policy.agent_endpoint import Gateway
+from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import SamplingClients
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run import anew, folder_of
@@ -45,9 +45,9 @@ async def bench(
     folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume, part="bench")
     try:
         _, held_out = split(config.tasks, config.seed)
-        gateway = Gateway()
+        agent_endpoint = AgentEndpoint()
         runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
-        evaluator = Evaluator(config.eval, held_out, judging(config, gateway), config.seed, runner)
+        evaluator = Evaluator(config.eval, held_out, judging(config, agent_endpoint), config.seed, runner)
         peers = await connect()
         told = JsonlMonitor(RunInfo(name=config.name, folder=path / "bench", steps=len(names)))
         rows: list[dict[str, float | str]] = []
@@ -60,7 +60,7 @@ async def bench(
                 atomic_write(path / "bench" / "results.json", json.dumps(rows, indent=2).encode())
         finally:
             told.close()
-            await gateway.close()
+            await agent_endpoint.close()
             await peers.close()
     finally:
         folder.close()

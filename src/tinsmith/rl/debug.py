@@ -17,7 +17,7 @@ from rich.markup import escape
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.tasks import split
-from tinsmith.rl.policy.agent_endpoint import Gateway
+from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import ChatCodec, request_seed
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run import Connect
@@ -52,16 +52,16 @@ async def one(config: RunConfig, connect: Connect) -> Seen:
     (task,) = task_sampler.draw(1)
     drawn = time.perf_counter()
     policy = await connect("", 0)
-    gateway = Gateway()
+    agent_endpoint = AgentEndpoint()
     try:
         snapshot = await policy.snapshot()
         connected = time.perf_counter()
-        workflow = config.workflow.make(parts_of(config, gateway))
+        workflow = config.workflow.make(parts_of(config, agent_endpoint))
         runner = RolloutRunner(config.rollout, asyncio.Semaphore(1))
         (group,) = await runner.run_groups(workflow, [task], snapshot, size=1, seeds=[request_seed(config.seed, 1, 0)])
         done = time.perf_counter()
     finally:
-        await gateway.close()
+        await agent_endpoint.close()
         await policy.close()
     seconds = {"tasks": drawn - begin, "connect": connected - drawn, "rollout": done - connected}
     return Seen(group=group, chat=snapshot.chat, seconds=seconds)

@@ -13,7 +13,7 @@ from tinsmith.rl import metrics, monitors
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.tasks import TaskSampler, split
 from tinsmith.rl.monitors.base import Monitors, RunInfo
-from tinsmith.rl.policy.agent_endpoint import Gateway
+from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import SamplingClients
 from tinsmith.rl.rollouts import buffers
 from tinsmith.rl.rollouts.buffers.base import Buffer
@@ -76,8 +76,8 @@ async def _explored(config: RunConfig, buffer: Buffer, peers: SamplingClients, t
         version = batch.groups[0].version
         told.metrics(batch.step, {**metrics.of_groups(batch.groups, version), **batch.numbers})
 
-    gateway = Gateway()
-    workflow = config.workflow.make(parts_of(config, gateway))
+    agent_endpoint = AgentEndpoint()
+    workflow = config.workflow.make(parts_of(config, agent_endpoint))
     runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
     sampler = BatchProducer(workflow, task_sampler, weights, sampling_plan(config), runner, changes, put)
     sampler.go_on(last.done)
@@ -94,7 +94,7 @@ async def _explored(config: RunConfig, buffer: Buffer, peers: SamplingClients, t
         raise
     finally:
         await sampler.close()
-        await gateway.close()
+        await agent_endpoint.close()
     await notes.tell_sampling(last.model_copy(update={"state": "ended"}))
     return sampler.done
 

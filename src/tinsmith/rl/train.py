@@ -21,7 +21,7 @@ from tinsmith.rl.data.sources import as_tuple
 from tinsmith.rl.data.tasks import TaskSampler, split
 from tinsmith.rl.evaluate import EvalConfig, Evaluator
 from tinsmith.rl.monitors.base import RunInfo
-from tinsmith.rl.policy.agent_endpoint import Gateway
+from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import Policy, Snapshot
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.rewards import Rewards
@@ -49,7 +49,7 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
     task_sampler, held_out = split(config.tasks, config.seed)
     runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
     judge = Rewards(config.eval.rewards or config.rewards) if config.evaluates else None
-    gateway = Gateway()
+    agent_endpoint = AgentEndpoint()
     info = RunInfo(
         name=config.name,
         folder=folder.path,
@@ -59,7 +59,7 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
     )
     policy = await connect(state.path if state else "", state.version if state else 0)
     batches = (
-        _batch_source(config, folder, policy, task_sampler, runner, gateway) if config.rolls_out else EmptyBatchSource()
+        _batch_source(config, folder, policy, task_sampler, runner, agent_endpoint) if config.rolls_out else EmptyBatchSource()
     )
     pairs = config.algorithm.learns_from == "pairs"
     experts = (
@@ -89,7 +89,7 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
             task_sampler=task_sampler,
             batches=batches,
             algorithm=algorithm,
-            evaluator=Evaluator(config.eval, held_out if judge else {}, judging(config, gateway), config.seed, runner),
+            evaluator=Evaluator(config.eval, held_out if judge else {}, judging(config, agent_endpoint), config.seed, runner),
             rewards=judge,
             monitors=told,
             reference=reference,
@@ -98,27 +98,27 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
         )
     finally:
         await batches.close()
-        await gateway.close()
+        await agent_endpoint.close()
         told.close()
         await policy.close()
 
 
-def judging(config: RunConfig, gateway: Gateway) -> Callable[[EvalConfig], Workflow]:
+def judging(config: RunConfig, agent_endpoint: AgentEndpoint) -> Callable[[EvalConfig], Workflow]:
     """From how a source of held-out tasks is tried to the workflow that does it."""
 
     def make(one: EvalConfig) -> Workflow:
         parts = Parts(
-            sampling=one.sampling(config.sampling), rewards=Rewards(one.rewards or config.rewards), gateway=gateway
+            sampling=one.sampling(config.sampling), rewards=Rewards(one.rewards or config.rewards), agent_endpoint=agent_endpoint
         )
         return (one.workflow or config.workflow).make(parts)
 
     return make
 
 
-def parts_of(config: RunConfig, gateway: Gateway) -> Parts:
+def parts_of(config: RunConfig, agent_endpoint: AgentEndpoint) -> Parts:
     """What the workflow is made with whose rollouts are learned from."""
     rewards = Rewards(config.rewards, needed=config.algorithm.advantage.reads_rewards)
-    return Parts(sampling=config.sampling, rewards=rewards, gateway=gateway)
+    return Parts(sampling=config.sampling, rewards=rewards, agent_endpoint=agent_endpoint)
 
 
 def sampling_plan(config: RunConfig) -> SamplingPlan:
@@ -143,7 +143,7 @@ def _batch_source(
     policy: Policy,
     task_sampler: TaskSampler,
     runner: RolloutRunner,
-    gateway: Gateway,
+    agent_endpoint: AgentEndpoint,
 ) -> BatchSource:
     changes, plan = ChangeNotifier(), sampling_plan(config)
     buffer = buffers.build(config.buffer, folder.path, config.name)
@@ -156,7 +156,7 @@ def _batch_source(
         await buffer.put(batch)
         changes.ring()
 
-    workflow = config.workflow.make(parts_of(config, gateway))
+    workflow = config.workflow.make(parts_of(config, agent_endpoint))
     return LocalBatchSource(
         BatchProducer(workflow, task_sampler, weights, plan, runner, changes, put),
         buffer,

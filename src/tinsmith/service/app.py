@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from tinsmith.errors import Busy, TinsmithError
 from tinsmith.service.dependencies import Service
-from tinsmith.service.middleware import Gate, route_of
+from tinsmith.service.middleware import RequestMiddleware, route_of
 from tinsmith.service.openai import completions, generate
 from tinsmith.service.openai import routes as openai
 from tinsmith.service.openai.schemas import is_theirs, shape_of, shaped
@@ -29,7 +29,7 @@ def create_app(service: Service) -> FastAPI:
     for module in (futures, sampling, training, custom_losses, sessions, management, checkpoints, admin):
         app.include_router(module.router, prefix="/api/v1")
     app.include_router(admin.metrics_router)
-    app.add_middleware(Gate, telemetry=service.telemetry, drain=service.drain)
+    app.add_middleware(RequestMiddleware, telemetry=service.telemetry, drain=service.drain)
     for prefix in ("/v1", "/oai/api/v1"):
         app.include_router(openai.router, prefix=prefix)
         app.include_router(completions.router, prefix=prefix)

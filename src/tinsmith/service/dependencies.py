@@ -10,7 +10,7 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Request
 
-from tinsmith.chat.tokenizer import Texts
+from tinsmith.chat.tokenizer import TokenizerCache
 from tinsmith.engine.validation import nearest
 from tinsmith.errors import BadRequest, Forbidden, NotFound, TooLarge, Unauthorized
 from tinsmith.service.checkpoints import Checkpoints, Copies
@@ -31,7 +31,7 @@ from tinsmith.service.tenancy.quotas import Limits
 from tinsmith.service.tenancy.signing import TOKEN_PREFIX, Signer, write_private
 from tinsmith.service.training.journal import Journal
 from tinsmith.service.training.worker import Worker
-from tinsmith.service.wire.protobuf import BODY_CAP
+from tinsmith.service.wire.protobuf import MAX_BODY_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,16 +56,16 @@ class Service:
     copies: Copies
     telemetry: Telemetry
     drain: Drain
-    texts: Texts
+    tokenizers: TokenizerCache
     workers: dict[str, Worker]
     """Served name -> the worker of its engine."""
 
-    def known(self, credential: str) -> ApiKey:
+    def authenticate(self, credential: str) -> ApiKey:
         """The record of a key, or of the key that a token stands for.
 
         Raises Unauthorized if it is unknown, revoked or over its time.
         """
-        key = self._found(credential)
+        key = self._find_key(credential)
         if key is None:
             what = "The X-API-Key is not known here." if credential else "There is no X-API-Key."
             raise Unauthorized(what, "Set TINKER_API_KEY to the server's key, or to one of `tinsmith keys create`.")
@@ -74,24 +74,24 @@ class Service:
 
     def token(self, key: ApiKey) -> str:
         """A token in place of a key."""
-        return self.signer.token(key.owner, key.id, self._bound(key))
+        return self.signer.token(key.owner, key.id, self._token_binding(key))
 
-    def _found(self, credential: str) -> ApiKey | None:
+    def _find_key(self, credential: str) -> ApiKey | None:
         if not credential.startswith(TOKEN_PREFIX):
             return self.tenants.find(credential)
         number, bound = self.signer.key(credential) or (-1, "")
         key = self.tenants.get(number)
-        return key if key is not None and bound == self._bound(key) else None
+        return key if key is not None and bound == self._token_binding(key) else None
 
-    def _bound(self, key: ApiKey) -> str:
+    def _token_binding(self, key: ApiKey) -> str:
         """The server's own key may be another one tomorrow, under the same number."""
         return self.signer.fingerprint(self.key) if self.key is not None and key.id == 0 else ""
 
-    def lender(self, token: str | None, path: str) -> str | None:
+    def token_owner(self, token: str | None, path: str) -> str | None:
         """Whose checkpoint a weights_access_token lets read: it is a loan, or a credential of the owner."""
         if token is None:
             return None
-        key = self._found(token)
+        key = self._find_key(token)
         owner = key.owner if key is not None else self.signer.lender(token, path)
         if owner is None:
             raise BadRequest(
@@ -99,7 +99,7 @@ class Service:
             )
         return owner
 
-    def link(self, request: Request, path: str, expires: int) -> str:
+    def signed_link(self, request: Request, path: str, expires: int) -> str:
         """A link to one of this server's files."""
         base = self.config.public_url or str(request.base_url)
         return f"{base.rstrip('/')}/api/v1/files/{path}?{self.signer.link(path, expires)}"
@@ -122,7 +122,7 @@ class Service:
             raise NotFound(f"There is no model {model_id}.", "Create one, or load a checkpoint.")
         return model
 
-    def training(self, model_id: str, owner: str) -> Model:
+    def trainable_model(self, model_id: str, owner: str) -> Model:
         """A model that can take requests; its session stays alive by this. Raises NotFound or BadRequest."""
         model = self.model(model_id, owner)
         self.sessions.alive(model.session_id, owner)
@@ -138,7 +138,7 @@ class Service:
         return sampler
 
 
-def key_of(config: ServeConfig) -> tuple[str | None, bool]:
+def server_key(config: ServeConfig) -> tuple[str | None, bool]:
     """(the server's own key, whether it was made just now): the given one, else the folder's, else a new one.
 
     Where others can connect only keys open the server that were given or made for it: then there may be none.
@@ -152,17 +152,17 @@ def key_of(config: ServeConfig) -> tuple[str | None, bool]:
     return key, True
 
 
-async def service_of(request: Request) -> Service:
+async def get_service(request: Request) -> Service:
     """The service behind the app."""
     return request.app.state.service
 
 
-ServiceDep = Annotated[Service, Depends(service_of)]
+ServiceDep = Annotated[Service, Depends(get_service)]
 
 
 async def caller(service: ServiceDep, x_api_key: Annotated[str, Header()] = "") -> ApiKey:
     """What is known of the key in the X-API-Key header. Raises Unauthorized."""
-    return service.known(x_api_key)
+    return service.authenticate(x_api_key)
 
 
 Caller = Annotated[ApiKey, Depends(caller)]
@@ -188,14 +188,14 @@ async def admin(key: Caller) -> ApiKey:
 Admin = Annotated[ApiKey, Depends(admin)]
 
 
-async def raw_body(request: Request) -> bytes:
+async def read_body(request: Request) -> bytes:
     """The body as it came. Raises TooLarge before it is read whole."""
     body = bytearray()
     async for piece in request.stream():
         body += piece
-        if len(body) > BODY_CAP:
-            raise TooLarge(f"The body is over {BODY_CAP} bytes.", "Send fewer data per request.")
+        if len(body) > MAX_BODY_BYTES:
+            raise TooLarge(f"The body is over {MAX_BODY_BYTES} bytes.", "Send fewer data per request.")
     return bytes(body)
 
 
-RawBody = Annotated[bytes, Depends(raw_body)]
+RawBody = Annotated[bytes, Depends(read_body)]

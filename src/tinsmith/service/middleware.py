@@ -54,7 +54,7 @@ class Drain:
         return True
 
 
-class Gate:
+class RequestMiddleware:
     """ASGI middleware."""
 
     def __init__(self, app: ASGIApp, telemetry: Telemetry, drain: Drain) -> None:

@@ -8,18 +8,18 @@ from typing import Any
 from tinsmith.service.storage.records import Checkpoint, Model
 from tinsmith.service.tenancy.signing import urn
 
-PROJECT = "default"
+DEFAULT_PROJECT = "default"
 """Where a session is that was put into no project."""
 
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
-def instant(seconds: float) -> str:
+def rfc3339(seconds: float) -> str:
     """Seconds since 1970 as an RFC 3339 time in UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat()
 
 
-def texts(metadata: dict[str, Any] | None) -> dict[str, str] | None:
+def metadata_texts(metadata: dict[str, Any] | None) -> dict[str, str] | None:
     """Metadata as the protocol shows it: text for every key."""
     return {key: value if isinstance(value, str) else str(value) for key, value in (metadata or {}).items()} or None
 
@@ -29,12 +29,12 @@ def checkpoint_view(checkpoint: Checkpoint) -> dict[str, Any]:
     return {
         "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
         "checkpoint_type": _TYPES[checkpoint.kind],
-        "time": instant(checkpoint.created),
+        "time": rfc3339(checkpoint.created),
         "tinker_path": checkpoint.path,
         "size_bytes": checkpoint.size_bytes,
         "public": checkpoint.public,
         "user_metadata": checkpoint.metadata,
-        "expires_at": instant(checkpoint.expires) if checkpoint.expires is not None else None,
+        "expires_at": rfc3339(checkpoint.expires) if checkpoint.expires is not None else None,
     }
 
 
@@ -50,8 +50,8 @@ def run_view(
         "is_lora": True,
         "corrupted": corrupted,
         "lora_rank": model.lora.rank,
-        "last_request_time": instant(last_used),
+        "last_request_time": rfc3339(last_used),
         "last_checkpoint": newest.get("weights"),
         "last_sampler_checkpoint": newest.get("sampler_weights"),
-        "user_metadata": texts(model.metadata) if own else None,
+        "user_metadata": metadata_texts(model.metadata) if own else None,
     }

@@ -26,8 +26,8 @@ from tinsmith.service.storage.store import Store
 from tinsmith.service.tenancy.quotas import Limits
 from tinsmith.service.training.worker import Worker
 from tinsmith.service.wire.protobuf import encode_sampled
-from tinsmith.service.wire.provenance import Claim, Sequences
-from tinsmith.service.wire.sample_request import Ask
+from tinsmith.service.wire.provenance import Claim, SequenceRegistry
+from tinsmith.service.wire.sample_request import AsampleRequest
 
 
 class Suspects:
@@ -90,7 +90,7 @@ class Sampling:
         self._telemetry = telemetry
         self._running: dict[str, asyncio.Task[None] | asyncio.Task[Sampled]] = {}
         self._clones: Counter[str] = Counter()
-        self._sequences = Sequences()
+        self._sequences = SequenceRegistry()
         self._suspects = Suspects()
 
     def take_up(self) -> None:
@@ -108,7 +108,7 @@ class Sampling:
         if len(self._running) >= self._limit:
             raise Busy(f"{self._limit} samples are waiting here.", "Submit it again in a moment.")
 
-    def submit(self, sampler: Sampler, ask: Ask, request_id: str) -> None:
+    def submit(self, sampler: Sampler, ask: AsampleRequest, request_id: str) -> None:
         """Begin, unless the same request was submitted before. Raises Busy if its tenant is over a quota."""
         if self._futures.knows(request_id, sampler.owner):
             return
@@ -187,7 +187,7 @@ class Sampling:
         for task in list(self._running.values()):
             task.cancel()
 
-    async def _run(self, sampler: Sampler, ask: Ask) -> None:
+    async def _run(self, sampler: Sampler, ask: AsampleRequest) -> None:
         request = ask.request
         tokens: dict[str, int] = {}
         try:

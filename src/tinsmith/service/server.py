@@ -20,12 +20,12 @@ from typing import IO
 
 import uvicorn
 
-from tinsmith.chat.tokenizer import Texts
+from tinsmith.chat.tokenizer import TokenizerCache
 from tinsmith.errors import ConfigError, EngineError, TinsmithError
 from tinsmith.service.app import create_app
 from tinsmith.service.checkpoints import Checkpoints, Copies
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.dependencies import Service, key_of
+from tinsmith.service.dependencies import Service, server_key
 from tinsmith.service.engines.host import EngineHost, Start, start_engine
 from tinsmith.service.middleware import Drain
 from tinsmith.service.observability.audit import Chronicle
@@ -89,7 +89,7 @@ async def _at_work(service: Service, on_end: Callable[[TinsmithError | None], No
 
 
 def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | None) -> Service:
-    key, made = key_of(config)
+    key, made = server_key(config)
     if made:
         log.info('Made a key. To use it: export TINKER_API_KEY="$(cat %s)"', config.data / "api-key")
     promises = Futures(config.hold_s, config.retention_s, Ledger(config.data / "samples"))
@@ -126,7 +126,7 @@ def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | No
         chronicle=chronicle,
         usage=Usage(store, chronicle),
         traces=Traces(store, chronicle, config.data / "traces"),
-        texts=Texts(),
+        tokenizers=TokenizerCache(),
         workers=workers,
     )
 

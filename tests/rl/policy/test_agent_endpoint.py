@@ -12,7 +12,7 @@ import pytest
 
 from tests.rl.scripted_run import rows, run, settings
 from tests.rl.workflows.test_workflows import YES, policy
-from tinsmith.rl.policy.agent_endpoint import Gateway, Line
+from tinsmith.rl.policy.agent_endpoint import AgentEndpoint, AgentSession
 from tinsmith.rl.policy.base import SamplingConfig
 from tinsmith.rl.policy.scripted import END, LetterCodec
 from tinsmith.rl.policy.training_rows import rows_from_rollout
@@ -24,21 +24,21 @@ USER = {"role": "user", "content": "2 + 3?"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2}}\n</tool_call>'
 HERE = __name__
-Use = Callable[[openai.AsyncOpenAI, Line], Awaitable[object]]
+Use = Callable[[openai.AsyncOpenAI, AgentSession], Awaitable[object]]
 
 
-def served(use: Use, *replies: str, sampling: SamplingConfig | None = None) -> tuple[object, Line]:
+def served(use: Use, *replies: str, sampling: SamplingConfig | None = None) -> tuple[object, AgentSession]:
     """What `use` returns, and the line that it used."""
 
-    async def main() -> tuple[object, Line]:
-        gateway = Gateway()
+    async def main() -> tuple[object, AgentSession]:
+        agent_endpoint = AgentEndpoint()
         try:
-            async with gateway.line(policy(*replies), sampling or SamplingConfig(max_tokens=99), 7) as line:
+            async with agent_endpoint.session(policy(*replies), sampling or SamplingConfig(max_tokens=99), 7) as line:
                 client = openai.AsyncOpenAI(base_url=line.base_url, api_key=line.api_key, max_retries=0)
                 async with client:
                     return await use(client, line), line
         finally:
-            await gateway.close()
+            await agent_endpoint.close()
 
     return asyncio.run(main())
 
@@ -171,9 +171,9 @@ def test_tools_for_a_template_that_takes_none_are_refused_with_a_cure(monkeypatc
 
 def test_a_line_has_a_key_of_its_own_and_ends_with_its_rollout():
     async def main() -> None:
-        gateway = Gateway()
-        async with gateway.line(policy("five"), SamplingConfig(), 1) as first:
-            async with gateway.line(policy("six"), SamplingConfig(), 1) as second:
+        agent_endpoint = AgentEndpoint()
+        async with agent_endpoint.session(policy("five"), SamplingConfig(), 1) as first:
+            async with agent_endpoint.session(policy("six"), SamplingConfig(), 1) as second:
                 assert first.base_url != second.base_url
                 client = openai.AsyncOpenAI(base_url=second.base_url, api_key=first.api_key, max_retries=0)
                 async with client:
@@ -185,7 +185,7 @@ def test_a_line_has_a_key_of_its_own_and_ends_with_its_rollout():
                     await client.chat.completions.create(model="x", messages=[USER])
                 with pytest.raises(openai.NotFoundError):
                     await client.embeddings.create(model="x", input="y")
-        await gateway.close()
+        await agent_endpoint.close()
 
     asyncio.run(main())
 
@@ -203,13 +203,13 @@ def test_an_agent_is_a_function_of_task_client_and_model():
     task = Task(id="t", messages=(Message(role="user", content="yes or no?"),))
 
     async def main(**args) -> tuple[Rollout, ...]:
-        gateway = Gateway()
-        parts = Parts(sampling=SamplingConfig(), rewards=YES, gateway=gateway)
+        agent_endpoint = AgentEndpoint()
+        parts = Parts(sampling=SamplingConfig(), rewards=YES, agent_endpoint=agent_endpoint)
         config = AgentConfig(path=f"{HERE}:asks", args=args)
         try:
             return await config.make(parts).run(task, policy("yes", "no"), count=16, seed=3)
         finally:
-            await gateway.close()
+            await agent_endpoint.close()
 
     worth = {one.text: one.reward for one in asyncio.run(main())}
     assert worth == {"yes": 1.5, "no": 0.0}

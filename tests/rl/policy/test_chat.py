@@ -6,7 +6,7 @@ import pytest
 
 from tests.models import CHATML
 from tinsmith.errors import ConfigError, UserError
-from tinsmith.rl.policy.chat import Chat, template_of
+from tinsmith.rl.policy.chat import Chat, read_template
 from tinsmith.rl.types import Message, Turn
 
 ASK = Message(role="user", content="What is 39 + 13?")
@@ -140,9 +140,9 @@ def test_what_a_template_does_not_take_is_the_users_error(tokenizer):
 
 def test_a_template_is_text_or_a_file(tmp_path):
     (tmp_path / "own.jinja").write_text("{{ messages }}")
-    assert template_of(str(tmp_path / "own.jinja")) == template_of("{{ messages }}") == "{{ messages }}"
+    assert read_template(str(tmp_path / "own.jinja")) == read_template("{{ messages }}") == "{{ messages }}"
     with pytest.raises(ConfigError, match="there is no file"):
-        template_of(str(tmp_path / "other.jinja"))
+        read_template(str(tmp_path / "other.jinja"))
 
 
 TOLD = [ASK, Message(role="assistant", content="51"), MORE, Message(role="assistant", content="It is 52")]

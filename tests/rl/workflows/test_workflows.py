@@ -11,7 +11,7 @@ import pytest
 
 from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.agent_endpoint import Gateway
+from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.policy.scripted import END, ScriptedSnapshot
 from tinsmith.rl.policy.training_rows import rows_from_rollout
@@ -36,7 +36,7 @@ def policy(*replies: str) -> ScriptedSnapshot:
 def play(
     config: WorkflowOptions, speaker: Snapshot, *, count: int = 4, rewards: Rewards = YES, seed: int = 5, **sampling
 ) -> tuple[Rollout, ...]:
-    parts = Parts(sampling=SamplingConfig(**sampling), rewards=rewards, gateway=Gateway())
+    parts = Parts(sampling=SamplingConfig(**sampling), rewards=rewards, agent_endpoint=AgentEndpoint())
     return asyncio.run(config.make(parts).run(TASK, speaker, count=count, seed=seed))
 
 
@@ -53,7 +53,7 @@ def test_a_single_turn_asks_and_scores():
 def test_math_asks_for_thoughts_unless_the_task_brings_its_own_system():
     assert prompt(play(MathConfig(), policy("yes"))[0].turns[0]) == THINK + ASK.content
     own = replace(TASK, messages=(Message(role="system", content="own "), ASK))
-    parts = Parts(sampling=SamplingConfig(), rewards=YES, gateway=Gateway())
+    parts = Parts(sampling=SamplingConfig(), rewards=YES, agent_endpoint=AgentEndpoint())
     (rollout,) = asyncio.run(MathConfig().make(parts).run(own, policy("yes"), count=1, seed=0))
     assert prompt(rollout.turns[0]) == "own " + ASK.content
 

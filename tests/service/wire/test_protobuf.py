@@ -14,7 +14,15 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 
 from tinsmith.engine.base import PassResult, Sampled, SampledSequence, TopK
 from tinsmith.errors import BadRequest, TooLarge, Unsupported
-from tinsmith.service.wire.protobuf import BODY_CAP, Layout, decode_pass, decompressed, encode_pass, encode_sampled, pb
+from tinsmith.service.wire.protobuf import (
+    MAX_BODY_BYTES,
+    SparseLayout,
+    decode_pass,
+    decompress,
+    encode_pass,
+    encode_sampled,
+    pb,
+)
 
 
 def body(data: list[types.Datum], loss_fn: str = "cross_entropy", config=None, seq: int = 3) -> bytes:
@@ -74,19 +82,19 @@ def test_chunks_that_are_no_text_are_refused_by_name(kind: str) -> None:
 
 def test_zstd_is_read_as_the_sdk_writes_it() -> None:
     plain = bytes(range(256)) * 1000
-    assert decompressed(zstandard.ZstdCompressor().compress(plain), "zstd") == plain
+    assert decompress(zstandard.ZstdCompressor().compress(plain), "zstd") == plain
     unsized = zstandard.ZstdCompressor(write_content_size=False).compress(plain)
-    assert decompressed(unsized, "zstd") == plain
-    assert decompressed(plain, None) == plain
+    assert decompress(unsized, "zstd") == plain
+    assert decompress(plain, None) == plain
 
 
 def test_bodies_that_are_no_whole_zstd_frame_are_refused() -> None:
     whole = zstandard.ZstdCompressor().compress(bytes(10_000) + b"end")
     for broken in (b"", whole[:-1], whole[: len(whole) // 2], whole + b"x", whole + whole, b"no zstd at all"):
         with pytest.raises(BadRequest, match="zstd"):
-            decompressed(broken, "zstd")
+            decompress(broken, "zstd")
     with pytest.raises(Unsupported, match="gzip"):
-        decompressed(whole, "gzip")
+        decompress(whole, "gzip")
 
 
 def test_a_zstd_bomb_is_stopped_on_the_way_whatever_it_says_of_itself() -> None:
@@ -97,8 +105,8 @@ def test_a_zstd_bomb_is_stopped_on_the_way_whatever_it_says_of_itself() -> None:
     assert len(body) < 2**20
     tracemalloc.start()
     with pytest.raises(TooLarge, match="decompressed"):
-        decompressed(body, "zstd")
-    assert tracemalloc.get_traced_memory()[1] < 2 * BODY_CAP
+        decompress(body, "zstd")
+    assert tracemalloc.get_traced_memory()[1] < 2 * MAX_BODY_BYTES
     tracemalloc.stop()
 
 
@@ -202,7 +210,7 @@ def test_targets_come_back_in_the_layout_of_the_question() -> None:
     found = np.asarray([[-1.0, np.nan], [np.nan, -4.0]], np.float32)
     dense = deserialize_sample_response(encode_sampled(sampled(target_prompt_logprobs=found), None))
     assert dense.target_prompt_logprobs.to_numpy().tolist() == [[-1.0, 0.0], [0.0, -4.0]]
-    layout = Layout(crow=np.asarray([0, 1, 2]), col=np.asarray([0, 1]))
+    layout = SparseLayout(crow=np.asarray([0, 1, 2]), col=np.asarray([0, 1]))
     sparse = deserialize_sample_response(encode_sampled(sampled(target_prompt_logprobs=found), layout))
     tensor = sparse.target_prompt_logprobs
     assert (tensor.data, tensor.sparse_crow_indices, tensor.sparse_col_indices) == ([-1.0, -4.0], [0, 1, 2], [0, 1])

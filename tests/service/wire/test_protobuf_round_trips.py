@@ -19,7 +19,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 
 from tinsmith.engine.base import PassResult, Sampled, SampledSequence, TopK
 from tinsmith.errors import UserError
-from tinsmith.service.wire.protobuf import Layout, decode_pass, decompressed, encode_pass, encode_sampled, pb
+from tinsmith.service.wire.protobuf import SparseLayout, decode_pass, decompress, encode_pass, encode_sampled, pb
 
 quick = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 thorough = settings(max_examples=2000, deadline=None, suppress_health_check=list(HealthCheck))
@@ -120,8 +120,8 @@ test_many_results_are_what_the_sdk_reads = pytest.mark.slow(thorough(given(resul
 
 
 @st.composite
-def samples(draw: st.DrawFn) -> tuple[Sampled, Layout | None]:
-    """Sequences of any lengths, with or without each thing that can be asked about a prompt."""
+def samples(draw: st.DrawFn) -> tuple[Sampled, SparseLayout | None]:
+    """SequenceRegistry of any lengths, with or without each thing that can be asked about a prompt."""
 
     def topk(length: int, k: int) -> TopK:
         found = draw(npst.arrays(np.int32, (length, k), elements=st.integers(0, 2**31 - 1)))
@@ -147,7 +147,7 @@ def samples(draw: st.DrawFn) -> tuple[Sampled, Layout | None]:
             kept = draw(npst.arrays(np.bool_, targets.shape))
             rows, columns = np.nonzero(kept)
             crow = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=prompt - 1))])
-            layout, targets = Layout(crow=crow, col=columns), np.where(kept, targets, np.nan).astype(np.float32)
+            layout, targets = SparseLayout(crow=crow, col=columns), np.where(kept, targets, np.nan).astype(np.float32)
     sampled = Sampled(
         sequences=tuple(sequence() for _ in range(draw(st.integers(1, 3)))),
         prompt_logprobs=draw(st.none() | npst.arrays(np.float32, prompt, elements=floats)),
@@ -160,7 +160,7 @@ def samples(draw: st.DrawFn) -> tuple[Sampled, Layout | None]:
 
 @quick
 @given(samples())
-def test_samples_are_what_the_sdk_reads(made: tuple[Sampled, Layout | None]) -> None:
+def test_samples_are_what_the_sdk_reads(made: tuple[Sampled, SparseLayout | None]) -> None:
     sampled, layout = made
     read = deserialize_sample_response(encode_sampled(sampled, layout))
     for got, meant in zip(read.sequences, sampled.sequences, strict=True):
@@ -184,7 +184,7 @@ def test_samples_are_what_the_sdk_reads(made: tuple[Sampled, Layout | None]) -> 
 @quick
 @given(st.binary(max_size=300))
 def test_any_bytes_are_read_or_refused_and_nothing_else(body: bytes) -> None:
-    for read in (decode_pass, lambda raw: decompressed(raw, "zstd")):
+    for read in (decode_pass, lambda raw: decompress(raw, "zstd")):
         with suppress(UserError):  # 4xx, each of them; anything else fails the test
             read(body)
 

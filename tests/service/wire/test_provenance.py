@@ -9,7 +9,7 @@ from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanc
 
 from tinsmith.errors import BadRequest
 from tinsmith.service.wire.protobuf import pb
-from tinsmith.service.wire.provenance import REMEMBERED, Sequences, claims_of
+from tinsmith.service.wire.provenance import REMEMBERED, SequenceRegistry, parse_claims
 
 
 def spanned(sequence: str, prompt: int, sampled: int) -> types.Datum:
@@ -72,20 +72,20 @@ def message(inputs: list[tuple[int, int]], targets: list[tuple[int, int]]) -> pb
 )
 def test_spans_tile_their_field(inputs: list, targets: list, says: str) -> None:
     with pytest.raises(BadRequest, match=says):
-        claims_of(message(inputs, targets), [(3, 3)])
+        parse_claims(message(inputs, targets), [(3, 3)])
 
 
 def test_a_span_says_of_what_it_is() -> None:
     made = message([(0, 3)], [(0, 3)])
     made.data[0].model_input_spans.add()
     with pytest.raises(BadRequest, match=r"model_input_spans\[1\] is empty"):
-        claims_of(made, [(3, 3)])
-    assert claims_of(pb.ForwardBackwardRequest(data=[pb.Datum()]), [(3, 3)]) == []
+        parse_claims(made, [(3, 3)])
+    assert parse_claims(pb.ForwardBackwardRequest(data=[pb.Datum()]), [(3, 3)]) == []
 
 
 def test_what_is_forgotten_is_believed() -> None:
-    sequences = Sequences()
-    claims = claims_of(message([(0, 3)], [(0, 3)]), [(3, 3)])
+    sequences = SequenceRegistry()
+    claims = parse_claims(message([(0, 3)], [(0, 3)]), [(3, 3)])
     sequences.check(claims, lambda sampler: sampler == "s:sample:0")
     sequences.keep("s:sample:0:1", 9, [2])
     with pytest.raises(BadRequest):

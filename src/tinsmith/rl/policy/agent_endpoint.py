@@ -85,7 +85,7 @@ def asked_of(body: bytes) -> Asked:
         raise BadRequest(f"The request is not in order: {_sentence(error)}", "Leave it out or mend it.") from error
 
 
-class Line:
+class AgentSession:
     """Open for one rollout; `base_url` and `api_key` are what a client of OpenAI's dialect wants."""
 
     model = MODEL
@@ -246,22 +246,22 @@ BACKLOG = 1024
 """Connections that may wait to be taken."""
 
 
-class Gateway:
+class AgentEndpoint:
     """Lines to the policy. Nothing listens before the first is opened."""
 
     def __init__(self) -> None:
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, AgentSession] = {}
         self._url = ""
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def line(self, policy: Snapshot, sampling: SamplingConfig, seed: int) -> AsyncIterator[Line]:
+    async def session(self, policy: Snapshot, sampling: SamplingConfig, seed: int) -> AsyncIterator[AgentSession]:
         """Open for as long as the block runs; `seed` is the rollout's own."""
         if self._server is None:
             self._listen()
         name = secrets.token_hex(8)
-        line = self._lines[name] = Line(f"{self._url}/{name}/v1", policy, sampling, seed)
+        line = self._lines[name] = AgentSession(f"{self._url}/{name}/v1", policy, sampling, seed)
         try:
             yield line
         finally:
@@ -290,7 +290,7 @@ class Gateway:
         self._url = f"http://127.0.0.1:{place.getsockname()[1]}"
         config = uvicorn.Config(self._app(), log_level="warning", access_log=False, lifespan="off")
         self._server = Server(config)
-        self._serving = asyncio.create_task(self._server.serve(sockets=[place]), name="gateway")
+        self._serving = asyncio.create_task(self._server.serve(sockets=[place]), name="agent-endpoint")
 
     def _app(self) -> Starlette:
         from starlette.applications import Starlette
@@ -334,7 +334,7 @@ class Gateway:
         error = NotFound(f"{request.url.path} is not here.", "There are chat/completions and models.")
         return JSONResponse(_fault(error), status_code=error.status)
 
-    def _of(self, request: Request) -> Line:
+    def _of(self, request: Request) -> AgentSession:
         """Raises Unauthorized for the wrong key, and for a rollout that is over."""
         line = self._lines.get(request.path_params["line"])
         given = request.headers.get("authorization", "").removeprefix("Bearer ").encode()

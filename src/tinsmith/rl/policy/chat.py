@@ -179,7 +179,7 @@ class Chat:
             ) from error
 
 
-def template_of(text: str) -> str:
+def read_template(text: str) -> str:
     """A chat template as a run file gives it: jinja, or the path of a file that holds it. Raises ConfigError."""
     if not text or "{" in text:
         return text

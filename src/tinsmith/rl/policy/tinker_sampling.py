@@ -14,7 +14,7 @@ import tinker
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.policy.base import ModelConfig, Prompt, SamplingConfig, check_prompt_length
-from tinsmith.rl.policy.chat import Chat, template_of
+from tinsmith.rl.policy.chat import Chat, read_template
 from tinsmith.rl.policy.sdk import end_session, open_session, translate_errors
 from tinsmith.rl.types import Turn
 
@@ -131,7 +131,7 @@ class TinkerSamplingClients:
 async def load_chat(config: ModelConfig, client: tinker.TrainingClient) -> Chat:
     """By the configured tokenizer and template, or those that the server names. Raises ConfigError."""
     tokenizer = await asyncio.to_thread(_tokenizer, config, client)
-    return Chat(tokenizer, template_of(config.chat_template), config.chat_template_values)
+    return Chat(tokenizer, read_template(config.chat_template), config.chat_template_values)
 
 
 def _tokenizer(config: ModelConfig, client: tinker.TrainingClient) -> Any:

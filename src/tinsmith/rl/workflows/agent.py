@@ -62,7 +62,7 @@ class Agent:
     async def _one(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
         from openai import AsyncOpenAI
 
-        async with self._parts.gateway.line(policy, self._parts.sampling, seed) as line:
+        async with self._parts.agent_endpoint.session(policy, self._parts.sampling, seed) as line:
             client = AsyncOpenAI(base_url=line.base_url, api_key=line.api_key, max_retries=0, timeout=None)
             try:
                 async with client:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from tinsmith.rl.policy.agent_endpoint import Gateway
+from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.types import POLICY, Rollout, Task, Turn
@@ -33,12 +33,12 @@ class Workflow(Protocol):
 class Parts:
     """What a workflow is made with.
 
-    Example: Parts(sampling=SamplingConfig(), rewards=Rewards([Number()]), gateway=Gateway())
+    Example: Parts(sampling=SamplingConfig(), rewards=Rewards([Number()]), agent_endpoint=AgentEndpoint())
     """
 
     sampling: SamplingConfig
     rewards: Rewards
-    gateway: Gateway
+    agent_endpoint: AgentEndpoint
     """Where agents reach the policy."""
 
 

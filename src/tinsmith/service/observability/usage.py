@@ -16,7 +16,7 @@ from sqlalchemy import or_, select
 
 from tinsmith.errors import BadRequest
 from tinsmith.service.observability.audit import Chronicle
-from tinsmith.service.responses import PROJECT, instant, texts
+from tinsmith.service.responses import DEFAULT_PROJECT, metadata_texts, rfc3339
 from tinsmith.service.storage.records import Checkpoint, Model, Session
 from tinsmith.service.storage.store import Store
 from tinsmith.service.storage.tables import STORED, USAGE
@@ -80,8 +80,8 @@ class Usage:
         self, owner: str, hour: int, base_model: str, info: dict[str, Any], session: str | None, project: str = ""
     ) -> dict[str, Any]:
         return {
-            "bucket_start": instant(hour * HOUR),
-            "bucket_end": instant((hour + 1) * HOUR),
+            "bucket_start": rfc3339(hour * HOUR),
+            "bucket_end": rfc3339((hour + 1) * HOUR),
             "base_model": base_model,
             "user_id": urn(owner),
             "user_name": owner,
@@ -110,11 +110,13 @@ class Usage:
 
     def _project(self, session_id: str) -> str:
         session = self._store.find(Session, session_id)
-        return (session.project_id if session else None) or PROJECT
+        return (session.project_id if session else None) or DEFAULT_PROJECT
 
     def _sessions(self, data: Iterable[dict[str, Any]]) -> dict[str, Any]:
         found = (self._store.find(Session, key) for key in {one["session_id"] for one in data if one["session_id"]})
-        return {session.id: {"user_metadata": texts(session.metadata)} for session in found if session is not None}
+        return {
+            session.id: {"user_metadata": metadata_texts(session.metadata)} for session in found if session is not None
+        }
 
 
 def _info(row: dict[str, Any]) -> dict[str, Any]:

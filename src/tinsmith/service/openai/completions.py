@@ -52,7 +52,7 @@ async def _asked(service: Service, owner: str, text: CompletionBody) -> tuple[As
     service.sampling.admit()
     found = named(service, text.model, owner)
     card = await found.worker.host.card()
-    words = await service.texts.of(found.base_model, card)
+    words = await service.tokenizers.get(found.base_model, card)
     prompts = await asyncio.to_thread(_prompts, text, words)
     asks = {
         "topk_sample_logprobs": text.logprobs or 0,

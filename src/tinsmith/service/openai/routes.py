@@ -39,7 +39,7 @@ async def owner_of(
 ) -> str:
     """The owner behind `Authorization: Bearer tml-…` or X-API-Key. Raises Unauthorized."""
     scheme, _, key = authorization.partition(" ")
-    return service.known(x_api_key or (key.strip() if scheme.lower() == "bearer" else "")).owner
+    return service.authenticate(x_api_key or (key.strip() if scheme.lower() == "bearer" else "")).owner
 
 
 Owner = Annotated[str, Depends(owner_of)]
@@ -108,7 +108,7 @@ async def _asked(service: Service, owner: str, body: ChatBody) -> Asked:
     service.sampling.admit()
     found = named(service, body.model, owner)
     card = await found.worker.host.card()
-    words = await service.texts.of(found.base_model, card)
+    words = await service.tokenizers.get(found.base_model, card)
     ids, form = await asyncio.to_thread(prompt_of, body, words)
     longest = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     return Asked(

@@ -15,10 +15,10 @@ from pydantic import ConfigDict, Field, model_validator
 from tinsmith.chat.messages import FIELDS, let_through
 from tinsmith.engine.validation import nearest
 from tinsmith.errors import BadRequest, TinsmithError
-from tinsmith.service.wire.schemas import Loose, parse
+from tinsmith.service.wire.schemas import WireModel, parse
 
 
-class StreamOptions(Loose):
+class StreamOptions(WireModel):
     """stream_options."""
 
     model_config = ConfigDict(extra="forbid")
@@ -28,7 +28,7 @@ class StreamOptions(Loose):
     continuous_usage_stats: Literal[False] = False
 
 
-class Drawing(Loose):
+class Drawing(WireModel):
     """How tokens are drawn, and where they end."""
 
     n: int = Field(1, ge=1)
@@ -96,7 +96,7 @@ class GenerateParams(Drawing):
     logprobs: int | None = Field(None, ge=0)
 
 
-class GenerateBody(Loose):
+class GenerateBody(WireModel):
     """/inference/v1/generate."""
 
     model: str
@@ -105,7 +105,7 @@ class GenerateBody(Loose):
     stream: Literal[False] = False
 
 
-B = TypeVar("B", bound=Loose)
+B = TypeVar("B", bound=WireModel)
 
 
 def parse_exact(kind: type[B], body: bytes | Mapping[str, Any], where: str = "") -> B:

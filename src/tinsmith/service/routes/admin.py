@@ -11,7 +11,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from tinsmith.errors import BadRequest
 from tinsmith.service.dependencies import Caller, ServiceDep, Tenant, admin
-from tinsmith.service.responses import instant
+from tinsmith.service.responses import rfc3339
 from tinsmith.service.tenancy.keys import revoke_key
 
 router = APIRouter()
@@ -56,7 +56,7 @@ async def audit(
     """What was done on one day in UTC, today if none is given, to what belongs to the owner of the key."""
     found = await service.chronicle.audits(tenant, event_type, day or datetime.now(UTC).date())
     entries = [
-        {"timestamp": instant(one["at"]), "event": one["event"], "event_details": one["details"]} for one in found
+        {"timestamp": rfc3339(one["at"]), "event": one["event"], "event_details": one["details"]} for one in found
     ]
     return {"entries": entries}
 
@@ -84,7 +84,7 @@ async def metrics(request: Request, service: ServiceDep) -> Response:
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
     given = request.headers.get("x-api-key", bearer)
     if not _is_local(request):
-        await admin(service.known(given))
+        await admin(service.authenticate(given))
     return Response(content=service.telemetry.text(), media_type=CONTENT_TYPE_LATEST)
 
 

@@ -11,7 +11,7 @@ from fastapi.responses import FileResponse
 from tinsmith.errors import BadRequest, Gone, NotFound
 from tinsmith.service.checkpoints import check_ttl, expiry
 from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
-from tinsmith.service.responses import instant
+from tinsmith.service.responses import rfc3339
 from tinsmith.service.storage.records import Checkpoint
 from tinsmith.service.tenancy.signing import LINK_S
 from tinsmith.service.wire.schemas import CopyBody, LoanBody, TtlBody, WeightsInfoBody, parse
@@ -49,7 +49,7 @@ async def copy_weights(
     asked = parse(CopyBody, body)
     check_ttl(asked.ttl_seconds)
     token = x_tinker_weights_access_token or asked.weights_access_token
-    source = service.checkpoints.readable(asked.source_path, tenant, service.lender(token, asked.source_path))
+    source = service.checkpoints.readable(asked.source_path, tenant, service.token_owner(token, asked.source_path))
     service.limits.checkpoint(tenant)
     made, is_new = await service.copies.make(source, tenant, asked, x_idempotency_key)
     if is_new:
@@ -92,7 +92,7 @@ async def lend(run: str, kind: str, name: str, tenant: Tenant, service: ServiceD
     checkpoint = _own(service, tenant, run, kind, name)
     token = service.signer.loan(tenant, checkpoint.path, asked.ttl_seconds)
     service.chronicle.changed(checkpoint, "checkpoint_lent", tenant, ttl_seconds=asked.ttl_seconds)
-    return {"weights_access_token": token, "expires_at": instant(time.time() + asked.ttl_seconds)}
+    return {"weights_access_token": token, "expires_at": rfc3339(time.time() + asked.ttl_seconds)}
 
 
 @router.get(f"{CHECKPOINT}/external_weights_urls")
@@ -105,9 +105,9 @@ async def external_weights_urls(
         raise BadRequest(f"{checkpoint.path} is not for use elsewhere.", "Save it with save_weights_external.")
     expires = int(time.time()) + LINK_S
     files = sorted(file.name for file in service.checkpoints.folder(checkpoint.id).iterdir())
-    urls = {file: service.link(request, f"{checkpoint.id}/{file}", expires) for file in files}
+    urls = {file: service.signed_link(request, f"{checkpoint.id}/{file}", expires) for file in files}
     service.chronicle.read(checkpoint, tenant, "download")
-    return {"urls": urls, "expires": instant(expires)}
+    return {"urls": urls, "expires": rfc3339(expires)}
 
 
 @router.delete(CHECKPOINT)

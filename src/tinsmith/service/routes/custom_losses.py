@@ -18,7 +18,7 @@ from tinsmith.engine.training.loss_specs import CUSTOM
 from tinsmith.errors import Forbidden, NotFound, TooLarge, Unsupported
 from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.storage.records import CustomLoss, Model
-from tinsmith.service.wire.protobuf import with_graph
+from tinsmith.service.wire.protobuf import append_graph
 from tinsmith.service.wire.schemas import CustomLossBody, parse
 
 router = APIRouter()
@@ -57,7 +57,7 @@ def with_uploaded(service: Service, model: Model, work: Pass, body: bytes) -> tu
     made = service.store.find(CustomLoss, loss_id)
     if made is None or made.owner != model.owner or made.session_id != model.session_id:
         raise NotFound(f"There is no loss '{loss_id}' in this session.", "Upload it with create_custom_loss.")
-    return replace(work, graph=read_text(made.graph)), with_graph(body, made.graph)
+    return replace(work, graph=read_text(made.graph)), append_graph(body, made.graph)
 
 
 def _check_served(service: Service) -> None:

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from tinsmith.errors import NotFound
 from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
-from tinsmith.service.responses import PROJECT, checkpoint_view, instant, run_view, texts
+from tinsmith.service.responses import DEFAULT_PROJECT, checkpoint_view, metadata_texts, rfc3339, run_view
 from tinsmith.service.storage.records import Checkpoint, Model, Sampler, Session
 from tinsmith.service.tenancy.signing import LINK_S, urn
 from tinsmith.service.wire.schemas import ProjectBody, SearchBody, StatusQuery, parse
@@ -108,7 +108,7 @@ def _seen(service: Service, tenant: str, run: str) -> list[Checkpoint]:
 
 def _project(service: Service, model: Model) -> str:
     session = service.store.find(Session, model.session_id)
-    return (session.project_id if session else None) or PROJECT
+    return (session.project_id if session else None) or DEFAULT_PROJECT
 
 
 FINISHED = ("success", "errored", "interrupted")
@@ -132,7 +132,7 @@ async def get_session(
     return {
         "training_run_ids": [one.id for one in service.store.all(Model) if one.session_id == session.id],
         "sampler_ids": [one.id for one in service.store.all(Sampler) if one.session_id == session.id],
-        "user_metadata": texts(session.metadata),
+        "user_metadata": metadata_texts(session.metadata),
         "display_name": session.display_name,
     }
 
@@ -151,7 +151,7 @@ async def search_sessions(tenant: Tenant, service: ServiceDep, body: RawBody) ->
     ]
     page = found[: asked.limit]
     more = len(found) > len(page)
-    cursor = {"last_created_at": instant(page[-1].created), "last_session_id": page[-1].id} if more else None
+    cursor = {"last_created_at": rfc3339(page[-1].created), "last_session_id": page[-1].id} if more else None
     return {"sessions": _summaries(service, page), "next_cursor": cursor}
 
 
@@ -161,7 +161,7 @@ async def export_trace(session_id: str, tenant: Tenant, service: ServiceDep, req
     name = await service.traces.export(service.sessions.find(session_id, tenant))
     if name is None:
         return {"status": "pending"}
-    return {"status": "ready", "url": service.link(request, f"traces/{name}", int(time.time()) + LINK_S)}
+    return {"status": "ready", "url": service.signed_link(request, f"traces/{name}", int(time.time()) + LINK_S)}
 
 
 @router.put("/sessions/{session_id}/project")
@@ -170,7 +170,7 @@ async def assign_project(session_id: str, tenant: Tenant, service: ServiceDep, b
     project = parse(ProjectBody, body).project_id
     session = service.sessions.find(session_id, tenant)
     await service.store.change(Session, session.id, project_id=project)
-    told = {"session_id": session.id, "project_id": project, "before": session.project_id or PROJECT}
+    told = {"session_id": session.id, "project_id": project, "before": session.project_id or DEFAULT_PROJECT}
     service.chronicle.audit(tenant, "project_session_assigned", tenant, **told)
     return Response(status_code=204)
 
@@ -185,9 +185,9 @@ def _order(session: Session) -> tuple[datetime, str]:
 
 
 def _matches(session: Session, asked: SearchBody) -> bool:
-    if asked.project_ids is not None and (session.project_id or PROJECT) not in asked.project_ids:
+    if asked.project_ids is not None and (session.project_id or DEFAULT_PROJECT) not in asked.project_ids:
         return False
-    metadata = texts(session.metadata) or {}
+    metadata = metadata_texts(session.metadata) or {}
     if any(metadata.get(key) != value for key, value in asked.user_metadata.items()):
         return False
     if asked.statuses is not None and not any(_stands(session, query) for query in asked.statuses):
@@ -217,13 +217,13 @@ def _summaries(service: Service, page: list[Session]) -> list[dict[str, Any]]:
     return [
         {
             "session_id": session.id,
-            "created_at": instant(session.created),
+            "created_at": rfc3339(session.created),
             "owner": urn(session.owner),
-            "project_id": session.project_id or PROJECT,
+            "project_id": session.project_id or DEFAULT_PROJECT,
             "status": _status(session),
             "checkpoints_count": count[session.id],
             "display_name": session.display_name,
-            "user_metadata": texts(session.metadata),
+            "user_metadata": metadata_texts(session.metadata),
             "checkpoint_storage_bytes": size[session.id],
         }
         for session in page

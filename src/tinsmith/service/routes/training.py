@@ -32,8 +32,8 @@ from tinsmith.service.storage.records import (
     Step,
     Work,
 )
-from tinsmith.service.wire.protobuf import BODY_CAP, decompressed, parse_pass, pass_of
-from tinsmith.service.wire.provenance import Claim, claims_of
+from tinsmith.service.wire.protobuf import MAX_BODY_BYTES, decompress, parse_pass, pass_from_message
+from tinsmith.service.wire.provenance import Claim, parse_claims
 from tinsmith.service.wire.schemas import (
     CreateModelBody,
     GetInfoBody,
@@ -97,8 +97,10 @@ async def forward_backward(
     tenant: Tenant, service: ServiceDep, body: RawBody, content_encoding: Annotated[str | None, Header()] = None
 ) -> dict[str, Any]:
     """A pass, with or without gradients; the body is kept as it came."""
-    plain, seq, work, claims = await aside(BODY_CAP if content_encoding else len(body), _read, body, content_encoding)
-    model = service.training(work.model_id, tenant)
+    plain, seq, work, claims = await aside(
+        MAX_BODY_BYTES if content_encoding else len(body), _read, body, content_encoding
+    )
+    model = service.trainable_model(work.model_id, tenant)
     if await _promised(service, model, seq):
         return _promise_of(model, seq)
     service.sampling.check(claims, tenant)
@@ -108,17 +110,17 @@ async def forward_backward(
 
 
 def _read(body: bytes, content_encoding: str | None) -> tuple[bytes, int, Pass, list[Claim]]:
-    plain = decompressed(body, content_encoding)
+    plain = decompress(body, content_encoding)
     message = parse_pass(plain)
-    seq, work = pass_of(message)
-    return plain, seq, work, claims_of(message, [(len(datum.tokens), len(datum.targets)) for datum in work.data])
+    seq, work = pass_from_message(message)
+    return plain, seq, work, parse_claims(message, [(len(datum.tokens), len(datum.targets)) for datum in work.data])
 
 
 @router.post("/optim_step")
 async def optim_step(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
     """One AdamW step."""
     asked = parse(StepBody, body)
-    model = service.training(asked.model_id, tenant)
+    model = service.trainable_model(asked.model_id, tenant)
     if await _promised(service, model, asked.seq_id):
         return _promise_of(model, asked.seq_id)
     _only_adamw(asked.optimizer_params)
@@ -134,7 +136,7 @@ async def optim_step(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict
 async def save_weights(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
     """Weights and optimizer into a named checkpoint."""
     asked = parse(SaveBody, body)
-    model = service.training(asked.model_id, tenant)
+    model = service.trainable_model(asked.model_id, tenant)
     if await _promised(service, model, asked.seq_id):
         return _promise_of(model, asked.seq_id)
     name = asked.path if asked.path is not None else f"{asked.seq_id:06d}"
@@ -152,7 +154,7 @@ async def save_weights_for_sampler(tenant: Tenant, service: ServiceDep, body: Ra
     """Weights for sampling: into a named checkpoint, or unnamed into a sampling session, which keeps them (snapshot)
     or goes on with those of later inflight saves (inflight)."""
     asked = parse(SaveBody, body)
-    model = service.training(asked.model_id, tenant)
+    model = service.trainable_model(asked.model_id, tenant)
     if await _promised(service, model, asked.seq_id):
         return _promise_of(model, asked.seq_id)
     check_ttl(asked.ttl_seconds)
@@ -175,7 +177,7 @@ async def save_weights_for_sampler(tenant: Tenant, service: ServiceDep, body: Ra
 async def save_weights_external(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
     """Weights for use elsewhere: PEFT's files behind links, encrypted if there are recipients."""
     asked = parse(SaveExternalBody, body)
-    model = service.training(asked.model_id, tenant)
+    model = service.trainable_model(asked.model_id, tenant)
     if await _promised(service, model, asked.seq_id):
         return _promise_of(model, asked.seq_id)
     check_ttl(asked.ttl_seconds)
@@ -192,7 +194,7 @@ async def load_weights(tenant: Tenant, service: ServiceDep, body: RawBody) -> di
     asked = parse(LoadBody, body)
     if asked.model_id is None:
         return await _create_by_load(service, tenant, asked)
-    model = service.training(asked.model_id, tenant)
+    model = service.trainable_model(asked.model_id, tenant)
     if asked.seq_id is None:
         raise BadRequest("load_weights with model_id has no seq_id.", "Send the next one.")
     if await _promised(service, model, asked.seq_id):
@@ -224,7 +226,7 @@ async def _create_by_load(service: Service, tenant: str, asked: LoadBody) -> dic
 def _loadable(service: Service, tenant: str, asked: LoadBody, base_model: str | None) -> Checkpoint:
     """The checkpoint, if it fits the base model and holds what is asked of it."""
     _only_adamw(asked.optimizer_config)
-    lender = service.lender(asked.weights_access_token, asked.path)
+    lender = service.token_owner(asked.weights_access_token, asked.path)
     checkpoint = service.checkpoints.readable(asked.path, tenant, lender)
     if checkpoint.kind == "external_weights":
         raise BadRequest(f"{asked.path} is for use elsewhere.", "Load a tinker://RUN/weights/NAME path.")

@@ -40,7 +40,7 @@ def restored(kind: str, model_id: str, payload: bytes) -> Work:
     """The request that `stored` (or a forward_backward body) holds."""
     if kind in ("forward", "forward_backward"):
         work = replace(decode_pass(payload)[1], model_id=model_id)
-        graph = work.loss_config.get(GRAPH)  # put there by `with_graph` when the request was accepted
+        graph = work.loss_config.get(GRAPH)  # put there by `append_graph` when the request was accepted
         return replace(work, graph=read_text(graph)) if work.loss_fn == CUSTOM and isinstance(graph, str) else work
     values = json.loads(payload)
     return Step(adam=AdamParams(**values)) if kind == "step" else _STORED[kind](**values)

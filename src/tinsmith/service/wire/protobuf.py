@@ -46,14 +46,14 @@ __all__ = ["pb"]
 
 
 GRAPH = "graph"
-"""The key under which `with_graph` puts an uploaded loss; a client that sends it is refused."""
-BODY_CAP = 256 * 2**20
+"""The key under which `append_graph` puts an uploaded loss; a client that sends it is refused."""
+MAX_BODY_BYTES = 256 * 2**20
 """Bytes of a body after decompression."""
-DENSE_CAP = 16 * 2**20
+MAX_DENSE_CELLS = 16 * 2**20
 """Cells of one tensor after densifying: a CSR tensor of a few bytes may declare any shape."""
-BODY_CELLS = 2 * DENSE_CAP
+MAX_BODY_CELLS = 2 * MAX_DENSE_CELLS
 """The same of all sparse tensors of a body together: room for the largest targets and their weights."""
-WIDEST = 2**20
+MAX_COLUMNS = 2**20
 """Columns of a sparse tensor: no vocabulary has more."""
 _PIECE = 2**10
 """Bytes of a zstd body at a time: four of them may stand for 128 KiB."""
@@ -62,14 +62,14 @@ _DTYPES = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8"), p
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class SparseLayout:
     """Where the cells of a sparse target_prompt_logprobs lie: CSR row pointers and columns, int64."""
 
     crow: np.ndarray
     col: np.ndarray
 
 
-def decompressed(body: bytes, encoding: str | None) -> bytes:
+def decompress(body: bytes, encoding: str | None) -> bytes:
     """The body without its Content-Encoding: one whole zstd frame. Whatever size the frame declares, it is read a
     piece at a time, and a piece is so small that it cannot grow to more than 32 MiB beyond the cap."""
     if not encoding or encoding == "identity":
@@ -81,8 +81,10 @@ def decompressed(body: bytes, encoding: str | None) -> bytes:
         while at < len(body) and not frame.eof:
             out += frame.decompress(body[at : at + _PIECE])
             at += _PIECE
-            if len(out) > BODY_CAP:
-                raise TooLarge(f"The body is over {BODY_CAP} bytes when decompressed.", "Send fewer data per request.")
+            if len(out) > MAX_BODY_BYTES:
+                raise TooLarge(
+                    f"The body is over {MAX_BODY_BYTES} bytes when decompressed.", "Send fewer data per request."
+                )
     except zstandard.ZstdError as error:
         raise BadRequest(f"The body is not zstd: {error}") from error
     if not frame.eof or frame.unused_data or at < len(body):
@@ -92,7 +94,7 @@ def decompressed(body: bytes, encoding: str | None) -> bytes:
 
 def decode_pass(body: bytes) -> tuple[int, Pass]:
     """(seq_id, request) of a ForwardBackwardRequest, its tensors dense."""
-    return pass_of(parse_pass(body))
+    return pass_from_message(parse_pass(body))
 
 
 def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
@@ -105,7 +107,7 @@ def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
     return message
 
 
-def pass_of(message: pb.ForwardBackwardRequest) -> tuple[int, Pass]:
+def pass_from_message(message: pb.ForwardBackwardRequest) -> tuple[int, Pass]:
     """(seq_id, request) of a message, its tensors dense."""
     _check_room(message)
     own = message.loss_fn == CUSTOM
@@ -133,10 +135,10 @@ def _check_room(message: pb.ForwardBackwardRequest) -> None:
     """Raises TooLarge, before anything is made dense, if all of it would take too much."""
     tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
     cells = sum(prod(max(side, 0) for side in one.shape) for one in tensors if one.HasField("sparse_csr"))
-    if cells > BODY_CELLS:
+    if cells > MAX_BODY_CELLS:
         raise TooLarge(
             f"The sparse tensors of the body, its target_tokens and others, have {cells} cells when dense.",
-            f"At most {BODY_CELLS}: send fewer data per request.",
+            f"At most {MAX_BODY_CELLS}: send fewer data per request.",
         )
 
 
@@ -178,7 +180,7 @@ def _tensor(where: str, tensor: pb.Tensor) -> np.ndarray:
             _array(where, part, kind)
             for part, kind in ((csr.values, dtype), (csr.crow_indices, i8), (csr.col_indices, i8))
         )
-        return dense_of(where, shape, values, crow, col, 0)
+        return densify(where, shape, values, crow, col, 0)
     values = _array(where, tensor.dense, dtype)
     return shaped(where, values, shape or (len(values),))
 
@@ -190,14 +192,16 @@ def shaped(where: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray
     return values.reshape(shape)
 
 
-def dense_of(
+def densify(
     where: str, shape: tuple[int, ...], values: np.ndarray, crow: np.ndarray, col: np.ndarray, fill: int
 ) -> np.ndarray:
     """A CSR tensor with `fill` in the cells that are not listed."""
     if len(shape) != 2 or min(shape) < 0:
         raise BadRequest(f"{where} is sparse with shape {list(shape)}.", "CSR tensors have two dimensions.")
-    if shape[1] > WIDEST or shape[0] * shape[1] > DENSE_CAP:
-        raise TooLarge(f"{where} has shape {list(shape)}.", f"At most {WIDEST} columns, and {DENSE_CAP} cells.")
+    if shape[1] > MAX_COLUMNS or shape[0] * shape[1] > MAX_DENSE_CELLS:
+        raise TooLarge(
+            f"{where} has shape {list(shape)}.", f"At most {MAX_COLUMNS} columns, and {MAX_DENSE_CELLS} cells."
+        )
     steps = np.diff(crow)
     sound = len(crow) == shape[0] + 1 and crow[0] == 0 and (steps >= 0).all() and crow[-1] == len(col) == len(values)
     if not sound or (len(col) and not (col.min() >= 0 and col.max() < shape[1])):
@@ -207,7 +211,7 @@ def dense_of(
     return dense
 
 
-def with_graph(body: bytes, text: str) -> bytes:
+def append_graph(body: bytes, text: str) -> bytes:
     """A ForwardBackwardRequest and, beside its loss_id, the loss itself: so that a replay needs nothing else.
 
     Messages that follow each other are one, and the later entry of a map counts.
@@ -238,7 +242,7 @@ def _fill(field: pb.BatchedTensor, arrays: Sequence[np.ndarray], trailing: tuple
     field.data = b"".join(array.tobytes() for array in arrays)
 
 
-def encode_sampled(sampled: Sampled, layout: Layout | None) -> bytes:
+def encode_sampled(sampled: Sampled, layout: SparseLayout | None) -> bytes:
     """A SampleResponse; targets come back in the layout that they were asked in, 0 where nothing was."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=sampled.prompt_cache_hit_tokens)
     for sequence in sampled.sequences:
@@ -263,7 +267,7 @@ def encode_sampled(sampled: Sampled, layout: Layout | None) -> bytes:
     return message.SerializeToString()
 
 
-def _target_answer(found: np.ndarray, layout: Layout | None) -> pb.Tensor:
+def _target_answer(found: np.ndarray, layout: SparseLayout | None) -> pb.Tensor:
     values = np.nan_to_num(found.astype("<f4"), nan=0.0)
     if layout is None:
         return _dense(values, pb.DTYPE_FLOAT32)

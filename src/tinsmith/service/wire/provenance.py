@@ -36,7 +36,7 @@ class Claim:
         return self.sequence_id.rpartition(":")[0]
 
 
-def claims_of(message: pb.ForwardBackwardRequest, lengths: Iterable[tuple[int, int]]) -> list[Claim]:
+def parse_claims(message: pb.ForwardBackwardRequest, lengths: Iterable[tuple[int, int]]) -> list[Claim]:
     """The spans of all data, whose positions and targets are as many as `lengths` says. Raises BadRequest."""
     found: list[Claim] = []
     for index, (datum, (positions, targets)) in enumerate(zip(message.data, lengths, strict=True)):
@@ -49,7 +49,7 @@ def claims_of(message: pb.ForwardBackwardRequest, lengths: Iterable[tuple[int, i
     return found
 
 
-class Sequences:
+class SequenceRegistry:
     """Lengths of what was sampled: request -> (its prompt's, each sequence's)."""
 
     def __init__(self) -> None:

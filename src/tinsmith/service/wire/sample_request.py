@@ -10,21 +10,21 @@ import numpy as np
 
 from tinsmith.engine.base import SampleRequest
 from tinsmith.errors import BadRequest, Unsupported
-from tinsmith.service.wire.protobuf import Layout, dense_of, shaped
+from tinsmith.service.wire.protobuf import SparseLayout, densify, shaped
 from tinsmith.service.wire.schemas import Prompt, SampleBody, SamplingParams, Tensor, parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class AsampleRequest:
     """An asample body: what to sample, for which sampling session, and the layout of the answer's targets."""
 
     sampler_id: str
     seq: int
     request: SampleRequest
-    layout: Layout | None = None
+    layout: SparseLayout | None = None
 
 
-def decode_sample(body: bytes) -> Ask:
+def decode_sample(body: bytes) -> AsampleRequest:
     """An asample body; the request's id is still empty."""
     asked = parse(SampleBody, body)
     if asked.sampling_session_id is None or asked.seq_id is None:
@@ -49,7 +49,7 @@ def decode_sample(body: bytes) -> Ask:
         prompt_alt_tokens_k=asked.prompt_alt_tokens_k,
         **_params(asked.sampling_params),
     )
-    return Ask(sampler_id=asked.sampling_session_id, seq=asked.seq_id, request=request, layout=layout)
+    return AsampleRequest(sampler_id=asked.sampling_session_id, seq=asked.seq_id, request=request, layout=layout)
 
 
 def _params(params: SamplingParams) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def _ids(where: str, values: Iterable[int]) -> np.ndarray:
         raise BadRequest(f"{where} holds a number that is no token id.", "Use the model's own tokenizer.") from error
 
 
-def _targets(tensor: Tensor | None) -> tuple[np.ndarray | None, Layout | None]:
+def _targets(tensor: Tensor | None) -> tuple[np.ndarray | None, SparseLayout | None]:
     where = "target_prompt_logprobs"
     if tensor is None:
         return None, None
@@ -97,5 +97,5 @@ def _targets(tensor: Tensor | None) -> tuple[np.ndarray | None, Layout | None]:
     values, shape = _ids(where, tensor.data), tuple(tensor.shape)
     if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
         return shaped(where, values, shape), None
-    layout = Layout(crow=_ids(where, tensor.sparse_crow_indices), col=_ids(where, tensor.sparse_col_indices))
-    return dense_of(where, shape, values, layout.crow, layout.col, -1), layout
+    layout = SparseLayout(crow=_ids(where, tensor.sparse_crow_indices), col=_ids(where, tensor.sparse_col_indices))
+    return densify(where, shape, values, layout.crow, layout.col, -1), layout

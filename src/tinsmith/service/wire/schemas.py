@@ -13,13 +13,13 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 from tinsmith.errors import BadRequest
 
 
-class Loose(BaseModel):
+class WireModel(BaseModel):
     """A body, or a part of one."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
-B = TypeVar("B", bound=Loose)
+B = TypeVar("B", bound=WireModel)
 
 
 def parse(kind: type[B], body: bytes) -> B:
@@ -39,7 +39,7 @@ def sentence(faults: Iterable[Any]) -> str:
     return "; ".join(parts) + "."
 
 
-class LoraBody(Loose):
+class LoraBody(WireModel):
     """LoraConfig."""
 
     rank: int
@@ -49,19 +49,19 @@ class LoraBody(Loose):
     train_attn: bool = True
 
 
-class OptimizerBody(Loose):
+class OptimizerBody(WireModel):
     """OptimizerConfig: only its family counts."""
 
     type: str = "adamw"
 
 
-class ClientConfigBody(Loose):
+class ClientConfigBody(WireModel):
     """client/config and client/dynamic_config."""
 
     sdk_version: str = ""
 
 
-class SessionBody(Loose):
+class SessionBody(WireModel):
     """create_session."""
 
     tags: list[str] = []
@@ -70,26 +70,26 @@ class SessionBody(Loose):
     display_name: str | None = None
 
 
-class HeartbeatBody(Loose):
+class HeartbeatBody(WireModel):
     """session_heartbeat."""
 
     session_id: str
 
 
-class FinishReason(Loose):
+class FinishReason(WireModel):
     """Why a client ends its session."""
 
     type: str = "success"
 
 
-class FinishBody(Loose):
+class FinishBody(WireModel):
     """sessions/{id}/finish."""
 
     reason: FinishReason = FinishReason()
     detail: str | None = None
 
 
-class CreateModelBody(Loose):
+class CreateModelBody(WireModel):
     """create_model."""
 
     session_id: str
@@ -100,19 +100,19 @@ class CreateModelBody(Loose):
     user_metadata: dict[str, Any] | None = None
 
 
-class GetInfoBody(Loose):
+class GetInfoBody(WireModel):
     """get_info."""
 
     model_id: str
 
 
-class UnloadBody(Loose):
+class UnloadBody(WireModel):
     """unload_model, of SDKs before 0.26."""
 
     model_id: str
 
 
-class AdamBody(Loose):
+class AdamBody(WireModel):
     """AdamParams; defaults are the SDK's."""
 
     learning_rate: float = 1e-4
@@ -123,7 +123,7 @@ class AdamBody(Loose):
     grad_clip_norm: float = 0.0
 
 
-class StepBody(Loose):
+class StepBody(WireModel):
     """optim_step."""
 
     model_id: str
@@ -132,7 +132,7 @@ class StepBody(Loose):
     optimizer_params: OptimizerBody | None = None
 
 
-class SaveBody(Loose):
+class SaveBody(WireModel):
     """save_weights and save_weights_for_sampler."""
 
     model_id: str
@@ -145,7 +145,7 @@ class SaveBody(Loose):
     user_metadata: dict[str, str] | None = None
 
 
-class SaveExternalBody(Loose):
+class SaveExternalBody(WireModel):
     """save_weights_external."""
 
     model_id: str
@@ -155,7 +155,7 @@ class SaveExternalBody(Loose):
     age_encryption_recipients: list[str] | None = None
 
 
-class LoadBody(Loose):
+class LoadBody(WireModel):
     """load_weights, by model_id and seq_id or by session_id and model_seq_id."""
 
     path: str
@@ -170,14 +170,14 @@ class LoadBody(Loose):
     weights_access_token: str | None = None
 
 
-class CustomLossInput(Loose):
+class CustomLossInput(WireModel):
     """An input of an uploaded loss."""
 
     name: str
     rank: int
 
 
-class CustomLossNode(Loose):
+class CustomLossNode(WireModel):
     """One node of a torch.fx graph as data."""
 
     op: str
@@ -187,14 +187,14 @@ class CustomLossNode(Loose):
     kwargs: dict[str, Any] = {}
 
 
-class CustomLossGraph(Loose):
+class CustomLossGraph(WireModel):
     """Format 1 is the only one."""
 
     format: Literal[1] = 1
     nodes: list[CustomLossNode]
 
 
-class CustomLossBody(Loose):
+class CustomLossBody(WireModel):
     """create_custom_loss."""
 
     session_id: str
@@ -204,7 +204,7 @@ class CustomLossBody(Loose):
     graph: CustomLossGraph
 
 
-class SamplingSessionBody(Loose):
+class SamplingSessionBody(WireModel):
     """create_sampling_session."""
 
     session_id: str
@@ -213,21 +213,21 @@ class SamplingSessionBody(Loose):
     model_path: str | None = None
 
 
-class FutureBody(Loose):
+class FutureBody(WireModel):
     """retrieve_future and cancel_future."""
 
     request_id: str
     allow_metadata_only: bool = False
 
 
-class FuturesTarget(Loose):
+class FuturesTarget(WireModel):
     """Whose log of completions."""
 
     sampling_session_id: str
     cloned_sampler_id: int = 0
 
 
-class FuturesBody(Loose):
+class FuturesBody(WireModel):
     """retrieve_futures."""
 
     target: FuturesTarget
@@ -236,26 +236,26 @@ class FuturesBody(Loose):
     retrieved_request_ids: list[str] = []
 
 
-class JoinBody(Loose):
+class JoinBody(WireModel):
     """join_sampling_session."""
 
     sampling_session_id: str
 
 
-class Chunk(Loose):
+class Chunk(WireModel):
     """A piece of a prompt."""
 
     type: str = "encoded_text"
     tokens: list[int] = []
 
 
-class Prompt(Loose):
+class Prompt(WireModel):
     """ModelInput."""
 
     chunks: list[Chunk]
 
 
-class SamplingParams(Loose):
+class SamplingParams(WireModel):
     """SamplingParams; absent fields are None."""
 
     max_tokens: int | None = None
@@ -266,7 +266,7 @@ class SamplingParams(Loose):
     top_p: float = 1.0
 
 
-class Tensor(Loose):
+class Tensor(WireModel):
     """TensorData as asample sends it."""
 
     data: list[int]
@@ -276,7 +276,7 @@ class Tensor(Loose):
     sparse_col_indices: list[int] | None = None
 
 
-class SampleBody(Loose):
+class SampleBody(WireModel):
     """asample."""
 
     sampling_session_id: str | None = None
@@ -293,13 +293,13 @@ class SampleBody(Loose):
     record_stability_info: bool | None = None
 
 
-class WeightsInfoBody(Loose):
+class WeightsInfoBody(WireModel):
     """weights_info."""
 
     tinker_path: str
 
 
-class CopyBody(Loose):
+class CopyBody(WireModel):
     """copy_weights, into a project or into a place in a session."""
 
     source_path: str
@@ -310,46 +310,46 @@ class CopyBody(Loose):
     weights_access_token: str | None = None
 
 
-class TtlBody(Loose):
+class TtlBody(WireModel):
     """checkpoints/…/ttl: null, which must be said, takes the end away."""
 
     ttl_seconds: int | None
 
 
-class LoanBody(Loose):
+class LoanBody(WireModel):
     """checkpoints/…/access_token."""
 
     ttl_seconds: int = 86_400
 
 
-class ProjectBody(Loose):
+class ProjectBody(WireModel):
     """sessions/{id}/project."""
 
     project_id: str = Field(min_length=1)
 
 
-class SearchOwner(Loose):
+class SearchOwner(WireModel):
     """Whose sessions to search."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[str] = Field(default_factory=list)
 
 
-class StatusQuery(Loose):
+class StatusQuery(WireModel):
     """One way a session may stand."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
     reasons: list[str] | None = None
 
 
-class SearchCursor(Loose):
+class SearchCursor(WireModel):
     """Where the next page begins."""
 
     last_created_at: AwareDatetime
     last_session_id: str
 
 
-class SearchBody(Loose):
+class SearchBody(WireModel):
     """sessions/search."""
 
     session_id: str | None = None
