@@ -59,7 +59,9 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
     )
     policy = await connect(state.path if state else "", state.version if state else 0)
     batches = (
-        _batch_source(config, folder, policy, task_sampler, runner, agent_endpoint) if config.rolls_out else EmptyBatchSource()
+        _batch_source(config, folder, policy, task_sampler, runner, agent_endpoint)
+        if config.rolls_out
+        else EmptyBatchSource()
     )
     pairs = config.algorithm.learns_from == "pairs"
     experts = (
@@ -89,7 +91,9 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
             task_sampler=task_sampler,
             batches=batches,
             algorithm=algorithm,
-            evaluator=Evaluator(config.eval, held_out if judge else {}, judging(config, agent_endpoint), config.seed, runner),
+            evaluator=Evaluator(
+                config.eval, held_out if judge else {}, judging(config, agent_endpoint), config.seed, runner
+            ),
             rewards=judge,
             monitors=told,
             reference=reference,
@@ -108,7 +112,9 @@ def judging(config: RunConfig, agent_endpoint: AgentEndpoint) -> Callable[[EvalC
 
     def make(one: EvalConfig) -> Workflow:
         parts = Parts(
-            sampling=one.sampling(config.sampling), rewards=Rewards(one.rewards or config.rewards), agent_endpoint=agent_endpoint
+            sampling=one.sampling(config.sampling),
+            rewards=Rewards(one.rewards or config.rewards),
+            agent_endpoint=agent_endpoint,
         )
         return (one.workflow or config.workflow).make(parts)
 
