@@ -144,14 +144,31 @@ class SampleRequest:
     """Cached prefixes are shared within a space alone: nobody learns what was asked in another."""
 
 
+EMPTY_LOGPROB = -99999.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The k likeliest tokens per position, best first; an empty cell is id 0 with logprob -99999."""
+    """The k likeliest tokens per position, best first; an empty cell is id 0 with logprob EMPTY_LOGPROB."""
 
     token_ids: np.ndarray
     """int32 [positions, k]."""
     logprobs: np.ndarray
     """float32 [positions, k]."""
+
+    @classmethod
+    def empty(cls, positions: int, k: int) -> TopK:
+        """Empty cells, to be filled in place."""
+        ids = np.zeros((positions, k), np.int32)
+        return cls(token_ids=ids, logprobs=np.full((positions, k), EMPTY_LOGPROB, np.float32))
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[TopK]) -> TopK:
+        """The positions of all parts, one after the other."""
+        return cls(
+            token_ids=np.concatenate([part.token_ids for part in parts]),
+            logprobs=np.concatenate([part.logprobs for part in parts]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

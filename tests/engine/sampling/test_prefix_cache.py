@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.engine.sampling.prefix_cache import Found, Prefixes, Trunk
+from tinsmith.engine.sampling.prefix_cache import PrefixCache, PrefixMatch, PrefixScope
 
-ONE: Trunk = ("version", 1, "")
-OTHER: Trunk = ("version", 1, "another")
+ONE: PrefixScope = ("version", 1, "")
+OTHER: PrefixScope = ("version", 1, "another")
 
 
 def tensors(tokens: np.ndarray) -> torch.Tensor:
@@ -19,21 +19,21 @@ def tensors(tokens: np.ndarray) -> torch.Tensor:
     return torch.tensor(marks)[None, None, :, None]
 
 
-def add(prefixes: Prefixes, trunk: Trunk, *tokens: int) -> None:
+def add(prefixes: PrefixCache, scope: PrefixScope, *tokens: int) -> None:
     row = np.array(tokens, np.int32)
-    prefixes.add(trunk, row, lambda first: (tensors(row)[:, :, first:], -tensors(row)[:, :, first:]))
+    prefixes.add(scope, row, lambda first: (tensors(row)[:, :, first:], -tensors(row)[:, :, first:]))
 
 
-def find(prefixes: Prefixes, trunk: Trunk, *tokens: int, most: int = 99) -> Found:
-    return prefixes.find(trunk, np.array(tokens, np.int32), most)
+def find(prefixes: PrefixCache, scope: PrefixScope, *tokens: int, most: int = 99) -> PrefixMatch:
+    return prefixes.match(scope, np.array(tokens, np.int32), most)
 
 
-def read(found: Found) -> torch.Tensor:
-    return torch.cat([torch.zeros(1, 1, 0, 1), *(run.keys[:, :, :count] for run, count in found.pieces)], dim=2)
+def read(found: PrefixMatch) -> torch.Tensor:
+    return torch.cat([torch.zeros(1, 1, 0, 1), *(run.keys[:, :, :count] for run, count in found.path)], dim=2)
 
 
 def test_a_longer_sequence_adds_only_what_is_new() -> None:
-    prefixes = Prefixes()
+    prefixes = PrefixCache()
     add(prefixes, ONE, 1, 2, 3)
     add(prefixes, ONE, 1, 2, 3, 4, 5)
     add(prefixes, ONE, 1, 2, 9)
@@ -46,13 +46,13 @@ def test_a_longer_sequence_adds_only_what_is_new() -> None:
 
 
 def test_nothing_is_found_in_another_trunk() -> None:
-    prefixes = Prefixes()
+    prefixes = PrefixCache()
     add(prefixes, ONE, 1, 2, 3)
     assert find(prefixes, OTHER, 1, 2, 3).length == 0
 
 
 def test_the_least_lately_used_goes_first_and_never_before_what_hangs_on_it() -> None:
-    prefixes = Prefixes()
+    prefixes = PrefixCache()
     add(prefixes, ONE, 1, 2, 3)
     add(prefixes, ONE, 1, 2, 3, 4, 5)
     add(prefixes, ONE, 7, 8)
@@ -68,48 +68,48 @@ def test_the_least_lately_used_goes_first_and_never_before_what_hangs_on_it() ->
 
 
 def test_what_a_running_sequence_holds_too_goes_before_all_others() -> None:
-    prefixes = Prefixes()
+    prefixes = PrefixCache()
     add(prefixes, ONE, 1, 2, 3)
     add(prefixes, ONE, 7, 8)
-    prefixes.lend(find(prefixes, ONE, 7, 8))
+    prefixes.evict_first(find(prefixes, ONE, 7, 8))
     prefixes.shrink(3)
     assert [find(prefixes, ONE, *row).length for row in ((1, 2, 3), (7, 8))] == [3, 0]
 
 
 def test_a_conversation_that_is_lent_goes_whole_and_others_on_it_stay() -> None:
-    prefixes = Prefixes()
+    prefixes = PrefixCache()
     add(prefixes, ONE, 7, 8)
     for row in ((1, 2, 3), (1, 2, 3, 4, 5), (1, 2, 3, 4, 5, 6), (1, 2, 9)):
         add(prefixes, ONE, *row)
-    prefixes.lend(find(prefixes, ONE, 1, 2, 3, 4, 5, 6))
+    prefixes.evict_first(find(prefixes, ONE, 1, 2, 3, 4, 5, 6))
     prefixes.shrink(6)
     assert [find(prefixes, ONE, *row).length for row in ((1, 2, 3, 4, 5, 6), (1, 2, 9), (7, 8))] == [3, 3, 2]
 
 
 def test_a_whole_prompt_is_found_with_its_last_state_just_where_it_ended() -> None:
-    prefixes = Prefixes()
+    prefixes = PrefixCache()
     rows = [np.array(row, np.int32) for row in ((1, 2, 3), (1, 2, 3, 4, 5))]
     add(prefixes, ONE, 1, 2, 3, 4, 5)
-    prefixes.mark(ONE, rows[0], torch.ones(2))
-    prefixes.mark(ONE, np.array((1, 2, 3, 4, 5, 6), np.int32), torch.zeros(2))  # which is not kept
-    found = prefixes.find_whole(ONE, rows[0])
+    prefixes.add_last_hidden(ONE, rows[0], torch.ones(2))
+    prefixes.add_last_hidden(ONE, np.array((1, 2, 3, 4, 5, 6), np.int32), torch.zeros(2))  # which is not kept
+    found = prefixes.match_prompt(ONE, rows[0])
     assert found is not None
-    assert found.last is not None
-    assert torch.equal(found.last, torch.ones(2))
+    assert found.last_hidden is not None
+    assert torch.equal(found.last_hidden, torch.ones(2))
     assert torch.equal(read(found), tensors(rows[0]))
-    assert prefixes.find_whole(ONE, rows[1]) is None
-    assert prefixes.find_whole(ONE, rows[0][:2]) is None
-    assert prefixes.find_whole(OTHER, rows[0]) is None
+    assert prefixes.match_prompt(ONE, rows[1]) is None
+    assert prefixes.match_prompt(ONE, rows[0][:2]) is None
+    assert prefixes.match_prompt(OTHER, rows[0]) is None
 
 
 def test_a_version_is_dropped_whole() -> None:
-    prefixes = Prefixes()
-    for trunk in (ONE, OTHER, ("base", 0, "")):
-        add(prefixes, trunk, 1, 2, 3)
-        add(prefixes, trunk, 1, 2, 4)
-    prefixes.drop("version")
+    prefixes = PrefixCache()
+    for scope in (ONE, OTHER, ("base", 0, "")):
+        add(prefixes, scope, 1, 2, 3)
+        add(prefixes, scope, 1, 2, 4)
+    prefixes.drop_version("version")
     assert prefixes.tokens == 4
-    assert [find(prefixes, trunk, 1, 2, 4).length for trunk in (ONE, OTHER, ("base", 0, ""))] == [0, 0, 3]
+    assert [find(prefixes, scope, 1, 2, 4).length for scope in (ONE, OTHER, ("base", 0, ""))] == [0, 0, 3]
     prefixes.shrink(0)
     assert prefixes.tokens == 0
 
@@ -129,7 +129,7 @@ _STEPS = st.lists(
 @settings(deadline=None)
 def test_any_order_of_adding_finding_and_dropping(steps: list) -> None:
     """What is found is always right; while nothing was dropped, it is also the longest that was ever added."""
-    prefixes, ever, dropped = Prefixes(), {ONE: set(), OTHER: set()}, False
+    prefixes, ever, dropped = PrefixCache(), {ONE: set(), OTHER: set()}, False
     for kind, first, row in steps:
         if kind == "shrink":
             dropped = dropped or prefixes.tokens > first

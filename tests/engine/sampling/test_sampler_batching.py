@@ -225,9 +225,9 @@ def test_a_cancelled_request_is_gone_and_the_others_go_on(engine: Any, wait: Any
         running = asyncio.create_task(engine.sample(doomed))
         beside = asyncio.create_task(engine.sample(ask(max_tokens=100)))
         await asyncio.sleep(0.05)
-        held = engine.sampler._cache.tokens
+        held = engine.sampler.batch.kv_cache.tokens
         await engine.cancel(doomed.request_id)
-        assert engine.sampler._cache.tokens < held / 4  # its eight rows are free at once
+        assert engine.sampler.batch.kv_cache.tokens < held / 4  # its eight rows are free at once
         with pytest.raises(Gone):
             await running
         return None, await beside
@@ -259,7 +259,7 @@ def test_whoever_waits_is_told_when_it_cannot_be_found_out_who_comes_next(
         running = asyncio.create_task(engine.sample(ask(max_tokens=60), lambda _: begun.set()))
         await begun.wait()
         with monkeypatch.context() as broken:
-            broken.setattr(engine.sampler, "_found", lambda _: 1 / 0)
+            broken.setattr(engine.sampler.batch, "_match", lambda _: 1 / 0)
             (waiting,) = await asyncio.gather(engine.sample(ask()), return_exceptions=True)
         return [waiting, await running]
 

@@ -84,14 +84,14 @@ def test_who_is_read_in_one_pass_with_it_is_not_touched(flags: Any, engine: Any,
             assert_same_samples(one, two)
         np.testing.assert_allclose(said[1].prompt_logprobs, wanted[1].prompt_logprobs, atol=1e-5)
         np.testing.assert_allclose(said[2].topk_prompt.logprobs, wanted[2].topk_prompt.logprobs, atol=1e-5)
-    assert engine.sampler._cache.tokens == 0
+    assert engine.sampler.batch.kv_cache.tokens == 0
 
 
 def test_nothing_of_it_is_remembered(engine_of: Any, wait: Any, diverged: Any, engine: Any) -> None:
-    name, known = diverged(), engine.sampler._prefixes.tokens
+    name, known = diverged(), engine.sampler.batch.prefix_cache.tokens
     with pytest.raises(BadRequest, match="not finite"):
         wait(engine.sample(ask(MINE, version=name)))
-    assert engine.sampler._prefixes.tokens == known
+    assert engine.sampler.batch.prefix_cache.tokens == known
 
 
 def test_who_decodes_beside_it_or_takes_its_row_is_not_touched(engine: Any, wait: Any, diverging: Any) -> None:
@@ -116,7 +116,7 @@ def test_groups_that_read_their_prompts_together_are_not_touched(engine: Any, wa
     broken = ask(LONGER, version=name, num_samples=4, max_tokens=30)
     (found,) = wait(beside(engine, broken, request, heard=diverge))
     assert_same_samples(found, wanted)
-    assert engine.sampler._cache.tokens == 0
+    assert engine.sampler.batch.kv_cache.tokens == 0
 
 
 def test_who_is_trained_in_one_pass_with_it_is_not_touched(

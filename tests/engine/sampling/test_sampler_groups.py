@@ -41,9 +41,9 @@ def test_a_group_says_what_each_would_say_alone(kind: str, engine_of: Any, wait:
 def test_a_group_s_rows_hold_what_is_their_own(engine: Any, wait: Any, space: str):
     sampler, looks = engine.sampler, list[int]()
     request = ask(PROMPT, num_samples=8, max_tokens=30, space=space)
-    wait(engine.sample(request, lambda _: looks.append(sampler._cache.tokens)))
+    wait(engine.sample(request, lambda _: looks.append(sampler.batch.kv_cache.tokens)))
     assert looks[-1] == 1024 + 8 * 64
-    assert sampler._cache.tokens == 0
+    assert sampler.batch.kv_cache.tokens == 0
 
 
 def test_a_group_counts_for_what_it_takes(engine_of: Any, wait: Any, space: str):
@@ -54,7 +54,7 @@ def test_a_group_counts_for_what_it_takes(engine_of: Any, wait: Any, space: str)
     async def both() -> None:
         requests = [ask((seed, *PROMPT), num_samples=8, max_tokens=30, space=space) for seed in (5, 6)]
         await asyncio.gather(
-            *(engine.sample(one, lambda _: looks.append(len(engine.sampler._running))) for one in requests)
+            *(engine.sample(one, lambda _: looks.append(len(engine.sampler.batch.sequences))) for one in requests)
         )
 
     wait(both())
@@ -100,13 +100,13 @@ def test_a_group_goes_on_when_its_prompt_is_forgotten(engine_of: Any, wait: Any,
         return await running
 
     assert_same_samples(wait(crowded()), wait(large.sample(ask(PROMPT, num_samples=4, max_tokens=150))))
-    assert small.sampler._cache.tokens == 0
-    assert small.sampler._prefixes.tokens <= 1800
+    assert small.sampler.batch.kv_cache.tokens == 0
+    assert small.sampler.batch.prefix_cache.tokens <= 1800
 
 
 def test_a_version_may_go_while_its_group_runs(engine: Any, pair: Any, wait: Any, space: str):
     _, model_id, _ = pair()
-    name, before = f"{model_id}-v", engine.sampler._prefixes.tokens
+    name, before = f"{model_id}-v", engine.sampler.batch.prefix_cache.tokens
     wait(engine.capture(model_id, name))
     wait(engine.capture(model_id, f"{name}-2"))
 
@@ -123,8 +123,8 @@ def test_a_version_may_go_while_its_group_runs(engine: Any, pair: Any, wait: Any
 
     assert_same_samples(*wait(replaced()))
     wait(engine.detach(name))
-    assert engine.sampler._prefixes.tokens == before
-    assert engine.sampler._cache.tokens == 0
+    assert engine.sampler.batch.prefix_cache.tokens == before
+    assert engine.sampler.batch.kv_cache.tokens == 0
 
 
 def test_a_cancelled_group_leaves_nothing(engine: Any, wait: Any, space: str):
@@ -139,7 +139,7 @@ def test_a_cancelled_group_leaves_nothing(engine: Any, wait: Any, space: str):
             await running
 
     wait(cancelled())
-    assert engine.sampler._cache.tokens == 0
+    assert engine.sampler.batch.kv_cache.tokens == 0
     found = wait(engine.sample(ask(PROMPT, num_samples=8, max_tokens=40, space=space)))
     assert_same_samples(Sampled(sequences=found.sequences[:2]), wanted)
 
@@ -166,8 +166,8 @@ def test_a_stem_that_nobody_could_go_on_from_is_given_back(
     engine: Any, wait: Any, space: str, monkeypatch: pytest.MonkeyPatch
 ):
     with monkeypatch.context() as broken:
-        broken.setattr(engine.sampler._cache, "open", lambda *_: 1 / 0)
+        broken.setattr(engine.sampler.batch.kv_cache, "insert_after", lambda *_: 1 / 0)
         with pytest.raises(EngineError):
             wait(engine.sample(ask(PROMPT, num_samples=GROUP, space=space)))
-    assert engine.sampler._cache.tokens == 0
+    assert engine.sampler.batch.kv_cache.tokens == 0
     assert len(wait(engine.sample(ask(PROMPT, num_samples=GROUP, space=space))).sequences) == GROUP

@@ -103,9 +103,9 @@ def test_a_version_of_the_same_name_finds_nothing_of_the_old_one(engine: Any, pa
     assert found.prompt_cache_hit_tokens == 0
     wait(engine.capture(model_id, f"{name}-2"))
     assert_same_samples(found, wait(engine.sample(ask(version=f"{name}-2", max_tokens=40))))
-    kept = engine.sampler._prefixes.tokens
+    kept = engine.sampler.batch.prefix_cache.tokens
     wait(engine.detach(name))
-    assert engine.sampler._prefixes.tokens < kept
+    assert engine.sampler.batch.prefix_cache.tokens < kept
     wait(engine.detach(f"{name}-2"))
 
 
@@ -158,9 +158,9 @@ def test_the_cache_stays_within_its_tokens(engine_of: Any, engine: Any, wait: An
         settings: dict[str, Any] = {"num_samples": 2, "max_tokens": 60, "seed": seed}
         prompt = (*PROMPT, seed + 3, *PROMPT)
         assert_same_samples(wait(small.sample(ask(prompt, **settings))), wait(engine.sample(ask(prompt, **settings))))
-        held = small.sampler._prefixes
+        held = small.sampler.batch.prefix_cache
         assert 0 < held.tokens <= 600
-        rows = [run for _, run in held._order.values()]
+        rows = [node for _, node in held._lru.values()]
         assert sum(run.keys.shape[2] for run in rows) == held.tokens
         # A run's tensors are its own: none keeps a larger one alive.
         assert all(run.keys.untyped_storage().nbytes() == run.keys.nbytes for run in rows)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from tinsmith.engine.sampling.sequences import completes
+from tinsmith.engine.sampling.sequences import completes_stop_string
 
 WORDS = ["<unk>", "<s>", "</s>", "▁", "▁yes", "▁no", "▁stop", "s", "t", "o", "p", "<0xC3>", "<0xA9>", "▁é"]
 
@@ -29,7 +29,9 @@ def spaced() -> Any:
 def ends(tokenizer: Any, stop: str, before: int, said: list[int]) -> int | None:
     """Which of the tokens completes it."""
     prompt = np.array([1, before], np.int32)
-    return next((n for n in range(len(said)) if completes(tokenizer, (stop,), prompt, said[:n], said[n])), None)
+    return next(
+        (n for n in range(len(said)) if completes_stop_string(tokenizer, (stop,), prompt, said[:n], said[n])), None
+    )
 
 
 @pytest.mark.parametrize("before", range(11))

@@ -1,14 +1,15 @@
-"""The sampler's keys and values: rows in banks, each of one capacity.
+"""KV cache of running sequences: rows in banks, where all rows of a bank have one capacity.
 
-A running sequence owns one row of the smallest capacity (64, 96, 128, 160 … tokens) that holds it, and moves up when it
-outgrows its own; how far ahead it then looks is `room.py`'s. A bank's rows are dense: who leaves is replaced by the
-last. So a decoding step is one attention call per bank over plain slices, with no gathering. A bank never grows: its
-memory is asked for at once, which a CPU gives only as it is written and a GPU whole, and when it is full there is
-another.
+A running sequence owns one row of the smallest capacity (64, 96, 128, 160 … tokens) that holds it, and moves to a
+larger row when it outgrows its own; `capacity.headroom` says how much larger. The rows of a bank are dense: when one is
+removed, the last one takes its place. So a decoding step is one attention call per bank over plain slices, without
+gathering. A bank never grows, because its memory is allocated at once (a CPU commits it page by page as it is written,
+a GPU completely); when a bank is full, another one is made.
 
-Where many sequences go on from one prompt, it has a row of its own, their stem, and theirs hold what they say.
+Where many sequences continue one prompt, the prompt has a row of its own, their shared prefix, and their rows hold only
+their own tokens.
 
-Left out: attention over the rows (`decoding.py`); what is kept after a sequence has ended (`prefixes.py`).
+Attention over the rows is in `decode`; keys and values of ended sequences are in `prefix_cache`.
 """
 
 from __future__ import annotations
@@ -21,93 +22,95 @@ from torch import Tensor
 from tinsmith.engine.lora import linear
 from tinsmith.engine.model.loading import BaseModel
 from tinsmith.engine.sampling.capacity import headroom, prefix_capacity, row_capacity
-from tinsmith.engine.sampling.prefill import Read
+from tinsmith.engine.sampling.prefill import PrefilledPrompt
 
-BANK = 8192
-"""Tokens of a bank's rows, on a CPU at least, else at most: a call over few rows costs little less than over many."""
+BANK_TOKENS = 8192
+"""Tokens of a bank: at least on a CPU, at most elsewhere. A call over few rows costs little less than over many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheShape:
-    """What one token takes."""
+    """Shape, type and device of one token's keys and values."""
 
     layers: int
     heads: int
-    """Of keys and values."""
+    """Key and value heads."""
     width: int
     dtype: torch.dtype
     device: torch.device
 
 
-def shape_of(base: BaseModel) -> CacheShape:
-    """Of a base model's keys and values."""
+def cache_shape(base: BaseModel) -> CacheShape:
+    """The shape of a base model's keys and values."""
     config = base.model.config
-    key = next(
-        one for one in base.model.modules() if isinstance(one, linear.LoraLinear) and one.name.endswith("k_proj")
+    key_projection = next(
+        module
+        for module in base.model.modules()
+        if isinstance(module, linear.LoraLinear) and module.name.endswith("k_proj")
     )
     return CacheShape(
         layers=config.num_hidden_layers,
         heads=config.num_key_value_heads,
-        width=key.product.shape[0] // config.num_key_value_heads,
+        width=key_projection.product.shape[0] // config.num_key_value_heads,
         dtype=base.dtype,
         device=base.device,
     )
 
 
 @dataclass(eq=False, slots=True)
-class Row:
-    """One sequence's place: `bank.keys[:, row, :, :length]` are its keys."""
+class CacheRow:
+    """The row of one sequence, or of a shared prefix: `bank.keys[:, index, :, :length]` are its keys."""
 
     bank: Bank
-    row: int
+    index: int
     length: int
-    stem: Row | None = None
-    """What the sequence begins with and shares with others."""
+    shared_prefix: CacheRow | None = None
+    """The row of the prompt, where sequences share it."""
     readers: int = 0
-    """Rows that go on from this one."""
+    """Number of rows that have this one as their shared prefix."""
 
     @property
     def position(self) -> int:
-        """Of the next token in its sequence."""
-        return (self.stem.length if self.stem else 0) + self.length
+        """Position of the sequence's next token."""
+        return (self.shared_prefix.length if self.shared_prefix else 0) + self.length
 
-    def since(self, first: int) -> tuple[Tensor, Tensor]:
-        """A copy of the sequence's keys and values from a position on."""
-        if self.stem is None:
-            keys, values = (one[:, :, first:] for one in self.content())
+    def copy_from(self, first: int) -> tuple[Tensor, Tensor]:
+        """Copies of the sequence's keys and values from position `first` on, with those of the shared prefix."""
+        if self.shared_prefix is None:
+            keys, values = (tensor[:, :, first:] for tensor in self.content())
             return keys.clone(), values.clone()
-        own = max(0, first - self.stem.length)
-        parts = zip(self.stem.content(), self.content(), strict=True)
-        keys, values = (torch.cat([stem[:, :, first:], mine[:, :, own:]], dim=2) for stem, mine in parts)
+        own_first = max(0, first - self.shared_prefix.length)
+        parts = zip(self.shared_prefix.content(), self.content(), strict=True)
+        keys, values = (torch.cat([prefix[:, :, first:], own[:, :, own_first:]], dim=2) for prefix, own in parts)
         return keys, values
 
     def content(self) -> tuple[Tensor, Tensor]:
-        """Views of its keys and values: [layers, heads, length, width]."""
-        return self.bank.keys[:, self.row, :, : self.length], self.bank.values[:, self.row, :, : self.length]
+        """Views of the row's keys and values [layers, heads, length, width]."""
+        return self.bank.keys[:, self.index, :, : self.length], self.bank.values[:, self.index, :, : self.length]
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """What may stand side by side: one capacity, and either stems with about as many readers, or what goes on from
-    stems, or whole sequences."""
+class RowKind:
+    """Rows that share a bank: of one capacity, and either shared prefixes with about as many readers, or rows with a
+    shared prefix, or whole sequences."""
 
     capacity: int
-    stems: int = 0
-    """Binary digits of the number of readers; 0: no stems."""
-    goes_on: bool = False
+    reader_bits: int = 0
+    """Bit length of the number of readers; 0: not a shared prefix."""
+    has_prefix: bool = False
 
 
 class Bank:
-    """Up to `most` rows of one kind; keys and values [layers, most, heads, capacity, width]."""
+    """Up to `max_rows` rows of one kind; keys and values are [layers, max_rows, heads, capacity, width]."""
 
-    def __init__(self, shape: CacheShape, kind: Kind, most: int) -> None:
-        self.shape, self.kind, self.most = shape, kind, most
-        self.rows: list[Row] = []
-        self._left = [kind.capacity] * self.most
-        """How many tokens of each row that nobody has may not be 0, from its beginning; in fresh memory all."""
-        size = (shape.layers, self.most, shape.heads, kind.capacity, shape.width)
+    def __init__(self, shape: CacheShape, kind: RowKind, max_rows: int) -> None:
+        self.shape, self.kind, self.max_rows = shape, kind, max_rows
+        self.rows: list[CacheRow] = []
+        self._dirty = [kind.capacity] * max_rows
+        """For each free row: how many tokens from its beginning may not be 0; in newly allocated memory all."""
+        size = (shape.layers, max_rows, shape.heads, kind.capacity, shape.width)
         self.keys, self.values = (torch.empty(size, dtype=shape.dtype, device=shape.device) for _ in range(2))
-        self._matrices = list(zip(self.keys.flatten(1, 2), self.values.flatten(1, 2), strict=True))
+        self._layers = list(zip(self.keys.flatten(1, 2), self.values.flatten(1, 2), strict=True))
 
     @property
     def capacity(self) -> int:
@@ -115,111 +118,115 @@ class Bank:
 
     @property
     def full(self) -> bool:
-        return len(self.rows) == self.most
+        return len(self.rows) == self.max_rows
 
     def content(self, layer: int) -> tuple[Tensor, Tensor]:
-        """Views of a layer's keys and values, a matrix for each row and head: [rows heads, capacity, width]."""
+        """Views of a layer's keys and values, one matrix for each row and head: [rows heads, capacity, width]."""
         matrices = len(self.rows) * self.shape.heads
-        keys, values = self._matrices[layer]
+        keys, values = self._layers[layer]
         return keys[:matrices], values[:matrices]
 
-    def add(self, length: int) -> Row:
-        """A row at the end, whose first `length` tokens the caller writes."""
-        row = Row(self, len(self.rows), length)
+    def add(self, length: int) -> CacheRow:
+        """Append a row, of which the caller writes the first `length` tokens."""
+        row = CacheRow(self, len(self.rows), length)
         self.rows.append(row)
-        self._clear(row.row, length, self._left[row.row])
+        self._clear(row.index, length, self._dirty[row.index])
         return row
 
-    def remove(self, row: Row) -> None:
-        """Free a row; the last one takes its place."""
+    def remove(self, row: CacheRow) -> None:
+        """Free a row; the last row takes its place."""
         last = self.rows.pop()
-        self._left[last.row] = last.length + 1  # with the token of a step that was not finished
+        self._dirty[last.index] = last.length + 1  # an unfinished step may have written one more token
         if last is not row:
             for tensor in (self.keys, self.values):
-                tensor[:, row.row, :, : last.length] = tensor[:, last.row, :, : last.length]
-            self._clear(row.row, last.length, row.length + 1)
-            last.row = row.row
-            self.rows[row.row] = last
+                tensor[:, row.index, :, : last.length] = tensor[:, last.index, :, : last.length]
+            self._clear(row.index, last.length, row.length + 1)
+            last.index = row.index
+            self.rows[row.index] = last
 
-    def _clear(self, row: int, start: int, stop: int) -> None:
-        """Behind what a row holds all is 0: it is masked, but a NaN that another has left would reach the sums."""
+    def _clear(self, index: int, start: int, stop: int) -> None:
+        """Zero the tokens after a row's length. They are masked, but a NaN from an earlier row would reach the sums."""
         for tensor in (self.keys, self.values):
-            tensor[:, row, :, start:stop] = 0
+            tensor[:, index, :, start:stop] = 0
 
 
-class Cache:
-    """All banks. `tokens` is what their rows could hold; `foreseen` what they will hold in all."""
+class KVCache:
+    """All banks. `tokens` is the capacity of their rows; `expected_tokens` what they will grow to in all."""
 
-    def __init__(self, shape: CacheShape, foreseen: int = 0) -> None:
-        self._shape, self._foreseen = shape, foreseen
+    def __init__(self, shape: CacheShape, expected_tokens: int = 0) -> None:
+        self._shape, self._expected_tokens = shape, expected_tokens
         self._banks: list[Bank] = []
 
     @property
     def tokens(self) -> int:
         return sum(bank.capacity * len(bank.rows) for bank in self._banks)
 
-    def insert(self, read: Read, room: int, coming: int = 1) -> Row:
-        """A row with the keys and values of a prompt, and room for more; so many of this room are coming now."""
-        row = self._add(Kind(row_capacity(max(room, read.length))), read.length, coming)
-        read.write(*row.content())
+    def insert(self, prompt: PrefilledPrompt, min_capacity: int, arriving: int = 1) -> CacheRow:
+        """A row with a prompt's keys and values. `arriving`: rows of this capacity that are being inserted now."""
+        row = self._add(RowKind(row_capacity(max(min_capacity, prompt.length))), prompt.length, arriving)
+        prompt.write(*row.content())
         return row
 
-    def stem(self, read: Read, readers: int) -> Row:
-        """A row with the keys and values of a prompt that so many will go on from; it leaves with the last of them."""
-        row = self._add(Kind(prefix_capacity(read.length), stems=readers.bit_length()), read.length)
-        read.write(*row.content())
+    def insert_shared_prefix(self, prompt: PrefilledPrompt, readers: int) -> CacheRow:
+        """A row with the keys and values of a prompt that `readers` sequences continue; removed with the last of
+        them."""
+        kind = RowKind(prefix_capacity(prompt.length), reader_bits=readers.bit_length())
+        row = self._add(kind, prompt.length)
+        prompt.write(*row.content())
         return row
 
-    def open(self, stem: Row, room: int) -> Row:
-        """An empty row of a sequence that begins with a stem."""
-        return self._behind(stem, self._add(Kind(row_capacity(room), goes_on=True), 0))
+    def insert_after(self, shared_prefix: CacheRow, min_capacity: int) -> CacheRow:
+        """An empty row of a sequence that continues a shared prefix."""
+        row = self._add(RowKind(row_capacity(min_capacity), has_prefix=True), 0)
+        return self._link(shared_prefix, row)
 
-    def copy(self, source: Row) -> Row:
+    def copy(self, source: CacheRow) -> CacheRow:
         """Another row with the same content."""
-        return self._filled(source, source.bank.capacity, 1)
+        return self._copy(source, source.bank.capacity, 1)
 
-    def ensure(self, row: Row, left: int = 1) -> Row:
-        """A row with room for one more token, of `left` that may come: the same, or its content in a larger one."""
+    def ensure_space(self, row: CacheRow, remaining: int = 1) -> CacheRow:
+        """A row with space for one more token, of `remaining` that may follow: `row`, or a larger copy of it."""
         if row.length < row.bank.capacity:
             return row
-        # Its neighbours are about as long: they will soon move too.
-        larger = self._filled(row, row.length + max(1, headroom(row.length, left)), len(row.bank.rows))
+        # The rows of the bank are about as long and will soon move too.
+        larger = self._copy(row, row.length + max(1, headroom(row.length, remaining)), len(row.bank.rows))
         self.remove(row)
         return larger
 
-    def remove(self, row: Row) -> None:
-        """Free a row, and its stem with the last that reads it; an empty bank gives its memory back."""
+    def remove(self, row: CacheRow) -> None:
+        """Free a row, and its shared prefix with the last reader; an empty bank is freed too."""
         row.bank.remove(row)
         self._banks = [bank for bank in self._banks if bank.rows]
-        if row.stem is not None:
-            row.stem.readers -= 1
-            if not row.stem.readers:
-                self.remove(row.stem)
+        if row.shared_prefix is not None:
+            row.shared_prefix.readers -= 1
+            if not row.shared_prefix.readers:
+                self.remove(row.shared_prefix)
 
-    def _add(self, kind: Kind, length: int, coming: int = 1) -> Row:
+    def _add(self, kind: RowKind, length: int, arriving: int = 1) -> CacheRow:
         same = [bank for bank in self._banks if bank.kind == kind]
         bank = next((bank for bank in same if not bank.full), None)
         if bank is None:
-            bank = Bank(self._shape, kind, self._most(kind, max(coming, sum(len(bank.rows) for bank in same))))
+            bank = Bank(self._shape, kind, self._bank_rows(kind, max(arriving, sum(len(bank.rows) for bank in same))))
             self._banks.append(bank)
         return bank.add(length)
 
-    def _most(self, kind: Kind, wanted: int) -> int:
-        """Rows of a new bank. Where memory that nobody writes costs nothing, as many as are foreseen; else as many as
-        are coming or are there already: few banks in the end, and little more memory than the rows have."""
+    def _bank_rows(self, kind: RowKind, wanted: int) -> int:
+        """Number of rows of a new bank: on a CPU, where unwritten memory is free, as many as are expected; elsewhere as
+        many as arrive or exist already, which keeps banks few and their memory close to that of their rows."""
         if self._shape.device.type == "cpu":
-            return max(1, max(BANK, self._foreseen // 2) // kind.capacity)
-        return max(1, min(wanted, BANK // kind.capacity))
+            return max(1, max(BANK_TOKENS, self._expected_tokens // 2) // kind.capacity)
+        return max(1, min(wanted, BANK_TOKENS // kind.capacity))
 
-    def _behind(self, stem: Row, row: Row) -> Row:
-        row.stem = stem
-        stem.readers += 1
+    def _link(self, shared_prefix: CacheRow, row: CacheRow) -> CacheRow:
+        row.shared_prefix = shared_prefix
+        shared_prefix.readers += 1
         return row
 
-    def _filled(self, source: Row, room: int, coming: int) -> Row:
-        row = self._add(replace(source.bank.kind, capacity=row_capacity(room)), source.length, coming)
-        if source.stem is not None:
-            self._behind(source.stem, row)
-        for into, content in zip(row.content(), source.content(), strict=True):
-            into.copy_(content)
+    def _copy(self, source: CacheRow, min_capacity: int, arriving: int) -> CacheRow:
+        kind = replace(source.bank.kind, capacity=row_capacity(min_capacity))
+        row = self._add(kind, source.length, arriving)
+        if source.shared_prefix is not None:
+            self._link(source.shared_prefix, row)
+        for target, content in zip(row.content(), source.content(), strict=True):
+            target.copy_(content)
         return row

@@ -1,8 +1,8 @@
-"""The pass over new prompts: only what is not known of them goes through the model.
+"""The prefill pass: only prompt tokens that are not cached go through the model.
 
-All prompts are packed as one forest, equal beginnings once. The positions whose keys and values were found among the
-prefixes are left out of the pass, unless something is asked about them; the others read them where they are, so that
-nothing is copied. Keys and values of the pass are kept, for the rows of the answers to be filled from.
+All prompts are packed as one tree, so that common prefixes are computed once. Positions whose keys and values are in
+the prefix cache are left out of the pass, unless something is asked about them; the other positions attend to them in
+place, without a copy. Keys and values of the pass are kept, to fill the cache rows of the sequences.
 """
 
 from __future__ import annotations
@@ -17,14 +17,19 @@ from torch import Tensor
 
 from tinsmith.engine.model import attention, flex_attention, packing
 from tinsmith.engine.model.loading import BaseModel
-from tinsmith.engine.sampling.prefix_cache import Found, Run
+from tinsmith.engine.sampling.prefix_cache import PrefixMatch, PrefixNode
+
+MAX_FOLDED_QUERIES = 128
+"""Queries up to which whole score matrices are faster on a CPU than its flash kernel."""
+MAX_QUERIES = 512
+"""Queries of one kernel call: its mask has as many rows, so memory grows with the length only."""
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Tokens from start to stop of a run, or of the pass at hand."""
+class KVSegment:
+    """Keys and values of consecutive tokens, from start to stop of a cached node or of the pass (`node` is None)."""
 
-    run: Run | None
+    node: PrefixNode | None
     start: int
     stop: int
 
@@ -32,65 +37,58 @@ class Stretch:
     def length(self) -> int:
         return self.stop - self.start
 
-    def of(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Their keys and values in a layer [heads, N, width]; those of the pass are [1, heads, C, width]."""
-        keys, values = (key[0], value[0]) if self.run is None else (self.run.keys[layer], self.run.values[layer])
+    def in_layer(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """The layer's keys and values [heads, N, width]. The pass has `key` and `value` [1, heads, C, width]."""
+        keys, values = (key[0], value[0]) if self.node is None else (self.node.keys[layer], self.node.values[layer])
         return keys[:, self.start : self.stop], values[:, self.start : self.stop]
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """A prompt that has been read: its last hidden state [D], and where its keys and values are."""
+class PrefilledPrompt:
+    """A prompt after prefill: its last hidden state [D], and where its keys and values are."""
 
-    last: Tensor
-    where: tuple[Stretch, ...]
-    kept: Sequence[tuple[Tensor, Tensor]] = ()
-    """Of the pass, layer by layer [1, heads, C, width]."""
+    last_hidden: Tensor
+    segments: tuple[KVSegment, ...]
+    pass_kv: Sequence[tuple[Tensor, Tensor]] = ()
+    """Keys and values of the pass, layer by layer [1, heads, C, width]."""
+
+    @classmethod
+    def from_cache(cls, match: PrefixMatch) -> PrefilledPrompt:
+        """A prompt that is completely in the prefix cache."""
+        assert match.last_hidden is not None
+        return cls(match.last_hidden, tuple(KVSegment(node, 0, count) for node, count in match.path))
 
     @property
     def length(self) -> int:
-        return sum(one.length for one in self.where)
+        return sum(segment.length for segment in self.segments)
 
     def write(self, keys: Tensor, values: Tensor, first: int = 0) -> None:
-        """Copy those of the positions from `first` on into [layers, heads, N, width]."""
-        at = 0
-        for one in self._since(first):
-            into = slice(at, at + one.length)
-            if one.run is not None:
-                keys[:, :, into] = one.run.keys[:, :, one.start : one.stop]
-                values[:, :, into] = one.run.values[:, :, one.start : one.stop]
+        """Copy keys and values from position `first` on into tensors [layers, heads, N, width]."""
+        start = 0
+        for segment in self._segments_from(first):
+            target = slice(start, start + segment.length)
+            if segment.node is not None:
+                keys[:, :, target] = segment.node.keys[:, :, segment.start : segment.stop]
+                values[:, :, target] = segment.node.values[:, :, segment.start : segment.stop]
             else:
-                for layer, passed in enumerate(self.kept):
-                    keys[layer, :, into], values[layer, :, into] = one.of(layer, *passed)
-            at = into.stop
+                for layer, layer_kv in enumerate(self.pass_kv):
+                    keys[layer, :, target], values[layer, :, target] = segment.in_layer(layer, *layer_kv)
+            start = target.stop
 
-    def since(self, first: int) -> tuple[Tensor, Tensor]:
-        """The same in memory of their own; only of what was in the pass, at least in part."""
-        _, heads, _, width = self.kept[0][0].shape
-        size = (len(self.kept), heads, self.length - first, width)
-        keys, values = self.kept[0][0].new_empty(size), self.kept[0][1].new_empty(size)
+    def copy_from(self, first: int) -> tuple[Tensor, Tensor]:
+        """Copies of the keys and values from position `first` on. Part of the prompt must have been in the pass."""
+        _, heads, _, width = self.pass_kv[0][0].shape
+        size = (len(self.pass_kv), heads, self.length - first, width)
+        keys, values = self.pass_kv[0][0].new_empty(size), self.pass_kv[0][1].new_empty(size)
         self.write(keys, values, first)
         return keys, values
 
-    def _since(self, first: int) -> Iterator[Stretch]:
-        for one in self.where:
-            skipped = min(first, one.length)
+    def _segments_from(self, first: int) -> Iterator[KVSegment]:
+        for segment in self.segments:
+            skipped = min(first, segment.length)
             first -= skipped
-            if skipped < one.length:
-                yield Stretch(one.run, one.start + skipped, one.stop)
-
-
-def whole(found: Found) -> Read:
-    """A prompt that was read before."""
-    assert found.last is not None
-    return Read(found.last, tuple(Stretch(run, 0, count) for run, count in found.pieces))
-
-
-FEW = 128
-"""Queries up to which scores are made whole: faster on a CPU than its flash kernel, while they are small."""
-
-PIECE = 512
-"""Queries of one call of a kernel: its mask has as many rows, and memory grows with the length alone."""
+            if skipped < segment.length:
+                yield KVSegment(segment.node, segment.start + skipped, segment.stop)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,177 +96,186 @@ class Prompt:
     """One prompt of the pass."""
 
     row: packing.Row
-    found: Found
-    needed: int
-    """The first position whose hidden state is wanted; nothing of `found` reaches beyond it."""
+    match: PrefixMatch
+    first_hidden: int
+    """The first position whose hidden state is needed; `match` does not extend beyond it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prefill:
-    """What goes through the model: C of the forest's T packed positions."""
+class PrefillPass:
+    """Inputs of the pass: C of the tree's T packed positions."""
 
     tokens: Tensor
     """int32 [C]."""
     positions: Tensor
     """int64 [C]."""
     spans: tuple[packing.Span, ...]
-    context: attention.Packed | flex_attention.Flexed | Partial
-    stretches: dict[int, tuple[Stretch, ...]]
-    """Row key -> where its keys and values are."""
-    hidden: dict[int, Tensor]
-    """Row key -> int64 [N]: where its positions stand in the pass, 0 for those that it leaves out."""
+    context: attention.Packed | flex_attention.Flexed | PrefixAttention
+    segments: dict[int, tuple[KVSegment, ...]]
+    """Row key -> where the row's keys and values are."""
+    hidden_index: dict[int, Tensor]
+    """Row key -> int64 [N]: index of each position in the pass; 0 for positions that are not in it."""
 
 
-def prefill(prompts: Sequence[Prompt], base: BaseModel) -> Prefill:
+def prefill_pass(prompts: Sequence[Prompt], base: BaseModel) -> PrefillPass:
     """The pass over these prompts."""
     forest, device = packing.pack([prompt.row for prompt in prompts]), base.device
-    places = _places(prompts, forest)
-    chosen = np.flatnonzero(places.run < 0)
+    index = _index_kv(prompts, forest)
+    computed = np.flatnonzero(index.node < 0)
     spans = [
         packing.Span(adapter=span.adapter, start=int(start), stop=int(stop))
         for span in forest.spans
-        for start, stop in [np.searchsorted(chosen, [span.start, span.stop])]
+        for start, stop in [np.searchsorted(computed, [span.start, span.stop])]
     ]
-    return Prefill(
-        tokens=torch.as_tensor(forest.tokens[chosen], device=device),
-        positions=torch.as_tensor(forest.positions[chosen], device=device),
+    return PrefillPass(
+        tokens=torch.as_tensor(forest.tokens[computed], device=device),
+        positions=torch.as_tensor(forest.positions[computed], device=device),
         spans=tuple(spans),
-        context=Partial(list(_parts(forest, chosen, places, base)))
-        if places.runs
+        context=PrefixAttention(list(_attention_calls(forest, computed, index, base)))
+        if index.nodes
         else attention.packed(forest, base.dtype, device, keep=True),
-        stretches={key: places.stretches(index) for key, index in forest.index.items()},
-        hidden={
-            key: torch.as_tensor(np.where(places.run[index] < 0, places.at[index], 0), device=device)
-            for key, index in forest.index.items()
+        segments={key: index.segments(path) for key, path in forest.index.items()},
+        hidden_index={
+            key: torch.as_tensor(np.where(index.node[path] < 0, index.offset[path], 0), device=device)
+            for key, path in forest.index.items()
         },
     )
 
 
 @dataclass(frozen=True, slots=True)
-class _Places:
-    """Where the keys and values of each of the forest's T positions are."""
+class _KVIndex:
+    """Where the keys and values of each of the tree's T positions are."""
 
-    runs: Sequence[Run]
-    run: np.ndarray
-    """int64 [T]: which of the runs, or -1 for the pass."""
-    at: np.ndarray
-    """int64 [T]: where in the run or in the pass."""
+    nodes: Sequence[PrefixNode]
+    node: np.ndarray
+    """int64 [T]: index into `nodes`, or -1 for the pass."""
+    offset: np.ndarray
+    """int64 [T]: offset in the node or in the pass."""
 
-    def stretches(self, path: np.ndarray) -> tuple[Stretch, ...]:
-        """Of packed positions, in order."""
-        run, at = self.run[path], self.at[path]
-        cuts = np.flatnonzero((np.diff(run) != 0) | (np.diff(at) != 1)) + 1
+    def segments(self, path: np.ndarray) -> tuple[KVSegment, ...]:
+        """Segments of the packed positions `path`, in order."""
+        node, offset = self.node[path], self.offset[path]
+        cuts = np.flatnonzero((np.diff(node) != 0) | (np.diff(offset) != 1)) + 1
         return tuple(
-            Stretch(self.runs[run[start]] if run[start] >= 0 else None, int(at[start]), int(at[stop - 1]) + 1)
+            KVSegment(
+                self.nodes[node[start]] if node[start] >= 0 else None, int(offset[start]), int(offset[stop - 1]) + 1
+            )
             for start, stop in pairwise([0, *cuts.tolist(), len(path)])
         )
 
 
-def _places(prompts: Sequence[Prompt], forest: packing.Forest) -> _Places:
-    """What is found is read where it is; the rest, and what is wanted of it all the same, goes through the pass."""
-    runs, numbers = list[Run](), dict[int, int]()
-    run, at = np.full(len(forest.tokens), -1), np.zeros(len(forest.tokens), np.int64)
+def _index_kv(prompts: Sequence[Prompt], forest: packing.Forest) -> _KVIndex:
+    """Assign each position to a cached node, or to the pass if it is not cached or its hidden state is needed."""
+    nodes, numbers = list[PrefixNode](), dict[int, int]()
+    node_of, offset = np.full(len(forest.tokens), -1), np.zeros(len(forest.tokens), np.int64)
     for prompt in prompts:
         first = 0
-        for piece, count in prompt.found.pieces:
-            if id(piece) not in numbers:
-                numbers[id(piece)] = len(runs)
-                runs.append(piece)
-            ids = forest.index[prompt.row.key][first : first + count]
-            run[ids], at[ids] = numbers[id(piece)], np.arange(count)
+        for node, count in prompt.match.path:
+            if id(node) not in numbers:
+                numbers[id(node)] = len(nodes)
+                nodes.append(node)
+            positions = forest.index[prompt.row.key][first : first + count]
+            node_of[positions], offset[positions] = numbers[id(node)], np.arange(count)
             first += count
     for prompt in prompts:
-        run[forest.index[prompt.row.key][prompt.needed :]] = -1
-    passed = run < 0
-    at[passed] = np.arange(int(passed.sum()))
-    return _Places(runs, run, at)
+        node_of[forest.index[prompt.row.key][prompt.first_hidden :]] = -1
+    computed = node_of < 0
+    offset[computed] = np.arange(int(computed.sum()))
+    return _KVIndex(nodes, node_of, offset)
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
-    """One attention call: queries of the pass from start to stop, and all that any of them sees."""
+class _AttentionCall:
+    """One attention call: queries of the pass from start to stop, and all keys that any of them attends to."""
 
     start: int
     stop: int
-    seen: tuple[Stretch, ...]
+    segments: tuple[KVSegment, ...]
     mask: Tensor
-    """Additive [Q, M], of the last M keys; those before are seen by every query."""
+    """Additive [Q, M] over the last M keys; every query attends to those before."""
 
 
 @dataclass(slots=True)
-class Partial:
-    """Attention of the pass over itself and what is known; its keys and values stay, as in `attention.Packed`."""
+class PrefixAttention:
+    """Attention of the pass over itself and the cached prefixes. Collects the keys and values of the pass, as
+    `attention.Packed` does."""
 
-    parts: Sequence[_Part]
+    calls: Sequence[_AttentionCall]
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [1, Hq, C, D], key and value [1, Hkv, C, D] -> [1, C, Hq, D]."""
         self.kept.append((key, value))
         output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
-        for part in self.parts:
-            seen = [stretch.of(layer, key, value) for stretch in part.seen]
-            attended = _folded if query.device.type == "cpu" and part.stop - part.start <= FEW else _joined
-            found = attended(query[0, :, part.start : part.stop], seen, part.mask, scale)
-            output[0, part.start : part.stop] = found.transpose(0, 1)
+        for call in self.calls:
+            keys_values = [segment.in_layer(layer, key, value) for segment in call.segments]
+            folded = query.device.type == "cpu" and call.stop - call.start <= MAX_FOLDED_QUERIES
+            attend = _attend_folded if folded else _attend_fused
+            attended = attend(query[0, :, call.start : call.stop], keys_values, call.mask, scale)
+            output[0, call.start : call.stop] = attended.transpose(0, 1)
         return output
 
 
-def _parts(forest: packing.Forest, chosen: np.ndarray, places: _Places, base: BaseModel) -> Iterator[_Part]:
+def _attention_calls(
+    forest: packing.Forest, computed: np.ndarray, index: _KVIndex, base: BaseModel
+) -> Iterator[_AttentionCall]:
     cpu = base.device.type == "cpu"
-    # Where plain products beat the flash kernel by much, long parts are cut to be computed by them.
-    most = FEW if cpu and base.dtype == torch.bfloat16 else PIECE
+    # In bfloat16 on a CPU, plain products are much faster than the flash kernel, so long calls are cut to use them.
+    max_queries = MAX_FOLDED_QUERIES if cpu and base.dtype == torch.bfloat16 else MAX_QUERIES
     longest = max(len(path) for path in forest.index.values())
-    rows = min(most, len(chosen))
-    # What the last queries of a sequence see of its keys: the masks of all parts without branches are ends of it.
-    past = attention.additive(np.tri(rows, longest, longest - rows, dtype=bool), base.dtype, base.device)
+    rows = min(max_queries, len(computed))
+    # Causal mask of the last queries of the longest sequence: the masks of all calls without branches are parts of it.
+    causal = attention.additive(np.tri(rows, longest, longest - rows, dtype=bool), base.dtype, base.device)
     for job in forest.jobs:
-        start, stop = (int(one) for one in np.searchsorted(chosen, [job.start, job.stop]))
+        start, stop = (int(bound) for bound in np.searchsorted(computed, [job.start, job.stop]))
         if start == stop:
             continue
-        path = np.concatenate([np.arange(*run) for run in (*job.prefix, (job.start, job.stop))])
+        path = np.concatenate([np.arange(*span) for span in (*job.prefix, (job.start, job.stop))])
         depth = len(path) - (job.stop - job.start)
         if job.mask is not None and job.stop - job.start <= packing.MERGED_QUERIES:
-            seen, mask = _branches(job.mask[chosen[start:stop] - job.start])
-            yield _Part(start, stop, places.stretches(path[:seen]), attention.additive(mask, base.dtype, base.device))
+            keys, mask = _trim_mask(job.mask[computed[start:stop] - job.start])
+            mask = attention.additive(mask, base.dtype, base.device)
+            yield _AttentionCall(start, stop, index.segments(path[:keys]), mask)
             continue
-        for low, high in packing.runs(chosen[start:stop]):  # a longer job is one row's: it sees all before and its past
-            for first in range(low, high, most):
-                last = min(first + most, high)
+        # A longer job belongs to one row: its queries attend to the whole prefix and to their own past.
+        for low, high in packing.runs(computed[start:stop]):
+            for first in range(low, high, max_queries):
+                last = min(first + max_queries, high)
                 count, keys = last - first, depth + last - job.start
-                begin = int(places.at[first])
-                mask = past[rows - count :, longest - (count if cpu and count <= FEW else keys) :]
-                yield _Part(begin, begin + count, places.stretches(path[:keys]), mask)
+                begin = int(index.offset[first])
+                mask = causal[rows - count :, longest - (count if cpu and count <= MAX_FOLDED_QUERIES else keys) :]
+                yield _AttentionCall(begin, begin + count, index.segments(path[:keys]), mask)
 
 
-def _branches(allowed: np.ndarray) -> tuple[int, np.ndarray]:
-    """bool [Q, K] -> how many keys any query sees, and of these the mask [Q, M] of the last, which not all see."""
+def _trim_mask(allowed: np.ndarray) -> tuple[int, np.ndarray]:
+    """bool [Q, K] -> the number of keys that any query attends to, and the mask [Q, M] of the last M of them, from the
+    first key on to which not all queries attend."""
     keys = int(np.flatnonzero(allowed.any(0))[-1]) + 1
-    partly = np.flatnonzero(~allowed[:, :keys].all(0))
-    return keys, allowed[:, int(partly[0]) if partly.size else keys : keys]
+    partial = np.flatnonzero(~allowed[:, :keys].all(0))
+    return keys, allowed[:, int(partial[0]) if partial.size else keys : keys]
 
 
-Seen = Sequence[tuple[Tensor, Tensor]]
-"""Keys and values [Hkv, K, D] of each stretch."""
+KeysAndValues = Sequence[tuple[Tensor, Tensor]]
+"""Keys and values [Hkv, K, D] of each segment."""
 
 
-def _joined(query: Tensor, seen: Seen, mask: Tensor, scale: float) -> Tensor:
+def _attend_fused(query: Tensor, keys_values: KeysAndValues, mask: Tensor, scale: float) -> Tensor:
     """query [Hq, Q, D] -> [Hq, Q, D], by one call of the kernel."""
-    key, value = (torch.cat(parts, dim=1)[None] for parts in zip(*seen, strict=True))
-    if before := key.shape[2] - mask.shape[1]:
-        mask = torch.nn.functional.pad(mask, (before, 0))
+    key, value = (torch.cat(parts, dim=1)[None] for parts in zip(*keys_values, strict=True))
+    if unmasked := key.shape[2] - mask.shape[1]:
+        mask = torch.nn.functional.pad(mask, (unmasked, 0))
     return attention.attend_once(query[None], key, value, mask.contiguous(), scale)[0]
 
 
-def _folded(query: Tensor, seen: Seen, mask: Tensor, scale: float) -> Tensor:
-    """The same by plain products, stretch by stretch: query heads that share a key head are rows of one matrix."""
-    heads, length = len(seen[0][0]), query.shape[1]
+def _attend_folded(query: Tensor, keys_values: KeysAndValues, mask: Tensor, scale: float) -> Tensor:
+    """The same by plain products, segment by segment: query heads that share a key head are rows of one matrix."""
+    heads, length = len(keys_values[0][0]), query.shape[1]
     folded = (query * scale).reshape(heads, -1, query.shape[2])
-    scores = torch.cat([torch.bmm(folded, key.transpose(1, 2)) for key, _ in seen], dim=2)
+    scores = torch.cat([torch.bmm(folded, key.transpose(1, 2)) for key, _ in keys_values], dim=2)
     keys = scores.shape[2]
     scores.view(heads, -1, length, keys)[..., keys - mask.shape[1] :] += mask
-    chances = torch.softmax(scores, -1, out=scores).split([key.shape[1] for key, _ in seen], dim=2)
-    output = torch.bmm(chances[0], seen[0][1])
-    for some, (_, value) in zip(chances[1:], seen[1:], strict=True):
-        output.baddbmm_(some, value)
+    probs = torch.softmax(scores, -1, out=scores).split([key.shape[1] for key, _ in keys_values], dim=2)
+    output = torch.bmm(probs[0], keys_values[0][1])
+    for segment_probs, (_, value) in zip(probs[1:], keys_values[1:], strict=True):
+        output.baddbmm_(segment_probs, value)
     return output.view(-1, length, query.shape[2])

@@ -1,11 +1,14 @@
-"""What the sampler still knows of what it has read and said: keys and values, found again by their tokens; and the
-last hidden state of each prompt, so that a prompt asked again needs no pass, and says to the bit what it said.
+"""Prefix cache: keys and values of earlier prompts and samples, looked up by their tokens.
 
-A tree for each trunk (a version's life and a space: what may share at all). Its nodes are runs of tokens; a run hangs
-on its parent where it leaves it, which may be in the middle, so nothing is ever split and nothing is kept twice. The
-run that was used least lately goes first; a parent counts as used after its children, so that one is always a leaf.
+It also stores the last hidden state of each prompt, so that a repeated prompt needs no forward pass and gives the same
+numbers to the bit.
 
-Left out: sequences that are running. They have rows of their own (`cache.py`), copied from here.
+There is one radix tree for each scope (a generation of a version and a space), since nothing may be shared across
+scopes. A node holds a run of tokens and hangs on its parent at the token where it leaves it, which may be in the
+middle of the parent, so no node is ever split and no token is stored twice. The least recently used node is evicted
+first; a parent counts as used after its children, so that node is always a leaf.
+
+Running sequences have cache rows of their own (`kv_cache`), which are copied from here.
 """
 
 from __future__ import annotations
@@ -17,143 +20,146 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-Trunk = tuple[str, int, str]
-"""A version's name (empty: the base model), which of those that had this name, and the space."""
+PrefixScope = tuple[str, int, str]
+"""Version name (empty: the base model), generation of that name, and space."""
 
 
 @dataclass(eq=False, slots=True)
-class Run:
-    """Tokens int32 [N] and their keys and values [layers, heads, N, width], after `at` tokens of the parent."""
+class PrefixNode:
+    """Tokens int32 [N] and their keys and values [layers, heads, N, width], after `offset` tokens of the parent."""
 
     tokens: np.ndarray
     keys: Tensor
     values: Tensor
-    parent: Run | None
-    at: int
-    children: dict[tuple[int, int], Run] = field(default_factory=dict)
-    """By where they leave this run and the token that they begin with."""
-    ends: dict[int, Tensor] = field(default_factory=dict)
-    """Last hidden states [D] of prompts that end after so many tokens of this run."""
+    parent: PrefixNode | None
+    offset: int
+    children: dict[tuple[int, int], PrefixNode] = field(default_factory=dict)
+    """By the offset at which they leave this node and their first token."""
+    last_hidden: dict[int, Tensor] = field(default_factory=dict)
+    """Last hidden states [D] of the prompts that end in this node, by the number of its tokens that they cover."""
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """The beginning of a prompt that is known: so many tokens of each run, one after the other."""
+class PrefixMatch:
+    """The cached beginning of a prompt: nodes along a path and the number of tokens that match in each."""
 
-    pieces: tuple[tuple[Run, int], ...] = ()
-    last: Tensor | None = None
-    """The last hidden state [D], if it is the whole prompt and was one before."""
+    path: tuple[tuple[PrefixNode, int], ...] = ()
+    last_hidden: Tensor | None = None
+    """Last hidden state [D], if the match is a whole prompt that was prefilled before."""
 
     @property
     def length(self) -> int:
-        return sum(count for _, count in self.pieces)
+        return sum(count for _, count in self.path)
 
 
-Content = Callable[[int], tuple[Tensor, Tensor]]
-"""A sequence's keys and values [layers, heads, N, width] from a position on, in memory of their own."""
+KVReader = Callable[[int], tuple[Tensor, Tensor]]
+"""Returns copies of a sequence's keys and values [layers, heads, N, width] from a position on."""
 
 
-class Prefixes:
-    """All trunks. `tokens` is what their runs hold."""
+class PrefixCache:
+    """The trees of all scopes; `tokens` is the number of tokens in their nodes."""
 
     def __init__(self) -> None:
         self.tokens = 0
-        self._tops: dict[Trunk, dict[int, Run]] = {}
-        """Runs that begin a sequence, by their first token."""
-        self._order: OrderedDict[int, tuple[Trunk, Run]] = OrderedDict()
-        """Least lately used first, by the run's identity."""
+        self._roots: dict[PrefixScope, dict[int, PrefixNode]] = {}
+        """Nodes without a parent, by their first token."""
+        self._lru: OrderedDict[int, tuple[PrefixScope, PrefixNode]] = OrderedDict()
+        """By the node's identity, least recently used first."""
 
-    def find(self, trunk: Trunk, tokens: np.ndarray, most: int) -> Found:
-        """The longest known beginning of `tokens` (int32 [N]), of `most` tokens at most."""
-        pieces, left = [], most
-        for run, count in self._walk(trunk, tokens):
-            pieces.append((run, min(count, left)))
-            left -= pieces[-1][1]
-            if not left:
+    def match(self, scope: PrefixScope, tokens: np.ndarray, max_tokens: int) -> PrefixMatch:
+        """The longest cached prefix of `tokens` (int32 [N]), cut to `max_tokens`."""
+        path, remaining = [], max_tokens
+        for node, count in self._walk(scope, tokens):
+            path.append((node, min(count, remaining)))
+            remaining -= path[-1][1]
+            if not remaining:
                 break
-        return Found(tuple((run, count) for run, count in pieces if count))
+        return PrefixMatch(tuple((node, count) for node, count in path if count))
 
-    def find_whole(self, trunk: Trunk, tokens: np.ndarray) -> Found | None:
-        """All of a prompt with its last hidden state, if it was asked before."""
-        path = self._walk(trunk, tokens)
+    def match_prompt(self, scope: PrefixScope, tokens: np.ndarray) -> PrefixMatch | None:
+        """The whole prompt with its last hidden state, or None if it was not prefilled before."""
+        path = self._walk(scope, tokens)
         if sum(count for _, count in path) < len(tokens):
             return None
-        run, count = path[-1]
-        return Found(tuple(path), run.ends[count]) if count in run.ends else None
+        node, count = path[-1]
+        return PrefixMatch(tuple(path), node.last_hidden[count]) if count in node.last_hidden else None
 
-    def mark(self, trunk: Trunk, tokens: np.ndarray, last: Tensor) -> None:
-        """Keep a prompt's last hidden state [D], if the prompt itself is kept."""
-        path = self._walk(trunk, tokens)
+    def add_last_hidden(self, scope: PrefixScope, tokens: np.ndarray, last_hidden: Tensor) -> None:
+        """Store a prompt's last hidden state [D], if the prompt itself is cached."""
+        path = self._walk(scope, tokens)
         if sum(count for _, count in path) == len(tokens):
-            run, count = path[-1]
-            run.ends.setdefault(count, last.clone())
+            node, count = path[-1]
+            node.last_hidden.setdefault(count, last_hidden.clone())
 
-    def add(self, trunk: Trunk, tokens: np.ndarray, content: Content) -> None:
-        """Keep what is new of a sequence: tokens int32 [N], and what gives their keys and values."""
-        path = self._walk(trunk, tokens)
-        known = sum(count for _, count in path)
-        if known < len(tokens):
-            parent, at = path[-1] if path else (None, 0)
-            run = Run(tokens[known:].copy(), *content(known), parent, at)
+    def add(self, scope: PrefixScope, tokens: np.ndarray, read: KVReader) -> None:
+        """Store the part of `tokens` (int32 [N]) that is not cached yet; `read` gives its keys and values."""
+        path = self._walk(scope, tokens)
+        matched = sum(count for _, count in path)
+        if matched < len(tokens):
+            parent, offset = path[-1] if path else (None, 0)
+            node = PrefixNode(tokens[matched:].copy(), *read(matched), parent, offset)
             if parent is None:
-                self._tops.setdefault(trunk, {})[int(tokens[0])] = run
+                self._roots.setdefault(scope, {})[int(tokens[0])] = node
             else:
-                parent.children[at, int(tokens[known])] = run
-            self.tokens += len(run.tokens)
-            self._order[id(run)] = (trunk, run)
-            path.append((run, len(run.tokens)))
-        self.touch(Found(tuple(path)))
+                parent.children[offset, int(tokens[matched])] = node
+            self.tokens += len(node.tokens)
+            self._lru[id(node)] = (scope, node)
+            path.append((node, len(node.tokens)))
+        self.touch(PrefixMatch(tuple(path)))
 
-    def touch(self, found: Found) -> None:
-        """It was used now."""
-        for run, _ in reversed(found.pieces):
-            self._order.move_to_end(id(run))
+    def touch(self, match: PrefixMatch) -> None:
+        """Mark the nodes of a match as used now."""
+        for node, _ in reversed(match.path):
+            self._lru.move_to_end(id(node))
 
-    def lend(self, found: Found) -> None:
-        """A sequence has copied it and will bring it back when it ends: if room is short, it goes before all others."""
-        lent: list[Run] = []
-        for run, _ in reversed(found.pieces):
-            if any(child not in lent for child in run.children.values()):
-                break  # another sequence goes through here
-            lent.append(run)
-        for run in reversed(lent):
-            self._order.move_to_end(id(run), last=False)
+    def evict_first(self, match: PrefixMatch) -> None:
+        """Put the nodes of a match first in eviction order, except those that other sequences continue.
 
-    def shrink(self, most: int) -> None:
-        """Drop runs until they hold `most` tokens at most."""
-        while self.tokens > max(most, 0):
-            _, (trunk, run) = self._order.popitem(last=False)
-            self.tokens -= len(run.tokens)
-            if run.parent is not None:
-                del run.parent.children[run.at, int(run.tokens[0])]
+        For a prompt that a running sequence has copied to its own row: the sequence adds it again when it ends.
+        """
+        copied: list[PrefixNode] = []
+        for node, _ in reversed(match.path):
+            if any(child not in copied for child in node.children.values()):
+                break  # another sequence goes through this node
+            copied.append(node)
+        for node in reversed(copied):
+            self._lru.move_to_end(id(node), last=False)
+
+    def shrink(self, max_tokens: int) -> None:
+        """Evict nodes until they hold at most `max_tokens`."""
+        while self.tokens > max(max_tokens, 0):
+            _, (scope, node) = self._lru.popitem(last=False)
+            self.tokens -= len(node.tokens)
+            if node.parent is not None:
+                del node.parent.children[node.offset, int(node.tokens[0])]
                 continue
-            del self._tops[trunk][int(run.tokens[0])]
-            if not self._tops[trunk]:
-                del self._tops[trunk]
+            del self._roots[scope][int(node.tokens[0])]
+            if not self._roots[scope]:
+                del self._roots[scope]
 
-    def drop(self, version: str) -> None:
-        """Forget a version's runs: those of trunks that begin with its name."""
-        for trunk in [trunk for trunk in self._tops if trunk[0] == version]:
-            del self._tops[trunk]
-        for key in [key for key, (trunk, _) in self._order.items() if trunk[0] == version]:
-            _, run = self._order.pop(key)
-            self.tokens -= len(run.tokens)
+    def drop_version(self, version: str) -> None:
+        """Drop the trees of a version, in all generations and spaces."""
+        for scope in [scope for scope in self._roots if scope[0] == version]:
+            del self._roots[scope]
+        for key in [key for key, (scope, _) in self._lru.items() if scope[0] == version]:
+            _, node = self._lru.pop(key)
+            self.tokens -= len(node.tokens)
 
-    def _walk(self, trunk: Trunk, tokens: np.ndarray) -> list[tuple[Run, int]]:
-        """The runs along `tokens`, each with how many of its tokens agree."""
-        path: list[tuple[Run, int]] = []
-        at = 0
-        run = self._tops.get(trunk, {}).get(int(tokens[0])) if len(tokens) else None
-        while run is not None:
-            count = _common(run.tokens, tokens[at:])
-            path.append((run, count))
-            at += count
-            run = run.children.get((count, int(tokens[at]))) if at < len(tokens) else None
+    def _walk(self, scope: PrefixScope, tokens: np.ndarray) -> list[tuple[PrefixNode, int]]:
+        """The nodes along `tokens`, each with the number of its tokens that match."""
+        path: list[tuple[PrefixNode, int]] = []
+        position = 0
+        node = self._roots.get(scope, {}).get(int(tokens[0])) if len(tokens) else None
+        while node is not None:
+            count = _common_length(node.tokens, tokens[position:])
+            path.append((node, count))
+            position += count
+            node = node.children.get((count, int(tokens[position]))) if position < len(tokens) else None
         return path
 
 
-def _common(left: np.ndarray, right: np.ndarray) -> int:
-    """Length of the common beginning."""
+def _common_length(left: np.ndarray, right: np.ndarray) -> int:
+    """Length of the common prefix of two token rows."""
     length = min(len(left), len(right))
-    differs = np.flatnonzero(left[:length] != right[:length])
-    return int(differs[0]) if differs.size else length
+    differences = np.flatnonzero(left[:length] != right[:length])
+    return int(differences[0]) if differences.size else length

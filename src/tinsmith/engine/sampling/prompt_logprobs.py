@@ -1,7 +1,9 @@
-"""What a request asks about its prompt: logprobs of its own tokens, of the likeliest ones, of given ones, and draws.
+"""What a request asks about its prompt: logprobs of the prompt's tokens, of the likeliest tokens and of given tokens,
+and tokens drawn at each position.
 
-The distribution over prompt position i + 1 comes from the hidden state at position i, untempered but for the draws.
-Position 0 has no context: NaN, or empty cells. Rows of logits are made a block at a time and dropped.
+The distribution over prompt position i + 1 comes from the hidden state at position i; it is untempered except for the
+drawn tokens. Position 0 has no context: its values are NaN, its cells empty. Logits are computed a block of rows at a
+time and dropped.
 """
 
 from __future__ import annotations
@@ -17,71 +19,71 @@ from tinsmith.engine.lora.adapter import Weights
 from tinsmith.engine.lora.lm_head import ROWS, Head, log_softmax
 from tinsmith.engine.sampling import token_sampling
 
-EMPTY_LOGPROB = -99999.0
-DRAWS = 2**63
-"""The stream of a request's draws beside the prompt: no sample's, so that asking for them changes no sample."""
+PROMPT_STREAM = 2**63
+"""Stream of the tokens drawn at prompt positions: no sample has it, so drawing them changes no sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptAnswers:
+class PromptResults:
     """The prompt fields of `engine.base.Sampled`."""
 
     logprobs: np.ndarray | None
     topk: TopK | None
     targets: np.ndarray | None
-    alt: TopK | None
+    alternatives: TopK | None
 
 
-def asks(request: SampleRequest) -> bool:
-    """Whether the prompt's logits are needed at all."""
-    wanted = request.prompt_logprobs or request.target_prompt_logprobs is not None
-    return wanted or request.topk_prompt_logprobs > 0 or request.prompt_alt_tokens_k > 0
+def needs_logits(request: SampleRequest) -> bool:
+    """Whether the request needs the logits of prompt positions other than the last."""
+    tokens = request.prompt_logprobs or request.target_prompt_logprobs is not None
+    return tokens or request.topk_prompt_logprobs > 0 or request.prompt_alt_tokens_k > 0
 
 
-def needed(request: SampleRequest) -> int:
-    """The first prompt position whose hidden state is wanted; the last one's always is."""
+def first_hidden(request: SampleRequest) -> int:
+    """The first prompt position whose hidden state is needed; that of the last position always is."""
     last = len(request.prompt) - 1
     if request.target_prompt_logprobs is not None or request.prompt_alt_tokens_k:
         return 0
-    if not asks(request):
+    if not needs_logits(request):
         return last
     return 0 if request.prompt_logprobs_last_n is None else max(0, last - request.prompt_logprobs_last_n)
 
 
 @torch.no_grad()
-def answer(request: SampleRequest, head: Head, hidden: Tensor, weights: Weights | None, seed: int) -> PromptAnswers:
-    """`hidden` [N, D] are the prompt's last hidden states, unread before `needed`; `seed` is for what is drawn."""
+def compute(request: SampleRequest, head: Head, hidden: Tensor, weights: Weights | None, seed: int) -> PromptResults:
+    """Results of one request. `hidden` [N, D] are the prompt's last hidden states, arbitrary before `first_hidden`;
+    `seed` is for the drawn tokens."""
     length, k = len(request.prompt), request.topk_prompt_logprobs
     logprobs = np.full(length, np.nan, np.float32)
-    best = TopK(token_ids=np.zeros((length, k), np.int32), logprobs=np.full((length, k), EMPTY_LOGPROB, np.float32))
-    wanted = request.target_prompt_logprobs
-    targets = None if wanted is None else np.full(wanted.shape, np.nan, np.float32)
-    drawn = request.prompt_alt_tokens_k
-    alt = TopK(token_ids=np.zeros((length - 1, drawn), np.int32), logprobs=np.zeros((length - 1, drawn), np.float32))
-    uniforms = token_sampling.stream(seed, DRAWS).random((length - 1, drawn))
+    best = TopK.empty(length, k)
+    target_ids = request.target_prompt_logprobs
+    targets = None if target_ids is None else np.full(target_ids.shape, np.nan, np.float32)
+    draws = request.prompt_alt_tokens_k
+    alternatives = TopK.empty(length - 1, draws)
+    uniforms = token_sampling.uniform_stream(seed, PROMPT_STREAM).random((length - 1, draws))
     first_scored = 1 if request.prompt_logprobs_last_n is None else length - request.prompt_logprobs_last_n
-    for first in range(needed(request), length - 1, ROWS):
+    for first in range(first_hidden(request), length - 1, ROWS):
         rows = slice(first, min(first + ROWS, length - 1))
         logits = head.logits(hidden[rows], weights)
-        if drawn:
-            found = token_sampling.draws(logits, request.temperature, uniforms[rows])
-            alt.token_ids[rows], alt.logprobs[rows] = found.token_ids, found.logprobs
+        if draws:
+            drawn = token_sampling.sample_independent(logits, request.temperature, uniforms[rows])
+            alternatives.token_ids[rows], alternatives.logprobs[rows] = drawn.token_ids, drawn.logprobs
         scores = log_softmax(logits)
         scored = slice(max(rows.start + 1, first_scored), rows.stop + 1)
-        mine = scores[scored.start - 1 - rows.start :]
-        if request.prompt_logprobs and len(mine):
+        scored_rows = scores[scored.start - 1 - rows.start :]
+        if request.prompt_logprobs and len(scored_rows):
             ids = torch.as_tensor(request.prompt[scored].astype(np.int64), device=scores.device)
-            logprobs[scored] = mine.gather(1, ids[:, None])[:, 0].cpu().numpy()
-        if k and len(mine):
-            values, ids = mine.topk(k, dim=1)
+            logprobs[scored] = scored_rows.gather(1, ids[:, None])[:, 0].cpu().numpy()
+        if k and len(scored_rows):
+            values, ids = scored_rows.topk(k, dim=1)
             best.token_ids[scored], best.logprobs[scored] = ids.cpu().numpy(), values.cpu().numpy()
-        if targets is not None and wanted is not None:
-            ids = torch.as_tensor(wanted[rows], device=scores.device)
-            found = scores.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, float("nan"))
-            targets[rows] = found.cpu().numpy()
-    return PromptAnswers(
+        if targets is not None and target_ids is not None:
+            ids = torch.as_tensor(target_ids[rows], device=scores.device)
+            target_scores = scores.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, float("nan"))
+            targets[rows] = target_scores.cpu().numpy()
+    return PromptResults(
         logprobs=logprobs if request.prompt_logprobs else None,
         topk=best if k else None,
         targets=targets,
-        alt=alt if drawn else None,
+        alternatives=alternatives if draws else None,
     )

@@ -1,10 +1,10 @@
-"""Requests in the sampler: what was asked, the answers in the making, and the finished record."""
+"""Sampling jobs (one for each request), their sequences, and stop strings."""
 
 from __future__ import annotations
 
 import asyncio
+import collections.abc
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -12,207 +12,202 @@ import numpy as np
 
 from tinsmith.engine.base import Heard, ModelCard, Piece, Sampled, SampledSequence, SampleRequest, TopK
 from tinsmith.engine.lora.adapter import Weights
-from tinsmith.engine.sampling import prompt_logprobs, token_sampling
+from tinsmith.engine.sampling import token_sampling
 from tinsmith.engine.sampling.capacity import headroom, row_capacity
-from tinsmith.engine.sampling.kv_cache import Row
-from tinsmith.engine.sampling.prefix_cache import Trunk
-from tinsmith.engine.sampling.token_sampling import Rule
+from tinsmith.engine.sampling.kv_cache import CacheRow
+from tinsmith.engine.sampling.prefix_cache import PrefixScope
+from tinsmith.engine.sampling.prompt_logprobs import PromptResults
+from tinsmith.engine.sampling.token_sampling import SamplingRule
+from tinsmith.errors import EngineError, TinsmithError
 
-Beginning = tuple[Trunk, bytes]
-"""A prompt, and what it may be shared with."""
+PromptKey = tuple[PrefixScope, bytes]
+"""A prompt with the scope in which it may be shared."""
 
 
 @dataclass(eq=False, slots=True)
-class Answer:
-    """One sample of a request in the making."""
+class Sequence:
+    """One sample of a job: its tokens so far and its cache row."""
 
-    ask: Ask
+    job: SampleJob
     seed: int
     number: int
-    row: Row | None = None
+    """Index of the sample in its request."""
+    row: CacheRow | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[TopK] = field(default_factory=list)
+    top_logprobs: list[TopK] = field(default_factory=list)
     stop_reason: Literal["stop", "length"] | None = None
-    numbers: np.random.Generator = field(init=False)
-    told: int = 0
-    """Tokens that `heard` knows of."""
+    uniforms: np.random.Generator = field(init=False)
+    emitted: int = 0
+    """Tokens that were passed to `on_delta`."""
 
     def __post_init__(self) -> None:
-        self.numbers = token_sampling.stream(self.seed, self.number)
+        self.uniforms = token_sampling.uniform_stream(self.seed, self.number)
 
-    def add(self, token: int, logprob: float, ends: bool) -> None:
-        """One more token; `ends` when it completes a stop string."""
+    def append(self, token: int, logprob: float, completes_stop: bool) -> None:
+        """Add a token; `completes_stop` says whether it completes a stop string."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
-        if ends or token in self.ask.stop_tokens:
+        if completes_stop or token in self.job.stop_tokens:
             self.stop_reason = "stop"
-        elif len(self.tokens) >= self.ask.limit:
+        elif len(self.tokens) >= self.job.max_tokens:
             self.stop_reason = "length"
 
-    def tell(self) -> None:
-        """Let who wants to hear know what is new."""
-        if self.ask.heard is None or self.told >= len(self.tokens):
+    def emit(self) -> None:
+        """Pass the tokens that are new since the last call to the job's `on_delta`."""
+        if self.job.heard is None or self.emitted >= len(self.tokens):
             return
-        new = slice(self.told, len(self.tokens))
-        piece = Piece(
+        new = slice(self.emitted, len(self.tokens))
+        delta = Piece(
             sample=self.number,
             tokens=tuple(self.tokens[new]),
             logprobs=tuple(self.logprobs[new]),
-            topk=_joined(self.tops[new]) if self.tops else None,
+            topk=TopK.concatenate(self.top_logprobs[new]) if self.top_logprobs else None,
         )
-        self.told = len(self.tokens)
-        self.ask.heard(piece)
+        self.emitted = len(self.tokens)
+        self.job.heard(delta)
 
     @property
-    def left(self) -> int:
-        """Tokens that it may still say."""
-        return self.ask.limit - len(self.tokens)
+    def remaining(self) -> int:
+        """Tokens that may still be sampled."""
+        return self.job.max_tokens - len(self.tokens)
 
-    def read(self) -> np.ndarray:
-        """int32: the tokens whose keys and values its row holds: the prompt and all that was said but the last."""
-        return np.concatenate([self.ask.request.prompt, np.array(self.tokens[:-1], np.int32)])
+    def cached_tokens(self) -> np.ndarray:
+        """int32: tokens whose keys and values the row holds, which are the prompt and all samples but the last."""
+        return np.concatenate([self.job.request.prompt, np.array(self.tokens[:-1], np.int32)])
 
-    def restart(self) -> None:
-        """As if it had never begun."""
-        self.numbers = token_sampling.stream(self.seed, self.number)
+    def reset(self) -> None:
+        """Return to the state before the first token; emitted tokens stay counted, and are sampled equal again."""
+        self.uniforms = token_sampling.uniform_stream(self.seed, self.number)
         self.row, self.stop_reason = None, None
-        self.tokens, self.logprobs, self.tops = [], [], []
+        self.tokens, self.logprobs, self.top_logprobs = [], [], []
+
+    def result(self) -> SampledSequence:
+        """The finished sequence."""
+        return SampledSequence(
+            tokens=np.array(self.tokens, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            stop_reason=self.stop_reason or "length",
+            topk=TopK.concatenate(self.top_logprobs) if self.top_logprobs else None,
+        )
 
 
 @dataclass(eq=False, slots=True)
-class Ask:
-    """One request, the adapter it samples from, its promise and its answers."""
+class SampleJob:
+    """One request in the sampler, with its adapter, its sequences and the future of its result."""
 
     request: SampleRequest
     weights: Weights | None
-    life: int
-    """Which of the versions that had this name."""
-    limit: int
-    """Tokens that an answer may have at most."""
+    generation: int
+    """Generation of the version's name."""
+    max_tokens: int
+    """Limit for each sequence."""
     stop_tokens: frozenset[int]
-    result: asyncio.Future[Sampled]
+    future: asyncio.Future[Sampled]
     seed: int
     heard: Heard | None = None
-    answers: list[Answer] = field(default_factory=list)
-    prompt: prompt_logprobs.PromptAnswers | None = None
-    found: int = 0
-    """Tokens of the prompt that were known already."""
+    sequences: list[Sequence] = field(default_factory=list)
+    prompt_results: PromptResults | None = None
+    cached_tokens: int = 0
+    """Tokens of the prompt that were in the prefix cache."""
+
+    @classmethod
+    def of(
+        cls, request: SampleRequest, weights: Weights | None, generation: int, card: ModelCard, heard: Heard | None
+    ) -> SampleJob:
+        """A job with the defaults of a request filled in. Needs a running event loop."""
+        context_left = max(1, card.context_length - len(request.prompt))
+        job = cls(
+            request=request,
+            weights=weights,
+            generation=generation,
+            max_tokens=context_left if request.max_tokens is None else request.max_tokens,
+            stop_tokens=frozenset(card.eos_token_ids if request.stop_tokens is None else request.stop_tokens),
+            future=asyncio.get_running_loop().create_future(),
+            seed=secrets.randbits(64) if request.seed is None else request.seed,
+            heard=heard,
+        )
+        job.sequences = [Sequence(job, job.seed, number) for number in range(request.num_samples)]
+        return job
 
     @property
-    def trunk(self) -> Trunk:
-        """What this request may share with others."""
-        return (self.request.version or "", self.life, self.request.space)
+    def scope(self) -> PrefixScope:
+        """The part of the prefix cache that this job may use."""
+        return (self.request.version or "", self.generation, self.request.space)
 
     @property
-    def beginning(self) -> Beginning:
-        """The same for requests whose answers may read their prompt together."""
-        return self.trunk, self.request.prompt.tobytes()
+    def prompt_key(self) -> PromptKey:
+        """Equal for jobs whose sequences may share a prompt row."""
+        return self.scope, self.request.prompt.tobytes()
 
     @property
-    def room(self) -> int:
-        """Tokens that each answer's row of the cache begins with."""
+    def cache_reserve(self) -> int:
+        """Capacity of the cache row with which a sequence starts."""
         length = len(self.request.prompt)
-        return row_capacity(length + headroom(length, self.limit))
+        return row_capacity(length + headroom(length, self.max_tokens))
 
     @property
-    def tail(self) -> int:
+    def cache_reserve_after_prefix(self) -> int:
         """The same where the prompt has a row of its own."""
-        return row_capacity(headroom(0, self.limit))
+        return row_capacity(headroom(0, self.max_tokens))
 
     @property
-    def rule(self) -> Rule:
-        asked = self.request
-        return Rule(asked.temperature, asked.top_k, asked.top_p, asked.topk_sample_logprobs)
+    def rule(self) -> SamplingRule:
+        request = self.request
+        return SamplingRule(request.temperature, request.top_k, request.top_p, request.topk_sample_logprobs)
 
     def finish(self) -> None:
-        """Keep the promise, once every answer has ended."""
-        if all(answer.stop_reason for answer in self.answers) and not self.result.done():
-            self.result.set_result(_sampled(self))
+        """Set the result, if every sequence has ended."""
+        if all(sequence.stop_reason for sequence in self.sequences) and not self.future.done():
+            self.future.set_result(self._result())
+
+    def fail(self, error: Exception) -> None:
+        """Set an error as the result, unless there is one already."""
+        if not self.future.done():
+            if not isinstance(error, TinsmithError):
+                error = EngineError(f"Sampling failed: {error!r}")
+            self.future.set_exception(error)
+
+    def _result(self) -> Sampled:
+        prompt = self.prompt_results
+        return Sampled(
+            sequences=tuple(sequence.result() for sequence in self.sequences),
+            prompt_logprobs=prompt.logprobs if prompt else None,
+            topk_prompt=prompt.topk if prompt else None,
+            target_prompt_logprobs=prompt.targets if prompt else None,
+            prompt_alt=prompt.alternatives if prompt else None,
+            prompt_cache_hit_tokens=self.cached_tokens,
+        )
 
 
-Faults = dict[Ask, Exception]
-"""What went wrong with requests, each with its own."""
+def jobs_of(sequences: collections.abc.Iterable[Sequence]) -> list[SampleJob]:
+    """The jobs of these sequences, each once."""
+    return list({id(sequence.job): sequence.job for sequence in sequences}.values())
 
 
-def ask_of(
-    request: SampleRequest, weights: Weights | None, life: int, card: ModelCard, heard: Heard | None = None
-) -> Ask:
-    """A request taken in: what it left open gets its value here."""
-    left = max(1, card.context_length - len(request.prompt))
-    ask = Ask(
-        request=request,
-        weights=weights,
-        life=life,
-        limit=left if request.max_tokens is None else request.max_tokens,
-        stop_tokens=frozenset(card.eos_token_ids if request.stop_tokens is None else request.stop_tokens),
-        result=asyncio.get_running_loop().create_future(),
-        seed=secrets.randbits(64) if request.seed is None else request.seed,
-        heard=heard,
-    )
-    ask.answers = [Answer(ask, ask.seed, number) for number in range(request.num_samples)]
-    return ask
+def completes_stop_string(
+    tokenizer: Any,
+    stop_strings: collections.abc.Sequence[str],
+    prompt: np.ndarray,
+    sampled: collections.abc.Sequence[int],
+    token: int,
+) -> bool:
+    """Whether the text of the sampled tokens with `token` holds a stop string; `prompt` is int32 [N], N >= 1.
 
-
-def asks_of(answers: Sequence[Answer]) -> list[Ask]:
-    """The requests behind these answers, each once."""
-    return list({id(answer.ask): answer.ask for answer in answers}.values())
-
-
-def told(answers: Sequence[Answer]) -> Faults:
-    """Let those who want to hear know what is new; returns the requests that nobody could be told of."""
-    faults: Faults = {}
-    for answer in answers:
-        try:
-            answer.tell()
-        except Exception as error:  # noqa: BLE001 - whoever listens to one request must not end the others
-            faults[answer.ask] = error
-    return faults
-
-
-def _sampled(ask: Ask) -> Sampled:
-    found = ask.prompt
-    return Sampled(
-        sequences=tuple(
-            SampledSequence(
-                tokens=np.array(answer.tokens, np.int32),
-                logprobs=np.array(answer.logprobs, np.float32),
-                stop_reason=answer.stop_reason or "length",
-                topk=_joined(answer.tops) if answer.tops else None,
-            )
-            for answer in ask.answers
-        ),
-        prompt_logprobs=found.logprobs if found else None,
-        topk_prompt=found.topk if found else None,
-        target_prompt_logprobs=found.targets if found else None,
-        prompt_alt=found.alt if found else None,
-        prompt_cache_hit_tokens=ask.found,
-    )
-
-
-def _joined(tops: Sequence[TopK]) -> TopK:
-    return TopK(
-        token_ids=np.concatenate([top.token_ids for top in tops]),
-        logprobs=np.concatenate([top.logprobs for top in tops]),
-    )
-
-
-def completes(tokenizer: Any, strings: Sequence[str], prompt: np.ndarray, said: Sequence[int], token: int) -> bool:
-    """Whether with `token`, after `prompt` (int32 [N], N >= 1) and what was said, the text holds one of the strings.
-
-    Every token spells a byte at least, so as many of the last as the longest string has bytes will do, and a few more.
+    Every token spells at least one byte, so it is enough to decode as many of the last tokens as the longest string has
+    bytes, and a few more.
     """
-    if not strings:
+    if not stop_strings:
         return False
-    tail = max(len(string.encode()) for string in strings) + 4
-    last = [*said[-tail:], token]
-    text = tokenizer.decode(last) if len(said) > tail else _behind(tokenizer, int(prompt[-1]), last)
-    return any(string in text for string in strings)
+    tail = max(len(string.encode()) for string in stop_strings) + 4
+    last = [*sampled[-tail:], token]
+    text = tokenizer.decode(last) if len(sampled) > tail else _text_after(tokenizer, int(prompt[-1]), last)
+    return any(string in text for string in stop_strings)
 
 
-def _behind(tokenizer: Any, before: int, tokens: Sequence[int]) -> str:
-    """The text of tokens after another: decoders of the SentencePiece kind take the first space of a text away."""
-    text, front = tokenizer.decode([before, *tokens]), tokenizer.decode([before])
-    if text.startswith(front):
-        return text[len(front) :]
-    return tokenizer.decode(tokens)  # half a character, which the first of the tokens went on with
+def _text_after(tokenizer: Any, previous: int, tokens: collections.abc.Sequence[int]) -> str:
+    """The text of tokens after a previous one: decoders of the SentencePiece kind drop the first space of a text."""
+    text, prefix = tokenizer.decode([previous, *tokens]), tokenizer.decode([previous])
+    if text.startswith(prefix):
+        return text[len(prefix) :]
+    return tokenizer.decode(tokens)  # the previous token ends in part of a character, which these tokens complete

@@ -1,7 +1,7 @@
-"""Adapter versions for sampling: frozen when made, whatever is trained or deleted later.
+"""Adapter versions for sampling: immutable, whatever happens to the model that they were captured from.
 
-A captured version is in memory at once; when it has been written to a folder it may leave memory again, and is read
-back when it is next asked for. Sequences that are running hold their weights themselves.
+A captured version is in memory at once. When it has been written to a folder it may leave memory, and is read again
+when it is next sampled from. Running sequences hold references to their weights.
 """
 
 from __future__ import annotations
@@ -19,83 +19,86 @@ from tinsmith.engine.model.loading import BaseModel
 from tinsmith.engine.training.optimizer import Captured
 from tinsmith.errors import Gone
 
-RESIDENT = 4
-"""Versions kept in memory though a folder holds them."""
+MAX_RESIDENT = 4
+"""Versions kept in memory although a folder holds them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Version:
-    """`captured` until it is on disk; `folder` from then on; `weights` while resident."""
+    """A version: `snapshot` until it is on disk, `folder` from then on, `weights` while it is in memory."""
 
-    captured: Captured | None = None
+    snapshot: Captured | None = None
     folder: Path | None = None
     weights: Weights | None = None
-    life: int = 0
+    generation: int = 0
 
 
-class Versions:
-    """By name, most recently used last."""
+class AdapterVersions:
+    """Versions by name, most recently used last."""
 
-    def __init__(self, base: BaseModel, forget: Callable[[str], None]) -> None:
-        """`forget` is told of names that no longer mean what they meant."""
-        self._base, self._forget = base, forget
-        self._known: dict[str, _Version] = {}
-        self._lives = count(1)
+    def __init__(self, base: BaseModel, on_replaced: Callable[[str], None]) -> None:
+        """`on_replaced` is called with a name whose version is about to be replaced or removed."""
+        self._base, self._on_replaced = base, on_replaced
+        self._versions: dict[str, _Version] = {}
+        self._generations = count(1)
 
-    def capture(self, name: str, captured: Captured) -> None:
-        """Usable at once: what is captured is kept, not copied."""
-        self._forget(name)
-        self._known[name] = _Version(captured=captured, weights=captured.weights, life=next(self._lives))
+    def capture(self, name: str, snapshot: Captured) -> None:
+        """Add a snapshot of a model as a version; its tensors are not copied."""
+        self._on_replaced(name)
+        self._versions[name] = _Version(snapshot=snapshot, weights=snapshot.weights, generation=next(self._generations))
 
     async def persist(self, name: str, to: Path) -> int:
-        """Write a captured version, in a thread, so that sampling goes on; returns its bytes."""
-        captured = self._get(name).captured
-        if captured is None:
-            raise Gone(f"Version '{name}' is no longer in memory.", "It was written before; use its folder.")
+        """Write a captured version in a thread, so that sampling continues; returns its bytes."""
+        snapshot = self._get(name).snapshot
+        if snapshot is None:
+            raise Gone(f"Version '{name}' is no longer in memory.", "It was written before: use its folder.")
         source = self._base.card.source
-        size = await asyncio.to_thread(peft.write, to, captured.layout, captured.master, source, None)
-        standing = self._known.get(name)
-        if standing is not None and standing.captured is captured:  # nobody forgot it meanwhile
-            self._known[name] = replace(standing, captured=None, folder=to)
+        size = await asyncio.to_thread(peft.write, to, snapshot.layout, snapshot.master, source, None)
+        current = self._versions.get(name)
+        if current is not None and current.snapshot is snapshot:  # it was not replaced in the meantime
+            self._versions[name] = replace(current, snapshot=None, folder=to)
             self._evict()
         return size
 
     def attach(self, name: str, source: Path) -> None:
-        """Know a folder as a version."""
+        """Add an adapter folder as a version; its weights are read when first sampled from."""
         peft.read_spec(source)
-        self._forget(name)
-        self._known[name] = _Version(folder=source, life=next(self._lives))
+        self._on_replaced(name)
+        self._versions[name] = _Version(folder=source, generation=next(self._generations))
 
     def detach(self, name: str) -> None:
-        """Forget it."""
-        self._forget(name)
-        self._known.pop(name, None)
+        """Remove a version; unknown names are ignored."""
+        self._on_replaced(name)
+        self._versions.pop(name, None)
 
-    def life(self, name: str) -> int:
-        """A number that no other version has, also of the same name; 0 if it is not known."""
-        version = self._known.get(name)
-        return version.life if version else 0
+    def generation(self, name: str) -> int:
+        """A number that no other version has, not even an earlier one of the same name; 0 for an unknown name."""
+        version = self._versions.get(name)
+        return version.generation if version else 0
 
     def weights(self, name: str) -> Weights:
-        """Read if need be. Raises Gone for a version that is not known, or whose folder was removed."""
+        """The version's weights, read from its folder if necessary.
+
+        Raises Gone for an unknown version, or if its folder was removed.
+        """
         version = self._get(name)
         if version.weights is None:
             assert version.folder is not None
             layout = layout_for(self._base, peft.read_spec(version.folder))
             master = peft.read(version.folder, layout).to(self._base.device)
             version = replace(version, weights=weights_of(layout, master, self._base.dtype))
-        del self._known[name]
-        self._known[name] = version
+        del self._versions[name]
+        self._versions[name] = version
         self._evict()
         assert version.weights is not None
         return version.weights
 
     def _get(self, name: str) -> _Version:
-        if name not in self._known:
-            raise Gone(f"The engine holds no version '{name}'.", "Save the weights again.")
-        return self._known[name]
+        if name not in self._versions:
+            raise Gone(f"The engine has no version '{name}'.", "Save the weights again.")
+        return self._versions[name]
 
     def _evict(self) -> None:
-        resident = [name for name, version in self._known.items() if version.weights is not None and version.folder]
-        for name in resident[:-RESIDENT]:
-            self._known[name] = replace(self._known[name], weights=None)
+        resident = [name for name, version in self._versions.items() if version.weights is not None and version.folder]
+        for name in resident[:-MAX_RESIDENT]:
+            self._versions[name] = replace(self._versions[name], weights=None)

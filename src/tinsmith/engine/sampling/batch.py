@@ -1,0 +1,321 @@
+"""The running batch: prefill of admitted jobs, and decoding of the running sequences.
+
+A prefill is one packed pass over the uncached tokens of several prompts; the first token of each sequence comes from
+it. A decoding step feeds the last token of every running sequence, whatever its adapter, and samples the next one.
+Finished sequences leave at once, and their tokens go to the prefix cache.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith.engine.lora import adapter, linear
+from tinsmith.engine.lora.adapter import Placed, Weights
+from tinsmith.engine.lora.lm_head import Head
+from tinsmith.engine.model import packing
+from tinsmith.engine.model.loading import BaseModel
+from tinsmith.engine.sampling import prompt_logprobs, token_sampling
+from tinsmith.engine.sampling.decode import DecodeAttention
+from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache, cache_shape
+from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
+from tinsmith.engine.sampling.prefix_cache import KVReader, PrefixCache, PrefixMatch
+from tinsmith.engine.sampling.scheduler import JobSize, Load, Scheduler
+from tinsmith.engine.sampling.sequences import PromptKey, SampleJob, Sequence, completes_stop_string, jobs_of
+from tinsmith.engine.sampling.versions import AdapterVersions
+from tinsmith.errors import BadRequest, EngineError, TinsmithError
+
+Faults = dict[SampleJob, Exception]
+"""Jobs that failed, each with its own error."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSampler:
+    """Samples the next token of sequences from hidden states. A fault in one sequence fails its own job only."""
+
+    head: Head
+    tokenizer: Any
+
+    def first_tokens(self, jobs: list[SampleJob], last_hidden: Tensor) -> Faults:
+        """Append the first token of all sequences; `last_hidden` [J, D] are the prompts' last hidden states."""
+        faults: Faults = {}
+        for block in self.head.blocks(last_hidden, adapter_spans([job.weights for job in jobs])):
+            block_jobs = jobs[block.first : block.first + len(block.logits)]
+            faults |= self._sample([job.sequences for job in block_jobs], block.logits)
+        return faults
+
+    def next_tokens(self, sequences: list[Sequence], hidden: Tensor, spans: list[Placed]) -> Faults:
+        """Append one token to each sequence; `hidden` [B, D] are their hidden states."""
+        faults: Faults = {}
+        for block in self.head.blocks(hidden, spans):
+            block_sequences = sequences[block.first : block.first + len(block.logits)]
+            faults |= self._sample([[sequence] for sequence in block_sequences], block.logits)
+        return faults
+
+    def _sample(self, groups: list[list[Sequence]], logits: Tensor) -> Faults:
+        """Append a token to each sequence; the sequences of a group draw from one row of logits."""
+        sequences = [sequence for group in groups for sequence in group]
+        sampled = token_sampling.sample_tokens(
+            logits,
+            [group[0].job.rule for group in groups],
+            [sequence.uniforms.random() for sequence in sequences],
+            [row for row, group in enumerate(groups) for _ in group],
+        )
+        draws = zip(sequences, sampled.tokens.tolist(), sampled.logprobs.tolist(), sampled.top_logprobs, strict=True)
+        faults: Faults = {}
+        for sequence, token, logprob, top in draws:
+            try:
+                if not math.isfinite(logprob):
+                    raise not_finite(sequence.job)
+                if top is not None:
+                    sequence.top_logprobs.append(top)
+                sequence.append(token, logprob, self._completes_stop(sequence, token))
+            except Exception as error:  # noqa: BLE001 - the fault of one job must not end the others
+                faults[sequence.job] = error
+        return faults
+
+    def _completes_stop(self, sequence: Sequence, token: int) -> bool:
+        request = sequence.job.request
+        return completes_stop_string(self.tokenizer, request.stop_strings, request.prompt, sequence.tokens, token)
+
+
+def not_finite(job: SampleJob) -> TinsmithError:
+    """Error for a job whose hidden states or logits are not finite."""
+    if job.weights is None:
+        return EngineError("The base model gives values that are not finite for this prompt.", "Serve it in float32.")
+    return BadRequest(
+        "The weights that this request samples from give values that are not finite: they have diverged.",
+        "Sample from an earlier checkpoint, and continue training from there with a lower learning_rate.",
+    )
+
+
+def adapter_spans(weights: list[Weights | None]) -> list[Placed]:
+    """The spans of a batch, one position per entry, that use the same adapter."""
+    spans, start = [], 0
+    for _, same in groupby(weights, key=id):
+        members = list(same)
+        if members[0] is not None:
+            spans.append((members[0], start, start + len(members)))
+        start += len(members)
+    return spans
+
+
+class RunningBatch:
+    """Running sequences with their KV cache, and the prefix cache of those that have ended."""
+
+    def __init__(self, base: BaseModel, head: Head, router: linear.Router, scheduler: Scheduler) -> None:
+        self._base, self._head, self._router, self._scheduler = base, head, router, scheduler
+        self._token_sampler = TokenSampler(head, base.tokenizer)
+        self.kv_cache, self.prefix_cache = KVCache(cache_shape(base), scheduler.cache_tokens), PrefixCache()
+        self.versions = AdapterVersions(base, self.prefix_cache.drop_version)
+        self.sequences: list[Sequence] = []
+
+    @property
+    def load(self) -> Load:
+        return Load(sequences=len(self.sequences), cache_tokens=self.kv_cache.tokens)
+
+    def size_of(self, job: SampleJob) -> JobSize:
+        """A waiting job's size, with the part of its prompt that is cached now."""
+        return JobSize(
+            prompt_tokens=len(job.request.prompt),
+            cached_tokens=self._match(job).length,
+            sequences=len(job.sequences),
+            max_tokens=job.max_tokens,
+        )
+
+    def prefill(self, jobs: list[SampleJob]) -> list[SampleJob]:
+        """Prefill the prompts in one pass, sample every sequence's first token, and add the sequences to the batch.
+
+        Returns the jobs that must be prefilled alone: their hidden states are not finite, because of their own weights
+        or those of another job, since attention masks other jobs but not their NaN. Raises if there was only one.
+        """
+        matches = [self._match(job) for job in jobs]
+        for job, match in zip(jobs, matches, strict=True):
+            job.cached_tokens = match.length
+            self.prefix_cache.touch(match)
+        prompts = self._prefill_prompts(jobs, matches)
+        if len(jobs) == 1 and not prompts:
+            raise not_finite(jobs[0])
+        started = list(prompts)
+        if started:
+            last_hidden = torch.stack([prompts[job].last_hidden for job in started])
+            faults = self._token_sampler.first_tokens(started, last_hidden)
+            self._fail(faults)
+            started = [job for job in started if job not in faults]
+            self._add(started, [prompts[job] for job in started])
+            self._emit_and_retire([sequence for job in started for sequence in job.sequences])
+        return [job for job in jobs if job not in prompts]
+
+    def decode(self) -> None:
+        """Sample one more token of every running sequence."""
+        for sequence in reversed(self.sequences):  # the last rows of a bank first, so that no other row must move
+            assert sequence.row is not None
+            sequence.row = self.kv_cache.ensure_space(sequence.row, sequence.remaining)
+        self.sequences.sort(key=_batch_order)
+        sequences = list(self.sequences)
+        rows = [sequence.row for sequence in sequences if sequence.row is not None]
+        self._shrink_prefix_cache()
+        spans = adapter_spans([sequence.job.weights for sequence in sequences])
+        context = DecodeAttention(rows)
+        with self._router.using(spans):
+            hidden = self._base.hidden(
+                torch.tensor([sequence.tokens[-1] for sequence in sequences], device=self._base.device),
+                torch.tensor([row.position for row in rows], device=self._base.device),
+                context,
+            )
+        context.advance()
+        self._fail(self._token_sampler.next_tokens(sequences, hidden, spans))
+        self._emit_and_retire(sequences)
+
+    def remove(self, jobs: list[SampleJob]) -> None:
+        """Remove jobs, as if they had never been in the batch."""
+        for sequence in [sequence for job in jobs for sequence in job.sequences]:
+            self._free_row(sequence)
+            sequence.reset()
+        self.sequences = [sequence for sequence in self.sequences if sequence.job not in jobs]
+
+    def _match(self, job: SampleJob) -> PrefixMatch:
+        """The cached beginning of a prompt, up to the first position whose hidden state is needed."""
+        request = job.request
+        whole = None
+        if not prompt_logprobs.needs_logits(request):
+            whole = self.prefix_cache.match_prompt(job.scope, request.prompt)
+        return whole or self.prefix_cache.match(job.scope, request.prompt, prompt_logprobs.first_hidden(request))
+
+    def _prefill_prompts(self, jobs: list[SampleJob], matches: list[PrefixMatch]) -> dict[SampleJob, PrefilledPrompt]:
+        """Prefilled prompts, without those whose hidden states are not finite. Sets the jobs' prompt results."""
+        prompts = {
+            job: PrefilledPrompt.from_cache(match)
+            for job, match in zip(jobs, matches, strict=True)
+            if match.last_hidden is not None
+        }
+        new = {key: job for key, job in enumerate(jobs) if job not in prompts}
+        if new:
+            adapters = list({id(job.weights): job.weights for job in new.values()}.values())
+            slots = {id(weights): slot for slot, weights in enumerate(adapters)}
+            inputs = prefill_pass(
+                [
+                    Prompt(
+                        row=packing.Row(key=key, adapter=slots[id(job.weights)], tokens=job.request.prompt),
+                        match=matches[key],
+                        first_hidden=prompt_logprobs.first_hidden(job.request),
+                    )
+                    for key, job in new.items()
+                ],
+                self._base,
+            )
+            with self._router.using(adapter.place(inputs.spans, adapters)):
+                hidden = self._base.hidden(inputs.tokens, inputs.positions, inputs.context)
+            finite = hidden.isfinite().all(dim=1)
+            for key, job in new.items():
+                index = inputs.hidden_index[key]
+                if not bool(finite[index[prompt_logprobs.first_hidden(job.request) :]].all()):
+                    continue
+                if prompt_logprobs.needs_logits(job.request):
+                    job.prompt_results = prompt_logprobs.compute(
+                        job.request, self._head, hidden[index], job.weights, job.seed
+                    )
+                prompts[job] = PrefilledPrompt(hidden[index[-1]], inputs.segments[key], inputs.context.kept)
+        return {job: prompts[job] for job in jobs if job in prompts}
+
+    def _add(self, jobs: list[SampleJob], prompts: list[PrefilledPrompt]) -> None:
+        """Add the unfinished sequences of prefilled jobs to the batch, each with a cache row, and cache the prompts."""
+        groups = [[sequence for sequence in job.sequences if sequence.stop_reason is None] for job in jobs]
+        for job, prompt, sequences in zip(jobs, prompts, groups, strict=True):
+            if sequences:
+                self._cache_tokens(job, job.request.prompt, prompt.copy_from)
+                self.prefix_cache.add_last_hidden(job.scope, job.request.prompt, prompt.last_hidden)
+            self.sequences.extend(sequences)
+        self._allocate_rows(jobs, prompts, groups)
+        self._shrink_prefix_cache()
+
+    def _allocate_rows(
+        self, jobs: list[SampleJob], prompts: list[PrefilledPrompt], groups: list[list[Sequence]]
+    ) -> None:
+        readers = Counter(sequence.job.prompt_key for sequences in groups for sequence in sequences)
+        arriving = Counter(sequence.job.cache_reserve for sequences in groups for sequence in sequences)
+        shared: dict[PromptKey, CacheRow] = {}
+        try:
+            for job, prompt, sequences in zip(jobs, prompts, groups, strict=True):
+                key = job.prompt_key
+                shares = self._scheduler.shares_prompt(prompt.length, readers[key])
+                if sequences and shares and key not in shared:
+                    shared[key] = self.kv_cache.insert_shared_prefix(prompt, readers[key])
+                for sequence in sequences:
+                    first = sequences[0].row
+                    if shares:
+                        sequence.row = self.kv_cache.insert_after(shared[key], job.cache_reserve_after_prefix)
+                    elif first:
+                        sequence.row = self.kv_cache.copy(first)
+                    else:
+                        sequence.row = self.kv_cache.insert(prompt, job.cache_reserve, arriving[job.cache_reserve])
+                whole = self.prefix_cache.match_prompt(job.scope, job.request.prompt)
+                self.prefix_cache.evict_first(whole or PrefixMatch())
+        finally:
+            for row in shared.values():
+                if not row.readers:  # an error came before the first reader, and only the last reader frees the row
+                    self.kv_cache.remove(row)
+
+    def _emit_and_retire(self, sequences: list[Sequence]) -> None:
+        """Emit new tokens, retire finished sequences, and finish the jobs whose last sequence has ended.
+
+        Comes after everything that can fail a job, so that no emitted token is ever taken back.
+        """
+        self._fail(_emit(sequences))
+        finished = [sequence for sequence in sequences if sequence.stop_reason is not None]
+        if not finished:
+            return
+        self.sequences = [sequence for sequence in self.sequences if sequence.stop_reason is None]
+        for sequence in reversed(finished):  # the last rows of a bank first, so that no other row must move
+            if sequence.row is not None:
+                self._cache_tokens(sequence.job, sequence.cached_tokens(), sequence.row.copy_from)
+                self._free_row(sequence)
+        self._shrink_prefix_cache()
+        for job in jobs_of(finished):
+            job.finish()
+
+    def _fail(self, faults: Faults) -> None:
+        """Remove failed jobs and set their errors."""
+        if faults:
+            self.remove(list(faults))
+        for job, error in faults.items():
+            job.fail(error)
+
+    def _cache_tokens(self, job: SampleJob, tokens: np.ndarray, read: KVReader) -> None:
+        """Add tokens to the prefix cache, if the job's version still exists."""
+        version = job.request.version
+        if version is None or self.versions.generation(version) == job.generation:
+            self.prefix_cache.add(job.scope, tokens, read)
+
+    def _free_row(self, sequence: Sequence) -> None:
+        if sequence.row is not None:
+            self.kv_cache.remove(sequence.row)
+            sequence.row = None
+
+    def _shrink_prefix_cache(self) -> None:
+        """Limit the prefix cache to what the running sequences leave of the cache tokens."""
+        self.prefix_cache.shrink(self._scheduler.cache_tokens - self.kv_cache.tokens)
+
+
+def _emit(sequences: list[Sequence]) -> Faults:
+    """Emit the new tokens of all sequences; returns the jobs whose `on_delta` raised."""
+    faults: Faults = {}
+    for sequence in sequences:
+        try:
+            sequence.emit()
+        except Exception as error:  # noqa: BLE001 - the listener of one job must not end the others
+            faults[sequence.job] = error
+    return faults
+
+
+def _batch_order(sequence: Sequence) -> tuple[int, int, int]:
+    """Sequences of an adapter side by side, and the rows of a bank in their order there."""
+    assert sequence.row is not None
+    return id(sequence.job.weights), id(sequence.row.bank), sequence.row.index
