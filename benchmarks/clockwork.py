@@ -21,7 +21,7 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import TinsmithError
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.engines.host import Started
+from tinsmith.service.engines.host import RunningEngine
 from tinsmith.service.server import serve
 
 
@@ -49,9 +49,9 @@ class Clockwork(FakeEngine):
         )
 
 
-async def start(config: EngineConfig) -> Started:
+async def start(config: EngineConfig) -> RunningEngine:
     """An engine of the source's name."""
-    return Started(engine=Clockwork(config), died=asyncio.Event())
+    return RunningEngine(engine=Clockwork(config), died=asyncio.Event())
 
 
 if __name__ == "__main__":

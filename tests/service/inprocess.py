@@ -18,7 +18,7 @@ from tinsmith.errors import EngineDied
 from tinsmith.service.app import create_app
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.dependencies import Service
-from tinsmith.service.engines.host import Start, Started
+from tinsmith.service.engines.host import EngineFactory, RunningEngine
 from tinsmith.service.server import running
 from tinsmith.service.tenancy.keys import create_key
 
@@ -76,14 +76,14 @@ class Factory:
     """Starts engines and remembers them."""
 
     def __init__(self) -> None:
-        self.made: list[Started] = []
+        self.made: list[RunningEngine] = []
         self.sampler_up: asyncio.Event | None = None
         self.hook: Hook = lambda call, argument: None
 
-    async def __call__(self, config: EngineConfig) -> Started:
+    async def __call__(self, config: EngineConfig) -> RunningEngine:
         died = asyncio.Event()
         engine = MortalEngine(config, lambda call, argument: self.hook(call, argument), died)
-        self.made.append(Started(engine=engine, died=died, sampler_up=self.sampler_up))
+        self.made.append(RunningEngine(engine=engine, died=died, sampler_up=self.sampler_up))
         return self.made[-1]
 
     def kill(self) -> None:
@@ -101,7 +101,7 @@ class Api:
     async def tenant(self, name: str, owner: str | None = None) -> Api:
         """The same service for another tenant, by a new key."""
         key, _ = await create_key(self.service.store.database, name, owner or name)
-        await self.service.tenants.read()
+        await self.service.tenants.reload()
         return Api(self.http, self.service, key)
 
     async def post(self, path: str, body: object) -> httpx.Response:
@@ -131,7 +131,7 @@ class Api:
 
 
 @asynccontextmanager
-async def api(data: Path, start: Start | None = None, **config) -> AsyncIterator[Api]:
+async def api(data: Path, start: EngineFactory | None = None, **config) -> AsyncIterator[Api]:
     config = {"engine": "fake", "models": ("toy",), "hold_s": 5.0, "database": url_of(data), "api_key": KEY, **config}
     settings = ServeConfig(data=data, **config)
     loaded = asyncio.Event()

@@ -20,7 +20,7 @@ from tinsmith.engine.base import AdamParams, Heard, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.engines.host import Start, Started
+from tinsmith.service.engines.host import EngineFactory, RunningEngine
 from tinsmith.service.server import serve
 
 ROOT = Path(__file__).parents[2]
@@ -44,12 +44,12 @@ class SlowEngine(FakeEngine):
         return await super().sample(request, heard)
 
 
-def slow(delay: float, boot: float = 0.0) -> Start:
-    async def start(config: EngineConfig) -> Started:
+def slow(delay: float, boot: float = 0.0) -> EngineFactory:
+    async def start(config: EngineConfig) -> RunningEngine:
         await asyncio.sleep(boot)
         engine = SlowEngine(config)
         engine.delay = delay
-        return Started(engine=engine, died=asyncio.Event())
+        return RunningEngine(engine=engine, died=asyncio.Event())
 
     return start
 

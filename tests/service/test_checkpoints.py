@@ -43,8 +43,8 @@ def test_what_is_over_its_time_is_deleted_for_good(tmp_path: Path) -> None:
             [checkpoint] = on.service.store.all(Checkpoint)
             folder = on.service.checkpoints.folder(checkpoint.id)
             assert folder.is_dir()
-            await on.service.store.change(Checkpoint, checkpoint.id, expires=time.time() + 1.0)
-            on.service.sessions.changed()
+            await on.service.store.update(Checkpoint, checkpoint.id, expires=time.time() + 1.0)
+            on.service.sessions.wake()
             assert (await on.post("weights_info", {"tinker_path": path})).status_code == 200
             await until(lambda: not on.service.store.all(Checkpoint))
             assert (await on.post("weights_info", {"tinker_path": path})).status_code == 404
@@ -143,7 +143,7 @@ def test_a_deletion_that_the_process_died_in_is_finished_at_the_start(tmp_path: 
         async with api(tmp_path) as on:
             await saved(on, await on.model(), 1)
             [checkpoint] = on.service.store.all(Checkpoint)
-            await on.service.store.change(Checkpoint, checkpoint.id, deleted=True)
+            await on.service.store.update(Checkpoint, checkpoint.id, deleted=True)
         async with api(tmp_path) as on:
             assert on.service.store.all(Checkpoint) == []
             assert list((tmp_path / "checkpoints").iterdir()) == []

@@ -12,7 +12,7 @@ import pytest
 from tests.service.inprocess import api
 from tinsmith.errors import BadRequest
 from tinsmith.service.encryption import encrypt, recipients
-from tinsmith.service.storage.payloads import row_of, stored
+from tinsmith.service.storage.payloads import encode_operation, queued_request
 from tinsmith.service.storage.records import SaveExternal
 
 SSH = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIHsKLqeplhpW+uObz5dvMgjz1OxfM/XXUB+VHtZ6isGN alice@rust"
@@ -54,8 +54,8 @@ def test_what_was_promised_is_saved_after_a_restart_and_nothing_stays_in_the_cle
     async def main() -> None:
         async with api(tmp_path) as on:
             model = await on.model()
-            row = row_of(f"{model}:1", "local", model, 1, 1, work)
-            await on.service.store.accept(row, stored(work))
+            row = queued_request(f"{model}:1", "local", model, 1, 1, work)
+            await on.service.store.accept(row, encode_operation(work))
         left = tmp_path / "checkpoints" / ".half.plain"
         left.mkdir()
         (left / "adapter_model.safetensors").write_bytes(b"in the clear")

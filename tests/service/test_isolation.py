@@ -20,7 +20,7 @@ import pytest
 
 import tinsmith.service.routes
 from tests.service.inprocess import Api, api, loss_in, pass_body
-from tinsmith.service.storage.records import Checkpoint, CustomLoss, Model, Sampler, Session
+from tinsmith.service.storage.records import Checkpoint, CustomLoss, Model, SamplingSession, Session
 
 SECRET = "opensesame"
 """In everything that a tenant may name."""
@@ -226,7 +226,7 @@ def records(on: Api) -> list:
     store = on.service.store
     return [
         one
-        for kind in (Session, Model, Sampler, Checkpoint, CustomLoss)
+        for kind in (Session, Model, SamplingSession, Checkpoint, CustomLoss)
         for one in store.all(kind)
         if one.owner == "alice"
     ]

@@ -44,7 +44,7 @@ async def both(data: Path) -> AsyncIterator[Both]:
         model = await on.model()
         path = (await on.call("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))["path"]
         key, _ = await create_key(on.service.store.database, "theirs", "stranger")
-        await on.service.tenants.read()
+        await on.service.tenants.reload()
         transport, headers = httpx.ASGITransport(create_app(on.service)), {"X-API-Key": key}
         async with httpx.AsyncClient(transport=transport, base_url="http://t/api/v1/", headers=headers) as stranger:
             yield Both(on, model, path, stranger)
@@ -185,7 +185,7 @@ def test_tokens_end_with_the_key(tmp_path: Path) -> None:
             headers = {"X-API-Key": token}
             assert (await on.http.get("/api/v1/sessions", headers=headers)).status_code == 200
             again = await on.http.post("/api/v1/auth/token", headers=headers)
-            assert on.service.signer.key(again.json()["jwt"]) == on.service.signer.key(token)
+            assert on.service.signer.read_token(again.json()["jwt"]) == on.service.signer.read_token(token)
         async with api(tmp_path, api_key="tml-another") as on:
             gone = await on.http.get("/api/v1/sessions", headers=headers)
             assert gone.status_code == 401
@@ -221,7 +221,7 @@ def test_a_key_revokes_itself_and_its_tokens(tmp_path: Path) -> None:
             assert (await two.stranger.delete("auth/apikey/me")).status_code == 204
             for headers in (None, token):
                 assert (await two.stranger.get("sessions", headers=headers)).status_code == 401
-            entries = await two.on.service.chronicle.audits("stranger", "organizations", datetime.now(UTC).date())
+            entries = await two.on.service.audit_log.entries("stranger", "organizations", datetime.now(UTC).date())
             told = [(one["event"], one["details"]) for one in entries]
             assert told == [
                 ("organization_key_created", {"actor": "tinsmith keys", "key": "theirs"}),

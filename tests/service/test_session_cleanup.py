@@ -10,7 +10,7 @@ import pytest
 from tests.service.inprocess import Api, Factory, MortalEngine, api, pass_body, until
 from tests.service.routes.test_futures import base_sampler, poll, sample_body
 from tinsmith.engine.config import EngineConfig
-from tinsmith.service.engines.host import Started
+from tinsmith.service.engines.host import RunningEngine
 from tinsmith.service.storage.records import Checkpoint, Model
 from tinsmith.service.tenancy.keys import set_quotas
 
@@ -92,7 +92,7 @@ def test_an_engine_that_dies_while_a_session_ends_leaves_nothing_behind(tmp_path
 class _Dying(Factory):
     """Its first engine dies of its first detach."""
 
-    async def __call__(self, config: EngineConfig) -> Started:
+    async def __call__(self, config: EngineConfig) -> RunningEngine:
         died, first = asyncio.Event(), not self.made
 
         class Engine(MortalEngine):
@@ -102,7 +102,7 @@ class _Dying(Factory):
                 await self._live("detach", version)
                 await super().detach(version)
 
-        self.made.append(Started(engine=Engine(config, lambda call, argument: None, died), died=died))
+        self.made.append(RunningEngine(engine=Engine(config, lambda call, argument: None, died), died=died))
         return self.made[-1]
 
 
@@ -127,7 +127,7 @@ def test_models_whose_base_model_is_no_longer_served_end_with_their_session(tmp_
             assert (await on.post("create_model", {**told, "session_id": session})).status_code == 200
         async with api(tmp_path) as on:
             await until(lambda: on.service.model(promised, "local").state == "ended")
-            assert on.service.checkpoints.named(promised, "weights", "last") is not None
+            assert on.service.checkpoints.by_name(promised, "weights", "last") is not None
 
     asyncio.run(main())
 
@@ -138,7 +138,7 @@ def test_untold_samples_are_forgotten_with_their_session_and_by_no_log_that_neve
             sampler = await base_sampler(on)
             futures = on.service.futures
             promises = [(await on.post("asample", sample_body(sampler, seq))).json() for seq in range(3)]
-            await until(lambda: futures.waiting("local") == 0)
+            await until(lambda: futures.pending("local") == 0)
             for clone in range(5, 50):
                 assert (await poll(on, sampler, clone=clone, timeout=0)).json()["completions"] == []
             assert len(futures.completions._logs) == 1
@@ -146,6 +146,6 @@ def test_untold_samples_are_forgotten_with_their_session_and_by_no_log_that_neve
             told = (await poll(on, sampler, timeout=0)).json()["completions"]
             assert len(told) == 3, "a clone elsewhere may still fetch them"
             await until(lambda: not futures.completions._logs)
-            assert not any(one["request_id"] in futures._ledger for one in promises)
+            assert not any(one["request_id"] in futures._unfinished for one in promises)
 
     asyncio.run(main())

@@ -129,19 +129,19 @@ def _lock(config: ServeConfig) -> Finding:
 def _database(config: ServeConfig) -> Finding:
     from sqlalchemy import inspect, text
 
-    from tinsmith.service.storage.database import direct_of, engine_of, place_of, reachable
+    from tinsmith.service.storage.database import display_url, open_engine, sync_engine_of, translate_connection_errors
 
     if config.database is None and not (config.data / "tinsmith.db").exists():
         return Finding("ok", "database", "SQLite in the data folder, to be made")
-    engine = engine_of(config.data, config.database)
-    direct = direct_of(engine)
+    engine = open_engine(config.data, config.database)
+    direct = sync_engine_of(engine)
     try:
-        with reachable(engine), direct.connect() as db:
+        with translate_connection_errors(engine), direct.connect() as db:
             known = inspect(db).has_table("alembic_version")
             version = db.execute(text("select version_num from alembic_version")).scalar() if known else "none"
     finally:
         direct.dispose()
-    return Finding("ok", "database", f"{place_of(engine)}, schema {version}")
+    return Finding("ok", "database", f"{display_url(engine)}, schema {version}")
 
 
 def _port(config: ServeConfig) -> Finding:

@@ -153,7 +153,7 @@ def limit(tenant: str, /, *, limits: Limits | None = None, where: Where | None =
 def _in(where: Where | None, work: Callable[[AsyncEngine], Awaitable[T]]) -> T:
     """The work's result, in the database of that service."""
     from tinsmith.service.config import ServeConfig
-    from tinsmith.service.tenancy.keys import keys_of
+    from tinsmith.service.tenancy.keys import open_key_database
     from tinsmith.settings import COMMAND_LINE, build, raw
 
     where = where or Where()
@@ -162,7 +162,7 @@ def _in(where: Where | None, work: Callable[[AsyncEngine], Awaitable[T]]) -> T:
     config = build(ServeConfig, {**raw(where.config), **given}, place)
 
     async def run() -> T:
-        async with keys_of(config.data, config.database) as engine:
+        async with open_key_database(config.data, config.database) as engine:
             return await work(engine)
 
     return asyncio.run(run())
@@ -189,7 +189,7 @@ def _shown(key: ApiKey) -> tuple[str, ...]:
     if key.revoked is not None:
         state = f"revoked {_day(key.revoked)}"
     elif key.expires is not None:
-        state = f"{'until' if key.is_good(time.time()) else 'over since'} {_day(key.expires)}"
+        state = f"{'until' if key.is_valid(time.time()) else 'over since'} {_day(key.expires)}"
     return str(key.id), key.name, key.owner, "admin" if key.admin else "", _day(key.created), state
 
 

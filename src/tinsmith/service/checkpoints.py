@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tinsmith.atomic import link_folder
 from tinsmith.errors import BadRequest, NotFound
-from tinsmith.service.storage.records import Checkpoint, Model, Sampler, Session
+from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession, Session
 from tinsmith.service.storage.store import Store
 from tinsmith.service.wire.schemas import CopyBody
 
@@ -44,7 +44,7 @@ class Checkpoints:
         """Where it is, or is to be, on disk; absolute."""
         return (self._root / checkpoint_id).resolve()
 
-    def find(self, path: str, owner: str) -> Checkpoint:
+    def owned(self, path: str, owner: str) -> Checkpoint:
         """By its tinker:// path. Raises BadRequest for what is no such path, NotFound for what is not this owner's."""
         found = self.readable(path, owner)
         if found.owner != owner:
@@ -59,19 +59,19 @@ class Checkpoints:
                 f"{path} is not a checkpoint's path.",
                 "tinker://RUN/KIND/NAME, where KIND is weights, sampler_weights or external_weights.",
             )
-        found = self.named(parts["run"], parts["kind"], parts["name"])
+        found = self.by_name(parts["run"], parts["kind"], parts["name"])
         if found is None or not (found.public or found.owner in (owner, lender)):
             raise _unknown(path)
         return found
 
-    def named(self, run: str, kind: str, name: str) -> Checkpoint | None:
+    def by_name(self, run: str, kind: str, name: str) -> Checkpoint | None:
         """The checkpoint that has this name now."""
-        found = (one for one in self._store.of_run(run) if (one.kind, one.name) == (kind, name))
+        found = (one for one in self._store.checkpoints_of_run(run) if (one.kind, one.name) == (kind, name))
         return next((one for one in found if not (one.deleted or _over(one))), None)
 
     def of_run(self, run: str) -> list[Checkpoint]:
         """A run's named checkpoints, newest first."""
-        return _listed(self._store.of_run(run))
+        return _listed(self._store.checkpoints_of_run(run))
 
     def of_owner(self, owner: str) -> list[Checkpoint]:
         """An owner's named checkpoints, newest first."""
@@ -86,25 +86,27 @@ class Checkpoints:
 
     async def delete(self, checkpoint: Checkpoint) -> None:
         """Its name goes now; its folder when no living sampling session uses it."""
-        if checkpoint.kind != "ephemeral" or self.used(checkpoint.id):
-            await self._store.change(Checkpoint, checkpoint.id, deleted=True)
-        if self.used(checkpoint.id):
+        if checkpoint.kind != "ephemeral" or self.in_use(checkpoint.id):
+            await self._store.update(Checkpoint, checkpoint.id, deleted=True)
+        if self.in_use(checkpoint.id):
             return
         await asyncio.to_thread(shutil.rmtree, self.folder(checkpoint.id), ignore_errors=True)
         await self._store.remove(checkpoint)  # last: the next start goes on with a deletion that this process dies in
 
     async def release(self, version: str) -> bool:
         """After a sampling session ended: whether nothing uses the version any more; then what is unnamed is gone."""
-        if self.used(version):
+        if self.in_use(version):
             return False
         checkpoint = self._store.find(Checkpoint, version)
         if checkpoint is not None and (checkpoint.kind == "ephemeral" or checkpoint.deleted):
             await self.delete(checkpoint)
         return True
 
-    def used(self, version: str) -> bool:
+    def in_use(self, version: str) -> bool:
         """A living sampling session samples from it, or a model's inflight ones do."""
-        users: list[Sampler | Model] = [one for one in self._store.all(Sampler) if one.version == version]
+        users: list[SamplingSession | Model] = [
+            one for one in self._store.all(SamplingSession) if one.version == version
+        ]
         users += [one for one in self._store.all(Model) if one.inflight == version]
         sessions = (self._store.find(Session, one.session_id) for one in users)
         return any(session is not None and session.ended is None for session in sessions)
@@ -122,16 +124,18 @@ class Checkpoints:
             (one.expires for one in self._store.all(Checkpoint) if one.expires and not one.deleted), default=None
         )
 
-    async def sweep(self) -> None:
+    async def clean_up(self) -> None:
         """At start: what the process could not finish when it died, folders half written and deletions half done.
 
         A whole folder that the database does not know stays: another database may, or a newer copy of this one.
         """
         for one in self._store.all(Checkpoint):
-            if (one.deleted or one.kind == "ephemeral") and not self.used(one.id):
+            if (one.deleted or one.kind == "ephemeral") and not self.in_use(one.id):
                 await self.delete(one)
         known = {one.id for one in self._store.all(Checkpoint)}
-        tell_of_unknown(self._root, [one for one in await whole_folders(self._root) if one.name not in known])
+        warn_of_unknown_folders(
+            self._root, [one for one in await complete_folders(self._root) if one.name not in known]
+        )
 
 
 def check_name(name: str) -> None:
@@ -152,7 +156,7 @@ def expiry(ttl_seconds: int | None) -> float | None:
     return None if ttl_seconds is None else time.time() + ttl_seconds
 
 
-async def whole_folders(root: Path) -> list[Path]:
+async def complete_folders(root: Path) -> list[Path]:
     """The folders in a folder of the service's, once those that were being written (.NAME.…) are deleted."""
     found = [one for one in sorted(root.iterdir()) if one.is_dir()]
     for scratch in (one for one in found if one.name.startswith(".")):
@@ -160,7 +164,7 @@ async def whole_folders(root: Path) -> list[Path]:
     return [one for one in found if not one.name.startswith(".")]
 
 
-def tell_of_unknown(root: Path, folders: Sequence[Path]) -> None:
+def warn_of_unknown_folders(root: Path, folders: Sequence[Path]) -> None:
     """Warn of folders that are left alone because the database does not know them."""
     if folders:
         told = "%d folders in %s are unknown to this database and stay as they are: %s%s. If another --database, or a "
@@ -182,7 +186,7 @@ def _over(checkpoint: Checkpoint) -> bool:
     return checkpoint.expires is not None and checkpoint.expires <= time.time()
 
 
-class Copies:
+class CheckpointCopies:
     """Makes copies, one after another: a client that repeats itself must not make two."""
 
     def __init__(self, store: Store, checkpoints: Checkpoints) -> None:
@@ -190,14 +194,14 @@ class Copies:
         self._checkpoints = checkpoints
         self._making = asyncio.Lock()
 
-    async def make(self, source: Checkpoint, owner: str, asked: CopyBody, key: str | None) -> tuple[Checkpoint, bool]:
+    async def copy(self, source: Checkpoint, owner: str, asked: CopyBody, key: str | None) -> tuple[Checkpoint, bool]:
         """(the copy, whether it is new): the same key, or the same place in a session, gives the one made before."""
         if source.kind == "external_weights":
             raise BadRequest(f"{source.path} is for use elsewhere.", "Copy weights or sampler_weights.")
         async with self._making:
             session, place = self._place(owner, asked, key)
             run = f"{session.id}:train:{place}"
-            made = self._checkpoints.named(run, source.kind, source.name)
+            made = self._checkpoints.by_name(run, source.kind, source.name)
             if made is not None and not made.made_by:
                 return made, False
             if self._store.find(Model, run) is not None:

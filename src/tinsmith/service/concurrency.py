@@ -6,13 +6,13 @@ import asyncio
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
-LARGE = 64 * 2**10
+LARGE_BYTES = 64 * 2**10
 """Bytes from which reading a body takes longer than going into a thread and back."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-async def aside(size: int, function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
+async def run_in_thread_if_large(size: int, function: Callable[P, R], *args: P.args, **options: P.kwargs) -> R:
     """The function's result; from a thread, if `size` bytes are a lot."""
-    return await asyncio.to_thread(function, *args, **options) if size > LARGE else function(*args, **options)
+    return await asyncio.to_thread(function, *args, **options) if size > LARGE_BYTES else function(*args, **options)

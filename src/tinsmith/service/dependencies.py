@@ -13,22 +13,22 @@ from fastapi import Depends, Header, Request
 from tinsmith.chat.tokenizer import TokenizerCache
 from tinsmith.engine.validation import nearest
 from tinsmith.errors import BadRequest, Forbidden, NotFound, TooLarge, Unauthorized
-from tinsmith.service.checkpoints import Checkpoints, Copies
+from tinsmith.service.checkpoints import CheckpointCopies, Checkpoints
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.middleware import Drain
-from tinsmith.service.observability.audit import Chronicle
-from tinsmith.service.observability.logs import note
+from tinsmith.service.observability.audit import AuditLog
+from tinsmith.service.observability.logs import add_log_context
 from tinsmith.service.observability.metrics import Telemetry
-from tinsmith.service.observability.perfetto import Traces
+from tinsmith.service.observability.perfetto import TraceExporter
 from tinsmith.service.observability.usage import Usage
 from tinsmith.service.results.futures import Futures
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import Sessions
-from tinsmith.service.storage.records import Model, Sampler
+from tinsmith.service.storage.records import Model, SamplingSession
 from tinsmith.service.storage.store import Store
-from tinsmith.service.tenancy.keys import ApiKey, Tenants, made_key
-from tinsmith.service.tenancy.quotas import Limits
-from tinsmith.service.tenancy.signing import TOKEN_PREFIX, Signer, write_private
+from tinsmith.service.tenancy.keys import ApiKey, Tenants, generate_key
+from tinsmith.service.tenancy.quotas import QuotaEnforcer
+from tinsmith.service.tenancy.signing import TOKEN_PREFIX, Signer, write_private_file
 from tinsmith.service.training.journal import Journal
 from tinsmith.service.training.worker import Worker
 from tinsmith.service.wire.protobuf import MAX_BODY_BYTES
@@ -42,7 +42,7 @@ class Service:
     key: str | None
     """The server's own; None where only keys of `tinsmith keys` open it."""
     tenants: Tenants
-    limits: Limits
+    quotas: QuotaEnforcer
     store: Store
     futures: Futures
     checkpoints: Checkpoints
@@ -50,10 +50,10 @@ class Service:
     sessions: Sessions
     sampling: Sampling
     signer: Signer
-    chronicle: Chronicle
+    audit_log: AuditLog
     usage: Usage
-    traces: Traces
-    copies: Copies
+    traces: TraceExporter
+    copies: CheckpointCopies
     telemetry: Telemetry
     drain: Drain
     tokenizers: TokenizerCache
@@ -69,18 +69,18 @@ class Service:
         if key is None:
             what = "The X-API-Key is not known here." if credential else "There is no X-API-Key."
             raise Unauthorized(what, "Set TINKER_API_KEY to the server's key, or to one of `tinsmith keys create`.")
-        note(owner=key.owner)
+        add_log_context(owner=key.owner)
         return key
 
     def token(self, key: ApiKey) -> str:
         """A token in place of a key."""
-        return self.signer.token(key.owner, key.id, self._token_binding(key))
+        return self.signer.issue_token(key.owner, key.id, self._token_binding(key))
 
     def _find_key(self, credential: str) -> ApiKey | None:
         if not credential.startswith(TOKEN_PREFIX):
-            return self.tenants.find(credential)
-        number, bound = self.signer.key(credential) or (-1, "")
-        key = self.tenants.get(number)
+            return self.tenants.authenticate(credential)
+        number, bound = self.signer.read_token(credential) or (-1, "")
+        key = self.tenants.key_by_id(number)
         return key if key is not None and bound == self._token_binding(key) else None
 
     def _token_binding(self, key: ApiKey) -> str:
@@ -125,14 +125,14 @@ class Service:
     def trainable_model(self, model_id: str, owner: str) -> Model:
         """A model that can take requests; its session stays alive by this. Raises NotFound or BadRequest."""
         model = self.model(model_id, owner)
-        self.sessions.alive(model.session_id, owner)
+        self.sessions.touch(model.session_id, owner)
         if model.state in ("failed", "ended"):
             raise BadRequest(f"Model {model_id} is {model.state}.", "Create another and load a checkpoint into it.")
         return model
 
-    def sampler(self, sampler_id: str, owner: str) -> Sampler:
+    def sampler(self, sampler_id: str, owner: str) -> SamplingSession:
         """A sampling session of this tenant. Raises NotFound."""
-        sampler = self.store.find(Sampler, sampler_id)
+        sampler = self.store.find(SamplingSession, sampler_id)
         if sampler is None or sampler.owner != owner:
             raise NotFound(f"There is no sampling session {sampler_id}.", "Create one.")
         return sampler
@@ -147,8 +147,8 @@ def server_key(config: ServeConfig) -> tuple[str | None, bool]:
         return config.api_key, False
     if not config.makes_key:
         return config.key_file.read_text().strip(), False
-    key = made_key()
-    write_private(config.key_file, key)
+    key = generate_key()
+    write_private_file(config.key_file, key)
     return key, True
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tinsmith.service.observability.logs import arriving
+from tinsmith.service.observability.logs import http_log_context
 from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.training.worker import Worker
@@ -45,7 +45,7 @@ class Drain:
     async def run(self, within_s: float) -> bool:
         """Whether all that was under way ended in time. What did not is promised still: the next server takes it up."""
         self.begun = True
-        waits = [*(worker.idle() for worker in self._workers), self._sampling.idle()]
+        waits = [*(worker.drain() for worker in self._workers), self._sampling.drain()]
         try:
             async with asyncio.timeout(within_s):
                 await asyncio.gather(*waits)
@@ -77,10 +77,10 @@ class RequestMiddleware:
 
         app = _ending if self._drain.begun and _is_new_work(scope) else self._app
         try:
-            with arriving():
+            with http_log_context():
                 await app(scope, receive, sent)
         finally:
-            self._telemetry.answered(_method_of(scope), route_of(scope), status, time.perf_counter() - began)
+            self._telemetry.http_finished(_method_of(scope), route_of(scope), status, time.perf_counter() - began)
 
 
 def route_of(scope: Scope) -> str:

@@ -23,26 +23,25 @@ import uvicorn
 from tinsmith.chat.tokenizer import TokenizerCache
 from tinsmith.errors import ConfigError, EngineError, TinsmithError
 from tinsmith.service.app import create_app
-from tinsmith.service.checkpoints import Checkpoints, Copies
+from tinsmith.service.checkpoints import CheckpointCopies, Checkpoints
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.dependencies import Service, server_key
-from tinsmith.service.engines.host import EngineHost, Start, start_engine
+from tinsmith.service.engines.host import EngineFactory, EngineHost, start_engine
 from tinsmith.service.middleware import Drain
-from tinsmith.service.observability.audit import Chronicle
-from tinsmith.service.observability.logs import log_to_console
-from tinsmith.service.observability.metrics import Telemetry, Timeline, engines, held
-from tinsmith.service.observability.perfetto import Traces
-from tinsmith.service.observability.tracing import Spans, tracing
+from tinsmith.service.observability.audit import AuditLog
+from tinsmith.service.observability.logs import configure_logging
+from tinsmith.service.observability.metrics import Telemetry, Timeline, engine_gauges, record_gauges
+from tinsmith.service.observability.perfetto import TraceExporter
+from tinsmith.service.observability.tracing import SpanExporter, tracing
 from tinsmith.service.observability.usage import Usage
 from tinsmith.service.results.futures import Futures
-from tinsmith.service.results.unfinished_samples import Ledger
+from tinsmith.service.results.unfinished_samples import UnfinishedSamples
 from tinsmith.service.sampling import Sampling
-from tinsmith.service.sessions import Remains, Sessions
-from tinsmith.service.storage.records import Model
-from tinsmith.service.storage.store import Store, served_store
+from tinsmith.service.sessions import SessionCleanup, Sessions
+from tinsmith.service.storage.store import Store, exclusive_store
 from tinsmith.service.tenancy.keys import Tenants
-from tinsmith.service.tenancy.quotas import Limits
-from tinsmith.service.tenancy.signing import signer_of
+from tinsmith.service.tenancy.quotas import QuotaEnforcer
+from tinsmith.service.tenancy.signing import load_signer
 from tinsmith.service.training.journal import Journal
 from tinsmith.service.training.worker import Worker
 from tinsmith.settings import made
@@ -52,14 +51,14 @@ log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def running(
-    config: ServeConfig, start: Start, on_end: Callable[[TinsmithError | None], None]
+    config: ServeConfig, start: EngineFactory, on_end: Callable[[TinsmithError | None], None]
 ) -> AsyncIterator[Service]:
     """The parts at work. `on_end` hears of the engines' start: None when all are loaded, else why one is not.
 
     Raises ConfigError if the data folder cannot be written, or another server uses it or the database.
     """
     with _alone(made(config.data, "--data")):
-        async with served_store(config.data, config.database) as store, tracing(config.otlp_endpoint) as spans:
+        async with exclusive_store(config.data, config.database) as store, tracing(config.otlp_endpoint) as spans:
             service = _assemble(config, store, start, spans)
             await _open_to_someone(service)
             await _take_up(service)
@@ -70,72 +69,72 @@ async def running(
 @asynccontextmanager
 async def _at_work(service: Service, on_end: Callable[[TinsmithError | None], None]) -> AsyncIterator[None]:
     """Engines and loops run inside; afterwards all of them have ended."""
-    workers = list({id(worker): worker for worker in service.workers.values()}.values())
+    workers = _distinct_workers(service)
     tasks = [asyncio.create_task(_work(workers, on_end)), asyncio.create_task(_for_ever(service.sessions.run))]
     tasks.append(asyncio.create_task(_for_ever(service.tenants.run)))
-    tasks.append(asyncio.create_task(_for_ever(service.chronicle.run)))
+    tasks.append(asyncio.create_task(_for_ever(service.audit_log.run)))
     try:
         yield
     finally:
-        service.futures.close()
+        service.futures.wake_waiters()
         await service.sampling.close()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.gather(*(worker.close() for worker in workers))
-        await asyncio.gather(*(worker.host.down() for worker in workers))
-        service.futures.shut()
-        await service.chronicle.flush()
+        await asyncio.gather(*(worker.host.stop() for worker in workers))
+        service.futures.close()
+        await service.audit_log.flush()
 
 
-def _assemble(config: ServeConfig, store: Store, start: Start, spans: Spans | None) -> Service:
+def _assemble(config: ServeConfig, store: Store, start: EngineFactory, spans: SpanExporter | None) -> Service:
     key, made = server_key(config)
     if made:
         log.info('Made a key. To use it: export TINKER_API_KEY="$(cat %s)"', config.data / "api-key")
-    promises = Futures(config.hold_s, config.retention_s, Ledger(config.data / "samples"))
+    promises = Futures(config.hold_s, config.retention_s, UnfinishedSamples(config.data / "samples"))
     saved = Checkpoints(store, config.data / "checkpoints")
     tenants = Tenants(store.database, key)
-    limits = Limits(tenants, store, promises)
+    quotas = QuotaEnforcer(tenants, store, promises)
     journal = Journal(store, config.data / "journal", config.capture_every)
-    chronicle = Chronicle(store)
+    audit_log = AuditLog(store)
     workers: dict[str, Worker] = {}
     hosts: list[EngineHost] = []
-    telemetry = Telemetry(lambda: [*held(store), *engines(hosts)], _hears(chronicle, spans))
+    telemetry = Telemetry(lambda: [*record_gauges(store), *engine_gauges(hosts)], _hears(audit_log, spans))
     for source, names in config.sources().items():
         host = EngineHost(config.engine_config(source), names, start)
         hosts.append(host)
-        worker = Worker(host, store, promises, journal, saved, limits, config.batch_tokens, telemetry, chronicle)
+        worker = Worker(host, store, promises, journal, saved, quotas, config.batch_tokens, telemetry, audit_log)
         workers |= dict.fromkeys(names, worker)
-    samples = Sampling(store, promises, saved, limits, workers, config.queued_samples, telemetry)
-    remains = Remains(store, saved, journal, promises, workers)
+    samples = Sampling(store, promises, saved, quotas, workers, config.queued_samples, telemetry)
+    cleanup = SessionCleanup(store, saved, journal, promises, workers)
     return Service(
         config=config,
         key=key,
         tenants=tenants,
-        limits=limits,
+        quotas=quotas,
         store=store,
         futures=promises,
         checkpoints=saved,
         journal=journal,
-        sessions=Sessions(store, saved, remains, config.session_timeout_s, config.retention_s, chronicle),
+        sessions=Sessions(store, saved, cleanup, config.session_timeout_s, config.retention_s, audit_log),
         sampling=samples,
-        signer=signer_of(config.data),
-        copies=Copies(store, saved),
+        signer=load_signer(config.data),
+        copies=CheckpointCopies(store, saved),
         telemetry=telemetry,
         drain=Drain(workers.values(), samples),
-        chronicle=chronicle,
-        usage=Usage(store, chronicle),
-        traces=Traces(store, chronicle, config.data / "traces"),
+        audit_log=audit_log,
+        usage=Usage(store, audit_log),
+        traces=TraceExporter(store, audit_log, config.data / "traces"),
         tokenizers=TokenizerCache(),
         workers=workers,
     )
 
 
-def _hears(chronicle: Chronicle, spans: Spans | None) -> Callable[[Timeline], None]:
+def _hears(audit_log: AuditLog, spans: SpanExporter | None) -> Callable[[Timeline], None]:
     """Who is told of each finished request."""
 
     def hear(line: Timeline) -> None:
-        chronicle.request(line)
+        audit_log.request_finished(line)
         if spans is not None:
             spans(line)
 
@@ -144,7 +143,7 @@ def _hears(chronicle: Chronicle, spans: Spans | None) -> Callable[[Timeline], No
 
 async def _open_to_someone(service: Service) -> None:
     """Raises ConfigError where others could connect and nobody said by which key."""
-    await service.tenants.read()
+    await service.tenants.reload()
     if service.key is None and not service.tenants.has_keys:
         what = f"host {service.config.host} can be reached from elsewhere, and there is no key for it."
         raise ConfigError(what, "Give an --api-key of your own, or make keys first: tinsmith keys create NAME.")
@@ -152,31 +151,23 @@ async def _open_to_someone(service: Service) -> None:
 
 async def _take_up(service: Service) -> None:
     """What an earlier process promised is promised still."""
-    await service.chronicle.load()
-    await service.checkpoints.sweep()
-    await service.journal.sweep()
-    for model_id, (accepted, finished) in (await service.store.highest()).items():
-        worker = _worker_of(service, model_id)
-        if worker is not None:
-            line = worker.line(model_id)
-            line.accepted, line.begun = accepted, finished
-    for row in await service.store.pending():
-        worker = _worker_of(service, row.model_id)
-        if worker is not None:
-            service.futures.open(row.id, row.owner, stored=True)
-            worker.add(row)
-    service.sampling.take_up()
+    await service.audit_log.load()
+    await service.checkpoints.clean_up()
+    await service.journal.clean_up()
+    seqs, pending = await service.store.highest_seqs(), await service.store.pending_requests()
+    for worker in _distinct_workers(service):
+        worker.recover(seqs, pending)
+    service.sampling.restore()
 
 
-def _worker_of(service: Service, model_id: str) -> Worker | None:
-    """None for a model that is gone, or whose base model is no longer served."""
-    model = service.store.find(Model, model_id)
-    return service.workers.get(model.base_model) if model is not None else None
+def _distinct_workers(service: Service) -> list[Worker]:
+    """Each worker once: several served names may share a worker."""
+    return list({id(worker): worker for worker in service.workers.values()}.values())
 
 
 async def _work(workers: list[Worker], on_end: Callable[[TinsmithError | None], None]) -> None:
     try:
-        await asyncio.gather(*(worker.host.up() for worker in workers))
+        await asyncio.gather(*(worker.host.start() for worker in workers))
     except TinsmithError as error:
         on_end(error)
         return
@@ -236,7 +227,7 @@ class _Server(uvicorn.Server):
 
     def end(self) -> None:
         """Open polls go home, and the port closes."""
-        self._service.futures.close()
+        self._service.futures.wake_waiters()
         self.should_exit = True
 
     async def _finish(self) -> None:
@@ -250,18 +241,18 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    config: ServeConfig, *, start: Start = start_engine, on_ready: Callable[[str, str], None] | None = None
+    config: ServeConfig, *, start: EngineFactory = start_engine, on_ready: Callable[[str, str], None] | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT. Calls `on_ready(url, key)` when models are ready.
 
     Raises ConfigError if the port or the folder is taken, and what an engine's start raises.
     """
-    log_to_console(config.log_format, config.log_level)
+    configure_logging(config.log_format, config.log_level)
     _many_files()
     asyncio.run(_serve(config, start, on_ready))
 
 
-async def _serve(config: ServeConfig, start: Start, on_ready: Callable[[str, str], None] | None) -> None:
+async def _serve(config: ServeConfig, start: EngineFactory, on_ready: Callable[[str, str], None] | None) -> None:
     listener = _listen(config)
     url = f"http://{config.host}:{listener.getsockname()[1]}"
     loaded: asyncio.Future[TinsmithError | None] = asyncio.get_running_loop().create_future()

@@ -13,17 +13,17 @@ from contextlib import suppress
 
 from tinsmith.errors import BadRequest, EngineDied, NotFound
 from tinsmith.service.checkpoints import Checkpoints
-from tinsmith.service.observability.audit import Chronicle
-from tinsmith.service.observability.logs import note
+from tinsmith.service.observability.audit import AuditLog
+from tinsmith.service.observability.logs import add_log_context
 from tinsmith.service.results.futures import Futures
-from tinsmith.service.storage.records import Checkpoint, CustomLoss, Model, Sampler, Session
+from tinsmith.service.storage.records import Checkpoint, CustomLoss, Model, SamplingSession, Session
 from tinsmith.service.storage.store import Store
 from tinsmith.service.training.journal import Journal
 from tinsmith.service.training.worker import Worker
 from tinsmith.service.wire.schemas import SessionBody
 
 
-class Remains:
+class SessionCleanup:
     """Of all sessions of one store."""
 
     def __init__(
@@ -42,19 +42,19 @@ class Remains:
         self._leaving: dict[str, Model] = {}
         """Models that were told to leave, as they were then: one that changed since is told again."""
 
-    async def clear(self) -> None:
+    async def run(self) -> None:
         """Models leave once all that they promised is done; unnamed versions, losses and untold samples go."""
         await self._end_models()
         if losses := [one for one in self._store.all(CustomLoss) if self._is_over(one.session_id)]:
             await self._store.remove(*losses)
-        self._futures.clear(self._has_ended)
+        self._futures.drop_ended(self._has_ended)
         for one in self._store.all(Checkpoint):
             if one.deleted or (one.kind == "ephemeral" and self._is_orphan(one)):
                 await self._release(one.id, one.base_model)
 
-    async def release(self, session: Session) -> None:
+    async def release_versions(self, session: Session) -> None:
         """The versions that its sampling sessions used leave the engine, unless others use them."""
-        for sampler in self._store.all(Sampler):
+        for sampler in self._store.all(SamplingSession):
             if sampler.session_id == session.id and sampler.version is not None:
                 await self._release(sampler.version, sampler.base_model)
 
@@ -62,11 +62,11 @@ class Remains:
         left = [one for one in self._store.all(Model) if one.state != "ended" and self._is_over(one.session_id)]
         for model in (one for one in left if one.base_model in self._workers):
             if self._leaving.get(model.id) is not model:
-                self._workers[model.base_model].drop(model)
+                self._workers[model.base_model].unload(model)
         self._leaving = {model.id: model for model in left}
         unserved = [one for one in left if one.base_model not in self._workers]
         if unserved:
-            highest = await self._store.highest()
+            highest = await self._store.highest_seqs()
             for model in unserved:
                 accepted, finished = highest.get(model.id, (0, 0))
                 if accepted <= finished:  # what is promised still runs when its base model is served again
@@ -89,7 +89,7 @@ class Remains:
         return model is None or self._is_over(model.session_id)
 
     def _has_ended(self, sampler_id: str) -> bool:
-        sampler = self._store.find(Sampler, sampler_id)
+        sampler = self._store.find(SamplingSession, sampler_id)
         return sampler is None or self._is_over(sampler.session_id)
 
 
@@ -108,17 +108,17 @@ class Sessions:
         self,
         store: Store,
         checkpoints: Checkpoints,
-        remains: Remains,
+        cleanup: SessionCleanup,
         timeout_s: float,
         retention_s: float,
-        chronicle: Chronicle,
+        audit_log: AuditLog,
     ) -> None:
         self._store = store
         self._checkpoints = checkpoints
-        self._remains = remains
+        self._cleanup = cleanup
         self._timeout_s = timeout_s
         self._retention_s = retention_s
-        self._chronicle = chronicle
+        self._audit_log = audit_log
         # After a restart clients get a while to come back, however long this server was down.
         back_by = time.time() - timeout_s + min(timeout_s, RETURN_S)
         self._seen = {one.id: back_by for one in store.all(Session) if one.ended is None}
@@ -155,10 +155,10 @@ class Sessions:
         session = self._store.find(Session, session_id)
         if session is None or session.owner != owner:
             raise NotFound(f"There is no session {session_id}.", "Create one.")
-        note(session_id=session_id)
+        add_log_context(session_id=session_id)
         return session
 
-    def alive(self, session_id: str, owner: str) -> Session:
+    def touch(self, session_id: str, owner: str) -> Session:
         """The session, which this call keeps alive. Raises BadRequest if it has ended."""
         session = self.find(session_id, owner)
         if session.ended is not None:
@@ -170,18 +170,18 @@ class Sessions:
 
     async def heartbeat(self, session_id: str, owner: str) -> None:
         """As `alive`; now and then it is written down, for the case of a restart."""
-        session = self.alive(session_id, owner)
+        session = self.touch(session_id, owner)
         if time.time() - session.seen > SEEN_WRITE_S:
-            await self._store.change(Session, session_id, seen=time.time())
+            await self._store.update(Session, session_id, seen=time.time())
 
     async def end(self, session: Session, reason: str, detail: str | None = None) -> None:
         """The first reason counts."""
         if session.ended is not None:
             return
-        await self._store.change(Session, session.id, ended=reason, detail=detail)
+        await self._store.update(Session, session.id, ended=reason, detail=detail)
         self._seen.pop(session.id, None)
         self._changed.set()
-        await self._remains.release(session)
+        await self._cleanup.release_versions(session)
 
     async def run(self) -> None:
         """For ever: end what is silent, delete what is over, forget what is old; sleep until the next of these."""
@@ -189,12 +189,12 @@ class Sessions:
         while True:
             self._changed.clear()
             for one in await self._checkpoints.expire():
-                self._chronicle.changed(one, "checkpoint_expired", "tinsmith")
+                self._audit_log.checkpoint_changed(one, "checkpoint_expired", "tinsmith")
             now = time.time()
             for session in self._store.all(Session):
                 if session.ended is None and self._last_seen(session) + self._timeout_s <= now:
                     await self.end(session, "silence")
-            await self._remains.clear()
+            await self._cleanup.run()
             if pruned + PRUNE_S <= now:
                 pruned = now
                 ended = [model.id for model in self._store.all(Model) if model.state == "ended"]
@@ -213,7 +213,7 @@ class Sessions:
             ):  # wait_for of Python 3.11 may lose a cancellation
                 await self._changed.wait()
 
-    def changed(self) -> None:
+    def wake(self) -> None:
         """Something may end sooner than was known."""
         self._changed.set()
 

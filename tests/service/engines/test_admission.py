@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tinsmith.engine.base import SampleRequest
 from tinsmith.engine.sampling.capacity import cache_reserve
-from tinsmith.service.engines.admission import Turnstile
+from tinsmith.service.engines.admission import AdmissionQueue
 
 CACHE = 8 * 64
 """Of eight small requests, and a ninth at hand."""
@@ -25,7 +25,7 @@ class Crowd:
     """Requests at a turnstile, and the engine that runs those inside until it is told that they end."""
 
     def __init__(self, cache_tokens: int = CACHE) -> None:
-        self.turnstile = Turnstile(cache_tokens)
+        self.admission_queue = AdmissionQueue(cache_tokens)
         self.order: list[str] = []
         self.inside: list[tuple[str, int, asyncio.Event]] = []
         self.tasks: list[asyncio.Task[None]] = []
@@ -36,7 +36,7 @@ class Crowd:
         return task
 
     async def _go(self, name: str, one: SampleRequest) -> None:
-        async with self.turnstile.turn(name[0], one):
+        async with self.admission_queue.admit(name[0], one):
             self.order.append(name)
             mine = (name, cache_reserve(one), asyncio.Event())
             self.inside.append(mine)
@@ -61,7 +61,7 @@ def test_a_thousand_of_one_tenant_delay_the_single_one_of_another_by_no_more_tha
         for number in range(1000):
             crowd.come(f"a{number}", request())
         assert await crowd.settle() == [f"a{number}" for number in range(9)], "no more than the engine can run"
-        assert crowd.turnstile.waiting() == {"a": 991}
+        assert crowd.admission_queue.waiting() == {"a": 991}
         for name in ("b0", "b1", "c0"):
             crowd.come(name, request())
         for number in range(6):
@@ -70,7 +70,7 @@ def test_a_thousand_of_one_tenant_delay_the_single_one_of_another_by_no_more_tha
         for task in crowd.tasks:
             task.cancel()
         await asyncio.gather(*crowd.tasks, return_exceptions=True)
-        assert crowd.turnstile.waiting() == {}
+        assert crowd.admission_queue.waiting() == {}
 
     asyncio.run(main())
 
@@ -104,14 +104,14 @@ def test_giving_up_while_waiting_leaves_no_trace() -> None:
         for task in tasks[9:]:
             task.cancel()
         await crowd.settle()
-        assert crowd.turnstile.waiting() == {}
+        assert crowd.admission_queue.waiting() == {}
         tasks[0].cancel()
         late = crowd.come("a99", request())
         assert "a99" in await crowd.settle()
         for task in (*tasks, late):
             task.cancel()
         await asyncio.gather(*tasks, late, return_exceptions=True)
-        assert Crowd().turnstile.waiting() == crowd.turnstile.waiting() == {}
+        assert Crowd().admission_queue.waiting() == crowd.admission_queue.waiting() == {}
 
     asyncio.run(main())
 
@@ -150,4 +150,4 @@ def test_everyone_runs_once_within_the_room_and_in_their_tenants_order(
 
 def check(crowd: Crowd) -> None:
     assert sum(room for _, room, _ in crowd.inside) <= CACHE + CACHE // 8 or len(crowd.inside) == 1
-    assert crowd.inside or not crowd.turnstile.waiting(), "nobody waits for an idle engine"
+    assert crowd.inside or not crowd.admission_queue.waiting(), "nobody waits for an idle engine"

@@ -16,7 +16,7 @@ from tests.service.databases import url_of
 from tests.service.process import child, free_port
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.observability.logs import JsonLines, TextLines
-from tinsmith.service.tenancy.keys import create_key, keys_of
+from tinsmith.service.tenancy.keys import create_key, open_key_database
 
 OWN = "tml-own-key-of-the-server"
 WRONG = "tml-key-that-nobody-made"
@@ -24,7 +24,7 @@ WRONG = "tml-key-that-nobody-made"
 
 def made(data: Path) -> str:
     async def main() -> str:
-        async with keys_of(data, url_of(data)) as engine:
+        async with open_key_database(data, url_of(data)) as engine:
             return (await create_key(engine, "alice", "alice"))[0]
 
     return asyncio.run(main())

@@ -22,9 +22,9 @@ def request(*data: Datum, loss_fn: str = "importance_sampling") -> tuple[Pass, P
 def test_it_is_the_mean_over_tokens_with_an_advantage() -> None:
     one = datum(logprobs=[0.0, -1.5, -2.0], advantages=[0.0, 0.5, 0.5])
     two = datum(logprobs=[0.0, -1.0, -1.0], advantages=[0.0, 0.0, -2.0])
-    assert metrics.of_pass(*request(one, two)) == pytest.approx((0.5 + 0.0 + 1.0) / 3)
+    assert metrics.mean_logprob_gap(*request(one, two)) == pytest.approx((0.5 + 0.0 + 1.0) / 3)
 
 
 def test_where_nothing_was_sampled_there_is_none() -> None:
-    assert metrics.of_pass(*request(datum(weights=[1.0, 1.0, 1.0]), loss_fn="cross_entropy")) is None
-    assert metrics.of_pass(*request(datum(logprobs=[0.0, 0.0, 0.0], advantages=[0.0, 0.0, 0.0]))) is None
+    assert metrics.mean_logprob_gap(*request(datum(weights=[1.0, 1.0, 1.0]), loss_fn="cross_entropy")) is None
+    assert metrics.mean_logprob_gap(*request(datum(logprobs=[0.0, 0.0, 0.0], advantages=[0.0, 0.0, 0.0]))) is None

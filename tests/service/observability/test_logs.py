@@ -13,7 +13,7 @@ import pytest
 from tests.service.inprocess import KEY, api, pass_body
 from tests.service.process import child, free_port
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.observability.logs import JsonLines, TextLines, concerning, note
+from tinsmith.service.observability.logs import JsonLines, TextLines, add_log_context, log_context
 
 
 def record(message: str, *values: object) -> logging.LogRecord:
@@ -23,10 +23,10 @@ def record(message: str, *values: object) -> logging.LogRecord:
 def test_text_lines_end_with_what_they_concern_and_are_single_lines() -> None:
     lines = TextLines(bare=True)
     assert lines.format(record("plain")) == "plain"
-    with concerning("s1:train:0:4", "ann"):
+    with log_context("s1:train:0:4", "ann"):
         assert lines.format(record("slow")) == "slow [request=s1:train:0:4 session=s1 owner=ann]"
-        with concerning():
-            note(owner="ben")
+        with log_context():
+            add_log_context(owner="ben")
             assert lines.format(record("x\n2026 INFO forged\x1b[31m")) == "x\\x0a2026 INFO forged\\x1b[31m [owner=ben]"
     assert lines.format(record("plain")) == "plain"
 
@@ -37,7 +37,7 @@ def test_json_lines_are_objects_with_the_same_knowledge_and_the_traceback() -> N
     except ValueError as error:
         failed = record("bad %s", "luck")
         failed.exc_info = (type(error), error, error.__traceback__)
-    with concerning("s1:sample:0:9", "ann"):
+    with log_context("s1:sample:0:9", "ann"):
         line = json.loads(JsonLines().format(failed))
     assert line["message"] == "bad luck"
     assert (line["request_id"], line["session_id"], line["owner"]) == ("s1:sample:0:9", "s1", "ann")
@@ -51,9 +51,9 @@ def test_tasks_begun_by_a_request_inherit_what_it_concerns(caplog: pytest.LogCap
         return TextLines(bare=True).format(record("later"))
 
     async def story() -> list[str]:
-        with concerning("a:sample:0:1"):
+        with log_context("a:sample:0:1"):
             first = asyncio.create_task(inner())
-        with concerning("b:sample:0:1"):
+        with log_context("b:sample:0:1"):
             second = asyncio.create_task(inner())
         return [await first, await second]
 

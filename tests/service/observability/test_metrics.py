@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tests.service.inprocess import KEY, Api, Factory, api, pass_body
 from tinsmith.service.app import create_app
 from tinsmith.service.observability.metrics import Telemetry
-from tinsmith.service.observability.tracing import open_spans, spans_to
-from tinsmith.service.storage.records import Answer
+from tinsmith.service.observability.tracing import open_span_exporter, span_exporter
+from tinsmith.service.storage.records import FutureResult
 
 
 async def measured(app: Api) -> dict[tuple[str, ...], float]:
@@ -132,15 +132,15 @@ def test_metrics_are_for_this_machine_and_for_the_servers_own_key(
 
 def test_a_request_is_a_span_with_its_stages_inside() -> None:
     memory = InMemorySpanExporter()
-    spans = spans_to(SimpleSpanProcessor(memory))
+    spans = span_exporter(SimpleSpanProcessor(memory))
     telemetry = Telemetry(lambda: [], spans)
     for request_id in ("s:train:0:1", "s:train:0:2"):
-        telemetry.accepted(request_id, "ann", "forward_backward", "toy")
-    telemetry.taken(["s:train:0:1"])
-    telemetry.ran(["s:train:0:1"])
-    telemetry.closed("s:train:0:1", Answer.of({}), {"forward_backward": 7})
-    telemetry.closed("s:train:0:2", Answer(body=b'{"error": "too long"}', failed=True))
-    telemetry.closed("unknown", Answer.of({}))
+        telemetry.request_accepted(request_id, "ann", "forward_backward", "toy")
+    telemetry.requests_started(["s:train:0:1"])
+    telemetry.requests_ran(["s:train:0:1"])
+    telemetry.request_finished("s:train:0:1", FutureResult.of({}), {"forward_backward": 7})
+    telemetry.request_finished("s:train:0:2", FutureResult(body=b'{"error": "too long"}', failed=True))
+    telemetry.request_finished("unknown", FutureResult.of({}))
     *inner, whole = memory.get_finished_spans()[:5]
     assert [one.name for one in inner] == ["submit", "queue", "pass", "result"]
     assert {one.parent.span_id for one in inner if one.parent} == {whole.context.span_id}
@@ -173,10 +173,10 @@ def test_spans_reach_a_collector_over_http() -> None:
     with HTTPServer(("127.0.0.1", 0), Collector) as collector:
         serving = threading.Thread(target=collector.serve_forever)
         serving.start()
-        spans = open_spans(f"http://127.0.0.1:{collector.server_port}/")
+        spans = open_span_exporter(f"http://127.0.0.1:{collector.server_port}/")
         telemetry = Telemetry(lambda: [], spans)
-        telemetry.accepted("s:sample:0:1", "ann", "sample", "toy")
-        telemetry.closed("s:sample:0:1", Answer.of({}))
+        telemetry.request_accepted("s:sample:0:1", "ann", "sample", "toy")
+        telemetry.request_finished("s:sample:0:1", FutureResult.of({}))
         spans.close()
         collector.shutdown()
         serving.join()

@@ -88,7 +88,7 @@ def test_storage_is_bytes_times_hours_from_save_to_deletion(tmp_path: Path) -> N
         async with api(tmp_path) as on:
             model = await on.model()
             path = (await on.call("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))["path"]
-            await on.service.chronicle.flush()
+            await on.service.audit_log.flush()
             size = on.service.store.all(Checkpoint)[0].size_bytes
             now = time.time()
             begun = now - 5400
@@ -103,7 +103,7 @@ def test_storage_is_bytes_times_hours_from_save_to_deletion(tmp_path: Path) -> N
             share = events[0]["event_info"]["gigabyte_hours"] / (size / 1e9)
             assert share == pytest.approx((first + 1) - begun / 3600, rel=1e-6)
             await on.http.delete(f"/api/v1/training_runs/{model}/checkpoints/weights/a")
-            await on.service.chronicle.flush()
+            await on.service.audit_log.flush()
             async with on.service.store.database.connect() as db:
                 [row] = (await db.execute(select(STORED))).all()
             assert row.ended == pytest.approx(time.time(), abs=5)
@@ -159,8 +159,8 @@ def test_the_audit_log_says_what_was_done_and_by_whom(tmp_path: Path) -> None:
             await on.http.put(f"{at}/ttl", json={"ttl_seconds": 3600})
             await on.http.put(f"/api/v1/sessions/{session}/project", json={"project_id": "p"})
             [checkpoint] = [one for one in on.service.store.all(Checkpoint) if not one.deleted]
-            await on.service.store.change(Checkpoint, checkpoint.id, expires=time.time())
-            on.service.sessions.changed()
+            await on.service.store.update(Checkpoint, checkpoint.id, expires=time.time())
+            on.service.sessions.wake()
             await asyncio.sleep(0.2)
         async with api(tmp_path) as on:
             entries = (await on.http.get("/api/v1/audit")).json()["entries"]
@@ -229,14 +229,14 @@ def test_times_of_requests_are_forgotten_after_a_week(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             model = await on.model()
-            await on.service.chronicle.flush()
+            await on.service.audit_log.flush()
             await on.service.store.write(
                 lambda db: db.execute(SPANS.update().values(ended=time.time() - KEEP_SPANS_S - 60))
             )
         async with api(tmp_path) as on:
             await on.step(model, 1)
             await asyncio.sleep(0.3)  # the first thing that is done is to forget
-            await on.service.chronicle.flush()
+            await on.service.audit_log.flush()
             async with on.service.store.database.connect() as db:
                 assert [one.kind for one in (await db.execute(select(SPANS))).all()] == ["step"]
 
@@ -247,18 +247,18 @@ def test_what_cannot_be_written_is_written_later(tmp_path: Path, monkeypatch: py
     async def main() -> None:
         async with api(tmp_path) as on:
             model = await on.model()
-            await on.service.chronicle.flush()
+            await on.service.audit_log.flush()
             with monkeypatch.context() as broken:
                 broken.setattr(on.service.store, "write", lambda _work: 1 / 0)
                 await trained(on, model, 1, 4)
-                on.service.chronicle.audit("local", "checkpoint_read", "local")
+                on.service.audit_log.record("local", "checkpoint_read", "local")
                 with pytest.raises(ZeroDivisionError):
-                    await on.service.chronicle.flush()
+                    await on.service.audit_log.flush()
             assert (await counted(on))["training"] == 4
             assert len((await on.http.get("/api/v1/audit")).json()["entries"]) == 1
             for metadata in ({"a": 1}, {"a": {"b": np.pi}}):
                 [session] = on.service.store.all(Session)
-                await on.service.store.change(Session, session.id, metadata=json.loads(json.dumps(metadata)))
+                await on.service.store.update(Session, session.id, metadata=json.loads(json.dumps(metadata)))
                 shown = (await bill(on))["sessions"][session.id]["user_metadata"]
                 assert all(isinstance(value, str) for value in shown.values())
 

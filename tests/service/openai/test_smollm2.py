@@ -18,7 +18,7 @@ from tinsmith.service.embedded import embedded
 
 pytestmark = pytest.mark.slow
 
-ASKED: tuple[list[Any], ...] = (
+MAX_QUERY_IDS: tuple[list[Any], ...] = (
     [{"role": "user", "content": "What is 39 + 13?"}],
     [{"role": "system", "content": "Answer in French."}, {"role": "user", "content": "Say hello 😀, name a colour."}],
 )
@@ -38,7 +38,7 @@ def test_greedy_chat_is_that_of_transformers(served_smollm2: Served, smollm2: Pa
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32)
     with openai.OpenAI(base_url=f"{served_smollm2.url}/v1", api_key=served_smollm2.key) as ai:
-        for messages in ASKED:
+        for messages in MAX_QUERY_IDS:
             inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")
             length = inputs["input_ids"].shape[1]
             written = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, length:]
@@ -55,7 +55,7 @@ def test_logprobs_are_those_of_the_sdk(served_smollm2: Served):
     with openai.OpenAI(base_url=f"{served_smollm2.url}/v1", api_key=served_smollm2.key) as ai:
         said = ai.chat.completions.create(
             model="smol",
-            messages=ASKED[0],
+            messages=MAX_QUERY_IDS[0],
             max_tokens=20,
             temperature=0.8,
             seed=11,

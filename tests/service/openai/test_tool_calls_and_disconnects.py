@@ -19,7 +19,7 @@ from tinsmith.engine.base import Heard, Piece, Sampled, SampledSequence, SampleR
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import EngineDied, Gone
-from tinsmith.service.engines.host import Started
+from tinsmith.service.engines.host import RunningEngine
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 39, "b": 13}}</tool_call>'
 TOOLS: Any = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
@@ -64,9 +64,9 @@ class Actor(FakeEngine):
 async def acted(data: Path, lines: Sequence[str | None]) -> AsyncIterator[tuple[Api, Actor, openai.AsyncOpenAI]]:
     actors: list[Actor] = []
 
-    async def start(config: EngineConfig) -> Started:
+    async def start(config: EngineConfig) -> RunningEngine:
         actors.append(Actor(config, list(lines)))
-        return Started(engine=actors[-1], died=actors[-1].died)
+        return RunningEngine(engine=actors[-1], died=actors[-1].died)
 
     async with api(data, start) as served:  # type: ignore[arg-type]
         client = openai.AsyncOpenAI(base_url="http://t/v1", api_key=KEY, http_client=served.http, max_retries=0)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tinsmith.errors import BadRequest
-from tinsmith.service.results.completion_log import Completion, Completions, Target, target_of
+from tinsmith.service.results.completion_log import Completion, CompletionLog, Target, target_of
 
 MINE = Target("s:sample:0", 0)
 
@@ -19,46 +19,46 @@ def ended(number: int, size: int | None = 7) -> Completion:
 
 def test_a_log_gives_what_comes_after_the_cursor_and_drops_what_came_before() -> None:
     async def main() -> None:
-        logs = Completions(lambda known: None)
-        assert await logs.after(MINE, 0, 0) == ([], 0)
+        logs = CompletionLog(lambda known: None)
+        assert await logs.wait_after(MINE, 0, 0) == ([], 0)
         logs.add(ended(1))
         logs.add(ended(2, None))
         logs.add(Completion(request_id="s:sample:1:1", size=1))
-        first, cursor = await logs.after(MINE, 0, 0)
+        first, cursor = await logs.wait_after(MINE, 0, 0)
         assert first == [ended(1), ended(2, None)]
-        assert (await logs.after(MINE, 0, 0))[0] == first  # the response was lost: asked again
+        assert (await logs.wait_after(MINE, 0, 0))[0] == first  # the response was lost: asked again
         logs.add(ended(3))
-        assert (await logs.after(MINE, cursor, 0))[0] == [ended(3)]
-        assert (await logs.after(MINE, 0, 0))[0] == [ended(3)]
+        assert (await logs.wait_after(MINE, cursor, 0))[0] == [ended(3)]
+        assert (await logs.wait_after(MINE, 0, 0))[0] == [ended(3)]
 
     asyncio.run(main())
 
 
 def test_clones_have_logs_of_their_own() -> None:
     async def main() -> None:
-        logs = Completions(lambda known: None)
+        logs = CompletionLog(lambda known: None)
         logs.add(ended(5))
         logs.add(ended(3 * 10**9 + 5))
         logs.add(ended(999_999_999 * 10**9))
         for clone, number in ((0, 5), (3, 3 * 10**9 + 5), (999_999_999, 999_999_999 * 10**9)):
-            assert (await logs.after(Target("s:sample:0", clone), 0, 0))[0] == [ended(number)]
+            assert (await logs.wait_after(Target("s:sample:0", clone), 0, 0))[0] == [ended(number)]
 
     asyncio.run(main())
 
 
 def test_a_poll_wakes_when_something_ends_or_everything_does() -> None:
     async def main() -> None:
-        logs = Completions(lambda known: None)
-        polls = [asyncio.create_task(logs.after(MINE, 0, 30)) for _ in range(2)]
+        logs = CompletionLog(lambda known: None)
+        polls = [asyncio.create_task(logs.wait_after(MINE, 0, 30)) for _ in range(2)]
         await asyncio.sleep(0)
         logs.add(ended(1))
         assert [(await poll)[0] for poll in polls] == [[ended(1)]] * 2
-        poll = asyncio.create_task(logs.after(Target("other", 0), 12, 30))
+        poll = asyncio.create_task(logs.wait_after(Target("other", 0), 12, 30))
         await asyncio.sleep(0)
-        logs.close()
+        logs.wake_waiters()
         assert await poll == ([], 12)
         began = time.monotonic()
-        assert await Completions(lambda known: None).after(MINE, 0, 0.05) == ([], 0)
+        assert await CompletionLog(lambda known: None).wait_after(MINE, 0, 0.05) == ([], 0)
         assert time.monotonic() - began >= 0.05
 
     asyncio.run(main())
@@ -66,27 +66,27 @@ def test_a_poll_wakes_when_something_ends_or_everything_does() -> None:
 
 def test_the_next_process_goes_on_from_a_larger_cursor() -> None:
     async def main() -> None:
-        old = Completions(lambda known: None)
+        old = CompletionLog(lambda known: None)
         for number in range(3):
             old.add(ended(number))
-        _, cursor = await old.after(MINE, 0, 0)
+        _, cursor = await old.wait_after(MINE, 0, 0)
         await asyncio.sleep(0.001)
-        new = Completions(lambda known: None)
+        new = CompletionLog(lambda known: None)
         new.add(ended(9))
-        assert (await new.after(MINE, cursor, 0))[0] == [ended(9)]
-        assert (await new.after(MINE, cursor + 10**15, 0))[0] == [ended(9)]  # a clock that went back
+        assert (await new.wait_after(MINE, cursor, 0))[0] == [ended(9)]
+        assert (await new.wait_after(MINE, cursor + 10**15, 0))[0] == [ended(9)]  # a clock that went back
 
     asyncio.run(main())
 
 
 def test_what_was_fetched_or_ended_again_is_told_once() -> None:
     async def main() -> None:
-        logs = Completions(lambda known: None)
+        logs = CompletionLog(lambda known: None)
         for one in (ended(1), ended(2), ended(1, None)):
             logs.add(one)
-        assert (await logs.after(MINE, 0, 0))[0] == [ended(2), ended(1, None)]
-        logs.seen([ended(2).request_id])
-        assert (await logs.after(MINE, 0, 0))[0] == [ended(1, None)]
+        assert (await logs.wait_after(MINE, 0, 0))[0] == [ended(2), ended(1, None)]
+        logs.acknowledge([ended(2).request_id])
+        assert (await logs.wait_after(MINE, 0, 0))[0] == [ended(1, None)]
 
     asyncio.run(main())
 
@@ -100,14 +100,14 @@ def test_only_samples_have_a_log() -> None:
 def test_it_is_told_which_ends_a_client_knows_of() -> None:
     async def main() -> None:
         known: list[str] = []
-        logs = Completions(known.extend)
+        logs = CompletionLog(known.extend)
         for number in range(4):
             logs.add(ended(number))
-        _, cursor = await logs.after(MINE, 0, 0)
+        _, cursor = await logs.wait_after(MINE, 0, 0)
         assert known == []
         logs.add(ended(9))
-        await logs.after(MINE, cursor, 0)
-        logs.seen([ended(9).request_id])
+        await logs.wait_after(MINE, cursor, 0)
+        logs.acknowledge([ended(9).request_id])
         assert known == [ended(number).request_id for number in (0, 1, 2, 3, 9)]
 
     asyncio.run(main())

@@ -6,34 +6,34 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.service.results.unfinished_samples import SLACK, Ledger
+from tinsmith.service.results.unfinished_samples import SLACK, UnfinishedSamples
 
 
 def test_what_was_open_is_lost_to_the_next_process_and_stays_open(tmp_path: Path) -> None:
-    first = Ledger(tmp_path / "samples")
+    first = UnfinishedSamples(tmp_path / "samples")
     assert first.lost == ()
     for name in "abc":
-        first.open(name)
-    first.close(["b", "never opened"])
-    second = Ledger(tmp_path / "samples")  # the first one was killed: nothing was shut
+        first.add(name)
+    first.remove(["b", "never opened"])
+    second = UnfinishedSamples(tmp_path / "samples")  # the first one was killed: nothing was shut
     assert second.lost == ("a", "c")
-    second.close(["a"])
-    assert Ledger(tmp_path / "samples").lost == ("c",)
+    second.remove(["a"])
+    assert UnfinishedSamples(tmp_path / "samples").lost == ("c",)
 
 
 def test_half_a_line_is_no_line(tmp_path: Path) -> None:
     (tmp_path / "samples").write_text("+whole\n+ha")
-    assert Ledger(tmp_path / "samples").lost == ("whole",)
+    assert UnfinishedSamples(tmp_path / "samples").lost == ("whole",)
 
 
 def test_the_file_does_not_grow_with_what_is_closed(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "samples")
-    ledger.open("stays")
+    unfinished = UnfinishedSamples(tmp_path / "samples")
+    unfinished.add("stays")
     for number in range(SLACK):
-        ledger.open(str(number))
-        ledger.close([str(number)])
+        unfinished.add(str(number))
+        unfinished.remove([str(number)])
     assert len((tmp_path / "samples").read_text().splitlines()) < SLACK + 10
-    assert Ledger(tmp_path / "samples").lost == ("stays",)
+    assert UnfinishedSamples(tmp_path / "samples").lost == ("stays",)
 
 
 def test_a_full_disk_stops_nothing_and_the_file_is_whole_when_there_is_room_again(
@@ -44,13 +44,13 @@ def test_a_full_disk_stops_nothing_and_the_file_is_whole_when_there_is_room_agai
 
     monkeypatch.setattr("tinsmith.service.results.unfinished_samples._append", full)
     monkeypatch.setattr("tinsmith.service.results.unfinished_samples.RETRY_S", 0.0)
-    ledger = Ledger(tmp_path / "samples")
+    unfinished = UnfinishedSamples(tmp_path / "samples")
     (tmp_path / "samples.new").mkdir()  # so that it cannot be written anew either
     for name in "abc":
-        ledger.open(name)
-    ledger.close(["b"])
-    assert [one in ledger for one in "abc"] == [True, False, True]
+        unfinished.add(name)
+    unfinished.remove(["b"])
+    assert [one in unfinished for one in "abc"] == [True, False, True]
     assert len(caplog.records) == 1, "told once"
     (tmp_path / "samples.new").rmdir()
-    ledger.open("d")
-    assert Ledger(tmp_path / "samples").lost == ("a", "c", "d")
+    unfinished.add("d")
+    assert UnfinishedSamples(tmp_path / "samples").lost == ("a", "c", "d")

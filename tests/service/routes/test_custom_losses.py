@@ -303,7 +303,7 @@ def test_another_tenant_s_loss_is_unknown(tmp_path: Path) -> None:
             session = (await raw.post("create_session", {"tags": []})).json()["session_id"]
             promise = (await raw.post("create_custom_loss", definition(session))).json()
             key, _ = await create_key(raw.service.store.database, "theirs", "stranger")
-            await raw.service.tenants.read()
+            await raw.service.tenants.reload()
             headers = {"X-API-Key": key}
             for path, body in (("create_custom_loss", definition(session)), ("retrieve_future", promise)):
                 tried = await raw.http.post(f"/api/v1/{path}", json=body, headers=headers)

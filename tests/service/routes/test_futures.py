@@ -11,7 +11,7 @@ import httpx
 from tests.service.inprocess import Api, Factory, api, pass_body
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import EngineError
-from tinsmith.service.engines.host import Started
+from tinsmith.service.engines.host import RunningEngine
 
 
 def sample_body(sampler: str, seq: int, **changes) -> dict:
@@ -133,7 +133,7 @@ def test_closing_sends_polls_home(tmp_path: Path) -> None:
             promise = (await on.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})).json()
             poll = asyncio.create_task(on.result(promise))
             await asyncio.sleep(0.05)
-            on.service.futures.close()
+            on.service.futures.wake_waiters()
             assert (await asyncio.wait_for(poll, 2)).status_code == 408
 
     asyncio.run(main())
@@ -215,7 +215,7 @@ def test_a_full_disk_stops_no_sample(tmp_path: Path, monkeypatch) -> None:
             monkeypatch.setattr("tinsmith.service.results.unfinished_samples._append", full)
             promise = (await on.post("asample", sample_body(sampler, 0))).json()
             assert (await on.result(promise)).status_code == 200
-            assert on.service.futures.waiting("local") == 0
+            assert on.service.futures.pending("local") == 0
 
     asyncio.run(main())
 
@@ -228,10 +228,10 @@ def test_what_is_not_done_cannot_be_given_back(tmp_path: Path) -> None:
             sampler = await base_sampler(on)
             promise = (await on.post("asample", sample_body(sampler, 0))).json()
             await poll(on, sampler, timeout=0, retrieved_request_ids=[promise["request_id"]])
-            assert on.service.futures.waiting("local") == 1, "it still runs"
+            assert on.service.futures.pending("local") == 1, "it still runs"
             gate.set()
             assert (await on.result(promise)).status_code == 200
-            assert on.service.futures.waiting("local") == 0
+            assert on.service.futures.pending("local") == 0
 
     asyncio.run(main())
 
@@ -271,7 +271,7 @@ def test_closing_answers_session_polls_with_a_pause(tmp_path: Path) -> None:
             sampler = await base_sampler(on)
             waiting = asyncio.create_task(poll(on, sampler))
             await asyncio.sleep(0.05)
-            on.service.futures.close()
+            on.service.futures.wake_waiters()
             assert (await asyncio.wait_for(waiting, 2)).status_code == 408
 
     asyncio.run(main())
@@ -298,7 +298,7 @@ def test_a_pending_poll_tells_why_nothing_happens(tmp_path: Path) -> None:
         start = Factory()
         start.hook = lambda call, argument: asyncio.sleep(60)
 
-        async def once(config: EngineConfig) -> Started:
+        async def once(config: EngineConfig) -> RunningEngine:
             return await (asyncio.sleep(60) if start.made else start(config))
 
         async with api(tmp_path, once, hold_s=0.2) as on:

@@ -101,7 +101,7 @@ def test_a_run_that_could_not_be_made_is_corrupted_and_one_that_ended_is_remembe
             await on.service.store.prune(time.time() + 1, [run])
             [after] = (await on.http.get("/api/v1/training_runs")).json()["training_runs"]
             assert after == before
-            await on.service.store.change(Model, run, state="failed")
+            await on.service.store.update(Model, run, state="failed")
             assert (await on.http.get(f"/api/v1/training_runs/{run}")).json()["corrupted"] is True
 
     asyncio.run(main())

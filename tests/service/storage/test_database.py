@@ -19,10 +19,10 @@ import tinsmith.service.storage.database as database_module
 from tests.service.databases import beside, url_of
 from tests.service.storage.test_store import CHECKPOINT, MODEL, SAMPLER, SESSION, WORKS
 from tinsmith.errors import ConfigError
-from tinsmith.service.storage.database import MIGRATIONS, engine_of, migrate
-from tinsmith.service.storage.payloads import row_of, stored
-from tinsmith.service.storage.records import Answer, Checkpoint, Model, Sampler, Session
-from tinsmith.service.storage.store import Finished, open_store, served_store
+from tinsmith.service.storage.database import MIGRATIONS, migrate, open_engine
+from tinsmith.service.storage.payloads import encode_operation, queued_request
+from tinsmith.service.storage.records import Checkpoint, FutureResult, Model, SamplingSession, Session
+from tinsmith.service.storage.store import FinishedRequest, exclusive_store, open_store
 from tinsmith.service.storage.tables import META
 
 BEFORE_MIGRATIONS = Path(__file__).parent / "before_migrations.sql"
@@ -31,7 +31,7 @@ BEFORE_MIGRATIONS = Path(__file__).parent / "before_migrations.sql"
 
 def migrated(data: Path) -> None:
     async def main() -> None:
-        engine = engine_of(data, url_of(data))
+        engine = open_engine(data, url_of(data))
         await migrate(engine)
         await engine.dispose()
 
@@ -59,7 +59,7 @@ def test_migrations_are_one_line() -> None:
 
 def test_starts_at_the_same_moment_migrate_once(tmp_path: Path) -> None:
     async def main() -> None:
-        engines = [engine_of(tmp_path, url_of(tmp_path)) for _ in range(4)]
+        engines = [open_engine(tmp_path, url_of(tmp_path)) for _ in range(4)]
         await asyncio.gather(*(migrate(engine) for engine in engines))
         for engine in engines:
             await engine.dispose()
@@ -89,11 +89,11 @@ def test_a_second_server_is_refused_as_long_as_the_first_one_serves(tmp_path: Pa
 
     async def main() -> None:
         url = url_of(tmp_path)
-        async with served_store(tmp_path, url):
+        async with exclusive_store(tmp_path, url):
             with pytest.raises(ConfigError, match="Another server uses"):
-                async with served_store(tmp_path, url):
+                async with exclusive_store(tmp_path, url):
                     pass
-        async with served_store(tmp_path, url):
+        async with exclusive_store(tmp_path, url):
             pass
 
     asyncio.run(main())
@@ -113,11 +113,11 @@ def test_the_lock_is_taken_anew_after_the_database_was_away(tmp_path: Path, monk
             db.execute(text(f"select pg_terminate_backend(pid) from pg_stat_activity where {others}"))
 
     async def main() -> None:
-        async with served_store(tmp_path, url):
+        async with exclusive_store(tmp_path, url):
             await asyncio.to_thread(cut)
             await asyncio.sleep(0.5)
             with pytest.raises(ConfigError, match="Another server uses"):
-                async with served_store(tmp_path, url):
+                async with exclusive_store(tmp_path, url):
                     pass
             assert ended == []
             monkeypatch.setattr(database_module._Lock, "release", give_up(database_module._Lock.release, url))
@@ -146,7 +146,7 @@ def give_up(release, url):
 
 def test_a_database_that_is_not_there_is_told_without_its_password(tmp_path: Path) -> None:
     async def main() -> None:
-        async with served_store(tmp_path, "postgresql+psycopg://me:secret@127.0.0.1:1/none"):
+        async with exclusive_store(tmp_path, "postgresql+psycopg://me:secret@127.0.0.1:1/none"):
             pass
 
     with pytest.raises(ConfigError, match="does not answer") as told:
@@ -164,12 +164,12 @@ def test_a_folder_from_before_migrations_is_taken_over(tmp_path: Path) -> None:
         store = await open_store(tmp_path)
         assert store.all(Session) == [SESSION]
         assert store.all(Model) == [MODEL]
-        assert (store.find(Sampler, SAMPLER.id), store.find(Checkpoint, "c")) == (SAMPLER, CHECKPOINT)
-        assert tuple(row.work for row in await store.pending()) == WORKS[1:4]
-        assert await store.answer(f"{MODEL.id}:1", "o") == ("done", Answer(body=b"x"))
-        extra = row_of("new", "o", MODEL.id, 9, 9, WORKS[0])
-        assert await store.accept(extra, stored(extra.work))
-        await store.finish([Finished(row=extra, answer=Answer(body=b"y"))])
+        assert (store.find(SamplingSession, SAMPLER.id), store.find(Checkpoint, "c")) == (SAMPLER, CHECKPOINT)
+        assert tuple(row.operation for row in await store.pending_requests()) == WORKS[1:4]
+        assert await store.result(f"{MODEL.id}:1", "o") == ("done", FutureResult(body=b"x"))
+        extra = queued_request("new", "o", MODEL.id, 9, 9, WORKS[0])
+        assert await store.accept(extra, encode_operation(extra.operation))
+        await store.finish([FinishedRequest(request=extra, result=FutureResult(body=b"y"))])
         await store.close()
 
     asyncio.run(main())

@@ -17,33 +17,33 @@ from sqlalchemy.exc import OperationalError
 from tests.service.databases import url_of
 from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.errors import BadRequest
-from tinsmith.service.storage.payloads import row_of, stored
+from tinsmith.service.storage.payloads import encode_operation, queued_request
 from tinsmith.service.storage.records import (
-    Answer,
     Checkpoint,
-    Load,
+    FutureResult,
+    LoadWeights,
     Model,
-    Sampler,
+    OptimStep,
+    SamplingSession,
     SaveExternal,
     SaveSampler,
     SaveState,
     Session,
-    Step,
 )
-from tinsmith.service.storage.store import Finished, open_store
+from tinsmith.service.storage.store import FinishedRequest, open_store
 
 SESSION = Session(id="s", owner="o", created=1.0, seen=2.0, tags=["a"], metadata={"b": [1]})
 MODEL = Model(
     id="s:train:0", owner="o", session_id="s", base_model="toy", lora=LoraSpec(rank=4, seed=2**62), created=1.0
 )
-SAMPLER = Sampler(id="s:sample:0", owner="o", session_id="s", base_model="toy", created=1.0)
+SAMPLER = SamplingSession(id="s:sample:0", owner="o", session_id="s", base_model="toy", created=1.0)
 CHECKPOINT = Checkpoint(
     id="c", owner="o", run=MODEL.id, kind="weights", name="n", base_model="toy", lora=MODEL.lora, created=1.0,
     made_by="r", metadata={"k": "v"},
 )  # fmt: skip
 WORKS = (
-    Step(adam=AdamParams(eps=1e-8)),
-    Load(path="tinker://a/weights/b", checkpoint="c", optimizer=True),
+    OptimStep(adam=AdamParams(eps=1e-8)),
+    LoadWeights(path="tinker://a/weights/b", checkpoint="c", optimizer=True),
     SaveState(name="n", ttl_seconds=3600),
     SaveSampler(sampler_id="x"),
     SaveExternal(name="e", ttl_seconds=3600, recipients=["age1"]),
@@ -56,16 +56,16 @@ def test_records_and_requests_come_back(tmp_path: Path) -> None:
         await store.put(SESSION, MODEL, SAMPLER, CHECKPOINT)
         await store.put(replace(MODEL, covered=2**40))
         for seq, work in enumerate(WORKS, 1):
-            row = row_of(f"{MODEL.id}:{seq}", "o", MODEL.id, seq, seq, work)
-            assert await store.accept(row, stored(work))
-            assert not await store.accept(row, stored(work))
+            row = queued_request(f"{MODEL.id}:{seq}", "o", MODEL.id, seq, seq, work)
+            assert await store.accept(row, encode_operation(work))
+            assert not await store.accept(row, encode_operation(work))
         await store.close()
         store = await open_store(tmp_path, url_of(tmp_path))
         assert store.all(Session) == [SESSION]
         assert store.all(Model) == [replace(MODEL, covered=2**40)]
-        assert (store.find(Sampler, SAMPLER.id), store.find(Checkpoint, "c")) == (SAMPLER, CHECKPOINT)
-        assert tuple(row.work for row in await store.pending()) == WORKS
-        assert await store.highest() == {MODEL.id: (5, -1)}
+        assert (store.find(SamplingSession, SAMPLER.id), store.find(Checkpoint, "c")) == (SAMPLER, CHECKPOINT)
+        assert tuple(row.operation for row in await store.pending_requests()) == WORKS
+        assert await store.highest_seqs() == {MODEL.id: (5, -1)}
         await store.close()
 
     asyncio.run(main())
@@ -75,18 +75,18 @@ def test_results_belong_to_their_owner_and_payloads_go_when_covered(tmp_path: Pa
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))
         await store.put(MODEL)
-        rows = [row_of(f"r{seq}", "o", MODEL.id, seq, seq, WORKS[0]) for seq in (1, 2, 3)]
+        rows = [queued_request(f"r{seq}", "o", MODEL.id, seq, seq, WORKS[0]) for seq in (1, 2, 3)]
         for row in rows:
-            await store.accept(row, stored(row.work))
-        await store.finish([Finished(row=row, answer=Answer(body=b"x"), batch=7) for row in rows[:2]])
-        assert await store.answer("r1", "o") == ("done", Answer(body=b"x"))
-        assert await store.answer("r1", "another") is None
-        assert await store.answer("r3", "o") == ("pending", None)
-        assert [(one.seq, one.batch) for one in await store.past(MODEL)] == [(1, 7), (2, 7)]
+            await store.accept(row, encode_operation(row.operation))
+        await store.finish([FinishedRequest(request=row, result=FutureResult(body=b"x"), batch=7) for row in rows[:2]])
+        assert await store.result("r1", "o") == ("done", FutureResult(body=b"x"))
+        assert await store.result("r1", "another") is None
+        assert await store.result("r3", "o") == ("pending", None)
+        assert [(one.seq, one.batch) for one in await store.requests_to_replay(MODEL)] == [(1, 7), (2, 7)]
         covered = replace(MODEL, covered=1)
         await store.cover(covered)
-        assert [one.seq for one in await store.past(covered)] == [2]
-        assert [row.id for row in await store.pending()] == ["r3"]
+        assert [one.seq for one in await store.requests_to_replay(covered)] == [2]
+        assert [row.id for row in await store.pending_requests()] == ["r3"]
         await store.close()
 
     asyncio.run(main())
@@ -99,13 +99,17 @@ def test_a_run_knows_its_own_checkpoints_whatever_becomes_of_them(tmp_path: Path
         younger = replace(CHECKPOINT, id="e", created=2.0)
         await store.put(SESSION, CHECKPOINT, others)
         await store.put(younger)
-        changed = await store.change(Checkpoint, "c", public=True)
-        assert store.of_run(MODEL.id) == [changed, younger]
+        changed = await store.update(Checkpoint, "c", public=True)
+        assert store.checkpoints_of_run(MODEL.id) == [changed, younger]
         await store.remove(younger)
-        assert (store.of_run(MODEL.id), store.of_run("other"), store.of_run("none")) == ([changed], [others], [])
+        assert (
+            store.checkpoints_of_run(MODEL.id),
+            store.checkpoints_of_run("other"),
+            store.checkpoints_of_run("none"),
+        ) == ([changed], [others], [])
         await store.close()
         store = await open_store(tmp_path, url_of(tmp_path))
-        assert (store.of_run(MODEL.id), store.of_run("other")) == ([changed], [others])
+        assert (store.checkpoints_of_run(MODEL.id), store.checkpoints_of_run("other")) == ([changed], [others])
         await store.close()
 
     asyncio.run(main())
@@ -115,7 +119,7 @@ def test_any_number_of_models_can_be_asked_about(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))
         await store.put(MODEL)
-        await store.accept(row_of("r1", "o", MODEL.id, 1, 1, WORKS[0]), stored(WORKS[0]))
+        await store.accept(queued_request("r1", "o", MODEL.id, 1, 1, WORKS[0]), encode_operation(WORKS[0]))
         other = replace(MODEL, id="other", used=7.0)
         found = await store.last_used([other, *[MODEL] * 260_000])
         assert found[0] == 7.0
@@ -130,15 +134,15 @@ def test_changes_at_the_same_time_do_not_undo_each_other(tmp_path: Path) -> None
         store = await open_store(tmp_path, url_of(tmp_path))
         await store.put(SESSION, CHECKPOINT)
         await asyncio.gather(
-            store.change(Checkpoint, "c", ready=False),
-            store.change(Checkpoint, "c", size_bytes=5),
-            store.change(Session, "s", seen=9.0),
+            store.update(Checkpoint, "c", ready=False),
+            store.update(Checkpoint, "c", size_bytes=5),
+            store.update(Session, "s", seen=9.0),
             *(store.put(replace(SAMPLER, id=str(number))) for number in np.arange(20)),
         )
         assert store.find(Checkpoint, "c") == replace(CHECKPOINT, ready=False, size_bytes=5)
         await store.remove(CHECKPOINT)
-        assert await store.change(Checkpoint, "c", size_bytes=6) is None
-        assert len(store.all(Sampler)) == 20
+        assert await store.update(Checkpoint, "c", size_bytes=6) is None
+        assert len(store.all(SamplingSession)) == 20
         await store.close()
 
     asyncio.run(main())
@@ -161,19 +165,19 @@ def test_a_database_that_goes_away_is_waited_for(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path, url)
         await store.put(SESSION, MODEL)
-        row = row_of(f"{MODEL.id}:1", "o", MODEL.id, 1, 1, WORKS[0])
+        row = queued_request(f"{MODEL.id}:1", "o", MODEL.id, 1, 1, WORKS[0])
         await asyncio.to_thread(admin, f"alter database {name} allow_connections false", away)
-        accepted = asyncio.create_task(store.accept(row, stored(row.work)))
-        asked = asyncio.create_task(store.answer(row.id, "o"))
+        accepted = asyncio.create_task(store.accept(row, encode_operation(row.operation)))
+        asked = asyncio.create_task(store.result(row.id, "o"))
         done, _ = await asyncio.wait({accepted, asked}, timeout=1.5)
         assert not done, "neither refused nor promised"
         await asyncio.to_thread(admin, f"alter database {name} allow_connections true")
         assert await accepted
         await asked
         await asyncio.to_thread(admin, away)
-        await store.finish([Finished(row=row, answer=Answer(body=b"x"))])
+        await store.finish([FinishedRequest(request=row, result=FutureResult(body=b"x"))])
         await asyncio.to_thread(admin, away)
-        assert await store.answer(row.id, "o") == ("done", Answer(body=b"x"))
+        assert await store.result(row.id, "o") == ("done", FutureResult(body=b"x"))
         await store.put(SAMPLER)
         await asyncio.to_thread(admin, away)
         await store.remove(SAMPLER)
@@ -181,7 +185,7 @@ def test_a_database_that_goes_away_is_waited_for(tmp_path: Path) -> None:
         await store.cover(replace(MODEL, covered=1))
         await asyncio.to_thread(admin, away)
         await store.prune(1e12, [MODEL.id])
-        assert await store.answer(row.id, "o") is None
+        assert await store.result(row.id, "o") is None
         await store.close()
 
     asyncio.run(main())
@@ -219,17 +223,19 @@ def test_a_database_file_that_cannot_be_written_is_waited_for(tmp_path: Path, fa
         with store._direct.connect() as db:
             db.exec_driver_sql("PRAGMA busy_timeout=10")
         await store.put(SESSION, MODEL)
-        row = row_of("r1", "o", MODEL.id, 1, 1, WORKS[0])
-        assert await store.accept(row, stored(row.work))
+        row = queued_request("r1", "o", MODEL.id, 1, 1, WORKS[0])
+        assert await store.accept(row, encode_operation(row.operation))
         end = arrange(fault)
         try:
-            finishing = asyncio.create_task(store.finish([Finished(row=row, answer=Answer(body=b"x" * 2**16))]))
+            finishing = asyncio.create_task(
+                store.finish([FinishedRequest(request=row, result=FutureResult(body=b"x" * 2**16))])
+            )
             done, _ = await asyncio.wait({finishing}, timeout=0.7)
             assert not done, "neither written nor given up"
         finally:
             end()
         await finishing
-        assert await store.answer("r1", "o") == ("done", Answer(body=b"x" * 2**16))
+        assert await store.result("r1", "o") == ("done", FutureResult(body=b"x" * 2**16))
         await store.close()
 
     asyncio.run(main())
@@ -254,7 +260,7 @@ def test_a_promise_whose_writing_was_not_told_is_given_once(tmp_path: Path, monk
 
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))
-        row = row_of("r1", "o", MODEL.id, 1, 1, WORKS[0])
+        row = queued_request("r1", "o", MODEL.id, 1, 1, WORKS[0])
         tries = 0
         to_thread = asyncio.to_thread
 
@@ -267,10 +273,10 @@ def test_a_promise_whose_writing_was_not_told_is_given_once(tmp_path: Path, monk
             return told
 
         monkeypatch.setattr(asyncio, "to_thread", lose_the_answer)
-        assert await store.accept(row, stored(row.work), SESSION)
+        assert await store.accept(row, encode_operation(row.operation), SESSION)
         assert tries == 2
-        assert not await store.accept(row, stored(row.work))
-        assert [one.id for one in await store.pending()] == ["r1"]
+        assert not await store.accept(row, encode_operation(row.operation))
+        assert [one.id for one in await store.pending_requests()] == ["r1"]
         assert store.all(Session) == [SESSION]
         await store.close()
 
@@ -285,7 +291,7 @@ def test_what_postgresql_cannot_hold_is_refused(tmp_path: Path) -> None:
             with pytest.raises(BadRequest, match="cannot hold"):
                 await store.put(replace(SESSION, **bad))
         with pytest.raises(BadRequest):
-            await store.answer("a\0", "o")
+            await store.result("a\0", "o")
         assert store.all(Session) == []
         held = replace(SESSION, metadata={"a": "b\0", "c": "\ud800"})
         await store.put(held)
@@ -300,13 +306,13 @@ def test_what_postgresql_cannot_hold_is_refused(tmp_path: Path) -> None:
 def test_who_is_cancelled_leaves_no_transaction_behind(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))
-        rows = [row_of(f"r{seq}", "o", MODEL.id, seq, seq, WORKS[0]) for seq in range(20)]
-        writing = [asyncio.create_task(store.accept(row, stored(row.work))) for row in rows]
+        rows = [queued_request(f"r{seq}", "o", MODEL.id, seq, seq, WORKS[0]) for seq in range(20)]
+        writing = [asyncio.create_task(store.accept(row, encode_operation(row.operation))) for row in rows]
         await asyncio.sleep(0.01)
         for task in writing:
             task.cancel()
         await asyncio.gather(*writing, return_exceptions=True)
-        kept = {row.id for row in await store.pending()}
+        kept = {row.id for row in await store.pending_requests()}
         assert {row.id for row, task in zip(rows, writing, strict=True) if not task.cancelled()} <= kept
         await store.close()
 

@@ -14,12 +14,20 @@ from sqlalchemy.ext.asyncio import AsyncEngine
 
 from tests.service.databases import beside, url_of
 from tinsmith.errors import BadRequest, ConfigError, NotFound
-from tinsmith.service.tenancy.keys import Quotas, Tenants, create_key, keys_of, read_keys, revoke_key, set_quotas
+from tinsmith.service.tenancy.keys import (
+    Quotas,
+    Tenants,
+    create_key,
+    open_key_database,
+    read_keys,
+    revoke_key,
+    set_quotas,
+)
 
 
 def within(data: Path, work: Callable[[AsyncEngine], Awaitable[None]]) -> None:
     async def main() -> None:
-        async with keys_of(data, url_of(data)) as engine:
+        async with open_key_database(data, url_of(data)) as engine:
             await work(engine)
 
     asyncio.run(main())
@@ -48,22 +56,22 @@ def test_a_key_is_good_until_it_ends_or_is_revoked(tmp_path: Path) -> None:
         tenants = Tenants(engine, "tml-own")
         good, _ = await create_key(engine, "good", "alice")
         over, _ = await create_key(engine, "over", "alice", lifetime_s=0)
-        assert tenants.find(good) is None, "not read yet"
-        await tenants.read()
-        found = tenants.find(good)
+        assert tenants.authenticate(good) is None, "not read yet"
+        await tenants.reload()
+        found = tenants.authenticate(good)
         assert found is not None
         assert (found.owner, found.admin) == ("alice", False)
-        assert tenants.get(found.id) == found
-        assert [tenants.find(key) for key in (over, "", "tml-", good[:-1], good + "x")] == [None] * 5
-        own = tenants.find("tml-own")
+        assert tenants.key_by_id(found.id) == found
+        assert [tenants.authenticate(key) for key in (over, "", "tml-", good[:-1], good + "x")] == [None] * 5
+        own = tenants.authenticate("tml-own")
         assert own is not None
-        assert (own.owner, own.admin, tenants.get(own.id)) == ("local", True, own)
+        assert (own.owner, own.admin, tenants.key_by_id(own.id)) == ("local", True, own)
         assert tenants.has_keys
         await revoke_key(engine, "good")
-        await tenants.read()
-        assert (tenants.find(good), tenants.get(found.id), tenants.has_keys) == (None, None, False)
-        assert Tenants(engine, None).find("") is None
-        assert Tenants(engine, None).get(0) is None
+        await tenants.reload()
+        assert (tenants.authenticate(good), tenants.key_by_id(found.id), tenants.has_keys) == (None, None, False)
+        assert Tenants(engine, None).authenticate("") is None
+        assert Tenants(engine, None).key_by_id(0) is None
 
     within(tmp_path, work)
 
@@ -99,7 +107,7 @@ def test_quotas_change_one_by_one(tmp_path: Path) -> None:
         _, quotas = await read_keys(engine)
         assert quotas == {"alice": Quotas(queued=0, checkpoint_bytes=5), "bob": Quotas(tokens_per_minute=10**12)}
         tenants = Tenants(engine, None)
-        await tenants.read()
+        await tenants.reload()
         assert (tenants.quotas("alice"), tenants.quotas("carol")) == (quotas["alice"], Quotas())
 
     within(tmp_path, work)

@@ -14,8 +14,8 @@ from tests.service.inprocess import KEY, Api, Factory, api, pass_body
 from tests.service.process import child, free_port
 from tinsmith.errors import Busy
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.tenancy.keys import Quotas, create_key, keys_of, set_quotas
-from tinsmith.service.tenancy.quotas import Limits
+from tinsmith.service.tenancy.keys import Quotas, create_key, open_key_database, set_quotas
+from tinsmith.service.tenancy.quotas import QuotaEnforcer
 
 
 class Told:
@@ -31,24 +31,24 @@ class Told:
 class Nothing:
     """In place of Futures: nothing waits."""
 
-    def waiting(self, owner: str) -> int:
+    def pending(self, owner: str) -> int:
         return 0
 
 
 async def limit(running: Api, **quotas: int | None) -> None:
     """The quotas of the tenant whose key the API's own is."""
     await set_quotas(running.service.store.database, "local", quotas)
-    await running.service.tenants.read()
+    await running.service.tenants.reload()
 
 
 def test_tokens_per_minute_fill_up_evenly_and_debts_are_made_up_for() -> None:
     async def main() -> None:
         now = 0.0
-        limits = Limits(Told(Quotas(tokens_per_minute=600)), None, Nothing(), lambda: now)  # type: ignore[arg-type]
+        quotas = QuotaEnforcer(Told(Quotas(tokens_per_minute=600)), None, Nothing(), lambda: now)  # type: ignore[arg-type]
 
         def goes(tokens: int, owner: str = "a") -> int:
             try:
-                with limits.request(owner, tokens):
+                with quotas.reserve_request(owner, tokens):
                     return 0
             except Busy as busy:
                 return busy.retry_after_ms
@@ -61,7 +61,7 @@ def test_tokens_per_minute_fill_up_evenly_and_debts_are_made_up_for() -> None:
         assert 1000 <= goes(1) <= 1200
         now = 30.5
         assert goes(0) == 0
-        limits.used("a", 605)
+        quotas.charge("a", 605)
         assert goes(1) > 0
         now = 10_000.0
         assert goes(599) == goes(1) == 0
@@ -173,7 +173,7 @@ def test_the_sdk_waits_out_a_rate_and_tells_a_hard_limit_at_once(tmp_path: Path)
 
     async def prepare() -> None:
         nonlocal key
-        async with keys_of(tmp_path, url_of(tmp_path)) as engine:
+        async with open_key_database(tmp_path, url_of(tmp_path)) as engine:
             key, _ = await create_key(engine, "alice", "alice")
             await set_quotas(engine, "alice", {"models": 1, "tokens_per_minute": 1200, "queued": 4})
 
@@ -196,10 +196,10 @@ def test_the_sdk_waits_out_a_rate_and_tells_a_hard_limit_at_once(tmp_path: Path)
 
 def test_a_refusal_names_its_tenant_alone() -> None:
     async def main() -> None:
-        limits = Limits(Told(Quotas(queued=0)), None, Nothing())  # type: ignore[arg-type]
-        with pytest.raises(Busy, match="a has 0 requests"), limits.request("a", 1):
+        quotas = QuotaEnforcer(Told(Quotas(queued=0)), None, Nothing())  # type: ignore[arg-type]
+        with pytest.raises(Busy, match="a has 0 requests"), quotas.reserve_request("a", 1):
             pass
-        with limits.request("b", 1):
+        with quotas.reserve_request("b", 1):
             pass
 
     asyncio.run(main())

@@ -12,18 +12,18 @@ import jwt
 import pytest
 from tinker.lib._jwt_auth import _lifetime, _seconds_until_expiry, jwt_claims
 
-from tinsmith.service.tenancy.signing import TOKEN_S, Signer, signer_of, urn
+from tinsmith.service.tenancy.signing import TOKEN_S, Signer, load_signer, urn
 
 SECRET = b"s" * 32
 
 
 def test_a_token_stands_for_its_key() -> None:
     signer = Signer(SECRET)
-    assert signer.key(signer.token("ada", 7, "b")) == (7, "b")
+    assert signer.read_token(signer.issue_token("ada", 7, "b")) == (7, "b")
 
 
 def test_the_sdk_reads_when_a_token_ends_and_whose_it_is() -> None:
-    token = Signer(SECRET).token("ada", 7, "b")
+    token = Signer(SECRET).issue_token("ada", 7, "b")
     assert _lifetime(token) == TOKEN_S
     assert TOKEN_S - 5 < _seconds_until_expiry(token) <= TOKEN_S
     claims = jwt_claims(token)
@@ -33,41 +33,41 @@ def test_the_sdk_reads_when_a_token_ends_and_whose_it_is() -> None:
 @pytest.mark.parametrize("fault", ["another secret", "unsigned", "changed", "over", "no end", "a loan", "no token"])
 def test_no_other_token_stands_for_anyone(fault: str) -> None:
     signer = Signer(SECRET)
-    good = signer.token("ada", 7, "b")
+    good = signer.issue_token("ada", 7, "b")
     claims = jwt_claims(good)
     head, _, signature = good.split(".")
     forged = base64.urlsafe_b64encode(json.dumps({**claims, "key": 0}).encode()).decode().rstrip("=")
     bad = {
-        "another secret": Signer(b"t" * 32).token("ada", 7, "b"),
+        "another secret": Signer(b"t" * 32).issue_token("ada", 7, "b"),
         "unsigned": jwt.encode(claims, None, "none"),
         "changed": f"{head}.{forged}.{signature}",
         "over": jwt.encode({**claims, "exp": time.time() - 1}, SECRET, "HS256"),
         "no end": jwt.encode({k: v for k, v in claims.items() if k != "exp"}, SECRET, "HS256"),
-        "a loan": signer.loan("ada", "tinker://r/weights/a", 60),
+        "a loan": signer.issue_loan("ada", "tinker://r/weights/a", 60),
         "no token": "eyJ",
     }
-    assert signer.key(bad[fault]) is None
+    assert signer.read_token(bad[fault]) is None
 
 
 def test_a_loan_opens_one_path() -> None:
     signer = Signer(SECRET)
-    loan = signer.loan("ada", "tinker://r/weights/a", 60)
+    loan = signer.issue_loan("ada", "tinker://r/weights/a", 60)
     assert signer.lender(loan, "tinker://r/weights/a") == "ada"
     assert signer.lender(loan, "tinker://r/weights/b") is None
-    assert signer.lender(signer.token("ada", 7, "b"), "tinker://r/weights/a") is None
+    assert signer.lender(signer.issue_token("ada", 7, "b"), "tinker://r/weights/a") is None
 
 
 def test_a_link_cannot_be_changed() -> None:
     signer = Signer(SECRET)
     query = dict(part.split("=") for part in signer.link("folder/file", 100).split("&"))
     assert query["expires"] == "100"
-    assert signer.is_link("folder/file", 100, query["signature"])
-    assert not signer.is_link("folder/other", 100, query["signature"])
-    assert not signer.is_link("folder/file", 101, query["signature"])
-    assert not signer.is_link("folder/file", 100, "ü")
+    assert signer.verify_link("folder/file", 100, query["signature"])
+    assert not signer.verify_link("folder/other", 100, query["signature"])
+    assert not signer.verify_link("folder/file", 101, query["signature"])
+    assert not signer.verify_link("folder/file", 100, "ü")
 
 
 def test_the_secret_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
-    token = signer_of(tmp_path).token("ada", 7, "b")
-    assert signer_of(tmp_path).key(token) == (7, "b")
+    token = load_signer(tmp_path).issue_token("ada", 7, "b")
+    assert load_signer(tmp_path).read_token(token) == (7, "b")
     assert stat.S_IMODE((tmp_path / "signing-key").stat().st_mode) == 0o600

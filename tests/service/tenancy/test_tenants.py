@@ -17,7 +17,7 @@ from tests.service.process import child, free_port
 from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.server import running
-from tinsmith.service.tenancy.keys import create_key, keys_of
+from tinsmith.service.tenancy.keys import create_key, open_key_database
 
 NOTICED_S = 5.0
 
@@ -67,7 +67,7 @@ def test_a_public_address_wants_a_key_that_was_given_or_made_for_it(tmp_path: Pa
             return service.key
 
     async def make() -> None:
-        async with keys_of(tmp_path, url_of(tmp_path)) as engine:
+        async with open_key_database(tmp_path, url_of(tmp_path)) as engine:
             await create_key(engine, "a", "alice")
 
     assert asyncio.run(serve())

@@ -102,7 +102,7 @@ def test_sampling_takes_turns(tmp_path: Path) -> None:
             [promise] = await accepted(bob, "asample", {**one, "seq_id": 0})
             assert (await bob.result(promise)).status_code == 200
             assert done.index(promise["request_id"]) - before <= 2 * 36
-            assert running.service.futures.waiting("alice") > MANY - before - 3 * 36
+            assert running.service.futures.pending("alice") > MANY - before - 3 * 36
             assert most == 36, "as many as the cache holds, and an eighth at hand"
 
     asyncio.run(main())
@@ -116,7 +116,7 @@ def test_a_real_engine_serves_the_single_request_among_a_thousand(tmp_path: Path
         async with api(tmp_path, start_engine, cache_tokens=64 * 32, batch_tokens=512, **options) as running:
             alice, bob = await running.tenant("alice"), await running.tenant("bob")
             many, one = await sampler_of(alice), await sampler_of(bob)
-            waiting = running.service.futures.waiting
+            waiting = running.service.futures.pending
             await accepted(alice, "asample", *({**many, "seq_id": number} for number in range(MANY)))
             before = waiting("alice")
             [promise] = await accepted(bob, "asample", {**one, "seq_id": 0})

@@ -10,26 +10,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tinsmith.engine.base import AdamParams, Datum, Pass
-from tinsmith.service.storage.payloads import row_of
-from tinsmith.service.storage.records import Row, Step
+from tinsmith.service.storage.payloads import queued_request
+from tinsmith.service.storage.records import OptimStep, QueuedRequest
 from tinsmith.service.training.scheduler import next_batch
 
 BUDGET = 100
 
 
-def row(owner: str, model: str, seq: int, tokens: int | None, order: int, alone: bool = False) -> Row:
+def row(owner: str, model: str, seq: int, tokens: int | None, order: int, alone: bool = False) -> QueuedRequest:
     """tokens None makes a barrier."""
     name = f"{owner}{model}"
     if tokens is None:
-        work = Step(adam=AdamParams())
+        work = OptimStep(adam=AdamParams())
     else:
         one = Datum(tokens=np.zeros(tokens, np.int32), targets=np.zeros(tokens, np.int64))
         work = Pass(model_id=name, data=(one,), loss_fn="cross_entropy")
-    return replace(row_of(f"{name}:{seq}", owner, name, seq, order, work), alone=alone)
+    return replace(queued_request(f"{name}:{seq}", owner, name, seq, order, work), alone=alone)
 
 
 @st.composite
-def queues(draw) -> list[Row]:
+def queues(draw) -> list[QueuedRequest]:
     """Rows of a few owners and models, seq_ids rising with gaps, in a mixed order of arrival."""
     seqs: dict[tuple[str, str], int] = defaultdict(int)
     rows = []
@@ -41,7 +41,7 @@ def queues(draw) -> list[Row]:
     return draw(st.permutations(rows))
 
 
-def drain(rows: list[Row]) -> list[tuple[Row, ...]]:
+def drain(rows: list[QueuedRequest]) -> list[tuple[QueuedRequest, ...]]:
     batches, waiting, last = [], {one.id: one for one in rows}, ""
     while waiting:
         batch = next_batch(waiting.values(), BUDGET, last)
@@ -55,7 +55,7 @@ def drain(rows: list[Row]) -> list[tuple[Row, ...]]:
 
 @given(queues())
 @settings(deadline=None)
-def test_every_row_runs_once_in_its_models_order(rows: list[Row]) -> None:
+def test_every_row_runs_once_in_its_models_order(rows: list[QueuedRequest]) -> None:
     seen: dict[str, list[int]] = defaultdict(list)
     for batch in drain(rows):
         for one in batch:
@@ -66,7 +66,7 @@ def test_every_row_runs_once_in_its_models_order(rows: list[Row]) -> None:
 
 @given(queues())
 @settings(deadline=None)
-def test_a_batch_is_one_barrier_or_passes_within_the_budget(rows: list[Row]) -> None:
+def test_a_batch_is_one_barrier_or_passes_within_the_budget(rows: list[QueuedRequest]) -> None:
     for batch in drain(rows):
         if len(batch) > 1:
             assert all(one.packs and not one.alone for one in batch)
@@ -75,7 +75,7 @@ def test_a_batch_is_one_barrier_or_passes_within_the_budget(rows: list[Row]) -> 
 
 @given(queues())
 @settings(deadline=None)
-def test_no_owner_waits_while_others_lead_twice(rows: list[Row]) -> None:
+def test_no_owner_waits_while_others_lead_twice(rows: list[QueuedRequest]) -> None:
     waiting, last = {one.id: one for one in rows}, ""
     passed: dict[str, list[str]] = defaultdict(list)
     while waiting:

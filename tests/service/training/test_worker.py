@@ -157,7 +157,7 @@ def test_what_cannot_be_written_has_not_happened(tmp_path: Path, fault: Exceptio
             finish, store = on.service.store.finish, on.service.store
 
             async def failing(ends, *records) -> None:
-                if any(end.row.seq == 3 and not end.answer.failed for end in ends):
+                if any(end.request.seq == 3 and not end.result.failed for end in ends):
                     raise fault
                 await finish(ends, *records)
 
@@ -215,7 +215,7 @@ def test_a_model_that_cannot_come_back_says_so(tmp_path: Path) -> None:
             start.kill()
             answer = await on.step(model, 2)
             assert answer["category"] == "server"
-            assert "cannot be brought back" in answer["error"]
+            assert "cannot be restored" in answer["error"]
             assert "metrics" in await on.step(other, 1)
 
     asyncio.run(main())

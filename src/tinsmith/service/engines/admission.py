@@ -29,7 +29,7 @@ class _Place:
     inside: bool = False
 
 
-class Turnstile:
+class AdmissionQueue:
     """Of one engine."""
 
     def __init__(self, cache_tokens: int) -> None:
@@ -40,7 +40,7 @@ class Turnstile:
         """The tenant whose turn it is comes first."""
 
     @asynccontextmanager
-    async def turn(self, owner: str, request: SampleRequest) -> AsyncIterator[None]:
+    async def admit(self, owner: str, request: SampleRequest) -> AsyncIterator[None]:
         """Wait for the request's turn; inside, it is the engine's."""
         place = _Place(owner, request.num_samples, cache_reserve(request))
         self._lines.setdefault(owner, deque()).append(place)

@@ -12,18 +12,18 @@ from tinsmith.engine.base import Engine, ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import EngineDied, TinsmithError
-from tinsmith.service.engines.admission import Turnstile
+from tinsmith.service.engines.admission import AdmissionQueue
 
 log = logging.getLogger(__name__)
 
-DEATHS = 3
+MAX_ENGINE_DEATHS = 3
 """Engines that one request may take down before it is given up."""
 CLOSE_S = 5.5
 RETRY_CAP_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Started:
+class RunningEngine:
     """An engine that is loaded, and the event of its process's death."""
 
     engine: Engine
@@ -32,42 +32,42 @@ class Started:
     """Set while a sampler that is a process of its own answers; None where the engine samples itself."""
 
 
-Start = Callable[[EngineConfig], Awaitable[Started]]
+EngineFactory = Callable[[EngineConfig], Awaitable[RunningEngine]]
 
 
-async def start_engine(config: EngineConfig) -> Started:
+async def start_engine(config: EngineConfig) -> RunningEngine:
     """The fake in this process; a real engine in one of its own, so that its Python never delays an answer."""
     if config.kind == "fake":
-        return Started(engine=FakeEngine(config), died=asyncio.Event())
+        return RunningEngine(engine=FakeEngine(config), died=asyncio.Event())
     from tinsmith.engine.process import RemoteEngine  # with kind="fake" nothing of it is needed
 
     if config.sampler == "vllm":
         from tinsmith.engine.vllm.engine import VllmEngine
 
         engine = await VllmEngine.start(config)
-        return Started(engine=engine, died=engine.died, sampler_up=engine.server.up)
+        return RunningEngine(engine=engine, died=engine.died, sampler_up=engine.server.up)
     remote = await RemoteEngine.start(config)
-    return Started(engine=remote, died=remote.died)
+    return RunningEngine(engine=remote, died=remote.died)
 
 
 class EngineHost:
     """Holds the engine of one source while it lives. `up` and `down` are its worker's to call."""
 
-    def __init__(self, config: EngineConfig, names: list[str], start: Start) -> None:
+    def __init__(self, config: EngineConfig, names: list[str], start: EngineFactory) -> None:
         self.config = config
         self.names = names
         self._start = start
-        self._started: Started | None = None
+        self._started: RunningEngine | None = None
         self._card: ModelCard | None = None
         self._ready = asyncio.Event()
         self._attaching = asyncio.Lock()
-        self.trials = asyncio.Lock()
+        self.isolation_lock = asyncio.Lock()
         """Held by the one suspected sample that may run."""
-        self.starts = 0
+        self.start_count = 0
         """How often it was started."""
-        self.turnstile = Turnstile(config.cache_tokens)
+        self.admission_queue = AdmissionQueue(config.cache_tokens)
         """Every sample goes through it."""
-        self.known: set[str] = set()
+        self.attached: set[str] = set()
         """Versions that the living engine has."""
 
     @property
@@ -102,30 +102,30 @@ class EngineHost:
             raise EngineDied(f"The engine of {self.config.source} did not start.")
         return self._card
 
-    async def live(self) -> Engine:
+    async def wait_until_ready(self) -> Engine:
         """The engine, once it runs and samples are admitted."""
         while not (self._ready.is_set() and self.is_up):
             self._ready.clear()
             await self._ready.wait()
         return self.engine
 
-    def admit(self) -> None:
+    def allow_sampling(self) -> None:
         """Samples may use the engine that was started again."""
         self._ready.set()
 
-    async def up(self) -> None:
+    async def start(self) -> None:
         """Start the engine, for everyone. Raises what its start raises."""
         await self._load()
-        self.admit()
+        self.allow_sampling()
 
     async def _load(self) -> None:
         self._started = await self._start(self.config)
         self._card = self._started.engine.card
         log.info("%s is loaded: %s", self.config.source, _described(self._card))
-        self.starts += 1
-        self.known = set()
+        self.start_count += 1
+        self.attached = set()
 
-    async def up_again(self) -> None:
+    async def restart(self) -> None:
         """Start it as often as it takes: what is promised must be kept. Samples wait until `admit`."""
         wait = 1.0
         while True:
@@ -136,7 +136,7 @@ class EngineHost:
             await asyncio.sleep(wait)
             wait = min(2 * wait, RETRY_CAP_S)
 
-    async def down(self) -> None:
+    async def stop(self) -> None:
         """Close what is left of the engine."""
         self._ready.clear()
         started, self._started = self._started, None
@@ -152,14 +152,14 @@ class EngineHost:
     async def attach(self, version: str, folder: Path) -> None:
         """Make a saved adapter known to the living engine, once however many ask."""
         async with self._attaching:
-            if version not in self.known:
+            if version not in self.attached:
                 await self.engine.attach(version, folder)
-                self.known.add(version)
+                self.attached.add(version)
 
     async def detach(self, version: str) -> None:
         """The living engine may forget the version."""
-        if version in self.known and self.is_up:
-            self.known.discard(version)
+        if version in self.attached and self.is_up:
+            self.attached.discard(version)
             await self.engine.detach(version)
 
 

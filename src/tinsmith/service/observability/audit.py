@@ -17,8 +17,8 @@ from typing import Any
 from sqlalchemy import Connection, delete, select, update
 
 from tinsmith.service.observability.metrics import Timeline
-from tinsmith.service.storage.database import to_its_end
-from tinsmith.service.storage.records import Checkpoint, Model, Sampler
+from tinsmith.service.storage.database import uninterrupted
+from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession
 from tinsmith.service.storage.store import Store, insert_into
 from tinsmith.service.storage.tables import AUDIT, SPANS, STORED, USAGE
 
@@ -30,7 +30,7 @@ PRUNE_S = 3600.0
 TRAINED = ("forward", "forward_backward")
 
 
-class Chronicle:
+class AuditLog:
     """Notes on their way into one store's database."""
 
     def __init__(self, store: Store) -> None:
@@ -49,30 +49,30 @@ class Chronicle:
             self._stored = set((await db.execute(select(STORED.c.id).where(STORED.c.ended.is_(None)))).scalars())
         self._more.set()
 
-    def audit(self, owner: str, event: str, actor: str, **details: Any) -> None:
+    def record(self, owner: str, event: str, actor: str, **details: Any) -> None:
         """Something was done by `actor` to what belongs to `owner`; `event` is RESOURCE_ACTION."""
         entry = {"owner": owner, "at": time.time(), "event": event, "details": {"actor": actor, **details}}
         self._audits.append(entry)
         self._more.set()
 
-    def made(self, checkpoint: Checkpoint, actor: str, **details: Any) -> None:
+    def checkpoint_created(self, checkpoint: Checkpoint, actor: str, **details: Any) -> None:
         """A named checkpoint came into being."""
-        self.audit(checkpoint.owner, "checkpoint_created", actor, **_about(checkpoint), **details)
+        self.record(checkpoint.owner, "checkpoint_created", actor, **_about(checkpoint), **details)
         hour, session = int(checkpoint.created // 3600), self._session(checkpoint.run)
         self._used[checkpoint.owner, hour, "checkpoint", checkpoint.base_model, session] += 1
 
-    def read(self, checkpoint: Checkpoint, actor: str, purpose: str) -> None:
+    def checkpoint_read(self, checkpoint: Checkpoint, actor: str, purpose: str) -> None:
         """Someone was given what it holds."""
-        self.audit(checkpoint.owner, "checkpoint_read", actor, **_about(checkpoint), purpose=purpose)
+        self.record(checkpoint.owner, "checkpoint_read", actor, **_about(checkpoint), purpose=purpose)
 
-    def changed(self, checkpoint: Checkpoint, event: str, actor: str, **details: Any) -> None:
+    def checkpoint_changed(self, checkpoint: Checkpoint, event: str, actor: str, **details: Any) -> None:
         """Something else was done to it."""
-        self.audit(checkpoint.owner, event, actor, **_about(checkpoint), **details)
+        self.record(checkpoint.owner, event, actor, **_about(checkpoint), **details)
 
-    def request(self, line: Timeline) -> None:
+    def request_finished(self, line: Timeline) -> None:
         """A request has its result."""
         track = line.request_id.rpartition(":")[0]
-        on = self._store.find(Model, track) or self._store.find(Sampler, track)
+        on = self._store.find(Model, track) or self._store.find(SamplingSession, track)
         session, base_model = (on.session_id, on.base_model) if on else ("", line.model)
         tokens = line.tokens
         trained = sum(tokens.get(kind, 0) for kind in TRAINED)
@@ -87,8 +87,8 @@ class Chronicle:
                 "kind": line.kind,
                 "state": "failed" if line.error else "done",
                 "submitted": line.accepted / 1e9,
-                "begun": (line.taken or line.closed) / 1e9,
-                "ended": line.closed / 1e9,
+                "begun": (line.started or line.finished) / 1e9,
+                "ended": line.finished / 1e9,
                 "tokens": trained + tokens.get("sample", 0),
                 "prompt_tokens": tokens.get("prompt", 0),
                 "cached_tokens": cached,
@@ -102,7 +102,7 @@ class Chronicle:
         }
         for kind, count in used.items():
             if count:
-                self._used[line.owner, line.closed // 3_600_000_000_000, kind, base_model, session] += count
+                self._used[line.owner, line.finished // 3_600_000_000_000, kind, base_model, session] += count
         self._more.set()
 
     async def run(self) -> None:
@@ -119,7 +119,7 @@ class Chronicle:
 
     async def flush(self) -> None:
         """Everything noted so far is in the database when this returns, also if it is cancelled meanwhile."""
-        await to_its_end(self._flush())
+        await uninterrupted(self._flush())
 
     async def _flush(self) -> None:
         async with self._writing:
@@ -144,7 +144,7 @@ class Chronicle:
             self._stored |= {one["id"] for one in come}
             self._stored -= gone
 
-    async def audits(self, owner: str, kind: str, day: date) -> list[dict[str, Any]]:
+    async def entries(self, owner: str, kind: str, day: date) -> list[dict[str, Any]]:
         """An owner's entries of one day in UTC, oldest first; `kind` is a resource in the plural, or `all`."""
         await self.flush()
         start = datetime.combine(day, midnight(), UTC).timestamp()

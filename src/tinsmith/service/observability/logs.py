@@ -29,7 +29,7 @@ _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class LogContext:
     """What the lines of a task concern; empty where nothing is known."""
 
     owner: str = ""
@@ -37,19 +37,19 @@ class About:
     request_id: str = ""
 
 
-_ABOUT: ContextVar[About] = ContextVar("about", default=About())  # noqa: B039 - frozen
+_ABOUT: ContextVar[LogContext] = ContextVar("about", default=LogContext())  # noqa: B039 - frozen
 _ARRIVED: ContextVar[int] = ContextVar("arrived", default=0)
 
 
-def about() -> About:
+def current_log_context() -> LogContext:
     """What is noted here."""
     return _ABOUT.get()
 
 
 @contextmanager
-def concerning(request_id: str = "", owner: str = "") -> Iterator[None]:
+def log_context(request_id: str = "", owner: str = "") -> Iterator[None]:
     """Lines inside concern this request; its id begins with its session's."""
-    token = _ABOUT.set(About(owner, request_id.partition(":")[0], request_id))
+    token = _ABOUT.set(LogContext(owner, request_id.partition(":")[0], request_id))
     try:
         yield
     finally:
@@ -57,22 +57,22 @@ def concerning(request_id: str = "", owner: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def arriving() -> Iterator[None]:
+def http_log_context() -> Iterator[None]:
     """An HTTP request is answered inside: it came now, and nothing is known of it yet."""
     token = _ARRIVED.set(time.time_ns())
     try:
-        with concerning():
+        with log_context():
             yield
     finally:
         _ARRIVED.reset(token)
 
 
-def arrived() -> int:
+def arrival_ns() -> int:
     """When the HTTP request came that is being answered, in nanoseconds since 1970; 0 outside of one."""
     return _ARRIVED.get()
 
 
-def note(**known: str) -> None:
+def add_log_context(**known: str) -> None:
     """More is known of what is being answered: owner, session_id or request_id."""
     _ABOUT.set(replace(_ABOUT.get(), **known))
 
@@ -112,7 +112,7 @@ class JsonLines(logging.Formatter):
         return _SECRET.sub("***", json.dumps(line))
 
 
-def log_to_console(form: Literal["text", "json"], level: str) -> None:
+def configure_logging(form: Literal["text", "json"], level: str) -> None:
     """The process's log from here on, on standard error."""
     target: logging.Handler
     if form == "json":

@@ -21,8 +21,8 @@ from prometheus_client.registry import Collector
 
 from tinsmith.engine.base import Pass, PassResult
 from tinsmith.service.engines.host import EngineHost
-from tinsmith.service.observability.logs import arrived, concerning
-from tinsmith.service.storage.records import Answer, Checkpoint, Model, Sampler, Session
+from tinsmith.service.observability.logs import arrival_ns, log_context
+from tinsmith.service.storage.records import Checkpoint, FutureResult, Model, SamplingSession, Session
 from tinsmith.service.storage.store import Store
 
 log = logging.getLogger(__name__)
@@ -43,17 +43,17 @@ class Timeline:
     model: str
     arrived: int
     accepted: int
-    taken: int = 0
+    started: int = 0
     ran: int = 0
-    closed: int = 0
+    finished: int = 0
     tokens: Mapping[str, int] = field(default_factory=dict)
     error: str = ""
 
     def stages(self) -> dict[str, tuple[int, int]]:
         """stage -> (its beginning, its end); stages that the request did not reach are left out."""
-        marks = [("submit", self.arrived), ("queue", self.accepted), ("pass", self.taken), ("result", self.ran)]
+        marks = [("submit", self.arrived), ("queue", self.accepted), ("pass", self.started), ("result", self.ran)]
         reached = [mark for mark in marks if mark[1]]
-        ends = [start for _, start in reached[1:]] + [self.closed]
+        ends = [start for _, start in reached[1:]] + [self.finished]
         return {name: (start, end) for (name, start), end in zip(reached, ends, strict=True)}
 
 
@@ -75,40 +75,40 @@ class Telemetry:
         self._apart = self._histogram("logprob_mismatch", what, APART, "model")
         self._http = self._histogram("http_seconds", "Answers over HTTP.", SECONDS, "method", "route", "status")
 
-    def accepted(self, request_id: str, owner: str, kind: str, model: str) -> None:
+    def request_accepted(self, request_id: str, owner: str, kind: str, model: str) -> None:
         """It is promised, and waits for its engine."""
         now = time.time_ns()
         self._open[request_id] = Timeline(
-            request_id=request_id, owner=owner, kind=kind, model=model, arrived=arrived() or now, accepted=now
+            request_id=request_id, owner=owner, kind=kind, model=model, arrived=arrival_ns() or now, accepted=now
         )
 
-    def taken(self, request_ids: Iterable[str]) -> None:
+    def requests_started(self, request_ids: Iterable[str]) -> None:
         """An engine begins with these."""
         now = time.time_ns()
         for line in self._lines(request_ids):
-            line.taken = now
+            line.started = now
 
-    def ran(self, request_ids: Iterable[str]) -> None:
+    def requests_ran(self, request_ids: Iterable[str]) -> None:
         """The engine is done with these; their results are not written yet."""
         now = time.time_ns()
         for line in self._lines(request_ids):
             line.ran = now
 
-    def batch(self, model: str, tokens: Sequence[int], budget: int) -> None:
+    def batch_started(self, model: str, tokens: Sequence[int], budget: int) -> None:
         """A training batch of requests of so many tokens each."""
         self._fill.labels(model).observe(sum(tokens) / budget)
         self._rows.labels(model).observe(len(tokens))
 
-    def mismatch(self, model: str, apart: float) -> None:
+    def record_mismatch(self, model: str, apart: float) -> None:
         """Of one request, in nats per token."""
         self._apart.labels(model).observe(apart)
 
-    def closed(self, request_id: str, answer: Answer, tokens: Mapping[str, int] | None = None) -> None:
+    def request_finished(self, request_id: str, answer: FutureResult, tokens: Mapping[str, int] | None = None) -> None:
         """Its result can be fetched; `tokens` by what was done with them."""
         line = self._open.pop(request_id, None)
         if line is None:
             return
-        line.closed, line.tokens = time.time_ns(), tokens or {}
+        line.finished, line.tokens = time.time_ns(), tokens or {}
         failed = answer.failed or answer.status != 200
         line.error = _fault(answer) if failed else ""
         self._requests.labels(line.owner, line.model, line.kind, "failed" if failed else "done").inc()
@@ -116,16 +116,16 @@ class Telemetry:
             self._tokens.labels(line.owner, line.model, kind).inc(count)
         for stage, (start, end) in line.stages().items():
             self._seconds.labels(line.kind, stage).observe((end - start) / 1e9)
-        self._seconds.labels(line.kind, "total").observe((line.closed - line.arrived) / 1e9)
+        self._seconds.labels(line.kind, "total").observe((line.finished - line.arrived) / 1e9)
         self._tell(line)
         if self._spans is not None:
             self._spans(line)
 
-    def answered(self, method: str, route: str, status: int, seconds: float) -> None:
+    def http_finished(self, method: str, route: str, status: int, seconds: float) -> None:
         """An HTTP request has its answer."""
         self._http.labels(method, route, str(status)).observe(seconds)
 
-    def text(self) -> bytes:
+    def scrape(self) -> bytes:
         """Everything, as Prometheus reads it."""
         return generate_latest(self._registry)
 
@@ -135,7 +135,7 @@ class Telemetry:
     def _tell(self, line: Timeline) -> None:
         if not line.error and not log.isEnabledFor(logging.DEBUG):
             return
-        with concerning(line.request_id, line.owner):
+        with log_context(line.request_id, line.owner):
             if line.error:
                 log.warning("%s failed: %s", line.kind, line.error)
                 return
@@ -146,7 +146,7 @@ class Telemetry:
         family = GaugeMetricFamily(
             "tinsmith_queue_requests", "Requests without a result.", labels=["owner", "kind", "stage"]
         )
-        tally = Tally((one.owner, one.kind, "running" if one.taken else "waiting") for one in self._open.values())
+        tally = Tally((one.owner, one.kind, "running" if one.started else "waiting") for one in self._open.values())
         for labels, count in sorted(tally.items()):
             family.add_metric(labels, count)
         return family
@@ -168,18 +168,18 @@ class _AtScrape(Collector):
         return self._families()
 
 
-def _fault(answer: Answer) -> str:
+def _fault(answer: FutureResult) -> str:
     told = json.loads(answer.body)
     return str(told.get("error") or told.get("detail") or answer.status)
 
 
-def held(store: Store) -> Iterable[Metric]:
+def record_gauges(store: Store) -> Iterable[Metric]:
     """What each owner has now."""
     living = {one.id for one in store.all(Session) if one.ended is None}
     kinds = chain(
         ((one.owner, "session") for one in store.all(Session) if one.id in living),
         ((one.owner, "model") for one in store.all(Model) if one.session_id in living),
-        ((one.owner, "sampling_session") for one in store.all(Sampler) if one.session_id in living),
+        ((one.owner, "sampling_session") for one in store.all(SamplingSession) if one.session_id in living),
         ((one.owner, "checkpoint") for one in store.all(Checkpoint) if not one.deleted),
     )
     yield _gauge("objects", "Living sessions and what they hold; checkpoints.", ("owner", "kind"), Tally(kinds))
@@ -189,7 +189,7 @@ def held(store: Store) -> Iterable[Metric]:
     yield _gauge("checkpoint_bytes", "Adapters and optimizer states on disk.", ("owner",), sizes)
 
 
-def engines(hosts: Iterable[EngineHost]) -> Iterable[Metric]:
+def engine_gauges(hosts: Iterable[EngineHost]) -> Iterable[Metric]:
     """Which run, and how often each was started again."""
     hosts = list(hosts)
     up = {(host.names[0],): int(host.is_up) for host in hosts}
@@ -198,7 +198,7 @@ def engines(hosts: Iterable[EngineHost]) -> Iterable[Metric]:
     yield _gauge("sampler_up", "1 while the engine and its sampler answer.", ("model",), samplers)
     family = CounterMetricFamily("tinsmith_engine_restarts", "Times that a dead engine was started.", labels=["model"])
     for host in hosts:
-        family.add_metric([host.names[0]], max(0, host.starts - 1))
+        family.add_metric([host.names[0]], max(0, host.start_count - 1))
     yield family
 
 
@@ -209,7 +209,7 @@ def _gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[
     return family
 
 
-def of_pass(request: Pass, result: PassResult) -> float | None:
+def mean_logprob_gap(request: Pass, result: PassResult) -> float | None:
     """Mean |q - p| over the positions with an advantage (prompts have none); None where nothing was sampled."""
     apart = [
         np.abs(datum.inputs["logprobs"] - logprobs)[datum.inputs["advantages"] != 0]

@@ -16,7 +16,7 @@ from typing import Any
 from sqlalchemy import select
 
 from tinsmith.atomic import atomic_write
-from tinsmith.service.observability.audit import Chronicle
+from tinsmith.service.observability.audit import AuditLog
 from tinsmith.service.storage.records import Session
 from tinsmith.service.storage.store import Store
 from tinsmith.service.storage.tables import SPANS
@@ -26,12 +26,12 @@ HOLD_S = 20.0
 """A call waits so long for the file, then the client asks again."""
 
 
-class Traces:
+class TraceExporter:
     """The files of one data folder."""
 
-    def __init__(self, store: Store, chronicle: Chronicle, root: Path) -> None:
+    def __init__(self, store: Store, audit_log: AuditLog, root: Path) -> None:
         self._store = store
-        self._chronicle = chronicle
+        self._audit_log = audit_log
         self._root = root
         self._building: dict[str, asyncio.Task[str]] = {}
 
@@ -51,7 +51,7 @@ class Traces:
         return task.result()
 
     async def _build(self, session: Session) -> str:
-        await self._chronicle.flush()
+        await self._audit_log.flush()
         query = select(SPANS).where(SPANS.c.session_id == session.id).order_by(SPANS.c.begun)
         async with self._store.database.connect() as db:
             spans = [dict(one) for one in (await db.execute(query)).mappings()]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 
 
-class Spans:
+class SpanExporter:
     """Timelines in, spans out."""
 
     def __init__(self, provider: TracerProvider) -> None:
@@ -42,14 +42,14 @@ class Spans:
             self._tracer.start_span(name, inside, start_time=start).end(end)
         if line.error:
             whole.set_status(Status(StatusCode.ERROR, line.error))
-        whole.end(line.closed)
+        whole.end(line.finished)
 
     def close(self) -> None:
         """Send what has not been sent."""
         self._provider.shutdown()
 
 
-def open_spans(endpoint: str) -> Spans:
+def open_span_exporter(endpoint: str) -> SpanExporter:
     """Spans to an OTLP collector, sent by a thread of their own. Raises ConfigError without the extra."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -59,13 +59,13 @@ def open_spans(endpoint: str) -> Spans:
             error
         )
     target = endpoint if endpoint.rstrip("/").endswith("/v1/traces") else f"{endpoint.rstrip('/')}/v1/traces"
-    return spans_to(BatchSpanProcessor(OTLPSpanExporter(endpoint=target)))
+    return span_exporter(BatchSpanProcessor(OTLPSpanExporter(endpoint=target)))
 
 
 @asynccontextmanager
-async def tracing(endpoint: str | None) -> AsyncIterator[Spans | None]:
+async def tracing(endpoint: str | None) -> AsyncIterator[SpanExporter | None]:
     """Spans for as long as the service runs; None without an endpoint."""
-    spans = open_spans(endpoint) if endpoint else None
+    spans = open_span_exporter(endpoint) if endpoint else None
     try:
         yield spans
     finally:
@@ -73,11 +73,11 @@ async def tracing(endpoint: str | None) -> AsyncIterator[Spans | None]:
             await asyncio.to_thread(spans.close)
 
 
-def spans_to(processor: SpanProcessor) -> Spans:
+def span_exporter(processor: SpanProcessor) -> SpanExporter:
     """Spans to any processor."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 
     provider = TracerProvider(resource=Resource.create({"service.name": "tinsmith"}), shutdown_on_exit=False)
     provider.add_span_processor(processor)
-    return Spans(provider)
+    return SpanExporter(provider)

@@ -15,7 +15,7 @@ import numpy as np
 from sqlalchemy import or_, select
 
 from tinsmith.errors import BadRequest
-from tinsmith.service.observability.audit import Chronicle
+from tinsmith.service.observability.audit import AuditLog
 from tinsmith.service.responses import DEFAULT_PROJECT, metadata_texts, rfc3339
 from tinsmith.service.storage.records import Checkpoint, Model, Session
 from tinsmith.service.storage.store import Store
@@ -30,14 +30,14 @@ _CACHED = "sampling_prefill_cached"
 class Usage:
     """Reads what the chronicle wrote."""
 
-    def __init__(self, store: Store, chronicle: Chronicle) -> None:
+    def __init__(self, store: Store, audit_log: AuditLog) -> None:
         self._store = store
-        self._chronicle = chronicle
+        self._audit_log = audit_log
 
     async def events(self, owner: str, starting_on: datetime, ending_before: datetime) -> dict[str, Any]:
         """Every hour's use within a window, ordered by hour, then by tokens, most first. Raises BadRequest."""
         first, end = _window(starting_on, ending_before)
-        await self._chronicle.flush()
+        await self._audit_log.flush()
         u, s = USAGE.c, STORED.c
         used = select(USAGE).where(u.owner == owner, u.hour >= first, u.hour < end)
         living = or_(s.ended.is_(None), s.ended > first * HOUR)

@@ -49,7 +49,7 @@ async def _asked(service: Service, owner: str, text: CompletionBody) -> tuple[As
         raise BadRequest("max_tokens is 0.", "Give at least 1, or set echo to score the prompt.")
     if text.stream and text.echo and (text.logprobs is not None or not text.max_tokens):
         raise Unsupported("A stream does not score its prompt.", "Leave stream out, or echo.")
-    service.sampling.admit()
+    service.sampling.check_capacity()
     found = named(service, text.model, owner)
     card = await found.worker.host.card()
     words = await service.tokenizers.get(found.base_model, card)

@@ -25,7 +25,7 @@ async def generate(http: Request, owner: Owner, service: ServiceDep, body: RawBo
     """`sampling_params.n` continuations of `token_ids`. `weights` tells which weights answered."""
     asked = parse_exact(GenerateBody, body)
     params = parse_exact(GenerateParams, asked.sampling_params, "sampling_params.")
-    service.sampling.admit()
+    service.sampling.check_capacity()
     found = named(service, asked.model, owner)
     card = await found.worker.host.card()
     asks = {"topk_sample_logprobs": params.logprobs or 0}

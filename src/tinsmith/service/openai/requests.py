@@ -19,7 +19,7 @@ from tinsmith.errors import BadRequest, NotFound
 from tinsmith.service.dependencies import Service
 from tinsmith.service.openai.sampling import Calls, Choice
 from tinsmith.service.openai.schemas import ChatBody, Drawing, Telling, TooLong
-from tinsmith.service.storage.records import Checkpoint, Model, Sampler
+from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession
 from tinsmith.service.training.worker import Worker
 
 
@@ -76,12 +76,12 @@ def named(service: Service, name: str, owner: str) -> Named:
         if base_model and service.worker(base_model) is not found.worker:
             raise BadRequest(f"{path} belongs to {found.base_model}, not to {base_model}.", "Give the path alone.")
         return found
-    sampler = service.store.find(Sampler, name)
+    sampler = service.store.find(SamplingSession, name)
     if sampler is not None and sampler.owner == owner:
         return Named(
             base_model=sampler.base_model,
             worker=service.worker(sampler.base_model),
-            version=service.sampling.version_of(sampler),
+            version=service.sampling.current_version(sampler),
             weights=sampler.model_path or sampler.id,
         )
     model = service.store.find(Model, name)
@@ -108,7 +108,7 @@ def newest(service: Service, model: Model) -> Checkpoint:
 
 
 def _saved(service: Service, model: Model) -> list[Checkpoint]:
-    made = service.store.of_run(model.id)
+    made = service.store.checkpoints_of_run(model.id)
     return [one for one in made if one.kind != "external_weights" and not one.deleted and _lasts(one)]
 
 

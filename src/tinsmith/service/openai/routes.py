@@ -105,7 +105,7 @@ class _Events(StreamingResponse):
 async def _asked(service: Service, owner: str, body: ChatBody) -> Asked:
     if body.top_logprobs and not body.logprobs:
         raise BadRequest("top_logprobs is given without logprobs.", "Set logprobs to true.")
-    service.sampling.admit()
+    service.sampling.check_capacity()
     found = named(service, body.model, owner)
     card = await found.worker.host.card()
     words = await service.tokenizers.get(found.base_model, card)

@@ -168,7 +168,7 @@ async def _sampled(sampling: Sampling, calls: Calls, request: SampleRequest, hea
 
     for left in reversed(range(TRIES)):
         try:
-            return await sampling.begin(calls.owner, calls.base_model, request, hear if heard else None)
+            return await sampling.start(calls.owner, calls.base_model, request, hear if heard else None)
         except EngineDied:
             if told or not left:
                 raise

@@ -47,7 +47,7 @@ class _Log:
                 waiter.set_result(None)
 
 
-class Completions:
+class CompletionLog:
     """All logs. Belongs to one event loop."""
 
     def __init__(self, told: Callable[[Iterable[str]], None]) -> None:
@@ -66,13 +66,13 @@ class Completions:
         log.entries[completion.request_id] = (self._cursor, completion)
         log.wake()
 
-    def drop(self, over: Callable[[str], bool], forgotten: Callable[[str], bool]) -> None:
+    def drop_ended(self, over: Callable[[str], bool], forgotten: Callable[[str], bool]) -> None:
         """Nobody is told any more of samples whose session is over and whose results are forgotten."""
         for target, log in list(self._logs.items()):
             if over(target.sampler_id):
-                self.seen([one for one in log.entries if forgotten(one)])
+                self.acknowledge([one for one in log.entries if forgotten(one)])
 
-    def seen(self, request_ids: Iterable[str]) -> None:
+    def acknowledge(self, request_ids: Iterable[str]) -> None:
         """The client knows that they ended: it asked for the results."""
         ids = list(request_ids)
         for request_id in ids:
@@ -82,7 +82,7 @@ class Completions:
                 self._spare(target)
         self._told(ids)
 
-    async def after(self, target: Target, cursor: int, hold_s: float) -> tuple[list[Completion], int]:
+    async def wait_after(self, target: Target, cursor: int, hold_s: float) -> tuple[list[Completion], int]:
         """What ended after `cursor`, and the cursor behind it; waits for something as long as `hold_s`."""
         log = self._logs[target]
         try:
@@ -94,7 +94,7 @@ class Completions:
             self._spare(target)
         return ([completion for _, completion in found], found[-1][0]) if found else ([], cursor)
 
-    def close(self) -> None:
+    def wake_waiters(self) -> None:
         """Send every waiter home."""
         self.closed = True
         for log in self._logs.values():

@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from tinsmith.service.results.completion_log import Completion, Completions
-from tinsmith.service.results.unfinished_samples import Ledger
-from tinsmith.service.storage.records import Answer
+from tinsmith.service.results.completion_log import Completion, CompletionLog
+from tinsmith.service.results.unfinished_samples import UnfinishedSamples
+from tinsmith.service.storage.records import FutureResult
 
 FETCHED_S = 300.0
 """A sample that was fetched stays this long: the response may have been lost on its way."""
@@ -24,7 +24,7 @@ STORED_S = 60.0
 @dataclass(slots=True, kw_only=True)
 class _Promise:
     owner: str
-    kept: asyncio.Future[Answer]
+    kept: asyncio.Future[FutureResult]
     stored: bool
     fetched: bool = False
     timer: asyncio.TimerHandle | None = None
@@ -34,27 +34,27 @@ class _Promise:
 class Futures:
     """Open promises by request id, and kept ones for a while. Belongs to one event loop."""
 
-    def __init__(self, hold_s: float, retention_s: float, ledger: Ledger) -> None:
+    def __init__(self, hold_s: float, retention_s: float, unfinished: UnfinishedSamples) -> None:
         self._hold_s = hold_s
         self._retention_s = retention_s
         self._promises: dict[str, _Promise] = {}
         self._waiting: Counter[str] = Counter()
         self._loop = asyncio.get_running_loop()
         self._closing: asyncio.Future[None] = self._loop.create_future()
-        self._ledger = ledger
-        self.completions = Completions(ledger.close)
+        self._unfinished = unfinished
+        self.completions = CompletionLog(unfinished.remove)
 
     def open(self, request_id: str, owner: str, *, stored: bool) -> bool:
         """Promise a result; False if it is promised already. `stored`: the store will have it as well."""
         if request_id in self._promises:
             return False
         if not stored:
-            self._ledger.open(request_id)
+            self._unfinished.add(request_id)
         self._promises[request_id] = _Promise(owner=owner, kept=self._loop.create_future(), stored=stored)
         self._waiting[owner] += 1
         return True
 
-    def keep(self, request_id: str, answer: Answer) -> None:
+    def resolve(self, request_id: str, answer: FutureResult) -> None:
         """The result, once; later ones are ignored. Wakes everyone who waits for it."""
         promise = self._promises.get(request_id)
         if promise is None or promise.kept.done():
@@ -66,7 +66,7 @@ class Futures:
             self.completions.add(Completion(request_id=request_id, size=len(answer.body) if ended else None))
         self._forget_in(STORED_S if promise.stored else self._retention_s, request_id, promise)
 
-    def waiting(self, owner: str) -> int:
+    def pending(self, owner: str) -> int:
         """How many of a tenant's requests have no result."""
         return self._waiting[owner]
 
@@ -75,7 +75,7 @@ class Futures:
         promise = self._promises.get(request_id)
         return promise is not None and promise.owner == owner
 
-    async def wait(self, request_id: str) -> Answer | None:
+    async def wait(self, request_id: str) -> FutureResult | None:
         """The result; None if it is not there when the hold is over or the server closes."""
         promise = self._promises[request_id]
         if not promise.kept.done():
@@ -84,48 +84,48 @@ class Futures:
                 return None
         return promise.kept.result()
 
-    def fetched(self, request_id: str) -> None:
+    def mark_fetched(self, request_id: str) -> None:
         """The whole result of a sample is on its way to the client; it stays a while, should it be lost there."""
         promise = self._promises.get(request_id)
         if promise is None or promise.stored or promise.fetched:
             return
         promise.fetched = True
-        self.completions.seen([request_id])
+        self.completions.acknowledge([request_id])
         self._forget_in(min(FETCHED_S, self._retention_s), request_id, promise)
 
-    def release(self, request_ids: Iterable[str], owner: str) -> None:
+    def acknowledge(self, request_ids: Iterable[str], owner: str) -> None:
         """The client has these samples: nothing of them needs to stay. One that is not done stays: nobody has it."""
         known = ((one, self._promises[one]) for one in request_ids if self.knows(one, owner))
         mine = [one for one, promise in known if promise.kept.done() and not promise.stored]
-        self.completions.seen(mine)
+        self.completions.acknowledge(mine)
         for request_id in mine:
             self._forget(request_id)
 
-    def clear(self, over: Callable[[str], bool]) -> None:
+    def drop_ended(self, over: Callable[[str], bool]) -> None:
         """What is forgotten here, of sampling sessions that are over, is told to nobody any more."""
-        self.completions.drop(over, lambda one: one not in self._promises)
+        self.completions.drop_ended(over, lambda one: one not in self._promises)
 
-    def take_up(self, wanted: Callable[[str], bool]) -> None:
+    def restore_lost(self, wanted: Callable[[str], bool]) -> None:
         """Samples that an earlier process promised are lost: who waits for them hears so."""
-        for request_id in self._ledger.lost:
+        for request_id in self._unfinished.lost:
             if wanted(request_id):
                 self.completions.add(Completion(request_id=request_id, size=None))
-        self._ledger.close(one for one in self._ledger.lost if not wanted(one))
+        self._unfinished.remove(one for one in self._unfinished.lost if not wanted(one))
 
-    def gone(self, request_id: str) -> None:
+    def acknowledge_lost(self, request_id: str) -> None:
         """The client heard that a lost sample is lost."""
-        self.completions.seen([request_id])
+        self.completions.acknowledge([request_id])
 
-    def close(self) -> None:
+    def wake_waiters(self) -> None:
         """Send every waiter home; the client asks again."""
-        self.completions.close()
+        self.completions.wake_waiters()
         if not self._closing.done():
             self._closing.set_result(None)
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """After everything has ended."""
-        self.close()
-        self._ledger.shut()
+        self.wake_waiters()
+        self._unfinished.close()
 
     def _forget_in(self, seconds: float, request_id: str, promise: _Promise) -> None:
         if promise.timer is not None:

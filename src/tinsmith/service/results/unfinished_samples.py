@@ -23,7 +23,7 @@ SLACK = 10_000
 """Lines beyond four for each open id at which the file is written anew."""
 
 
-class Ledger:
+class UnfinishedSamples:
     """Open ids, in memory and in the file."""
 
     def __init__(self, file: Path) -> None:
@@ -34,24 +34,24 @@ class Ledger:
         self._lines = 0
         self._retry: float | None = None
         """When the file may be tried again, if it does not hold what is open."""
-        self._out = self._anew()
+        self._out = self._rewrite()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
 
-    def open(self, request_id: str) -> None:
+    def add(self, request_id: str) -> None:
         """Promised."""
         self._open[request_id] = None
         self._write([f"+{request_id}"])
 
-    def close(self, request_ids: Iterable[str]) -> None:
+    def remove(self, request_ids: Iterable[str]) -> None:
         """Their clients know that they ended, and ask for the results by themselves; or nobody waits for them."""
         known = [one for one in request_ids if one in self._open]
         for one in known:
             del self._open[one]
         self._write([f"-{one}" for one in known])
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """No more is written."""
         os.close(self._out)
 
@@ -61,7 +61,7 @@ class Ledger:
         self._lines += len(lines)
         try:
             if self._retry is not None or self._lines > 4 * len(self._open) + SLACK:
-                fresh = self._anew()
+                fresh = self._rewrite()
                 os.close(self._out)
                 self._out, self._retry = fresh, None
             else:
@@ -73,7 +73,7 @@ class Ledger:
                 )
             self._retry = time.monotonic() + RETRY_S
 
-    def _anew(self) -> int:
+    def _rewrite(self) -> int:
         """The file with what is open and nothing else."""
         scratch = self._file.with_suffix(".new")
         scratch.write_text("".join(f"+{one}\n" for one in self._open))

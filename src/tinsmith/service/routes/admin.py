@@ -42,7 +42,7 @@ async def delete_key(key: Caller, service: ServiceDep) -> Response:
     if key.id == 0:
         raise BadRequest("This key is the server's own.", "Start the server with another --api-key.")
     await revoke_key(service.store.database, str(key.id), by=key.owner)
-    await service.tenants.read()
+    await service.tenants.reload()
     return Response(status_code=204)
 
 
@@ -54,7 +54,7 @@ async def audit(
     day: date | None = None,
 ) -> dict[str, Any]:
     """What was done on one day in UTC, today if none is given, to what belongs to the owner of the key."""
-    found = await service.chronicle.audits(tenant, event_type, day or datetime.now(UTC).date())
+    found = await service.audit_log.entries(tenant, event_type, day or datetime.now(UTC).date())
     entries = [
         {"timestamp": rfc3339(one["at"]), "event": one["event"], "event_details": one["details"]} for one in found
     ]
@@ -85,7 +85,7 @@ async def metrics(request: Request, service: ServiceDep) -> Response:
     given = request.headers.get("x-api-key", bearer)
     if not _is_local(request):
         await admin(service.authenticate(given))
-    return Response(content=service.telemetry.text(), media_type=CONTENT_TYPE_LATEST)
+    return Response(content=service.telemetry.scrape(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _is_local(request: Request) -> bool:

@@ -50,12 +50,12 @@ async def copy_weights(
     check_ttl(asked.ttl_seconds)
     token = x_tinker_weights_access_token or asked.weights_access_token
     source = service.checkpoints.readable(asked.source_path, tenant, service.token_owner(token, asked.source_path))
-    service.limits.checkpoint(tenant)
-    made, is_new = await service.copies.make(source, tenant, asked, x_idempotency_key)
+    service.quotas.check_storage(tenant)
+    made, is_new = await service.copies.copy(source, tenant, asked, x_idempotency_key)
     if is_new:
-        service.chronicle.read(source, tenant, "copy")
-        service.chronicle.made(made, tenant, copied_from=source.path)
-        service.sessions.changed()
+        service.audit_log.checkpoint_read(source, tenant, "copy")
+        service.audit_log.checkpoint_created(made, tenant, copied_from=source.path)
+        service.sessions.wake()
     return {"tinker_path": made.path}
 
 
@@ -78,7 +78,7 @@ async def set_ttl(run: str, kind: str, name: str, tenant: Tenant, service: Servi
     check_ttl(asked.ttl_seconds)
     checkpoint = _own(service, tenant, run, kind, name)
     answer = await _change(service, checkpoint, "checkpoint_ttl_set", expires=expiry(asked.ttl_seconds))
-    service.sessions.changed()
+    service.sessions.wake()
     return answer
 
 
@@ -90,8 +90,8 @@ async def lend(run: str, kind: str, name: str, tenant: Tenant, service: ServiceD
     if not low <= asked.ttl_seconds <= high:
         raise BadRequest(f"ttl_seconds is {asked.ttl_seconds}.", f"Give {low} to {high}.")
     checkpoint = _own(service, tenant, run, kind, name)
-    token = service.signer.loan(tenant, checkpoint.path, asked.ttl_seconds)
-    service.chronicle.changed(checkpoint, "checkpoint_lent", tenant, ttl_seconds=asked.ttl_seconds)
+    token = service.signer.issue_loan(tenant, checkpoint.path, asked.ttl_seconds)
+    service.audit_log.checkpoint_changed(checkpoint, "checkpoint_lent", tenant, ttl_seconds=asked.ttl_seconds)
     return {"weights_access_token": token, "expires_at": rfc3339(time.time() + asked.ttl_seconds)}
 
 
@@ -106,7 +106,7 @@ async def external_weights_urls(
     expires = int(time.time()) + LINK_S
     files = sorted(file.name for file in service.checkpoints.folder(checkpoint.id).iterdir())
     urls = {file: service.signed_link(request, f"{checkpoint.id}/{file}", expires) for file in files}
-    service.chronicle.read(checkpoint, tenant, "download")
+    service.audit_log.checkpoint_read(checkpoint, tenant, "download")
     return {"urls": urls, "expires": rfc3339(expires)}
 
 
@@ -115,7 +115,7 @@ async def delete_checkpoint(run: str, kind: str, name: str, tenant: Tenant, serv
     """The name goes at once; sampling sessions that use the weights go on."""
     checkpoint = _own(service, tenant, run, kind, name)
     await service.checkpoints.delete(checkpoint)
-    service.chronicle.changed(checkpoint, "checkpoint_deleted", tenant)
+    service.audit_log.checkpoint_changed(checkpoint, "checkpoint_deleted", tenant)
     return Response(status_code=204)
 
 
@@ -124,19 +124,19 @@ def _path(run: str, kind: str, name: str) -> str:
 
 
 def _own(service: Service, tenant: str, run: str, kind: str, name: str) -> Checkpoint:
-    return service.checkpoints.find(_path(run, kind, name), tenant)
+    return service.checkpoints.owned(_path(run, kind, name), tenant)
 
 
 async def _change(service: Service, checkpoint: Checkpoint, event: str, **changes: Any) -> Response:
-    await service.store.change(Checkpoint, checkpoint.id, **changes)
-    service.chronicle.changed(checkpoint, event, checkpoint.owner, **changes)
+    await service.store.update(Checkpoint, checkpoint.id, **changes)
+    service.audit_log.checkpoint_changed(checkpoint, event, checkpoint.owner, **changes)
     return Response(status_code=204)
 
 
 @router.get("/files/{folder}/{name}")
 async def get_file(folder: str, name: str, expires: int, signature: str, service: ServiceDep) -> FileResponse:
     """One file of weights for use elsewhere, or a trace."""
-    if not service.signer.is_link(f"{folder}/{name}", expires, signature):
+    if not service.signer.verify_link(f"{folder}/{name}", expires, signature):
         raise NotFound("This link was not made here.", "Ask for links anew; they may not be changed.")
     if expires <= time.time():
         raise Gone("The time of this link is over.", "Ask for links anew.")

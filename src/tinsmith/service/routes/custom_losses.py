@@ -36,7 +36,7 @@ async def create_custom_loss(tenant: Tenant, service: ServiceDep, body: RawBody)
     if len(body) > MAX_BYTES:
         raise TooLarge(f"The loss is {len(body)} bytes.", f"At most {MAX_BYTES}. {_IN_THE_CLIENT}")
     asked = parse(CustomLossBody, body)
-    session = service.sessions.alive(asked.session_id, tenant)
+    session = service.sessions.touch(asked.session_id, tenant)
     loss_id = f"{session.id}:loss:{asked.custom_loss_seq_id}"
     if service.store.find(CustomLoss, loss_id) is None:
         if sum(one.session_id == session.id for one in service.store.all(CustomLoss)) >= MAX_LOSSES:

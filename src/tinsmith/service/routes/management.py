@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from tinsmith.errors import NotFound
 from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.responses import DEFAULT_PROJECT, checkpoint_view, metadata_texts, rfc3339, run_view
-from tinsmith.service.storage.records import Checkpoint, Model, Sampler, Session
+from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession, Session
 from tinsmith.service.tenancy.signing import LINK_S, urn
 from tinsmith.service.wire.schemas import ProjectBody, SearchBody, StatusQuery, parse
 
@@ -131,7 +131,7 @@ async def get_session(
     session = service.sessions.find(session_id, tenant)
     return {
         "training_run_ids": [one.id for one in service.store.all(Model) if one.session_id == session.id],
-        "sampler_ids": [one.id for one in service.store.all(Sampler) if one.session_id == session.id],
+        "sampler_ids": [one.id for one in service.store.all(SamplingSession) if one.session_id == session.id],
         "user_metadata": metadata_texts(session.metadata),
         "display_name": session.display_name,
     }
@@ -169,9 +169,9 @@ async def assign_project(session_id: str, tenant: Tenant, service: ServiceDep, b
     """Put a session, and so all that it made, into a project, whose name is free."""
     project = parse(ProjectBody, body).project_id
     session = service.sessions.find(session_id, tenant)
-    await service.store.change(Session, session.id, project_id=project)
+    await service.store.update(Session, session.id, project_id=project)
     told = {"session_id": session.id, "project_id": project, "before": session.project_id or DEFAULT_PROJECT}
-    service.chronicle.audit(tenant, "project_session_assigned", tenant, **told)
+    service.audit_log.record(tenant, "project_session_assigned", tenant, **told)
     return Response(status_code=204)
 
 

@@ -9,10 +9,10 @@ from fastapi import APIRouter
 
 from tinsmith.engine.validation import check_sample
 from tinsmith.errors import BadRequest
-from tinsmith.service.concurrency import aside
+from tinsmith.service.concurrency import run_in_thread_if_large
 from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
-from tinsmith.service.observability.logs import note
-from tinsmith.service.storage.records import Sampler
+from tinsmith.service.observability.logs import add_log_context
+from tinsmith.service.storage.records import SamplingSession
 from tinsmith.service.wire.sample_request import decode_sample
 from tinsmith.service.wire.schemas import JoinBody, SamplingSessionBody, parse
 
@@ -23,14 +23,14 @@ router = APIRouter()
 async def create_sampling_session(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, str]:
     """A sampling session on a base model or on a checkpoint, training or sampler. It never changes afterwards."""
     asked = parse(SamplingSessionBody, body)
-    session = service.sessions.alive(asked.session_id, tenant)
+    session = service.sessions.touch(asked.session_id, tenant)
     sampler_id = f"{session.id}:sample:{asked.sampling_session_seq_id}"
-    if service.store.find(Sampler, sampler_id) is None:
+    if service.store.find(SamplingSession, sampler_id) is None:
         await service.store.put(_sampler(service, tenant, asked, sampler_id))
     return {"sampling_session_id": sampler_id, "type": "create_sampling_session"}
 
 
-def _sampler(service: Service, tenant: str, asked: SamplingSessionBody, sampler_id: str) -> Sampler:
+def _sampler(service: Service, tenant: str, asked: SamplingSessionBody, sampler_id: str) -> SamplingSession:
     version = None
     base_model = asked.base_model
     if asked.model_path is not None:
@@ -45,11 +45,11 @@ def _sampler(service: Service, tenant: str, asked: SamplingSessionBody, sampler_
             raise BadRequest(
                 f"{asked.model_path} belongs to {checkpoint.base_model}, not to {base_model}.", "Leave base_model out."
             )
-        service.chronicle.read(checkpoint, tenant, "sampling")
+        service.audit_log.checkpoint_read(checkpoint, tenant, "sampling")
     if base_model is None:
         raise BadRequest("create_sampling_session has neither model_path nor base_model.", "Give one of them.")
     service.worker(base_model)
-    return Sampler(
+    return SamplingSession(
         id=sampler_id,
         owner=tenant,
         session_id=asked.session_id,
@@ -77,18 +77,18 @@ async def get_sampler(sampler_id: str, tenant: Tenant, service: ServiceDep) -> d
 async def join_sampling_session(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
     """A number for a client that shares a sampling session; its seq_ids begin at 10^9 times it."""
     sampler = service.sampler(parse(JoinBody, body).sampling_session_id, tenant)
-    service.sessions.alive(sampler.session_id, tenant)
+    service.sessions.touch(sampler.session_id, tenant)
     return {"client_counter": await service.sampling.join(sampler), "type": "join_sampling_session"}
 
 
 @router.post("/asample")
 async def asample(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
     """Begin sampling; the ids of the sequences are given now, one for each."""
-    service.sampling.admit()
-    ask = await aside(len(body), decode_sample, body)
-    note(request_id=f"{ask.sampler_id}:{ask.seq}")
+    service.sampling.check_capacity()
+    ask = await run_in_thread_if_large(len(body), decode_sample, body)
+    add_log_context(request_id=f"{ask.sampler_id}:{ask.seq}")
     sampler = service.sampler(ask.sampler_id, tenant)
-    service.sessions.alive(sampler.session_id, tenant)
+    service.sessions.touch(sampler.session_id, tenant)
     check_sample(ask.request, await service.worker(sampler.base_model).host.card())
     request_id = f"{sampler.id}:{ask.seq}"
     service.sampling.submit(sampler, ask, request_id)

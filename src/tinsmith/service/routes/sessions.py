@@ -72,7 +72,7 @@ async def finish_session(session_id: str, tenant: Tenant, service: ServiceDep, b
     """End a session: training that is queued still runs, then its models leave; samples under way are stopped."""
     asked = parse(FinishBody, body or b"{}")
     await service.sessions.end(service.sessions.find(session_id, tenant), asked.reason.type, asked.detail)
-    await service.sampling.end(session_id)
+    await service.sampling.cancel_session(session_id)
     return Response(status_code=204)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 import time
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Annotated, Any
 
@@ -14,23 +13,24 @@ from tinsmith.engine.base import AdamParams, LoraSpec, Pass
 from tinsmith.engine.validation import check_adam, check_lora, check_pass
 from tinsmith.errors import BadRequest, Unsupported
 from tinsmith.service.checkpoints import check_name, check_ttl
-from tinsmith.service.concurrency import aside
+from tinsmith.service.concurrency import run_in_thread_if_large
 from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.encryption import recipients
-from tinsmith.service.observability.logs import note
+from tinsmith.service.observability.logs import add_log_context
 from tinsmith.service.routes.custom_losses import with_uploaded
-from tinsmith.service.storage.payloads import stored
+from tinsmith.service.storage.payloads import encode_operation
 from tinsmith.service.storage.records import (
-    Answer,
     Checkpoint,
-    Create,
-    Load,
+    CreateModel,
+    FutureResult,
+    LoadWeights,
     Model,
+    Operation,
+    OptimStep,
     SaveExternal,
     SaveSampler,
     SaveState,
-    Step,
-    Work,
+    request_id_of,
 )
 from tinsmith.service.wire.protobuf import MAX_BODY_BYTES, decompress, parse_pass, pass_from_message
 from tinsmith.service.wire.provenance import Claim, parse_claims
@@ -54,10 +54,10 @@ router = APIRouter()
 async def create_model(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
     """A fresh adapter; a seed is drawn where the client gave none."""
     asked = parse(CreateModelBody, body)
-    session = service.sessions.alive(asked.session_id, tenant)
+    session = service.sessions.touch(asked.session_id, tenant)
     model_id = _model_id(asked.session_id, asked.model_seq_id)
     if service.store.find(Model, model_id) is not None:
-        return {"request_id": _request_id(model_id, 0), "model_id": model_id}
+        return {"request_id": request_id_of(model_id, 0), "model_id": model_id}
     service.worker(asked.base_model)
     _only_adamw(asked.optimizer_config)
     config = asked.lora_config or LoraBody(rank=32)
@@ -70,7 +70,7 @@ async def create_model(tenant: Tenant, service: ServiceDep, body: RawBody) -> di
     )
     check_lora(lora)
     model = _model(model_id, session.id, asked.base_model, lora, tenant, asked.user_metadata)
-    promise = await _promise(service, model, 0, Create(), stored(Create()), new=True)
+    promise = await _promise(service, model, 0, CreateModel(), encode_operation(CreateModel()), new=True)
     return {**promise, "model_id": model_id}
 
 
@@ -97,7 +97,7 @@ async def forward_backward(
     tenant: Tenant, service: ServiceDep, body: RawBody, content_encoding: Annotated[str | None, Header()] = None
 ) -> dict[str, Any]:
     """A pass, with or without gradients; the body is kept as it came."""
-    plain, seq, work, claims = await aside(
+    plain, seq, work, claims = await run_in_thread_if_large(
         MAX_BODY_BYTES if content_encoding else len(body), _read, body, content_encoding
     )
     model = service.trainable_model(work.model_id, tenant)
@@ -105,7 +105,7 @@ async def forward_backward(
         return _promise_of(model, seq)
     service.sampling.check(claims, tenant)
     work, kept = with_uploaded(service, model, work, plain)
-    await aside(len(plain), check_pass, work, await service.worker(model.base_model).host.card())
+    await run_in_thread_if_large(len(plain), check_pass, work, await service.worker(model.base_model).host.card())
     return await _promise(service, model, seq, work, kept)
 
 
@@ -128,8 +128,8 @@ async def optim_step(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict
         raise BadRequest("optim_step has no adam_params.", "Send all six, or {} for the defaults.")
     adam = AdamParams(**asked.adam_params.model_dump())
     check_adam(adam)
-    work = Step(adam=adam)
-    return await _promise(service, model, asked.seq_id, work, stored(work))
+    work = OptimStep(adam=adam)
+    return await _promise(service, model, asked.seq_id, work, encode_operation(work))
 
 
 @router.post("/save_weights")
@@ -142,11 +142,11 @@ async def save_weights(tenant: Tenant, service: ServiceDep, body: RawBody) -> di
     name = asked.path if asked.path is not None else f"{asked.seq_id:06d}"
     check_name(name)
     check_ttl(asked.ttl_seconds)
-    standing = service.checkpoints.named(model.id, "weights", name)
+    standing = service.checkpoints.by_name(model.id, "weights", name)
     if standing is not None and not asked.overwrite:
         raise BadRequest(f"{standing.path} exists.", "Choose another name or pass overwrite=True.")
     work = SaveState(name=name, overwrite=asked.overwrite, ttl_seconds=asked.ttl_seconds, metadata=asked.user_metadata)
-    return await _promise(service, model, asked.seq_id, work, stored(work))
+    return await _promise(service, model, asked.seq_id, work, encode_operation(work))
 
 
 @router.post("/save_weights_for_sampler")
@@ -170,7 +170,7 @@ async def save_weights_for_sampler(tenant: Tenant, service: ServiceDep, body: Ra
         work = SaveSampler(sampler_id=sampler_id, inflight=asked.kind == "inflight", **kept)
     else:
         raise BadRequest("save_weights_for_sampler has neither path nor sampling_session_seq_id.", "Give one of them.")
-    return await _promise(service, model, asked.seq_id, work, stored(work))
+    return await _promise(service, model, asked.seq_id, work, encode_operation(work))
 
 
 @router.post("/save_weights_external")
@@ -185,7 +185,7 @@ async def save_weights_external(tenant: Tenant, service: ServiceDep, body: RawBo
     recipients(given)
     _check_new_name(service, model, "external_weights", asked.path)
     work = SaveExternal(name=asked.path, ttl_seconds=asked.ttl_seconds, recipients=given)
-    return await _promise(service, model, asked.seq_id, work, stored(work))
+    return await _promise(service, model, asked.seq_id, work, encode_operation(work))
 
 
 @router.post("/load_weights")
@@ -204,22 +204,22 @@ async def load_weights(tenant: Tenant, service: ServiceDep, body: RawBody) -> di
         raise BadRequest(
             f"{asked.path} holds {checkpoint.lora}; the model has {model.lora}.", "Create a model from it."
         )
-    work = Load(path=asked.path, checkpoint=checkpoint.id, optimizer=asked.optimizer)
-    return await _promise(service, model, asked.seq_id, work, stored(work))
+    work = LoadWeights(path=asked.path, checkpoint=checkpoint.id, optimizer=asked.optimizer)
+    return await _promise(service, model, asked.seq_id, work, encode_operation(work))
 
 
 async def _create_by_load(service: Service, tenant: str, asked: LoadBody) -> dict[str, Any]:
     if asked.session_id is None or asked.model_seq_id is None:
         raise BadRequest("load_weights says no model.", "Send session_id and model_seq_id, or model_id and seq_id.")
-    session = service.sessions.alive(asked.session_id, tenant)
+    session = service.sessions.touch(asked.session_id, tenant)
     model_id = _model_id(asked.session_id, asked.model_seq_id)
     if service.store.find(Model, model_id) is not None:
-        return {"request_id": _request_id(model_id, 0), "model_id": model_id}
+        return {"request_id": request_id_of(model_id, 0), "model_id": model_id}
     checkpoint = _loadable(service, tenant, asked, asked.base_model)
     base_model = asked.base_model or checkpoint.base_model
     model = _model(model_id, session.id, base_model, checkpoint.lora, tenant, asked.user_metadata)
-    work = Load(path=asked.path, checkpoint=checkpoint.id, optimizer=asked.optimizer, creates=True)
-    promise = await _promise(service, model, 0, work, stored(work), new=True)
+    work = LoadWeights(path=asked.path, checkpoint=checkpoint.id, optimizer=asked.optimizer, creates=True)
+    promise = await _promise(service, model, 0, work, encode_operation(work), new=True)
     return {**promise, "model_id": model_id}
 
 
@@ -235,14 +235,14 @@ def _loadable(service: Service, tenant: str, asked: LoadBody, base_model: str | 
     wanted = base_model or checkpoint.base_model
     if service.worker(wanted) is not service.worker(checkpoint.base_model):
         raise BadRequest(f"{asked.path} belongs to {checkpoint.base_model}, not to {wanted}.", "Leave base_model out.")
-    service.chronicle.read(checkpoint, tenant, "training")
+    service.audit_log.checkpoint_read(checkpoint, tenant, "training")
     return checkpoint
 
 
 def _check_new_name(service: Service, model: Model, kind: str, name: str) -> None:
     """Raises BadRequest unless it is a name, and not yet one of the model's checkpoints of this kind."""
     check_name(name)
-    standing = service.checkpoints.named(model.id, kind, name)
+    standing = service.checkpoints.by_name(model.id, kind, name)
     if standing is not None:
         raise BadRequest(f"{standing.path} exists.", "Choose another name or delete it first.")
 
@@ -252,47 +252,27 @@ async def _promised(service: Service, model: Model, seq: int) -> bool:
 
     Payloads are not compared: a repeated save carries a new sampling_session_seq_id.
     """
-    note(request_id=_request_id(model.id, seq))
-    line = service.worker(model.base_model).line(model.id)
+    add_log_context(request_id=request_id_of(model.id, seq))
     if not 1 <= seq < 2**63:
         raise BadRequest(f"seq_id is {seq}.", "The first request of a model has 1.")
-    if seq > line.accepted:
-        return False
-    request_id = _request_id(model.id, seq)
-    if service.futures.knows(request_id, model.owner) or await service.store.answer(request_id, model.owner):
-        return True
-    if seq < line.begun:
-        raise BadRequest(f"seq_id {seq} came after {line.begun} had run.", "Send requests in the order of seq_id.")
-    return False
+    return await service.worker(model.base_model).is_accepted(model, seq)
 
 
 async def _promise(
-    service: Service, model: Model, seq: int, work: Work, payload: bytes, *, new: bool = False
+    service: Service, model: Model, seq: int, work: Operation, payload: bytes, *, new: bool = False
 ) -> dict[str, Any]:
-    """Within its tenant's quotas: write it down, then promise it, then queue it."""
+    """Accept a request and return the promise of its result."""
     worker = service.worker(model.base_model)
-    row = worker.row(_request_id(model.id, seq), model.owner, model.id, seq, work)
-    if isinstance(work, SaveState | SaveSampler | SaveExternal):
-        service.limits.checkpoint(model.owner)
-    with service.limits.model(model.owner) if new else nullcontext(), service.limits.request(model.owner, row.tokens):
-        if await service.store.accept(row, payload, *([model] if new else [])):
-            service.futures.open(row.id, model.owner, stored=True)
-            worker.line(model.id).accepted = max(worker.line(model.id).accepted, seq)
-            worker.add(row)
-    return {"request_id": row.id}  # refused by the store: the same request was accepted a moment ago
+    return {"request_id": await worker.accept(model, seq, work, payload, is_new=new)}
 
 
 def _promise_of(model: Model, seq: int) -> dict[str, Any]:
-    return {"request_id": _request_id(model.id, seq)}
+    return {"request_id": request_id_of(model.id, seq)}
 
 
 def _model_id(session_id: str, number: int) -> str:
     """The client computes the same string by itself."""
     return f"{session_id}:train:{number}"
-
-
-def _request_id(model_id: str, seq: int) -> str:
-    return f"{model_id}:{seq}"
 
 
 def _model(
@@ -319,8 +299,8 @@ async def unload_model(tenant: Tenant, service: ServiceDep, body: RawBody) -> di
     """End a model after all that waits for it; its checkpoints stay."""
     model = service.model(parse(UnloadBody, body).model_id, tenant)
     if model.state != "ended":
-        service.worker(model.base_model).drop(model)
+        service.worker(model.base_model).unload(model)
     request_id = f"{model.id}:unload"
     service.futures.open(request_id, tenant, stored=True)
-    service.futures.keep(request_id, Answer.of({"model_id": model.id, "type": "unload_model"}))
+    service.futures.resolve(request_id, FutureResult.of({"model_id": model.id, "type": "unload_model"}))
     return {"request_id": request_id, "model_id": model.id}

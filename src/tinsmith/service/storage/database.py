@@ -31,7 +31,7 @@ from tinsmith.service.storage.tables import META
 log = logging.getLogger(__name__)
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-FIRST = "0001"
+FIRST_REVISION = "0001"
 """What a folder holds that was written before there were migrations: SQLite's user_version 1."""
 _SERVING, _MIGRATING = 0x74696E73, 0x74696E74
 """Advisory locks of PostgreSQL are numbers, the same for everyone who means the same thing."""
@@ -45,7 +45,7 @@ _AWAY = {
 R = TypeVar("R")
 
 
-def engine_of(data: Path, url: str | None) -> AsyncEngine:
+def open_engine(data: Path, url: str | None) -> AsyncEngine:
     """Connections to the database; none is opened yet. Raises ConfigError if PostgreSQL's driver is missing.
 
     Errors do not tell the values of their statement: they are tenants' data.
@@ -61,7 +61,7 @@ def engine_of(data: Path, url: str | None) -> AsyncEngine:
         raise ConfigError("PostgreSQL's driver is not installed.", "pip install 'tinsmith[postgres]'") from error
 
 
-def direct_of(engine: AsyncEngine) -> Engine:
+def sync_engine_of(engine: AsyncEngine) -> Engine:
     """The same database for a thread that may wait for it: a transaction goes there and back once, where the asyncio
     engine goes once for each statement, and that takes most of a small transaction's time."""
     if engine.dialect.name == "postgresql":
@@ -72,7 +72,7 @@ def direct_of(engine: AsyncEngine) -> Engine:
     return direct
 
 
-async def patiently(engine: AsyncEngine, work: Callable[[], Awaitable[R]]) -> R:
+async def retry_while_unavailable(engine: AsyncEngine, work: Callable[[], Awaitable[R]]) -> R:
     """The work's result. A database that is away is waited for (a restart of PostgreSQL, a fault of the network, a lock
     of somebody else's on SQLite's file, a full disk): what an engine has done must be written down, and who asks
     meanwhile sees a pause. The work may run more than once.
@@ -88,7 +88,7 @@ async def patiently(engine: AsyncEngine, work: Callable[[], Awaitable[R]]) -> R:
         except DBAPIError as error:
             if not _passes(engine, error):
                 raise
-            log.warning("%s does not answer; waiting for it: %s", place_of(engine), error.orig)
+            log.warning("%s does not answer; waiting for it: %s", display_url(engine), error.orig)
         await asyncio.sleep(_AWAY_S)
 
 
@@ -100,7 +100,7 @@ def _passes(engine: AsyncEngine, error: DBAPIError) -> bool:
     return code & 0xFF in _AWAY
 
 
-async def to_its_end(work: Awaitable[R]) -> R:
+async def uninterrupted(work: Awaitable[R]) -> R:
     """The work's result. Nothing cancels the work: who is cancelled waits until it has given its connection back."""
     task = asyncio.ensure_future(work)
     try:
@@ -110,7 +110,7 @@ async def to_its_end(work: Awaitable[R]) -> R:
         raise
 
 
-def place_of(engine: AsyncEngine) -> str:
+def display_url(engine: AsyncEngine) -> str:
     """The database's URL as people may read it, without its password."""
     return engine.url.render_as_string(hide_password=True)
 
@@ -122,24 +122,24 @@ async def migrate(engine: AsyncEngine, *, upgrade: bool = True) -> None:
     `upgrade` also if it is older, since a server may be using it.
     """
     try:
-        with reachable(engine):
+        with translate_connection_errors(engine):
             async with engine.execution_options(alone=True).begin() as db:
                 if db.dialect.name == "postgresql":
                     await db.execute(text(f"select pg_advisory_xact_lock({_MIGRATING})"))
                 await db.run_sync(_migrate, upgrade)
     except CommandError as error:
-        what = f"The database {place_of(engine)} is of another version: {error}."
+        what = f"The database {display_url(engine)} is of another version: {error}."
         raise ConfigError(what, "Use the tinsmith that wrote it, or another --data or --database.") from error
 
 
 @asynccontextmanager
-async def served_alone(engine: AsyncEngine) -> AsyncIterator[None]:
+async def exclusive_access(engine: AsyncEngine) -> AsyncIterator[None]:
     """Refuses a second server on one PostgreSQL database, for as long as the block runs. Raises ConfigError."""
     if engine.dialect.name != "postgresql":
         yield
         return
     lock = _Lock(engine)
-    with reachable(engine):
+    with translate_connection_errors(engine):
         await lock.take()
     watch = asyncio.create_task(lock.keep())
     try:
@@ -163,7 +163,7 @@ class _Lock:
         await self._holder.execution_options(isolation_level="AUTOCOMMIT")
         if not (await self._holder.execute(text(f"select pg_try_advisory_lock({_SERVING})"))).scalar_one():
             await self.release()
-            what = f"Another server uses {place_of(self._engine)}."
+            what = f"Another server uses {display_url(self._engine)}."
             raise ConfigError(what, "End it, or give this one its own --database.")
 
     async def release(self) -> None:
@@ -180,11 +180,11 @@ class _Lock:
             try:
                 if self._holder is None:
                     await self.take()
-                    log.info("Connected to %s again.", place_of(self._engine))
+                    log.info("Connected to %s again.", display_url(self._engine))
                 else:
                     await self._holder.execute(text("select 1"))
             except DBAPIError as error:
-                log.warning("%s does not answer: %s", place_of(self._engine), error.orig)
+                log.warning("%s does not answer: %s", display_url(self._engine), error.orig)
                 await self.release()
             except ConfigError as error:
                 log.critical("%s It began while the database was away; this one ends.", error.message)
@@ -193,13 +193,13 @@ class _Lock:
 
 
 @contextmanager
-def reachable(engine: AsyncEngine) -> Iterator[None]:
+def translate_connection_errors(engine: AsyncEngine) -> Iterator[None]:
     """Raises ConfigError where the database does not answer."""
     try:
         yield
     except OperationalError as error:
         told = str(error.orig).strip().partition("\n")[0]
-        what = f"The database {place_of(engine)} does not answer: {told}."
+        what = f"The database {display_url(engine)} does not answer: {told}."
         raise ConfigError(what, "Start it, or correct --database.") from error
 
 
@@ -213,8 +213,8 @@ def _migrate(db: Connection, upgrade: bool) -> None:
             what = f"The database {db.engine.url.render_as_string()} is of version {found}."
             raise ConfigError(what, "Start this tinsmith's server on it: it brings the database up to date.")
         log.info("Upgrading the database from version %s.", found)
-    if found == FIRST:
-        command.stamp(config, FIRST)
+    if found == FIRST_REVISION:
+        command.stamp(config, FIRST_REVISION)
     command.upgrade(config, "head")
 
 
@@ -225,7 +225,7 @@ def _version_of(db: Connection) -> str | None:
         return db.execute(text("select version_num from alembic_version")).scalar()
     schema = db.exec_driver_sql("PRAGMA user_version").scalar_one() if db.dialect.name == "sqlite" else 0
     if schema == 1:
-        return FIRST
+        return FIRST_REVISION
     if schema or tables & set(META.tables):
         what = f"The database {db.engine.url.render_as_string()} holds tables of something else (schema {schema})."
         raise ConfigError(what, "Use another --data or --database.")

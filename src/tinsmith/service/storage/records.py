@@ -62,7 +62,7 @@ class Model:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampler:
+class SamplingSession:
     """A sampling session; `version` is the checkpoint it samples from for ever, None for the base model."""
 
     id: str
@@ -121,12 +121,12 @@ class CustomLoss:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Create:
+class CreateModel:
     """Make the model from its LoraSpec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
+class LoadWeights:
     """Put a checkpoint into the model; `creates` when it takes the place of Create."""
 
     path: str
@@ -136,7 +136,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class OptimStep:
     """optim_step."""
 
     adam: AdamParams
@@ -174,20 +174,27 @@ class SaveExternal:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
+class UnloadModel:
     """The end of a model, queued behind what is still waiting. Never stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Revive:
+class RestoreModel:
     """Have the model in the engine again, for a version that only its replay can bring back. Never stored."""
 
 
-Work = Create | Load | Pass | Step | SaveState | SaveSampler | SaveExternal | Drop | Revive
+Operation = (
+    CreateModel | LoadWeights | Pass | OptimStep | SaveState | SaveSampler | SaveExternal | UnloadModel | RestoreModel
+)
+
+
+def request_id_of(model_id: str, seq: int) -> str:
+    """The id of a training request, which the client computes by itself."""
+    return f"{model_id}:{seq}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class QueuedRequest:
     """A request waiting for its engine, as the scheduler sees it."""
 
     id: str
@@ -196,7 +203,7 @@ class Row:
     seq: int
     order: int
     """Arrival: larger is later."""
-    work: Work
+    operation: Operation
     tokens: int = 0
     alone: bool = False
     """An engine died while it ran: run it by itself, so that it can take no other down."""
@@ -204,11 +211,11 @@ class Row:
     @property
     def packs(self) -> bool:
         """Rows that pack share a pass; all others are barriers for their own model."""
-        return isinstance(self.work, Pass)
+        return isinstance(self.operation, Pass)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Past:
+class ReplayedRequest:
     """A finished request as the journal replays it."""
 
     id: str
@@ -219,7 +226,7 @@ class Past:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class FutureResult:
     """The final body of a future."""
 
     body: bytes
@@ -228,12 +235,12 @@ class Answer:
     failed: bool = False
 
     @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Answer:
+    def of(cls, values: Mapping[str, Any]) -> FutureResult:
         """A JSON result."""
         return cls(body=json.dumps(values).encode())
 
     @classmethod
-    def failure(cls, error: TinsmithError) -> Answer:
+    def failure(cls, error: TinsmithError) -> FutureResult:
         """How the protocol fails a request: 200 with the error and its category, which no client retries."""
         body = json.dumps({"error": str(error), "category": error.category}).encode()
         return cls(body=body, failed=True)

@@ -23,17 +23,33 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from tinsmith.engine.base import LoraSpec
-from tinsmith.service.storage.database import direct_of, engine_of, migrate, patiently, served_alone, to_its_end
-from tinsmith.service.storage.payloads import restored, row_of, stored_kind
-from tinsmith.service.storage.records import Answer, Checkpoint, CustomLoss, Model, Past, Row, Sampler, Session
+from tinsmith.service.storage.database import (
+    exclusive_access,
+    migrate,
+    open_engine,
+    retry_while_unavailable,
+    sync_engine_of,
+    uninterrupted,
+)
+from tinsmith.service.storage.payloads import decode_operation, kind_of, queued_request
+from tinsmith.service.storage.records import (
+    Checkpoint,
+    CustomLoss,
+    FutureResult,
+    Model,
+    QueuedRequest,
+    ReplayedRequest,
+    SamplingSession,
+    Session,
+)
 from tinsmith.service.storage.tables import CHECKPOINTS, CUSTOM_LOSSES, MODELS, REQUESTS, SAMPLERS, SESSIONS
 
-Held = Session | Model | Sampler | Checkpoint | CustomLoss
-H = TypeVar("H", Session, Model, Sampler, Checkpoint, CustomLoss)
-TABLES: dict[type[Held], Table] = {
+StoredRecord = Session | Model | SamplingSession | Checkpoint | CustomLoss
+RecordT = TypeVar("RecordT", Session, Model, SamplingSession, Checkpoint, CustomLoss)
+TABLES: dict[type[StoredRecord], Table] = {
     Session: SESSIONS,
     Model: MODELS,
-    Sampler: SAMPLERS,
+    SamplingSession: SAMPLERS,
     Checkpoint: CHECKPOINTS,
     CustomLoss: CUSTOM_LOSSES,
 }
@@ -46,7 +62,7 @@ def insert_into(db: AsyncConnection | Connection, table: Table) -> Any:
     return _INSERT[db.dialect.name](table)
 
 
-def write_all(db: Connection, records: Iterable[Held]) -> None:
+def upsert_records(db: Connection, records: Iterable[StoredRecord]) -> None:
     """Records, new or changed."""
     for record in records:
         table = TABLES[type(record)]
@@ -54,7 +70,7 @@ def write_all(db: Connection, records: Iterable[Held]) -> None:
         db.execute(insert_into(db, table).values(values).on_conflict_do_update(index_elements=["id"], set_=values))
 
 
-def record_of(kind: type[Held], found: SqlRow[Any]) -> Held:
+def record_from_row(kind: type[StoredRecord], found: SqlRow[Any]) -> StoredRecord:
     """The record in a row."""
     values = dict(found._mapping)
     if "lora" in values:
@@ -68,16 +84,16 @@ def _plain(value: Any) -> Any:
 
 R = TypeVar("R")
 
-ASKED = 10_000
+MAX_QUERY_IDS = 10_000
 """Ids in one query: a database takes only so many parameters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class FinishedRequest:
     """One request's end: its answer, and the pass it ran in."""
 
-    row: Row
-    answer: Answer
+    request: QueuedRequest
+    result: FutureResult
     batch: int = 0
 
 
@@ -86,9 +102,9 @@ class Store:
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = self.database = engine
-        self._direct = direct_of(engine)
+        self._direct = sync_engine_of(engine)
         self._writing = asyncio.Lock()
-        self._held: dict[type[Held], dict[str, Any]] = {kind: {} for kind in TABLES}
+        self._held: dict[type[StoredRecord], dict[str, Any]] = {kind: {} for kind in TABLES}
         self._of_run: dict[str, dict[str, Checkpoint]] = {}
         """run -> its checkpoints by id: every save asks for names of one run."""
 
@@ -97,22 +113,22 @@ class Store:
         async with self._engine.connect() as db:
             for kind, table in TABLES.items():
                 for found in await db.execute(select(table).order_by(table.c.created, table.c.id)):
-                    self._keep([record_of(kind, found)])
+                    self._keep([record_from_row(kind, found)])
 
     async def close(self) -> None:
         """Close the database."""
         self._direct.dispose()
         await self._engine.dispose()
 
-    def find(self, kind: type[H], key: str) -> H | None:
+    def find(self, kind: type[RecordT], key: str) -> RecordT | None:
         """The record, or None."""
         return self._held[kind].get(key)
 
-    def all(self, kind: type[H]) -> list[H]:
+    def all(self, kind: type[RecordT]) -> list[RecordT]:
         """Every record of a kind, oldest first."""
         return list(self._held[kind].values())
 
-    def of_run(self, run: str) -> list[Checkpoint]:
+    def checkpoints_of_run(self, run: str) -> list[Checkpoint]:
         """A run's checkpoints, unnamed ones too, oldest first."""
         return list(self._of_run.get(run, {}).values())
 
@@ -121,24 +137,24 @@ class Store:
         async with self._writing:
             return await self._attempt(work)
 
-    async def put(self, *records: Held) -> None:
+    async def put(self, *records: StoredRecord) -> None:
         """Write records, new or changed, together."""
         async with self._writing:
-            await self._transaction(lambda db: write_all(db, records))
+            await self._transaction(lambda db: upsert_records(db, records))
             self._keep(records)
 
-    async def change(self, kind: type[H], key: str, **changes: Any) -> H | None:
+    async def update(self, kind: type[RecordT], key: str, **changes: Any) -> RecordT | None:
         """The record as it is now, with changes; None if it is gone. For records that more than one task writes."""
         async with self._writing:
             held = self.find(kind, key)
             if held is None:
                 return None
             held = replace(held, **changes)
-            await self._transaction(lambda db: write_all(db, [held]))
+            await self._transaction(lambda db: upsert_records(db, [held]))
             self._keep([held])
             return held
 
-    async def remove(self, *records: Held) -> None:
+    async def remove(self, *records: StoredRecord) -> None:
         """Forget records."""
 
         def removed(db: Connection) -> None:
@@ -153,7 +169,7 @@ class Store:
                 if isinstance(record, Checkpoint):
                     self._of_run.get(record.run, {}).pop(record.id, None)
 
-    async def accept(self, row: Row, payload: bytes, *records: Held) -> bool:
+    async def accept(self, row: QueuedRequest, payload: bytes, *records: StoredRecord) -> bool:
         """A request and its payload, with records that come into being by it. After this the promise may be given.
 
         False, and nothing is written, if a request of this id was accepted before.
@@ -163,7 +179,7 @@ class Store:
             "owner": row.owner,
             "model_id": row.model_id,
             "seq": row.seq,
-            "kind": stored_kind(row.work),
+            "kind": kind_of(row.operation),
             "created": time.time(),
             "state": "pending",
             "payload": payload,
@@ -177,7 +193,7 @@ class Store:
             # Not fresh and yet mine: written by a try whose end the database could not tell.
             mine = db.execute(fresh).first() is not None or mine
             if mine:
-                write_all(db, records)
+                upsert_records(db, records)
             return mine
 
         async with self._writing:
@@ -186,22 +202,22 @@ class Store:
             self._keep(records)
         return True
 
-    async def finish(self, ends: Sequence[Finished], *records: Held) -> None:
+    async def finish(self, ends: Sequence[FinishedRequest], *records: StoredRecord) -> None:
         """Results of requests, with records that changed by them. The first result of a request stands."""
 
         def finished(db: Connection) -> None:
             for end in ends:
                 values = {
-                    "state": "failed" if end.answer.failed else "done",
+                    "state": "failed" if end.result.failed else "done",
                     "batch": end.batch,
                     "done": time.time(),
-                    "status": end.answer.status,
-                    "media": end.answer.media,
-                    "body": end.answer.body,
+                    "status": end.result.status,
+                    "media": end.result.media,
+                    "body": end.result.body,
                 }
-                waiting = and_(REQUESTS.c.id == end.row.id, REQUESTS.c.state == "pending")
+                waiting = and_(REQUESTS.c.id == end.request.id, REQUESTS.c.state == "pending")
                 db.execute(update(REQUESTS).where(waiting).values(values))
-            write_all(db, records)
+            upsert_records(db, records)
 
         async with self._writing:
             await self._transaction(finished)
@@ -212,14 +228,14 @@ class Store:
         done = and_(REQUESTS.c.model_id == model.id, REQUESTS.c.seq <= model.covered, REQUESTS.c.state != "pending")
 
         def covered(db: Connection) -> None:
-            write_all(db, [model])
+            upsert_records(db, [model])
             db.execute(update(REQUESTS).where(done).values(payload=None))
 
         async with self._writing:
             await self._transaction(covered)
             self._keep([model])
 
-    async def answer(self, request_id: str, owner: str) -> tuple[str, Answer | None] | None:
+    async def result(self, request_id: str, owner: str) -> tuple[str, FutureResult | None] | None:
         """(state, answer) of a request, or None if there is none; the answer is None while pending and once too old."""
         found = select(REQUESTS).where(REQUESTS.c.id == request_id, REQUESTS.c.owner == owner)
 
@@ -227,32 +243,32 @@ class Store:
             async with self._engine.connect() as db:
                 return (await db.execute(found)).first()
 
-        row = await patiently(self._engine, first)
+        row = await retry_while_unavailable(self._engine, first)
         if row is None:
             return None
         if row.body is None:
             return row.state, None
-        return row.state, Answer(status=row.status, media=row.media, body=row.body, failed=row.state == "failed")
+        return row.state, FutureResult(status=row.status, media=row.media, body=row.body, failed=row.state == "failed")
 
-    async def pending(self) -> list[Row]:
+    async def pending_requests(self) -> list[QueuedRequest]:
         """Requests that were promised and have no result, oldest first; `order` is their place."""
         async with self._engine.connect() as db:
             waiting = select(REQUESTS).where(REQUESTS.c.state == "pending").order_by(REQUESTS.c.created, REQUESTS.c.seq)
             found = (await db.execute(waiting)).all()
         rows = []
         for order, one in enumerate(found):
-            work = restored(one.kind, one.model_id, one.payload)
-            rows.append(row_of(one.id, one.owner, one.model_id, one.seq, order, work))
+            work = decode_operation(one.kind, one.model_id, one.payload)
+            rows.append(queued_request(one.id, one.owner, one.model_id, one.seq, order, work))
         return rows
 
-    async def highest(self) -> dict[str, tuple[int, int]]:
+    async def highest_seqs(self) -> dict[str, tuple[int, int]]:
         """model -> (highest seq_id accepted, highest seq_id with a result)."""
         finished = func.max(REQUESTS.c.seq).filter(REQUESTS.c.state != "pending")
         query = select(REQUESTS.c.model_id, func.max(REQUESTS.c.seq), finished).group_by(REQUESTS.c.model_id)
         async with self._engine.connect() as db:
             return {model: (top, done if done is not None else -1) for model, top, done in await db.execute(query)}
 
-    async def past(self, model: Model) -> list[Past]:
+    async def requests_to_replay(self, model: Model) -> list[ReplayedRequest]:
         """What the model's captured state does not hold: finished requests after it, in order, without the failed.
 
         A `forward` leaves nothing in a model: among the passes that it was packed with it would keep them apart.
@@ -263,7 +279,10 @@ class Store:
         )
         async with self._engine.connect() as db:
             found = (await db.execute(query.order_by(r.seq))).all()
-        return [Past(id=one.id, seq=one.seq, kind=one.kind, batch=one.batch, payload=one.payload) for one in found]
+        return [
+            ReplayedRequest(id=one.id, seq=one.seq, kind=one.kind, batch=one.batch, payload=one.payload)
+            for one in found
+        ]
 
     async def last_used(self, models: Sequence[Model]) -> list[float]:
         """When the last request of each came."""
@@ -271,8 +290,8 @@ class Store:
         query = select(r.model_id, func.max(r.created)).group_by(r.model_id)
         last: dict[str, float | None] = {}
         async with self._engine.connect() as db:
-            for start in range(0, len(models), ASKED):
-                some = [model.id for model in models[start : start + ASKED]]
+            for start in range(0, len(models), MAX_QUERY_IDS):
+                some = [model.id for model in models[start : start + MAX_QUERY_IDS]]
                 last.update((model, when) for model, when in await db.execute(query.where(r.model_id.in_(some))))
         return [last.get(model.id) or model.used or model.created for model in models]
 
@@ -290,7 +309,7 @@ class Store:
 
     async def _transaction(self, work: Callable[[Connection], R]) -> R:
         """All of it or nothing, however long it takes."""
-        return await patiently(self._engine, lambda: self._attempt(work))
+        return await retry_while_unavailable(self._engine, lambda: self._attempt(work))
 
     async def _attempt(self, work: Callable[[Connection], R]) -> R:
         """In a thread; who is cancelled meanwhile waits for its end."""
@@ -299,9 +318,9 @@ class Store:
             with self._direct.begin() as db:
                 return work(db)
 
-        return await to_its_end(asyncio.to_thread(run))
+        return await uninterrupted(asyncio.to_thread(run))
 
-    def _keep(self, records: Iterable[Held]) -> None:
+    def _keep(self, records: Iterable[StoredRecord]) -> None:
         for record in records:
             self._held[type(record)][record.id] = record
             if isinstance(record, Checkpoint):
@@ -310,15 +329,15 @@ class Store:
 
 async def open_store(data: Path, database: str | None = None) -> Store:
     """The store of a data folder, or of the database at a URL; made, or brought up to date, if need be."""
-    return await _loaded(engine_of(data, database))
+    return await _loaded(open_engine(data, database))
 
 
 @asynccontextmanager
-async def served_store(data: Path, database: str | None) -> AsyncIterator[Store]:
+async def exclusive_store(data: Path, database: str | None) -> AsyncIterator[Store]:
     """The same for a server: it has the database to itself. Raises ConfigError if another server has."""
-    engine = engine_of(data, database)
+    engine = open_engine(data, database)
     try:
-        async with served_alone(engine):
+        async with exclusive_access(engine):
             store = await _loaded(engine)
             try:
                 yield store

@@ -22,7 +22,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
 
 from tinsmith.errors import BadRequest, ConfigError, NotFound
 from tinsmith.service.config import KEY_PREFIX
-from tinsmith.service.storage.database import engine_of, migrate, patiently
+from tinsmith.service.storage.database import migrate, open_engine, retry_while_unavailable
 from tinsmith.service.storage.tables import AUDIT, KEYS, QUOTAS
 from tinsmith.settings import made
 
@@ -48,7 +48,7 @@ class ApiKey:
     expires: float | None = None
     revoked: float | None = None
 
-    def is_good(self, now: float) -> bool:
+    def is_valid(self, now: float) -> bool:
         """Neither revoked nor over its time."""
         return self.revoked is None and (self.expires is None or now < self.expires)
 
@@ -67,22 +67,22 @@ class Quotas:
     """Trained, read as prompts and sampled."""
 
 
-def made_key() -> str:
+def generate_key() -> str:
     """256 random bits, as the SDK wants to see them."""
     return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
-def digest_of(key: str) -> str:
+def key_hash(key: str) -> str:
     """What is kept of a key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 @asynccontextmanager
-async def keys_of(data: Path, database: str | None) -> AsyncIterator[AsyncEngine]:
+async def open_key_database(data: Path, database: str | None) -> AsyncIterator[AsyncEngine]:
     """The database of a data folder or at a URL, for commands: made if there is none, never upgraded under a server."""
     if database is None:
         made(data, "--data")
-    engine = engine_of(data, database)
+    engine = open_engine(data, database)
     try:
         await migrate(engine, upgrade=False)
         yield engine
@@ -99,14 +99,14 @@ async def create_key(
             raise ConfigError(
                 f"'{word}' cannot name a key or a tenant.", "Use letters, digits and . _ @ - (not digits alone)."
             )
-    key, now = made_key(), time.time()
+    key, now = generate_key(), time.time()
     values = {"name": name, "owner": owner, "admin": admin, "created": now}
     values["expires"] = now + lifetime_s if lifetime_s is not None else None
     async with _writing(engine) as db:
-        standing = [one for one in (await _keys(db)).values() if one.name == name and one.is_good(now)]
+        standing = [one for one in (await _keys(db)).values() if one.name == name and one.is_valid(now)]
         if standing:
             raise ConfigError(f"There is a key '{name}' already.", "Choose another name, or revoke it first.")
-        made = await db.execute(insert(KEYS).values(**values, hash=digest_of(key)).returning(KEYS.c.id))
+        made = await db.execute(insert(KEYS).values(**values, hash=key_hash(key)).returning(KEYS.c.id))
         await _audit(db, owner, "organization_key_created", name, COMMAND)
         return key, ApiKey(id=made.scalar_one(), **values)
 
@@ -177,33 +177,33 @@ class Tenants:
 
     def __init__(self, database: AsyncEngine, own_key: str | None) -> None:
         self._database = database
-        self._own = digest_of(own_key) if own_key is not None else ""
+        self._own = key_hash(own_key) if own_key is not None else ""
         self._own_key = ApiKey(id=0, name=LOCAL, owner=LOCAL, admin=True, created=time.time())
         self._keys: dict[str, ApiKey] = {}
         self._quotas: dict[str, Quotas] = {}
 
-    async def read(self) -> None:
+    async def reload(self) -> None:
         """What the database says now."""
-        self._keys, self._quotas = await patiently(self._database, lambda: read_keys(self._database))
+        self._keys, self._quotas = await retry_while_unavailable(self._database, lambda: read_keys(self._database))
 
     async def run(self) -> None:
         """For ever: read again."""
         while True:
             await asyncio.sleep(READ_S)
-            await self.read()
+            await self.reload()
 
-    def find(self, key: str) -> ApiKey | None:
+    def authenticate(self, key: str) -> ApiKey | None:
         """The key's record, if it is good."""
-        digest = digest_of(key)
+        digest = key_hash(key)
         found = self._own_key if hmac.compare_digest(digest, self._own) else self._keys.get(digest)
-        return found if found is not None and found.is_good(time.time()) else None
+        return found if found is not None and found.is_valid(time.time()) else None
 
-    def get(self, key_id: int) -> ApiKey | None:
+    def key_by_id(self, key_id: int) -> ApiKey | None:
         """The same by its number, for whoever holds something that was given for a key."""
         if key_id == self._own_key.id and self._own:
             return self._own_key
         now = time.time()
-        return next((one for one in self._keys.values() if one.id == key_id and one.is_good(now)), None)
+        return next((one for one in self._keys.values() if one.id == key_id and one.is_valid(now)), None)
 
     def quotas(self, owner: str) -> Quotas:
         """What a tenant may have."""
@@ -213,4 +213,4 @@ class Tenants:
     def has_keys(self) -> bool:
         """Whether somebody can come in by a key that was made for it."""
         now = time.time()
-        return any(one.is_good(now) for one in self._keys.values())
+        return any(one.is_valid(now) for one in self._keys.values())

@@ -32,7 +32,7 @@ class _Bucket:
     at: float
 
 
-class Limits:
+class QuotaEnforcer:
     """What each tenant uses now, against what it may."""
 
     def __init__(
@@ -47,10 +47,10 @@ class Limits:
         self._creating: Counter[str] = Counter()
 
     @contextmanager
-    def request(self, owner: str, tokens: int) -> Iterator[None]:
+    def reserve_request(self, owner: str, tokens: int) -> Iterator[None]:
         """A request on its way into the queue, which it joins inside. Raises Busy if there is no room, or no tokens."""
         most = self._tenants.quotas(owner).queued
-        if most is not None and self._futures.waiting(owner) + self._arriving[owner] >= most:
+        if most is not None and self._futures.pending(owner) + self._arriving[owner] >= most:
             told = f"{owner} has {most} requests waiting, which is all it may have."
             raise Busy(told, "Send it again when some are done.", retry_after_ms=int(1000 * _ASK_AGAIN_S))
         self._spend(owner, tokens)
@@ -61,7 +61,7 @@ class Limits:
             self._arriving[owner] -= 1
 
     @contextmanager
-    def model(self, owner: str) -> Iterator[None]:
+    def reserve_model(self, owner: str) -> Iterator[None]:
         """A model that comes into being inside. Raises Forbidden if the tenant has all it may have."""
         most = self._tenants.quotas(owner).models
         if most is not None:
@@ -75,7 +75,7 @@ class Limits:
         finally:
             self._creating[owner] -= 1
 
-    def checkpoint(self, owner: str) -> None:
+    def check_storage(self, owner: str) -> None:
         """Before one more is written. Raises Forbidden if the tenant's have reached what they may take."""
         most = self._tenants.quotas(owner).checkpoint_bytes
         if most is None:
@@ -85,7 +85,7 @@ class Limits:
             told = f"The checkpoints of {owner} take {have} bytes, and may take {most}."
             raise Forbidden(told, "Delete some, give them a ttl, or finish sessions that sample from unnamed ones.")
 
-    def used(self, owner: str, tokens: int) -> None:
+    def charge(self, owner: str, tokens: int) -> None:
         """Tokens that were not known when their request came: sampled ones."""
         if (most := self._tenants.quotas(owner).tokens_per_minute) is not None:
             self._bucket(owner, most).level -= tokens

@@ -32,16 +32,16 @@ class Signer:
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
-    def token(self, owner: str, key: int, bound: str) -> str:
+    def issue_token(self, owner: str, key: int, bound: str) -> str:
         """Stands for a key for a while. Its claims are what `whoami` shows; the key must be good when it is used."""
         return self._issue(_LOGIN, TOKEN_S, sub=urn(owner), org_id=owner, key=key, bound=bound)
 
-    def key(self, token: str) -> tuple[int, str] | None:
+    def read_token(self, token: str) -> tuple[int, str] | None:
         """(number, bound) of the key that a token stands for; None if it stands for none."""
         claims = self._read(token, _LOGIN)
         return (claims["key"], claims["bound"]) if claims else None
 
-    def loan(self, owner: str, path: str, lifetime_s: int) -> str:
+    def issue_loan(self, owner: str, path: str, lifetime_s: int) -> str:
         """Lets whoever holds it read one checkpoint of this owner."""
         return self._issue(_WEIGHTS, lifetime_s, owner=owner, path=path)
 
@@ -58,7 +58,7 @@ class Signer:
         """The query that makes a path fetchable without a key until `expires`."""
         return f"expires={expires}&signature={self._mac(f'link {expires} {path}')}"
 
-    def is_link(self, path: str, expires: int, signature: str) -> bool:
+    def verify_link(self, path: str, expires: int, signature: str) -> bool:
         """Whether `link` made this; it may be over by now."""
         return hmac.compare_digest(self._mac(f"link {expires} {path}").encode(), signature.encode())
 
@@ -87,15 +87,15 @@ def urn(owner: str) -> str:
     return f"tml:user:{owner}"
 
 
-def signer_of(data: Path) -> Signer:
+def load_signer(data: Path) -> Signer:
     """The signer of a data folder."""
     kept = data / "signing-key"
     if not kept.is_file():
-        write_private(kept, secrets.token_hex(32))
+        write_private_file(kept, secrets.token_hex(32))
     return Signer(bytes.fromhex(kept.read_text().strip()))
 
 
-def write_private(file: Path, text: str) -> None:
+def write_private_file(file: Path, text: str) -> None:
     """A new file that its owner alone can read."""
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
         out.write(text + "\n")

@@ -20,7 +20,7 @@ RETRY_S = 30.0
 """A full disk may be emptied."""
 
 
-class Behind:
+class BackgroundWriter:
     """The writes of one engine."""
 
     def __init__(self, host: EngineHost, store: Store, checkpoints: Checkpoints) -> None:
@@ -31,20 +31,20 @@ class Behind:
         self._pen = asyncio.Lock()
         """One is written at a time."""
 
-    def owes(self, model: Model) -> bool:
+    def has_unwritten_versions(self, model: Model) -> bool:
         """A version of this model is not on disk yet."""
-        return any(not one.ready for one in self._store.of_run(model.id))
+        return any(not one.ready for one in self._store.checkpoints_of_run(model.id))
 
-    def write(self, version: Checkpoint) -> None:
+    def schedule(self, version: Checkpoint) -> None:
         """Begin writing a version that the living engine has just captured."""
-        self._host.known.add(version.id)
+        self._host.attached.add(version.id)
         task = asyncio.create_task(self._write(version))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def settle(self, model: Model) -> None:
+    async def flush(self, model: Model) -> None:
         """Have all on disk that the model owes. Raises EngineError if that cannot be written."""
-        for version in (one for one in self._store.of_run(model.id) if not one.ready):
+        for version in (one for one in self._store.checkpoints_of_run(model.id) if not one.ready):
             try:
                 await self._persist(version)
             except EngineDied:
@@ -76,7 +76,7 @@ class Behind:
             if not self._waits(version):
                 return
             size = await self._host.engine.persist(version.id, self._checkpoints.folder(version.id))
-            written = await self._store.change(Checkpoint, version.id, ready=True, size_bytes=size)
+            written = await self._store.update(Checkpoint, version.id, ready=True, size_bytes=size)
             if written is None or written.deleted:
                 await self._checkpoints.delete(version)  # its session ended meanwhile
 

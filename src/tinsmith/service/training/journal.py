@@ -20,24 +20,24 @@ from pathlib import Path
 from tinsmith.atomic import link_folder
 from tinsmith.engine.base import Engine, Pass
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
-from tinsmith.service.checkpoints import tell_of_unknown, whole_folders
-from tinsmith.service.storage.payloads import restored
-from tinsmith.service.storage.records import Checkpoint, Model, Past, SaveSampler, Step
+from tinsmith.service.checkpoints import complete_folders, warn_of_unknown_folders
+from tinsmith.service.storage.payloads import decode_operation
+from tinsmith.service.storage.records import Checkpoint, Model, OptimStep, ReplayedRequest, SaveSampler
 from tinsmith.service.storage.store import Store
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Revived:
+class RestoredModel:
     """A model that is back in its engine."""
 
-    updated: int
-    """seq_id of its last step or load."""
-    steps: int
-    """Steps that were replayed: they count towards the next capture."""
-    versions: tuple[Checkpoint, ...]
-    """Unnamed versions made again on the way, which are to be written to disk."""
+    updated_seq: int
+    """seq_id of the last optim_step or load."""
+    uncaptured_steps: int
+    """Replayed optimizer steps: they count towards the next capture."""
+    unwritten_versions: tuple[Checkpoint, ...]
+    """Unnamed versions that the replay made again; the caller writes them to disk."""
 
 
 class Journal:
@@ -46,7 +46,7 @@ class Journal:
     def __init__(self, store: Store, root: Path, every: int) -> None:
         self._store = store
         self._root = root
-        self.every = every
+        self.capture_every = every
         """Optimizer steps between captures."""
         root.mkdir(parents=True, exist_ok=True)
 
@@ -81,12 +81,12 @@ class Journal:
         await self._store.cover(replace(model, state="ended", captured=None, covered=2**62, used=used))
         await asyncio.to_thread(shutil.rmtree, self._home(model.id), ignore_errors=True)
 
-    async def revive(self, model: Model, engine: Engine) -> Revived:
+    async def restore(self, model: Model, engine: Engine) -> RestoredModel:
         """Have the model in the engine as its last finished request left it.
 
         Raises EngineError if a replayed request fails.
         """
-        past = await self._store.past(model)
+        past = await self._store.requests_to_replay(model)
         if model.captured is not None:
             await engine.load(model.id, self.folder(model.captured), optimizer=model.captured_optimizer)
         else:
@@ -99,32 +99,32 @@ class Journal:
             if rows[0].kind == "forward_backward":
                 await self._replay_passes(model, rows, engine)
             elif rows[0].kind == "step":
-                work = restored("step", model.id, rows[0].payload)
-                assert isinstance(work, Step)
+                work = decode_operation("step", model.id, rows[0].payload)
+                assert isinstance(work, OptimStep)
                 await engine.step(model.id, work.adam)
                 updated, steps = rows[0].seq, steps + 1
             elif rows[0].kind == "save_sampler":
                 versions += await self._replay_version(model, rows[0], engine)
-        return Revived(updated=updated, steps=steps, versions=tuple(versions))
+        return RestoredModel(updated_seq=updated, uncaptured_steps=steps, unwritten_versions=tuple(versions))
 
-    async def _replay_passes(self, model: Model, rows: Sequence[Past], engine: Engine) -> None:
+    async def _replay_passes(self, model: Model, rows: Sequence[ReplayedRequest], engine: Engine) -> None:
         """Packed as they were, so that on a CPU sums are the same to the bit."""
-        works = [restored(row.kind, model.id, row.payload) for row in rows]
+        works = [decode_operation(row.kind, model.id, row.payload) for row in rows]
         for row, result in zip(rows, await engine.run([work for work in works if isinstance(work, Pass)]), strict=True):
             if isinstance(result, EngineDied):
                 raise result
             if isinstance(result, TinsmithError):
                 raise EngineError(f"Request {row.id} cannot be replayed: {result}")
 
-    async def _replay_version(self, model: Model, row: Past, engine: Engine) -> list[Checkpoint]:
-        work = restored(row.kind, model.id, row.payload)
-        made = [one for one in self._store.of_run(model.id) if one.made_by == row.id and not one.ready]
+    async def _replay_version(self, model: Model, row: ReplayedRequest, engine: Engine) -> list[Checkpoint]:
+        work = decode_operation(row.kind, model.id, row.payload)
+        made = [one for one in self._store.checkpoints_of_run(model.id) if one.made_by == row.id and not one.ready]
         if isinstance(work, SaveSampler):
             for checkpoint in made:
                 await engine.capture(model.id, checkpoint.id)
         return made
 
-    async def sweep(self) -> None:
+    async def clean_up(self) -> None:
         """At start: states of models that have ended, and others than the one that their model comes back from.
 
         What the database does not know stays, and so does all of a model whose state is not there: the database may be
@@ -132,8 +132,8 @@ class Journal:
         """
         models = {self._home(model.id): model for model in self._store.all(Model)}
         unknown = []
-        for home in await whole_folders(self._root):
-            model, states = models.get(home), await whole_folders(home)
+        for home in await complete_folders(self._root):
+            model, states = models.get(home), await complete_folders(home)
             if model is not None and model.state == "ended":
                 await asyncio.to_thread(shutil.rmtree, home, ignore_errors=True)
             elif model is not None and model.captured is not None and (self._root / model.captured) in states:
@@ -141,7 +141,7 @@ class Journal:
                     await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
             elif states:
                 unknown.append(home)
-        tell_of_unknown(self._root, unknown)
+        warn_of_unknown_folders(self._root, unknown)
 
     def _name(self, model: Model, seq: int) -> str:
         """Never one that is in use: the standing state must stay until the new one counts."""

@@ -1,4 +1,4 @@
-"""One model's place in its engine's queue, as the worker keeps it between batches."""
+"""The worker's in-memory state of one model."""
 
 from __future__ import annotations
 
@@ -6,38 +6,40 @@ import asyncio
 from dataclasses import dataclass, field
 
 from tinsmith.errors import EngineError, TinsmithError
-from tinsmith.service.engines.host import DEATHS
+from tinsmith.service.engines.host import MAX_ENGINE_DEATHS
 
 
 @dataclass(slots=True)
-class Line:
-    """What was accepted, what has begun, and since when nothing was captured."""
+class ModelState:
+    """Sequence numbers of a model's requests, and whether the running engine has the model."""
 
-    accepted: int = -1
-    begun: int = -1
-    updated: int = 0
-    """seq_id of the last step or load."""
-    steps: int = 0
-    """Steps since the last capture."""
-    warm: asyncio.Event = field(default_factory=asyncio.Event)
-    """The living engine has the model, or never will."""
-    broken: TinsmithError | None = None
-    """Why the living engine cannot have the model."""
-    deaths: int = 0
-    """Engines that died, one after another, while the model was brought back."""
+    accepted_seq: int = -1
+    """Highest seq_id that was accepted."""
+    started_seq: int = -1
+    """Highest seq_id that an engine has started."""
+    updated_seq: int = 0
+    """seq_id of the last optim_step or load."""
+    uncaptured_steps: int = 0
+    """Optimizer steps since the last capture."""
+    load_finished: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the running engine has the model, or cannot have it."""
+    error: TinsmithError | None = None
+    """Why the running engine cannot have the model."""
+    restore_deaths: int = 0
+    """Consecutive engine deaths while the model was being restored."""
 
-    def anew(self) -> None:
-        """An engine was started that has no model yet; what has killed too many is not brought back there either."""
-        if self.deaths < DEATHS:
-            self.warm.clear()
-            self.broken = None
+    def reset(self) -> None:
+        """Prepare for a new engine. A model whose restoration killed too many engines stays failed."""
+        if self.restore_deaths < MAX_ENGINE_DEATHS:
+            self.load_finished.clear()
+            self.error = None
 
-    def killed(self, model_id: str) -> None:
-        """An engine died while the model was brought back."""
-        self.deaths += 1
-        if self.deaths >= DEATHS:
-            what = f"Model {model_id} cannot be brought back: {DEATHS} engines died while they replayed its requests."
-            self.broken = EngineError(
-                what, "Load its last checkpoint into another; the server's next start tries again."
+    def record_engine_death(self, model_id: str) -> None:
+        """Count an engine that died while the model was being restored."""
+        self.restore_deaths += 1
+        if self.restore_deaths >= MAX_ENGINE_DEATHS:
+            self.error = EngineError(
+                f"Model {model_id} cannot be restored: {MAX_ENGINE_DEATHS} engines died while replaying its requests.",
+                "Load its last checkpoint into a new model; the next server start tries to restore it again.",
             )
-            self.warm.set()
+            self.load_finished.set()

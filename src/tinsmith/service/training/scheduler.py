@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from tinsmith.service.storage.records import Row
+from tinsmith.service.storage.records import QueuedRequest
 
 
-def next_batch(rows: Iterable[Row], budget: int, last_owner: str = "") -> tuple[Row, ...]:
+def next_batch(rows: Iterable[QueuedRequest], budget: int, last_owner: str = "") -> tuple[QueuedRequest, ...]:
     """The rows to run now, in order; empty only if `rows` is. A row over the budget goes by itself."""
     queues = _by_owner(rows)
     if not queues:
@@ -25,9 +25,9 @@ def next_batch(rows: Iterable[Row], budget: int, last_owner: str = "") -> tuple[
     return _pack([queues[owner] for owner in owners], budget)
 
 
-def _pack(queues: Sequence[deque[Row]], budget: int) -> tuple[Row, ...]:
+def _pack(queues: Sequence[deque[QueuedRequest]], budget: int) -> tuple[QueuedRequest, ...]:
     """One row from each owner in turn until nothing more fits; the first always goes."""
-    batch: list[Row] = []
+    batch: list[QueuedRequest] = []
     room = budget
     turns = deque(queues)
     while turns:
@@ -42,12 +42,12 @@ def _pack(queues: Sequence[deque[Row]], budget: int) -> tuple[Row, ...]:
     return tuple(batch)
 
 
-def _by_owner(rows: Iterable[Row]) -> dict[str, deque[Row]]:
+def _by_owner(rows: Iterable[QueuedRequest]) -> dict[str, deque[QueuedRequest]]:
     """owner -> what may run now, oldest first: of each model its first barrier, or its rows before the first one."""
-    models: dict[str, list[Row]] = {}
+    models: dict[str, list[QueuedRequest]] = {}
     for row in rows:
         models.setdefault(row.model_id, []).append(row)
-    eligible: dict[str, list[tuple[int, int, Row]]] = {}
+    eligible: dict[str, list[tuple[int, int, QueuedRequest]]] = {}
     for line in models.values():
         line.sort(key=lambda row: row.seq)
         oldest = 0
