@@ -63,9 +63,9 @@ def test_a_pair_is_two_rows_side_by_side(tmp_path):
     assert [(row.kind, words(row)) for row in drawn] == [
         (kind, f"{word}{n}.") for n in (0, 1, 2, 0) for kind, word in (("chosen", "yes"), ("rejected", "no"))
     ]
-    with pytest.raises(ConfigError, match="is no pair"):
+    with pytest.raises(ConfigError, match="has no rejected reply"):
         experts(pairs=True, data={"type": "addition"})
-    with pytest.raises(ConfigError, match="is a pair, and nothing here tells"):
+    with pytest.raises(ConfigError, match="is a pair of replies, which this algorithm"):
         experts(data=source)
 
 
@@ -77,7 +77,7 @@ def test_every_lesson_comes_once_an_epoch_and_held_out_ones_never():
     assert lessons.size == 13
     assert sorted(texts) == sorted(f"{a + b}." for a, b in [(1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3),
                                                             (4, 4), (4, 5), (5, 4), (5, 5)])  # fmt: skip
-    with pytest.raises(ConfigError, match="nothing to learn"):
+    with pytest.raises(ConfigError, match="nothing to learn from"):
         experts(data=Addition(low=1, high=1), held_out=Addition(low=1, high=1).load()).draw(1)
 
 
@@ -96,7 +96,7 @@ def test_how_many_lessons_come_with_a_step():
     assert count().count(4, 6, alone=False) == 24
     assert count(ratio=0.2).count(4, 6, alone=False) == 6
     assert count(per_step=5).count(4, 6, alone=False) == 5
-    with pytest.raises(ValueError, match="lessons have none"):
+    with pytest.raises(ValueError, match="demonstrations have none"):
         count(order={"type": "difficulty"})
 
 
@@ -215,7 +215,7 @@ def test_epochs_of_lessons_are_counted_by_lessons(tmp_path):
 def test_a_held_out_task_may_have_a_begun_reply():
     task = Addition(low=1, high=1).load()[0]
     begun = Task(id="t", messages=(*task.messages, Message(role="assistant", content="The")), answer="2")
-    with pytest.raises(ConfigError, match="nothing to learn"):
+    with pytest.raises(ConfigError, match="nothing to learn from"):
         experts(data=Addition(low=1, high=1), held_out=[begun]).draw(1)
 
 

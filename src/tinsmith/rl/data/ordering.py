@@ -1,7 +1,7 @@
-"""In what order training tasks come: a lane for each source, which says which row its next draw is.
+"""Order of training tasks: which row of a source comes next.
 
-All lanes but `difficulty` are functions of the seed and the number of the draw, so a run that goes on needs to know
-only how many draws there were. `difficulty` also remembers what the run has told it.
+Every order except `difficulty` is a function of the seed and the number of the draw, so a resumed run only needs the
+number of draws. `difficulty` also keeps what it has learned from rewards.
 """
 
 from __future__ import annotations
@@ -12,141 +12,151 @@ from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.settings import Settings, unread
 
 Feature = Callable[[str], np.ndarray]
-"""From a field's name to float64 [M], its value in every row of the source."""
+"""Maps a field name to float64 [M]: the field's value in every row of the source."""
 
 
 class RowOrder(Protocol):
-    """One source's rows in their order."""
+    """Order of the rows of one source."""
 
     def pick(self, draw: int, taken: Collection[int]) -> int:
-        """The row of draw number `draw`, from 0; `taken` are rows already in the batch, for orders that look."""
+        """Row of draw number `draw`, counted from 0. `taken` holds the rows already in the batch."""
         ...
 
     def update(self, rows: Sequence[int], rates: Sequence[float]) -> None:
-        """The mean rewards of tasks that were tried."""
+        """Learn from the mean rewards of rows that were rolled out."""
         ...
 
     @property
     def state(self) -> dict[str, Any]:
-        """What a run that goes on must know beside the number of draws; plain JSON values."""
+        """State beyond the number of draws, as plain JSON values."""
         ...
 
     def restore(self, state: dict[str, Any]) -> None:
-        """As it was."""
+        """Load a saved `state`."""
         ...
 
 
 @dataclass
-class EpochOrder:
-    """Rows in the order that `of_epoch` gives for each pass over them."""
+class EpochOrder(RowOrder):
+    """Rows in the order that `rows_of_epoch` returns for each pass; passes follow each other without a gap."""
 
-    of_epoch: Callable[[int], np.ndarray]
+    rows_of_epoch: Callable[[int], np.ndarray]
     length: int
-    state: dict[str, Any]
-    _now: tuple[int, np.ndarray] | None = None
+    _current: tuple[int, np.ndarray] | None = None
 
+    @override
     def pick(self, draw: int, taken: Collection[int]) -> int:
-        """Epochs follow each other without a gap."""
         epoch, place = divmod(draw, self.length)
-        if self._now is None or self._now[0] != epoch:
-            self._now = (epoch, self.of_epoch(epoch))
-        return int(self._now[1][place])
+        if self._current is None or self._current[0] != epoch:
+            self._current = (epoch, self.rows_of_epoch(epoch))
+        return int(self._current[1][place])
 
+    @override
     def update(self, rows: Sequence[int], rates: Sequence[float]) -> None:
-        """Does not count."""
+        """Rewards do not change this order."""
 
+    @property
+    @override
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    @override
     def restore(self, state: dict[str, Any]) -> None:
-        """There is nothing to restore."""
+        """There is no state."""
 
 
 class Sequential(Settings):
-    """As the rows stand."""
+    """Rows in the order of the data."""
 
     type: Literal["sequential"] = "sequential"
 
     def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
-        """Of one source."""
-        return EpochOrder(lambda _: rows, len(rows), {})
+        """Order of one source."""
+        return EpochOrder(lambda _: rows, len(rows))
 
 
 class Shuffle(Settings):
-    """Every row once in each epoch, in another order each time."""
+    """Every row once per epoch, in a different order each epoch."""
 
     type: Literal["shuffle"] = "shuffle"
 
     def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
-        """Of one source."""
+        """Order of one source."""
         first, *others = seed
-        return EpochOrder(lambda epoch: np.random.default_rng((first, epoch, *others)).permutation(rows), len(rows), {})
+        return EpochOrder(lambda epoch: np.random.default_rng((first, epoch, *others)).permutation(rows), len(rows))
 
 
 class Random(Settings):
-    """Rows drawn at random, each time from all of them; none twice in a batch."""
+    """Rows drawn at random with replacement, but none twice in a batch."""
 
     type: Literal["random"] = "random"
 
     def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
-        """Of one source."""
+        """Order of one source."""
         return RandomOrder(rows, seed)
 
 
 class EasyToHard(Settings):
-    """Sorted by fields of the rows; each epoch again from the easiest."""
+    """Rows sorted by fields; every epoch starts again with the easiest."""
 
     type: Literal["easy_to_hard"] = "easy_to_hard"
     by: tuple[str, ...] = Field(min_length=1)
-    """Fields that hold numbers; later ones decide where earlier ones are equal."""
+    """Numeric fields to sort by; later fields break ties."""
     descending: bool = False
-    """Largest first."""
+    """Largest values first."""
 
     def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
-        """Of one source."""
+        """Order of one source."""
         keys = [feature(key)[rows] * (-1.0 if self.descending else 1.0) for key in self.by]
         sorted_rows = rows[np.lexsort(keys[::-1])]
-        return EpochOrder(lambda _: sorted_rows, len(rows), {})
+        return EpochOrder(lambda _: sorted_rows, len(rows))
 
 
 class Difficulty(Settings):
-    """Tasks whose expected reward is nearest a target are the likeliest, by a belief Beta(alpha, beta) about each.
+    """Prefer tasks whose expected reward is nearest a target, by a belief Beta(alpha, beta) about each task.
 
-    A task tried with mean reward r: alpha = (1 - lamb) alpha + m r and beta = (1 - lamb) beta + m (1 - r). With two
-    fields `by`, what a weak and a strong model get, every other task moves too: the rewards of the tasks tried say how
-    far between the two the policy stands, so p is guessed for all, and its belief takes rho m p and rho m (1 - p).
+    A task rolled out with mean reward r updates its belief: alpha = (1 - lamb) alpha + m r and
+    beta = (1 - lamb) beta + m (1 - r). With two fields `by` (the rewards of a weak and a strong model), all other tasks
+    are updated too: the observed rewards place the policy between the two models, which gives an estimate p for every
+    task, and its belief receives rho m p and rho m (1 - p).
     """
 
     type: Literal["difficulty"] = "difficulty"
     by: tuple[str, str] | None = None
-    """Fields with the mean reward, 0 to 1, that a weak and a strong model get on the row."""
+    """Fields with the mean reward, 0 to 1, of a weak and of a strong model on the row."""
     m: float = Field(default=16.0, gt=0)
-    """How many tries one report counts for."""
+    """Number of observations that one update counts as."""
     lamb: float = Field(default=0.2, ge=0, le=1)
-    """How much is forgotten at each report."""
+    """Share of the old belief that each update discards."""
     rho: float = Field(default=0.2, ge=0)
-    """How much guesses count, with `by`."""
+    """Weight of the estimates for tasks that were not rolled out; used with `by`."""
     target_reward: float = Field(default=1.0, ge=0, le=1)
-    """The expected reward to look for."""
+    """Expected reward to prefer."""
     tau: float = Field(default=1.0, ge=0)
-    """Temperature of the draw: exp(-|target - expected| / tau); 0 takes the nearest."""
+    """Temperature of the draw, exp(-|target - expected| / tau); 0 takes the nearest task."""
     sample: bool = False
-    """Draw the expected reward from the belief, in place of its mean."""
+    """Draw the expected reward from the belief instead of using its mean."""
 
     @model_validator(mode="after")
-    def _read_together(self) -> Difficulty:
+    def _check_unused_keys(self) -> Difficulty:
         if self.by is None:
             unread(self, "rho", without="by")
         return self
 
     def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
-        """Of one source."""
-        known = None if self.by is None else np.stack([feature(key)[rows] for key in self.by])
-        if known is not None and not ((known >= 0) & (known <= 1)).all():
-            raise ConfigError(f"tasks.order.by: {self.by} hold numbers outside of 0 to 1.", "Name fields with shares.")
-        return DifficultyOrder(self, rows, known, seed)
+        """Order of one source."""
+        rates = None if self.by is None else np.stack([feature(key)[rows] for key in self.by])
+        if rates is not None and not ((rates >= 0) & (rates <= 1)).all():
+            raise ConfigError(
+                f"tasks.order.by: {self.by} have values outside 0 to 1.", "Name fields that hold mean rewards."
+            )
+        return DifficultyOrder(self, rows, rates, seed)
 
 
 OrderConfig = Annotated[
@@ -156,79 +166,86 @@ OrderConfig = Annotated[
 
 
 @dataclass
-class RandomOrder:
-    """Rows by chance, each as likely; none twice in a batch while others are left."""
+class RandomOrder(RowOrder):
+    """Rows drawn uniformly; none twice in a batch unless the batch holds every row."""
 
     rows: np.ndarray
     seed: tuple[int, ...]
 
+    @override
     def pick(self, draw: int, taken: Collection[int]) -> int:
-        """By the seed and the number of the draw."""
         random = np.random.default_rng((*self.seed, draw))
         while True:
             row = int(self.rows[random.integers(len(self.rows))])
             if row not in taken or len(taken) >= len(self.rows):
                 return row
 
+    @override
     def update(self, rows: Sequence[int], rates: Sequence[float]) -> None:
-        """Does not count."""
+        """Rewards do not change this order."""
 
     @property
+    @override
     def state(self) -> dict[str, Any]:
-        """Nothing."""
         return {}
 
+    @override
     def restore(self, state: dict[str, Any]) -> None:
-        """There is nothing to restore."""
+        """There is no state."""
 
 
-class DifficultyOrder:
-    """What is believed of each row's reward, and draws by it."""
+class DifficultyOrder(RowOrder):
+    """Beliefs about the reward of each row, and draws by them."""
 
-    def __init__(self, config: Difficulty, rows: np.ndarray, known: np.ndarray | None, seed: tuple[int, ...]) -> None:
-        """`known` float64 [2, M]: what a weak and a strong model get."""
-        self._config, self._rows, self._known, self._seed = config, rows, known, seed
-        guess = 0.0 if known is None else config.rho * config.m * known.mean(axis=0)
-        other = 0.0 if known is None else config.rho * config.m * (1 - known.mean(axis=0))
-        self.alpha = np.ones(len(rows)) + guess
-        self.beta = np.ones(len(rows)) + other
+    def __init__(
+        self, config: Difficulty, rows: np.ndarray, model_rates: np.ndarray | None, seed: tuple[int, ...]
+    ) -> None:
+        """`model_rates` float64 [2, M]: mean rewards of a weak and of a strong model."""
+        self._config, self._rows, self._model_rates, self._seed = config, rows, model_rates, seed
+        successes = 0.0 if model_rates is None else config.rho * config.m * model_rates.mean(axis=0)
+        failures = 0.0 if model_rates is None else config.rho * config.m * (1 - model_rates.mean(axis=0))
+        self.alpha = np.ones(len(rows)) + successes
+        self.beta = np.ones(len(rows)) + failures
 
+    @override
     def pick(self, draw: int, taken: Collection[int]) -> int:
-        """By closeness to the target; of equal ones the first, or by chance where `tau` is not 0."""
+        """Row nearest the target; ties go to the first row, or to chance if `tau` is positive."""
         random = np.random.default_rng((*self._seed, draw))
         expected = random.beta(self.alpha, self.beta) if self._config.sample else self.alpha / (self.alpha + self.beta)
         scores = -np.abs(self._config.target_reward - expected)
-        if self._config.tau:  # the largest of log chances with Gumbel noise is a draw by those chances
+        if self._config.tau:  # argmax of log probabilities with Gumbel noise is a draw from those probabilities
             scores = scores / self._config.tau + random.gumbel(size=len(scores))
         if 0 < len(taken) < len(self._rows):
             scores[np.searchsorted(self._rows, list(taken))] = -np.inf
         return int(self._rows[int(np.argmax(scores))])
 
+    @override
     def update(self, rows: Sequence[int], rates: Sequence[float]) -> None:
-        """Moves the beliefs, all rows of a batch at once."""
+        """Update the beliefs by all rows of a batch at once."""
         if not rows:
             return
-        places, rates_ = np.searchsorted(self._rows, rows), np.asarray(rates, np.float64)
+        places, observed = np.searchsorted(self._rows, rows), np.asarray(rates, np.float64)
         m, rho = self._config.m, self._config.rho
         before = self.alpha.copy(), self.beta.copy()
-        if self._known is not None:
-            weak, strong = self._known
+        if self._model_rates is not None:
+            weak, strong = self._model_rates
             span = float((strong[places] - weak[places]).mean())
-            share = float((rates_ - weak[places]).mean()) / span if span else 0.0
-            guess = np.clip(weak + share * (strong - weak), 0.0, 1.0)
-            self.alpha = (1 - self._config.lamb) * self.alpha + rho * m * guess
-            self.beta = (1 - self._config.lamb) * self.beta + rho * m * (1 - guess)
+            share = float((observed - weak[places]).mean()) / span if span else 0.0
+            estimate = np.clip(weak + share * (strong - weak), 0.0, 1.0)
+            self.alpha = (1 - self._config.lamb) * self.alpha + rho * m * estimate
+            self.beta = (1 - self._config.lamb) * self.beta + rho * m * (1 - estimate)
         for place in np.unique(places):
-            rate = float(rates_[places == place].mean())
+            rate = float(observed[places == place].mean())
             self.alpha[place] = (1 - self._config.lamb) * before[0][place] + m * rate
             self.beta[place] = (1 - self._config.lamb) * before[1][place] + m * (1 - rate)
 
     @property
+    @override
     def state(self) -> dict[str, Any]:
-        """Both numbers of every row."""
+        """Alpha and beta of every row."""
         return {"alpha": self.alpha.tolist(), "beta": self.beta.tolist()}
 
+    @override
     def restore(self, state: dict[str, Any]) -> None:
-        """As they were."""
         if state:
             self.alpha, self.beta = np.array(state["alpha"]), np.array(state["beta"])
