@@ -21,7 +21,7 @@ from tests.engine.sampling.helpers import ask, assert_same_samples
 from tinsmith.engine.autotune import round_products
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.process import LENGTH, RemoteEngine
+from tinsmith.engine.process import LENGTH_PREFIX, RemoteEngine
 from tinsmith.errors import ConfigError, EngineDied, NotFound, TinsmithError
 
 
@@ -133,9 +133,9 @@ def test_a_message_that_cannot_be_read_is_a_death(whose: str, tiny_llama: Path, 
         waiting = asyncio.create_task(engine.sample(ask(max_tokens=240, num_samples=64)))
         await asyncio.sleep(0.2)
         if whose == "ours":
-            engine._reader.feed_data(LENGTH.pack(3) + b"???")
+            engine._reader.feed_data(LENGTH_PREFIX.pack(3) + b"???")
         else:
-            engine._writer.write(LENGTH.pack(3) + b"???")
+            engine._writer.write(LENGTH_PREFIX.pack(3) + b"???")
         with pytest.raises(EngineDied):
             await asyncio.wait_for(waiting, timeout=20)
         assert engine.died.is_set()
@@ -149,7 +149,7 @@ def test_a_process_that_is_stuck_is_killed(
     patience: float, tiny_llama: Path, wait: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """By the close itself, or when its caller has waited long enough."""
-    monkeypatch.setattr("tinsmith.engine.process._POLITE_S", patience)
+    monkeypatch.setattr("tinsmith.engine.process.CLOSE_TIMEOUT_S", patience)
     large = Datum(tokens=np.zeros(64, np.int32), targets=np.zeros((64, 20_000), np.int64))
 
     async def stuck() -> None:

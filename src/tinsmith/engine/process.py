@@ -1,12 +1,15 @@
-"""An engine in a process of its own, so that Python in a model's forward never delays an answer.
+"""An engine in a child process, so that the Python code of a forward pass never delays a response of the service.
 
-The parent keeps a RemoteEngine: every method is one message over a socket pair and one answer, matched by number; a
-sample whose tokens someone wants to hear sends them before its answer, under the same number.
-The child (`python -m tinsmith.engine.process FD`) builds the engine and answers until the socket closes, so it never
-outlives its parent. A child that dies ends every call with EngineDied and sets `died`; starting another is the
-caller's business.
+The parent has a RemoteEngine: each method sends one message over a socket pair and receives one reply, matched by
+number; if a sample has `on_delta`, its deltas come before the reply, under the same number. Messages are pickles with a
+length prefix, since both ends are this program on one machine.
 
-The parent's end of the socket is asyncio's; the child's is a Link, whose threads go on while the engine computes.
+The child (`python -m tinsmith.engine.process FD`) builds the engine and serves until the socket closes, so it never
+outlives its parent. If the child dies, every call fails with EngineDied and `died` is set; starting another engine is
+up to the caller.
+
+The parent's end of the socket is asyncio's. The child's is a ParentLink with one thread that reads and one that writes:
+while the engine computes, the child's event loop stands still, but messages are still received and replies are sent.
 """
 
 from __future__ import annotations
@@ -45,9 +48,9 @@ from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError
 
 
 def build(config: EngineConfig) -> Engine:
-    """A loaded engine of this process. Raises ConfigError or Unsupported when the model is not to be served."""
+    """Load an engine in this process. Raises ConfigError or Unsupported if the model cannot be served."""
     if config.sampler == "vllm":
-        raise ConfigError("An engine of one process samples by itself.", "With a vLLM: engine.vllm.VllmEngine.start.")
+        raise ConfigError("sampler: vllm needs processes of its own.", "Use engine.vllm.engine.VllmEngine.start.")
     if config.kind == "fake":
         from tinsmith.engine.fake.engine import FakeEngine
 
@@ -57,17 +60,17 @@ def build(config: EngineConfig) -> Engine:
     return TorchEngine(config)
 
 
-LENGTH = struct.Struct("<Q")
+LENGTH_PREFIX = struct.Struct("<Q")
 
 
-def packed(message: Any) -> tuple[bytes, bytes]:
-    """A message as it goes over: its length, and itself."""
+def encode(message: Any) -> tuple[bytes, bytes]:
+    """The length prefix and the content of a message."""
     data = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return LENGTH.pack(len(data)), data
+    return LENGTH_PREFIX.pack(len(data)), data
 
 
-class Link:
-    """Ends the process when the other end hangs up: nothing here is worth waiting for then."""
+class ParentLink:
+    """The child's end of the socket. Exits the process when the parent closes its end or dies."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -76,24 +79,24 @@ class Link:
         threading.Thread(target=self._write, name="link-write", daemon=True).start()
 
     def receive(self) -> Any:
-        """The next message; waits for it."""
-        (size,) = LENGTH.unpack(self._exactly(LENGTH.size))
+        """Wait for the next message."""
+        (size,) = LENGTH_PREFIX.unpack(self._exactly(LENGTH_PREFIX.size))
         return pickle.loads(self._exactly(size))
 
-    def listen(self, hear: Callable[[Any], None]) -> None:
-        """From now on `hear` is called with each message, in the running event loop."""
+    def listen(self, handle: Callable[[Any], None]) -> None:
+        """From now on, call `handle` with each message in the running event loop."""
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._read, args=(loop, hear), name="link-read", daemon=True).start()
+        threading.Thread(target=self._read, args=(loop, handle), name="link-read", daemon=True).start()
 
     def send(self, message: Any) -> None:
-        """Messages leave in the order of their sending; nothing waits for them. From any thread."""
-        self._out.put(packed(message))
+        """Queue a message. Messages are sent in order; may be called from any thread."""
+        self._out.put(encode(message))
 
-    def _read(self, loop: asyncio.AbstractEventLoop, hear: Callable[[Any], None]) -> None:
+    def _read(self, loop: asyncio.AbstractEventLoop, handle: Callable[[Any], None]) -> None:
         try:
             while True:
-                loop.call_soon_threadsafe(hear, self.receive())
-        except Exception:  # noqa: BLE001 - whatever it is, a process that no longer reads must not seem to live
+                loop.call_soon_threadsafe(handle, self.receive())
+        except Exception:  # noqa: BLE001 - a process that no longer reads must not seem alive
             traceback.print_exc()
             os._exit(1)
 
@@ -119,14 +122,14 @@ class Link:
 log = logging.getLogger(__name__)
 
 _BUFFER = 1 << 24
-_POLITE_S = 4.0
-_PATIENT = {"OMP_WAIT_POLICY": "passive"}
-"""Threads of one operation sleep while they wait for each other. By default they spin, and beside another busy process
-(a harness, a browser) on as many cores that made decoding 6 to 10 times slower."""
+CLOSE_TIMEOUT_S = 4.0
+_CHILD_ENV = {"OMP_WAIT_POLICY": "passive"}
+"""OpenMP threads sleep while they wait for each other. By default they spin, which made decoding 6 to 10 times slower
+when another process (a training loop, a browser) kept as many cores busy."""
 
 
 class RemoteEngine:
-    """Implements `engine.base.Engine` for an engine in a child process; make one with `start`."""
+    """Implements `engine.base.Engine` for an engine in a child process; create it with `start`."""
 
     def __init__(
         self,
@@ -140,19 +143,19 @@ class RemoteEngine:
         self._child, self._reader, self._writer = child, reader, writer
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._heard: dict[int, Heard] = {}
+        self._listeners: dict[int, Heard] = {}
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
     async def start(cls, config: EngineConfig) -> RemoteEngine:
-        """A child with its model loaded. Raises what the child raised while loading."""
+        """Start a child and wait until its model is loaded. Raises the error that loading raised in the child."""
         ours, theirs = socket.socketpair()
         with theirs:
             child = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-m", __name__, str(theirs.fileno())),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
-                env=_PATIENT | os.environ,
+                env=_CHILD_ENV | os.environ,
             )
         reader, writer = await asyncio.open_connection(sock=ours, limit=_BUFFER)
         try:
@@ -160,8 +163,8 @@ class RemoteEngine:
             card = await _receive(reader)
         except (asyncio.IncompleteReadError, OSError):
             code = await child.wait()
-            hint = "The system ended it: most likely the memory was too small." if code == -signal.SIGKILL else ""
-            card = EngineDied(f"The engine for {config.source} ended while loading (exit {code}).", hint)
+            hint = "The system killed it, most likely because memory ran out." if code == -signal.SIGKILL else ""
+            card = EngineDied(f"The engine for {config.source} ended during loading (exit {code}).", hint)
         if isinstance(card, Exception):
             await _close(writer)
             await child.wait()
@@ -170,7 +173,7 @@ class RemoteEngine:
 
     @property
     def pid(self) -> int:
-        """The child's."""
+        """Process id of the child."""
         return self._child.pid
 
     async def create(self, model_id: str, lora: LoraSpec) -> None:
@@ -210,13 +213,13 @@ class RemoteEngine:
         await self._call("cancel", request_id)
 
     async def close(self) -> None:
-        """End the child and wait for it. One that does not go by itself is killed, also if the caller does not wait."""
+        """End the child and wait for it. It is killed if it does not exit, or if the caller is cancelled."""
         try:
-            async with asyncio.timeout(_POLITE_S):
-                await _close(self._writer)  # a child that is stuck does not even read what was written
+            async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                await _close(self._writer)  # a child that is stuck does not read what was written
                 await self._child.wait()
         except TimeoutError:
-            log.warning("The engine's process %d did not end by itself.", self.pid)
+            log.warning("The engine process %d did not exit by itself and is killed.", self.pid)
         finally:
             if self._child.returncode is None:
                 self._child.kill()
@@ -225,19 +228,19 @@ class RemoteEngine:
 
     async def _call(self, method: str, *args: Any, heard: Heard | None = None, **options: Any) -> Any:
         if self.died.is_set():
-            raise EngineDied("The engine's process is gone.", "It is being started again; try later.")
+            raise EngineDied("The engine process has ended.", "It is being restarted: try again later.")
         number = next(self._numbers)
         self._calls[number] = asyncio.get_running_loop().create_future()
         if heard is not None:
-            self._heard[number] = heard
+            self._listeners[number] = heard
         try:
             await _send(self._writer, (number, method, args, options, heard is not None))
             return await self._calls[number]
         except ConnectionError as error:
-            raise EngineDied("The engine's process is gone.", "It is being started again; try later.") from error
+            raise EngineDied("The engine process has ended.", "It is being restarted: try again later.") from error
         finally:
             self._calls.pop(number, None)
-            self._heard.pop(number, None)
+            self._listeners.pop(number, None)
 
     async def _listen(self) -> None:
         try:
@@ -245,19 +248,19 @@ class RemoteEngine:
                 number, ok, value = await _receive(self._reader)
                 call = self._calls.get(number)
                 if isinstance(value, Piece):
-                    if (heard := self._heard.get(number)) is not None:
-                        heard(value)
+                    if (on_delta := self._listeners.get(number)) is not None:
+                        on_delta(value)
                 elif call is not None and not call.done():
                     call.set_result(value) if ok else call.set_exception(value)
         except (asyncio.IncompleteReadError, OSError):
-            pass  # it ended
+            pass  # the child ended
         except Exception:
-            log.exception("The engine's process %d said what cannot be read; it is started again.", self.pid)
+            log.exception("A message of the engine process %d cannot be decoded; the process is restarted.", self.pid)
         finally:
             self.died.set()
             for call in self._calls.values():
                 if not call.done():
-                    call.set_exception(EngineDied("The engine's process ended.", "It is being started again."))
+                    call.set_exception(EngineDied("The engine process ended.", "It is being restarted: try again."))
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:
@@ -267,36 +270,35 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 
 
 async def _send(writer: asyncio.StreamWriter, message: Any) -> None:
-    for part in packed(message):
+    for part in encode(message):
         writer.write(part)
     await writer.drain()
 
 
 async def _receive(reader: asyncio.StreamReader) -> Any:
-    (size,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+    (size,) = LENGTH_PREFIX.unpack(await reader.readexactly(LENGTH_PREFIX.size))
     return pickle.loads(await reader.readexactly(size))
 
 
-async def _serve(link: Link) -> None:
-    """The child's life: load, then answer each message in a task of its own, until the parent hangs up."""
-    engine = _loaded(link.receive(), link)
+async def _serve(link: ParentLink) -> None:
+    """Load the engine, then handle each message in its own task, until the parent closes the socket."""
+    engine = _load(link.receive(), link)
     if engine is None:
-        await asyncio.to_thread(link.receive)  # the parent has the reason now, and hangs up
+        await asyncio.to_thread(link.receive)  # the parent has the error now, and closes the socket
         return
     tasks: set[asyncio.Task[None]] = set()
 
-    def hear(message: Any) -> None:
-        task = asyncio.create_task(_answer(engine, link, *message))
+    def handle(message: Any) -> None:
+        task = asyncio.create_task(_call(engine, link, *message))
         tasks.add(task)
         task.add_done_callback(tasks.discard)
 
-    link.listen(hear)
+    link.listen(handle)
     await asyncio.Event().wait()
 
 
-def _loaded(config: EngineConfig, link: Link) -> Engine | None:
-    """The engine, its card sent; or None and the reason sent."""
-
+def _load(config: EngineConfig, link: ParentLink) -> Engine | None:
+    """Build the engine and send its card, or send the error and return None."""
     try:
         engine = build(config)
     except TinsmithError as error:
@@ -306,24 +308,31 @@ def _loaded(config: EngineConfig, link: Link) -> Engine | None:
     return engine
 
 
-async def _answer(
-    engine: Engine, link: Link, number: int, method: str, args: tuple[Any, ...], options: dict[str, Any], tells: bool
+async def _call(
+    engine: Engine,
+    link: ParentLink,
+    number: int,
+    method: str,
+    args: tuple[Any, ...],
+    options: dict[str, Any],
+    streams: bool,
 ) -> None:
-    if tells:
-        options["heard"] = lambda piece: link.send((number, True, piece))
+    """Call the engine's method and send its result; with `streams`, send the deltas of a sample before."""
+    if streams:
+        options["heard"] = lambda delta: link.send((number, True, delta))
     try:
-        answer = (number, True, await getattr(engine, method)(*args, **options))
+        reply = (number, True, await getattr(engine, method)(*args, **options))
     except TinsmithError as error:
-        answer = (number, False, error)
-    except Exception as error:  # noqa: BLE001 - a boundary between processes: the caller must hear of any fault
-        answer = (number, False, EngineError(f"{method} failed in the engine: {type(error).__name__}: {error}"))
-    link.send(answer)
+        reply = (number, False, error)
+    except Exception as error:  # noqa: BLE001 - the process boundary: every error must reach the caller
+        reply = (number, False, EngineError(f"{method} failed in the engine: {type(error).__name__}: {error}"))
+    link.send(reply)
 
 
 def main() -> None:
-    """Entry of the child: the socket's file descriptor is the one argument."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then hangs up
-    asyncio.run(_serve(Link(socket.socket(fileno=int(sys.argv[1])))))
+    """Entry point of the child; the only argument is the socket's file descriptor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then closes the socket
+    asyncio.run(_serve(ParentLink(socket.socket(fileno=int(sys.argv[1])))))
 
 
 if __name__ == "__main__":

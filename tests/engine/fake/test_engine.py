@@ -1,4 +1,4 @@
-"""The fake engine is an engine: its losses have the slopes it says, its versions never change, its files come back."""
+"""The fake engine: gradients of its losses, sampling, immutable versions, adapter folders."""
 
 import asyncio
 
@@ -10,7 +10,7 @@ from tests.engine.data import CONFIGS, LOSSES, datum_for, replace_inputs
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
-from tinsmith.engine.fake.losses import scored
+from tinsmith.engine.fake.losses import builtin_loss
 from tinsmith.engine.training import loss_specs
 from tinsmith.engine.training.losses import Targets, objective
 from tinsmith.errors import Gone
@@ -54,26 +54,28 @@ def request_of(name: str, one: Datum, **config: float | str) -> Pass:
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_slope_of_each_loss_is_its_derivative(name: str) -> None:
+def test_gradient_of_each_loss_equals_finite_differences(name: str) -> None:
     one = datum(name)
-    p, spread = -1.0 - np.random.default_rng(1).random(6), np.zeros(6)
+    p, entropies = -1.0 - np.random.default_rng(1).random(6), np.zeros(6)
     request = request_of(name, one)
-    slope = scored(request, one, p, spread).slope
+    grad = builtin_loss(request, one, p, entropies).grad
     if name in ("gspo", "cispo"):  # their gradients stop at the ratio by design: no finite difference shows them
-        assert slope.shape == p.shape
-        assert np.abs(slope).sum() > 0
+        assert grad.shape == p.shape
+        assert np.abs(grad).sum() > 0
         return
     for index in range(len(p)):
         step = np.zeros_like(p)
         step[index] = 1e-6
-        slow = (scored(request, one, p + step, spread).loss - scored(request, one, p - step, spread).loss) / 2e-6
-        assert slope[index] == pytest.approx(slow, abs=1e-5)
+        difference = (
+            builtin_loss(request, one, p + step, entropies).loss - builtin_loss(request, one, p - step, entropies).loss
+        ) / 2e-6
+        assert grad[index] == pytest.approx(difference, abs=1e-5)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_and_terms_are_the_torch_engine_s(name: str, estimator: str) -> None:
-    """Both against each other: formula by formula, slopes, metrics."""
+def test_losses_equal_those_of_the_torch_engine(name: str, estimator: str) -> None:
+    """Each loss with each regularizer: value, gradients, metrics."""
     draw = np.random.default_rng(4)
     one = datum_for(name, draw, 12)
     config: dict[str, float | str] = {"entropy_coef": 0.4}
@@ -81,9 +83,9 @@ def test_losses_and_terms_are_the_torch_engine_s(name: str, estimator: str) -> N
         one = replace_inputs(one, ref_logprobs=draw.normal(-6, 1, 12).astype(np.float32))
         config |= {"kl_coef": 0.2, "kl_estimator": estimator}
     request = request_of(name, one, **config)
-    p, spread = draw.normal(-6, 1.5, 12), draw.uniform(0, 6, 12)
-    found = scored(request, one, p, spread)
-    leaves = [torch.tensor(values, requires_grad=True) for values in (p, spread)]
+    p, entropies = draw.normal(-6, 1.5, 12), draw.uniform(0, 6, 12)
+    found = builtin_loss(request, one, p, entropies)
+    leaves = [torch.tensor(values, requires_grad=True) for values in (p, entropies)]
     inputs = {key: torch.tensor(values, dtype=torch.float64) for key, values in loss_specs.filled(request, one).items()}
     targets = Targets(
         logprobs=leaves[0], entropies=leaves[1], sequence=torch.zeros(12, dtype=torch.long), inputs=inputs
@@ -91,14 +93,14 @@ def test_losses_and_terms_are_the_torch_engine_s(name: str, estimator: str) -> N
     loss, metrics = objective(
         name, targets, loss_specs.numbers(request), loss_specs.estimator(request), request.loss_config
     )
-    slope, steep = torch.autograd.grad(loss, leaves)
+    grad, entropy_grad = torch.autograd.grad(loss, leaves)
     assert found.loss == pytest.approx(float(loss.detach()), rel=1e-9)
-    np.testing.assert_allclose(found.slope, slope.numpy(), rtol=1e-6, atol=1e-12)
-    np.testing.assert_allclose(found.steep, steep.numpy(), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(found.grad, grad.numpy(), rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(found.entropy_grad, entropy_grad.numpy(), rtol=1e-9, atol=1e-12)
     assert found.metrics == pytest.approx({key: float(value.detach()) for key, value in metrics.items()}, rel=1e-9)
 
 
-def test_an_entropy_bonus_spreads_the_distribution() -> None:
+def test_entropy_bonus_raises_the_entropy() -> None:
     async def main() -> None:
         fake = engine()
         await fake.create("m", LoraSpec(rank=4, seed=1))

@@ -20,7 +20,7 @@ from tests.engine.vllm import stub as vllm_stub
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard
 from tinsmith.engine.config import EngineConfig, VllmConfig
 from tinsmith.engine.process import build
-from tinsmith.engine.vllm import completions as wire
+from tinsmith.engine.vllm import completions
 from tinsmith.engine.vllm.engine import VllmEngine
 from tinsmith.engine.vllm.server import command_of, environment_of, find_python
 from tinsmith.errors import ConfigError, EngineDied, EngineError, Gone, Unsupported
@@ -88,20 +88,24 @@ async def until(done: Callable[[], bool]) -> None:
 
 
 def test_a_request_leaves_nothing_to_the_defaults_of_vllm():
-    body = wire.body_of(ask([5, 6], max_tokens=None, stop_tokens=None, seed=None), CARD, "v1", stream=False)
+    body = completions.request_body(ask([5, 6], max_tokens=None, stop_tokens=None, seed=None), CARD, "v1", stream=False)
     assert body == {
         "model": "v1", "prompt": [5, 6], "n": 1, "max_tokens": 62, "temperature": 1.0, "stop_token_ids": [2],
         "ignore_eos": True, "stop": [], "include_stop_str_in_output": True, "logprobs": 0,
         "return_tokens_as_token_ids": True, "return_token_ids": True, "stream": False,
     }  # fmt: skip
-    body = wire.body_of(ask(num_samples=3, stop_strings=("\n",), stop_tokens=(7,), space="a"), CARD, "v1", stream=True)
+    body = completions.request_body(
+        ask(num_samples=3, stop_strings=("\n",), stop_tokens=(7,), space="a"), CARD, "v1", stream=True
+    )
     assert body["cache_salt"] == "a"
     assert (body["n"], body["stop"], body["stop_token_ids"], body["max_tokens"]) == (3, ["\n"], [7], 16)
     assert body["stream_options"] == {"include_usage": True}
 
 
 def test_seeds_that_stand_side_by_side_are_far_apart_there():
-    seeds = [wire.body_of(ask(seed=seed, num_samples=8), CARD, "base", stream=False)["seed"] for seed in range(9)]
+    seeds = [
+        completions.request_body(ask(seed=seed, num_samples=8), CARD, "base", stream=False)["seed"] for seed in range(9)
+    ]
     assert len({seed + sample for seed in seeds for sample in range(8)}) == 72
     assert all(0 <= seed < 2**63 for seed in seeds)
 
@@ -160,7 +164,7 @@ def test_what_vllm_means_otherwise_the_trainers_weights_answer(
     engine: VllmEngine, version: str, wait: Any, asked: Any, wanted: dict[str, Any]
 ):
     request = ask(version=version, **wanted)
-    assert_same_samples(wait(engine.sample(request)), wait(engine.trained.sample(request)))
+    assert_same_samples(wait(engine.sample(request)), wait(engine.torch_engine.sample(request)))
     assert asked("/v1/completions") == []
 
 
@@ -174,7 +178,7 @@ def test_questions_about_the_prompt_are_answered_beside_the_samples(
 ):
     about = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_alt_tokens_k": 2}
     request = ask(version=version, num_samples=2, **about)
-    found, wanted = wait(engine.sample(request)), wait(engine.trained.sample(request))
+    found, wanted = wait(engine.sample(request)), wait(engine.torch_engine.sample(request))
     np.testing.assert_array_equal(found.prompt_logprobs, wanted.prompt_logprobs)
     np.testing.assert_array_equal(found.topk_prompt.token_ids, wanted.topk_prompt.token_ids)
     np.testing.assert_array_equal(found.prompt_alt.token_ids, wanted.prompt_alt.token_ids)
@@ -222,7 +226,7 @@ def test_a_kept_version_is_read_from_where_it_is(
 def test_a_rank_beyond_what_vllm_was_started_for_is_refused(engine: VllmEngine, wait: Any, tmp_path: Path, asked: Any):
     with pytest.raises(Unsupported, match=r"vllm\.rank=16"):
         wait(engine.create("wide", LoraSpec(rank=16, seed=1)))
-    wait(engine.trained.create("wide", LoraSpec(rank=16, seed=1)))
+    wait(engine.torch_engine.create("wide", LoraSpec(rank=16, seed=1)))
     wait(engine.save("wide", tmp_path / "wide", optimizer=False))
     wait(engine.attach("wide", tmp_path / "wide"))
     for _ in range(2):
@@ -330,13 +334,13 @@ def test_what_is_set_reaches_it(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_sequence_that_vllm_gave_up_on_is_no_answer():
-    answers = wire.Answers(ask(num_samples=2))
+    parser = completions.CompletionParser(ask(num_samples=2))
     found = {"token_logprobs": [-1.0], "top_logprobs": [{}]}
-    answers.take({"choices": [{"index": 0, "finish_reason": "stop", "token_ids": [1], "logprobs": found}]})
-    with pytest.raises(EngineDied, match="hung up"):
-        answers.sampled()
+    parser.add({"choices": [{"index": 0, "finish_reason": "stop", "token_ids": [1], "logprobs": found}]})
+    with pytest.raises(EngineDied, match="closed the connection"):
+        parser.result()
     with pytest.raises(EngineDied, match="abort"):
-        answers.take({"choices": [{"index": 1, "finish_reason": "abort", "token_ids": [], "logprobs": None}]})
+        parser.add({"choices": [{"index": 1, "finish_reason": "abort", "token_ids": [], "logprobs": None}]})
 
 
 def test_an_engine_of_one_process_has_no_vllm():

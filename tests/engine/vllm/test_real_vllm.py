@@ -124,7 +124,7 @@ def test_greedy_tokens_are_our_samplers(engine: VllmEngine, words: Any, wait: An
     if engine.card.dtype != "float32":
         pytest.skip("in bfloat16 the first of two near equals is chance")
     request = ask(words(PROMPT), version="all", temperature=0, num_samples=2, max_tokens=24)
-    found, wanted = wait(engine.sample(request)), wait(engine.trained.sample(request))
+    found, wanted = wait(engine.sample(request)), wait(engine.torch_engine.sample(request))
     for one, two in zip(found.sequences, wanted.sequences, strict=True):
         np.testing.assert_array_equal(one.tokens, two.tokens)
         np.testing.assert_allclose(one.logprobs, two.logprobs, atol=2e-3)

@@ -1,4 +1,8 @@
-"""The fake engine's losses and their terms, each with its slope. Numpy; an uploaded loss is torch's."""
+"""The fake engine's losses and regularizers, each with its gradient, in numpy.
+
+They repeat `engine.training.losses`, because the API process, which holds a fake engine, must not import torch. Only
+custom losses do.
+"""
 
 from __future__ import annotations
 
@@ -13,42 +17,42 @@ from tinsmith.errors import BadRequest, Unsupported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Scored:
-    """A datum's loss, its slopes in the logprobs (targets' shape) and in the entropies [N], and its metrics."""
+class DatumLoss:
+    """A datum's loss, its gradients by logprobs (of the targets' shape) and by entropies [N], and its metrics."""
 
     loss: float
-    slope: np.ndarray
-    steep: np.ndarray
+    grad: np.ndarray
+    entropy_grad: np.ndarray
     metrics: dict[str, float]
 
 
-def scored(request: Pass, datum: Datum, p: np.ndarray, entropies: np.ndarray) -> Scored:
-    """The request's loss of one datum, with the terms that it asks for; float64."""
+def builtin_loss(request: Pass, datum: Datum, p: np.ndarray, entropies: np.ndarray) -> DatumLoss:
+    """The request's loss of one datum with its regularizers, in float64."""
     if request.loss_fn not in loss_specs.LOSSES:
         raise Unsupported(f"The fake engine has no loss '{request.loss_fn}'.")
     config = loss_specs.numbers(request)
     inputs = {name: values.astype(np.float64) for name, values in loss_specs.filled(request, datum).items()}
     flat, metrics = p.reshape(-1).astype(np.float64), {}
     if request.loss_fn == "trinity_ppo":
-        loss, slope, metrics = _trinity(flat, inputs, config)
+        loss, grad, metrics = _trinity(flat, inputs, config)
     else:
-        loss, slope = _loss(request.loss_fn, flat, inputs, config)
+        loss, grad = _loss(request.loss_fn, flat, inputs, config)
         if "kl_mask" in inputs:
-            value, more = _divergence(loss_specs.estimator(request), flat, inputs)
-            loss, slope = loss + config["kl_coef"] * value, slope + config["kl_coef"] * more
+            value, value_grad = _divergence(loss_specs.estimator(request), flat, inputs)
+            loss, grad = loss + config["kl_coef"] * value, grad + config["kl_coef"] * value_grad
             metrics = {"kl:sum": value}
-    steep = np.zeros(len(datum.tokens))
+    entropy_grad = np.zeros(len(datum.tokens))
     if "entropy_mask" in inputs:
         metrics["entropy:sum"] = float((inputs["entropy_mask"] * entropies).sum())
-        loss, steep = (
+        loss, entropy_grad = (
             loss - config["entropy_coef"] * metrics["entropy:sum"],
             -config["entropy_coef"] * inputs["entropy_mask"],
         )
-    return Scored(loss=loss, slope=slope.reshape(p.shape), steep=steep, metrics=metrics)
+    return DatumLoss(loss=loss, grad=grad.reshape(p.shape), entropy_grad=entropy_grad, metrics=metrics)
 
 
-def uploaded(request: Pass) -> Callable[[Datum, np.ndarray, np.ndarray], Scored]:
-    """An uploaded loss is torch's business, here as well."""
+def custom_loss(request: Pass) -> Callable[[Datum, np.ndarray, np.ndarray], DatumLoss]:
+    """The function that evaluates the request's custom loss on a datum. Imports torch."""
     import torch
 
     from tinsmith.engine.custom_loss.runner import Program
@@ -56,11 +60,11 @@ def uploaded(request: Pass) -> Callable[[Datum, np.ndarray, np.ndarray], Scored]
     assert request.graph is not None
     program = Program(request.graph)
 
-    def evaluate(datum: Datum, p: np.ndarray, _entropies: np.ndarray) -> Scored:
-        loss, slope, metrics = program.run(torch.from_numpy(p), datum.inputs)
-        if not (np.isfinite(loss) and bool(torch.isfinite(slope).all())):
+    def evaluate(datum: Datum, p: np.ndarray, _entropies: np.ndarray) -> DatumLoss:
+        loss, grad, metrics = program.run(torch.from_numpy(p), datum.inputs)
+        if not (np.isfinite(loss) and bool(torch.isfinite(grad).all())):
             raise BadRequest(f"The custom loss of this request is {loss}.", "Check its inputs.")
-        return Scored(loss=loss, slope=slope.numpy(), steep=np.zeros(len(datum.tokens)), metrics=metrics)
+        return DatumLoss(loss=loss, grad=grad.numpy(), entropy_grad=np.zeros(len(datum.tokens)), metrics=metrics)
 
     return evaluate
 
@@ -68,7 +72,7 @@ def uploaded(request: Pass) -> Callable[[Datum, np.ndarray, np.ndarray], Scored]
 def _loss(
     name: str, p: np.ndarray, inputs: dict[str, np.ndarray], config: dict[str, float]
 ) -> tuple[float, np.ndarray]:
-    """(loss, d loss / d p)."""
+    """(loss, gradient by p)."""
     if name == "cross_entropy":
         return float(-(inputs["weights"] * p).sum()), -inputs["weights"]
     q, adv = inputs["logprobs"], inputs["advantages"]
@@ -85,12 +89,14 @@ def _loss(
     clipped = np.clip(r, inputs["clip_low_threshold"], inputs["clip_high_threshold"])
     if name == "cispo":
         return float(-(clipped * p * adv).sum()), -clipped * adv
-    free = r * adv <= clipped * adv
+    unclipped = r * adv <= clipped * adv
     if dual := config.get("dual_clip"):
-        gain = np.minimum(r * adv, clipped * adv)
-        floored = (adv < 0) & (gain < dual * adv)
-        return float(-np.where(floored, dual * adv, gain).sum()), np.where(free & ~floored, -r * adv, 0.0)
-    return float(-np.minimum(r * adv, clipped * adv).sum()), np.where(free, -r * adv, 0.0)
+        surrogate = np.minimum(r * adv, clipped * adv)
+        dual_clipped = (adv < 0) & (surrogate < dual * adv)
+        return float(-np.where(dual_clipped, dual * adv, surrogate).sum()), np.where(
+            unclipped & ~dual_clipped, -r * adv, 0.0
+        )
+    return float(-np.minimum(r * adv, clipped * adv).sum()), np.where(unclipped, -r * adv, 0.0)
 
 
 def _trinity(
@@ -100,30 +106,30 @@ def _trinity(
     gap = np.where(mask != 0, p - inputs["logprobs"], 0.0)
     r = np.exp(np.clip(gap, -20, 20))
     clipped = np.clip(r, 1 - config["clip_range"], 1 + config["clip_range"])
-    free = (-adv * r >= -adv * clipped) & ~((adv < 0) & (-adv * r > -adv * config["clip_ratio_c"]))
+    unclipped = (-adv * r >= -adv * clipped) & ~((adv < 0) & (-adv * r > -adv * config["clip_ratio_c"]))
     token = np.maximum(-adv * r, -adv * clipped)
     token = np.where(adv < 0, np.minimum(-adv * config["clip_ratio_c"], token), token)
-    far = (p - inputs["ref_logprobs"]) if config["kl_coef"] else np.zeros_like(p)
+    ref_gap = (p - inputs["ref_logprobs"]) if config["kl_coef"] else np.zeros_like(p)
     scale = mask / max(mask.sum(), 1.0) / config["num_total_datums"]
-    slope = scale * (np.where(free & (np.abs(gap) <= 20), -adv * r, 0.0) + config["kl_coef"] * far)
+    grad = scale * (np.where(unclipped & (np.abs(gap) <= 20), -adv * r, 0.0) + config["kl_coef"] * ref_gap)
     sums = {
         "response_tokens": mask,
         "ratio_sum": mask * r,
         "ratio_squared_sum": mask * r**2,
         "clipped_tokens": mask * (-adv * clipped > -adv * r),
-        "kl_sum": mask * far**2 / 2,
+        "kl_sum": mask * ref_gap**2 / 2,
     }
-    loss = float((scale * (token + config["kl_coef"] * far**2 / 2)).sum())
-    return loss, slope, {f"trinity/{name}:sum": float(values.sum()) for name, values in sums.items()}
+    loss = float((scale * (token + config["kl_coef"] * ref_gap**2 / 2)).sum())
+    return loss, grad, {f"trinity/{name}:sum": float(values.sum()) for name, values in sums.items()}
 
 
 def _divergence(estimator: str, p: np.ndarray, inputs: dict[str, np.ndarray]) -> tuple[float, np.ndarray]:
-    """sum m k and its slope."""
+    """The masked sum of a KL estimator, and its gradient by p."""
     mask = inputs["kl_mask"]
     gap = np.where(mask != 0, p - inputs["ref_logprobs"], 0.0)
-    value, slope = {
+    value, grad = {
         "k1": (gap, np.ones_like(gap)),
         "k2": (gap**2 / 2, gap),
         "k3": (np.expm1(-gap) + gap, -np.expm1(-gap)),
     }[estimator]
-    return float((mask * value).sum()), mask * slope
+    return float((mask * value).sum()), mask * grad

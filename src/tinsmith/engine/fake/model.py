@@ -1,7 +1,7 @@
-"""The fake engine's language: a bigram model, and how its tokens are spelt.
+"""The fake engine's bigram language model, its adapter folders and its sampling, in numpy.
 
-The hidden state of a position is a fixed random vector of its token, logits are a fixed random matrix times that
-vector, and a LoRA adapter adds to the matrix. Token id 2 ends a sequence.
+The hidden state of a position is a fixed random vector of its token, the logits are a fixed random matrix times that
+vector, and a LoRA adapter adds to the matrix. Token id 2 ends a sequence. Adapter folders have PEFT's file names.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PREFIX = "base_model.model.lm_head"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Weights:
+class FakeAdapter:
     """An adapter on the output matrix: logits += scale * B A h."""
 
     lora: LoraSpec
@@ -40,8 +40,8 @@ class Weights:
         return self.lora.alpha / self.lora.rank
 
 
-def write_folder(to: Path, weights: Weights, moments: list[np.ndarray] | None) -> int:
-    """The folder appears under its name only when complete; returns its bytes."""
+def write_adapter(to: Path, weights: FakeAdapter, moments: list[np.ndarray] | None) -> int:
+    """Write an adapter folder atomically; returns its bytes."""
     config = {
         "peft_type": "LORA",
         "r": weights.lora.rank,
@@ -49,40 +49,40 @@ def write_folder(to: Path, weights: Weights, moments: list[np.ndarray] | None) -
         "spec": asdict(weights.lora),
     }
     tensors = {f"{_PREFIX}.lora_A.weight": weights.a, f"{_PREFIX}.lora_B.weight": weights.b}
-    with atomic_folder(to) as part:
-        (part / "adapter_config.json").write_text(json.dumps(config))
-        save_file(tensors, part / "adapter_model.safetensors")
+    with atomic_folder(to) as folder:
+        (folder / "adapter_config.json").write_text(json.dumps(config))
+        save_file(tensors, folder / "adapter_model.safetensors")
         if moments is not None:
-            save_file({str(index): value for index, value in enumerate(moments)}, part / "optimizer.safetensors")
-        return folder_size(part)
+            save_file({str(index): value for index, value in enumerate(moments)}, folder / "optimizer.safetensors")
+        return folder_size(folder)
 
 
-def read_folder(source: Path) -> tuple[Weights, list[np.ndarray] | None]:
-    """Weights, and moments if the folder has them. Raises EngineError if it is not such a folder."""
+def read_adapter(source: Path) -> tuple[FakeAdapter, list[np.ndarray] | None]:
+    """The adapter, and its moments if the folder has them. Raises EngineError if the folder cannot be read."""
     try:
         config = json.loads((source / "adapter_config.json").read_text())
         tensors = load_file(source / "adapter_model.safetensors")
     except OSError as error:
         raise EngineError(f"The adapter folder {source} cannot be read: {error}") from error
-    weights = Weights(
+    weights = FakeAdapter(
         lora=LoraSpec(**config["spec"]),
         a=tensors[f"{_PREFIX}.lora_A.weight"],
         b=tensors[f"{_PREFIX}.lora_B.weight"],
     )
-    held = source / "optimizer.safetensors"
-    if not held.is_file():
+    optimizer_file = source / "optimizer.safetensors"
+    if not optimizer_file.is_file():
         return weights, None
-    moments = load_file(held)
+    moments = load_file(optimizer_file)
     return weights, [moments[str(index)] for index in range(len(moments))]
 
 
 HIDDEN = 16
 ROWS = 256
-"""Positions whose logits are in memory at once."""
+"""Positions whose logits are computed at once."""
 
 
-class Bigram:
-    """A source's model. One that is a folder with a config.json lends its vocabulary size, and its tokenizer."""
+class BigramModel:
+    """The model of a source. From a folder with a config.json it takes the vocabulary size and the tokenizer."""
 
     def __init__(self, source: str) -> None:
         folder, vocab = Path(source), 512
@@ -101,11 +101,13 @@ class Bigram:
         rng = np.random.default_rng(zlib.crc32(source.encode()))
         self._embed = rng.standard_normal((vocab, HIDDEN), dtype=np.float32)
         self._out = rng.standard_normal((vocab, HIDDEN), dtype=np.float32) * np.float32(0.5)
-        words = folder / "tokenizer.json"
-        self.spell = _speller(Tokenizer.from_file(str(words)) if words.is_file() else None)
+        tokenizer_file = folder / "tokenizer.json"
+        self.decode = _decoder(Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None)
 
-    def logprobs(self, tokens: np.ndarray, weights: Weights | None) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
-        """(positions, hidden [n, D], log-softmax [n, V]) in pieces of ROWS."""
+    def logprobs(
+        self, tokens: np.ndarray, weights: FakeAdapter | None
+    ) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
+        """Yields (positions, hidden [n, D], log-softmax [n, V]) in blocks of ROWS."""
         for start in range(0, len(tokens), ROWS):
             rows = slice(start, min(start + ROWS, len(tokens)))
             hidden = self._embed[tokens[rows]]
@@ -117,44 +119,44 @@ class Bigram:
             yield rows, hidden, logits
 
 
-def entropies_of(logp: np.ndarray) -> np.ndarray:
-    """Of the rows of a log-softmax."""
+def entropy(logp: np.ndarray) -> np.ndarray:
+    """Entropy of each row of a log-softmax [n, V]."""
     return -(np.exp(logp) * logp).sum(axis=1)
 
 
-def _speller(tokenizer: Tokenizer | None) -> Callable[[list[int]], str]:
+def _decoder(tokenizer: Tokenizer | None) -> Callable[[list[int]], str]:
     if tokenizer is None:
         return lambda tokens: "".join(map(chr, tokens))
     return lambda tokens: tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
-    """A request under its adapter, or under none, for as long as nobody cancels it."""
+class Sampling:
+    """The sampling of one request with its adapter, until `is_cancelled`."""
 
-    bigram: Bigram
+    bigram: BigramModel
     request: SampleRequest
-    weights: Weights | None
-    goes_on: Callable[[], bool]
+    weights: FakeAdapter | None
+    is_cancelled: Callable[[], bool]
 
     async def sequence(self, index: int, heard: Heard | None) -> SampledSequence:
-        """Token by token, yielding to other callers. Raises Gone once the request is cancelled."""
+        """Sample one sequence, yielding to other callers. Raises Gone once the request is cancelled."""
         request, card = self.request, self.bigram.card
         seed = request.seed if request.seed is not None else zlib.crc32(request.request_id.encode())
         rng = np.random.default_rng([seed & (2**64 - 1), index, zlib.crc32(request.prompt.tobytes())])
         stops = card.eos_token_ids if request.stop_tokens is None else request.stop_tokens
-        room = card.context_length - len(request.prompt) + 1
+        context_left = card.context_length - len(request.prompt) + 1
         tokens, logprobs, tops = [], [], []
         last, reason = int(request.prompt[-1]), "length"
-        while len(tokens) < (request.max_tokens or room):
+        while len(tokens) < (request.max_tokens or context_left):
             if len(tokens) % 16 == 0:
                 await asyncio.sleep(0)
-            if not self.goes_on():
+            if self.is_cancelled():
                 raise Gone(f"Request {request.request_id} was cancelled.")
             logp = next(self.bigram.logprobs(np.asarray([last]), self.weights))[2][0]
             if request.temperature > 0:
-                logp = normalized(logp / np.float32(request.temperature))
-            last = draw(logp, request, rng)
+                logp = log_softmax(logp / np.float32(request.temperature))
+            last = sample_token(logp, request, rng)
             tokens.append(last)
             logprobs.append(logp[last])
             tops.append(logp)
@@ -162,7 +164,7 @@ class Reply:
                 best = topk(logp[None], request.topk_sample_logprobs) if request.topk_sample_logprobs else None
                 heard(Piece(sample=index, tokens=(last,), logprobs=(float(logp[last]),), topk=best))
                 await asyncio.sleep(0)
-            text = self.bigram.spell(tokens) if request.stop_strings else ""
+            text = self.bigram.decode(tokens) if request.stop_strings else ""
             if last in stops or any(stop in text for stop in request.stop_strings):
                 reason = "stop"
                 break
@@ -174,58 +176,58 @@ class Reply:
             topk=top,
         )
 
-    def about_prompt(self, answer: Sampled) -> Sampled:
-        """The answer with what was asked about the prompt itself."""
+    def add_prompt_results(self, result: Sampled) -> Sampled:
+        """The result with what the request asks about its prompt."""
         request = self.request
-        asked, k = request.target_prompt_logprobs, request.topk_prompt_logprobs
+        target_ids, k = request.target_prompt_logprobs, request.topk_prompt_logprobs
         if request.prompt_alt_tokens_k:
-            answer = replace(answer, prompt_alt=self._beside())
-        if not (request.prompt_logprobs or k or asked is not None):
-            return answer
+            result = replace(result, prompt_alt=self._prompt_alternatives())
+        if not (request.prompt_logprobs or k or target_ids is not None):
+            return result
         prompt, n = request.prompt, len(request.prompt)
         own = np.full(n, np.nan, dtype=np.float32)
-        top = TopK(token_ids=np.zeros((n, k), np.int32), logprobs=np.full((n, k), -99999.0, np.float32))
-        targets = None if asked is None else np.full(asked.shape, np.nan, dtype=np.float32)
+        top = TopK.empty(n, k)
+        targets = None if target_ids is None else np.full(target_ids.shape, np.nan, dtype=np.float32)
         for rows, _, logp in self.bigram.logprobs(prompt[:-1], self.weights):
             after = slice(rows.start + 1, rows.stop + 1)
             own[after] = np.take_along_axis(logp, prompt[after, None], axis=1)[:, 0]
-            piece = topk(logp, k)
-            top.token_ids[after], top.logprobs[after] = piece.token_ids, piece.logprobs
-            if asked is not None and targets is not None:
-                found = np.take_along_axis(logp, np.maximum(asked[rows], 0), axis=1)
-                targets[rows] = np.where(asked[rows] >= 0, found, np.nan)
+            best = topk(logp, k)
+            top.token_ids[after], top.logprobs[after] = best.token_ids, best.logprobs
+            if target_ids is not None and targets is not None:
+                target_logp = np.take_along_axis(logp, np.maximum(target_ids[rows], 0), axis=1)
+                targets[rows] = np.where(target_ids[rows] >= 0, target_logp, np.nan)
         if request.prompt_logprobs_last_n is not None:
             own[: n - request.prompt_logprobs_last_n] = np.nan
         return replace(
-            answer,
+            result,
             prompt_logprobs=own if request.prompt_logprobs else None,
             topk_prompt=top if k else None,
             target_prompt_logprobs=targets,
         )
 
-    def _beside(self) -> TopK:
-        """Draws at each prompt position after the first, by the request's temperature alone."""
+    def _prompt_alternatives(self) -> TopK:
+        """Tokens drawn at each prompt position after the first, with the request's temperature only."""
         request = self.request
         shape = (len(request.prompt) - 1, request.prompt_alt_tokens_k)
         rng = np.random.default_rng([*request.prompt.tolist(), (request.seed or 0) & (2**64 - 1)])
-        every = replace(request, top_k=-1, top_p=1.0)
-        found = TopK(token_ids=np.zeros(shape, np.int32), logprobs=np.zeros(shape, np.float32))
-        for rows, _, pieces in self.bigram.logprobs(request.prompt[:-1], self.weights):
-            for place, logp in enumerate(pieces, start=rows.start):
-                tempered = normalized(logp / np.float32(request.temperature)) if request.temperature > 0 else logp
-                drawn = [draw(tempered, every, rng) for _ in range(shape[1])]
-                found.token_ids[place], found.logprobs[place] = drawn, tempered[drawn]
-        return found
+        unrestricted = replace(request, top_k=-1, top_p=1.0)
+        alternatives = TopK.empty(*shape)
+        for rows, _, block in self.bigram.logprobs(request.prompt[:-1], self.weights):
+            for position, logp in enumerate(block, start=rows.start):
+                tempered = log_softmax(logp / np.float32(request.temperature)) if request.temperature > 0 else logp
+                tokens = [sample_token(tempered, unrestricted, rng) for _ in range(shape[1])]
+                alternatives.token_ids[position], alternatives.logprobs[position] = tokens, tempered[tokens]
+        return alternatives
 
 
-def normalized(logits: np.ndarray) -> np.ndarray:
-    """Log-softmax of one row."""
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-softmax of one row of logits."""
     logits = logits - logits.max()
     return logits - np.log(np.exp(logits).sum())
 
 
-def draw(logp: np.ndarray, request: SampleRequest, rng: np.random.Generator) -> int:
-    """A token id from tempered logprobs [V]; top_k and top_p narrow the choice, not the logprobs."""
+def sample_token(logp: np.ndarray, request: SampleRequest, rng: np.random.Generator) -> int:
+    """Sample a token id from tempered logprobs [V]; top_k and top_p restrict the choice, not the logprobs."""
     if request.temperature == 0:
         return int(logp.argmax())
     order = np.argsort(-logp, kind="stable")
@@ -235,11 +237,11 @@ def draw(logp: np.ndarray, request: SampleRequest, rng: np.random.Generator) -> 
     if request.top_p < 1:
         keep = max(1, int((np.cumsum(weight) - weight < request.top_p * weight.sum()).sum()))
         order, weight = order[:keep], weight[:keep]
-    place = np.searchsorted(np.cumsum(weight), rng.random() * weight.sum(), side="right")
-    return int(order[min(int(place), len(order) - 1)])
+    index = np.searchsorted(np.cumsum(weight), rng.random() * weight.sum(), side="right")
+    return int(order[min(int(index), len(order) - 1)])
 
 
 def topk(logp: np.ndarray, k: int) -> TopK:
-    """The k likeliest of each row of [n, V]."""
+    """The k likeliest tokens of each row of logprobs [n, V]."""
     ids = np.argsort(-logp, axis=1, kind="stable")[:, :k]
     return TopK(token_ids=ids.astype(np.int32), logprobs=np.take_along_axis(logp, ids, axis=1).astype(np.float32))

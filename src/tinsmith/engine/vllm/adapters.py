@@ -1,8 +1,8 @@
-"""Adapter versions for a vLLM: copied into folders of ours when first sampled from, loaded under names, unloaded.
+"""Adapter versions in a vLLM: copied to folders when first sampled from, loaded under their own names, unloaded.
 
-The trainer's engine holds every version and answers for it. What is here are copies: a folder per version that is in
-use, linked to the checkpoint where there is one, so that deleting that takes nothing from samples under way. Each load
-has a name of its own, so that a version made anew is never taken for the old one.
+The training engine holds every version and is the authority on them. This module manages copies: one folder for each
+version in use, hard-linked to its checkpoint where there is one, so that deleting the checkpoint does not disturb
+running samples. Each load has a new name, so that a version which was replaced is never mistaken for the old one.
 """
 
 from __future__ import annotations
@@ -20,146 +20,157 @@ import httpx
 
 from tinsmith.atomic import link_folder
 from tinsmith.engine.base import Engine
-from tinsmith.engine.vllm.server import RESIDENT, VllmServer
+from tinsmith.engine.vllm.server import MAX_RESIDENT, VllmServer
 from tinsmith.errors import EngineDied, EngineError, Gone, Unsupported
 
-_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
-"""The files that vLLM reads, and that a version for sampling has."""
+_ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""The files that vLLM reads, which are all files of a version for sampling."""
 
 
 @dataclass(eq=False, slots=True)
 class _Version:
-    """`kept`: the checkpoint, once there is one; `copy`: our folder; `name`: in the vLLM that came up as `start`."""
+    """Where a version's files are, and under which name vLLM has it."""
 
-    kept: Path | None = None
-    copy: Path | None = None
-    name: str = ""
-    start: int = 0
+    checkpoint: Path | None = None
+    """The persisted version, once there is one."""
+    folder: Path | None = None
+    """The copy that vLLM reads."""
+    lora_name: str = ""
+    server_start: int = 0
+    """Which start of vLLM has it loaded; 0: none."""
     rank: int = 0
     users: int = 0
+    """Requests that sample from it now."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class VllmVersions:
-    """By name, most recently used last."""
+    """Versions by name, most recently used last."""
 
-    def __init__(self, source: Engine, server: VllmServer, client: httpx.AsyncClient, rank: int, folder: Path) -> None:
-        self._source, self._server, self._client = source, server, client
-        self._rank, self._folder = rank, folder
-        self._known: dict[str, _Version] = {}
+    def __init__(
+        self, trainer: Engine, server: VllmServer, client: httpx.AsyncClient, max_rank: int, folder: Path
+    ) -> None:
+        self._trainer, self._server, self._client = trainer, server, client
+        self._max_rank, self._folder = max_rank, folder
+        self._versions: dict[str, _Version] = {}
         self._numbers = itertools.count(1)
 
-    async def capture(self, model_id: str, version: str) -> None:
-        await self._source.capture(model_id, version)
-        await self._replace(version, _Version())
+    async def capture(self, model_id: str, name: str) -> None:
+        await self._trainer.capture(model_id, name)
+        await self._replace(name, _Version())
 
-    async def attach(self, version: str, folder: Path) -> None:
-        await self._source.attach(version, folder)
-        await self._replace(version, _Version(kept=folder))
+    async def attach(self, name: str, checkpoint: Path) -> None:
+        await self._trainer.attach(name, checkpoint)
+        await self._replace(name, _Version(checkpoint=checkpoint))
 
-    async def detach(self, version: str) -> None:
-        await self._source.detach(version)
-        await self._replace(version, None)
+    async def detach(self, name: str) -> None:
+        await self._trainer.detach(name)
+        await self._replace(name, None)
 
-    async def persist(self, version: str, to: Path) -> int:
-        """The source can write a captured version once; where our copy was that, its files are what is kept."""
-        one = self._get(version)
-        async with one.lock:
-            if one.copy is not None and one.kept is None:
-                size = await asyncio.to_thread(link_folder, one.copy, to, *_ADAPTER)
-                await self._source.attach(version, to)
+    async def persist(self, name: str, to: Path) -> int:
+        """Write a captured version; returns its bytes.
+
+        The trainer can write a version once only, so if that was for vLLM's copy, the copy is linked.
+        """
+        version = self._get(name)
+        async with version.lock:
+            if version.folder is not None and version.checkpoint is None:
+                size = await asyncio.to_thread(link_folder, version.folder, to, *_ADAPTER_FILES)
+                await self._trainer.attach(name, to)
             else:
-                size = await self._source.persist(version, to)
-            one.kept = to
+                size = await self._trainer.persist(name, to)
+            version.checkpoint = to
         return size
 
     @asynccontextmanager
-    async def lent(self, version: str) -> AsyncIterator[str]:
-        """What vLLM calls it, loaded and not unloaded before the block ends.
+    async def loaded(self, name: str) -> AsyncIterator[str]:
+        """The name by which vLLM knows a version, which stays loaded until the block ends.
 
-        Raises Gone for versions that are not known, Unsupported for ranks beyond what vLLM was started for.
+        Raises Gone for an unknown version, Unsupported for a rank above vLLM's limit.
         """
-        one = self._get(version)
-        one.users += 1
+        version = self._get(name)
+        version.users += 1
         try:
-            async with one.lock:
-                await self._copy(version, one)
-                self.check(f"Version '{version}'", one.rank)
-                await self._load(one)
-            yield one.name
+            async with version.lock:
+                await self._copy(name, version)
+                self.check_rank(f"Version '{name}'", version.rank)
+                await self._load(version)
+            yield version.lora_name
         finally:
-            one.users -= 1
-            await self._tidy(one, forgotten=self._known.get(version) is not one)
+            version.users -= 1
+            await self._evict(version, replaced=self._versions.get(name) is not version)
 
-    def check(self, what: str, rank: int) -> None:
-        """Raises Unsupported for a rank that vLLM has set no memory aside for."""
-        if rank > self._rank:
+    def check_rank(self, subject: str, rank: int) -> None:
+        """Raises Unsupported for a rank for which vLLM has reserved no memory."""
+        if rank > self._max_rank:
             raise Unsupported(
-                f"{what} has rank {rank}; vLLM, which samples here, was started for at most {self._rank}.",
-                f"Serve with vllm.rank={rank} or more, or give a rank up to {self._rank}.",
+                f"{subject} has rank {rank}, but vLLM, which samples here, was started for ranks up to"
+                f" {self._max_rank}.",
+                f"Serve with vllm.rank={rank} or more, or use a rank up to {self._max_rank}.",
             )
 
-    async def _replace(self, version: str, new: _Version | None) -> None:
-        old = self._known.pop(version, None)
+    async def _replace(self, name: str, new: _Version | None) -> None:
+        old = self._versions.pop(name, None)
         if new is not None:
-            self._known[version] = new
+            self._versions[name] = new
         if old is not None:
-            await self._tidy(old, forgotten=True)
+            await self._evict(old, replaced=True)
 
-    def _get(self, version: str) -> _Version:
-        if version not in self._known:
-            raise Gone(f"The engine holds no version '{version}'.", "Save the weights again.")
-        self._known[version] = one = self._known.pop(version)
-        return one
+    def _get(self, name: str) -> _Version:
+        if name not in self._versions:
+            raise Gone(f"The engine has no version '{name}'.", "Save the weights again.")
+        self._versions[name] = version = self._versions.pop(name)
+        return version
 
-    async def _copy(self, version: str, one: _Version) -> None:
-        if one.copy is not None:
+    async def _copy(self, name: str, version: _Version) -> None:
+        if version.folder is not None:
             return
         to = self._folder / f"adapter-{next(self._numbers)}"
         try:
-            if one.kept is None:
-                await self._source.persist(version, to)
+            if version.checkpoint is None:
+                await self._trainer.persist(name, to)
             else:
-                await asyncio.to_thread(link_folder, one.kept, to, *_ADAPTER)
-            one.rank = int(json.loads((to / "adapter_config.json").read_text())["r"])
+                await asyncio.to_thread(link_folder, version.checkpoint, to, *_ADAPTER_FILES)
+            version.rank = int(json.loads((to / "adapter_config.json").read_text())["r"])
         except (OSError, ValueError, KeyError) as error:
-            raise Gone(f"The files of version '{version}' are no longer there: {error}", "Save it again.") from error
-        one.copy = to
+            raise Gone(f"The files of version '{name}' are no longer there: {error}", "Save it again.") from error
+        version.folder = to
 
-    async def _load(self, one: _Version) -> None:
+    async def _load(self, version: _Version) -> None:
         await self._server.up.wait()
-        if one.start == self._server.starts:
+        if version.server_start == self._server.starts:
             return
-        start, name = self._server.starts, f"v{next(self._numbers)}"
-        answer = await self._post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": str(one.copy)})
-        if answer.status_code != 200:
-            raise EngineError(f"vLLM does not load the adapter: {answer.text[:500]}", "See its log.")
-        one.name, one.start = name, start
+        start, lora_name = self._server.starts, f"v{next(self._numbers)}"
+        body = {"lora_name": lora_name, "lora_path": str(version.folder)}
+        response = await self._post("/v1/load_lora_adapter", body)
+        if response.status_code != 200:
+            raise EngineError(f"vLLM does not load the adapter: {response.text[:500]}", "See vLLM's log.")
+        version.lora_name, version.server_start = lora_name, start
 
-    async def _tidy(self, one: _Version, *, forgotten: bool) -> None:
-        """What is forgotten goes once nobody uses it; of the others the least recently used, beyond a number."""
-        if forgotten and one.users == 0:
-            await self._drop(one, files=True)
-        resident = [other for other in self._known.values() if other.start == self._server.starts]
+    async def _evict(self, version: _Version, *, replaced: bool) -> None:
+        """Unload a replaced version once it has no users, and the least recently used versions above the limit."""
+        if replaced and version.users == 0:
+            await self._unload(version, delete=True)
+        resident = [other for other in self._versions.values() if other.server_start == self._server.starts]
         idle = [other for other in resident if other.users == 0]
-        for other in idle[: max(0, len(resident) - RESIDENT)]:
-            await self._drop(other, files=other.kept is not None)
+        for other in idle[: max(0, len(resident) - MAX_RESIDENT)]:
+            await self._unload(other, delete=other.checkpoint is not None)
 
-    async def _drop(self, one: _Version, *, files: bool) -> None:
-        """Out of vLLM's memory, and with `files` our copy too: without a checkpoint it may be the only one."""
-        async with one.lock:
-            if one.users:
+    async def _unload(self, version: _Version, *, delete: bool) -> None:
+        """Remove from vLLM's memory, and with `delete` the copy too: without a checkpoint it may be the only one."""
+        async with version.lock:
+            if version.users:
                 return
-            if one.start == self._server.starts and self._server.up.is_set():
+            if version.server_start == self._server.starts and self._server.up.is_set():
                 with suppress(EngineDied):
-                    await self._post("/v1/unload_lora_adapter", {"lora_name": one.name})
-            one.start = 0
-            if files and one.copy is not None:
-                copy, one.copy = one.copy, None
-                await asyncio.to_thread(shutil.rmtree, copy, ignore_errors=True)
+                    await self._post("/v1/unload_lora_adapter", {"lora_name": version.lora_name})
+            version.server_start = 0
+            if delete and version.folder is not None:
+                folder, version.folder = version.folder, None
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _post(self, path: str, body: dict[str, str]) -> httpx.Response:
         try:
             return await self._client.post(self._server.url + path, json=body)
         except httpx.TransportError as error:
-            raise await self._server.hung_up() from error
+            raise await self._server.connection_lost() from error

@@ -1,6 +1,6 @@
-"""What vLLM's /v1/completions is asked and what it answers, as records of `engine.base`: token ids in, token ids out.
+"""vLLM's /v1/completions: request bodies and responses as records of `engine.base`, with token ids in both directions.
 
-Nothing is left to a default of vLLM's: stops are given as ids, and its own end-of-sequence is off. Logprobs are those
+Nothing is left to vLLM's defaults: stops are given as token ids, and its own end of sequence is off. Logprobs are those
 of softmax(logits / temperature), which its mode `processed_logprobs` gives as long as top_k and top_p are off.
 """
 
@@ -16,41 +16,39 @@ import numpy as np
 from tinsmith.engine.base import ModelCard, Piece, Sampled, SampledSequence, SampleRequest, TopK
 from tinsmith.errors import EngineDied
 
-EMPTY_LOGPROB = -99999.0
 
-
-def asks_prompt(request: SampleRequest) -> bool:
-    """Whether something is asked about the prompt itself."""
+def has_prompt_questions(request: SampleRequest) -> bool:
+    """Whether the request asks for anything about its prompt."""
     counts = request.topk_prompt_logprobs + request.prompt_alt_tokens_k
     return request.prompt_logprobs or request.target_prompt_logprobs is not None or counts > 0
 
 
-def about_prompt(request: SampleRequest) -> SampleRequest:
-    """The part of a request that asks about its prompt, with as little sampled as there may be."""
+def prompt_questions(request: SampleRequest) -> SampleRequest:
+    """The part of a request that is about its prompt, with as little sampling as possible."""
     return replace(request, num_samples=1, max_tokens=1, topk_sample_logprobs=0)
 
 
-def continues(request: SampleRequest, card: ModelCard) -> bool:
-    """Whether vLLM draws these samples as we mean them.
+def is_supported(request: SampleRequest, card: ModelCard) -> bool:
+    """Whether vLLM's samples are what the request means.
 
-    Not with top_k or top_p, for which it gives the logprobs of what is left renormalised; not where the last token of
-    the context is drawn; and not where one token comes with questions about the prompt, which cost as much as it.
+    They are not with top_k or top_p, for which vLLM renormalises the logprobs; nor where the last token of the context
+    is sampled. A single token with questions about the prompt is refused too: the questions cost as much as the token.
     """
-    narrowed = request.temperature > 0 and (request.top_k > 0 or request.top_p < 1)
+    restricted = request.temperature > 0 and (request.top_k > 0 or request.top_p < 1)
     fits = len(request.prompt) + (request.max_tokens or 1) <= card.context_length
-    return fits and not narrowed and not (request.max_tokens == 1 and asks_prompt(request))
+    return fits and not restricted and not (request.max_tokens == 1 and has_prompt_questions(request))
 
 
-def body_of(request: SampleRequest, card: ModelCard, name: str, *, stream: bool) -> dict[str, Any]:
-    """The JSON of a request to the model or adapter `name`."""
+def request_body(request: SampleRequest, card: ModelCard, name: str, *, stream: bool) -> dict[str, Any]:
+    """The JSON body of a request to the model or adapter `name`."""
     stops = card.eos_token_ids if request.stop_tokens is None else request.stop_tokens
-    left = card.context_length - len(request.prompt)
+    context_left = card.context_length - len(request.prompt)
     greedy = request.temperature == 0
     body: dict[str, Any] = {
         "model": name,
         "prompt": request.prompt.tolist(),
-        "n": 1 if greedy else request.num_samples,  # it refuses several greedy ones, which are all the same
-        "max_tokens": left if request.max_tokens is None else request.max_tokens,
+        "n": 1 if greedy else request.num_samples,  # vLLM rejects n > 1 for greedy samples, which are all the same
+        "max_tokens": context_left if request.max_tokens is None else request.max_tokens,
         "temperature": request.temperature,
         "stop_token_ids": list(stops),
         "ignore_eos": True,
@@ -62,7 +60,7 @@ def body_of(request: SampleRequest, card: ModelCard, name: str, *, stream: bool)
         "stream": stream,
     }
     if request.seed is not None:
-        body["seed"] = _spread(request.seed)
+        body["seed"] = _hash_seed(request.seed)
     if request.space:
         body["cache_salt"] = request.space
     if stream:
@@ -70,90 +68,81 @@ def body_of(request: SampleRequest, card: ModelCard, name: str, *, stream: bool)
     return body
 
 
-def _spread(seed: int) -> int:
-    """vLLM gives sample i of a request the seed plus i: neighbouring seeds must not share samples."""
+def _hash_seed(seed: int) -> int:
+    """vLLM uses seed + i for sample i of a request: hashed, so that neighbouring seeds share no samples."""
     return int.from_bytes(hashlib.blake2b(str(seed).encode(), digest_size=6).digest())
 
 
 @dataclass(slots=True)
-class Growing:
-    """One sequence as its parts come."""
+class PartialSequence:
+    """One sequence as its parts arrive."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    tops: list[TopK] = field(default_factory=list)
+    top_logprobs: list[TopK] = field(default_factory=list)
     stop_reason: Literal["stop", "length"] | None = None
 
+    def result(self) -> SampledSequence:
+        return SampledSequence(
+            tokens=np.array(self.tokens, np.int32),
+            logprobs=np.array(self.logprobs, np.float32),
+            stop_reason=self.stop_reason or "length",
+            topk=TopK.concatenate(self.top_logprobs) if self.top_logprobs else None,
+        )
 
-class Answers:
-    """The sequences of one request, from one answer or from the parts of a stream."""
+
+class CompletionParser:
+    """Builds the sequences of one request from one response, or from the chunks of a stream."""
 
     def __init__(self, request: SampleRequest) -> None:
         self._request = request
         self._copies = request.num_samples if request.temperature == 0 else 1
-        self._growing = [Growing() for _ in range(request.num_samples // self._copies)]
-        self._cached = 0
+        self._sequences = [PartialSequence() for _ in range(request.num_samples // self._copies)]
+        self._cached_tokens = 0
 
-    def take(self, answer: Mapping[str, Any]) -> list[Piece]:
-        """One JSON object of vLLM's; returns what is new. Raises EngineDied if it gave up on a sequence."""
-        pieces = []
-        for choice in answer["choices"]:
-            pieces += self._take_choice(choice)
-        usage = answer.get("usage") or {}
-        self._cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or self._cached
-        return pieces
+    def add(self, response: Mapping[str, Any]) -> list[Piece]:
+        """Add a JSON object of vLLM's; returns what is new. Raises EngineDied if vLLM gave up on a sequence."""
+        deltas = []
+        for choice in response["choices"]:
+            deltas += self._add_choice(choice)
+        usage = response.get("usage") or {}
+        self._cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or self._cached_tokens
+        return deltas
 
-    def _take_choice(self, choice: Mapping[str, Any]) -> list[Piece]:
-        growing = self._growing[choice["index"]]
+    def result(self) -> Sampled:
+        """The complete result. Raises EngineDied if vLLM closed the connection before the end."""
+        if any(sequence.stop_reason is None for sequence in self._sequences):
+            raise EngineDied("vLLM closed the connection before the end of the response.", "Submit the request again.")
+        return Sampled(
+            sequences=tuple(sequence.result() for sequence in self._sequences for _ in range(self._copies)),
+            prompt_cache_hit_tokens=self._cached_tokens,
+        )
+
+    def _add_choice(self, choice: Mapping[str, Any]) -> list[Piece]:
+        sequence = self._sequences[choice["index"]]
         reason = choice["finish_reason"]
         if reason not in (None, "stop", "length"):
-            raise EngineDied(f"vLLM ended a sequence early ({reason}).", "Submit it again.")
-        growing.stop_reason = reason
+            raise EngineDied(f"vLLM ended a sequence early ({reason}).", "Submit the request again.")
+        sequence.stop_reason = reason
         tokens = choice["token_ids"] or []
         if not tokens:
             return []
-        found = choice["logprobs"]
-        growing.tokens += tokens
-        growing.logprobs += found["token_logprobs"]
-        top = _top(found["top_logprobs"], k) if (k := self._request.topk_sample_logprobs) else None
+        logprobs = choice["logprobs"]
+        sequence.tokens += tokens
+        sequence.logprobs += logprobs["token_logprobs"]
+        top = _top_logprobs(logprobs["top_logprobs"], k) if (k := self._request.topk_sample_logprobs) else None
         if top is not None:
-            growing.tops.append(top)
-        numbers = range(choice["index"] * self._copies, (choice["index"] + 1) * self._copies)
-        told = tuple(found["token_logprobs"])
-        return [Piece(sample=one, tokens=tuple(tokens), logprobs=told, topk=top) for one in numbers]
-
-    def sampled(self) -> Sampled:
-        """All of it. Raises EngineDied if vLLM hung up before the end."""
-        if any(one.stop_reason is None for one in self._growing):
-            raise EngineDied("vLLM hung up before it had answered.", "Submit it again.")
-        ended = [one for one in self._growing for _ in range(self._copies)]
-        return Sampled(
-            sequences=tuple(
-                SampledSequence(
-                    tokens=np.array(one.tokens, np.int32),
-                    logprobs=np.array(one.logprobs, np.float32),
-                    stop_reason=one.stop_reason or "length",
-                    topk=_joined(one.tops) if one.tops else None,
-                )
-                for one in ended
-            ),
-            prompt_cache_hit_tokens=self._cached,
-        )
+            sequence.top_logprobs.append(top)
+        samples = range(choice["index"] * self._copies, (choice["index"] + 1) * self._copies)
+        token_logprobs = tuple(logprobs["token_logprobs"])
+        return [Piece(sample=sample, tokens=tuple(tokens), logprobs=token_logprobs, topk=top) for sample in samples]
 
 
-def _top(steps: Sequence[Mapping[str, float]], k: int) -> TopK:
-    """vLLM adds the sampled token to the k likeliest where it is none of them: k + 1 cells, of which the last goes."""
-    ids = np.zeros((len(steps), k), np.int32)
-    logprobs = np.full((len(steps), k), EMPTY_LOGPROB, np.float32)
+def _top_logprobs(steps: Sequence[Mapping[str, float]], k: int) -> TopK:
+    """The k likeliest tokens of each step. vLLM adds the sampled token if it is not among them; it is cut off."""
+    top = TopK.empty(len(steps), k)
     for row, step in enumerate(steps):
         best = sorted(step.items(), key=lambda cell: -cell[1])[:k]
-        ids[row, : len(best)] = [int(name.removeprefix("token_id:")) for name, _ in best]
-        logprobs[row, : len(best)] = [logprob for _, logprob in best]
-    return TopK(token_ids=ids, logprobs=logprobs)
-
-
-def _joined(tops: Sequence[TopK]) -> TopK:
-    return TopK(
-        token_ids=np.concatenate([top.token_ids for top in tops]),
-        logprobs=np.concatenate([top.logprobs for top in tops]),
-    )
+        top.token_ids[row, : len(best)] = [int(name.removeprefix("token_id:")) for name, _ in best]
+        top.logprobs[row, : len(best)] = [logprob for _, logprob in best]
+    return top

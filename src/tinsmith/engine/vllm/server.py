@@ -1,7 +1,7 @@
-"""vLLM's own server as a child process: found, started, watched, started again when it ends.
+"""vLLM's server as a child process: found, started, watched, and restarted when it ends.
 
-It listens on a free port of 127.0.0.1 and ends with this process, however that ends. Its log is a file of its own; the
-last lines of it are told when it does not start. What it is asked, and which adapters it holds, is not known here.
+It listens on a free port of 127.0.0.1 and ends with this process, however this process ends. Its log is a file, whose
+last lines are part of the error if it does not start. Requests are in `completions`, loaded adapters in `adapters`.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError
 log = logging.getLogger(__name__)
 
 BASE = "base"
-"""What requests call the base model without an adapter."""
+"""Name of the base model without an adapter in requests."""
 LOCAL = Path(".venv-vllm/bin/python")
-"""Where `make vllm` puts it."""
-RESIDENT = 32
-"""Adapter versions that vLLM keeps in the machine's memory, beside those of its present step."""
+"""Where `make vllm` installs it."""
+MAX_RESIDENT = 32
+"""Adapter versions that vLLM keeps in host memory, besides those of its current step."""
 INSTALL = (
     "In a checkout: make vllm. Elsewhere: python3 -m venv .venv-vllm && .venv-vllm/bin/pip install vllm "
     "(docs/guides/vllm.md; on a CPU it is another package), then --vllm-python .venv-vllm/bin/python."
 )
 LOG_LINES = 25
-POLL_S = 0.25
-NOTICE_S = 1.0
-START_S = 1800.0
-END_S = 4.0
-RETRY_CAP_S = 30.0
+POLL_INTERVAL_S = 0.25
+EXIT_NOTICE_S = 1.0
+START_TIMEOUT_S = 1800.0
+END_TIMEOUT_S = 4.0
+MAX_RETRY_DELAY_S = 30.0
 
-_DYING_WITH_US = (
+_EXEC_AND_END_WITH_PARENT = (
     "import ctypes, os, signal, sys, time\n"
     "vllm = os.getpid()\n"
     "if os.fork() == 0:\n"
@@ -51,38 +51,39 @@ _DYING_WITH_US = (
     "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
     "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
 )
-"""Asks the kernel for a SIGTERM when the parent dies (PR_SET_PDEATHSIG), then becomes what the arguments say. What that
-starts may outlive it: a guard ends its whole group when it is gone."""
+"""Program that executes its arguments with the same Python. The kernel sends it a SIGTERM when the parent dies
+(PR_SET_PDEATHSIG). Its own children may outlive it, so a forked guard kills the process group when it has ended."""
 
 
 def find_python(config: VllmConfig) -> Path:
-    """The interpreter that has vLLM. Raises ConfigError, saying how to install it, if there is none."""
+    """The interpreter of an environment with vLLM. Raises ConfigError, with how to install it, if there is none."""
     command = shutil.which("vllm")
-    beside = [Path(command).resolve().parent / "python"] if command else []
-    candidates = [config.python.expanduser()] if config.python is not None else [LOCAL, *beside]
-    python = next((one for one in candidates if one.is_file() and os.access(one, os.X_OK)), None)
+    next_to_command = [Path(command).resolve().parent / "python"] if command else []
+    candidates = [config.python.expanduser()] if config.python is not None else [LOCAL, *next_to_command]
+    python = next((path for path in candidates if path.is_file() and os.access(path, os.X_OK)), None)
     if python is None:
-        looked = ", ".join(map(str, candidates)) if config.python else f"{LOCAL} or a `vllm` on PATH"
-        raise ConfigError(f"--sampler vllm finds no vLLM: there is no {looked}.", INSTALL)
-    asked = "import importlib.util as found; raise SystemExit(found.find_spec('vllm') is None)"
-    if subprocess.run([python, "-c", asked], capture_output=True, check=False).returncode:
+        places = ", ".join(map(str, candidates)) if config.python else f"{LOCAL} or a `vllm` on PATH"
+        raise ConfigError(f"--sampler vllm finds no vLLM: there is no {places}.", INSTALL)
+    program = "import importlib.util as util; raise SystemExit(util.find_spec('vllm') is None)"
+    if subprocess.run([python, "-c", program], capture_output=True, check=False).returncode:
         raise ConfigError(f"--sampler vllm: {python} has no vLLM.", INSTALL)
     return python.absolute()  # not resolved: a venv's python is a link, and the venv is where the link is
 
 
 def command_of(python: Path, config: VllmConfig, card: ModelCard, port: int) -> list[str]:
-    """Loads the model from where its tokenizer is: folders hold both, and the hub's cache is shared."""
+    """The command that starts vLLM. It loads the model from where the tokenizer is: folders hold both, and the hub's
+    cache is shared."""
     head = ["--hf-overrides", '{"head_dtype": "float32"}'] if card.dtype == "bfloat16" else []
-    slots = config.adapters + (card.device == "cpu")  # there one adapter stands for none
+    slots = config.adapters + (card.device == "cpu")  # on a CPU one adapter stands for the base model
     return [
-        *(str(python), "-c", _DYING_WITH_US, "-m", "vllm.entrypoints.openai.api_server"),
+        *(str(python), "-c", _EXEC_AND_END_WITH_PARENT, "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", card.tokenizer, "--served-model-name", BASE, "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", card.dtype, "--max-model-len", str(card.context_length), *head),
         *("--generation-config", "vllm"),  # no sampling parameters out of the model's folder
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),
         *("--enable-lora", "--max-lora-rank", str(config.rank), "--max-loras", str(slots)),
-        *("--max-cpu-loras", str(max(RESIDENT, slots))),
+        *("--max-cpu-loras", str(max(MAX_RESIDENT, slots))),
         *("--gpu-memory-utilization", str(config.memory)),
         *("--disable-uvicorn-access-log",),
         *config.args,
@@ -90,21 +91,21 @@ def command_of(python: Path, config: VllmConfig, card: ModelCard, port: int) -> 
 
 
 def environment_of(config: VllmConfig, card: ModelCard, threads: int) -> dict[str, str]:
-    """What is set outside wins, but for the devices and threads that our own settings name."""
-    ours = {"OMP_WAIT_POLICY": "passive", "VLLM_NO_USAGE_STATS": "1"}
-    named = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    """Environment of vLLM: variables that are already set win, except for devices and threads set in our settings."""
+    defaults = {"OMP_WAIT_POLICY": "passive", "VLLM_NO_USAGE_STATS": "1"}
+    overrides = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     if card.device == "cpu":
-        ours["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # by default it takes whole cores and leaves one of them idle
+        defaults["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"  # vLLM's default binds to whole cores and leaves one idle
         if threads:
-            named["OMP_NUM_THREADS"] = str(threads)
+            overrides["OMP_NUM_THREADS"] = str(threads)
     if config.devices:
-        named["CUDA_VISIBLE_DEVICES"] = config.devices
-    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # its venv is its own
-    return ours | kept | named
+        overrides["CUDA_VISIBLE_DEVICES"] = config.devices
+    inherited = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}  # vLLM has its own packages
+    return defaults | inherited | overrides
 
 
 class VllmServer:
-    """The child. `url` and `starts` belong to the present one; `up` is set while it answers."""
+    """The child process. `url` belongs to the current one; `up` is set while it responds."""
 
     def __init__(self, config: VllmConfig, card: ModelCard, threads: int, folder: Path) -> None:
         self._config, self._card, self._threads = config, card, threads
@@ -114,30 +115,30 @@ class VllmServer:
         self._watch: asyncio.Task[None] | None = None
         self.url = ""
         self.starts = 0
-        """How often it came up; what an earlier one was told is not known to the present one."""
+        """Number of successful starts. Adapters loaded into an earlier process are not in the current one."""
         self.up = asyncio.Event()
 
     async def start(self) -> None:
-        """Until it answers. Raises ConfigError where there is no vLLM, EngineError when it ends instead."""
+        """Start vLLM and wait until it responds. Raises ConfigError if it is not installed, EngineError if it ends."""
         self._python = await asyncio.to_thread(find_python, self._config)
         await self._start(self._python)
-        self._watch = asyncio.create_task(self._keep(self._python))
+        self._watch = asyncio.create_task(self._restart_on_exit(self._python))
 
     @property
     def pid(self) -> int:
-        """The child's, 0 while there is none."""
+        """Process id of vLLM, 0 while there is none."""
         return self._child.pid if self._child is not None else 0
 
-    async def hung_up(self) -> EngineDied:
-        """What to tell a request whose connection broke; if vLLM ended, that is noticed before the next one comes."""
+    async def connection_lost(self) -> EngineDied:
+        """Error for a request whose connection broke. If vLLM ended, `up` is cleared before the next request."""
         if self._child is not None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._child.wait(), NOTICE_S)
+                await asyncio.wait_for(self._child.wait(), EXIT_NOTICE_S)
                 self.up.clear()
-        return EngineDied("vLLM ended before it had answered.", "It is being started again; submit once more.")
+        return EngineDied("vLLM ended before the end of the response.", "It is being restarted: submit again.")
 
     async def close(self) -> None:
-        """End it and all that it started."""
+        """End vLLM and all processes that it started."""
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.wait([self._watch])
@@ -160,49 +161,50 @@ class VllmServer:
         log.info("Starting vLLM for %s (process %d); its log is %s", self._card.source, self._child.pid, self._log)
         self.url = f"http://127.0.0.1:{port}"
         try:
-            async with asyncio.timeout(START_S):
-                await self._answers(self._child)
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self._wait_until_up(self._child)
         except (TinsmithError, TimeoutError, asyncio.CancelledError) as error:
             await self._end()
             if isinstance(error, TimeoutError):
-                raise EngineError(f"vLLM did not answer within {START_S:.0f} s.{self._tail()}") from error
+                raise EngineError(f"vLLM did not respond within {START_TIMEOUT_S:.0f} s.{self._log_tail()}") from error
             raise
         self.starts += 1
         self.up.set()
-        log.info("vLLM for %s answers on %s", self._card.source, self.url)
+        log.info("vLLM for %s is up on %s", self._card.source, self.url)
 
-    async def _answers(self, child: asyncio.subprocess.Process) -> None:
+    async def _wait_until_up(self, child: asyncio.subprocess.Process) -> None:
         async with httpx.AsyncClient(base_url=self.url, timeout=5, trust_env=False) as client:
             while True:
                 if child.returncode is not None:
+                    code, source = child.returncode, self._card.source
                     raise EngineError(
-                        f"vLLM for {self._card.source} ended while it started (exit {child.returncode}).{self._tail()}",
+                        f"vLLM for {source} ended during startup (exit {code}).{self._log_tail()}",
                         "If it lacks memory, change vllm.memory, vllm.adapters or vllm.rank (docs/guides/vllm.md).",
                     )
                 with suppress(httpx.TransportError):
                     if (await client.get("/health")).status_code == 200:
                         return
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(POLL_INTERVAL_S)
 
-    async def _keep(self, python: Path) -> None:
-        """Started again as often as it ends, later and later while it does not come up."""
+    async def _restart_on_exit(self, python: Path) -> None:
+        """Restart vLLM whenever it ends, with growing delays while starts fail."""
         while True:
             assert self._child is not None
             code = await self._child.wait()
             self.up.clear()
-            log.warning("vLLM for %s ended (exit %d); starting it again.%s", self._card.source, code, self._tail(5))
-            wait = 1.0
+            log.warning("vLLM for %s ended (exit %d); restarting it.%s", self._card.source, code, self._log_tail(5))
+            delay = 1.0
             while not self.up.is_set():
                 await self._end()
                 try:
                     await self._start(python)
                 except (TinsmithError, OSError):
-                    log.exception("vLLM for %s does not start; next try in %.0f s.", self._card.source, wait)
-                    await asyncio.sleep(wait)
-                    wait = min(2 * wait, RETRY_CAP_S)
+                    log.exception("vLLM for %s did not start; retrying in %.0f s.", self._card.source, delay)
+                    await asyncio.sleep(delay)
+                    delay = min(2 * delay, MAX_RETRY_DELAY_S)
 
     async def _end(self) -> None:
-        """Its whole process group: what it started may outlive it."""
+        """End the whole process group: children of vLLM may outlive it."""
         child, self._child = self._child, None
         if child is None:
             return
@@ -210,13 +212,13 @@ class VllmServer:
             if child.returncode is None:
                 child.terminate()
         with suppress(TimeoutError):
-            await asyncio.wait_for(child.wait(), END_S)
+            await asyncio.wait_for(child.wait(), END_TIMEOUT_S)
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         await child.wait()
 
-    def _tail(self, lines: int = LOG_LINES) -> str:
-        told: Sequence[str] = []
+    def _log_tail(self, count: int = LOG_LINES) -> str:
+        lines: Sequence[str] = []
         with suppress(OSError):
-            told = self._log.read_text(errors="replace").splitlines()[-lines:]
-        return "\n" + "\n".join(told) if told else ""
+            lines = self._log.read_text(errors="replace").splitlines()[-count:]
+        return "\n" + "\n".join(lines) if lines else ""
