@@ -208,10 +208,10 @@ def _cure(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[Ba
     near = get_close_matches(parts[-1], known, n=1)
     if near:
         return f"Did you mean '{'.'.join([*parts[:-1], near[0]])}'?"
-    paths = list(_paths(kind))
-    if ".".join(parts) in paths:
+    known_paths = list(paths(kind))
+    if ".".join(parts) in known_paths:
         return f"It belongs to another type; this one knows: {', '.join(known)}."
-    elsewhere = {path.rpartition(".")[2]: path for path in sorted(paths, key=lambda path: path.count("."))[::-1]}
+    elsewhere = {path.rpartition(".")[2]: path for path in sorted(known_paths, key=lambda path: path.count("."))[::-1]}
     if far := get_close_matches(parts[-1], elsewhere, n=1, cutoff=0.8):
         return f"Did you mean '{elsewhere[far[0]]}'?"
     return f"Known here: {', '.join(known)}."
@@ -232,11 +232,12 @@ def _walk(kind: type[BaseModel], path: Sequence[str]) -> tuple[list[str], list[t
     return parts, models
 
 
-def _paths(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def paths(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key of a settings class, sections included."""
     for name in kind.model_fields:
         yield prefix + name
         for model in _models_under(kind, name):
-            yield from _paths(model, f"{prefix}{name}.")
+            yield from paths(model, f"{prefix}{name}.")
 
 
 def _models_under(kind: type[BaseModel], name: str) -> list[type[BaseModel]]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from tinsmith.dialects.base import Copied, Fate, Honoured, Key, NoMeaning, Refused, keys
-from tinsmith.dialects.trinity.schema import TrinityFile
+from tinsmith.dialects.base import Copied, Fate, Ignored, Key, Refused, Translated
+from tinsmith.dialects.trinity.translate import file_keys
 
 
 def page() -> str:
     """Every key, with a heading for each section at the top of a file."""
     sections: dict[str, list[Key]] = {}
-    for key in keys(TrinityFile):
+    for key in file_keys():
         head = key.path.partition(".")[0] if "." in key.path else ""
         sections.setdefault(head, []).append(key)
     return "\n".join(_section(head, entries) for head, entries in sections.items())
@@ -35,10 +35,10 @@ def _fate(fate: Fate) -> str:
     match fate:
         case Copied(to):
             text = f"`{to}`"
-        case Honoured(by):
-            text = by
-        case NoMeaning(why):
+        case Translated(becomes):
+            text = becomes
+        case Ignored(why):
             text = f"*ignored:* {why}"
-        case Refused(reason, cure):
-            text = f"**refused:** {reason} {cure}"
+        case Refused(reason, fix):
+            text = f"**refused:** {reason} {fix}"
     return text.replace("|", "\\|")

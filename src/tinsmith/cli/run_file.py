@@ -18,7 +18,7 @@ from tinsmith.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from tinsmith.dialects import Read
+    from tinsmith.dialects import RunFile
     from tinsmith.rl.config import RunConfig
 
 config = App(name="config", help="Run files as they are read: show what one means, or write it in our own form.")
@@ -92,7 +92,7 @@ def with_plugins(overrides: Sequence[str], folder: Path | None) -> tuple[str, ..
     return (*overrides, f"plugins={folder}") if folder is not None else tuple(overrides)
 
 
-def tell(found: Read, console: Console) -> None:
+def tell(found: RunFile, console: Console) -> None:
     """What a file says that one may take to mean more than it does, once."""
     from rich.markup import escape
 
@@ -102,7 +102,7 @@ def tell(found: Read, console: Console) -> None:
         console.print(f"[dim]note: {escape(note)}[/]", highlight=False)
 
 
-def _read(file: Path, overrides: Sequence[str]) -> Read:
+def _read(file: Path, overrides: Sequence[str]) -> RunFile:
     from rich.console import Console
 
     from tinsmith.dialects import read_run

@@ -1,23 +1,26 @@
-"""Run files, ours and foreign ones: a file is recognised, becomes a RunConfig, and what it says in vain is told.
+"""Run files in any dialect: detected, translated into a RunConfig, with notes on keys that have no effect.
 
-`read_run` is what commands call. `key=value` words lie on top of what a foreign file became, so they are always keys
-of ours. Each dialect is a package beside this file.
+`read_run` is what the commands call. In a foreign file, `key=value` overrides of the file's own keys are applied
+before the translation, and overrides of RunConfig's keys after it. Each dialect is a package in this folder.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from tinsmith.dialects.base import Becoming
+from tinsmith.dialects.base import Section, Translation, has_key, keys
 from tinsmith.dialects.trinity import translate as trinity
-from tinsmith.dialects.trinity.plugin_shim import standing_in
+from tinsmith.dialects.trinity.plugin_shim import plugin_shim
+from tinsmith.dialects.trinity.schema import TrinityFile
+from tinsmith.errors import ConfigError
 from tinsmith.rl import plugins
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.plugins import Names
-from tinsmith.settings import build, laid, parsed, resolved
+from tinsmith.settings import COMMAND_LINE, build, laid, parsed, paths, resolved
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,56 +28,102 @@ class Dialect:
     """A foreign kind of run file."""
 
     name: str
-    recognises: Callable[[Mapping[str, Any]], bool]
+    schema: type[Section]
+    stage_keys: tuple[str, ...]
+    """Keys of the schema that an entry of `stages` may have."""
+    recognizes: Callable[[Mapping[str, Any]], bool]
     defaults: Callable[[], Mapping[str, Any]]
-    """What references in a file find where it says nothing itself."""
-    translate: Callable[[Mapping[str, Any], str, Names], Becoming]
+    """The values that references in a file find where it does not set the key."""
+    translate: Callable[[Mapping[str, Any], str, Names, Sequence[str]], Translation]
 
 
-DIALECTS = (Dialect(trinity.NAME, trinity.recognises, trinity.defaults, trinity.translate),)
+DIALECTS = (
+    Dialect(trinity.NAME, TrinityFile, trinity.STAGE_KEYS, trinity.recognizes, trinity.defaults, trinity.translate),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Read:
+class RunFile:
     """A run file as read.
 
-    Example: Read(settings=settings, dialect="Trinity-RFT", notes=("cluster.node_num: …",))
+    Example: RunFile(settings=settings, dialect="Trinity-RFT", notes=("cluster.node_num: …",))
     """
 
     settings: RunConfig
     dialect: str = ""
-    """Empty: ours."""
+    """Empty for Tinsmith's own files."""
     notes: tuple[str, ...] = ()
-    """What the file says that has no meaning here, or another one than one may think."""
+    """On keys of the file that have no effect here, or another one than they suggest."""
 
 
-def recognised(values: Mapping[str, Any]) -> Dialect | None:
-    """The dialect that a file's mapping is written in; None: it is ours."""
-    return next((dialect for dialect in DIALECTS if dialect.recognises(values)), None)
+def find_dialect(values: Mapping[str, Any]) -> Dialect | None:
+    """The dialect of a file with these values; None for Tinsmith's own."""
+    return next((dialect for dialect in DIALECTS if dialect.recognizes(values)), None)
 
 
-def read_run(file: Path, overrides: Sequence[str] = ()) -> Read:
-    """A run from a file in any dialect. Raises ConfigError with every fault, its place and its cure."""
-    with standing_in():
-        return _read(file, overrides)
+def read_run(file: Path, overrides: Sequence[str] = ()) -> RunFile:
+    """Read a run file in any dialect. Raises ConfigError with every fault, its place and its fix."""
+    with plugin_shim():
+        values = parsed(file)
+        dialect = find_dialect(values)
+        return _read_foreign(file, values, overrides, dialect) if dialect else _read_own(file, values, overrides)
 
 
-def _read(file: Path, overrides: Sequence[str]) -> Read:
-    place, values = str(file), parsed(file)
-    if (dialect := recognised(values)) is None:
-        settings = build(RunConfig, resolved(laid(values, overrides), place), place, overrides)
-        return Read(settings=_named(settings, file))
-    beneath = dialect.defaults() if "${" in str(values) else None
-    becoming = dialect.translate(resolved(values, place, beneath), place, _plugins(overrides))
-    ours = laid(becoming.settings, overrides)
+def _read_own(file: Path, values: Mapping[str, Any], overrides: Sequence[str]) -> RunFile:
+    place = str(file)
+    settings = build(RunConfig, resolved(laid(values, overrides), place), place, overrides)
+    return RunFile(settings=_named(settings, file))
+
+
+def _read_foreign(file: Path, values: Mapping[str, Any], overrides: Sequence[str], dialect: Dialect) -> RunFile:
+    place = str(file)
+    before = [override for override in overrides if _is_foreign(dialect, _key(override))]
+    after = [override for override in overrides if override not in before]
+    for override in after:
+        _check_key(dialect, _key(override))
+    values = laid(values, before)
+    defaults = dialect.defaults() if "${" in str(values) else None
+    translation = dialect.translate(resolved(values, place, defaults), place, _plugin_names(after), before)
     place = f"{place} (read as {dialect.name})"
-    settings = build(RunConfig, ours, place, overrides)
-    return Read(settings=_named(settings, file), dialect=dialect.name, notes=tuple(becoming.notes))
+    settings = build(RunConfig, laid(translation.settings, after), place, after)
+    return RunFile(settings=_named(settings, file), dialect=dialect.name, notes=translation.notes)
 
 
-def _plugins(overrides: Sequence[str]) -> Names:
-    """A foreign file names no folder of plugins: a word of the command line does."""
-    folders = [word.removeprefix("plugins=") for word in overrides if word.startswith("plugins=")]
+def _key(override: str) -> str:
+    """The dotted key of an override; an index may be written as [0] or .0."""
+    return override.partition("=")[0].replace("[", ".").replace("]", "")
+
+
+def _is_foreign(dialect: Dialect, key: str) -> bool:
+    """Whether a key is the dialect's: it names a setting there, or stands in a section that RunConfig does not have."""
+    head, *rest = key.split(".")
+    if head == "stages":
+        return len(rest) > 1 and rest[1] in dialect.stage_keys and _is_foreign(dialect, ".".join(rest[1:]))
+    if head in dialect.schema.model_fields and head not in RunConfig.model_fields:
+        return True
+    return has_key(dialect.schema, [head, *rest])
+
+
+def _check_key(dialect: Dialect, key: str) -> None:
+    """Raises ConfigError for an unknown key that is nearest to one of the dialect's; RunConfig reports the others."""
+    name = _without_indices(key)
+    own = set(paths(RunConfig))
+    if name in own:
+        return
+    foreign = {_without_indices(entry.path.replace("[]", ".0")): entry.path for entry in keys(dialect.schema)}
+    nearest = get_close_matches(name, [*own, *foreign], n=1, cutoff=0.75)
+    if nearest and nearest[0] not in own:
+        suggestion = foreign[nearest[0]].replace("[]", ".0").replace("*", "NAME")
+        raise ConfigError(f"{COMMAND_LINE}: there is no key '{key}'.", f"Did you mean '{suggestion}'?")
+
+
+def _without_indices(key: str) -> str:
+    return ".".join(part for part in key.split(".") if not part.isdigit())
+
+
+def _plugin_names(overrides: Sequence[str]) -> Names:
+    """The names registered in the plugin folder, which only an override can set for a foreign file."""
+    folders = [override.removeprefix("plugins=") for override in overrides if override.startswith("plugins=")]
     return plugins.names(Path(folders[-1])) if folders and folders[-1] else frozenset()
 
 

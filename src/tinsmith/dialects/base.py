@@ -1,177 +1,252 @@
-"""What every dialect is made of: sections of foreign keys, each key with its fate, and what becomes of a whole file.
+"""Building blocks of a dialect: sections of foreign keys, the fate of each key, and the translation of a file.
 
-A foreign file is read into a tree of `Section`s. Each of their fields says what becomes of its key:
+A foreign file is parsed into a tree of `Section`s. The annotation of a field gives the fate of its key:
 
-    rank: Annotated[int, Copied("model.rank")] = 32             taken over as it is
-    base_url: Annotated[str, Honoured("model.base_url")] = ""   taken over by code of the dialect
-    gpu_per_node: Annotated[int, NoMeaning("…")] = 0            said once when the run starts, if a file sets it
-    sync_timeout: Annotated[int, Refused("…", "…")] = 1200      refused with the cure, at any value but the default
+    rank: Annotated[int, Copied("model.rank")] = 32             copied to this key of RunConfig
+    gpu_per_node: Annotated[int, Ignored("…")] = 0              noted once at the start, if the file sets it
+    sync_timeout: Annotated[int, Refused("…", "…")] = 1200      an error, for any value but the default
+    base_url: str = ""                                          translated by a function of the dialect
 
-So the classes are the table of keys, and no key can be without a fate. Leaves out the dialects themselves.
+Such a function lists the keys it translates and what each becomes. It returns a `Translation`; translations add up:
+
+    @translates(Tinker, base_url="model.base_url")
+    def _server(tinker: Tinker) -> Translation:
+        return settings({"model.base_url": tinker.base_url})
+
+`keys` lists every key with its fate, and raises TypeError for a key without one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from difflib import get_close_matches
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
-from tinsmith.rl.plugins import Names
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The value stands at this key of RunConfig, the default's too; null leaves our default."""
+    """The value, or the default, is copied to this key of RunConfig. null leaves RunConfig's default."""
 
     to: str
 
 
 @dataclass(frozen=True, slots=True)
-class Honoured:
-    """Code of the dialect makes something of it: which keys of RunConfig, and perhaps how."""
+class Translated:
+    """A function of the dialect translates the key; `becomes` names the keys of RunConfig, and how."""
 
-    by: str
+    becomes: str
 
 
 @dataclass(frozen=True, slots=True)
-class NoMeaning:
-    """It says something about another system that is not so here; `why` is told once."""
+class Ignored:
+    """The key has no meaning here; `why` is noted once."""
 
     why: str
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """It would change the run, and is not done here."""
+    """The key would change the run in a way that is not supported."""
 
     reason: str
-    cure: str
+    fix: str
 
 
-Fate = Copied | Honoured | NoMeaning | Refused
+Fate = Copied | Translated | Ignored | Refused
 
 
 class Section(BaseModel):
-    """Foreign keys: strict about names, lenient about numbers written as words."""
+    """A section of foreign keys: strict about names, lenient about numbers written as strings."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), coerce_numbers_to_str=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Key:
-    """A line of the table.
+    """A row of the table of keys.
 
-    Example: Key(path="model.tinker.rank", type="int", default=32, fate=Copied("model.rank"))
+    Example: Key(path="model.tinker.rank", type="int", default=32, fate=Translated("model.rank"))
     """
 
     path: str
-    """Dotted; [] stands for any place in a list, * for any name."""
+    """Dotted; [] stands for any index of a list, * for any name."""
     type: str
     default: Any
     fate: Fate
 
 
-@dataclass(slots=True)
-class Becoming:
-    """A run in the making: settings of ours, and what is to be said about the file."""
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What part of a foreign file becomes. `a + b` merges two; where both set a key, b wins."""
 
-    settings: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
-    """Each a sentence on what is wrong, where, and what to do."""
-    plugins: Names = frozenset()
-    """What the run's folder of plugins marks."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Nested settings of RunConfig."""
+    notes: tuple[str, ...] = ()
+    """For the user: keys that have no effect, or another one than they suggest."""
+    faults: tuple[str, ...] = ()
+    """Errors in the file: each names the key, the problem and the fix."""
 
-    def put(self, key: str, value: Any) -> None:
-        """Sets a dotted key of RunConfig."""
-        *parts, last = key.split(".")
-        place = self.settings
-        for part in parts:
-            place = place.setdefault(part, {})
-        place[last] = value
+    def __add__(self, other: Translation) -> Translation:
+        return Translation(
+            _merged(self.settings, other.settings),
+            tuple(dict.fromkeys((*self.notes, *other.notes))),
+            tuple(dict.fromkeys((*self.faults, *other.faults))),
+        )
 
-    def note(self, sentence: str) -> None:
-        """Once, however often it is said."""
-        if sentence not in self.notes:
-            self.notes.append(sentence)
-
-    def fault(self, key: str, what: str, cure: str) -> None:
-        """Something that must be mended before a run."""
-        self.faults.append(f"'{key}': {what} {cure}")
+    @property
+    def messages(self) -> Translation:
+        """The notes and faults, without the settings."""
+        return Translation(notes=self.notes, faults=self.faults)
 
 
-def keys(kind: type[Section], prefix: str = "") -> Iterator[Key]:
-    """The whole table under `kind`. Raises TypeError at a field without a fate."""
-    for name, info in kind.model_fields.items():
-        if (below := _section(info)) is not None:
-            yield from keys(below, f"{prefix}{name}{_plural(info)}.")
+NOTHING = Translation()
+
+
+def settings(values: Mapping[str, Any]) -> Translation:
+    """A translation that sets these dotted keys of RunConfig."""
+    nested: dict[str, Any] = {}
+    for key, value in values.items():
+        *parents, last = key.split(".")
+        section = nested
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[last] = value
+    return Translation(nested)
+
+
+def note(text: str) -> Translation:
+    """A translation of one note."""
+    return Translation(notes=(text,))
+
+
+def fault(key: str, problem: str, fix: str) -> Translation:
+    """A translation of one fault."""
+    return Translation(faults=(f"'{key}': {problem} {fix}",))
+
+
+def combine(parts: Iterable[Translation]) -> Translation:
+    """The sum of translations; later settings win."""
+    return sum(parts, NOTHING)
+
+
+def did_you_mean(name: str, known: Iterable[Any]) -> str:
+    """The fix for an unknown name: the nearest known one, or else all of them."""
+    names = [str(candidate) for candidate in known]
+    matches = get_close_matches(name, names, n=1)
+    return f"Did you mean '{matches[0]}'?" if matches else f"Known here: {', '.join(names) or 'none'}."
+
+
+_TRANSLATED: dict[tuple[type[Section], str], str] = {}
+
+
+def translates(section: type[Section], **becomes: str) -> Callable[[F], F]:
+    """Mark a function as the translator of these fields; each text says which keys of RunConfig the field becomes.
+
+    Raises TypeError for an unknown field, or one that has a fate already.
+    """
+
+    def register(function: F) -> F:
+        for name, text in becomes.items():
+            if name not in section.model_fields:
+                raise TypeError(f"{section.__name__} has no field {name}")
+            if (section, name) in _TRANSLATED or (_annotates(section, name) and _declared(section, name)):
+                raise TypeError(f"{section.__name__}.{name} has two fates")
+            _TRANSLATED[section, name] = text
+        return function
+
+    return register
+
+
+def keys(section: type[Section], prefix: str = "") -> Iterator[Key]:
+    """Every key under `section`. Raises TypeError for a field without a fate."""
+    for name, info in section.model_fields.items():
+        if (nested := section_of(info)) is not None:
+            yield from keys(nested, f"{prefix}{name}{_plural(info)}.")
         else:
-            yield Key(path=prefix + name, type=_word(info.annotation), default=_default(info), fate=_fate(kind, name))
+            yield Key(
+                path=prefix + name, type=_type_name(info.annotation), default=_default(info), fate=_fate(section, name)
+            )
 
 
-def settle(section: Section, becoming: Becoming, prefix: str = "") -> None:
-    """Does what needs no code of the dialect: copies, notes, refusals."""
-    reasons: dict[str, list[str]] = {}
-    _settle(section, becoming, prefix, reasons)
-    for why, paths in reasons.items():
-        becoming.note(f"{', '.join(paths)}: {why}")
+def has_key(section: type[Section], path: Sequence[str]) -> bool:
+    """Whether a key, split at its dots, names a field under `section` that is not a section itself, or a part of one.
+
+    The index of a list and the name in a mapping are parts of their own: ["tasksets", "0", "path"].
+    """
+    name, *rest = path
+    if name not in section.model_fields:
+        return False
+    info = section.model_fields[name]
+    if (nested := section_of(info)) is None:
+        return True
+    rest = rest[1:] if _plural(info) else rest
+    return bool(rest) and has_key(nested, rest)
 
 
-def idle(section: Section | None, becoming: Becoming, prefix: str, why: str) -> None:
-    """Notes that what a file sets under `section` does nothing in this run, though it would in another."""
-    said = [] if section is None else list(_set(section, prefix))
-    paths = [path for path, fate in said if isinstance(fate, Copied | Honoured)]
-    if paths:
-        becoming.note(f"{', '.join(paths)}: {why}")
-
-
-def _set(section: Section, prefix: str) -> Iterator[tuple[str, Fate]]:
-    for name, info in type(section).model_fields.items():
-        for at, one in _below(section.__dict__[name]):
-            yield from _set(one, f"{prefix}{name}{at}.")
-        if _section(info) is None and name in section.model_fields_set and section.__dict__[name] is not None:
-            yield prefix + name, _fate(type(section), name)
-
-
-def _settle(section: Section, becoming: Becoming, prefix: str, reasons: dict[str, list[str]]) -> None:
-    for name, info in type(section).model_fields.items():
-        value = section.__dict__[name]
-        for at, one in _below(value):
-            _settle(one, becoming, f"{prefix}{name}{at}.", reasons)
-        if _section(info) is not None:
-            continue
-        match _fate(type(section), name):
+def translate_declared(section: Section, prefix: str = "") -> Translation:
+    """Translate the keys whose fate needs no code: copied, ignored and refused ones."""
+    result, ignored = NOTHING, dict[str, list[str]]()
+    for path, kind, name, value, is_set in _walk(section, prefix):
+        match _fate(kind, name):
             case Copied(to) if value is not None:
-                becoming.put(to, value)
-            case NoMeaning(why) if name in section.model_fields_set and value is not None:
-                reasons.setdefault(why, []).append(prefix + name)
-            case Refused(reason, cure) if name in section.model_fields_set and value != _default(info):
-                becoming.fault(prefix + name, reason, cure)
+                result += settings({to: value})
+            case Ignored(why) if is_set and value is not None:
+                ignored.setdefault(why, []).append(path)
+            case Refused(reason, fix) if is_set and value != _default(kind.model_fields[name]):
+                result += fault(path, reason, fix)
             case _:
                 pass
+    return result + combine(note(f"{', '.join(paths)}: {why}") for why, paths in ignored.items())
 
 
-def _below(value: Any) -> Iterator[tuple[str, Section]]:
-    """Sections in a value, with how their place is written."""
+def note_unused(section: Section | None, prefix: str, why: str) -> Translation:
+    """A note that the keys set under `section` have no effect in this run, though they would in another."""
+    if section is None:
+        return NOTHING
+    paths = [
+        path
+        for path, kind, name, value, is_set in _walk(section, prefix)
+        if is_set and value is not None and isinstance(_fate(kind, name), Copied | Translated)
+    ]
+    return note(f"{', '.join(paths)}: {why}") if paths else NOTHING
+
+
+def section_of(info: FieldInfo) -> type[Section] | None:
+    """The class of sections in this field: directly, in a list or in a mapping."""
+    return next(iter(_sections(info.annotation)), None)
+
+
+def _walk(section: Section, prefix: str) -> Iterator[tuple[str, type[Section], str, Any, bool]]:
+    """(path, section class, field, value, whether the file sets it) of every key under `section`."""
+    for name, info in type(section).model_fields.items():
+        value = section.__dict__[name]
+        for suffix, nested in _nested(value):
+            yield from _walk(nested, f"{prefix}{name}{suffix}.")
+        if section_of(info) is None:
+            yield prefix + name, type(section), name, value, name in section.model_fields_set
+
+
+def _nested(value: Any) -> Iterator[tuple[str, Section]]:
+    """Sections in a value, each with the suffix of its path."""
     if isinstance(value, Section):
         yield "", value
     elif isinstance(value, list | tuple):
-        yield from ((f"[{at}]", one) for at, one in enumerate(value) if isinstance(one, Section))
+        yield from ((f"[{index}]", entry) for index, entry in enumerate(value) if isinstance(entry, Section))
     elif isinstance(value, Mapping):
-        yield from ((f".{at}", one) for at, one in value.items() if isinstance(one, Section))
-
-
-def _section(info: FieldInfo) -> type[Section] | None:
-    return next(iter(_sections(info.annotation)), None)
+        yield from ((f".{name}", entry) for name, entry in value.items() if isinstance(entry, Section))
 
 
 def _sections(annotation: Any) -> list[type[Section]]:
     if isinstance(annotation, type) and not get_args(annotation):
         return [annotation] if issubclass(annotation, Section) else []
-    return [one for part in get_args(annotation) for one in _sections(part)]
+    return [section for part in get_args(annotation) for section in _sections(part)]
 
 
 def _plural(info: FieldInfo) -> str:
@@ -179,18 +254,41 @@ def _plural(info: FieldInfo) -> str:
     return "[]" if "tuple[" in text else ".*" if "dict[" in text else ""
 
 
-def _fate(kind: type[Section], name: str) -> Fate:
-    for one in kind.model_fields[name].metadata:
-        if isinstance(one, Copied | Honoured | NoMeaning | Refused):
-            return one
-    raise TypeError(f"{kind.__name__}.{name} has no fate")
+def _fate(section: type[Section], name: str) -> Fate:
+    """The fate of a field; a subclass overrides that of its base, by an annotation or a translator."""
+    for kind in section.__mro__:
+        if (kind, name) in _TRANSLATED:
+            return Translated(_TRANSLATED[kind, name])
+        if issubclass(kind, Section) and _annotates(kind, name) and (declared := _declared(kind, name)):
+            return declared
+    raise TypeError(f"{section.__name__}.{name} has no fate")
+
+
+def _annotates(section: type[Section], name: str) -> bool:
+    return name in inspect.get_annotations(section)
+
+
+def _declared(section: type[Section], name: str) -> Fate | None:
+    metadata = section.model_fields[name].metadata
+    return next((entry for entry in metadata if isinstance(entry, Copied | Ignored | Refused)), None)
 
 
 def _default(info: FieldInfo) -> Any:
     return info.get_default(call_default_factory=True)
 
 
-def _word(annotation: Any) -> str:
+def _type_name(annotation: Any) -> str:
     if isinstance(annotation, type) and not get_args(annotation):
         return "null" if annotation is type(None) else annotation.__name__
     return str(annotation).replace("typing.", "").replace(" | None", "")
+
+
+def _merged(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(first)
+    for key, value in second.items():
+        before = merged.get(key)
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            merged[key] = _merged(before, value)
+        else:
+            merged[key] = value
+    return merged

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from tinsmith.dialects import Read, read_run
+from tinsmith.dialects import RunFile, read_run
 
 DATA = Path(__file__).parent / "data"
 TINKER, VERL = DATA / "tinker.yaml", DATA / "verl.yaml"
@@ -53,7 +53,7 @@ def wrote(folder: Path, values: dict[str, Any], name: str = "file.yaml") -> Path
     return file
 
 
-def read(folder: Path, *pairs: tuple[str, Any], values: dict[str, Any] | None = None) -> Read:
+def read(folder: Path, *pairs: tuple[str, Any], values: dict[str, Any] | None = None) -> RunFile:
     """The small file with these keys, as it is read."""
     found = SMALL if values is None else values
     for key, value in pairs:

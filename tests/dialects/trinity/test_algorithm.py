@@ -9,7 +9,7 @@ import pytest
 
 from tests.dialects.trinity.examples import BESIDE, LEARNS, Pairs
 from tests.dialects.trinity.files import read
-from tinsmith.dialects.trinity.name_tables import ADVANTAGES, LOSSES, PARTS
+from tinsmith.dialects.trinity.name_tables import ADVANTAGES, ALGORITHMS, LOSSES
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms.advantages.group import Grpo, Opmd
 from tinsmith.rl.algorithms.advantages.multi_turn import Gigpo, StepWiseGrpo
@@ -67,11 +67,11 @@ def test_how_trinity_cuts_a_mixed_batch_has_no_meaning(tmp_path: Path):
 
 
 def test_all_of_trinitys_names_are_known():
-    assert set(PARTS) == {*NAMES} - {"grpo_std"}
-    assert len(PARTS) == 24
+    assert set(ALGORITHMS) == {*NAMES} - {"grpo_std"}
+    assert len(ALGORITHMS) == 24
 
 
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_a_name_alone_is_our_preset_of_that_name(name: str, tmp_path: Path):
     found = algorithm(tmp_path, name)
     ours = "grpo_std" if name == "grpo" else name
@@ -169,7 +169,7 @@ def test_warm_up_by_steps_or_by_share(tmp_path: Path):
         ("advantage_fn", "remax", "Use rloo"),
         ("advantage_fn", "gpro", "Did you mean 'grpo'?"),
         ("advantage_fn_args", {"std_treshold": 0.1}, "Did you mean 'std_threshold'?"),
-        ("advantage_fn_args", {"epsilon": 0.1}, "0.1 is not possible here"),
+        ("advantage_fn_args", {"epsilon": 0.1}, "0.1 is not supported here"),
         ("advantage_fn_args", {"std_cal_level": "world"}, "It is one of group, batch."),
         ("policy_loss_fn", "pppo", "Did you mean 'ppo'?"),
         ("policy_loss_fn_args", {"clip_rang": 0.1}, "Did you mean 'clip_range'?"),
@@ -193,7 +193,7 @@ def test_what_is_not_there_is_refused_by_name(key: str, value: Any, says: str, t
 
 def test_two_ways_to_add_up_are_a_contradiction(tmp_path: Path):
     args = {"loss_agg_mode": "token-mean"}
-    with pytest.raises(ConfigError, match="Give it once"):
+    with pytest.raises(ConfigError, match="Set it once"):
         algorithm(tmp_path, "grpo", policy_loss_fn_args=args, loss_agg_mode="seq-mean-token-sum")
 
 

@@ -15,7 +15,7 @@ from tests.dialects.trinity.conftest import NAME, Server
 from tests.dialects.trinity.examples import Pairs
 from tests.dialects.trinity.files import TINKER, VERL, laid
 from tinsmith.dialects import read_run
-from tinsmith.dialects.trinity.name_tables import PARTS
+from tinsmith.dialects.trinity.name_tables import ALGORITHMS
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.policy.tinker import TinkerPolicy
@@ -51,7 +51,7 @@ CASES = [
         file, name, marks=() if file == TINKER and name in QUICK else pytest.mark.slow, id=f"{file.stem}-{name}"
     )
     for file in (TINKER, VERL)
-    for name in PARTS
+    for name in ALGORITHMS
 ]
 
 

@@ -73,7 +73,7 @@ def test_replay(tmp_path: Path):
         found = read(tmp_path, (OWN, {"replay_buffer": limited})).settings.buffer.replay
         assert (found.priority, found.decay, found.limit, found.sigma) == ("linear_decay_limited", 2.0, 2, 0.5)
     off = read(tmp_path, (OWN, {"replay_buffer": {"enable": False, "priority_fn": "x"}}))
-    assert any("it counts only with enable: true" in note for note in off.notes)
+    assert any("it has an effect only with enable: true" in note for note in off.notes)
 
 
 def test_the_age_of_what_is_learned_from(tmp_path: Path):
@@ -83,7 +83,7 @@ def test_the_age_of_what_is_learned_from(tmp_path: Path):
         ("synchronizer", {"sync_style": "fully_async", "sync_offset": 3}),
     )
     assert read(tmp_path, *bounded).settings.buffer.max_staleness == 2
-    with pytest.raises(ConfigError, match="are no age"):
+    with pytest.raises(ConfigError, match="is not a number of steps"):
         read(tmp_path, *bounded, ("algorithm.sample_strategy_args", {"max_staleness": -1}))
 
 
@@ -92,8 +92,8 @@ def test_waiting(tmp_path: Path):
     assert train.settings.sync.timeout == 60
     both = read(tmp_path, (OWN, {"max_read_timeout": 60, "capacity": 5}), ("synchronizer.sync_timeout", 7))
     assert both.settings.sync.timeout == 7
-    assert sum("max_read_timeout: it counts in mode train" in note for note in both.notes) == 1
-    assert sum("in sync_style fixed" in note for note in both.notes) == 1
+    assert sum("max_read_timeout: it has an effect in mode train" in note for note in both.notes) == 1
+    assert sum("with sync_style fixed" in note for note in both.notes) == 1
 
 
 def test_bench_tries_checkpoints_of_the_run_and_the_base(tmp_path: Path):

@@ -11,7 +11,7 @@ from typing import Any, cast
 import pytest
 
 from tests.dialects.trinity.files import SMALL, laid, wrote
-from tinsmith.dialects import Read, read_run
+from tinsmith.dialects import RunFile, read_run
 from tinsmith.errors import ConfigError
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Message, Rollout, Task, Turn
@@ -51,14 +51,14 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     sys.modules.pop("written_for_trinity", None)
 
 
-def read(folder: Path, *pairs: tuple[str, Any]) -> Read:
+def read(folder: Path, *pairs: tuple[str, Any]) -> RunFile:
     values = SMALL
     for key, value in pairs:
         values = laid(values, key, value)
     return read_run(wrote(folder.parent, values), [f"plugins={folder}"])
 
 
-def worth(found: Read, reply: str) -> Any:
+def worth(found: RunFile, reply: str) -> Any:
     task = Task(id="t", messages=(Message(role="user", content="2+2?"),), answer="4")
     said = Turn(prompt=(), tokens=(), logprobs=(), text=reply, stop="stop")
     return asyncio.run(found.settings.rewards[0].judge(task, Rollout(turns=(said,)), cast(Snapshot, None)))
@@ -94,5 +94,5 @@ def test_wrong_arguments_are_told(folder: Path):
 
 def test_what_has_no_stand_in_is_refused_by_name(folder: Path):
     (folder / "flow_for_trinity.py").write_text("from trinity.common.workflows import WORKFLOWS")
-    with pytest.raises(ConfigError, match=r"flow_for_trinity\.py .* trinity\.common\.workflows\.WORKFLOWS is not here"):
+    with pytest.raises(ConfigError, match=r"flow_for_trinity\.py .* trinity\.common\.workflows\.WORKFLOWS is not"):
         read(folder, (REWARD, "short"))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.dialects.trinity.files import TINKER, VERL
-from tinsmith.dialects import read_run, recognised
+from tinsmith.dialects import find_dialect, read_run
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.sources import Hub
 from tinsmith.settings import parsed
@@ -68,5 +68,5 @@ def test_keys_of_ours_lie_on_top():
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda file: file.stem)
 def test_files_of_ours_are_ours(file: Path):
-    assert (recognised(parsed(file)) is None) == (read_run(file).dialect == "")
+    assert (find_dialect(parsed(file)) is None) == (read_run(file).dialect == "")
     assert isinstance(read_run(file).settings, RunConfig)

@@ -9,14 +9,14 @@ import pytest
 
 from tests.dialects.trinity.examples import EXAMPLES, NOTED, ONE_LIST, REFUSES, TASKSETS, Pairs
 from tests.dialects.trinity.files import SMALL, laid, read
-from tinsmith.dialects import recognised
-from tinsmith.dialects.base import Copied, Honoured, Key, NoMeaning, Refused, keys
-from tinsmith.dialects.trinity.schema import TrinityFile
+from tinsmith.dialects import find_dialect
+from tinsmith.dialects.base import Copied, Ignored, Key, Refused, Translated
+from tinsmith.dialects.trinity.translate import file_keys
 from tinsmith.errors import ConfigError
 
-KEYS = list(keys(TrinityFile))
-TAKEN = [key for key in KEYS if isinstance(key.fate, Copied | Honoured)]
-SAID = [key for key in KEYS if isinstance(key.fate, NoMeaning)]
+KEYS = list(file_keys())
+TAKEN = [key for key in KEYS if isinstance(key.fate, Copied | Translated)]
+SAID = [key for key in KEYS if isinstance(key.fate, Ignored)]
 REFUSED = [key for key in KEYS if isinstance(key.fate, Refused)]
 
 
@@ -102,7 +102,7 @@ def test_what_has_no_meaning_is_said_once(tmp_path: Path):
         for key in found:
             told = [note for note in notes if place(key) in note.partition(":")[0].split(", ")]
             assert len(told) == 1, key
-            assert isinstance(key.fate, NoMeaning)
+            assert isinstance(key.fate, Ignored)
             assert key.fate.why in told[0]
 
 
@@ -116,7 +116,7 @@ def test_what_is_refused_says_why_and_what_to_do(tmp_path: Path):
             read(tmp_path, *pairs, *((key.path, another(key)) for key in found))
         for key in found:
             assert isinstance(key.fate, Refused)
-            assert f"'{place(key)}': {key.fate.reason} {key.fate.cure}" in str(refusal.value)
+            assert f"'{place(key)}': {key.fate.reason} {key.fate.fix}" in str(refusal.value)
 
 
 def test_what_is_refused_may_have_its_default(tmp_path: Path):
@@ -157,5 +157,5 @@ def test_faults_are_told_together(tmp_path: Path):
     ],
 )
 def test_a_buffer_is_trinity_s_by_what_it_says(values: dict[str, Any], whose: str | None):
-    found = recognised(values)
+    found = find_dialect(values)
     assert (found and found.name) == whose

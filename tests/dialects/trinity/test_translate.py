@@ -134,8 +134,8 @@ def test_stages_have_one_chat_template_and_one_precision(tmp_path: Path):
         stage = found.settings.staged(number)
         assert stage.model.chat_template_values == {"enable_thinking": False}
         assert stage.service.dtype == "float32"
-    assert any("enable_thinking: all stages have that of stage warm" in note for note in found.notes)
-    assert any("explorer.rollout_model.dtype: all stages have that of stage rl" in note for note in found.notes)
+    assert any("enable_thinking: all stages use that of stage warm" in note for note in found.notes)
+    assert any("explorer.rollout_model.dtype: all stages use that of stage rl" in note for note in found.notes)
 
 
 def test_stages_that_want_two_are_refused_by_trinitys_names(tmp_path: Path):
@@ -143,8 +143,8 @@ def test_stages_that_want_two_are_refused_by_trinitys_names(tmp_path: Path):
     warm = {**laid(WARM, f"{OWN_FORMAT}.enable_thinking", False), "explorer": {"rollout_model": {"dtype": "bfloat16"}}}
     with pytest.raises(ConfigError) as refusal:
         read(tmp_path, *LORA, ("stages", [warm, {"stage_name": "rl", "explorer": rollout}]))
-    assert "stage rl: 'enable_thinking': it is not that of every stage." in str(refusal.value)
-    assert "stage rl: 'explorer.rollout_model.dtype': it is not that of every stage." in str(refusal.value)
+    assert "stage rl: 'enable_thinking': the stages differ." in str(refusal.value)
+    assert "stage rl: 'explorer.rollout_model.dtype': the stages differ." in str(refusal.value)
 
 
 def test_faults_of_stages_name_them(tmp_path: Path):
@@ -169,10 +169,10 @@ def test_a_file_in_stages_is_the_same_when_converted(tmp_path: Path):
 @pytest.mark.parametrize(
     ("key", "value", "words"),
     [
-        ("algorithm.optimizer.min_lr_ratio", 0.5, "a constant schedule does not fall"),
+        ("algorithm.optimizer.min_lr_ratio", 0.5, "a constant schedule does not decay"),
         ("explorer.over_rollout.wait_after_min", 5.0, "only with a ratio above 0"),
         ("explorer.dynamic_timeout.warmup_min_steps", 5, "only with enable: true"),
-        ("explorer.max_inflight_batches", 5, "only in sync_style fully_async"),
+        ("explorer.max_inflight_batches", 5, "only with sync_style fully_async"),
     ],
 )
 def test_what_counts_only_beside_another_key_is_told(tmp_path, key, value, words):
@@ -182,7 +182,7 @@ def test_what_counts_only_beside_another_key_is_told(tmp_path, key, value, words
 def test_of_two_ways_to_say_one_thing_the_one_that_does_not_count_is_told(tmp_path):
     optimizer = "algorithm.optimizer"
     given = read(tmp_path, (f"{optimizer}.lr_warmup_steps", 3), (f"{optimizer}.lr_warmup_steps_ratio", 0.5))
-    assert any("lr_warmup_steps_ratio: it counts only where lr_warmup_steps is -1" in note for note in given.notes)
+    assert any("_ratio: it has an effect only where lr_warmup_steps is -1" in note for note in given.notes)
     given = read(tmp_path, (f"{optimizer}.warmup_style", "cosine"), (f"{optimizer}.lr_scheduler_type", "linear"))
     assert given.settings.optimizer.schedule == "cosine"
     assert any("lr_scheduler_type: warmup_style" in note for note in given.notes)
@@ -226,7 +226,7 @@ def test_tools_of_rows_are_before_a_lesson_as_in_trinity(tmp_path):
 )
 def test_a_field_that_these_lessons_have_not_is_told(tmp_path, kind, key):
     notes = read(tmp_path, *TAUGHT, ("algorithm.algorithm_type", kind), (f"{LESSONS}.format.{key}", "some")).notes
-    assert any(f"{key}: of prompt_type messages, {kind} reads none of it" in note for note in notes)
+    assert any(f"{key}: {kind} does not use it with prompt_type messages" in note for note in notes)
 
 
 TASKS = "buffer.explorer_input.taskset"
@@ -236,8 +236,8 @@ TASKS = "buffer.explorer_input.taskset"
     ("pairs", "words"),
     [
         ((("explorer.rollout_model.dtype", "bfloat16"),), "rollout_model.dtype: with model.tinker the server decides"),
-        ((*LORA, ("explorer.rollout_model.dtype", "float16")), "float16 is not served"),
-        (((f"{TASKS}.path", "rows.jsonl"), (f"{TASKS}.split", "test")), f"{TASKS}.split: it counts for datasets"),
+        ((*LORA, ("explorer.rollout_model.dtype", "float16")), "float16 is not supported"),
+        (((f"{TASKS}.path", "rows.jsonl"), (f"{TASKS}.split", "test")), f"{TASKS}.split: it applies to datasets"),
         ((*LORA, ("model.lora_configs[].path", "tinker://a/weights/b"), ("model.lora_configs[].lora_rank", 8)), "own"),
     ],
 )

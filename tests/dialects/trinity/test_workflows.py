@@ -81,7 +81,7 @@ def test_what_a_teacher_says_wants_no_reward(name: str, tmp_path: Path):
     assert run(tmp_path, *teacher, (WORKFLOW, "on_policy_distill_workflow")).rewards == ()
     judged = run(tmp_path, *teacher, (WORKFLOW, "on_policy_distill_math_workflow"))
     assert [one.type for one in judged.rewards] == ["math"]
-    with pytest.raises(ConfigError, match="nothing says what a reply is worth"):
+    with pytest.raises(ConfigError, match="there is no reward"):
         run(tmp_path, (WORKFLOW, "on_policy_distill_workflow"))
 
 
@@ -106,7 +106,7 @@ def test_another_model_judges_by_a_rubric_of_each_row(tmp_path: Path):
     assert told == {"model": "judge", "max_tokens": 64, "rubric_key": "rubric"}
     assert found.tasks.sources[0].model_dump()["extra"] == ("rubric",)
     assert not any(
-        "nothing in this run asks it" in note for note in read(tmp_path, *JUDGE, (WORKFLOW, "math_rm_workflow")).notes
+        "this run does not use it" in note for note in read(tmp_path, *JUDGE, (WORKFLOW, "math_rm_workflow")).notes
     )
 
 
@@ -125,7 +125,7 @@ def test_a_judge_may_be_at_another_service(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.delenv("JUDGE_URL")
     with pytest.raises(ConfigError, match="JUDGE_URL is not set"):
         run(tmp_path, given, (WORKFLOW, "math_rm_workflow"))
-    with pytest.raises(ConfigError, match="a teacher tells logprobs"):
+    with pytest.raises(ConfigError, match="a teacher must return logprobs"):
         run(tmp_path, given, ("algorithm.algorithm_type", "jsd"))
 
 

@@ -1,5 +1,5 @@
-"""Trinity-RFT's files: recognised by their sections, and turned into a RunConfig key by key.
+"""Run files of Trinity-RFT, translated into a RunConfig key by key.
 
-`keys.py` and its parts are the table of every key with its fate; `translate.py` does what a key's fate leaves to code,
-each part of a file in a module of its own. Nothing else knows Trinity's words.
+`schema` and its parts list every key. `translate` translates a whole file, with a module for each part of it. No other
+package knows Trinity's vocabulary.
 """

@@ -1,7 +1,6 @@
-"""Trinity's `algorithm` section as ours: parts by their names, arguments over defaults, and the optimizer.
+"""Trinity's `algorithm` section: components with their arguments, other models, the optimizer.
 
-In Trinity a user's arguments replace the defaults; here they lie over them. Leaves out the tables of names
-(`names.py`).
+In Trinity, arguments in the file replace the defaults; here they are merged over them. `name_tables` has the names.
 """
 
 from __future__ import annotations
@@ -9,230 +8,296 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tinsmith.dialects.base import Becoming, idle
-from tinsmith.dialects.trinity.arguments import Part, laid_over, near
-from tinsmith.dialects.trinity.keys_algorithm import Algorithm, Optimizer
+from tinsmith.dialects.base import (
+    NOTHING,
+    Translation,
+    combine,
+    did_you_mean,
+    fault,
+    note,
+    note_unused,
+    settings,
+    translates,
+)
+from tinsmith.dialects.trinity.arguments import Component, merge_arguments
 from tinsmith.dialects.trinity.name_tables import (
     ADVANTAGES,
     AGGREGATES,
+    ALGORITHMS,
+    DEFAULT_GROUP_SIZES,
+    DISTILLING,
     DIVERGENCES,
     ENTROPIES,
     JUDGE,
     LOSSES,
     MISSING_ADVANTAGES,
-    PARTS,
-    REPEATS,
+    SUPERVISED,
     WORKFLOWS,
 )
-from tinsmith.dialects.trinity.schema import TrinityFile
+from tinsmith.dialects.trinity.schema import Algorithm, Optimizer, TrinityFile
+from tinsmith.dialects.trinity.schema_runtime import AuxiliaryModel, Trainer
 
-SUPERVISED = ("sft", "cpt", "dpo")
-"""Algorithms that learn from data in place of rollouts."""
-TAUGHT = ("on_policy_distill", "jsd")
-
-
-def translate(file: TrinityFile, becoming: Becoming) -> None:
-    """`algorithm` and `optimizer` of the run, and `group_size`."""
-    section = file.algorithm
-    name = section.algorithm_type
-    if name not in PARTS:
-        becoming.fault("algorithm.algorithm_type", f"there is no '{name}'.", near(name, PARTS))
-        return
-    ours: dict[str, Any] = {"type": "grpo_std" if name == "grpo" else name}
-    advantage, loss = PARTS[name]
-    _part(ours, "advantage", section.advantage_fn, advantage, section.advantage_fn_args, ADVANTAGES, becoming)
-    _part(ours, "policy_loss", section.policy_loss_fn, loss, section.policy_loss_fn_args, LOSSES, becoming)
-    _divergence(ours, "kl", "kl_loss_fn", section.kl_loss_fn, section.kl_loss_fn_args, becoming)
-    _divergence(ours, "kl_penalty", "kl_penalty_fn", section.kl_penalty_fn, section.kl_penalty_fn_args, becoming)
-    _entropy(ours, section, becoming)
-    if section.loss_agg_mode is not None and loss == "dpo":
-        becoming.note("algorithm.loss_agg_mode: dpo's loss is a mean over pairs.")
-    elif section.loss_agg_mode is not None:
-        _aggregate(ours, "algorithm.loss_agg_mode", section.loss_agg_mode, becoming)
-    _beside(ours, file, becoming)
-    becoming.settings["algorithm"] = ours
-    _repeats(name, section, becoming)
-    _optimizer(section.optimizer, becoming, by_tinker=file.model.tinker.enable)
-
-
-def _part(
-    ours: dict[str, Any],
-    kind: str,
-    given: str | None,
-    usual: str,
-    arguments: Mapping[str, Any] | None,
-    table: Mapping[str, Part],
-    becoming: Becoming,
-) -> None:
-    """One part by its name, or the algorithm's usual one, with arguments."""
-    key = f"algorithm.{kind}_fn"
-    name = given or usual
-    if not name:
-        if arguments:
-            becoming.fault(f"{key}_args", f"{ours['type']} has none of its own here.", f"Set {key} as well.")
-        return
-    if name in MISSING_ADVANTAGES and table is ADVANTAGES:
-        becoming.fault(key, f"'{name}' is not here.", MISSING_ADVANTAGES[name])
-        return
-    if name not in table:
-        becoming.fault(key, f"there is no '{name}'.", near(name, table))
-        return
-    part, rest = table[name], dict(arguments or {})
-    if table is LOSSES and (mode := rest.pop("loss_agg_mode", None)) is not None:
-        _aggregate(ours, f"{key}_args.loss_agg_mode", mode, becoming)
-    settings = laid_over(part, rest, f"{key}_args", ours, becoming)
-    if part.type == "rec" and settings.get("regularizer") == "k2" and "regularizer_coef" in settings:
-        settings["regularizer_coef"] *= 2  # Trinity's is the square without its half
-    if settings.get("clip") == "gspo_one_side":
-        ours["aggregate"] = "seq_mean_token_mean"
-    ours["loss" if table is LOSSES else kind] = settings
-
-
-def _aggregate(ours: dict[str, Any], key: str, value: Any, becoming: Becoming) -> None:
-    found = AGGREGATES.get(str(value))
-    if found is None:
-        becoming.fault(key, f"there is no '{value}'.", f"It is one of {', '.join(AGGREGATES)}.")
-    elif ours.get("aggregate", found) != found:
-        becoming.fault(key, f"'{value}' here and another mode elsewhere: a run has one.", "Give it once.")
-    else:
-        ours["aggregate"] = found
-
-
-def _divergence(
-    ours: dict[str, Any],
-    to: str,
-    kind: str,
-    given: str | None,
-    arguments: Mapping[str, Any] | None,
-    becoming: Becoming,
-) -> None:
-    """kl_loss_fn and kl_penalty_fn: an estimator, a coefficient, perhaps one that adapts."""
-    if given is not None and given not in DIVERGENCES:
-        becoming.fault(f"algorithm.{kind}", f"there is no '{given}'.", near(given, DIVERGENCES))
-        return
-    known = ("kl_coef", "adaptive", "target_kl", "horizon")
-    for name in arguments or {}:
-        if name not in known:
-            becoming.fault(f"algorithm.{kind}_args.{name}", "there is no such argument.", near(name, known))
-    usual = "k2" if to == "kl" and ours["type"] not in _WITHOUT_KL else "none"
-    chosen, values = given or usual, dict(arguments or {})
-    if chosen == "none":
-        if values.get("kl_coef"):
-            becoming.note(f"algorithm.{kind}_args.kl_coef: {kind} is none here, so it does nothing, as in Trinity.")
-        ours[to] = {"type": "none"}
-        return
-    settings: dict[str, Any] = {"type": chosen, "coef": values.get("kl_coef", 0.001)}
-    if values.get("adaptive"):
-        if not (values.get("target_kl") and values.get("horizon")):
-            cure = "Set target_kl and horizon as well, or leave out adaptive."
-            becoming.fault(f"algorithm.{kind}_args.adaptive", "it wants a target and a horizon.", cure)
-            return
-        settings |= {"target": values["target_kl"], "horizon": values["horizon"]}
-    ours[to] = settings
-
-
+STATELESS = ("single_turn", "math", "agent")
+"""Workflow types whose turns have no states."""
 _WITHOUT_KL = ("dapo", "asymre", "dpo", "raft", "sppo", "on_policy_distill", "jsd", "sft", "cpt")
 
 
-def _entropy(ours: dict[str, Any], section: Algorithm, becoming: Becoming) -> None:
-    arguments = dict(section.entropy_loss_fn_args or {})
-    name = section.entropy_loss_fn or "default"
+def advantage_type(file: TrinityFile) -> str:
+    """Our type of the file's advantage; empty if there is none, or an unknown one."""
+    default, _ = ALGORITHMS.get(file.algorithm.algorithm_type, ("", ""))
+    component = ADVANTAGES.get(file.algorithm.advantage_fn or default)
+    return component.type if component else ""
+
+
+@translates(Algorithm, algorithm_type="algorithm.type; Trinity's grpo is grpo_std here")
+def translate(file: TrinityFile, workflow_type: str = "") -> Translation:
+    """`algorithm`, `group_size` and `optimizer`; `workflow_type` is our type of the training workflow."""
+    section = file.algorithm
+    name = section.algorithm_type
+    if name not in ALGORITHMS:
+        return fault("algorithm.algorithm_type", f"there is no '{name}'.", did_you_mean(name, ALGORITHMS))
+    return (
+        settings({"algorithm.type": "grpo_std" if name == "grpo" else name})
+        + _advantage(section, workflow_type)
+        + _policy_loss(section)
+        + _divergence("kl", section.kl_loss_fn, "kl_loss_fn", section.kl_loss_fn_args, name)
+        + _divergence("kl_penalty", section.kl_penalty_fn, "kl_penalty_fn", section.kl_penalty_fn_args, name)
+        + _entropy(section)
+        + _aggregate(section)
+        + _critic(file)
+        + _auxiliary_models(file)
+        + _teacher(file)
+        + _group_size(section)
+        + _optimizer(section.optimizer, tinker_defaults=file.model.tinker.enable)
+    )
+
+
+@translates(
+    Algorithm,
+    advantage_fn="algorithm.advantage",
+    advantage_fn_args="algorithm.advantage, merged over its defaults",
+)
+def _advantage(section: Algorithm, workflow_type: str) -> Translation:
+    name = section.advantage_fn or ALGORITHMS[section.algorithm_type][0]
+    if name in MISSING_ADVANTAGES:
+        return fault("algorithm.advantage_fn", f"'{name}' is not supported.", MISSING_ADVANTAGES[name])
+    component, result = _component("advantage_fn", name, section.advantage_fn_args, ADVANTAGES)
+    if component is None:
+        return result
+    advantage, companion, messages = merge_arguments(
+        component, section.advantage_fn_args or {}, "algorithm.advantage_fn_args"
+    )
+    result += messages
+    if component.type == "gigpo" and workflow_type in STATELESS:
+        # As in Trinity: without states, only whole rollouts can be compared.
+        advantage = {"type": "step_wise_grpo", "normalize": "group" if advantage.get("normalize") else "none"}
+        result += note(
+            "gigpo: turns of this workflow have no states, so only whole rollouts are compared, as in Trinity."
+        )
+    return result + settings({"algorithm.advantage": advantage, **{f"algorithm.{k}": v for k, v in companion.items()}})
+
+
+@translates(Algorithm, policy_loss_fn="algorithm.loss", policy_loss_fn_args="algorithm.loss, merged over its defaults")
+def _policy_loss(section: Algorithm) -> Translation:
+    arguments = dict(section.policy_loss_fn_args or {})
+    name = section.policy_loss_fn or ALGORITHMS[section.algorithm_type][1]
+    component, result = _component("policy_loss_fn", name, arguments, LOSSES)
+    if component is None:
+        return result
+    arguments.pop("loss_agg_mode", None)  # translated by _aggregate
+    loss, _, messages = merge_arguments(component, arguments, "algorithm.policy_loss_fn_args")
+    if component.type == "rec" and loss.get("regularizer") == "k2" and "regularizer_coef" in loss:
+        loss["regularizer_coef"] *= 2  # Trinity's k2 is the square, ours half of it
+    return result + messages + settings({"algorithm.loss": loss})
+
+
+def _component(
+    key: str, name: str, arguments: Mapping[str, Any] | None, table: Mapping[str, Component]
+) -> tuple[Component | None, Translation]:
+    """The named component, or None with a fault if there is no such one."""
+    if name in table:
+        return table[name], NOTHING
+    if name:
+        return None, fault(f"algorithm.{key}", f"there is no '{name}'.", did_you_mean(name, table))
+    if arguments:
+        problem = "the algorithm has no component that takes arguments."
+        return None, fault(f"algorithm.{key}_args", problem, f"Set algorithm.{key} as well.")
+    return None, NOTHING
+
+
+@translates(Algorithm, loss_agg_mode="algorithm.aggregate, over the whole batch")
+def _aggregate(section: Algorithm) -> Translation:
+    """How token losses are aggregated: set in the section or in the loss's arguments, or implied by the loss."""
+    arguments, default_loss = section.policy_loss_fn_args or {}, ALGORITHMS[section.algorithm_type][1]
+    loss, result, mode = section.policy_loss_fn or default_loss, NOTHING, ""
+    if loss in LOSSES and (value := arguments.get("loss_agg_mode")) is not None:
+        mode, result = _aggregate_mode("algorithm.policy_loss_fn_args.loss_agg_mode", value)
+    if loss == "rec" and arguments.get("clip_mode") == "gspo-one-side":
+        mode = "seq_mean_token_mean"
+    key, value = "algorithm.loss_agg_mode", section.loss_agg_mode
+    if value is not None and default_loss == "dpo":
+        result += note(f"{key}: the loss of dpo is a mean over pairs.")
+    elif value is not None:
+        own, problem = _aggregate_mode(key, value)
+        result += problem
+        if own and mode not in ("", own):
+            result += fault(key, f"'{value}' here and another mode elsewhere: a run has one.", "Set it once.")
+        mode = mode or own
+    return result + (settings({"algorithm.aggregate": mode}) if mode else NOTHING)
+
+
+def _aggregate_mode(key: str, value: Any) -> tuple[str, Translation]:
+    if mode := AGGREGATES.get(str(value), ""):
+        return mode, NOTHING
+    return "", fault(key, f"there is no '{value}'.", f"It is one of {', '.join(AGGREGATES)}.")
+
+
+@translates(
+    Algorithm,
+    kl_loss_fn="algorithm.kl",
+    kl_loss_fn_args="algorithm.kl, merged over its defaults",
+    kl_penalty_fn="algorithm.kl_penalty",
+    kl_penalty_fn_args="algorithm.kl_penalty, merged over its defaults",
+)
+def _divergence(
+    to: str, name: str | None, key: str, arguments: Mapping[str, Any] | None, algorithm: str
+) -> Translation:
+    """An estimator of a divergence, its coefficient, and perhaps a target it adapts to."""
+    if name is not None and name not in DIVERGENCES:
+        return fault(f"algorithm.{key}", f"there is no '{name}'.", did_you_mean(name, DIVERGENCES))
+    values, allowed = dict(arguments or {}), ("kl_coef", "adaptive", "target_kl", "horizon")
+    result = combine(
+        fault(f"algorithm.{key}_args.{unknown}", "there is no such argument.", did_you_mean(unknown, allowed))
+        for unknown in values
+        if unknown not in allowed
+    )
+    chosen = name or ("k2" if to == "kl" and algorithm not in _WITHOUT_KL else "none")
+    if chosen == "none":
+        if values.get("kl_coef"):
+            result += note(f"algorithm.{key}_args.kl_coef: {key} is none, so it has no effect, as in Trinity.")
+        return result + settings({f"algorithm.{to}": {"type": "none"}})
+    term: dict[str, Any] = {"type": chosen, "coef": values.get("kl_coef", 0.001)}
+    if values.get("adaptive"):
+        if not (values.get("target_kl") and values.get("horizon")):
+            fix = "Set target_kl and horizon as well, or leave out adaptive."
+            return result + fault(f"algorithm.{key}_args.adaptive", "it needs a target and a horizon.", fix)
+        term |= {"target": values["target_kl"], "horizon": values["horizon"]}
+    return result + settings({f"algorithm.{to}": term})
+
+
+@translates(
+    Algorithm,
+    entropy_loss_fn="algorithm.entropy; exact where the server offers it",
+    entropy_loss_fn_args="algorithm.entropy",
+)
+def _entropy(section: Algorithm) -> Translation:
+    arguments, name = section.entropy_loss_fn_args or {}, section.entropy_loss_fn or "default"
+    result = NOTHING
     if name not in ENTROPIES:
-        becoming.fault("algorithm.entropy_loss_fn", f"there is no '{name}'.", near(name, ENTROPIES))
+        result += fault("algorithm.entropy_loss_fn", f"there is no '{name}'.", did_you_mean(name, ENTROPIES))
     for unknown in arguments.keys() - {"entropy_coef"}:
         key = f"algorithm.entropy_loss_fn_args.{unknown}"
-        becoming.fault(key, "there is no such argument.", near(unknown, ["entropy_coef"]))
+        result += fault(key, "there is no such argument.", did_you_mean(unknown, ["entropy_coef"]))
     coef = arguments.get("entropy_coef", 0.0)
     if name == "none" and coef:
-        becoming.note("algorithm.entropy_loss_fn_args.entropy_coef: entropy_loss_fn is none, so it does nothing.")
-    ours["entropy"] = {"coef": 0.0 if name == "none" else coef}
+        key = "algorithm.entropy_loss_fn_args.entropy_coef"
+        result += note(f"{key}: entropy_loss_fn is none, so it has no effect.")
+    return result + settings({"algorithm.entropy": {"coef": 0.0 if name == "none" else coef}})
 
 
-def _beside(ours: dict[str, Any], file: TrinityFile, becoming: Becoming) -> None:
-    """A critic's warm-up and a teacher's name, where there is one of them."""
-    reads = ours.get("advantage", {}).get("type")
-    if reads == "gae":
-        ours["critic"] = {"warmup_steps": file.trainer.critic_warmup}
-    elif file.trainer.critic_warmup:
-        becoming.note("trainer.critic_warmup: nothing here has a critic.")
-    for at, one in enumerate(file.explorer.auxiliary_models):
-        if not one.model_path:
-            key = f"explorer.auxiliary_models[{at}].model_path"
-            becoming.fault(key, "it is not set.", "Name a base model that the server has, or a tinker:// path.")
-        elif at or not (reads in TAUGHT or _judges(file)):
-            idle(one, becoming, f"explorer.auxiliary_models[{at}].", "nothing in this run asks it.")
-        elif one.external_model_config.enable and reads in TAUGHT:
-            key = f"explorer.auxiliary_models[{at}].external_model_config.enable"
-            becoming.fault(key, "a teacher tells logprobs, which OpenAI's API does not.", "Serve it: tinsmith serve.")
-        elif not one.external_model_config.enable:
-            why = "it counts only with enable: true."
-            idle(one.external_model_config, becoming, f"explorer.auxiliary_models[{at}].external_model_config.", why)
-    if reads in TAUGHT:
-        auxiliary = file.explorer.auxiliary_models
-        if auxiliary and auxiliary[0].model_path:
-            ours["teacher"] = auxiliary[0].model_path
-        else:
-            cure = "Name one in explorer.auxiliary_models: a model that the server has, or a tinker:// path."
-            becoming.fault("algorithm.advantage_fn", f"{reads} compares with a teacher.", cure)
+@translates(Trainer, critic_warmup="algorithm.critic.warmup_steps")
+def _critic(file: TrinityFile) -> Translation:
+    if advantage_type(file) == "gae":
+        return settings({"algorithm.critic": {"warmup_steps": file.trainer.critic_warmup}})
+    return note("trainer.critic_warmup: this algorithm has no critic.") if file.trainer.critic_warmup else NOTHING
 
 
-def _judges(file: TrinityFile) -> bool:
-    """Whether some workflow has its replies judged by another model."""
-    given = file.buffer.explorer_input
-    tasksets = [one for one in (given.taskset, *given.tasksets, *given.eval_tasksets) if one is not None]
-    names = {one.default_workflow_type or given.default_workflow_type or "" for one in tasksets}
-    names |= {given.default_eval_workflow_type or ""} if given.eval_tasksets else set()
-    works = [WORKFLOWS.get(name.removeprefix("async_")) for name in names]
-    return any(work is not None and work.reward == JUDGE for work in works)
+def _auxiliary_models(file: TrinityFile) -> Translation:
+    """Faults and notes about models that this run cannot use, or does not."""
+    result, distills = NOTHING, advantage_type(file) in DISTILLING
+    for index, model in enumerate(file.explorer.auxiliary_models):
+        key = f"explorer.auxiliary_models[{index}]"
+        external = model.external_model_config
+        if not model.model_path:
+            fix = "Name a base model of the server, or a tinker:// path."
+            result += fault(f"{key}.model_path", "it is not set.", fix)
+        elif index or not (distills or _has_judge(file)):
+            result += note_unused(model, f"{key}.", "this run does not use it.")
+        elif external.enable and distills:
+            problem = "a teacher must return logprobs, which the OpenAI API does not."
+            result += fault(f"{key}.external_model_config.enable", problem, "Serve it with tinsmith serve.")
+        elif not external.enable:
+            why = "it has an effect only with enable: true."
+            result += note_unused(external, f"{key}.external_model_config.", why)
+    return result
 
 
-def without_states(becoming: Becoming) -> None:
-    """gigpo of turns that have none, as Trinity does it: whole rollouts are compared, and nothing is added."""
-    ours = becoming.settings.get("algorithm", {})
-    given = ours.get("advantage", {})
-    if given.get("type") == "gigpo":
-        normalize = "group" if given.get("normalize") else "none"
-        ours["advantage"] = {"type": "step_wise_grpo", "normalize": normalize}
-        becoming.note(
-            "gigpo: turns of this workflow have no states, so whole rollouts alone are compared, as in Trinity."
-        )
+@translates(AuxiliaryModel, model_path="of the first entry: algorithm.teacher, and the model of a judge")
+def _teacher(file: TrinityFile) -> Translation:
+    if (kind := advantage_type(file)) not in DISTILLING:
+        return NOTHING
+    models = file.explorer.auxiliary_models
+    if models and models[0].model_path:
+        return settings({"algorithm.teacher": models[0].model_path})
+    fix = "Name one in explorer.auxiliary_models: a model of the server, or a tinker:// path."
+    return fault("algorithm.advantage_fn", f"{kind} needs a teacher.", fix)
 
 
-def _repeats(name: str, section: Algorithm, becoming: Becoming) -> None:
-    if section.repeat_times is not None and section.repeat_times < 1:
-        becoming.fault("algorithm.repeat_times", f"{section.repeat_times} replies are none.", "Set 1 or more.")
-        return
+def _has_judge(file: TrinityFile) -> bool:
+    """Whether another model judges the replies of some workflow."""
+    tasks = file.buffer.explorer_input
+    tasksets = [taskset for taskset in (tasks.taskset, *tasks.tasksets, *tasks.eval_tasksets) if taskset is not None]
+    names = {taskset.default_workflow_type or tasks.default_workflow_type or "" for taskset in tasksets}
+    names |= {tasks.default_eval_workflow_type or ""} if tasks.eval_tasksets else set()
+    workflows = [WORKFLOWS.get(name.removeprefix("async_")) for name in names]
+    return any(workflow is not None and workflow.reward == JUDGE for workflow in workflows)
+
+
+@translates(Algorithm, repeat_times="group_size; if not set, the documented default of the algorithm, with a note")
+def _group_size(section: Algorithm) -> Translation:
+    name, size = section.algorithm_type, section.repeat_times
+    if size is not None and size < 1:
+        return fault("algorithm.repeat_times", f"{size} replies are too few.", "Set 1 or more.")
     if name in SUPERVISED:
-        if section.repeat_times is not None:
-            becoming.note(f"algorithm.repeat_times: {name} learns from data, and asks nothing.")
-        return
-    usual = REPEATS.get(name, 2)
-    becoming.put("group_size", section.repeat_times or usual)
-    if section.repeat_times is None:
-        becoming.note(f"algorithm.repeat_times is not set: {usual}, as documented for {name} (Trinity itself takes 1).")
+        unused = note(f"algorithm.repeat_times: {name} trains on demonstrations and samples nothing.")
+        return NOTHING if size is None else unused
+    if size is not None:
+        return settings({"group_size": size})
+    default = DEFAULT_GROUP_SIZES.get(name, 2)
+    text = f"algorithm.repeat_times is not set: {default}, as documented for {name} (Trinity itself uses 1)."
+    return settings({"group_size": default}) + note(text)
 
 
-def _optimizer(section: Optimizer, becoming: Becoming, *, by_tinker: bool) -> None:
-    schedules = ("constant", "linear", "cosine")
+@translates(
+    Optimizer,
+    warmup_style="optimizer.schedule: the old name of lr_scheduler_type",
+    lr_scheduler_type="optimizer.schedule",
+    min_lr_ratio="optimizer.min_ratio, for a schedule that decays",
+    lr_warmup_steps="optimizer.warmup_steps; -1 uses lr_warmup_steps_ratio",
+    lr_warmup_steps_ratio="optimizer.warmup_ratio, of the run's steps",
+    betas="optimizer.beta1, optimizer.beta2",
+)
+def _optimizer(section: Optimizer, *, tinker_defaults: bool) -> Translation:
+    schedules, key, result = ("constant", "linear", "cosine"), "algorithm.optimizer.", NOTHING
     schedule = section.warmup_style or section.lr_scheduler_type
-    key = "algorithm.optimizer."
     if schedule not in schedules:
         name = "warmup_style" if section.warmup_style else "lr_scheduler_type"
-        becoming.fault(f"{key}{name}", f"there is no '{schedule}'.", near(schedule, schedules))
+        result += fault(f"{key}{name}", f"there is no '{schedule}'.", did_you_mean(schedule, schedules))
     else:
-        becoming.put("optimizer.schedule", schedule)
+        result += settings({"optimizer.schedule": schedule})
     if section.warmup_style and "lr_scheduler_type" in section.model_fields_set:
-        becoming.note(f"{key}lr_scheduler_type: warmup_style, its old name, is set as well and is what counts.")
+        result += note(f"{key}lr_scheduler_type: warmup_style, its old name, is set as well and is used.")
     if schedule != "constant":
-        becoming.put("optimizer.min_ratio", section.min_lr_ratio)
+        result += settings({"optimizer.min_ratio": section.min_lr_ratio})
     elif "min_lr_ratio" in section.model_fields_set:
-        becoming.note(f"{key}min_lr_ratio: a constant schedule does not fall.")
+        result += note(f"{key}min_lr_ratio: a constant schedule does not decay.")
     if section.lr_warmup_steps >= 0:
-        becoming.put("optimizer.warmup_steps", section.lr_warmup_steps)
+        result += settings({"optimizer.warmup_steps": section.lr_warmup_steps})
         if section.lr_warmup_steps_ratio:
-            becoming.note(f"{key}lr_warmup_steps_ratio: it counts only where lr_warmup_steps is -1.")
+            result += note(f"{key}lr_warmup_steps_ratio: it has an effect only where lr_warmup_steps is -1.")
     elif section.lr_warmup_steps_ratio:
-        becoming.put("optimizer.warmup_ratio", section.lr_warmup_steps_ratio)
-    becoming.put("optimizer.beta1", section.betas[0])
-    becoming.put("optimizer.beta2", section.betas[1])
-    becoming.put("optimizer.eps", 1e-12 if by_tinker else 1e-8)  # those of the SDK, and of torch; Trinity sends none
+        result += settings({"optimizer.warmup_ratio": section.lr_warmup_steps_ratio})
+    # Trinity sends no eps: the Tinker SDK's default, or PyTorch's.
+    eps = 1e-12 if tinker_defaults else 1e-8
+    beta1, beta2 = section.betas
+    return result + settings({"optimizer.beta1": beta1, "optimizer.beta2": beta2, "optimizer.eps": eps})

@@ -1,153 +1,170 @@
-"""Trinity's buffers of data to learn from as `experts` of ours: alone for sft, cpt and dpo, beside rollouts for mix."""
+"""Trinity's sample strategies and buffers of demonstrations: `experts`, and the staleness bound of rollouts.
+
+The algorithms sft, cpt and dpo train on demonstrations only; mix and mix_chord on demonstrations and rollouts.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
-from tinsmith.dialects.base import Becoming, idle
-from tinsmith.dialects.trinity.algorithm import SUPERVISED
-from tinsmith.dialects.trinity.data import order, source
-from tinsmith.dialects.trinity.schema import TrinityFile
-from tinsmith.dialects.trinity.schema_buffer import Buffer
+from tinsmith.dialects.base import NOTHING, Translation, combine, fault, note, note_unused, settings, translates
+from tinsmith.dialects.trinity.data import order, row_source
+from tinsmith.dialects.trinity.name_tables import MIXED, SUPERVISED
+from tinsmith.dialects.trinity.schema import Algorithm, TrinityFile
+from tinsmith.dialects.trinity.schema_buffer import DemonstrationFormat, ExperienceBuffer
 
 PLACE = "buffer.trainer_input"
-MIXING = ("mix", "mix_chord")
 STRATEGIES = ("default", "staleness_control", "mix", "warmup")
+ARGUMENTS = "algorithm.sample_strategy_args"
+_FORMAT_KEYS = (
+    "messages_key", "prompt_key", "response_key", "chosen_key", "rejected_key", "tools_key",
+    "enable_concatenated_multi_turn",
+)  # fmt: skip
+"""Keys of a format that only some kinds of demonstrations use."""
 
 
-def mixed(file: TrinityFile) -> bool:
-    """Whether an expert's data stands beside rollouts."""
-    return file.algorithm.algorithm_type in MIXING
+class SampleStrategy(NamedTuple):
+    """What a sample strategy becomes."""
+
+    translation: Translation
+    max_staleness: int | None = None
+    """Age in steps beyond which rollouts are dropped."""
 
 
-def ratio(file: TrinityFile) -> float:
-    """The expert's share of a training batch; 0 where the file gives no number."""
+def is_mixed(file: TrinityFile) -> bool:
+    """Whether the run trains on demonstrations and rollouts together."""
+    return file.algorithm.algorithm_type in MIXED
+
+
+def demonstration_share(file: TrinityFile) -> float:
+    """The share of demonstrations in a training batch; 0 where the file does not give a number."""
     share = (file.algorithm.sample_strategy_args or {}).get("expert_data_ratio", 0.5)
     return float(share) if isinstance(share, int | float) else 0.0
 
 
-def translate(file: TrinityFile, becoming: Becoming) -> None:
-    """`experts`."""
+@translates(
+    Algorithm,
+    sample_strategy="experts for mix; buffer.max_staleness for staleness_control",
+    sample_strategy_args="with sample_strategy",
+)
+def sample_strategy(file: TrinityFile) -> SampleStrategy:
+    """`experts`, or the bound on the staleness of rollouts."""
     name, strategy = file.algorithm.algorithm_type, file.algorithm.sample_strategy or "default"
     if file.mode == "bench":
-        return
-    if strategy not in STRATEGIES:
-        cure = f"It is one of {', '.join(STRATEGIES)}."
-        becoming.fault("algorithm.sample_strategy", f"there is no '{strategy}'.", cure)
-    elif (strategy == "mix") != (name in MIXING) and file.algorithm.sample_strategy is not None:
-        cure = "Use algorithm_type mix or mix_chord with sample_strategy mix, and only with it."
-        becoming.fault("algorithm.sample_strategy", f"{strategy} does not go with {name}.", cure)
-    elif name in SUPERVISED:
-        _alone(file, becoming)
-    elif mixed(file):
-        _beside(file, becoming)
+        return SampleStrategy(NOTHING)
+    if is_mixed(file):
+        unused = NOTHING
     else:
-        _stale(file, strategy, becoming)
-    if not mixed(file):
-        for buffer, one in file.buffer.trainer_input.auxiliary_buffers.items():
-            idle(one, becoming, f"{PLACE}.auxiliary_buffers.{buffer}.", "it counts only for sample_strategy mix.")
+        unused = combine(
+            note_unused(buffer, f"{PLACE}.auxiliary_buffers.{name}.", "it has an effect only with sample_strategy mix.")
+            for name, buffer in file.buffer.trainer_input.auxiliary_buffers.items()
+        )
+    if strategy not in STRATEGIES:
+        fix = f"It is one of {', '.join(STRATEGIES)}."
+        return SampleStrategy(fault("algorithm.sample_strategy", f"there is no '{strategy}'.", fix) + unused)
+    if (strategy == "mix") != is_mixed(file) and file.algorithm.sample_strategy is not None:
+        fix = "Use algorithm_type mix or mix_chord with sample_strategy mix, and only with it."
+        problem = f"{strategy} cannot be combined with {name}."
+        return SampleStrategy(fault("algorithm.sample_strategy", problem, fix) + unused)
+    if name in SUPERVISED:
+        return SampleStrategy(_only_demonstrations(file) + unused)
+    if is_mixed(file):
+        return SampleStrategy(_mixed_demonstrations(file))
+    bounded = _staleness(file, strategy)
+    return SampleStrategy(bounded.translation + unused, bounded.max_staleness)
 
 
-def _alone(file: TrinityFile, becoming: Becoming) -> None:
-    name, buffer, key = file.algorithm.algorithm_type, _own(file), f"{PLACE}.experience_buffer"
+def _only_demonstrations(file: TrinityFile) -> Translation:
+    name, buffer = file.algorithm.algorithm_type, file.buffer.trainer_input.experience_buffer
+    key = f"{PLACE}.experience_buffer"
     if buffer is None or not buffer.path or buffer.storage_type == "queue":
-        cure = f"Set storage_type: file and a path under {key}."
-        becoming.fault(key, f"{name} learns from data, and there is none.", cure)
-        return
-    becoming.put("experts.data", _lesson(buffer, key, name, becoming))
-    becoming.put("experts.learn", _learn(buffer, name))
-    becoming.put("experts.order", order([(key, buffer.data_selector)], becoming))
-    becoming.put("experts.per_step", max(1, file.buffer.train_batch_size))
+        fix = f"Set storage_type: file and a path under {key}."
+        return fault(key, f"{name} trains on demonstrations, and there are none.", fix)
+    return (
+        _demonstrations(buffer, key, name)
+        + order("experts.order", [(key, buffer.data_selector)])
+        + settings({"experts.per_step": max(1, file.buffer.train_batch_size)})
+    )
 
 
-def _beside(file: TrinityFile, becoming: Becoming) -> None:
-    arguments = dict(file.algorithm.sample_strategy_args or {})
-    known = ("expert_data_ratio", "sft_dataset_name")
-    for unknown in arguments.keys() - set(known):
-        key = f"algorithm.sample_strategy_args.{unknown}"
-        becoming.fault(key, "there is no such argument.", f"Known here: {', '.join(known)}.")
-    share = ratio(file)
+def _mixed_demonstrations(file: TrinityFile) -> Translation:
+    arguments, allowed = dict(file.algorithm.sample_strategy_args or {}), ("expert_data_ratio", "sft_dataset_name")
+    result = combine(
+        fault(f"{ARGUMENTS}.{unknown}", "there is no such argument.", f"Known here: {', '.join(allowed)}.")
+        for unknown in arguments.keys() - set(allowed)
+    )
+    share = demonstration_share(file)
     if not 0 < share < 1:
-        key = "algorithm.sample_strategy_args.expert_data_ratio"
-        becoming.fault(key, "it is no share.", "Set a number above 0 and below 1.")
-        return
+        problem = "it is not a share."
+        return result + fault(f"{ARGUMENTS}.expert_data_ratio", problem, "Set a number above 0 and below 1.")
     name = str(arguments.get("sft_dataset_name", "sft_dataset"))
-    key = f"{PLACE}.auxiliary_buffers.{name}"
-    buffer = file.buffer.trainer_input.auxiliary_buffers.get(name)
+    key, buffer = f"{PLACE}.auxiliary_buffers.{name}", file.buffer.trainer_input.auxiliary_buffers.get(name)
     if buffer is None or not buffer.path:
-        what = f"{file.algorithm.algorithm_type} learns from an expert's data beside rollouts, and there is none."
-        becoming.fault(key, what, "Set storage_type: file and a path there.")
-        return
-    becoming.put("experts.data", _lesson(buffer, key, "sft", becoming))
-    becoming.put("experts.learn", _learn(buffer, "sft"))
-    becoming.put("experts.order", order([(key, buffer.data_selector)], becoming))
-    becoming.put("experts.ratio", share)
+        problem = f"{file.algorithm.algorithm_type} trains on demonstrations and rollouts, and has no demonstrations."
+        return result + fault(key, problem, "Set storage_type: file and a path there.")
+    return (
+        result
+        + _demonstrations(buffer, key, "sft")
+        + order("experts.order", [(key, buffer.data_selector)])
+        + settings({"experts.ratio": share})
+    )
 
 
-def _stale(file: TrinityFile, strategy: str, becoming: Becoming) -> None:
+def _staleness(file: TrinityFile, strategy: str) -> SampleStrategy:
     arguments = dict(file.algorithm.sample_strategy_args or {})
     bound = arguments.pop("max_staleness", None) if strategy == "staleness_control" else None
-    for unknown in arguments:
-        becoming.fault(f"algorithm.sample_strategy_args.{unknown}", "there is no such argument.", "Leave it out.")
+    result = combine(
+        fault(f"{ARGUMENTS}.{unknown}", "there is no such argument.", "Leave it out.") for unknown in arguments
+    )
     if bound is None:
-        return
+        return SampleStrategy(result)
+    key, offset = f"{ARGUMENTS}.max_staleness", file.synchronizer.sync_offset
     if not isinstance(bound, int) or bound < 0:
-        key = "algorithm.sample_strategy_args.max_staleness"
-        becoming.fault(key, f"{bound} updates are no age.", "Set a whole number, 0 or more.")
-        return
-    if file.synchronizer.sync_style == "fixed" and file.synchronizer.sync_offset > bound:
-        cure = "Lower synchronizer.sync_offset, or raise max_staleness."
-        what = f"batches are {file.synchronizer.sync_offset} steps old, and all would be left out."
-        becoming.fault("algorithm.sample_strategy_args.max_staleness", what, cure)
-    becoming.put("buffer.max_staleness", bound)
+        problem = f"{bound} is not a number of steps."
+        return SampleStrategy(result + fault(key, problem, "Set a whole number, 0 or more."))
+    if file.synchronizer.sync_style == "fixed" and offset > bound:
+        fix = "Lower synchronizer.sync_offset, or raise max_staleness."
+        result += fault(key, f"batches are {offset} steps old, and all of them would be dropped.", fix)
+    return SampleStrategy(result, bound)
 
 
-def _own(file: TrinityFile) -> Buffer | None:
-    return file.buffer.trainer_input.experience_buffer
-
-
-def _lesson(buffer: Buffer, key: str, name: str, becoming: Becoming) -> dict[str, Any]:
-    """The source, with which fields are asked, learned, or told apart."""
-    _waiting(buffer, key, becoming)
-    form = buffer.format
-    found = source(buffer, key, becoming)
-    found.pop("reply_prefix", None)
-    by_chat = form.prompt_type == "messages" and name != "cpt"
-    read = ["messages_key" if by_chat else "prompt_key"]
-    found["prompt"] = f"{{{form.messages_key if by_chat else form.prompt_key}}}"
-    found["answer"] = ""
+@translates(
+    DemonstrationFormat,
+    prompt_type="experts.data: which of the keys below are used",
+    messages_key="experts.data.prompt, with prompt_type messages",
+    prompt_key="experts.data.prompt, with prompt_type plaintext",
+    response_key="experts.data.reply, with prompt_type plaintext",
+    chosen_key="experts.data.chosen, for dpo",
+    rejected_key="experts.data.rejected, for dpo",
+    tools_key="experts.data.tools_key, for chats",
+    enable_concatenated_multi_turn="experts.learn: all",
+)
+def _demonstrations(buffer: ExperienceBuffer, key: str, name: str) -> Translation:
+    """The source of demonstrations, with the fields to prompt with and to train on."""
+    source, messages = row_source(buffer, key)
+    form, is_chat = buffer.format, buffer.format.prompt_type == "messages" and name != "cpt"
+    source = {field: value for field, value in source.items() if field != "reply_prefix"}
+    source |= {"prompt": f"{{{form.messages_key if is_chat else form.prompt_key}}}", "answer": ""}
+    used, learn = ["messages_key" if is_chat else "prompt_key"], "text" if name == "cpt" else "last"
     if name == "dpo":
-        read += ["chosen_key", "rejected_key"]
-        found |= {"chosen": f"{{{form.chosen_key}}}", "rejected": f"{{{form.rejected_key}}}"}
+        used += ["chosen_key", "rejected_key"]
+        source |= {"chosen": f"{{{form.chosen_key}}}", "rejected": f"{{{form.rejected_key}}}"}
     if name == "sft":
-        read += ["tools_key", "enable_concatenated_multi_turn"]
-        found["tools_key"] = form.tools_key
-    if name == "sft" and not by_chat:
-        read.append("response_key")
-        found["reply"] = f"{{{form.response_key}}}"
-    if unread := [one for one in _OF_LESSONS if one in form.model_fields_set and one not in read]:
-        keys = ", ".join(f"{key}.format.{one}" for one in unread)
-        becoming.note(f"{keys}: of prompt_type {form.prompt_type}, {name} reads none of it.")
-    return found
+        used += ["tools_key", "enable_concatenated_multi_turn"]
+        source["tools_key"] = form.tools_key
+        learn = "all" if form.enable_concatenated_multi_turn else "last"
+    if name == "sft" and not is_chat:
+        used.append("response_key")
+        source["reply"] = f"{{{form.response_key}}}"
+    result = _unused_of_rollouts(buffer, key) + messages
+    if unused := [field for field in _FORMAT_KEYS if field in form.model_fields_set and field not in used]:
+        keys = ", ".join(f"{key}.format.{field}" for field in unused)
+        result += note(f"{keys}: {name} does not use it with prompt_type {form.prompt_type}.")
+    return result + settings({"experts.data": source, "experts.learn": learn})
 
 
-_OF_LESSONS = (
-    "messages_key", "prompt_key", "response_key", "chosen_key", "rejected_key", "tools_key",
-    "enable_concatenated_multi_turn",
-)  # fmt: skip
-"""Keys of a format that some lessons have and others have not."""
-
-
-def _waiting(buffer: Buffer, key: str, becoming: Becoming) -> None:
-    """Of rollouts alone."""
-    why = "it is about rollouts, and these are data to learn from."
-    names = {"capacity", "max_read_timeout"} & buffer.model_fields_set
-    for name in sorted(names):
-        becoming.note(f"{key}.{name}: {why}")
-    idle(buffer.replay_buffer, becoming, f"{key}.replay_buffer.", why)
-
-
-def _learn(buffer: Buffer, name: str) -> str:
-    if name == "cpt":
-        return "text"
-    return "all" if buffer.format.enable_concatenated_multi_turn and name == "sft" else "last"
+def _unused_of_rollouts(buffer: ExperienceBuffer, key: str) -> Translation:
+    why = "it applies to rollouts, and these are demonstrations."
+    names: Any = sorted({"capacity", "max_read_timeout"} & buffer.model_fields_set)
+    notes = combine(note(f"{key}.{name}: {why}") for name in names)
+    return notes + note_unused(buffer.replay_buffer, f"{key}.replay_buffer.", why)

@@ -1,162 +1,335 @@
-"""Trinity's `model` section as ours: base model, adapter, server, chat template; and what bounds lengths.
+"""Trinity's `model` and `synchronizer` sections: model, adapter, server, lengths and weight synchronisation.
 
-The adapter is that of model.tinker where it is enabled, else that of the first of model.lora_configs.
+The adapter is that of `model.tinker` where it is enabled, else that of the first entry of `model.lora_configs`.
+
+Synchronisation interval and offset mean the same as in Trinity: with interval i and offset o, batch k is sampled by the
+weights of step floor((k - 1 - o) / i) i. Without `sync.method`, weights are passed in memory within one process, and as
+checkpoints between two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tinsmith.dialects.base import Becoming, idle
+from tinsmith.dialects.base import NOTHING, Translation, combine, fault, note, note_unused, settings, translates
+from tinsmith.dialects.trinity.name_tables import SUPERVISED
 from tinsmith.dialects.trinity.schema import TrinityFile
-from tinsmith.dialects.trinity.schema_buffer import Format
-from tinsmith.dialects.trinity.schema_runtime import Lora
+from tinsmith.dialects.trinity.schema_buffer import ExperienceBuffer, TaskFormat
+from tinsmith.dialects.trinity.schema_runtime import (
+    DynamicTimeout,
+    Explorer,
+    LoraConfig,
+    ModelSection,
+    OverRollout,
+    RolloutModel,
+    Synchronizer,
+    TinkerSection,
+)
 
 ALPHA = 32
-"""Constant on the Tinker API: W' = W + (32 / rank) B A."""
+"""LoRA's alpha on the Tinker API, a constant: W' = W + (32 / rank) B A."""
+STYLES = {
+    "fixed": "fixed",
+    "explorer_driven": "on_demand",
+    "trainer_driven": "on_publish",
+    "fully_async": "live",
+}
+PUBLISHING = ("trainer_driven", "fully_async")
+"""Styles in which the trainer publishes weights at its own interval."""
 
 
-def translate(file: TrinityFile, becoming: Becoming) -> None:
+@translates(
+    ModelSection,
+    model_path="model.name",
+    critic_model_path="a second adapter on the same base model; other models are refused",
+)
+@translates(TinkerSection, base_model="model.name; null is model.model_path")
+def translate(file: TrinityFile) -> Translation:
     """`model`, and the lengths in `sampling`."""
     section = file.model
     name = section.tinker.base_model or section.model_path
+    result = settings({"model.name": name})
     if not name:
-        becoming.fault("model.model_path", "it is not set.", "Name the base model as the server names it.")
-    becoming.put("model.name", name)
+        result += fault("model.model_path", "it is not set.", "Name the base model as the server names it.")
     if section.critic_model_path not in ("", name):
-        what = f"the critic is a second adapter on {name or 'the model'} itself."
-        becoming.fault("model.critic_model_path", what, "Leave it out, or name the same model.")
-    if section.tinker.enable:
-        _by_tinker(file, becoming)
-    else:
-        _by_lora(file, becoming)
-    _template(file, becoming)
-    _lengths(file, becoming)
+        problem = f"the critic is a second adapter on {name or 'the base model'}."
+        result += fault("model.critic_model_path", problem, "Leave it out, or name the same model.")
+    adapter = _tinker_adapter(file) if section.tinker.enable else _lora_adapter(file)
+    return result + adapter + _thinking(file) + _chat_template(file) + _lengths(file)
 
 
-def _by_tinker(file: TrinityFile, becoming: Becoming) -> None:
-    tinker = file.model.tinker
+@translates(
+    TinkerSection,
+    enable="whether model.tinker or model.lora_configs defines the adapter",
+    base_url="model.base_url",
+    rank="model.rank",
+    seed="model.seed",
+    train_attn="model.train_attn",
+    train_mlp="model.train_mlp",
+    train_unembed="model.train_unembed",
+)
+def _tinker_adapter(file: TrinityFile) -> Translation:
+    tinker, result = file.model.tinker, NOTHING
     if file.model.lora_configs:
-        becoming.note("model.lora_configs: ignored, as model.tinker.enable is true; model.tinker makes the adapter.")
+        result += note("model.lora_configs: ignored; model.tinker.enable is true, so model.tinker defines the adapter.")
     if tinker.base_url:
-        becoming.put("model.base_url", tinker.base_url)
-    becoming.put("model.rank", tinker.rank)
+        result += settings({"model.base_url": tinker.base_url})
+    result += settings({"model.rank": tinker.rank})
     if tinker.seed is not None:
-        becoming.put("model.seed", tinker.seed)
-    for part in ("train_attn", "train_mlp", "train_unembed"):
-        becoming.put(f"model.{part}", tinker.__dict__[part])
+        result += settings({"model.seed": tinker.seed})
+    result += settings(
+        {f"model.{part}": tinker.__dict__[part] for part in ("train_attn", "train_mlp", "train_unembed")}
+    )
     if "rank" not in tinker.model_fields_set:
-        becoming.note(f"model.tinker.rank is not set: {tinker.rank}, as documented (Trinity 0.6.0 itself takes 16).")
+        result += note(f"model.tinker.rank is not set: {tinker.rank}, as documented (Trinity 0.6.0 itself uses 16).")
+    return result
 
 
-def _by_lora(file: TrinityFile, becoming: Becoming) -> None:
-    """Trained by a service of its own with the rank of the LoRA; all of the model is not trained by anyone here."""
+@translates(ModelSection, lora_configs="the adapter: that of the first entry, unless model.tinker.enable is true")
+def _lora_adapter(file: TrinityFile) -> Translation:
+    """The adapter of a service of the run's own. Full-weight training is not supported."""
     tinker = file.model.tinker.model_copy()
     tinker.model_fields_set.discard("enable")
-    idle(tinker, becoming, "model.tinker.", "it counts only with model.tinker.enable: true.")
+    unused = note_unused(tinker, "model.tinker.", "it has an effect only with model.tinker.enable: true.")
     loras = file.model.lora_configs
     if loras is None or len(loras) == 0:
-        cure = "Add lora_configs: [{lora_rank: 32}], or model.tinker: {enable: true}."
-        becoming.fault("model.lora_configs", "training all weights of a model is not possible here.", cure)
-        return
+        fix = "Add lora_configs: [{lora_rank: 32}], or model.tinker: {enable: true}."
+        return unused + fault("model.lora_configs", "training all weights of a model is not supported.", fix)
     if len(loras) > 1:
-        becoming.fault("model.lora_configs", f"{len(loras)} adapters; a run trains one.", "Leave one.")
-    _lora(loras[0], becoming)
+        unused += fault("model.lora_configs", f"{len(loras)} adapters; a run trains one.", "Keep one.")
+    return unused + _lora(loras[0])
 
 
-def _lora(lora: Lora, becoming: Becoming) -> None:
-    key = "model.lora_configs[0]"
+@translates(
+    LoraConfig,
+    path="model.load_from, for a tinker:// path; other paths are refused",
+    lora_rank="model.rank",
+    lora_alpha="32, the constant of the Tinker API; other values are refused",
+    target_modules="model.train_attn and model.train_mlp, for all-linear; other values are refused",
+)
+def _lora(lora: LoraConfig) -> Translation:
+    key, result = "model.lora_configs[0]", NOTHING
     if lora.lora_alpha != ALPHA:
-        cure = f"Set {ALPHA}, and change the learning rate in proportion."
-        becoming.fault(f"{key}.lora_alpha", f"alpha is {ALPHA} on the Tinker API, not {lora.lora_alpha}.", cure)
+        fix = f"Set {ALPHA}, and change the learning rate in proportion."
+        result += fault(f"{key}.lora_alpha", f"alpha is {ALPHA} on the Tinker API, not {lora.lora_alpha}.", fix)
     if lora.target_modules != "all-linear":
-        cure = "Use all-linear, or model.tinker with train_attn, train_mlp, train_unembed."
-        becoming.fault(f"{key}.target_modules", "single modules cannot be named.", cure)
+        fix = "Use all-linear, or model.tinker with train_attn, train_mlp, train_unembed."
+        result += fault(f"{key}.target_modules", "single modules cannot be chosen.", fix)
     if lora.path and lora.path.startswith("tinker://"):
-        becoming.put("model.load_from", lora.path)
         if "lora_rank" in lora.model_fields_set:
-            becoming.note(f"{key}.lora_rank: the checkpoint of path has its own.")
-        return
+            result += note(f"{key}.lora_rank: the checkpoint at path has its own rank.")
+        return result + settings({"model.load_from": lora.path})
     if lora.path:
-        cure = "Upload it as a checkpoint, and give its tinker:// path."
-        becoming.fault(f"{key}.path", f"'{lora.path}' is no path of the server.", cure)
-    becoming.put("model.rank", lora.lora_rank)
-    becoming.put("model.train_unembed", False)  # PEFT's all-linear leaves out the output layer
+        fix = "Upload it as a checkpoint, and set its tinker:// path."
+        result += fault(f"{key}.path", f"'{lora.path}' is not a path on the server.", fix)
+    # PEFT's all-linear excludes the output layer.
+    return result + settings({"model.rank": lora.lora_rank, "model.train_unembed": False})
 
 
-def _template(file: TrinityFile, becoming: Becoming) -> None:
+@translates(ModelSection, enable_thinking="model.chat_template_values.enable_thinking")
+@translates(RolloutModel, enable_thinking="model.chat_template_values.enable_thinking, in place of model's")
+@translates(TaskFormat, enable_thinking="model.chat_template_values.enable_thinking; a run has one value")
+def _thinking(file: TrinityFile) -> Translation:
+    rollout = file.explorer.rollout_model.enable_thinking
+    if rollout is not None:
+        values: dict[str, Any] = {"explorer.rollout_model.enable_thinking": rollout}
+    else:
+        values = {"model.enable_thinking": file.model.enable_thinking}
+    values |= {f"{key}.enable_thinking": form.enable_thinking for key, form in _formats(file)}
+    return _single_value("model.chat_template_values.enable_thinking", values)
+
+
+@translates(
+    ModelSection,
+    custom_chat_template="model.chat_template",
+    chat_template_path="model.chat_template, read from the file",
+)
+@translates(RolloutModel, chat_template="model.chat_template, in place of model's")
+@translates(TaskFormat, chat_template="model.chat_template; a run has one")
+def _chat_template(file: TrinityFile) -> Translation:
     section, rollout = file.model, file.explorer.rollout_model
-    formats = _formats(file)
-    thinking = {"explorer.rollout_model.enable_thinking": rollout.enable_thinking}
-    if not any(value is not None for value in thinking.values()):
-        thinking = {"model.enable_thinking": section.enable_thinking}
-    thinking |= {f"{key}.enable_thinking": one.enable_thinking for key, one in formats}
-    if (value := _one_of(thinking, becoming)) is not None:
-        becoming.put("model.chat_template_values.enable_thinking", value)
     if section.chat_template_path:
         path = Path(section.chat_template_path).expanduser()
-        if path.is_file():
-            becoming.put("model.chat_template", path.read_text(encoding="utf-8"))
-        else:
-            becoming.fault("model.chat_template_path", f"there is no file {path}.", "Check the path.")
-        return
+        if not path.is_file():
+            return fault("model.chat_template_path", f"there is no file {path}.", "Check the path.")
+        return settings({"model.chat_template": path.read_text(encoding="utf-8")})
     templates = {"model.custom_chat_template": rollout.chat_template or section.custom_chat_template}
-    templates |= {f"{key}.chat_template": one.chat_template for key, one in formats}
-    if template := _one_of(templates, becoming):
-        becoming.put("model.chat_template", template)
+    templates |= {f"{key}.chat_template": form.chat_template for key, form in _formats(file)}
+    return _single_value("model.chat_template", templates)
 
 
-def _formats(file: TrinityFile) -> list[tuple[str, Format]]:
-    """Of everything that is asked or learned from, with their keys."""
-    given, taught = file.buffer.explorer_input, file.buffer.trainer_input
-    found: list[tuple[str, Format]] = []
-    place = "buffer.explorer_input"
-    for name, tasksets in (("tasksets", given.tasksets), ("eval_tasksets", given.eval_tasksets)):
-        found += [(f"{place}.{name}[{at}].format", one.format) for at, one in enumerate(tasksets)]
-    if given.taskset is not None:
-        found.append((f"{place}.taskset.format", given.taskset.format))
-    buffers = {f"auxiliary_buffers.{name}": one for name, one in taught.auxiliary_buffers.items()}
-    if taught.experience_buffer is not None:
-        buffers["experience_buffer"] = taught.experience_buffer
-    return found + [(f"buffer.trainer_input.{name}.format", one.format) for name, one in buffers.items()]
+def _formats(file: TrinityFile) -> Iterator[tuple[str, TaskFormat]]:
+    """The formats of all tasksets and buffers, with their keys."""
+    tasks, buffers = file.buffer.explorer_input, file.buffer.trainer_input
+    for name, tasksets in (("tasksets", tasks.tasksets), ("eval_tasksets", tasks.eval_tasksets)):
+        yield from ((f"buffer.explorer_input.{name}[{at}].format", entry.format) for at, entry in enumerate(tasksets))
+    if tasks.taskset is not None:
+        yield "buffer.explorer_input.taskset.format", tasks.taskset.format
+    named: dict[str, ExperienceBuffer] = {
+        f"auxiliary_buffers.{name}": buffer for name, buffer in buffers.auxiliary_buffers.items()
+    }
+    if buffers.experience_buffer is not None:
+        named["experience_buffer"] = buffers.experience_buffer
+    yield from ((f"buffer.trainer_input.{name}.format", buffer.format) for name, buffer in named.items())
 
 
-def _one_of(values: Mapping[str, Any], becoming: Becoming) -> Any:
-    """The value of those keys that have one; a run has one for all."""
-    given = {key: value for key, value in values.items() if value not in (None, "")}
-    first = next(iter(given.values()), None)
-    for key, value in given.items():
-        if value != first:
-            becoming.fault(key, "it is another elsewhere, and a run has one.", "Make them alike, or give it once.")
-    return first
+def _single_value(to: str, values: Mapping[str, Any]) -> Translation:
+    """The value of those keys that are set; a run has one value for all of them."""
+    present = {key: value for key, value in values.items() if value not in (None, "")}
+    if not present:
+        return NOTHING
+    first = next(iter(present.values()))
+    return settings({to: first}) + combine(
+        fault(key, "another key sets a different value, and a run has one.", "Make them alike, or set it once.")
+        for key, value in present.items()
+        if value != first
+    )
 
 
-def _lengths(file: TrinityFile, becoming: Becoming) -> None:
+@translates(
+    ModelSection,
+    max_model_len="checked; bounds sampling.max_tokens where max_response_tokens is not set",
+    max_prompt_tokens="sampling.max_prompt_tokens",
+    max_response_tokens="sampling.max_tokens",
+)
+@translates(
+    RolloutModel,
+    max_model_len="in place of model's",
+    max_prompt_tokens="in place of model's",
+    max_response_tokens="in place of model's",
+    ignore_eos="sampling.stop: only max_tokens ends a reply",
+)
+def _lengths(file: TrinityFile) -> Translation:
     model, rollout = file.model, file.explorer.rollout_model
     prompt = rollout.max_prompt_tokens or model.max_prompt_tokens
     reply = rollout.max_response_tokens or model.max_response_tokens
-    whole = rollout.max_model_len or model.max_model_len
-    for key, value in (("max_prompt_tokens", prompt), ("max_response_tokens", reply), ("max_model_len", whole)):
+    total = rollout.max_model_len or model.max_model_len
+    for key, value in (("max_prompt_tokens", prompt), ("max_response_tokens", reply), ("max_model_len", total)):
         if value is not None and value < 1:
-            becoming.fault(f"model.{key}", f"{value} is no length.", "Set 1 or more.")
-            return
-    if prompt and reply and whole and prompt + reply > whole:
-        what = f"max_prompt_tokens + max_response_tokens ({prompt} + {reply}) is more than max_model_len ({whole})."
-        becoming.fault("model.max_model_len", what, f"Raise it to {prompt + reply}, or lower one of the others.")
-    if whole is None and not (prompt and reply):
-        cure = "Set model.max_response_tokens and model.max_prompt_tokens, or model.max_model_len."
-        becoming.fault("model.max_model_len", "nothing says how long a reply may be.", cure)
-        return
-    if reply is None and whole is not None:
-        reply = whole - (prompt or 0)
+            return fault(f"model.{key}", f"{value} is not a length.", "Set 1 or more.")
+    result, bound = NOTHING, "model.max_model_len"
+    if prompt and reply and total and prompt + reply > total:
+        problem = f"max_prompt_tokens + max_response_tokens ({prompt} + {reply}) is more than max_model_len ({total})."
+        result += fault(bound, problem, f"Raise it to {prompt + reply}, or lower one of the others.")
+    if total is None and not (prompt and reply):
+        fix = "Set model.max_response_tokens and model.max_prompt_tokens, or model.max_model_len."
+        return result + fault(bound, "no key bounds the length of a reply.", fix)
+    if reply is None and total is not None:
+        reply = total - (prompt or 0)
         if reply < 1:
-            cure = "Lower max_prompt_tokens, or raise max_model_len."
-            becoming.fault("model.max_prompt_tokens", f"{prompt} leaves nothing of max_model_len {whole}.", cure)
-            return
-    becoming.put("sampling.max_tokens", reply)
+            fix = "Lower max_prompt_tokens, or raise max_model_len."
+            return result + fault("model.max_prompt_tokens", f"{prompt} uses up max_model_len {total}.", fix)
+    result += settings({"sampling.max_tokens": reply})
     if prompt is not None:
-        becoming.put("sampling.max_prompt_tokens", prompt)
-    if rollout.ignore_eos:
-        becoming.put("sampling.stop", [])
+        result += settings({"sampling.max_prompt_tokens": prompt})
+    return result + (settings({"sampling.stop": []}) if rollout.ignore_eos else NOTHING)
+
+
+@translates(
+    Synchronizer,
+    sync_method="sync.method, for checkpoint; nccl and memory leave the choice to Tinsmith",
+    sync_style="sync.style: fixed, on_demand (explorer_driven), on_publish (trainer_driven), live (fully_async)",
+    sync_offset="staleness; no effect with sync_style fully_async",
+    sync_timeout="sync.timeout",
+)
+@translates(Explorer, max_inflight_batches="sync.in_flight, with sync_style fully_async")
+@translates(ExperienceBuffer, max_read_timeout="sync.timeout, in mode train")
+def synchronization(file: TrinityFile) -> Translation:
+    """`sync` and `staleness`."""
+    sync, name = file.synchronizer, file.algorithm.algorithm_type
+    if name in SUPERVISED:
+        return note_unused(sync, "synchronizer.", f"{name} trains on demonstrations and samples nothing.")
+    result = _intervals(sync)
+    if sync.sync_offset < 0:
+        result += fault("synchronizer.sync_offset", f"{sync.sync_offset} is below 0.", "Set 0 or more.")
+    result += settings({"sync.style": STYLES[sync.sync_style], "sync.timeout": _timeout(file)})
+    if sync.sync_style == "fully_async":
+        result += settings({"sync.in_flight": file.explorer.max_inflight_batches})
+        if sync.sync_offset:
+            why = "with sync_style fully_async, capacity bounds how far sampling runs ahead."
+            result += note(f"synchronizer.sync_offset: {why}")
+    else:
+        result += settings({"staleness": max(0, sync.sync_offset)})
+        if "max_inflight_batches" in file.explorer.model_fields_set:
+            result += note("explorer.max_inflight_batches: it has an effect only with sync_style fully_async.")
+    if sync.sync_method == "checkpoint":
+        result += settings({"sync.method": "checkpoint"})
+    if sync.sync_timeout <= 0:
+        problem = f"{sync.sync_timeout} seconds is not a timeout."
+        result += fault("synchronizer.sync_timeout", problem, "Set 1 or more.")
+    return result
+
+
+def _timeout(file: TrinityFile) -> float:
+    """In mode train, the buffer's timeout for reads counts, if it is set."""
+    buffer = file.buffer.trainer_input.experience_buffer
+    if file.mode == "train" and buffer is not None and "max_read_timeout" in buffer.model_fields_set:
+        return buffer.max_read_timeout
+    return file.synchronizer.sync_timeout
+
+
+@translates(
+    Synchronizer,
+    sync_interval="sync.interval, sync.publish_every",
+    explorer_sync_interval="sync.interval",
+    trainer_sync_interval="sync.publish_every",
+)
+def _intervals(sync: Synchronizer) -> Translation:
+    sampling = sync.sync_interval if sync.explorer_sync_interval is None else sync.explorer_sync_interval
+    training = sync.sync_interval if sync.trainer_sync_interval is None else sync.trainer_sync_interval
+    intervals = {
+        "sync_interval": sync.sync_interval,
+        "explorer_sync_interval": sampling,
+        "trainer_sync_interval": training,
+    }
+    invalid = [(key, value) for key, value in intervals.items() if value < 1 and key in sync.model_fields_set]
+    if invalid:
+        return combine(
+            fault(f"synchronizer.{key}", f"{value} is not an interval.", "Set 1 or more.") for key, value in invalid
+        )
+    result = settings({"sync.interval": sampling})
+    if training == sampling:
+        return result
+    if sync.sync_style in PUBLISHING:
+        return result + settings({"sync.publish_every": training})
+    key = "synchronizer.trainer_sync_interval"
+    if sync.sync_style == "fixed":
+        problem = f"the sampler waits for weights every {sampling} steps, and the trainer sends them every {training}."
+        return result + fault(key, problem, "Make them alike, or use another sync_style.")
+    return result + note(f"{key}: with sync_style explorer_driven, the sampler decides when it takes weights.")
+
+
+@translates(
+    OverRollout,
+    wait_after_min="rollout.over.wait, with a ratio",
+    return_partial_tasks="rollout.over.partial, with a ratio; rollout.partial: keep",
+)
+@translates(
+    DynamicTimeout,
+    enable="rollout.timeout_ratio, which is 0 without it",
+    ratio="rollout.timeout_ratio",
+    warmup_min_steps="rollout.timeout_warmup, with enable: true",
+)
+def rollouts(file: TrinityFile) -> Translation:
+    """`rollout`: timeouts, and rollouts sampled in excess."""
+    over, limit, result = file.explorer.over_rollout, file.explorer.dynamic_timeout, NOTHING
+    if not 0 <= over.ratio < 1:
+        problem = f"{over.ratio} is not a share."
+        result += fault("explorer.over_rollout.ratio", problem, "Set 0 or more, and less than 1.")
+    if file.synchronizer.sync_style == "fixed" and (over.ratio or over.return_partial_tasks):
+        fix = "Set synchronizer.sync_style: explorer_driven or trainer_driven, or leave over_rollout out."
+        result += fault("explorer.over_rollout", "sync_style fixed waits for every task.", fix)
+    if over.ratio:
+        result += settings(
+            {"rollout.over.wait": over.wait_after_min, "rollout.over.partial": over.return_partial_tasks}
+        )
+    elif "wait_after_min" in over.model_fields_set:
+        result += note("explorer.over_rollout.wait_after_min: it has an effect only with a ratio above 0.")
+    result += settings({"rollout.partial": "keep" if over.return_partial_tasks else "drop"})
+    if limit.enable:
+        result += settings({"rollout.timeout_ratio": limit.ratio, "rollout.timeout_warmup": limit.warmup_min_steps})
+    elif limit.model_fields_set - {"enable"}:
+        result += note("explorer.dynamic_timeout: it has an effect only with enable: true.")
+    return result

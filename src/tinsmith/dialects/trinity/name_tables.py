@@ -1,7 +1,6 @@
-"""Trinity's names of advantages, policy losses and divergences, with their arguments, as parts of ours.
+"""Trinity's names of advantages, policy losses, divergences, workflows and rewards, as components of ours.
 
-A part's own arguments lie over Trinity's defaults; what ours has no place for is refused by name. Leaves out how an
-`algorithm` section becomes one (`algorithm.py`).
+Trinity's defaults are written out where they differ from ours. `algorithm` and `workflows` use these tables.
 """
 
 from __future__ import annotations
@@ -9,119 +8,127 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tinsmith.dialects.base import NoMeaning
-from tinsmith.dialects.trinity.arguments import Argument, Only, Part, To
+from tinsmith.dialects.base import Ignored
+from tinsmith.dialects.trinity.arguments import Argument, Component, FixedArgument, RenamedArgument
 
 
-def _to(*names: str) -> To:
-    return To(names)
+def _renamed(*names: str) -> RenamedArgument:
+    return RenamedArgument(names)
 
 
-_LEVEL = To(("normalize",), {"group": "group", "batch": "batch"})
-_EPSILON = {"epsilon": Only(1e-6)}
+_NORMALIZE_LEVEL = RenamedArgument(("normalize",), {"group": "group", "batch": "batch"})
+_EPSILON = {"epsilon": FixedArgument(1e-6)}
 _CLIPS = {
-    "clip_range": _to("clip_low", "clip_high"),
-    "clip_range_low": _to("clip_low"),
-    "clip_range_high": _to("clip_high"),
+    "clip_range": _renamed("clip_low", "clip_high"),
+    "clip_range_low": _renamed("clip_low"),
+    "clip_range_high": _renamed("clip_high"),
 }
-_CEILING = {"clip_ratio_c": _to("dual_clip")}
+_DUAL_CLIP = {"clip_ratio_c": _renamed("dual_clip")}
 _PPO = {
     **_CLIPS,
-    **_CEILING,
-    "fallback_to_policy_gradient": _to("on_policy"),
-    "enable_sequence_masking": To(("mask_drift",), {True: 0.1, False: None}),
-    "delta": To(("mask_drift",), where="enable_sequence_masking"),
+    **_DUAL_CLIP,
+    "fallback_to_policy_gradient": _renamed("on_policy"),
+    "enable_sequence_masking": RenamedArgument(("mask_drift",), {True: 0.1, False: None}),
+    "delta": RenamedArgument(("mask_drift",), only_with="enable_sequence_masking"),
 }
-_CUT = NoMeaning("weights are those of the whole batch, however it is cut for the server.")
-_SHARES = NoMeaning("algorithm.sample_strategy_args.expert_data_ratio says how many are whose.")
+_BATCH_SPLIT = Ignored("the loss is normalised over the whole batch, however the server splits it.")
+_BATCH_SHARES = Ignored("algorithm.sample_strategy_args.expert_data_ratio sets the shares.")
 _BATCHES = {
-    **dict.fromkeys(("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"), _CUT),
-    **dict.fromkeys(("train_batch_size_usual", "train_batch_size_expert"), _SHARES),
+    **dict.fromkeys(
+        ("use_dynamic_bsz", "ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ngpus_trainer"), _BATCH_SPLIT
+    ),
+    **dict.fromkeys(("train_batch_size_usual", "train_batch_size_expert"), _BATCH_SHARES),
 }
-_TOKENS = Only(True, "Leave it out; algorithm.loss_agg_mode says how tokens add up.")
+_TOKEN_LEVEL = FixedArgument(True, "Leave it out; algorithm.loss_agg_mode sets how token losses are aggregated.")
 
-ADVANTAGES: Mapping[str, Part] = {
-    "ppo": Part("gae", {"gamma": _to("gamma"), "lam": _to("lam")}),
-    "grpo": Part(
+ADVANTAGES: Mapping[str, Component] = {
+    "ppo": Component("gae", {"gamma": _renamed("gamma"), "lam": _renamed("lam")}),
+    "grpo": Component(
         "grpo",
         {
             **_EPSILON,
-            "std_threshold": _to("std_threshold"),
-            "rank_penalty": _to("rank_penalty"),
-            "std_cal_level": _LEVEL,
-            "duplicate_experiences": _to("^refill"),
+            "std_threshold": _renamed("std_threshold"),
+            "rank_penalty": _renamed("rank_penalty"),
+            "std_cal_level": _NORMALIZE_LEVEL,
+            "duplicate_experiences": _renamed("^refill"),
         },
     ),
-    "step_wise_grpo": Part(
+    "step_wise_grpo": Component(
         "step_wise_grpo",
         {
             **_EPSILON,
-            "std_threshold": _to("std_threshold"),
-            "std_cal_level": _LEVEL,
-            "enable_step_norm": _to("by_turns"),
+            "std_threshold": _renamed("std_threshold"),
+            "std_cal_level": _NORMALIZE_LEVEL,
+            "enable_step_norm": _renamed("by_turns"),
         },
     ),
-    "gigpo": Part(
+    "gigpo": Component(
         "gigpo",
         {
             **_EPSILON,
-            "gamma": _to("gamma"),
-            "omega": _to("omega"),
-            "fnorm": To(("normalize",), {"none": False, "std": True}),
-            "step_reward_key": Only("step_reward", "Workflows tell rewards of turns as Turn.reward."),
-            "env_state_hash_key": Only("env_state_hash", "Workflows tell states of turns as Turn.state."),
+            "gamma": _renamed("gamma"),
+            "omega": _renamed("omega"),
+            "fnorm": RenamedArgument(("normalize",), {"none": False, "std": True}),
+            "step_reward_key": FixedArgument("step_reward", "Workflows set the reward of a turn as Turn.reward."),
+            "env_state_hash_key": FixedArgument("env_state_hash", "Workflows set the state of a turn as Turn.state."),
         },
         {"gamma": 1.0},
     ),
-    "opmd": Part("opmd", {"opmd_baseline": _to("baseline"), "tau": _to("tau")}),
-    "asymre": Part("opmd", {"baseline_shift": To(("shift",), by=lambda shift: -float(shift))}, {"shift": 0.1}),
-    "reinforce": Part("reinforce"),
-    "rec": Part(
-        "rec",
-        {**_EPSILON, "std_normalize": _to("normalize"), "drop": To(("drop",), {"balance": "balance", None: "none"})},
+    "opmd": Component("opmd", {"opmd_baseline": _renamed("baseline"), "tau": _renamed("tau")}),
+    "asymre": Component(
+        "opmd", {"baseline_shift": RenamedArgument(("shift",), convert=lambda shift: -float(shift))}, {"shift": 0.1}
     ),
-    "rloo": Part("rloo"),
-    "reinforceplusplus": Part("reinforceplusplus", {"gamma": _to("gamma")}),
-    "on_policy_distill": Part("on_policy_distill", {"kl_coef": _to("coef")}),
-    "jsd": Part("jsd", {"kl_coef": _to("coef"), "lambda_coef": _to("beta")}),
-    "clipb": Part("clipb", {**_EPSILON, "mu": _to("mu")}),
+    "reinforce": Component("reinforce"),
+    "rec": Component(
+        "rec",
+        {
+            **_EPSILON,
+            "std_normalize": _renamed("normalize"),
+            "drop": RenamedArgument(("drop",), {"balance": "balance", None: "none"}),
+        },
+    ),
+    "rloo": Component("rloo"),
+    "reinforceplusplus": Component("reinforceplusplus", {"gamma": _renamed("gamma")}),
+    "on_policy_distill": Component("on_policy_distill", {"kl_coef": _renamed("coef")}),
+    "jsd": Component("jsd", {"kl_coef": _renamed("coef"), "lambda_coef": _renamed("beta")}),
+    "clipb": Component("clipb", {**_EPSILON, "mu": _renamed("mu")}),
 }
 
 MISSING_ADVANTAGES = {
-    "remax": "Use rloo: it has the others' rewards for a baseline, and samples no greedy reply.",
-    "clipv": "Use clipb, which leaves out the same tokens by their entropy.",
+    "remax": "Use rloo: its baseline is the mean reward of the other replies, without a greedy sample.",
+    "clipv": "Use clipb, which masks the same tokens by their entropy.",
 }
 
-LOSSES: Mapping[str, Part] = {
-    "ppo": Part("ppo", _PPO),
-    "importance_sampling": Part("importance_sampling"),
-    "opmd": Part("opmd", {"tau": _to("tau")}, {"tau": 1.0}),
-    "sft": Part("sft", {"use_token_level_loss": _TOKENS}),
-    "sft_is": Part("sft_is", {"use_token_level_loss": _TOKENS}),
-    "sft_phi": Part("sft_phi", {"use_token_level_loss": _TOKENS, "cutoff_prob": Only(1.0)}),
-    "dpo": Part("dpo", {"beta": _to("beta"), "label_smoothing": _to("label_smoothing")}),
-    "cispo": Part(
+LOSSES: Mapping[str, Component] = {
+    "ppo": Component("ppo", _PPO),
+    "importance_sampling": Component("importance_sampling"),
+    "opmd": Component("opmd", {"tau": _renamed("tau")}, {"tau": 1.0}),
+    "sft": Component("sft", {"use_token_level_loss": _TOKEN_LEVEL}),
+    "sft_is": Component("sft_is", {"use_token_level_loss": _TOKEN_LEVEL}),
+    "sft_phi": Component("sft_phi", {"use_token_level_loss": _TOKEN_LEVEL, "cutoff_prob": FixedArgument(1.0)}),
+    "dpo": Component("dpo", {"beta": _renamed("beta"), "label_smoothing": _renamed("label_smoothing")}),
+    "cispo": Component(
         "cispo",
         {
-            "clip_range_low": _to("clip_low"),
-            "clip_range_high": _to("clip_high"),
-            "enable_mask_clip": _to("mask"),
-            "mask_clip_range_low": Only(1.0, "The mask's bounds are clip_range_low and clip_range_high."),
-            "mask_clip_range_high": Only(0.28, "The mask's bounds are clip_range_low and clip_range_high."),
+            "clip_range_low": _renamed("clip_low"),
+            "clip_range_high": _renamed("clip_high"),
+            "enable_mask_clip": _renamed("mask"),
+            "mask_clip_range_low": FixedArgument(1.0, "The mask's bounds are clip_range_low and clip_range_high."),
+            "mask_clip_range_high": FixedArgument(0.28, "The mask's bounds are clip_range_low and clip_range_high."),
         },
     ),
-    "gspo": Part("gspo", _CLIPS),
-    "topr": Part("topr", {"advantage_threshold": _to("threshold")}),
-    "sapo": Part("sapo", {"tau_pos": _to("tau_positive"), "tau_neg": _to("tau_negative")}),
-    "sppo": Part("sppo", {"epsilon": _to("epsilon")}),
-    "rec": Part(
+    "gspo": Component("gspo", _CLIPS),
+    "topr": Component("topr", {"advantage_threshold": _renamed("threshold")}),
+    "sapo": Component("sapo", {"tau_pos": _renamed("tau_positive"), "tau_neg": _renamed("tau_negative")}),
+    "sppo": Component("sppo", {"epsilon": _renamed("epsilon")}),
+    "rec": Component(
         "rec",
         {
-            "epsilon_low": _to("clip_low"),
-            "epsilon_high": _to("clip_high"),
-            "epsilon_low_prime": _to("ring_low"),
-            "epsilon_high_prime": _to("ring_high"),
-            "clip_mode": To(
+            "epsilon_low": _renamed("clip_low"),
+            "epsilon_high": _renamed("clip_high"),
+            "epsilon_low_prime": _renamed("ring_low"),
+            "epsilon_high_prime": _renamed("ring_high"),
+            "clip_mode": RenamedArgument(
                 ("clip",),
                 {
                     "none": "none",
@@ -131,28 +138,28 @@ LOSSES: Mapping[str, Part] = {
                     "gspo-one-side": "gspo_one_side",
                 },
             ),
-            "weight": To(
+            "weight": RenamedArgument(
                 ("weight",),
-                {one: one for one in ("none", "importance_sampling", "gspo_importance_sampling", "advantage")},
+                {name: name for name in ("none", "importance_sampling", "gspo_importance_sampling", "advantage")},
             ),
-            "regularizer": To(("regularizer",), {"none": "none", "k2": "k2", "forward-kl": "forward_kl"}),
-            "regularizer_coef": _to("regularizer_coef"),
-            "temp": _to("temperature"),
+            "regularizer": RenamedArgument(("regularizer",), {"none": "none", "k2": "k2", "forward-kl": "forward_kl"}),
+            "regularizer_coef": _renamed("regularizer_coef"),
+            "temp": _renamed("temperature"),
         },
         {"clip": "none"},
     ),
-    "mix": Part("mix", {"mu": _to("mu"), **_CLIPS, **_BATCHES, "use_token_level_loss_in_sft": _TOKENS}),
-    "mix_chord": Part(
+    "mix": Component("mix", {"mu": _renamed("mu"), **_CLIPS, **_BATCHES, "use_token_level_loss_in_sft": _TOKEN_LEVEL}),
+    "mix_chord": Component(
         "mix_chord",
         {
-            "mu_warmup_steps": _to("warmup_steps"),
-            "mu_decay_steps": _to("decay_steps"),
-            "mu_peak": _to("peak"),
-            "mu_valley": _to("valley"),
-            "enable_phi_function": _to("phi"),
+            "mu_warmup_steps": _renamed("warmup_steps"),
+            "mu_decay_steps": _renamed("decay_steps"),
+            "mu_peak": _renamed("peak"),
+            "mu_valley": _renamed("valley"),
+            "enable_phi_function": _renamed("phi"),
             **_CLIPS,
             **_BATCHES,
-            "use_token_level_loss_in_sft": _TOKENS,
+            "use_token_level_loss_in_sft": _TOKEN_LEVEL,
         },
         {"warmup_steps": 0, "decay_steps": 0},
     ),
@@ -160,12 +167,12 @@ LOSSES: Mapping[str, Part] = {
 
 DIVERGENCES = ("none", "k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3")
 AGGREGATES = {
-    one.replace("_", "-"): one
-    for one in ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
+    name.replace("_", "-"): name
+    for name in ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm")
 }
 ENTROPIES = ("default", "mix", "none")
 
-PARTS: Mapping[str, tuple[str, str]] = {
+ALGORITHMS: Mapping[str, tuple[str, str]] = {
     "ppo": ("ppo", "ppo"),
     "grpo": ("grpo", "ppo"),
     "grpo_verl": ("grpo", "ppo"),
@@ -191,13 +198,20 @@ PARTS: Mapping[str, tuple[str, str]] = {
     "sft": ("", "sft"),
     "cpt": ("", "sft"),
 }
-"""Each algorithm's advantage and policy loss by Trinity's names; empty where ours has no arguments of Trinity's."""
+"""Algorithm -> its default advantage and policy loss, by Trinity's names; empty where it has no arguments here."""
 
-REPEATS = {
+SUPERVISED = ("sft", "cpt", "dpo")
+"""Algorithms that train on demonstrations only, without rollouts."""
+MIXED = ("mix", "mix_chord")
+"""Algorithms that train on demonstrations and rollouts together."""
+DISTILLING = ("on_policy_distill", "jsd")
+"""Advantages that compare with a teacher, so that no reward is needed."""
+
+DEFAULT_GROUP_SIZES = {
     "ppo": 1, "dapo": 16, "mix": 8, "mix_chord": 8, "multi_step_grpo": 8, "gigpo": 8, "on_policy_distill": 8, "jsd": 8,
     "raft": 8, "sft": 1, "cpt": 1, "dpo": 1,
 }  # fmt: skip
-"""Documented group sizes; 2 for all others. RAFT's is none, and the best of one reply is that reply: 8 here."""
+"""Documented group sizes; 2 for all others. RAFT documents none, and keeps the best of a group: 8 here."""
 
 
 THINK_BOXED = (
@@ -208,90 +222,99 @@ _BOXED = {"system": "Work the problem out step by step, and put the final answer
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """A workflow as one of ours, and what judges its replies where a file names nothing."""
+class WorkflowName:
+    """A workflow of Trinity as one of ours, with its default reward."""
 
-    part: Part
-    """Arguments named ^NAME go to the reward."""
+    component: Component
+    """Its companion (arguments named ^NAME) is the reward."""
     reward: str = ""
     rubric: str = ""
-    """With a judge: the field of a row that holds its rubric."""
+    """For a judge: the field of a row that holds the rubric."""
     extra: tuple[str, ...] = ()
-    """Fields of a row that it reads beside question and answer."""
+    """Fields of a row it reads in addition to question and answer."""
 
 
 JUDGE = "(judge)"
-"""In place of a reward's name: the first of explorer.auxiliary_models."""
+"""Stands for a reward: the first entry of explorer.auxiliary_models judges the replies."""
 
-_PLAIN, _MATH = Part("single_turn"), Part("math")
+_PLAIN, _MATH = Component("single_turn"), Component("math")
 _THINK: Mapping[str, Argument] = {
-    "with_think": To(("^think",)),
-    "format_score_coef": To(("^form",)),
-    "use_base": Only(False, "Prompts go through the chat template: set model.custom_chat_template to '{{ … }}'."),
+    "with_think": _renamed("^think"),
+    "format_score_coef": _renamed("^form"),
+    "use_base": FixedArgument(
+        False, "Prompts go through the chat template: set model.custom_chat_template to '{{ … }}'."
+    ),
 }
 
-WORKFLOWS: Mapping[str, Work] = {
-    "simple_workflow": Work(_PLAIN),
-    "math_workflow": Work(_MATH, "math_reward"),
-    "math_boxed_workflow": Work(Part("single_turn", _THINK, _BOXED), "math_boxed_reward"),
-    "math_eval_workflow": Work(Part("single_turn", settings=_BOXED), "math_boxed_reward"),
-    "math_rm_workflow": Work(_MATH, JUDGE),
-    "rubric_judge_workflow": Work(_PLAIN, JUDGE, rubric="rubric", extra=("rubric",)),
-    "on_policy_distill_workflow": Work(_PLAIN),
-    "on_policy_distill_math_workflow": Work(_MATH, "math_reward"),
+WORKFLOWS: Mapping[str, WorkflowName] = {
+    "simple_workflow": WorkflowName(_PLAIN),
+    "math_workflow": WorkflowName(_MATH, "math_reward"),
+    "math_boxed_workflow": WorkflowName(Component("single_turn", _THINK, _BOXED), "math_boxed_reward"),
+    "math_eval_workflow": WorkflowName(Component("single_turn", settings=_BOXED), "math_boxed_reward"),
+    "math_rm_workflow": WorkflowName(_MATH, JUDGE),
+    "rubric_judge_workflow": WorkflowName(_PLAIN, JUDGE, rubric="rubric", extra=("rubric",)),
+    "on_policy_distill_workflow": WorkflowName(_PLAIN),
+    "on_policy_distill_math_workflow": WorkflowName(_MATH, "math_reward"),
 }
-"""Also by these names with async_ before them: here all are."""
+"""Trinity also has them with the prefix async_; here every workflow is asynchronous."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Elsewhere:
-    words: tuple[str, ...]
-    cure: str
+class _UnsupportedWorkflows:
+    """Name fragments of workflows that are not supported, and what to use instead."""
+
+    fragments: tuple[str, ...]
+    fix: str
 
 
-_WRITTEN = "and name it as FILE.NAME, with --plugin-dir: docs/guides/trinity.md#code-of-your-own."
-_ELSEWHERE = (
-    _Elsewhere(
+_OWN_CODE = "and name it as FILE.NAME, with --plugin-dir: docs/guides/trinity.md#code-of-your-own."
+_UNSUPPORTED_WORKFLOWS = (
+    _UnsupportedWorkflows(
         ("agentscope", "as_react", "react", "search", "tool_call"),
-        f"Write the agent as an async function of (task, client, model), {_WRITTEN}",
+        f"Write the agent as an async function of (task, client, model), {_OWN_CODE}",
     ),
-    _Elsewhere(
+    _UnsupportedWorkflows(
         ("alfworld", "frozen_lake", "sciworld", "webshop", "intercode", "sudoku"),
-        f"Write the world as a class derived from Environment, {_WRITTEN}",
+        f"Write the environment as a class derived from Environment, {_OWN_CODE}",
     ),
-    _Elsewhere(
-        ("ruler",), "Judges that rank a whole group are not here; use rubric_judge_workflow or math_rm_workflow."
+    _UnsupportedWorkflows(
+        ("ruler",), "Judges that rank a whole group are not supported; use rubric_judge_workflow or math_rm_workflow."
     ),
-    _Elsewhere(
+    _UnsupportedWorkflows(
         ("rubric_judge_openai",),
-        "Use rubric_judge_workflow, with external_model_config.enable in the first of explorer.auxiliary_models.",
+        "Use rubric_judge_workflow, and set external_model_config.enable in the first of explorer.auxiliary_models.",
     ),
-    _Elsewhere(("_mm_",), "Models with images are not served."),
+    _UnsupportedWorkflows(("_mm_",), "Image models are not supported."),
 )
 
 
-def elsewhere(name: str) -> str | None:
-    """The cure for a workflow of Trinity's that is not here; None for a name that is not Trinity's either."""
-    return next((one.cure for one in _ELSEWHERE if any(word in name for word in one.words)), None)
+def unsupported_workflow(name: str) -> str | None:
+    """The fix for a workflow of Trinity that is not supported; None for a name that is not Trinity's."""
+    for unsupported in _UNSUPPORTED_WORKFLOWS:
+        if any(fragment in name for fragment in unsupported.fragments):
+            return unsupported.fix
+    return None
 
 
-REWARDS: Mapping[str, Part] = {
-    "math_reward": Part("math"),
-    "math_boxed_reward": Part("math_boxed", {"with_think": To(("think",)), "format_score_coef": To(("form",))}),
-    "format_reward": Part("format", {"pattern": To(("pattern",))}, {"right": 0.1, "wrong": -0.1}),
-    "accuracy_reward": Part("math_verify"),
-    "countdown_reward": Part("countdown"),
-    "math_dapo_reward": Part(
+REWARDS: Mapping[str, Component] = {
+    "math_reward": Component("math"),
+    "math_boxed_reward": Component(
+        "math_boxed", {"with_think": _renamed("think"), "format_score_coef": _renamed("form")}
+    ),
+    "format_reward": Component("format", {"pattern": _renamed("pattern")}, {"right": 0.1, "wrong": -0.1}),
+    "accuracy_reward": Component("math_verify"),
+    "countdown_reward": Component("countdown"),
+    "math_dapo_reward": Component(
         "math_boxed",
         {
-            "enable_overlong_penalty": To(("^overlong",)),
-            "max_response_length": To(("^max_tokens",)),
-            "cache_length": To(("^margin",)),
-            "penalty_factor": To(("^weight",)),
+            "enable_overlong_penalty": _renamed("^overlong"),
+            "max_response_length": _renamed("^max_tokens"),
+            "cache_length": _renamed("^margin"),
+            "penalty_factor": _renamed("^weight"),
         },
     ),
 }
-"""What is named ^NAME belongs to the penalty for length, a reward of its own."""
+"""The companion (arguments named ^NAME) is the length penalty, a reward of its own."""
 
-READING = frozenset(REWARDS) - {"format_reward"}
-"""Rewards that compare with an answer, which every row must have then."""
+NEED_ANSWER = frozenset(REWARDS) - {"format_reward"}
+"""Rewards that compare with the reference answer, so that every row must have one."""

@@ -1,9 +1,8 @@
-"""What a plugin file written for Trinity-RFT imports, so that its reward functions run where Trinity is not.
+"""Stand-in for the package `trinity`, so that reward functions written for Trinity-RFT run without it.
 
-While such files are imported, `trinity` and all below it are stand-ins with three names: `RewardFn` to derive from,
-`REWARD_FUNCTIONS` to register with, and `get_logger`. A class that is registered there is a reward of that name. Any
-other name is refused where it is imported: what a workflow of Trinity's does is a function here
-(docs/guides/workflows-and-rewards.md).
+While plugin files are imported, `trinity` and all its submodules offer three names: `RewardFn` to derive from,
+`REWARD_FUNCTIONS` to register with, and `get_logger`. A registered class becomes a reward of that name. Importing any
+other name is an error: Trinity's workflows are functions here (docs/guides/workflows-and-rewards.md).
 """
 
 from __future__ import annotations
@@ -25,81 +24,82 @@ PACKAGE = "trinity"
 
 
 class RewardFn:
-    """What says what a reply is worth; `__call__` takes any of response, prompt, truth and messages by name."""
+    """Base class of reward functions. `__call__` takes any of response, prompt, truth and messages by name."""
 
     def __init__(self, **_: Any) -> None:
-        """Arguments of a class that reads none itself."""
+        """Accepts any arguments, for a subclass without a constructor of its own."""
 
     def __call__(self, **_: Any) -> float | Mapping[str, float]:
-        """A number, or named parts that add up."""
+        """The reward: a number, or named parts whose sum is the reward."""
         raise NotImplementedError
 
 
 class Registry:
-    """`REWARD_FUNCTIONS`."""
+    """Type of `REWARD_FUNCTIONS`."""
 
     def register_module(self, name: str) -> Callable[[type], type]:
-        """Marks a class as the reward `name`."""
-        return lambda kind: reward(name)(_called(kind))
+        """Register a class as the reward `name`."""
+        return lambda cls: reward(name)(_adapted(cls))
 
 
 @contextmanager
-def standing_in() -> Iterator[None]:
-    """While the block runs, `import trinity…` finds stand-ins, whatever is installed."""
+def plugin_shim() -> Iterator[None]:
+    """Within the block, `import trinity…` finds the shim, whether or not Trinity is installed."""
     finder = _Finder()
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_ours(name)}
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_trinity(name)}
     sys.meta_path.insert(0, finder)
     try:
         yield
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if _is_ours(name)]:
+        for name in [name for name in sys.modules if _is_trinity(name)]:
             del sys.modules[name]
         sys.modules.update(before)
 
 
-def _is_ours(name: str) -> bool:
+def _is_trinity(name: str) -> bool:
     return name == PACKAGE or name.startswith(f"{PACKAGE}.")
 
 
 class _Finder(MetaPathFinder, Loader):
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        return ModuleSpec(fullname, self, is_package=True) if _is_ours(fullname) else None
+        return ModuleSpec(fullname, self, is_package=True) if _is_trinity(fullname) else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        return _StandIn(spec.name)
+        return _ShimModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
         module.__dict__.update({"RewardFn": RewardFn, "REWARD_FUNCTIONS": Registry(), "get_logger": logging.getLogger})
 
 
-class _StandIn(ModuleType):
+class _ShimModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name.islower():  # a module below this one is found as any other
+        if name.startswith("__") or name.islower():  # a submodule: the import system finds it
             raise AttributeError(name)
         raise ImportError(
-            f"{self.__name__}.{name} is not here: of Trinity, a plugin may use RewardFn and REWARD_FUNCTIONS. "
+            f"{self.__name__}.{name} is not available: a plugin can use Trinity's RewardFn and REWARD_FUNCTIONS. "
             "Write a workflow as a function: docs/guides/workflows-and-rewards.md"
         )
 
 
-def _called(kind: type) -> type:
-    """The class with objects that are also called as rewards here are: with a task and a rollout."""
-    wanted = inspect.signature(kind.__call__).parameters.values()
-    every = any(one.kind is one.VAR_KEYWORD for one in wanted)
-    names = {one.name for one in wanted}
+def _adapted(cls: type) -> type:
+    """A subclass whose objects can be called as rewards are here: with a task and a rollout."""
+    parameters = inspect.signature(cls.__call__).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
 
     def call(self: Any, *args: Any, **named: Any) -> Any:
         match args:
             case (Task() as task, Rollout() as rollout):
-                given = {
+                available = {
                     "response": rollout.text,
                     "prompt": task.messages[-1].content,
                     "truth": task.answer,
-                    "messages": [{"role": one.role, "content": one.content} for one in task.messages],
+                    "messages": [{"role": message.role, "content": message.content} for message in task.messages],
                 }
-                return kind.__call__(self, **{name: value for name, value in given.items() if every or name in names})
+                wanted = {name: value for name, value in available.items() if takes_all or name in names}
+                return cls.__call__(self, **wanted)
             case _:
-                return kind.__call__(self, *args, **named)
+                return cls.__call__(self, *args, **named)
 
-    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__})
+    return type(cls.__name__, (cls,), {"__call__": call, "__module__": cls.__module__, "__doc__": cls.__doc__})

@@ -1,7 +1,6 @@
-"""What Trinity's workflows ask and what its reward functions are worth, as `workflow` and `rewards` of ours.
+"""Trinity's workflows and reward functions: `workflow` and `rewards`.
 
-A name is one of Trinity's (`works.py`), one that a file of the plugin folder marks, or a dotted path. Leaves out where
-tasks come from (`data.py`) and how they are evaluated (`evaluation.py`).
+A name is one of Trinity's (`name_tables`), one that a file of the plugin folder registers, or a dotted path.
 """
 
 from __future__ import annotations
@@ -9,168 +8,210 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from tinsmith.dialects.base import Becoming
-from tinsmith.dialects.trinity.algorithm import SUPERVISED, TAUGHT, without_states
-from tinsmith.dialects.trinity.arguments import laid_over, near
-from tinsmith.dialects.trinity.data import INPUT, same, training
-from tinsmith.dialects.trinity.name_tables import JUDGE, REWARDS, THINK_BOXED, WORKFLOWS, Work, elsewhere
+from tinsmith.dialects.base import NOTHING, Translation, did_you_mean, fault, note, settings, translates
+from tinsmith.dialects.trinity.algorithm import advantage_type
+from tinsmith.dialects.trinity.arguments import merge_arguments
+from tinsmith.dialects.trinity.data import INPUT, common_value, training_tasksets
+from tinsmith.dialects.trinity.name_tables import (
+    DISTILLING,
+    JUDGE,
+    REWARDS,
+    SUPERVISED,
+    THINK_BOXED,
+    WORKFLOWS,
+    WorkflowName,
+    unsupported_workflow,
+)
 from tinsmith.dialects.trinity.schema import TrinityFile
-from tinsmith.dialects.trinity.schema_buffer import Asked
-from tinsmith.rl.plugins import thing_at
+from tinsmith.dialects.trinity.schema_buffer import ExplorerInput, TasksetBase
+from tinsmith.dialects.trinity.schema_runtime import AuxiliaryModel, ExternalJudge
+from tinsmith.rl.plugins import Names, thing_at
 from tinsmith.rl.workflows.multi_turn import Environment
 
-Worked = tuple[dict[str, Any], list[dict[str, Any]]]
-"""A workflow and rewards."""
-_STATELESS = ("single_turn", "math", "agent")
-"""Types of ours whose turns have no states."""
+Settings = dict[str, Any]
+_OWN_CODE = "Code of your own needs --plugin-dir: docs/guides/trinity.md."
+_IMPORT_FIX = "Set --plugin-dir to its folder, or install its package."
 
 
-def translate(file: TrinityFile, becoming: Becoming) -> None:
+class WorkflowAndRewards(NamedTuple):
+    """Our settings of a workflow and of its rewards."""
+
+    workflow: Settings
+    rewards: list[Settings]
+
+
+def translate(file: TrinityFile, plugins: Names) -> Translation:
     """`workflow` and `rewards` of training."""
-    given, asked = file.buffer.explorer_input, training(file)
-    if file.algorithm.algorithm_type in SUPERVISED or file.mode == "bench":
-        return
-    needed = becoming.settings.get("algorithm", {}).get("advantage", {}).get("type") not in TAUGHT
-    found = worked(file, asked, given.default_workflow_type, becoming, needed=needed) if asked else None
-    if found is not None:
-        becoming.put("workflow", found[0])
-        becoming.put("rewards", found[1])
-        if found[0]["type"] in _STATELESS:
-            without_states(becoming)
+    tasks, tasksets = file.buffer.explorer_input, training_tasksets(file)
+    if file.algorithm.algorithm_type in SUPERVISED or file.mode == "bench" or not tasksets:
+        return NOTHING
+    needs_reward = advantage_type(file) not in DISTILLING
+    result, messages = workflow_and_rewards(
+        file, tasksets, tasks.default_workflow_type, plugins, needs_reward=needs_reward
+    )
+    return messages + (settings(result._asdict()) if result else NOTHING)
 
 
-def worked(
+@translates(TasksetBase, default_workflow_type="workflow", default_reward_fn_type="rewards")
+@translates(ExplorerInput, default_workflow_type="workflow", default_reward_fn_type="rewards")
+def workflow_and_rewards(
     file: TrinityFile,
-    tasksets: Sequence[tuple[str, Asked]],
-    usual: str | None,
-    becoming: Becoming,
+    tasksets: Sequence[tuple[str, TasksetBase]],
+    default: str | None,
+    plugins: Names,
     *,
-    needed: bool = True,
-) -> Worked | None:
-    """The workflow and the rewards of these tasksets, which are alike; None where there are no right ones.
+    needs_reward: bool = True,
+) -> tuple[WorkflowAndRewards | None, Translation]:
+    """The workflow and rewards that these tasksets share, or None; and notes and faults.
 
-    `needed`: whether something must say what a reply is worth.
+    `default` names the workflow of tasksets that name none. `needs_reward` says whether having no reward is a fault.
     """
-    key, one = tasksets[0]
-    own = same(tasksets, lambda one: one.default_workflow_type, "default_workflow_type", becoming)
-    judged = same(tasksets, lambda one: one.default_reward_fn_type, "default_reward_fn_type", becoming)
-    same(tasksets, lambda one: (one.workflow_args, one.reward_fn_args), "workflow_args", becoming)
-    name, at = own or usual or "simple_workflow", f"{key if own else INPUT}.default_workflow_type"
-    work, to_reward = WORKFLOWS.get(name.removeprefix("async_")), dict[str, Any]()
-    if work is not None:
-        workflow = laid_over(work.part, one.workflow_args, f"{key}.workflow_args", to_reward, becoming)
-        if to_reward.get("think"):
-            workflow["system"] = THINK_BOXED
-    elif (workflow := _own_workflow(name, at, one, becoming)) is None:
-        return None
-    judge = judged or file.buffer.explorer_input.default_reward_fn_type or (work.reward if work else "")
-    rewards = [] if work and not (judge or needed) else _rewards(file, judge, key, one, work, becoming)
+    key, taskset = tasksets[0]
+    own, result = common_value(tasksets, lambda taskset: taskset.default_workflow_type, "default_workflow_type")
+    reward, more = common_value(tasksets, lambda taskset: taskset.default_reward_fn_type, "default_reward_fn_type")
+    _, arguments = common_value(
+        tasksets, lambda taskset: (taskset.workflow_args, taskset.reward_fn_args), "workflow_args"
+    )
+    result += more + arguments
+    name, place = own or default or "simple_workflow", f"{key if own else INPUT}.default_workflow_type"
+    trinity = WORKFLOWS.get(name.removeprefix("async_"))
+    workflow, of_reward, messages = _workflow(name, place, key, taskset, plugins)
+    result += messages
+    if workflow is None:
+        return None, result
+    reward = reward or file.buffer.explorer_input.default_reward_fn_type or (trinity.reward if trinity else "")
+    if trinity and not (reward or needs_reward):
+        return WorkflowAndRewards(workflow, []), result
+    rewards, messages = _rewards(file, reward, key, taskset, trinity, plugins)
+    result += messages
     if rewards is None:
-        return None
-    for reward in rewards:
-        if reward["type"] == "math_boxed":
-            reward |= to_reward
-    return workflow, rewards
+        return None, result
+    rewards = [{**entry, **of_reward} if entry["type"] == "math_boxed" else entry for entry in rewards]
+    return WorkflowAndRewards(workflow, rewards), result
 
 
-def _own_workflow(name: str, key: str, one: Asked, becoming: Becoming) -> dict[str, Any] | None:
-    """One of the plugin folder, or of a dotted path."""
-    if ("workflow", name) in becoming.plugins:
-        return {"type": name, **one.workflow_args}
+@translates(TasksetBase, workflow_args="workflow; arguments of your own code too")
+def _workflow(
+    name: str, place: str, key: str, taskset: TasksetBase, plugins: Names
+) -> tuple[Settings | None, Settings, Translation]:
+    """The workflow or None, settings for its reward, and notes and faults."""
+    trinity = WORKFLOWS.get(name.removeprefix("async_"))
+    if trinity is None:
+        workflow, messages = _own_workflow(name, place, taskset, plugins)
+        return workflow, {}, messages
+    workflow, of_reward, messages = merge_arguments(trinity.component, taskset.workflow_args, f"{key}.workflow_args")
+    if of_reward.get("think"):
+        workflow["system"] = THINK_BOXED
+    return workflow, of_reward, messages
+
+
+def _own_workflow(name: str, key: str, taskset: TasksetBase, plugins: Names) -> tuple[Settings | None, Translation]:
+    """A workflow of the plugin folder, or at a dotted path."""
+    if ("workflow", name) in plugins:
+        return {"type": name, **taskset.workflow_args}, NOTHING
     module, dot, attribute = name.rpartition(".")
     if not dot:
-        known = [*WORKFLOWS, *(plugin for kind, plugin in becoming.plugins if kind == "workflow")]
-        cure = elsewhere(name) or f"{near(name, known)} One of your own wants --plugin-dir: docs/guides/trinity.md."
-        becoming.fault(key, f"there is no workflow '{name}' here.", cure)
-        return None
+        known = [*WORKFLOWS, *(plugin for kind, plugin in plugins if kind == "workflow")]
+        fix = unsupported_workflow(name) or f"{did_you_mean(name, known)} {_OWN_CODE}"
+        return None, fault(key, f"there is no workflow '{name}' here.", fix)
     path = f"{module}:{attribute}"
-    if (thing := _found(path, key, becoming)) is None:
-        return None
-    args = {"args": dict(one.workflow_args)} if one.workflow_args else {}
-    return {"type": _form(thing), "path": path, **args}
-
-
-def _found(path: str, key: str, becoming: Becoming) -> Any:
-    """What stands there; None where nothing does."""
     try:
-        return thing_at(path)
+        code = thing_at(path)
     except ValueError as error:
-        becoming.fault(key, f"{error}.", "Give its folder as --plugin-dir, or install its package.")
-        return None
+        return None, fault(key, f"{error}.", _IMPORT_FIX)
+    arguments = {"args": dict(taskset.workflow_args)} if taskset.workflow_args else {}
+    return {"type": _workflow_type(code), "path": path, **arguments}, NOTHING
 
 
-def _form(thing: Any) -> str:
-    """An environment, an agent (task, client, model), or what is called with (task, talk)."""
-    if isinstance(thing, type):
-        return "multi_turn" if issubclass(thing, Environment) else "custom"
+def _workflow_type(code: Any) -> str:
+    """multi_turn for an environment, agent for (task, client, model), custom for (task, talk)."""
+    if isinstance(code, type):
+        return "multi_turn" if issubclass(code, Environment) else "custom"
     plain = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    wanted = inspect.signature(thing).parameters.values() if callable(thing) else ()
-    return "agent" if sum(one.kind in plain and one.default is one.empty for one in wanted) == 3 else "custom"
+    parameters = inspect.signature(code).parameters.values() if callable(code) else ()
+    required = [
+        parameter for parameter in parameters if parameter.kind in plain and parameter.default is parameter.empty
+    ]
+    return "agent" if len(required) == 3 else "custom"
 
 
+@translates(TasksetBase, reward_fn_args="rewards; arguments of your own code too")
 def _rewards(
-    file: TrinityFile, judge: str, place: str, one: Asked, work: Work | None, becoming: Becoming
-) -> list[dict[str, Any]] | None:
-    """None where there are no right ones; of a workflow of one's own, none are needed."""
-    key, args = f"{place}.reward_fn_args", one.reward_fn_args
-    at = f"{place if one.default_reward_fn_type else INPUT}.default_reward_fn_type"
-    if judge == JUDGE:
-        return _judged(file, work, at, becoming)
-    if ("reward", judge) in becoming.plugins:
-        return [{"type": judge, **args}]
-    if judge in REWARDS:
-        beside: dict[str, Any] = {}
-        found = [laid_over(REWARDS[judge], args, key, beside, becoming)]
-        return found + _overlong(beside, key, becoming)
-    if "." in judge:
-        module, _, attribute = judge.rpartition(".")
+    file: TrinityFile, name: str, key: str, taskset: TasksetBase, trinity: WorkflowName | None, plugins: Names
+) -> tuple[list[Settings] | None, Translation]:
+    """The rewards, or None where the file's are invalid. A workflow of the user's own needs none."""
+    arguments = taskset.reward_fn_args
+    place = f"{key if taskset.default_reward_fn_type else INPUT}.default_reward_fn_type"
+    if name == JUDGE:
+        return _judge(file, trinity, place)
+    if ("reward", name) in plugins:
+        return [{"type": name, **arguments}], NOTHING
+    if name in REWARDS:
+        reward, length, messages = merge_arguments(REWARDS[name], arguments, f"{key}.reward_fn_args")
+        penalty, more = _length_penalty(length, f"{key}.reward_fn_args")
+        return [reward, *penalty], messages + more
+    if "." in name:
+        module, _, attribute = name.rpartition(".")
         path = f"{module}:{attribute}"
-        return [{"type": "custom", "path": path, "args": dict(args)}] if _found(path, at, becoming) else None
-    if judge:
-        known = [*REWARDS, *(plugin for kind, plugin in becoming.plugins if kind == "reward")]
-        cure = f"{near(judge, known)} One of your own wants --plugin-dir: docs/guides/trinity.md."
-        becoming.fault(at, f"there is no reward '{judge}' here.", cure)
-        return None
-    if work is None:
-        return []
-    becoming.fault(at, "nothing says what a reply is worth.", f"Set one of {', '.join(REWARDS)}.")
-    return None
+        try:
+            thing_at(path)
+        except ValueError as error:
+            return None, fault(place, f"{error}.", _IMPORT_FIX)
+        return [{"type": "custom", "path": path, "args": dict(arguments)}], NOTHING
+    if name:
+        known = [*REWARDS, *(plugin for kind, plugin in plugins if kind == "reward")]
+        fix = f"{did_you_mean(name, known)} {_OWN_CODE}"
+        return None, fault(place, f"there is no reward '{name}' here.", fix)
+    if trinity is None:
+        return [], NOTHING
+    return None, fault(place, "there is no reward.", f"Set one of {', '.join(REWARDS)}.")
 
 
-def _judged(file: TrinityFile, work: Work | None, key: str, becoming: Becoming) -> list[dict[str, Any]] | None:
-    models = file.explorer.auxiliary_models
+@translates(
+    AuxiliaryModel,
+    max_response_tokens="max_tokens of a judge",
+    enable_thinking="chat_template_values.enable_thinking of a judge",
+)
+@translates(
+    ExternalJudge,
+    enable="base_url and key_env of a judge",
+    base_url_env="base_url of a judge: the value of this environment variable",
+    api_key_env="key_env of a judge",
+    model_name="model of a judge; if not set, model_path",
+)
+def _judge(file: TrinityFile, trinity: WorkflowName | None, key: str) -> tuple[list[Settings] | None, Translation]:
+    """A reward by the first auxiliary model."""
+    models, result = file.explorer.auxiliary_models, NOTHING
     if not (models and models[0].model_path):
-        cure = "Name a model of the server in explorer.auxiliary_models, or set default_reward_fn_type."
-        becoming.fault(key, "another model judges here, and there is none.", cure)
-        return None
-    one, external = models[0], models[0].external_model_config
-    judge: dict[str, Any] = {"type": "judge", "model": one.model_path}
+        fix = "Name a model of the server in explorer.auxiliary_models, or set default_reward_fn_type."
+        return None, fault(key, "the workflow needs another model as a judge, and there is none.", fix)
+    model, external = models[0], models[0].external_model_config
+    judge: Settings = {"type": "judge", "model": model.model_path}
     if external.enable:
         url = os.environ.get(external.base_url_env, "")
         if not url:
             place = "explorer.auxiliary_models[0].external_model_config.base_url_env"
-            becoming.fault(
-                place, f"{external.base_url_env} is not set.", "Set it to the address of the judge's service."
-            )
-        judge |= {"model": external.model_name or one.model_path, "base_url": url, "key_env": external.api_key_env}
-    if one.max_response_tokens:
-        judge["max_tokens"] = one.max_response_tokens
-    if one.enable_thinking is not None:
-        judge["chat_template_values"] = {"enable_thinking": one.enable_thinking}
-    if work and work.rubric:
-        judge["rubric_key"] = work.rubric
-    return [judge]
+            problem = f"{external.base_url_env} is not set."
+            result += fault(place, problem, "Set it to the URL of the judge's service.")
+        judge |= {"model": external.model_name or model.model_path, "base_url": url, "key_env": external.api_key_env}
+    if model.max_response_tokens:
+        judge["max_tokens"] = model.max_response_tokens
+    if model.enable_thinking is not None:
+        judge["chat_template_values"] = {"enable_thinking": model.enable_thinking}
+    if trinity and trinity.rubric:
+        judge["rubric_key"] = trinity.rubric
+    return [judge], result
 
 
-def _overlong(beside: dict[str, Any], key: str, becoming: Becoming) -> list[dict[str, Any]]:
-    wanted = beside.pop("overlong", False)
-    if not wanted:
-        if beside:
-            becoming.note(f"{key}: what is said of length counts only with enable_overlong_penalty: true.")
-        return []
-    if not {"max_tokens", "margin"} <= beside.keys():
-        cure = "Set max_response_length and cache_length as well."
-        becoming.fault(f"{key}.enable_overlong_penalty", "nothing says how long is too long.", cure)
-    return [{"type": "overlong", **beside}]
+def _length_penalty(arguments: Settings, key: str) -> tuple[list[Settings], Translation]:
+    enabled = arguments.pop("overlong", False)
+    if not enabled:
+        text = f"{key}: the keys of the length penalty have an effect only with enable_overlong_penalty: true."
+        return [], note(text) if arguments else NOTHING
+    penalty = [{"type": "overlong", **arguments}]
+    if {"max_tokens", "margin"} <= arguments.keys():
+        return penalty, NOTHING
+    fix = "Set max_response_length and cache_length as well."
+    return penalty, fault(f"{key}.enable_overlong_penalty", "no key says which length is too long.", fix)
