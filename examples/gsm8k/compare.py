@@ -1,8 +1,8 @@
-"""Trains a small model by both of Trinity-RFT's files and two of ours, and draws the curves: `make gsm8k DATA=FOLDER`.
+"""Train a small model with both of Trinity-RFT's files and two of ours, and draw curves: `make gsm8k DATA=FOLDER`.
 
-DATA holds GSM8K as train.jsonl and test.jsonl. tinker.yaml goes through a server of the Tinker API, which serves
-SmolLM2 under the name that the file has; verl.yaml through the run's own service. Neither file is changed: what is
-laid on top fits them to a small machine. A run that is there already is gone on with, or left as it is.
+DATA holds GSM8K as train.jsonl and test.jsonl. tinker.yaml uses a server of the Tinker API, which serves SmolLM2 under
+the name in the file; verl.yaml uses a service that the run starts. The files stay unchanged; overrides fit them to a
+small machine. Existing runs continue, and finished ones are left as they are.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ HELD_OUT = {
     "prompt": "{question}", "answer": "{answer}",
 }  # fmt: skip
 JUDGED = {"every": 0, "threshold": 0.85}
-"""0.9 is a right answer without the form, 1.1 one with it, and no wrong one has more than 0.1."""
+"""The reward of a right answer is 0.9 without the format and 1.1 with it; a wrong one has at most 0.1."""
 
 
 def main() -> None:
-    """All runs, then pictures and numbers in the folder `--out`."""
+    """Train all runs, then write pictures and numbers to the folder `--out`."""
     arguments = _arguments()
     out = arguments.out.resolve()
     _lay_data(arguments.data, out / "openai" / "gsm8k")
@@ -48,20 +48,20 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("data", type=Path, help="a folder with train.jsonl and test.jsonl")
     parser.add_argument("--out", type=Path, default=Path("runs/gsm8k"), help="runs, pictures and numbers")
     parser.add_argument("--only", nargs="+", choices=list(FILES), help="these runs")
-    parser.add_argument("--model", default=TRAINED, help="what is trained: a hub id or a folder")
-    parser.add_argument("--steps", type=int, default=24, help="of reinforcement, on GSM8K")
-    parser.add_argument("--told", type=int, default=12, help="steps of being told before it, on GSM8K")
-    parser.add_argument("--groups", type=int, default=4, help="tasks in a step, on GSM8K")
-    parser.add_argument("--size", type=int, default=8, help="answers to each task, on GSM8K")
-    parser.add_argument("--max-tokens", type=int, default=88, help="of an answer, on GSM8K")
+    parser.add_argument("--model", default=TRAINED, help="the model to train: a hub id or a folder")
+    parser.add_argument("--steps", type=int, default=24, help="reinforcement steps on GSM8K")
+    parser.add_argument("--sft-steps", type=int, default=12, help="supervised steps before them, on GSM8K")
+    parser.add_argument("--groups", type=int, default=4, help="tasks of a step, on GSM8K")
+    parser.add_argument("--size", type=int, default=8, help="replies to each task, on GSM8K")
+    parser.add_argument("--max-tokens", type=int, default=88, help="tokens of a reply, on GSM8K")
     parser.add_argument("--sums", type=int, default=40, help="steps of arithmetic.yaml")
-    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate: so few steps want more than 1e-5")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="laid on top of every run")
-    return parser.parse_intermixed_args()  # overrides may stand behind options
+    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate: few steps need more than 1e-5")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of every run")
+    return parser.parse_intermixed_args()  # overrides may follow options
 
 
 def _lay_data(data: Path, folder: Path) -> None:
-    """GSM8K as the hub has it: a folder with the subset `main`."""
+    """Write GSM8K in the hub's layout: a folder with the subset `main`."""
     (folder / "main").mkdir(parents=True, exist_ok=True)
     for split in ("train", "test"):
         if not (data / f"{split}.jsonl").is_file():
@@ -72,7 +72,7 @@ def _lay_data(data: Path, folder: Path) -> None:
 
 
 def _train(name: str, out: Path, arguments: argparse.Namespace) -> None:
-    """One run in the folder `out`/`name`."""
+    """Train one run in the folder `out`/`name`."""
     environment = {**os.environ, "WANDB_MODE": "offline"}
     for server in ("TINKER_BASE_URL", "TINKER_API_KEY", "TRINITY_API_KEY"):
         environment.pop(server, None)
@@ -86,7 +86,7 @@ def _train(name: str, out: Path, arguments: argparse.Namespace) -> None:
 
 
 def _fitted(name: str, arguments: argparse.Namespace) -> list[str]:
-    """What fits a file to a small machine."""
+    """Overrides that fit a file to a small machine."""
     if name == "arithmetic":
         return [f"steps={arguments.sums}", f"model.name={arguments.model}"]
     sizes = [
@@ -95,28 +95,28 @@ def _fitted(name: str, arguments: argparse.Namespace) -> list[str]:
         f"sampling.max_tokens={arguments.max_tokens}",
     ]
     if name == "smollm2":
-        steps = [f"stages.0.steps={arguments.told}", f"stages.1.steps={arguments.steps}"]
+        steps = [f"stages.0.steps={arguments.sft_steps}", f"stages.1.steps={arguments.steps}"]
         by = [
-            f"stages.0.experts.data.operators.{at}.by={HERE}/rows.py:{what}"
-            for at, what in enumerate(("is_short", "marked"))
+            f"stages.0.experts.data.operators.{at}.by={HERE}/rows.py:{function}"
+            for at, function in enumerate(("is_short", "marked"))
         ]
         return [*sizes, *steps, *by, f"model.name={arguments.model}"]
     return [
         *sizes,
         f"steps={arguments.steps}",
         f"optimizer.learning_rate={arguments.rate}",
-        "checkpoint.every=8",  # the files' 100 is more than there are
+        "checkpoint.every=8",  # the files' 100 is more than the run has
         "model.chat_template=''",  # the files bring Llama's; this is another model
         f"tasks.eval={json.dumps(HELD_OUT)}",  # the files evaluate nothing
         "tasks.held_out=64",
         f"eval={json.dumps(JUDGED)}",
-        f"stages={json.dumps(_stages(arguments.told))}",
+        f"stages={json.dumps(_stages(arguments.sft_steps))}",
         *([f"service.source={arguments.model}"] if name == "verl" else []),
     ]
 
 
-def _stages(told: int) -> list[dict[str, Any]]:
-    """`told` steps of short solutions in the form of Trinity's math workflow, then all that the file says."""
+def _stages(sft_steps: int) -> list[dict[str, Any]]:
+    """A supervised stage on short solutions in the format of Trinity's math workflow, then the run of the file."""
     from tinsmith.rl.workflows.single_turn import THINK
 
     rows = {
@@ -131,20 +131,19 @@ def _stages(told: int) -> list[dict[str, Any]]:
         ],
     }
     first = {
-        "name": "told",
+        "name": "sft",
         "algorithm": {"type": "sft"},
         "experts": {"data": rows, "per_step": 16},
-        "steps": told,
+        "steps": sft_steps,
         "optimizer": {"learning_rate": 5e-4, "warmup_steps": 2},
-        "eval": {**JUDGED, "after": False},  # the next stage begins with it
+        "eval": {**JUDGED, "after": False},  # the next stage begins with this evaluation
     }
     return [first, {"name": "rewarded"}]
 
 
 def _served(data: Path, model: str) -> Any:
-    """As `tinsmith serve --model NAMED=MODEL`: (url, key) for as long as the block runs."""
-    from tinsmith.service.config import ServeConfig
-    from tinsmith.service.embedded import embedded
+    """(url, key) of a service of `model` under the name NAMED; it ends with the block."""
+    from tinsmith import ServeConfig, embedded
 
     return embedded(ServeConfig(models=(f"{NAMED}={model}",), data=data))
 

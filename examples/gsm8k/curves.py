@@ -1,7 +1,4 @@
-"""What the runs of compare.py came to, read from their folders: pictures, and a page of numbers and answers.
-
-Leaves out how they are run.
-"""
+"""Results of the runs of compare.py, read from their folders: pictures, and a page of numbers and answers."""
 
 from __future__ import annotations
 
@@ -15,25 +12,25 @@ from tinsmith.rl.monitors.jsonl import read_metrics
 FILES = {
     "tinker": "the Tinker file, through a served Tinker API",
     "verl": "the verl file (LoRA), through the run's own service",
-    "smollm2": "our file: a strict form",
+    "smollm2": "our file: a strict format",
     "arithmetic": "our file: one-digit sums and differences",
 }
 BOTH = ("tinker", "verl")
 _EDGE = 5
-"""Steps whose mean is told, at each end."""
+"""Steps of the means at the beginning and the end."""
 _SHOWN = 3
-"""Answers shown, at each end."""
+"""Answers shown from the first and the last step."""
 
 Row = dict[str, float]
 Points = list[tuple[float, float]]
 
 
 def draw_all(out: Path) -> None:
-    """gsm8k.png, and one picture for each of the other runs that are there."""
+    """Draw gsm8k.png, and a picture for each other run that exists."""
     both = {FILES[name]: _points(rewarded(out / name), "reward/mean") for name in BOTH if _begun(out / name)}
     if both:
         _draw(out / "gsm8k.png", "GSM8K: reward of each step (thin) and of the last five", both)
-    for name, key, what in (("arithmetic", "reward/mean", "right"), ("smollm2", "reward/form", "in the form")):
+    for name, key, label in (("arithmetic", "reward/mean", "right"), ("smollm2", "reward/form", "in the form")):
         if not _begun(out / name):
             continue
         rows = rewarded(out / name)
@@ -41,11 +38,11 @@ def draw_all(out: Path) -> None:
         if held := _points(rows, "eval/reward/form"):
             dots["held out, greedy: in the form"] = held
         levels = [row["eval/constant_pass@1"] for row in rows if "eval/constant_pass@1" in row]
-        _draw(out / f"{name}.png", FILES[name], {f"sampled in training: {what}": _points(rows, key)}, dots, levels[-1:])
+        _draw(out / f"{name}.png", FILES[name], {f"sampled in training: {label}": _points(rows, key)}, dots, levels[-1:])
 
 
 def report(out: Path) -> str:
-    """A table of the runs, how far the first two are alike, and answers from first and last step, as markdown."""
+    """Markdown: a table of the runs, the difference of the first two, and answers of the first and last step."""
     names = [name for name in FILES if _begun(out / name)]
     lines = [
         "| run | steps | minutes | reward | in the form | right | tokens | held out, greedy: right | in the form |",
@@ -61,7 +58,7 @@ def report(out: Path) -> str:
 
 
 def rewarded(folder: Path) -> list[Row]:
-    """A row for each step of reinforcement; a stage that is told answers comes before it and has no reward."""
+    """A row for each reinforcement step; the supervised stage before it has no rewards."""
     return read_metrics(_folder(folder))
 
 
@@ -78,7 +75,7 @@ def _points(rows: Sequence[Row], key: str) -> Points:
 
 
 def _form(row: Row, of: str = "") -> float:
-    """The share of answers in the form: Trinity's math reward has 0.1 for it, and -0.1 without."""
+    """The share of answers in the format: Trinity's math reward adds 0.1 for it, and subtracts 0.1 without."""
     by_trinity = row.get(f"{of}reward/math/format")
     return row[f"{of}reward/form"] if by_trinity is None else by_trinity * 5 + 0.5
 
@@ -114,31 +111,31 @@ def _span(values: Sequence[float], digits: int = 3) -> str:
     return f"{sum(first) / len(first):.{digits}f} → {sum(last) / len(last):.{digits}f}"
 
 
-def _alike(one: Sequence[Row], other: Sequence[Row]) -> str:
-    """How far apart two curves are, beside how far a step's mean strays by the chance of its own answers."""
-    trained = ([row for row in rows if "reward/mean" in row] for rows in (one, other))
+def _alike(first: Sequence[Row], second: Sequence[Row]) -> str:
+    """The difference of two curves, and the standard error of one step's mean."""
+    trained = ([row for row in rows if "reward/mean" in row] for rows in (first, second))
     pairs = list(zip(*trained, strict=False))
     apart = [a["reward/mean"] - b["reward/mean"] for a, b in pairs]
-    chance = [
+    errors = [
         (row["reward/std"] ** 2 * row["tokens/reply"] / row["tokens/sampled"]) ** 0.5 for pair in pairs for row in pair
     ]
     return (
         f"Of {len(pairs)} steps the rewards of the first two runs differ by {sum(apart) / len(apart):+.3f} in the mean "
         f"and by {sum(map(abs, apart)) / len(apart):.3f} at a step; the standard error of one step's reward is "
-        f"{sum(chance) / len(chance):.3f}."
+        f"{sum(errors) / len(errors):.3f}."
     )
 
 
 def _answers(name: str, folder: Path) -> list[str]:
-    """The first answers of the first step and of the last, one to a task."""
+    """The first answers of the first and of the last step, one for each task."""
     files = sorted((folder / "rollouts").glob("train-*.jsonl"))
     lines = ["", f"## {name}"]
     for file in dict.fromkeys((files[0], files[-1])) if files else ():
         rows: list[dict[str, Any]] = [json.loads(line) for line in file.read_text().splitlines()]
         lines += ["", f"Step {rows[0]['step']}:", ""]
         for row in [row for row in rows if row["index"] == 0][:_SHOWN]:
-            said = json.dumps(row["text"], ensure_ascii=False)
-            lines.append(f"- {said} (reward {row['reward']:g}; right is {row['answer'].rpartition('####')[2].strip()})")
+            text = json.dumps(row["text"], ensure_ascii=False)
+            lines.append(f"- {text} (reward {row['reward']:g}; right is {row['answer'].rpartition('####')[2].strip()})")
     return lines
 
 
@@ -149,7 +146,7 @@ def _draw(
     dots: dict[str, Points] | None = None,
     level: Sequence[float] = (),
 ) -> None:
-    """Curves thin as they were and thick smoothed, and dots joined by dashes."""
+    """Draw raw curves thin, smoothed curves thick, and dots with dashed lines."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -172,5 +169,5 @@ def _draw(
 
 
 def _smooth(values: Sequence[float], window: int = 5) -> list[float]:
-    """The mean of up to `window` values that end here."""
+    """Moving averages over up to `window` values."""
     return [sum(part := values[max(0, at - window + 1) : at + 1]) / len(part) for at in range(len(values))]

@@ -1,4 +1,4 @@
-"""Rows of GSM8K made into what a model is told before it is rewarded: short solutions, without GSM8K's own marks."""
+"""Rows of GSM8K as demonstrations for the supervised stage: short solutions without GSM8K's calculator marks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LONGEST = 200
 
 
 def is_short(row: Mapping[str, str]) -> bool:
-    """Whether the solution fits into a short answer, and works something out as `smollm2.yaml` wants it."""
+    """Whether the solution is short and contains a calculation, as the format of `smollm2.yaml` requires."""
     return len(row["answer"]) <= _LONGEST and "<<" in row["answer"]
 
 
@@ -21,6 +21,6 @@ def marked(row: Mapping[str, str]) -> dict[str, str]:
 
 
 def tagged(row: Mapping[str, str]) -> dict[str, str]:
-    """`reply`: as Trinity-RFT's system message asks, <think> … </think> <answer> … </answer>."""
+    """`reply`: the format of Trinity-RFT's system message, <think> … </think> <answer> … </answer>."""
     solution, _, number = _CALCULATED.sub("", row["answer"]).partition("\n#### ")
     return {"reply": f"<think> {solution} </think> <answer> {number} </answer>"}

@@ -181,13 +181,13 @@ def test_stages_run_in_turn_on_one_server_and_go_on(work, tiny_llama):
     again = tinsmith(work, *words, "stages.1.steps=3")
     assert again.returncode == 0, again.stderr
     assert "stage 2 of 2: rewarded" in again.stdout
-    assert "02-rewarded/report.html" in again.stdout.replace("\n", "")
+    assert "02-grpo/report.html" in again.stdout.replace("\n", "")
     folder = work / "runs" / "staged"
-    told = [row for row in metrics(folder / "01-told") if "optim/expert_nll" in row]
-    rewarded = [row["step"] for row in metrics(folder / "02-rewarded") if "reward/mean" in row]
+    told = [row for row in metrics(folder / "01-sft") if "optim/expert_nll" in row]
+    rewarded = [row["step"] for row in metrics(folder / "02-grpo") if "reward/mean" in row]
     assert (len(told), rewarded) == (3, [1, 2, 3])
     assert (folder / "service").is_dir()
-    assert not (folder / "01-told" / "service").exists()
+    assert not (folder / "01-sft" / "service").exists()
 
 
 def test_serve_answers_until_it_is_told_to_end(work, tiny_llama):

@@ -1,4 +1,4 @@
-"""examples/gsm8k: what it makes of rows and of finished runs, and, slow, all four runs with a tiny model."""
+"""examples/gsm8k: rows, reports of finished runs, and (slow) all four runs with a tiny model."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ TASK = Task(id="gsm8k/0", messages=(Message(role="user", content=ROW["question"]
 
 
 @pytest.fixture
-def room(monkeypatch: pytest.MonkeyPatch):
-    """Imports from the folder of the example."""
+def example(monkeypatch: pytest.MonkeyPatch):
+    """Import from the folder of the example."""
     monkeypatch.syspath_prepend(FOLDER)
     monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
@@ -41,12 +41,12 @@ def room(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("file", [TINKER, VERL], ids=lambda file: file.stem)
-def test_the_two_files_are_the_published_ones(file: Path):
+def test_trinity_files_equal_the_published_ones(file: Path):
     assert (FOLDER / file.name).read_bytes() == file.read_bytes()
 
 
-def test_what_is_told_has_the_form_that_is_rewarded(room):
-    rows = room("rows")
+def test_demonstrations_have_the_rewarded_format(example):
+    rows = example("rows")
     assert rows.is_short(ROW)
     assert not rows.is_short({**ROW, "answer": "long " * 100 + ROW["answer"]})
     form = read_run(FOLDER / "smollm2.yaml").settings.rewards[0]
@@ -70,7 +70,7 @@ def test_what_is_told_has_the_form_that_is_rewarded(room):
         "#### 2\n1 + 1 = 2",
     ],
 )
-def test_the_form_has_no_loophole(loophole: str):
+def test_strict_format_rejects(loophole: str):
     form = read_run(FOLDER / "smollm2.yaml").settings.rewards[0]
     assert isinstance(form, Format)
     assert form.score(TASK, "1 + 1 = 2\n#### 2") == 1
@@ -78,7 +78,7 @@ def test_the_form_has_no_loophole(loophole: str):
 
 
 def finished(folder: Path, rewards: list[float]) -> None:
-    """A run in stages whose second one had these rewards."""
+    """A run in two stages; the second has these rewards."""
     stage = folder / "02-rewarded"
     (stage / "rollouts").mkdir(parents=True)
     (folder / "stages.json").write_text("{}")
@@ -97,37 +97,37 @@ def finished(folder: Path, rewards: list[float]) -> None:
     ]
     (stage / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in (1, len(rewards)):
-        said = {"step": step, "index": 0, "text": f"said at {step}", "reward": -0.1, "answer": "It is so.\n#### 72"}
-        (stage / "rollouts" / f"train-{step:06}.jsonl").write_text(json.dumps(said) + "\n")
+        rollout = {"step": step, "index": 0, "text": f"reply of step {step}", "reward": -0.1, "answer": "It is so.\n#### 72"}
+        (stage / "rollouts" / f"train-{step:06}.jsonl").write_text(json.dumps(rollout) + "\n")
 
 
-def test_a_report_tells_what_runs_came_to(room, tmp_path: Path):
-    curves = room("curves")
+def test_report_compares_finished_runs(example, tmp_path: Path):
+    curves = example("curves")
     finished(tmp_path / "tinker", [-0.1] * 5 + [0.1] * 5)
     finished(tmp_path / "verl", [-0.1] * 5 + [0.0] * 5)
     report = curves.report(tmp_path)
     assert "| 10 | 5 | -0.100 → 0.100 | 0.000 → 1.000 | 0.000 → 0.000 | 10 → 10 | - | - |" in report
     assert "differ by +0.050 in the mean and by 0.050 at a step" in report
     assert "the standard error of one step's reward is 0.025" in report  # 0.1 of 16 answers
-    assert '- "said at 10" (reward -0.1; right is 72)' in report
+    assert '- "reply of step 10" (reward -0.1; right is 72)' in report
 
 
-def test_the_picture_is_drawn_for_the_runs_that_are_there(room, tmp_path: Path):
+def test_pictures_are_drawn_for_existing_runs(example, tmp_path: Path):
     finished(tmp_path / "tinker", [-0.1, 0.1])
     (tmp_path / "verl").mkdir()
-    room("curves").draw_all(tmp_path)
+    example("curves").draw_all(tmp_path)
     assert [file.name for file in tmp_path.glob("*.png")] == ["gsm8k.png"]
     assert (tmp_path / "gsm8k.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
-def test_all_four_runs_end_in_pictures_and_numbers(tmp_path: Path, tiny_llama: Path):
+def test_all_four_runs_write_pictures_and_numbers(tmp_path: Path, tiny_llama: Path):
     data = tmp_path / "data"
     data.mkdir()
     for split in ("train", "test"):
         rows = [{**ROW, "question": f"{split} {number}: {ROW['question']}"} for number in range(20)]
         (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = ("--steps=2", "--told=1", "--groups=2", "--size=2", "--max-tokens=4", "--sums=2", f"--model={tiny_llama}")
+    small = ("--steps=2", "--sft-steps=1", "--groups=2", "--size=2", "--max-tokens=4", "--sums=2", f"--model={tiny_llama}")
     about = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(FOLDER / "compare.py"), str(data), f"--out={tmp_path / 'out'}", *small]
     for _ in range(2):  # the second time all is there already
