@@ -12,7 +12,9 @@ OWNS = {"beggar": 0.0, "farmer": 3.0, "merchant": 6.0, "king": 9.0}
 
 
 @workflow("doors")
-async def doors(task: Task, conversation: Conversation, ask: str = "\n{player}, {door} door open: go") -> dict[str, float]:
+async def doors(
+    task: Task, conversation: Conversation, ask: str = "\n{player}, {door} door open: go"
+) -> dict[str, float]:
     """Three replies of one word; the reward comes after the last."""
     player, *open_doors = task.answer.split()
     won = 0.0

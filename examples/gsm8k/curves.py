@@ -38,7 +38,9 @@ def draw_all(out: Path) -> None:
         if held := _points(rows, "eval/reward/form"):
             dots["held out, greedy: in the form"] = held
         levels = [row["eval/constant_pass@1"] for row in rows if "eval/constant_pass@1" in row]
-        _draw(out / f"{name}.png", FILES[name], {f"sampled in training: {label}": _points(rows, key)}, dots, levels[-1:])
+        _draw(
+            out / f"{name}.png", FILES[name], {f"sampled in training: {label}": _points(rows, key)}, dots, levels[-1:]
+        )
 
 
 def report(out: Path) -> str:

@@ -97,7 +97,13 @@ def finished(folder: Path, rewards: list[float]) -> None:
     ]
     (stage / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     for step in (1, len(rewards)):
-        rollout = {"step": step, "index": 0, "text": f"reply of step {step}", "reward": -0.1, "answer": "It is so.\n#### 72"}
+        rollout = {
+            "step": step,
+            "index": 0,
+            "text": f"reply of step {step}",
+            "reward": -0.1,
+            "answer": "It is so.\n#### 72",
+        }
         (stage / "rollouts" / f"train-{step:06}.jsonl").write_text(json.dumps(rollout) + "\n")
 
 
@@ -127,7 +133,15 @@ def test_all_four_runs_write_pictures_and_numbers(tmp_path: Path, tiny_llama: Pa
     for split in ("train", "test"):
         rows = [{**ROW, "question": f"{split} {number}: {ROW['question']}"} for number in range(20)]
         (data / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    small = ("--steps=2", "--sft-steps=1", "--groups=2", "--size=2", "--max-tokens=4", "--sums=2", f"--model={tiny_llama}")
+    small = (
+        "--steps=2",
+        "--sft-steps=1",
+        "--groups=2",
+        "--size=2",
+        "--max-tokens=4",
+        "--sums=2",
+        f"--model={tiny_llama}",
+    )
     about = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(FOLDER / "compare.py"), str(data), f"--out={tmp_path / 'out'}", *small]
     for _ in range(2):  # the second time all is there already
