@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.servers import KEY
-from tinsmith.engine.base import Heard, Pass, PassResult, Sampled, SampledSequence, SampleRequest
+from tinsmith.engine.base import OnDelta, Pass, PassResult, SampledSequence, SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import TinsmithError
@@ -38,13 +38,13 @@ class Clockwork(FakeEngine):
             for one in passes
         ]
 
-    async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
         """The time of its own end."""
         milliseconds = request.max_tokens or 1
         if milliseconds > 1:
             await asyncio.sleep(milliseconds / 1000)
         tokens = np.array(divmod(time.time_ns() // 1000, 10**6), np.int32)
-        return Sampled(
+        return SampleResult(
             sequences=(SampledSequence(tokens=tokens, logprobs=np.zeros(2, np.float32), stop_reason="length"),)
         )
 

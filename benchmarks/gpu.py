@@ -83,7 +83,7 @@ class Shape:
     def ours(self, dtype: torch.dtype, layers: int) -> Ours:
         """An engine over such a model."""
         name = str(dtype).removeprefix("torch.")
-        base = loading.shared(self.model(dtype, layers), _tokenizer(), self.name, self.name)
+        base = loading.prepare(self.model(dtype, layers), _tokenizer(), self.name, self.name)
         return Ours(Setting(folder=Path(self.name), threads=0, turns=0, dtype=name), base, device=self.device)
 
     def settled(self, work: Callable[[], object]) -> Callable[[], None]:

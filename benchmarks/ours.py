@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from benchmarks.contest import Setting
-from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult, Piece, Sampled, SampleRequest
+from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult, SampleRequest, SampleResult, SequenceDelta
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model.loading import BaseModel
 from tinsmith.engine.torch_engine import TorchEngine
 
-Heard = Callable[[Piece], None]
+OnDelta = Callable[[SequenceDelta], None]
 
 
 class Ours:
@@ -49,7 +49,7 @@ class Ours:
 
     def sample(
         self, prompts: Sequence[np.ndarray], version: str | None, samples: int, tokens: int, **settings: Any
-    ) -> list[Sampled]:
+    ) -> list[SampleResult]:
         """All prompts at once, as a client with so many open requests would; each answer has exactly `tokens`."""
         return self.wait(self.sampling(prompts, version, samples, tokens, **settings))
 
@@ -59,9 +59,9 @@ class Ours:
         version: str | None,
         samples: int,
         tokens: int,
-        listener: Callable[[], Heard] | None = None,
+        listener: Callable[[], OnDelta] | None = None,
         **settings: Any,
-    ) -> list[Sampled]:
+    ) -> list[SampleResult]:
         """The same, for an event loop's hands; `listener` makes who hears of one request's pieces."""
         self._asked += 1
         fixed: dict[str, Any] = {"num_samples": samples, "max_tokens": tokens, "stop_tokens": (), "version": version}

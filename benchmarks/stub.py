@@ -16,7 +16,7 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI, Request, Response
 
-from tinsmith.engine.base import Sampled, SampledSequence
+from tinsmith.engine.base import SampledSequence, SampleResult
 from tinsmith.service.wire.protobuf import encode_sampled
 
 FLAGS = {"sample_use_retrieve_futures": True, "sample_join_sampling_session": True, "parallel_fwdbwd_chunks": False}
@@ -82,7 +82,7 @@ class Stub:
     def _end(self, request_id: str) -> None:
         tokens = np.array(divmod(time.time_ns() // 1000, 10**6), np.int32)
         sequence = SampledSequence(tokens=tokens, logprobs=np.zeros(2, np.float32), stop_reason="length")
-        self._samples[request_id] = encode_sampled(Sampled(sequences=(sequence,)), None)
+        self._samples[request_id] = encode_sampled(SampleResult(sequences=(sequence,)), None)
         self._ended.append(request_id)
         self._news.set()
 

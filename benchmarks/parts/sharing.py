@@ -15,7 +15,7 @@ from itertools import count
 from benchmarks.contest import Line, Setting, percentile
 from benchmarks.ours import Ours
 from benchmarks.workloads import grpo, questions
-from tinsmith.engine.base import Piece
+from tinsmith.engine.base import SequenceDelta
 from tinsmith.engine.device_sharing import POLICIES
 
 RANK, PROMPTS, SAMPLES, TOKENS = 32, 4, 4, 48
@@ -115,18 +115,18 @@ async def _sampling(ours: Ours, tally: Tally, gaps: list[float], seeds: count[in
     tally.rates["sampled"].append(tokens / (time.perf_counter() - start))
 
 
-def _listener(gaps: list[float]) -> Callable[[Piece], None]:
+def _listener(gaps: list[float]) -> Callable[[SequenceDelta], None]:
     """Hears one request; its sequences advance together, so one of them tells the gaps."""
     last = [0.0]
 
-    def heard(piece: Piece) -> None:
+    def on_delta(piece: SequenceDelta) -> None:
         now = time.perf_counter()
         if piece.sample == 0:
             if last[0]:
                 gaps.append(now - last[0])
             last[0] = now
 
-    return heard
+    return on_delta
 
 
 def _per_s(values: list[float]) -> str:

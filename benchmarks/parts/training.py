@@ -29,7 +29,7 @@ from benchmarks.ours import Ours
 from benchmarks.workloads import Batch, grpo
 from tinsmith.engine.lora.adapter import HEAD
 from tinsmith.engine.lora.linear import LoraLinear
-from tinsmith.engine.lora.matmul import Fixed
+from tinsmith.engine.lora.matmul import FrozenLinear
 from tinsmith.engine.model import packing
 
 RANK = 32
@@ -115,10 +115,12 @@ def share(ours: Ours, work: Batch, seconds: list[float], peaks: list[dict[tuple[
 def useful_flops(ours: Ours, work: Batch, rank: int) -> float:
     """Of one forward_backward over `work`, as the module says."""
     one = work.as_pass("bench")
-    forest = packing.pack([packing.Row(key=key, adapter=0, tokens=datum.tokens) for key, datum in enumerate(one.data)])
-    packed, seen = len(forest.tokens), float((forest.positions + 1).sum())
+    tree = packing.pack(
+        [packing.PackedRow(key=key, adapter=0, tokens=datum.tokens) for key, datum in enumerate(one.data)]
+    )
+    packed, seen = len(tree.tokens), float((tree.positions + 1).sum())
     learning = len(
-        {int(forest.index[key][at]) for key, d in enumerate(one.data) for at in d.inputs["advantages"].nonzero()[0]}
+        {int(tree.index[key][at]) for key, d in enumerate(one.data) for at in d.inputs["advantages"].nonzero()[0]}
     )
     shapes = _shapes(ours)
     vocabulary, width = shapes.pop(HEAD)
@@ -146,7 +148,7 @@ def weight_flops(ours: Ours) -> Mapping[tuple[int, int], float]:
 def _shapes(ours: Ours) -> dict[str, tuple[int, int]]:
     """Of every matrix that the base multiplies with: name -> (out, in)."""
     model = ours.engine.trainer._base.model
-    found = {path: module.product.shape for path, module in model.named_modules() if isinstance(module, LoraLinear)}
+    found = {path: module.frozen.shape for path, module in model.named_modules() if isinstance(module, LoraLinear)}
     shapes = {path: (int(height), int(width)) for path, (height, width) in found.items()}
     head: Any = model.get_output_embeddings()
     return {**shapes, HEAD: (int(head.weight.shape[0]), int(head.weight.shape[1]))}
@@ -159,9 +161,9 @@ def peak_rates(ours: Ours) -> dict[tuple[int, int], float]:
     device, dtype = ours.engine.card.device, getattr(torch, ours.engine.card.dtype)
     for height, width in weight_flops(ours):
         left, right = (torch.randn(rows, width, device=device, dtype=dtype) for rows in (HEIGHT, height))
-        fixed = Fixed(right).order(back=False)
+        fixed = FrozenLinear(right).reorder(backward=False)
 
-        def product(left: torch.Tensor = left, fixed: Fixed = fixed) -> None:
+        def product(left: torch.Tensor = left, fixed: FrozenLinear = fixed) -> None:
             fixed(left)
             if left.device.type == "cuda":
                 torch.cuda.synchronize()

@@ -65,7 +65,9 @@ def test_both_batches_have_the_same_lengths_and_only_one_shares():
     shared, different = grpo(), grpo(shared=False)
     assert [len(row) for row in shared.rows] == [len(row) for row in different.rows]
     packed = [
-        len(packing.pack([packing.Row(key=key, adapter=0, tokens=row) for key, row in enumerate(one.rows)]).tokens)
+        len(
+            packing.pack([packing.PackedRow(key=key, adapter=0, tokens=row) for key, row in enumerate(one.rows)]).tokens
+        )
         for one in (shared, different)
     ]
     assert packed[0] < sum(map(len, shared.rows)) - 7 * 8 * 150 + 64

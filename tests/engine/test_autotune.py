@@ -33,7 +33,7 @@ GB = 10**9
     ],
 )
 def test_what_fits_a_quarter_of_the_memory_in_whole_steps(free: int, each: float, most: int, tokens: int):
-    assert autotune.fitting(free, each, most) == tokens
+    assert autotune.tokens_that_fit(free, each, most) == tokens
     assert tokens == autotune.LEAST or tokens * each <= free / 4
 
 
@@ -47,15 +47,15 @@ def test_a_token_costs_what_a_pass_keeps_for_each(kind: str, dtype: str, engine_
     heads = base.model.config.head_dim * 4
     layer = itemsize * (96 + 3 * heads + 96 + 3 * 208)
     least = 3 * layer + base.card.vocab_size * itemsize
-    found = autotune.kept_bytes(base, router)
+    found = autotune.activation_bytes_per_token(base, router)
     assert least <= found <= 2 * least
 
 
 def test_layers_that_compute_again_cost_less(engine_of: Any):
     trainer = engine_of("llama").trainer
-    kept = autotune.kept_bytes(trainer._base, trainer._router)
+    kept = autotune.activation_bytes_per_token(trainer._base, trainer._router)
     with trainer._switch.set(True):
-        again = autotune.kept_bytes(trainer._base, trainer._router)
+        again = autotune.activation_bytes_per_token(trainer._base, trainer._router)
     head = trainer._base.card.vocab_size * 4
     assert again - head < (kept - head) / 4
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 
 from tests.service.databases import url_of
-from tinsmith.engine.base import AdamParams, Heard, Pass, SampleRequest
+from tinsmith.engine.base import AdamParams, OnDelta, Pass, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import EngineDied
@@ -67,9 +67,9 @@ class MortalEngine(FakeEngine):
         await self._live("persist", version)
         return await super().persist(version, to)
 
-    async def sample(self, request: SampleRequest, heard: Heard | None = None):
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None):
         await self._live("sample", request)
-        return await super().sample(request, heard)
+        return await super().sample(request, on_delta)
 
 
 class Factory:

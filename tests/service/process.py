@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.service.databases import free_port as free_port
 from tests.service.databases import url_of
-from tinsmith.engine.base import AdamParams, Heard, SampleRequest
+from tinsmith.engine.base import AdamParams, OnDelta, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.service.config import ServeConfig
@@ -39,9 +39,9 @@ class SlowEngine(FakeEngine):
         await asyncio.sleep(self.delay)
         return await super().step(model_id, adam)
 
-    async def sample(self, request: SampleRequest, heard: Heard | None = None):
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None):
         await asyncio.sleep(self.delay)
-        return await super().sample(request, heard)
+        return await super().sample(request, on_delta)
 
 
 def slow(delay: float, boot: float = 0.0) -> EngineFactory:

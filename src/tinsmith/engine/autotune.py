@@ -1,7 +1,6 @@
-"""What is set for the hardware that a base model stands on: how products round, how matrices are ordered, and what
-is compiled beforehand.
+"""Choices that depend on the hardware: matmul precision, weight layout, compilation, and tokens of a micro-batch.
 
-Which device and dtype there are to choose from is `models`' business; which attention kernel, `attention`'s.
+Device and dtype are chosen in `model.loading`, the attention kernel in `model.attention`.
 """
 
 from __future__ import annotations
@@ -15,115 +14,121 @@ from torch import Tensor
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.config import PassTokens
 from tinsmith.engine.lora import adapter, linear
-from tinsmith.engine.lora.linear import LoraLinear
 from tinsmith.engine.model import attention, flex_attention, packing
 from tinsmith.engine.model.loading import BaseModel
 from tinsmith.engine.model.memory import free_bytes
 
 log = logging.getLogger(__name__)
 
-SHARE = 4
-"""One part in so many of the free memory may go to ordered matrices."""
+REORDER_MEMORY_SHARE = 4
+"""Reordered weights may take one part in this many of the free memory."""
+
+ACTIVATION_MEMORY_SHARE = 4
+"""A micro-batch's activations may take one part in this many of the free memory. Rows of twice its tokens run without
+recomputing, and adapters, optimizer state and the KV cache need memory too."""
+
+TOKENS_STEP, MIN_TOKENS = 128, 256
+MAX_TOKENS = {"cpu": 1024, "cuda": 8192}
+"""More tokens gain nothing on a CPU, whose products are as fast with fewer rows; a GPU needs many at once."""
+
+MEASURED_TOKENS = 64
+"""Tokens of the pass that measures the activations."""
 
 
-def round_products(dtype: torch.dtype) -> None:
-    """The head's float32 products, for the whole process.
+def set_matmul_precision(dtype: torch.dtype) -> None:
+    """Set how float32 products (those of the head) round, for the whole process.
 
-    Where the base is bfloat16, so are the values that are multiplied: CPUs may multiply as bfloat16 and GPUs as TF32,
-    which holds bfloat16 exactly; both sum as float32.
+    If the base model is bfloat16, the factors are bfloat16 values: CPUs may then multiply as bfloat16 and GPUs as TF32,
+    which represents bfloat16 exactly. Both accumulate in float32.
     """
     narrow = dtype == torch.bfloat16
     torch.backends.mkldnn.matmul.fp32_precision = "bf16" if narrow else "ieee"  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cuda.matmul.fp32_precision = "tf32" if narrow else "ieee"
 
 
-def order(base: BaseModel, free: int) -> None:
-    """On a CPU, bring the matrices of an adapted base into the order that products like to read, where the room for
-    them a second time is a small part of the `free` bytes; float32 ones with AVX-512 alone, for with AVX2 a pass is
-    1.05 to 1.1 times as fast without."""
+def reorder_weights(base: BaseModel, free: int) -> None:
+    """On a CPU, reorder the matrices of an adapted base if a second copy is a small part of the `free` bytes.
+
+    float32 matrices only with AVX-512: with AVX2 a pass is 1.05 to 1.1 times as fast without.
+    """
     if base.dtype == torch.float32 and torch.backends.cpu.get_cpu_capability() != "AVX512":
         return
-    products = [module.product for module in base.model.modules() if isinstance(module, LoraLinear)]
-    if sum(one.shape.numel() * one.dtype.itemsize for one in products) * SHARE <= free:
-        for one in products:
-            one.order()
+    matrices = [module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear)]
+    size = sum(matrix.shape.numel() * matrix.dtype.itemsize for matrix in matrices)
+    if size * REORDER_MEMORY_SHARE <= free:
+        for matrix in matrices:
+            matrix.reorder()
 
 
-def warm(base: BaseModel) -> None:
+def compile_attention(base: BaseModel) -> None:
     """On a GPU, compile attention forward and backward now, so that no request waits for it."""
-    if not flex_attention.suits(base.dtype, base.device):
+    if not flex_attention.is_supported(base.dtype, base.device):
         return
     log.info("Compiling attention for %s: up to a minute", torch.cuda.get_device_name(base.device))
     length = min(2 * flex_attention.BLOCK, base.card.context_length)
     tokens = np.arange(length, dtype=np.int32) % base.card.vocab_size
-    for rows in (
-        [tokens],
-        [tokens, tokens[: length // 2 + 1][::-1]],
-    ):  # two lengths, since the first may be taken as fixed
-        forest = packing.pack([packing.Row(key=key, adapter=0, tokens=row) for key, row in enumerate(rows)])
-        ids, places = (torch.as_tensor(one, device=base.device) for one in (forest.tokens, forest.positions))
-        for learns in (True, False):
-            with torch.set_grad_enabled(learns):
-                hidden = base.hidden(ids, places, attention.packed(forest, base.dtype, base.device))
-                if learns:
+    # Two lengths, because the compiler may specialize on the first.
+    for rows in ([tokens], [tokens, tokens[: length // 2 + 1][::-1]]):
+        tree = packing.pack([packing.PackedRow(key=key, adapter=0, tokens=row) for key, row in enumerate(rows)])
+        for with_grad in (True, False):
+            with torch.set_grad_enabled(with_grad):
+                hidden = _hidden(base, tree)
+                if with_grad:
                     hidden.float().sum().backward()
 
 
-"""One part in so many of the free memory."""
-STEP, LEAST = 128, 256
-MOST = {"cpu": 1024, "cuda": 8192}
-"""More gains nothing on a CPU, whose products are as fast with fewer rows; a GPU wants many at once."""
-TRIED = 64
-"""Tokens of the small pass."""
+def resolve_pass_tokens(setting: PassTokens, base: BaseModel, router: linear.Router) -> int:
+    """The setting itself or, for `auto`, what fits into memory; `base` is adapted, with its final layers."""
+    if setting != "auto":
+        return setting
+    free = torch.cuda.mem_get_info(base.device)[0] if base.device.type == "cuda" else free_bytes()
+    return tokens_that_fit(free, activation_bytes_per_token(base, router), MAX_TOKENS[base.device.type])
 
 
-def chosen(wanted: PassTokens, base: BaseModel, router: linear.Router) -> int:
-    """The number itself, or what fits; `base` is adapted, and its layers are the ones that will train."""
-    if wanted != "auto":
-        return wanted
-    return fitting(_free(base.device), kept_bytes(base, router), MOST[base.device.type])
+def tokens_that_fit(free: int, bytes_per_token: float, most: int) -> int:
+    """Tokens that fit into the activations' share of `free` bytes, a multiple of TOKENS_STEP within the bounds."""
+    fitting = int(free / ACTIVATION_MEMORY_SHARE / bytes_per_token) // TOKENS_STEP * TOKENS_STEP
+    return min(max(fitting, MIN_TOKENS), most)
 
 
-def fitting(free: int, each: float, most: int) -> int:
-    """Tokens of `each` bytes that fit the share of `free`: whole steps, within the bounds."""
-    return min(max(int(free / SHARE / each) // STEP * STEP, LEAST), most)
+def activation_bytes_per_token(base: BaseModel, router: linear.Router) -> float:
+    """Bytes that the backward of one token keeps, in the layers and in the head.
 
-
-def kept_bytes(base: BaseModel, router: linear.Router) -> float:
-    """What the backward of one token keeps, in the layers and in the head."""
+    Measured in a small pass under an adapter, so that it holds for whatever modules and kernels are in use.
+    """
     layout = linear.layout_for(base, LoraSpec(rank=8, seed=0, train_unembed=False))
     flat = layout.initial().to(base.device)
-    weights = adapter.weights_of(layout, flat, base.dtype)
-    weights.gradients = layout.pairs(flat)  # nothing is added to them: there is no backward
-    count = min(TRIED, base.card.context_length)
-    forest = packing.pack(
-        [packing.Row(key=0, adapter=0, tokens=np.arange(count, dtype=np.int32) % base.card.vocab_size)]
-    )
-    stored = {one.untyped_storage().data_ptr() for one in (*base.model.parameters(), base.head, *_tensors(weights))}
-    kept: dict[int, int] = {}
+    weights = adapter.adapter_weights(layout, flat, base.dtype)
+    weights.gradients = layout.pairs(flat)  # never written: there is no backward
+    count = min(MEASURED_TOKENS, base.card.context_length)
+    tokens = np.arange(count, dtype=np.int32) % base.card.vocab_size
+    tree = packing.pack([packing.PackedRow(key=0, adapter=0, tokens=tokens)])
+    parameters = (*base.model.parameters(), base.head, *_tensors(weights))
+    stored = {tensor.untyped_storage().data_ptr() for tensor in parameters}
+    saved: dict[int, int] = {}
 
-    def keep(tensor: Tensor) -> Tensor:
-        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    def save(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
     with (
         torch.enable_grad(),
-        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        router.using(adapter.place(forest.spans, [weights])),
+        torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
+        router.using(adapter.place_adapters(tree.spans, [weights])),
     ):
-        hidden = base.hidden(
-            torch.as_tensor(forest.tokens, device=base.device),
-            torch.as_tensor(forest.positions, device=base.device),
-            attention.packed(forest, base.dtype, base.device),
-        )
-    del hidden  # until here it held all that was kept, so that no place in memory was counted for two
-    body = sum(size for place, size in kept.items() if place not in stored)
+        hidden = _hidden(base, tree)
+    del hidden  # alive until here, so that no address was reused and counted once for two tensors
+    body = sum(size for address, size in saved.items() if address not in stored)
     return body / count + base.card.vocab_size * base.dtype.itemsize
 
 
-def _tensors(weights: adapter.Weights) -> list[Tensor]:
-    return [one for pair in weights.pairs.values() for one in (pair.a, pair.b)]
+def _hidden(base: BaseModel, tree: packing.PackedTree) -> Tensor:
+    return base.hidden(
+        torch.as_tensor(tree.tokens, device=base.device),
+        torch.as_tensor(tree.positions, device=base.device),
+        attention.packed_attention(tree, base.dtype, base.device),
+    )
 
 
-def _free(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
+def _tensors(weights: adapter.AdapterWeights) -> list[Tensor]:
+    return [tensor for pair in weights.pairs.values() for tensor in (pair.a, pair.b)]

@@ -140,7 +140,7 @@ class SampleRequest:
     """int64 [N - 1, K]: row i asks for logprobs of these ids at prompt position i + 1; -1 asks for nothing."""
     prompt_alt_tokens_k: int = 0
     """Tokens to draw at each prompt position after the first, as the model would have gone on there."""
-    space: str = ""
+    cache_scope: str = ""
     """Cached prefixes are shared within a space alone: nobody learns what was asked in another."""
 
 
@@ -184,7 +184,7 @@ class SampledSequence:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class SequenceDelta:
     """What one sequence of a request has grown by since it was last told."""
 
     sample: int
@@ -194,12 +194,12 @@ class Piece:
     topk: TopK | None = None
 
 
-Heard = Callable[[Piece], None]
+OnDelta = Callable[[SequenceDelta], None]
 """Hears the pieces of a request as they come; together they are its sequences. Called in the caller's event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampled:
+class SampleResult:
     """The answer to a SampleRequest; prompt fields are None unless asked for."""
 
     sequences: tuple[SampledSequence, ...]
@@ -268,8 +268,8 @@ class Sampler(Protocol):
         """Forget a version; unknown names are fine."""
         ...
 
-    async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
-        """Run to the end of every sequence; `heard` is told of their tokens on the way."""
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+        """Run to the end of every sequence; `on_delta` is told of their tokens on the way."""
         ...
 
     async def cancel(self, request_id: str) -> None:

@@ -34,14 +34,14 @@ from typing import Any
 from tinsmith.engine.base import (
     AdamParams,
     Engine,
-    Heard,
     LoraSpec,
     ModelCard,
+    OnDelta,
     Pass,
     PassResult,
-    Piece,
-    Sampled,
     SampleRequest,
+    SampleResult,
+    SequenceDelta,
 )
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError
@@ -143,7 +143,7 @@ class RemoteEngine:
         self._child, self._reader, self._writer = child, reader, writer
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._listeners: dict[int, Heard] = {}
+        self._listeners: dict[int, OnDelta] = {}
         self._listener = asyncio.create_task(self._listen())
 
     @classmethod
@@ -206,8 +206,8 @@ class RemoteEngine:
     async def detach(self, version: str) -> None:
         await self._call("detach", version)
 
-    async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
-        return await self._call("sample", request, heard=heard)
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+        return await self._call("sample", request, on_delta=on_delta)
 
     async def cancel(self, request_id: str) -> None:
         await self._call("cancel", request_id)
@@ -226,15 +226,15 @@ class RemoteEngine:
         await self._child.wait()
         await self._listener
 
-    async def _call(self, method: str, *args: Any, heard: Heard | None = None, **options: Any) -> Any:
+    async def _call(self, method: str, *args: Any, on_delta: OnDelta | None = None, **options: Any) -> Any:
         if self.died.is_set():
             raise EngineDied("The engine process has ended.", "It is being restarted: try again later.")
         number = next(self._numbers)
         self._calls[number] = asyncio.get_running_loop().create_future()
-        if heard is not None:
-            self._listeners[number] = heard
+        if on_delta is not None:
+            self._listeners[number] = on_delta
         try:
-            await _send(self._writer, (number, method, args, options, heard is not None))
+            await _send(self._writer, (number, method, args, options, on_delta is not None))
             return await self._calls[number]
         except ConnectionError as error:
             raise EngineDied("The engine process has ended.", "It is being restarted: try again later.") from error
@@ -247,7 +247,7 @@ class RemoteEngine:
             while True:
                 number, ok, value = await _receive(self._reader)
                 call = self._calls.get(number)
-                if isinstance(value, Piece):
+                if isinstance(value, SequenceDelta):
                     if (on_delta := self._listeners.get(number)) is not None:
                         on_delta(value)
                 elif call is not None and not call.done():
@@ -319,7 +319,7 @@ async def _call(
 ) -> None:
     """Call the engine's method and send its result; with `streams`, send the deltas of a sample before."""
     if streams:
-        options["heard"] = lambda delta: link.send((number, True, delta))
+        options["on_delta"] = lambda delta: link.send((number, True, delta))
     try:
         reply = (number, True, await getattr(engine, method)(*args, **options))
     except TinsmithError as error:

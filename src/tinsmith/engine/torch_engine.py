@@ -1,6 +1,6 @@
-"""The engine in plain torch, CPU or GPU: a trainer and a sampler over the same weights, in one process.
+"""The engine in plain PyTorch, on CPU or GPU: a trainer and a sampler that share one base model, in one process.
 
-Neither computes while the other does: each hands the turn over between micro-batches and between tokens.
+The two take turns on the device: the trainer yields between micro-batches, the sampler between tokens.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from tinsmith.engine import autotune
-from tinsmith.engine.base import AdamParams, Heard, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
+from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.device_sharing import POLICIES, DeviceScheduler
 from tinsmith.engine.lora import layers, linear
-from tinsmith.engine.lora.lm_head import Head
+from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model import loading
-from tinsmith.engine.model.memory import Trimmer, free_bytes
+from tinsmith.engine.model.memory import HeapTrimmer, free_bytes
 from tinsmith.engine.sampling.sampler import TorchSampler
 from tinsmith.engine.training import activation_checkpointing
 from tinsmith.engine.training.trainer import TorchTrainer
@@ -26,28 +26,28 @@ from tinsmith.errors import TinsmithError
 
 
 class TorchEngine:
-    """Implements `engine.base.Engine`. Sets torch's thread count and matmul precision for its whole process."""
+    """Implements `engine.base.Engine`. Sets torch's thread count and matmul precision for the whole process."""
 
     def __init__(self, config: EngineConfig, base: loading.BaseModel | None = None) -> None:
-        """`base` takes the place of what `config.source` names."""
+        """`base` replaces the model that `config.source` names."""
         if config.threads:
             torch.set_num_threads(config.threads)
         base = base or loading.load(config)
-        autotune.round_products(base.dtype)
+        autotune.set_matmul_precision(base.dtype)
         policy = POLICIES[config.sharing]
         router, scheduler = linear.adapt(base), DeviceScheduler(policy)
-        base, head = layers.take_over(base), Head(base.head)
-        self._heap = Trimmer()
-        autotune.order(base, free_bytes())
-        autotune.warm(base)
+        base, head = layers.replace_layers(base), LMHead(base.head)
+        self._heap = HeapTrimmer()
+        autotune.reorder_weights(base, free_bytes())
+        autotune.compile_attention(base)
         switch = activation_checkpointing.install(base)
         with switch.set(config.recompute == "always"):
-            tokens = autotune.chosen(config.pass_tokens, base, router)
-        packed = max(1, round(policy.micro_batch_share * tokens))
-        self._card = replace(base.card, pass_tokens=packed)
-        self.trainer = TorchTrainer(base, head, router, scheduler, packed, switch, config.recompute)
+            tokens = autotune.resolve_pass_tokens(config.pass_tokens, base, router)
+        training_tokens = max(1, round(policy.micro_batch_share * tokens))
+        self._card = replace(base.card, pass_tokens=training_tokens)
+        self.trainer = TorchTrainer(base, head, router, scheduler, training_tokens, switch, config.recompute)
         self.sampler = TorchSampler(base, head, router, scheduler, tokens, config.cache_tokens)
-        self._heap.now()  # matrices in another order leave the room of the plain ones
+        self._heap.trim()  # reordered weights have freed the original ones
 
     @property
     def card(self) -> ModelCard:
@@ -85,8 +85,8 @@ class TorchEngine:
     async def detach(self, version: str) -> None:
         self.sampler.versions.detach(version)
 
-    async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
-        return await self.sampler.sample(request, heard)
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+        return await self.sampler.sample(request, on_delta)
 
     async def cancel(self, request_id: str) -> None:
         await self.sampler.cancel(request_id)

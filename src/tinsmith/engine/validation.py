@@ -29,7 +29,7 @@ _REFUSED_LOSSES = {
 }
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """ "Did you mean …?" when there is something near, else what there is."""
     known = sorted(known)
     if close := get_close_matches(name, known, n=1):
@@ -74,7 +74,7 @@ def check_pass(request: Pass, card: ModelCard) -> None:
         return
     spec = LOSSES.get(request.loss_fn)
     if spec is None:
-        raise BadRequest(f"There is no loss_fn '{request.loss_fn}'.", nearest(request.loss_fn, [*LOSSES, CUSTOM]))
+        raise BadRequest(f"There is no loss_fn '{request.loss_fn}'.", did_you_mean(request.loss_fn, [*LOSSES, CUSTOM]))
     _check_settings(request, spec)
     for index, datum in enumerate(request.data):
         where = f"data[{index}]"
@@ -97,12 +97,15 @@ def _check_custom(request: Pass, card: ModelCard) -> None:
 def _check_settings(request: Pass, spec: LossSpec) -> None:
     name = request.loss_fn
     for key, value in request.loss_config.items():
-        if choices := spec.texts.get(key):
+        if choices := spec.choice_settings.get(key):
             if value not in choices:
                 raise BadRequest(f"loss_fn_config.{key} is {value!r}.", f"Give one of {', '.join(sorted(choices))}.")
             continue
-        if key not in spec.numbers:
-            raise BadRequest(f"loss_fn_config has no '{key}' for {name}.", nearest(key, [*spec.numbers, *spec.texts]))
+        if key not in spec.numeric_settings:
+            raise BadRequest(
+                f"loss_fn_config has no '{key}' for {name}.",
+                did_you_mean(key, [*spec.numeric_settings, *spec.choice_settings]),
+            )
         if isinstance(value, str) or not np.isfinite(value):
             raise BadRequest(f"loss_fn_config.{key} is {value!r}.", "Give a finite number.")
     for key, default in spec.config.items():

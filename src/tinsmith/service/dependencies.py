@@ -11,7 +11,7 @@ from typing import Annotated
 from fastapi import Depends, Header, Request
 
 from tinsmith.chat.tokenizer import TokenizerCache
-from tinsmith.engine.validation import nearest
+from tinsmith.engine.validation import did_you_mean
 from tinsmith.errors import BadRequest, Forbidden, NotFound, TooLarge, Unauthorized
 from tinsmith.service.checkpoints import CheckpointCopies, Checkpoints
 from tinsmith.service.config import ServeConfig
@@ -112,7 +112,7 @@ class Service:
     def worker(self, base_model: str) -> Worker:
         """The worker of a base model. Raises NotFound with the nearest name."""
         if base_model not in self.workers:
-            raise NotFound(f"Base model {base_model} is not served here.", nearest(base_model, self.workers))
+            raise NotFound(f"Base model {base_model} is not served here.", did_you_mean(base_model, self.workers))
         return self.workers[base_model]
 
     def model(self, model_id: str, owner: str) -> Model:

@@ -14,7 +14,7 @@ from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 
-from tinsmith.engine.base import Engine, Heard, Sampled, SampleRequest
+from tinsmith.engine.base import Engine, OnDelta, SampleRequest, SampleResult
 from tinsmith.errors import Busy, EngineDied, EngineError, Gone, TinsmithError
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.concurrency import run_in_thread_if_large
@@ -41,7 +41,14 @@ class CrashIsolation:
     async def isolate(self, host: EngineHost, session: str, request: SampleRequest) -> AsyncIterator[None]:
         """The sample is under way inside. Raises EngineError for one that is refused."""
         asked = hash(
-            (request.space, session, request.version, request.prompt.tobytes(), request.max_tokens, request.num_samples)
+            (
+                request.cache_scope,
+                session,
+                request.version,
+                request.prompt.tobytes(),
+                request.max_tokens,
+                request.num_samples,
+            )
         )
         async with host.isolation_lock if self._count(asked) == MAX_ENGINE_DEATHS - 1 else nullcontext():
             self._refuse(asked)
@@ -90,7 +97,7 @@ class Sampling:
         self._workers = workers
         self._limit = limit
         self._telemetry = telemetry
-        self._running: dict[str, asyncio.Task[None] | asyncio.Task[Sampled]] = {}
+        self._running: dict[str, asyncio.Task[None] | asyncio.Task[SampleResult]] = {}
         self._clones: Counter[str] = Counter()
         self._sequences = SequenceRegistry()
         self._crash_isolation = CrashIsolation()
@@ -124,22 +131,22 @@ class Sampling:
         task.add_done_callback(lambda _: self._running.pop(request_id, None))
 
     def start(
-        self, owner: str, base_model: str, request: SampleRequest, heard: Heard | None = None
-    ) -> asyncio.Task[Sampled]:
+        self, owner: str, base_model: str, request: SampleRequest, on_delta: OnDelta | None = None
+    ) -> asyncio.Task[SampleResult]:
         """For who waits by itself: no promise is kept. Cancelling the task stops the engine's work.
 
         Raises Busy if the tenant is over a quota.
         """
         queued = ExitStack()
         queued.enter_context(self._quota.reserve_request(owner, len(request.prompt)))
-        task = asyncio.create_task(self._sample(owner, base_model, request, heard))
+        task = asyncio.create_task(self._sample(owner, base_model, request, on_delta))
         self._running[request.request_id] = task
         self._telemetry.request_accepted(request.request_id, owner, "completion", base_model)
         task.add_done_callback(lambda done: self._over(request, done))
         task.add_done_callback(lambda _: queued.close())
         return task
 
-    def _over(self, request: SampleRequest, done: asyncio.Task[Sampled]) -> None:
+    def _over(self, request: SampleRequest, done: asyncio.Task[SampleResult]) -> None:
         self._running.pop(request.request_id, None)
         if done.cancelled():
             self._telemetry.request_finished(
@@ -217,16 +224,16 @@ class Sampling:
         owner: str,
         base_model: str,
         request: SampleRequest,
-        heard: Heard | None = None,
+        on_delta: OnDelta | None = None,
         sampler: SamplingSession | None = None,
-    ) -> Sampled:
+    ) -> SampleResult:
         """When its tenant's turn comes."""
         worker = self._workers[base_model]
-        request = replace(request, space=owner)
+        request = replace(request, cache_scope=owner)
         trial = self._crash_isolation.isolate(worker.host, sampler.id if sampler is not None else base_model, request)
         async with trial, worker.host.admission_queue.admit(owner, request):
             try:
-                sampled = await self._sample_known(worker, request, heard, sampler)
+                sampled = await self._sample_known(worker, request, on_delta, sampler)
             except asyncio.CancelledError:
                 with suppress(TinsmithError):
                     await worker.host.engine.cancel(request.request_id)
@@ -235,8 +242,8 @@ class Sampling:
         return sampled
 
     async def _sample_known(
-        self, worker: Worker, request: SampleRequest, heard: Heard | None, sampler: SamplingSession | None
-    ) -> Sampled:
+        self, worker: Worker, request: SampleRequest, on_delta: OnDelta | None, sampler: SamplingSession | None
+    ) -> SampleResult:
         """A version may leave the engine, or be replaced by a newer one, just before it is used: then once more."""
         once_more = True
         while True:
@@ -245,7 +252,7 @@ class Sampling:
             engine = await self._engine_with(worker, request.version)
             self._telemetry.requests_started([request.request_id])
             try:
-                return await engine.sample(request, heard)
+                return await engine.sample(request, on_delta)
             except Gone:
                 if request.version is None or not once_more:
                     raise
@@ -278,7 +285,7 @@ class Sampling:
         return await host.wait_until_ready()
 
 
-def _tokens(request: SampleRequest, sampled: Sampled) -> dict[str, int]:
+def _tokens(request: SampleRequest, sampled: SampleResult) -> dict[str, int]:
     """What is counted: tokens of the prompt, those of them that the cache held, tokens sampled."""
     return {
         "prompt": len(request.prompt),
@@ -287,7 +294,7 @@ def _tokens(request: SampleRequest, sampled: Sampled) -> dict[str, int]:
     }
 
 
-def _weight(request: SampleRequest, sampled: Sampled) -> int:
+def _weight(request: SampleRequest, sampled: SampleResult) -> int:
     """About the bytes of the answer."""
     prompt = len(request.prompt) * (1 + request.topk_prompt_logprobs + request.prompt_alt_tokens_k)
     sequences = sum(len(one.tokens) for one in sampled.sequences) * (1 + request.topk_sample_logprobs)

@@ -12,7 +12,7 @@ import torch
 from tests.engine.custom_loss.traced_losses import DISTILLED_RANKS, LOSSES, RANKS, distilled, traced, uploaded
 from tinsmith.engine.custom_loss.graph import Node, read_graph
 from tinsmith.engine.custom_loss.ops import FUNCTIONAL, METHODS, SPECIAL, TORCH
-from tinsmith.engine.custom_loss.runner import MAX_ELEMENTS, Program
+from tinsmith.engine.custom_loss.runner import MAX_ELEMENTS, CustomLoss
 from tinsmith.errors import BadRequest, TooLarge, UserError
 
 
@@ -26,7 +26,7 @@ def inputs_of(seed: int, length: int) -> tuple[torch.Tensor, dict[str, np.ndarra
 @pytest.mark.parametrize("name", LOSSES)
 def test_value_gradient_and_metrics_are_those_of_the_traced_function(name: str) -> None:
     handle = traced(LOSSES[name], RANKS)
-    program = Program(uploaded(handle))
+    program = CustomLoss(uploaded(handle))
     for seed, length in enumerate((12, 7, 12)):
         logprobs, inputs = inputs_of(seed, length)
         loss, slope, metrics = program.run(logprobs, inputs)
@@ -44,7 +44,7 @@ def test_several_targets_at_a_position_and_a_scalar_input() -> None:
     draw = np.random.default_rng(0)
     logprobs = torch.tensor(draw.normal(-3, 1, (5, 4)), dtype=torch.float32)
     inputs = {"teacher": draw.random((5, 4)).astype(np.float32), "temperature": np.asarray([2.0], np.float32)}
-    loss, slope, metrics = Program(uploaded(handle)).run(logprobs, inputs)
+    loss, slope, metrics = CustomLoss(uploaded(handle)).run(logprobs, inputs)
     leaf = logprobs.clone().requires_grad_()
     wanted, wanted_metrics = handle.graph(leaf, torch.tensor(inputs["teacher"]), torch.tensor(2.0))
     wanted.backward()
@@ -58,7 +58,7 @@ def test_whole_numbers_stay_whole() -> None:
         return logprobs[places].sum() + torch.gather(logprobs, 0, places).sum(), {}
 
     places = np.asarray([0, 2, 2], np.int64)
-    _, slope, _ = Program(uploaded(traced(gathered, {"logprobs": 1, "places": 1}))).run(
+    _, slope, _ = CustomLoss(uploaded(traced(gathered, {"logprobs": 1, "places": 1}))).run(
         torch.zeros(3), {"places": places}
     )
     assert slope.tolist() == [2.0, 0.0, 4.0]
@@ -68,7 +68,7 @@ def ref(name: str) -> dict[str, str]:
     return {"ref": name}
 
 
-def program_of(*steps: tuple[str, Any, list[Any]], **kwargs: Any) -> Program:
+def program_of(*steps: tuple[str, Any, list[Any]], **kwargs: Any) -> CustomLoss:
     """Steps s0, s1, … over logprobs and w; the last one summed is the loss. Keywords go to the first step."""
     nodes = [Node(op="placeholder", name=one, target=one) for one in ("logprobs", "w")]
     for number, (target, _, args) in enumerate(steps):
@@ -76,7 +76,7 @@ def program_of(*steps: tuple[str, Any, list[Any]], **kwargs: Any) -> Program:
         nodes.append(Node(op=op, name=f"s{number}", target=target, args=args, kwargs=kwargs if number == 0 else {}))
     nodes.append(Node(op="call_method", name="summed", target="sum", args=[ref("logprobs")]))
     nodes.append(Node(op="output", name="output", target="output", args=[{"tuple": [ref("summed"), {"dict": {}}]}]))
-    return Program(read_graph("hostile", [("logprobs", 1), ("w", 1)], nodes))
+    return CustomLoss(read_graph("hostile", [("logprobs", 1), ("w", 1)], nodes))
 
 
 def step(target: str, *args: Any) -> tuple[str, Any, list[Any]]:
@@ -182,7 +182,7 @@ def test_a_loss_must_be_a_scalar_with_a_gradient() -> None:
 
     for fn, says in ((vector, "shape"), (flat, "gradient"), (metric, "custom/all:sum"), (steps, "floor_divide")):
         with pytest.raises(BadRequest, match=says):
-            Program(uploaded(traced(fn, {"logprobs": 1}))).run(torch.zeros(4), {})
+            CustomLoss(uploaded(traced(fn, {"logprobs": 1}))).run(torch.zeros(4), {})
 
 
 def test_every_allowed_name_exists_and_legal_sizes_are_large() -> None:

@@ -12,7 +12,7 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.engine.fake.losses import builtin_loss
 from tinsmith.engine.training import loss_specs
-from tinsmith.engine.training.losses import Targets, objective
+from tinsmith.engine.training.losses import LossInputs, objective
 from tinsmith.errors import Gone
 
 
@@ -86,12 +86,14 @@ def test_losses_equal_those_of_the_torch_engine(name: str, estimator: str) -> No
     p, entropies = draw.normal(-6, 1.5, 12), draw.uniform(0, 6, 12)
     found = builtin_loss(request, one, p, entropies)
     leaves = [torch.tensor(values, requires_grad=True) for values in (p, entropies)]
-    inputs = {key: torch.tensor(values, dtype=torch.float64) for key, values in loss_specs.filled(request, one).items()}
-    targets = Targets(
+    inputs = {
+        key: torch.tensor(values, dtype=torch.float64) for key, values in loss_specs.loss_inputs(request, one).items()
+    }
+    targets = LossInputs(
         logprobs=leaves[0], entropies=leaves[1], sequence=torch.zeros(12, dtype=torch.long), inputs=inputs
     )
     loss, metrics = objective(
-        name, targets, loss_specs.numbers(request), loss_specs.estimator(request), request.loss_config
+        name, targets, loss_specs.numeric_settings(request), loss_specs.kl_estimator(request), request.loss_config
     )
     grad, entropy_grad = torch.autograd.grad(loss, leaves)
     assert found.loss == pytest.approx(float(loss.detach()), rel=1e-9)

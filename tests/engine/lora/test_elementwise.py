@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinsmith.engine.lora.layers import angles, gated, rms_norm, rotate
+from tinsmith.engine.lora.layers import apply_rotary, rms_norm, rotary_tables, silu_mul
 
 EPS = 1e-5
 
@@ -38,8 +38,12 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor
         lambda x: WEIGHT * x / (x.square().mean(-1, keepdim=True) + EPS).sqrt(),
         [drawn(1, 5, 16)],
     ),
-    "rotation": (lambda x: rotate(x, *angles(ANGLES.cos(), ANGLES.sin(), x.dtype)), turned, [drawn(1, 5, 3, 8)]),
-    "gate": (gated, lambda gate, up: torch.sigmoid(gate) * gate * up, [drawn(1, 5, 12), drawn(1, 5, 12, seed=1)]),
+    "rotation": (
+        lambda x: apply_rotary(x, *rotary_tables(ANGLES.cos(), ANGLES.sin(), x.dtype)),
+        turned,
+        [drawn(1, 5, 3, 8)],
+    ),
+    "gate": (silu_mul, lambda gate, up: torch.sigmoid(gate) * gate * up, [drawn(1, 5, 12), drawn(1, 5, 12, seed=1)]),
 }
 
 

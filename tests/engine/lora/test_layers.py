@@ -34,9 +34,9 @@ def test_every_served_kind_gets_our_modules(kind: str, tiny: Callable[[str], Pat
     base = loaded(tiny(kind))
     with torch.no_grad():
         before = loading.probe(base)
-        ours = layers.take_over(base)
+        ours = layers.replace_layers(base)
         torch.testing.assert_close(loading.probe(ours), before, rtol=1e-4, atol=1e-4)
-    assert ours.wide
+    assert ours.float32_residual
     assert kinds_of(ours) == {"tinsmith.engine.lora.layers"}
 
 
@@ -44,7 +44,7 @@ def test_in_bfloat16_our_modules_are_nearer_to_float32(tiny_llama: Path) -> None
     with torch.no_grad():
         exact, base = loading.probe(loaded(tiny_llama)), loaded(tiny_llama, "bfloat16")
         theirs = (loading.probe(base) - exact).abs().mean()
-        ours = (loading.probe(layers.take_over(base)) - exact).abs().mean()
+        ours = (loading.probe(layers.replace_layers(base)) - exact).abs().mean()
     assert ours < theirs
 
 
@@ -58,9 +58,9 @@ def test_a_model_that_computes_otherwise_keeps_its_modules(part: str, tiny_llama
         module.register_forward_hook(lambda _, __, output: output * 1.1)
     with torch.no_grad():
         before = loading.probe(base)
-        after = layers.take_over(base)
+        after = layers.replace_layers(base)
         torch.testing.assert_close(loading.probe(after), before, rtol=0, atol=0)
-    assert not after.wide
+    assert not after.float32_residual
     assert "tinsmith.engine.lora.layers" not in kinds_of(after)
 
 

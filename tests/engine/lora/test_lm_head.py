@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tinsmith.engine.lora.lm_head import ROWS, Head, Slopes, Targets, log_softmax
+from tinsmith.engine.lora.lm_head import BLOCK_ROWS, LMHead, PackedTargets, ScoreGrads, log_softmax
 
 
-def whole(hidden: Tensor, weight: Tensor, targets: Targets) -> tuple[Tensor, Tensor]:
+def whole(hidden: Tensor, weight: Tensor, targets: PackedTargets) -> tuple[Tensor, Tensor]:
     """Logprobs [M] and entropies [T] in float64, with gradients."""
     logprobs = torch.log_softmax(hidden @ weight.T, dim=1)
     return logprobs[targets.at, targets.ids], -(logprobs.exp() * logprobs).sum(1)
@@ -19,11 +19,11 @@ def whole(hidden: Tensor, weight: Tensor, targets: Targets) -> tuple[Tensor, Ten
 @pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 1e-4), (torch.bfloat16, 2e-2)])
 def test_entropies_and_their_gradient(dtype: torch.dtype, near: float, sharp: float) -> None:
     draw = torch.Generator().manual_seed(0)
-    rows, width, words = 2 * ROWS + 7, 32, 900
+    rows, width, words = 2 * BLOCK_ROWS + 7, 32, 900
     weight = torch.randn(words, width, generator=draw).bfloat16().float()
     hidden = (torch.randn(rows, width, generator=draw) * sharp / width**0.5).to(dtype)
     at = torch.randint(0, rows, (3 * rows,), generator=draw).sort().values  # none, one or several at a position
-    targets = Targets(at, torch.randint(0, words, at.shape, generator=draw))
+    targets = PackedTargets(at, torch.randint(0, words, at.shape, generator=draw))
     steep = torch.randn(rows, generator=draw) * (torch.arange(rows) % 3 > 0)
     slopes = torch.randn(len(at), generator=draw) * (at % 2)
     learning = torch.zeros(rows, dtype=torch.bool).index_fill(0, at, True)
@@ -32,20 +32,20 @@ def test_entropies_and_their_gradient(dtype: torch.dtype, near: float, sharp: fl
     leaf = hidden.double().requires_grad_()
     logprobs, entropies = whole(leaf, weight.double(), targets)
     ((logprobs * slopes).sum() + (entropies * steep).sum()).backward()
-    head = Head(weight.to(dtype))
+    head = LMHead(weight.to(dtype))
     scored = head.score(hidden, [], targets, learning, entropies=True)
     assert scored.entropies is not None
     torch.testing.assert_close(scored.logprobs.double(), logprobs.detach(), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(scored.entropies[learning].double(), entropies.detach()[learning], rtol=1e-4, atol=1e-5)
-    found = head.backward(hidden, scored, targets, Slopes(slopes, steep)).double()
+    found = head.backward(hidden, scored, targets, ScoreGrads(slopes, steep)).double()
     assert leaf.grad is not None
     assert bool(torch.isfinite(found).all())
     assert float((found - leaf.grad).norm() / leaf.grad.norm()) < near
 
 
 def test_without_entropies_nothing_is_kept_of_them() -> None:
-    targets = Targets(torch.arange(4), torch.zeros(4, dtype=torch.long))
-    scored = Head(torch.randn(8, 3)).score(torch.randn(4, 3), [], targets)
+    targets = PackedTargets(torch.arange(4), torch.zeros(4, dtype=torch.long))
+    scored = LMHead(torch.randn(8, 3)).score(torch.randn(4, 3), [], targets)
     assert scored.entropies is None
     assert scored.kept == []
 
@@ -56,7 +56,7 @@ def test_sums_over_a_large_vocabulary_are_exact_to_float32(sharp: float) -> None
     logits = torch.randn(16, 49_152, generator=torch.Generator().manual_seed(0)) * sharp
     rows = torch.arange(16)
     wanted = torch.log_softmax(logits.double(), 1)
-    scored = Head(logits.T.contiguous()).score(torch.eye(16), [], Targets(rows, rows), entropies=True)
+    scored = LMHead(logits.T.contiguous()).score(torch.eye(16), [], PackedTargets(rows, rows), entropies=True)
     assert scored.entropies is not None
     for found, exact in (
         (scored.logprobs, wanted[rows, rows]),

@@ -1,4 +1,4 @@
-"""One call for the whole forest gives what a call for each job gives, forward and backward."""
+"""One call for the whole tree gives what a call for each job gives, forward and backward."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from tinsmith.engine.model import attention, flex_attention, packing
 CPU = torch.device("cpu")
 
 
-def forest_of(rows: list[list[int]], adapters: list[int] | None = None) -> packing.Forest:
+def forest_of(rows: list[list[int]], adapters: list[int] | None = None) -> packing.PackedTree:
     adapters = adapters or [0] * len(rows)
     return packing.pack(
         [
-            packing.Row(key=key, adapter=adapter, tokens=np.array(row, np.int32))
+            packing.PackedRow(key=key, adapter=adapter, tokens=np.array(row, np.int32))
             for key, (row, adapter) in enumerate(zip(rows, adapters, strict=True))
         ]
     )
 
 
-def dense(forest: packing.Forest) -> np.ndarray:
+def dense(tree: packing.PackedTree) -> np.ndarray:
     """bool [T, T], from the rows alone."""
-    seen = np.zeros((len(forest.tokens),) * 2, bool)
-    for path in forest.index.values():
+    seen = np.zeros((len(tree.tokens),) * 2, bool)
+    for path in tree.index.values():
         for depth, position in enumerate(path):
             seen[position, path[: depth + 1]] = True
     return seen
@@ -43,17 +43,17 @@ rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1
 @given(rows=rows, split=st.integers(0, 12))
 @settings(deadline=None, max_examples=60)
 def test_who_sees_whom_is_told_by_one_number_for_each_key(rows: list[list[int]], split: int):
-    forest = forest_of(rows, [int(number >= split) for number in range(len(rows))])
-    ends, at = flex_attention.ends_of(forest), np.arange(len(forest.tokens))
-    np.testing.assert_array_equal((at <= at[:, None]) & (at[:, None] < ends), dense(forest))
+    tree = forest_of(rows, [int(number >= split) for number in range(len(rows))])
+    ends, at = flex_attention.visible_until(tree), np.arange(len(tree.tokens))
+    np.testing.assert_array_equal((at <= at[:, None]) & (at[:, None] < ends), dense(tree))
 
 
 @given(rows=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=300), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=30)
 def test_blocks_are_full_partly_seen_or_empty(rows: list[list[int]]):
-    forest = forest_of(rows)
-    partly, full = flex_attention._blocks(flex_attention.ends_of(forest))
-    seen = dense(forest)
+    tree = forest_of(rows)
+    partly, full = flex_attention._blocks(flex_attention.visible_until(tree))
+    seen = dense(tree)
     for (query, key), some in np.ndenumerate(partly):
         block = seen[
             query * flex_attention.BLOCK : (query + 1) * flex_attention.BLOCK,
@@ -72,7 +72,7 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
 
-CASES: dict[str, Callable[[], packing.Forest]] = {
+CASES: dict[str, Callable[[], packing.PackedTree]] = {
     "one row": lambda: forest_of([list(range(37))]),
     "a group": lambda: forest_of([[*range(140), *([k] * (20 + 30 * k))] for k in range(5)]),
     "turns": lambda: forest_of([list(range(length)) for length in (40, 90, 91, 200)]),
@@ -84,13 +84,13 @@ CASES: dict[str, Callable[[], packing.Forest]] = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("uncompiled")
 def test_forward_and_backward_are_those_of_the_jobs(case: str):
-    forest = CASES[case]()
+    tree = CASES[case]()
     draw = torch.Generator().manual_seed(0)
-    shapes = [(1, heads, len(forest.tokens), 16) for heads in (6, 2, 2)]
+    shapes = [(1, heads, len(tree.tokens), 16) for heads in (6, 2, 2)]
     inputs = [torch.randn(shape, generator=draw) for shape in shapes]
-    weight = torch.randn((1, len(forest.tokens), 6, 16), generator=draw)
+    weight = torch.randn((1, len(tree.tokens), 6, 16), generator=draw)
 
-    def results(context: attention.Context) -> list[torch.Tensor]:
+    def results(context: attention.AttentionContext) -> list[torch.Tensor]:
         leaves = [one.clone().requires_grad_() for one in inputs]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is not compiled
@@ -98,8 +98,8 @@ def test_forward_and_backward_are_those_of_the_jobs(case: str):
         output.mul(weight).sum().backward()
         return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
-    expected = results(attention.packed(forest, torch.float32, CPU))
-    found = results(flex_attention.flexed(forest, CPU))
+    expected = results(attention.packed_attention(tree, torch.float32, CPU))
+    found = results(flex_attention.packed_attention(tree, CPU))
     assert len(found) == 4
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
@@ -107,12 +107,12 @@ def test_forward_and_backward_are_those_of_the_jobs(case: str):
 
 @pytest.mark.usefixtures("uncompiled")
 def test_keys_and_values_are_kept_for_the_sampler():
-    forest = CASES["a group"]()
-    context = flex_attention.flexed(forest, CPU, keep=True)
-    key, value = torch.randn(2, 1, 2, len(forest.tokens), 16)
+    tree = CASES["a group"]()
+    context = flex_attention.packed_attention(tree, CPU, keep=True)
+    key, value = torch.randn(2, 1, 2, len(tree.tokens), 16)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        context.attend(0, torch.randn(1, 4, len(forest.tokens), 16), key, value, 0.25)
+        context.attend(0, torch.randn(1, 4, len(tree.tokens), 16), key, value, 0.25)
     assert context.kept[0][0] is key
     assert context.kept[0][1] is value
 
@@ -123,7 +123,7 @@ def test_it_is_for_gpus_and_sixteen_bits_where_it_compiles(monkeypatch: pytest.M
     ) -> bool:
         monkeypatch.setattr(flex_attention, "find_spec", lambda _: triton)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-        return flex_attention.suits.__wrapped__(dtype, torch.device(device))
+        return flex_attention.is_supported.__wrapped__(dtype, torch.device(device))
 
     monkeypatch.setattr(flex_attention, "_try", lambda *_: None)
     assert chosen()

@@ -11,7 +11,7 @@ from tinsmith.engine.model import attention as folded
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("prefix", [0, 3, folded.KEPT_KEYS])  # chances kept, and computed again
+@pytest.mark.parametrize("prefix", [0, 3, folded.MAX_SAVED_KEYS])  # chances kept, and computed again
 def test_it_is_attention(prefix: int, causal: bool) -> None:
     draw = torch.Generator().manual_seed(1)
     query = torch.randn(1, 6, 7, 8, generator=draw, requires_grad=True)
@@ -23,11 +23,11 @@ def test_it_is_attention(prefix: int, causal: bool) -> None:
     )
     slope = torch.randn(wanted.shape, generator=draw)
     wanted.backward(slope)
-    given = attention.additive(folded.past(7, prefix + 7), query.dtype, query.device) if causal else mask
+    given = attention.additive_mask(folded.causal_mask(7, prefix + 7), query.dtype, query.device) if causal else mask
     with torch.no_grad():
-        found, kept = folded.forward(query, key, value, given, 0.3)
-        slopes = folded.backward(slope, query, key, value, kept, given, 0.3)
-    assert bool(kept.numel()) == (prefix + 7 <= folded.KEPT_KEYS)
+        found, kept = folded.batched_attention(query, key, value, given, 0.3)
+        slopes = folded.batched_attention_backward(slope, query, key, value, kept, given, 0.3)
+    assert bool(kept.numel()) == (prefix + 7 <= folded.MAX_SAVED_KEYS)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     for leaf, one in zip((query, key, value), slopes, strict=True):
         torch.testing.assert_close(one, leaf.grad, rtol=1e-4, atol=1e-5)
@@ -38,13 +38,13 @@ def test_pieces_of_a_job_are_the_job(lengths: tuple[tuple[int, ...], int]) -> No
     """Rows cut where their scores would not fit the cache, in bfloat16, against one call in float32."""
     prompt = np.arange(lengths[0][1] if lengths[0] else 0, dtype=np.int32)
     rows = [np.append(prompt, np.full(lengths[1], 1000 + end)).astype(np.int32) for end in range(2)]
-    forest = packing.pack([packing.Row(key=key, adapter=0, tokens=row) for key, row in enumerate(rows)])
-    draw, total = torch.Generator().manual_seed(2), len(forest.tokens)
+    tree = packing.pack([packing.PackedRow(key=key, adapter=0, tokens=row) for key, row in enumerate(rows)])
+    draw, total = torch.Generator().manual_seed(2), len(tree.tokens)
     inputs = [torch.randn(1, heads, total, 16, generator=draw).bfloat16() for heads in (6, 2, 2)]
     slope, found = torch.randn(1, total, 6, 16, generator=draw).bfloat16(), []
     for dtype in (torch.float32, torch.bfloat16):
         leaves = [one.to(dtype).requires_grad_() for one in inputs]
-        context = attention.packed(forest, dtype, torch.device("cpu"))
+        context = attention.packed_attention(tree, dtype, torch.device("cpu"))
         output = context.attend(0, leaves[0], leaves[1], leaves[2], 0.25)
         output.backward(slope.to(dtype))
         found.append([output.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)])

@@ -14,7 +14,7 @@ import transformers
 from tests.models import save_tokenizer
 from tinsmith.engine.base import Datum, LoraSpec, Pass
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.model.loading import shared
+from tinsmith.engine.model.loading import prepare
 from tinsmith.engine.process import build
 from tinsmith.engine.validation import check_pass
 from tinsmith.errors import BadRequest, Unsupported
@@ -161,7 +161,7 @@ def test_a_bias_of_the_head_is_refused(saved: Any) -> None:
     model.lm_head = torch.nn.Linear(96, 512, bias=True)
     torch.nn.init.normal_(model.lm_head.bias, std=1e-4)
     with pytest.raises(Unsupported, match="bias"):
-        shared(model, None, "mine", "mine")
+        prepare(model, None, "mine", "mine")
 
 
 OTHERWISE = {

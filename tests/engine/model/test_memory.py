@@ -1,4 +1,4 @@
-"""What lies free in the heap: kept while there is work, given back when it is too much or nothing comes."""
+"""Free heap memory is kept during work, and returned when it is too much or the engine is idle."""
 
 from __future__ import annotations
 
@@ -7,44 +7,44 @@ import asyncio
 import pytest
 
 from tinsmith.engine.model import memory
-from tinsmith.engine.model.memory import Trimmer
+from tinsmith.engine.model.memory import HeapTrimmer
 
 
-class Counting(Trimmer):
-    """Of a heap that says what it is told to; counts how often it was trimmed."""
+class Counting(HeapTrimmer):
+    """Reports the given free bytes and counts its trims."""
 
-    def __init__(self, *lies_free: int) -> None:
+    def __init__(self, *free_bytes: int) -> None:
         super().__init__()
-        self._lies_free, self.trims = iter(lies_free), 0
+        self._free_bytes, self.trims = iter(free_bytes), 0
 
-    def free(self) -> int:
-        return next(self._lies_free)
+    def free_heap_bytes(self) -> int:
+        return next(self._free_bytes)
 
-    def now(self) -> None:
-        super().now()
+    def trim(self) -> None:
+        super().trim()
         self.trims += 1
 
 
-async def _works(heap: Counting, times: int) -> list[int]:
-    found = []
+async def _trims_after_work(heap: Counting, times: int) -> list[int]:
+    trims = []
     for _ in range(times):
         heap.after_work()
-        found.append(heap.trims)
-    return found
+        trims.append(heap.trims)
+    return trims
 
 
-def test_what_a_pass_needs_is_kept_and_what_is_more_given_back() -> None:
+def test_heap_is_trimmed_only_when_more_than_a_pass_needs_is_free() -> None:
     mega = 1 << 20
     heap = Counting(2000 * mega, 2900 * mega, 3100 * mega, 700 * mega, 1000 * mega, 1100 * mega)
-    assert asyncio.run(_works(heap, 6)) == [0, 0, 1, 1, 1, 2]
+    assert asyncio.run(_trims_after_work(heap, 6)) == [0, 0, 1, 1, 1, 2]
 
 
-def test_an_idle_engine_gives_all_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_idle_engine_trims_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "IDLE_SECONDS", 0.05)
     heap = Counting(*[1] * 5)
 
     async def rest() -> None:
-        await _works(heap, 5)
+        await _trims_after_work(heap, 5)
         assert heap.trims == 0
         await asyncio.sleep(0.3)
 
@@ -52,24 +52,24 @@ def test_an_idle_engine_gives_all_back_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert heap.trims == 1
 
 
-def test_glibc_tells_what_lies_free() -> None:
-    heap = Trimmer()
-    if heap._heap is None:
+def test_free_heap_bytes_grow_by_what_is_freed() -> None:
+    heap = HeapTrimmer()
+    if heap._mallinfo is None:
         pytest.skip("no glibc, or an old one")
     pieces = [bytearray(1 << 24) for _ in range(8)]
     last = bytearray(1 << 20)  # so that the pieces are not at the heap's end
-    held = heap.free() or 0  # other tests' leavings too, some of which the pieces may lie in
+    before = heap.free_heap_bytes() or 0  # includes memory that other tests freed
     pieces.clear()
-    assert (heap.free() or 0) - held > 8 * (1 << 24) * 0.9
-    heap.now()
+    assert (heap.free_heap_bytes() or 0) - before > 8 * (1 << 24) * 0.9
+    heap.trim()
     del last
 
 
-def test_where_nothing_can_be_told_it_is_given_back_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heap_is_trimmed_after_each_work_without_statistics(monkeypatch: pytest.MonkeyPatch) -> None:
     trims: list[int] = []
-    heap = Trimmer()
-    monkeypatch.setattr(heap, "_heap", None)
-    monkeypatch.setattr(heap, "_trim", trims.append)
+    heap = HeapTrimmer()
+    monkeypatch.setattr(heap, "_mallinfo", None)
+    monkeypatch.setattr(heap, "_malloc_trim", trims.append)
 
     async def work() -> None:
         heap.after_work()

@@ -1,4 +1,4 @@
-"""Packing rows into a forest of shared prefixes, against the plain meaning: every row sees its own past and no more."""
+"""Packing rows into a tree of shared prefixes, against the plain meaning: every row sees its own past and no more."""
 
 from itertools import pairwise, takewhile
 
@@ -7,12 +7,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tinsmith.engine.model.packing import MERGED_QUERIES, Forest, Job, Row, in_packing_order, micro_batches, pack
+from tinsmith.engine.model.packing import (
+    MAX_MERGED_QUERIES,
+    AttentionJob,
+    PackedRow,
+    PackedTree,
+    micro_batches,
+    pack,
+    sorted_for_packing,
+)
 
 
-def rows_of(*tokens: list[int], adapters: list[int] | None = None) -> list[Row]:
+def rows_of(*tokens: list[int], adapters: list[int] | None = None) -> list[PackedRow]:
     return [
-        Row(key=key, adapter=adapters[key] if adapters else 0, tokens=np.array(row, np.int32))
+        PackedRow(key=key, adapter=adapters[key] if adapters else 0, tokens=np.array(row, np.int32))
         for key, row in enumerate(tokens)
     ]
 
@@ -22,10 +30,10 @@ some_rows = st.lists(
 )
 
 
-def seen_by(forest: Forest) -> dict[int, set[int]]:
+def seen_by(tree: PackedTree) -> dict[int, set[int]]:
     """Packed position -> the packed positions that its query looks at, as the jobs say."""
     seen: dict[int, set[int]] = {}
-    for job in forest.jobs:
+    for job in tree.jobs:
         keys = [position for start, stop in job.prefix for position in range(start, stop)]
         keys += range(job.start, job.stop)
         mask = np.tri(job.stop - job.start, dtype=bool) if job.mask is None else job.mask
@@ -39,12 +47,12 @@ def seen_by(forest: Forest) -> dict[int, set[int]]:
 @given(some_rows)
 def test_every_position_sees_exactly_its_own_past(data: list[tuple[int, list[int]]]) -> None:
     rows = rows_of(*(tokens for _, tokens in data), adapters=[adapter for adapter, _ in data])
-    forest = pack(rows)
-    seen = seen_by(forest)
+    tree = pack(rows)
+    seen = seen_by(tree)
     for row in rows:
-        index = forest.index[row.key]
-        assert forest.tokens[index].tolist() == row.tokens.tolist()
-        assert forest.positions[index].tolist() == list(range(len(index)))
+        index = tree.index[row.key]
+        assert tree.tokens[index].tolist() == row.tokens.tolist()
+        assert tree.positions[index].tolist() == list(range(len(index)))
         for position, packed in enumerate(index):
             assert seen[packed] == set(index[: position + 1].tolist())
 
@@ -53,26 +61,26 @@ def test_every_position_sees_exactly_its_own_past(data: list[tuple[int, list[int
 @given(some_rows)
 def test_what_is_shared_stands_once_and_never_across_adapters(data: list[tuple[int, list[int]]]) -> None:
     rows = rows_of(*(tokens for _, tokens in data), adapters=[adapter for adapter, _ in data])
-    forest = pack(rows)
+    tree = pack(rows)
     prefixes = {(row.adapter, tuple(row.tokens[: end + 1])) for row in rows for end in range(len(row.tokens))}
-    assert len(forest.tokens) == len(prefixes)
+    assert len(tree.tokens) == len(prefixes)
     for row in rows:
-        (span,) = [span for span in forest.spans if span.adapter == row.adapter]
-        assert all(span.start <= packed < span.stop for packed in forest.index[row.key])
+        (span,) = [span for span in tree.spans if span.adapter == row.adapter]
+        assert all(span.start <= packed < span.stop for packed in tree.index[row.key])
 
 
 def test_a_prompt_shared_by_a_group_costs_its_answers_alone() -> None:
     prompt = list(range(100))
-    forest = pack(rows_of(*([*prompt, 200 + answer, 300] for answer in range(8))))
-    assert len(forest.tokens) == 100 + 8 * 2
+    tree = pack(rows_of(*([*prompt, 200 + answer, 300] for answer in range(8))))
+    assert len(tree.tokens) == 100 + 8 * 2
 
 
 def test_short_chunks_share_a_job_and_long_ones_stand_alone() -> None:
     short = pack(rows_of(*([1, 2, 3, 10 + number] for number in range(20))))
-    long = pack(rows_of(*([number] * MERGED_QUERIES for number in range(4))))
+    long = pack(rows_of(*([number] * MAX_MERGED_QUERIES for number in range(4))))
     assert len(short.jobs) == 1
     assert [job.mask for job in long.jobs] == [None] * 4
-    assert long.jobs[1] == Job(start=MERGED_QUERIES, stop=2 * MERGED_QUERIES, prefix=(), mask=None)
+    assert long.jobs[1] == AttentionJob(start=MAX_MERGED_QUERIES, stop=2 * MAX_MERGED_QUERIES, prefix=(), mask=None)
 
 
 @settings(max_examples=60, deadline=None)
@@ -82,11 +90,11 @@ def test_micro_batches_keep_every_row_and_the_budget(data: list[tuple[int, list[
     batches = list(micro_batches(rows, budget))
     assert sorted(row.key for one in batches for row in one) == [row.key for row in rows]
     for one in batches:
-        shared = [common(left, right) for left, right in pairwise(in_packing_order(one))]
+        shared = [common(left, right) for left, right in pairwise(sorted_for_packing(one))]
         assert len(one) == 1 or len(pack(one).tokens) <= budget + shared[-1]
 
 
-def common(left: Row, right: Row) -> int:
+def common(left: PackedRow, right: PackedRow) -> int:
     same = takewhile(lambda pair: pair[0] == pair[1], zip(left.tokens, right.tokens, strict=False))
     return len(list(same)) if left.adapter == right.adapter else 0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.engine.base import Datum, Pass, Sampled, SampleRequest
+from tinsmith.engine.base import Datum, Pass, SampleRequest, SampleResult
 
 _numbers = count()
 
@@ -31,7 +31,7 @@ def trained_logprobs(engine: Any, wait: Any, model_id: str, prompt: Any, tokens:
     return result.logprobs[0][len(prompt) - 1 :]
 
 
-def assert_same_samples(found: Sampled, wanted: Sampled, atol: float = 1e-5) -> None:
+def assert_same_samples(found: SampleResult, wanted: SampleResult, atol: float = 1e-5) -> None:
     """The same tokens with the same logprobs."""
     assert len(found.sequences) == len(wanted.sequences)
     for one, two in zip(found.sequences, wanted.sequences, strict=True):
@@ -40,7 +40,7 @@ def assert_same_samples(found: Sampled, wanted: Sampled, atol: float = 1e-5) -> 
         assert one.stop_reason == two.stop_reason
 
 
-def texts(folder: Path, sampled: Sampled) -> list[str]:
+def texts(folder: Path, sampled: SampleResult) -> list[str]:
     """Each sequence as text."""
     from transformers import AutoTokenizer
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.engine.sampling.helpers import ask
-from tinsmith.engine.base import Piece, Sampled, SampleRequest
+from tinsmith.engine.base import SampleRequest, SampleResult, SequenceDelta
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.engine.process import RemoteEngine
@@ -28,8 +28,8 @@ def any_engine(request: pytest.FixtureRequest, tiny_llama: Path, wait: Any) -> I
         wait(engine.close())
 
 
-def listened(engine: Any, wait: Any, request: SampleRequest) -> tuple[list[Piece], Sampled]:
-    pieces: list[Piece] = []
+def listened(engine: Any, wait: Any, request: SampleRequest) -> tuple[list[SequenceDelta], SampleResult]:
+    pieces: list[SequenceDelta] = []
     sampled = wait(engine.sample(request, pieces.append))
     return pieces, sampled
 
@@ -48,6 +48,6 @@ def test_pieces_add_up_to_the_sequences(any_engine: Any, wait: Any):
 
 
 def test_listening_changes_nothing(any_engine: Any, wait: Any):
-    _, heard = listened(any_engine, wait, ask(temperature=0.7, seed=3))
+    _, on_delta = listened(any_engine, wait, ask(temperature=0.7, seed=3))
     silent = wait(any_engine.sample(ask(temperature=0.7, seed=3)))
-    np.testing.assert_array_equal(heard.sequences[0].tokens, silent.sequences[0].tokens)
+    np.testing.assert_array_equal(on_delta.sequences[0].tokens, silent.sequences[0].tokens)

@@ -39,7 +39,7 @@ def known(beginning: np.ndarray, dtype: torch.dtype) -> PrefixNode:
 def prompt(key: int, row: np.ndarray, run: PrefixNode, count: int, first_hidden: int | None = None) -> Prompt:
     match = PrefixMatch(((run, count),) if count else ())
     return Prompt(
-        row=packing.Row(key=key, adapter=0, tokens=row), match=match, first_hidden=first_hidden or len(row) - 1
+        row=packing.PackedRow(key=key, adapter=0, tokens=row), match=match, first_hidden=first_hidden or len(row) - 1
     )
 
 

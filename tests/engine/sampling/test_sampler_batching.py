@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.data import pass_for
 from tests.engine.sampling.helpers import PROMPT, ask, assert_same_samples
-from tinsmith.engine.base import AdamParams, LoraSpec, Sampled, SampleRequest
+from tinsmith.engine.base import AdamParams, LoraSpec, SampleRequest, SampleResult
 from tinsmith.errors import Gone, TinsmithError
 
 
@@ -51,7 +51,7 @@ def test_samples_do_not_depend_on_the_company(versions: Any, wait: Any):
     engine, names = versions
     alone = [wait(engine.sample(ask(**settings))) for settings in crowd(names)]
 
-    async def together() -> list[Sampled]:
+    async def together() -> list[SampleResult]:
         return await asyncio.gather(*(engine.sample(ask(**settings)) for settings in crowd(names)))
 
     for found, wanted in zip(wait(together()), alone, strict=True):
@@ -63,11 +63,11 @@ def test_requests_join_and_leave_at_any_token(versions: Any, wait: Any):
     alone = [wait(engine.sample(ask(**settings))) for settings in crowd(names)]
     draw = np.random.default_rng(1)
 
-    async def late(delay: float, request: SampleRequest) -> Sampled:
+    async def late(delay: float, request: SampleRequest) -> SampleResult:
         await asyncio.sleep(delay)
         return await engine.sample(request)
 
-    async def scattered() -> list[Sampled]:
+    async def scattered() -> list[SampleResult]:
         return await asyncio.gather(*(late(float(draw.uniform(0, 0.3)), ask(**settings)) for settings in crowd(names)))
 
     for found, wanted in zip(wait(scattered()), alone, strict=True):
@@ -77,7 +77,7 @@ def test_requests_join_and_leave_at_any_token(versions: Any, wait: Any):
 def test_more_than_the_cache_holds_waits_its_turn(engine_of: Any, wait: Any):
     small, large = engine_of("llama", cache_tokens=512), engine_of("llama")
 
-    async def all_of(engine: Any) -> list[Sampled]:
+    async def all_of(engine: Any) -> list[SampleResult]:
         requests = [ask((*PROMPT, seed + 3), num_samples=4, max_tokens=60, seed=100 + seed) for seed in range(12)]
         return await asyncio.gather(*(engine.sample(request) for request in requests))
 
@@ -105,7 +105,7 @@ def test_training_beside_sampling_disturbs_neither(versions: Any, pair: Any, wai
     settings = [{**one, "max_tokens": 40} for one in crowd(names)[:6]]
     alone = [wait(engine.sample(ask(**one))) for one in settings]
 
-    async def both() -> tuple[list[Sampled], list[Any]]:
+    async def both() -> tuple[list[SampleResult], list[Any]]:
         samples = asyncio.gather(*(engine.sample(ask(**one)) for one in settings))
         passes = [(await engine.run([request]))[0] for _ in range(3)]
         return await samples, passes
@@ -169,7 +169,7 @@ def test_a_version_that_changes_hands_while_a_request_runs(pair: Any, wait: Any)
     wait(engine.capture(model_id, "mine"))
     wanted = wait(engine.sample(ask(version="mine", max_tokens=120)))
 
-    async def disturbed() -> Sampled:
+    async def disturbed() -> SampleResult:
         running = asyncio.create_task(engine.sample(ask(version="mine", max_tokens=120)))
         for index in range(4):
             await engine.run([pass_for("cross_entropy", model_id, seed=index)])
@@ -213,14 +213,14 @@ def test_a_request_that_breaks_a_pass_fails_alone_and_at_once(engine: Any, wait:
 
     bad, good = wait(both())
     assert isinstance(bad, TinsmithError), bad
-    assert isinstance(good, Sampled), good
+    assert isinstance(good, SampleResult), good
     assert wait(engine.sample(ask())).sequences
 
 
 def test_a_cancelled_request_is_gone_and_the_others_go_on(engine: Any, wait: Any):
     wanted = wait(engine.sample(ask(max_tokens=100)))
 
-    async def cancelled() -> tuple[Any, Sampled]:
+    async def cancelled() -> tuple[Any, SampleResult]:
         doomed = ask(max_tokens=200, num_samples=8)
         running = asyncio.create_task(engine.sample(doomed))
         beside = asyncio.create_task(engine.sample(ask(max_tokens=100)))

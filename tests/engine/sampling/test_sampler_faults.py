@@ -12,7 +12,7 @@ import pytest
 
 from tests.engine.data import pass_for
 from tests.engine.sampling.helpers import ask, assert_same_samples
-from tinsmith.engine.base import AdamParams, LoraSpec, Pass, Piece, Sampled
+from tinsmith.engine.base import AdamParams, LoraSpec, Pass, SampleResult, SequenceDelta
 from tinsmith.errors import BadRequest, EngineError
 
 DRAW = np.random.default_rng(5)
@@ -46,7 +46,7 @@ def diverging(engine: Any, pair: Any, wait: Any) -> Any:
     name = f"{model_id}-version"
     wait(engine.capture(model_id, name))
 
-    def diverge(_: Piece) -> None:
+    def diverge(_: SequenceDelta) -> None:
         weights = engine.sampler.versions.weights(name)
         weights.pairs["model.layers.0.self_attn.v_proj"].b.fill_(float("nan"))
 
@@ -54,10 +54,12 @@ def diverging(engine: Any, pair: Any, wait: Any) -> Any:
     wait(engine.detach(name))
 
 
-async def beside(engine: Any, broken: Any, *others: Any, heard: Callable[[Piece], None] | None = None) -> list[Any]:
+async def beside(
+    engine: Any, broken: Any, *others: Any, on_delta: Callable[[SequenceDelta], None] | None = None
+) -> list[Any]:
     """What the others say while the broken one fails."""
     first, *found = await asyncio.gather(
-        engine.sample(broken, heard), *(engine.sample(one) for one in others), return_exceptions=True
+        engine.sample(broken, on_delta), *(engine.sample(one) for one in others), return_exceptions=True
     )
     assert isinstance(first, BadRequest), first
     assert "not finite" in str(first)
@@ -74,11 +76,15 @@ def test_who_is_read_in_one_pass_with_it_is_not_touched(flags: Any, engine: Any,
         {"prompt": THIRD, "prompt_logprobs": True, "max_tokens": 1},
         {"prompt": (*THEIRS, 5, 6, 7), "topk_prompt_logprobs": 2},
     ]
-    wanted = [wait(engine.sample(ask(space=f"{name}-alone", **one))) for one in asked]
+    wanted = [wait(engine.sample(ask(cache_scope=f"{name}-alone", **one))) for one in asked]
     found = wait(
-        beside(engine, ask(MINE, version=name, space="A"), *(ask(space=f"{name}-beside", **one) for one in asked))
+        beside(
+            engine,
+            ask(MINE, version=name, cache_scope="A"),
+            *(ask(cache_scope=f"{name}-beside", **one) for one in asked),
+        )
     )
-    later = [wait(engine.sample(ask(space=f"{name}-beside", **one))) for one in asked]
+    later = [wait(engine.sample(ask(cache_scope=f"{name}-beside", **one))) for one in asked]
     for said in (found, later):
         for one, two in zip(said, wanted, strict=True):
             assert_same_samples(one, two)
@@ -99,9 +105,9 @@ def test_who_decodes_beside_it_or_takes_its_row_is_not_touched(engine: Any, wait
     requests = [ask(THIRD, max_tokens=200), ask(THEIRS, max_tokens=80), ask((*THEIRS, 4), max_tokens=80, num_samples=2)]
     wanted = [wait(engine.sample(one)) for one in requests]
 
-    async def main() -> list[Sampled]:
+    async def main() -> list[SampleResult]:
         stays = asyncio.create_task(engine.sample(requests[0]))
-        await beside(engine, ask(MINE[:20], version=name, num_samples=2, max_tokens=64), heard=diverge)
+        await beside(engine, ask(MINE[:20], version=name, num_samples=2, max_tokens=64), on_delta=diverge)
         assert not stays.done()
         return await asyncio.gather(stays, *(engine.sample(one) for one in requests[1:]))
 
@@ -114,7 +120,7 @@ def test_groups_that_read_their_prompts_together_are_not_touched(engine: Any, wa
     request = ask(LONG, num_samples=4, max_tokens=40)
     wanted = wait(engine.sample(request))
     broken = ask(LONGER, version=name, num_samples=4, max_tokens=30)
-    (found,) = wait(beside(engine, broken, request, heard=diverge))
+    (found,) = wait(beside(engine, broken, request, on_delta=diverge))
     assert_same_samples(found, wanted)
     assert engine.sampler.batch.kv_cache.tokens == 0
 
@@ -141,7 +147,7 @@ def test_who_is_trained_in_one_pass_with_it_is_not_touched(
 
 
 def test_who_cannot_be_told_fails_alone(engine: Any, wait: Any) -> None:
-    def deaf(_: Piece) -> None:
+    def deaf(_: SequenceDelta) -> None:
         raise OSError("the line is dead")
 
     async def both() -> list[Any]:

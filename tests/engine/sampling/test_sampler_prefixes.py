@@ -15,7 +15,7 @@ from tests.engine.data import pass_for
 from tests.engine.reference import plain_model
 from tests.engine.sampling.helpers import PROMPT, ask, assert_same_samples
 from tests.models import KINDS
-from tinsmith.engine.base import AdamParams, Sampled
+from tinsmith.engine.base import AdamParams, SampleResult
 from tinsmith.errors import Gone
 
 
@@ -31,7 +31,7 @@ def space(model_id: str) -> str:
     return f"space-of-{model_id}"
 
 
-def then(prompt: Any, said: Sampled, *more: int, sample: int = 0) -> tuple[int, ...]:
+def then(prompt: Any, said: SampleResult, *more: int, sample: int = 0) -> tuple[int, ...]:
     """The next turn's prompt: what was asked, what was said, what is asked now."""
     return (*prompt, *said.sequences[sample].tokens.tolist(), *more)
 
@@ -39,11 +39,11 @@ def then(prompt: Any, said: Sampled, *more: int, sample: int = 0) -> tuple[int, 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_second_turn_finds_the_prompt_and_what_was_said(kind: str, engine_of: Any, wait: Any, space: str):
     engine, fresh = engine_of(kind), engine_of(kind, cache_tokens=1)
-    first = wait(engine.sample(ask(num_samples=3, max_tokens=20, space=space)))
+    first = wait(engine.sample(ask(num_samples=3, max_tokens=20, cache_scope=space)))
     assert first.prompt_cache_hit_tokens == 0
     for sample in range(3):
         prompt = then(PROMPT, first, 7, 8, 9, sample=sample)
-        second = wait(engine.sample(ask(prompt, num_samples=2, max_tokens=30, space=space)))
+        second = wait(engine.sample(ask(prompt, num_samples=2, max_tokens=30, cache_scope=space)))
         assert second.prompt_cache_hit_tokens == len(PROMPT) + 19  # the last token said was never read
         wanted = wait(fresh.sample(ask(prompt, num_samples=2, max_tokens=30)))
         assert wanted.prompt_cache_hit_tokens == 0
@@ -57,18 +57,18 @@ def test_a_prompt_asked_again_is_not_computed_and_says_the_same_to_the_bit(
 ):
     engine = engine_of("llama", dtype=dtype)
     prompt = tuple(int(token) for token in np.random.default_rng(length).integers(3, 500, length))
-    wait(engine.sample(ask(prompt[: length // 2], space=space)))
-    first, again = (wait(engine.sample(ask(prompt, num_samples=3, max_tokens=40, space=space))) for _ in range(2))
+    wait(engine.sample(ask(prompt[: length // 2], cache_scope=space)))
+    first, again = (wait(engine.sample(ask(prompt, num_samples=3, max_tokens=40, cache_scope=space))) for _ in range(2))
     assert (first.prompt_cache_hit_tokens, again.prompt_cache_hit_tokens) == (length // 2, length)
     assert_same_samples(again, first, atol=0)
-    assert wait(engine.sample(ask(prompt[:-1], space=space))).prompt_cache_hit_tokens == length - 2
+    assert wait(engine.sample(ask(prompt[:-1], cache_scope=space))).prompt_cache_hit_tokens == length - 2
 
 
 def test_a_request_that_comes_while_another_runs_finds_its_prompt(engine: Any, wait: Any, space: str):
-    async def late() -> Sampled:
-        running = asyncio.create_task(engine.sample(ask(max_tokens=60, space=space)))
+    async def late() -> SampleResult:
+        running = asyncio.create_task(engine.sample(ask(max_tokens=60, cache_scope=space)))
         await asyncio.sleep(0.05)
-        found = await engine.sample(ask((*PROMPT, 5, 6), space=space))
+        found = await engine.sample(ask((*PROMPT, 5, 6), cache_scope=space))
         await running
         return found
 
@@ -78,10 +78,10 @@ def test_a_request_that_comes_while_another_runs_finds_its_prompt(engine: Any, w
 def test_nothing_is_found_of_another_space_or_version(engine: Any, pair: Any, wait: Any, space: str):
     _, model_id, _ = pair()
     wait(engine.capture(model_id, f"{model_id}-v"))
-    wait(engine.sample(ask(space=space)))
-    assert wait(engine.sample(ask(space=f"{space}-2"))).prompt_cache_hit_tokens == 0
-    assert wait(engine.sample(ask(space=space, version=f"{model_id}-v"))).prompt_cache_hit_tokens == 0
-    assert wait(engine.sample(ask(space=space, version=f"{model_id}-v"))).prompt_cache_hit_tokens == len(PROMPT)
+    wait(engine.sample(ask(cache_scope=space)))
+    assert wait(engine.sample(ask(cache_scope=f"{space}-2"))).prompt_cache_hit_tokens == 0
+    assert wait(engine.sample(ask(cache_scope=space, version=f"{model_id}-v"))).prompt_cache_hit_tokens == 0
+    assert wait(engine.sample(ask(cache_scope=space, version=f"{model_id}-v"))).prompt_cache_hit_tokens == len(PROMPT)
     wait(engine.detach(f"{model_id}-v"))
 
 
@@ -91,7 +91,7 @@ def test_a_version_of_the_same_name_finds_nothing_of_the_old_one(engine: Any, pa
     wait(engine.capture(model_id, name))
 
     async def replaced() -> None:
-        running = asyncio.create_task(engine.sample(ask(version=name, max_tokens=60, space=space)))
+        running = asyncio.create_task(engine.sample(ask(version=name, max_tokens=60, cache_scope=space)))
         await asyncio.sleep(0.05)
         await engine.run([pass_for("cross_entropy", model_id)])
         await engine.step(model_id, AdamParams(learning_rate=0.05))
@@ -99,7 +99,7 @@ def test_a_version_of_the_same_name_finds_nothing_of_the_old_one(engine: Any, pa
         await running  # on the old weights, to its end
 
     wait(replaced())
-    found = wait(engine.sample(ask(version=name, max_tokens=40, space=space)))
+    found = wait(engine.sample(ask(version=name, max_tokens=40, cache_scope=space)))
     assert found.prompt_cache_hit_tokens == 0
     wait(engine.capture(model_id, f"{name}-2"))
     assert_same_samples(found, wait(engine.sample(ask(version=f"{name}-2", max_tokens=40))))
@@ -110,14 +110,14 @@ def test_a_version_of_the_same_name_finds_nothing_of_the_old_one(engine: Any, pa
 
 
 def test_what_is_asked_about_a_prompt_is_computed_whatever_is_known(engine: Any, forgetful: Any, wait: Any, space: str):
-    prompt = then(PROMPT, wait(engine.sample(ask(max_tokens=20, space=space))), 3, 4)
+    prompt = then(PROMPT, wait(engine.sample(ask(max_tokens=20, cache_scope=space))), 3, 4)
     targets = np.array(prompt[1:])[:, None]
     for found, about in (
         (0, {"prompt_logprobs": True}),
         (len(prompt) - 1 - 4, {"prompt_logprobs": True, "prompt_logprobs_last_n": 4}),
         (0, {"topk_prompt_logprobs": 3, "target_prompt_logprobs": targets, "prompt_alt_tokens_k": 2}),
     ):
-        mine, theirs = (wait(one.sample(ask(prompt, space=space, **about))) for one in (engine, forgetful))
+        mine, theirs = (wait(one.sample(ask(prompt, cache_scope=space, **about))) for one in (engine, forgetful))
         assert mine.prompt_cache_hit_tokens == found
         assert_same_samples(mine, theirs)
         for one, two in (
@@ -136,14 +136,14 @@ def test_known_and_new_prompts_in_one_pass(engine: Any, forgetful: Any, wait: An
     """Some of the prompts are known, some in part, some not at all, and one is asked about."""
     draw = np.random.default_rng(3)
     long = tuple(int(token) for token in draw.integers(3, 500, 300))
-    wait(engine.sample(ask(long[:280], max_tokens=5, space=space)))
-    wait(engine.sample(ask((*PROMPT, 9), max_tokens=50, space=space)))
+    wait(engine.sample(ask(long[:280], max_tokens=5, cache_scope=space)))
+    wait(engine.sample(ask((*PROMPT, 9), max_tokens=50, cache_scope=space)))
     prompts = [long, long[:200], (*PROMPT, 1, 2), PROMPT, PROMPT[:4], (*long[:50], 4, 4), (8, *PROMPT), long[:280]]
 
-    async def together(one: Any) -> list[Sampled]:
+    async def together(one: Any) -> list[SampleResult]:
         about = [{"prompt_logprobs": place == 3} for place in range(len(prompts))]
         asked = zip(prompts, about, strict=True)
-        return await asyncio.gather(*(one.sample(ask(prompt, space=space, **more)) for prompt, more in asked))
+        return await asyncio.gather(*(one.sample(ask(prompt, cache_scope=space, **more)) for prompt, more in asked))
 
     mine, theirs = wait(together(engine)), wait(together(forgetful))
     for found, wanted in zip(mine, theirs, strict=True):
@@ -168,11 +168,11 @@ def test_the_cache_stays_within_its_tokens(engine_of: Any, engine: Any, wait: An
 
 def test_after_eviction_a_conversation_goes_on_the_same(engine_of: Any, engine: Any, wait: Any, space: str):
     small = engine_of("llama", cache_tokens=600)
-    first = wait(small.sample(ask(max_tokens=30, space=space)))
+    first = wait(small.sample(ask(max_tokens=30, cache_scope=space)))
     prompt = then(PROMPT, first, 3, 4)
     for seed in range(8):
-        wait(small.sample(ask((seed + 20, *PROMPT), max_tokens=100, space=space)))
-    second = wait(small.sample(ask(prompt, max_tokens=30, space=space)))
+        wait(small.sample(ask((seed + 20, *PROMPT), max_tokens=100, cache_scope=space)))
+    second = wait(small.sample(ask(prompt, max_tokens=30, cache_scope=space)))
     assert second.prompt_cache_hit_tokens == 0
     assert_same_samples(second, wait(engine.sample(ask(prompt, max_tokens=30))))
 
@@ -180,14 +180,17 @@ def test_after_eviction_a_conversation_goes_on_the_same(engine_of: Any, engine: 
 def test_cancelled_and_failed_requests_leave_nothing_wrong(engine: Any, wait: Any, space: str):
     wanted = wait(engine.sample(ask(max_tokens=50)))
 
-    async def disturbed() -> Sampled:
-        doomed = ask(max_tokens=200, num_samples=4, space=space)
+    async def disturbed() -> SampleResult:
+        doomed = ask(max_tokens=200, num_samples=4, cache_scope=space)
         running = asyncio.create_task(engine.sample(doomed))
         await asyncio.sleep(0.05)
         await engine.cancel(doomed.request_id)
         with pytest.raises(Gone):
             await running
-        asked = (engine.sample(ask((*PROMPT[:6], 99_999), space=space)), engine.sample(ask(max_tokens=50, space=space)))
+        asked = (
+            engine.sample(ask((*PROMPT[:6], 99_999), cache_scope=space)),
+            engine.sample(ask(max_tokens=50, cache_scope=space)),
+        )
         broken, found = await asyncio.gather(*asked, return_exceptions=True)
         assert isinstance(broken, Exception)
         return found

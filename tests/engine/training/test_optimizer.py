@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.engine.data import pass_for
 from tests.engine.sampling.helpers import ask
 from tinsmith.engine.base import AdamParams, LoraSpec
-from tinsmith.engine.training.optimizer import LIMIT, Reach
+from tinsmith.engine.training.optimizer import MAX_WEIGHT, UpdateBound
 from tinsmith.engine.validation import check_adam
 from tinsmith.errors import BadRequest, NotFound
 
@@ -126,7 +126,7 @@ def test_a_saved_state_that_is_not_finite_is_refused_and_the_model_stays(
 
 def test_ordinary_training_is_far_from_the_limit() -> None:
     """So that no ordinary step pays for the careful way: the SDK's eps, a steep sum, a million steps."""
-    reach = Reach(weights=1.0)
+    reach = UpdateBound(weights=1.0)
     for steps in range(1, 1000):
         reach = reach.after(AdamParams(learning_rate=1e-2), norm=1e6, steps=steps)
-    assert reach.weights * 1000 < LIMIT / 1e6
+    assert reach.weights * 1000 < MAX_WEIGHT / 1e6

@@ -71,7 +71,7 @@ def asked(folder: Path) -> Callable[[str], list[Any]]:
 
 @pytest.fixture
 def version(engine: VllmEngine, wait: Any, model_id: str) -> Iterator[str]:
-    """Captured and nowhere on a disk."""
+    """AdapterSnapshot and nowhere on a disk."""
     wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
     wait(engine.capture(model_id, f"{model_id}-version"))
     yield f"{model_id}-version"
@@ -95,7 +95,7 @@ def test_a_request_leaves_nothing_to_the_defaults_of_vllm():
         "return_tokens_as_token_ids": True, "return_token_ids": True, "stream": False,
     }  # fmt: skip
     body = completions.request_body(
-        ask(num_samples=3, stop_strings=("\n",), stop_tokens=(7,), space="a"), CARD, "v1", stream=True
+        ask(num_samples=3, stop_strings=("\n",), stop_tokens=(7,), cache_scope="a"), CARD, "v1", stream=True
     )
     assert body["cache_salt"] == "a"
     assert (body["n"], body["stop"], body["stop_token_ids"], body["max_tokens"]) == (3, ["\n"], [7], 16)

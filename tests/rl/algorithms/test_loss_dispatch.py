@@ -71,9 +71,9 @@ def slopes(update, logprobs) -> list[torch.Tensor]:
         for name in update.inputs[0]
     }
     sequence = torch.repeat_interleave(torch.arange(len(logprobs)), torch.tensor([len(one) for one in logprobs]))
-    numbers = {**{key: value for key, value in spec.numbers.items() if value is not None}, **update.config}
+    numbers = {**{key: value for key, value in spec.numeric_settings.items() if value is not None}, **update.config}
     estimator = str(numbers.pop("kl_estimator", "k2"))
-    targets = losses.Targets(logprobs=flat, entropies=None, sequence=sequence, inputs=inputs)
+    targets = losses.LossInputs(logprobs=flat, entropies=None, sequence=sequence, inputs=inputs)
     loss, _ = losses.objective(update.loss, targets, numbers, estimator, update.config)
     return list(torch.autograd.grad(loss, logprobs))
 

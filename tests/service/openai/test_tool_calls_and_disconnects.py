@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from tests.service.inprocess import KEY, Api, api
-from tinsmith.engine.base import Heard, Piece, Sampled, SampledSequence, SampleRequest
+from tinsmith.engine.base import OnDelta, SampledSequence, SampleRequest, SampleResult, SequenceDelta
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
 from tinsmith.errors import EngineDied, Gone
@@ -31,29 +31,29 @@ class Actor(FakeEngine):
 
     def __init__(self, config: EngineConfig, lines: list[str | None]) -> None:
         super().__init__(config)
-        self.lines, self.heard, self.cancelled = lines, [], []  # type: ignore[var-annotated]
+        self.lines, self.requests, self.cancelled = lines, [], []  # type: ignore[var-annotated]
         self.began, self.ended = asyncio.Event(), asyncio.Event()
         self.died = asyncio.Event()
 
-    async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
-        self.heard.append(request)
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+        self.requests.append(request)
         self.began.set()
         line = self.lines.pop(0)
         if line is None:
-            if heard is not None:
-                heard(Piece(sample=0, tokens=(ord("a"),), logprobs=(-1.0,)))
+            if on_delta is not None:
+                on_delta(SequenceDelta(sample=0, tokens=(ord("a"),), logprobs=(-1.0,)))
             await self.ended.wait()
             raise Gone("Cancelled.")
         if line == "die":
             raise EngineDied("The engine is dead.")
         tokens = [*map(ord, line), 2]
-        for token in tokens if heard is not None else ():
-            heard(Piece(sample=0, tokens=(token,), logprobs=(-1.0,)))  # type: ignore[misc]
+        for token in tokens if on_delta is not None else ():
+            on_delta(SequenceDelta(sample=0, tokens=(token,), logprobs=(-1.0,)))  # type: ignore[misc]
             await asyncio.sleep(0)
         said = SampledSequence(
             tokens=np.array(tokens, np.int32), logprobs=np.full(len(tokens), -1, np.float32), stop_reason="stop"
         )
-        return Sampled(sequences=(said,) * request.num_samples)
+        return SampleResult(sequences=(said,) * request.num_samples)
 
     async def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
@@ -87,7 +87,7 @@ def test_a_tool_is_called_and_its_answer_is_read(tmp_path: Path):
             more = [*HI, choice.message.model_dump(), answer]
             second = await ai.chat.completions.create(model="toy", messages=more, tools=TOOLS)
             assert (second.choices[0].finish_reason, second.choices[0].message.content) == ("stop", "It is 52.")
-            prompt = "".join(map(chr, actor.heard[1].prompt))
+            prompt = "".join(map(chr, actor.requests[1].prompt))
             assert prompt.endswith("tool: 52\nassistant:")
             assert '"name": "add"' in prompt  # the template was told of the tool
             assert call.id.isalnum()
@@ -119,7 +119,7 @@ def test_without_tools_the_same_words_are_text(tmp_path: Path):
             for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
                 said = await ai.chat.completions.create(model="toy", messages=HI, **more)  # type: ignore[call-overload]
                 assert (said.choices[0].message.content, said.choices[0].message.tool_calls) == (CALL, None)
-                assert "add" not in "".join(map(chr, actor.heard[-1].prompt))
+                assert "add" not in "".join(map(chr, actor.requests[-1].prompt))
             with pytest.raises(openai.BadRequestError, match="tool_choice"):
                 await ai.chat.completions.create(model="toy", messages=HI, tools=TOOLS, tool_choice="required")
 
@@ -153,7 +153,7 @@ def test_a_client_that_goes_away_stops_the_engine(tmp_path: Path, stream: bool):
             gone.set()
             await asyncio.wait_for(call, 5)
             await asyncio.wait_for(actor.ended.wait(), 5)
-            assert actor.cancelled == [actor.heard[0].request_id]
+            assert actor.cancelled == [actor.requests[0].request_id]
             assert bool(sent) == stream or sent[0]["status"] == 410
 
     asyncio.run(play())

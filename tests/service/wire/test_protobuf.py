@@ -12,7 +12,7 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
-from tinsmith.engine.base import PassResult, Sampled, SampledSequence, TopK
+from tinsmith.engine.base import PassResult, SampledSequence, SampleResult, TopK
 from tinsmith.errors import BadRequest, TooLarge, Unsupported
 from tinsmith.service.wire.protobuf import (
     MAX_BODY_BYTES,
@@ -187,12 +187,12 @@ def test_the_sdk_reads_a_result_of_mixed_ranks() -> None:
         assert output["logprobs"].shape == list(array.shape)
 
 
-def sampled(**changes) -> Sampled:
+def sampled(**changes) -> SampleResult:
     top = TopK(token_ids=np.asarray([[1, 2], [3, 4]], np.int32), logprobs=np.asarray([[-1, -2], [-3, -4]], np.float32))
     one = SampledSequence(
         tokens=np.asarray([4, 2], np.int32), logprobs=np.asarray([-0.5, -1], np.float32), stop_reason="stop", topk=top
     )
-    return Sampled(sequences=(one,), prompt_cache_hit_tokens=3, **changes)
+    return SampleResult(sequences=(one,), prompt_cache_hit_tokens=3, **changes)
 
 
 def test_the_sdk_reads_a_sample() -> None:

@@ -17,7 +17,7 @@ from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
-from tinsmith.engine.base import PassResult, Sampled, SampledSequence, TopK
+from tinsmith.engine.base import PassResult, SampledSequence, SampleResult, TopK
 from tinsmith.errors import UserError
 from tinsmith.service.wire.protobuf import SparseLayout, decode_pass, decompress, encode_pass, encode_sampled, pb
 
@@ -120,7 +120,7 @@ test_many_results_are_what_the_sdk_reads = pytest.mark.slow(thorough(given(resul
 
 
 @st.composite
-def samples(draw: st.DrawFn) -> tuple[Sampled, SparseLayout | None]:
+def samples(draw: st.DrawFn) -> tuple[SampleResult, SparseLayout | None]:
     """SequenceRegistry of any lengths, with or without each thing that can be asked about a prompt."""
 
     def topk(length: int, k: int) -> TopK:
@@ -148,7 +148,7 @@ def samples(draw: st.DrawFn) -> tuple[Sampled, SparseLayout | None]:
             rows, columns = np.nonzero(kept)
             crow = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=prompt - 1))])
             layout, targets = SparseLayout(crow=crow, col=columns), np.where(kept, targets, np.nan).astype(np.float32)
-    sampled = Sampled(
+    sampled = SampleResult(
         sequences=tuple(sequence() for _ in range(draw(st.integers(1, 3)))),
         prompt_logprobs=draw(st.none() | npst.arrays(np.float32, prompt, elements=floats)),
         topk_prompt=topk(prompt, k) if k and draw(st.booleans()) else None,
@@ -160,7 +160,7 @@ def samples(draw: st.DrawFn) -> tuple[Sampled, SparseLayout | None]:
 
 @quick
 @given(samples())
-def test_samples_are_what_the_sdk_reads(made: tuple[Sampled, SparseLayout | None]) -> None:
+def test_samples_are_what_the_sdk_reads(made: tuple[SampleResult, SparseLayout | None]) -> None:
     sampled, layout = made
     read = deserialize_sample_response(encode_sampled(sampled, layout))
     for got, meant in zip(read.sequences, sampled.sequences, strict=True):

@@ -44,14 +44,14 @@ _MODULES: Mapping[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True)
-class _Loose:
+class _DataDependent:
     """In a plan: a tensor whose true shape depends on values; it is at most this large."""
 
     tensor: Tensor
 
 
 @dataclass(slots=True)
-class Program:
+class CustomLoss:
     """One loss for the data of one request; keeps an eye on the time that they take together."""
 
     graph: LossGraph
@@ -76,9 +76,9 @@ class Program:
         with torch.enable_grad():
             values = self._steps(arguments, "cpu", start)
             loss, metrics = self._returned(values)
-            slope = self._slope(loss, leaf)
+            grad = self._gradient(loss, leaf)
         self.seconds += time.perf_counter() - start
-        return float(loss.detach()), slope, metrics
+        return float(loss.detach()), grad, metrics
 
     def _steps(self, arguments: Sequence[Tensor], device: str, start: float) -> dict[str, Any]:
         """Every node's value. On the device `meta` this is the plan: shapes alone."""
@@ -115,34 +115,34 @@ class Program:
                 )
         return found.pop(""), {key: float(value.detach()) for key, value in found.items()}
 
-    def _slope(self, loss: Tensor, leaf: Tensor) -> Tensor:
+    def _gradient(self, loss: Tensor, leaf: Tensor) -> Tensor:
         try:
-            slope = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
+            grad = torch.autograd.grad(loss, leaf, allow_unused=True)[0] if loss.requires_grad else None
         except RuntimeError as error:  # as of floor_divide, which torch cannot differentiate
             raise BadRequest(f"Loss {self.graph.name}: {str(error).splitlines()[0]}.", "Detach its input.") from error
-        if slope is None:
+        if grad is None:
             raise BadRequest(f"Loss {self.graph.name} has no gradient in logprobs.", "Do not detach all of them.")
-        return slope
+        return grad
 
 
 def _step(node: Node, values: Mapping[str, Any], device: str) -> Any:
-    """What one node gives; in a plan, wrapped as loose if values decide how large it is."""
+    """What one node gives; in a plan, wrapped as data_dependent if values decide how large it is."""
     args: list[Any] = [_decoded(one, values, device) for one in node.args]
     kwargs: dict[str, Any] = {key: _decoded(one, values, device) for key, one in (node.kwargs or {}).items()}
-    loose = any(isinstance(one, _Loose) for one in _leaves((args, kwargs)))
-    args, kwargs = _firm(args), _firm(kwargs)
+    data_dependent = any(isinstance(one, _DataDependent) for one in _leaves((args, kwargs)))
+    args, kwargs = _unwrap(args), _unwrap(kwargs)
     module, _, name = node.public.rpartition(".")
     if "device" in kwargs or (module == "torch" and name in _CREATES):
         kwargs["device"] = device
     _check_sizes(name, args)
     if node.target == "getattr":
-        return _checked(getattr(args[0], args[1]), loose and args[1] not in _EXACT)
+        return _checked(getattr(args[0], args[1]), data_dependent and args[1] not in _EXACT)
     if module == "operator" and name == "getitem":
-        return _item(args[0], args[1], loose, planning=device == "meta")
+        return _item(args[0], args[1], data_dependent, planning=device == "meta")
     if name == "masked_select" and device == "meta":
         shape = torch.broadcast_shapes(*(one.shape for one in _tensors(args)))
-        return _Loose(torch.empty(shape.numel(), device="meta"))
-    return _checked(_call(node, module, name, args, kwargs, device), loose and name not in _EXACT)
+        return _DataDependent(torch.empty(shape.numel(), device="meta"))
+    return _checked(_call(node, module, name, args, kwargs, device), data_dependent and name not in _EXACT)
 
 
 def _call(node: Node, module: str, name: str, args: list[Any], kwargs: dict[str, Any], device: str) -> Any:
@@ -182,22 +182,22 @@ def _decoded(value: Any, values: Mapping[str, Any], device: str) -> Any:
     return float(inner) if kind == "float" else plain[kind]
 
 
-def _item(container: Any, index: Any, loose: bool, *, planning: bool) -> Any:
+def _item(container: Any, index: Any, data_dependent: bool, *, planning: bool) -> Any:
     """container[index], where a mask of a tensor stands by itself."""
     if not isinstance(container, Tensor):
         if not isinstance(container, tuple | list) or not isinstance(index, int | slice):
             raise BadRequest("it takes part of a tensor or a tuple.", "Index tuples by numbers.")
-        return _checked(container[index], loose)
+        return _checked(container[index], data_dependent)
     masks = [one for one in _tensors([index]) if one.dtype in (torch.bool, torch.uint8)]
     if not masks:
-        return _checked(container[index], loose)
+        return _checked(container[index], data_dependent)
     if masks[0] is not index or index.dtype == torch.uint8:
         raise BadRequest("a mask stands by itself, and is of dtype bool.", "Index by one mask alone.")
     if not planning:
         return container[index]
     if index.shape != container.shape[: index.ndim]:
         raise BadRequest(f"a mask of shape {tuple(index.shape)} for {tuple(container.shape)}.", "Give both one shape.")
-    return _Loose(container.reshape(index.numel(), *container.shape[index.ndim :]))
+    return _DataDependent(container.reshape(index.numel(), *container.shape[index.ndim :]))
 
 
 def _check_operands(name: str, args: Sequence[Any]) -> None:
@@ -210,28 +210,28 @@ def _check_operands(name: str, args: Sequence[Any]) -> None:
             raise TooLarge("the result is beyond 64 bits.", "Use floats.")
 
 
-def _checked(value: Any, loose: bool) -> Any:
+def _checked(value: Any, data_dependent: bool) -> Any:
     """A step's value, if it is one that later steps may have."""
     if isinstance(value, Tensor):
-        return _Loose(value) if loose and value.ndim else value
+        return _DataDependent(value) if data_dependent and value.ndim else value
     if isinstance(value, torch.dtype | torch.device | bool | float):
         return value
     if isinstance(value, int):
         if abs(value) >= 2**63:
             raise TooLarge("the result is beyond 64 bits.", "Use floats.")
-        if loose:
+        if data_dependent:
             raise BadRequest("it reads how many a mask selects.", "Sum the mask instead.")
         return value
     if isinstance(value, torch.Size | tuple | list):
-        return _parts(value, loose)
+        return _parts(value, data_dependent)
     raise BadRequest(f"it gives a {type(value).__name__}.", "Steps give tensors and numbers.")
 
 
-def _parts(value: Sequence[Any], loose: bool) -> Any:
+def _parts(value: Sequence[Any], data_dependent: bool) -> Any:
     if len(value) > MAX_PARTS:
         raise TooLarge("it gives too many tensors.", f"At most {MAX_PARTS}.")
-    found = tuple(_checked(one, loose) for one in value)
-    return found if isinstance(value, torch.Size) else _alike(value, found)
+    found = tuple(_checked(one, data_dependent) for one in value)
+    return found if isinstance(value, torch.Size) else _same_kind(value, found)
 
 
 def _leaves(value: Any) -> list[Any]:
@@ -245,18 +245,18 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return [leaf for leaf in _leaves(_firm(value)) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in _leaves(_unwrap(value)) if isinstance(leaf, Tensor)]
 
 
-def _firm(value: Any) -> Any:
+def _unwrap(value: Any) -> Any:
     """Without the wraps of a plan."""
-    if isinstance(value, _Loose):
+    if isinstance(value, _DataDependent):
         return value.tensor
     if isinstance(value, tuple | list):
-        return _alike(value, [_firm(one) for one in value])
-    return {key: _firm(one) for key, one in value.items()} if isinstance(value, dict) else value
+        return _same_kind(value, [_unwrap(one) for one in value])
+    return {key: _unwrap(one) for key, one in value.items()} if isinstance(value, dict) else value
 
 
-def _alike(value: Any, parts: Sequence[Any]) -> Any:
+def _same_kind(value: Any, parts: Sequence[Any]) -> Any:
     """The parts as the same kind of sequence: one with `values` and `indices`, as of max and topk, keeps the names."""
     return type(value)(parts)

@@ -16,7 +16,17 @@ from pathlib import Path
 
 import numpy as np
 
-from tinsmith.engine.base import AdamParams, Datum, Heard, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
+from tinsmith.engine.base import (
+    AdamParams,
+    Datum,
+    LoraSpec,
+    ModelCard,
+    OnDelta,
+    Pass,
+    PassResult,
+    SampleRequest,
+    SampleResult,
+)
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.losses import DatumLoss, builtin_loss, custom_loss
 from tinsmith.engine.fake.model import HIDDEN, BigramModel, FakeAdapter, Sampling, entropy, read_adapter, write_adapter
@@ -185,15 +195,15 @@ class FakeEngine:
         """Make the request's `sample` call raise Gone at its next token."""
         self._sampling.discard(request_id)
 
-    async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
         weights = None if request.version is None else self._version(request.version)
         sampling = Sampling(self._bigram, request, weights, lambda: request.request_id not in self._sampling)
         self._sampling.add(request.request_id)
         try:
-            sequences = [await sampling.sequence(index, heard) for index in range(request.num_samples)]
+            sequences = [await sampling.sequence(index, on_delta) for index in range(request.num_samples)]
         finally:
             self._sampling.discard(request.request_id)
-        return sampling.add_prompt_results(Sampled(sequences=tuple(sequences)))
+        return sampling.add_prompt_results(SampleResult(sequences=tuple(sequences)))
 
     def _version(self, version: str) -> FakeAdapter:
         adapter = self._versions.get(version)

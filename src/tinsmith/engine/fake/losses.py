@@ -30,15 +30,15 @@ def builtin_loss(request: Pass, datum: Datum, p: np.ndarray, entropies: np.ndarr
     """The request's loss of one datum with its regularizers, in float64."""
     if request.loss_fn not in loss_specs.LOSSES:
         raise Unsupported(f"The fake engine has no loss '{request.loss_fn}'.")
-    config = loss_specs.numbers(request)
-    inputs = {name: values.astype(np.float64) for name, values in loss_specs.filled(request, datum).items()}
+    config = loss_specs.numeric_settings(request)
+    inputs = {name: values.astype(np.float64) for name, values in loss_specs.loss_inputs(request, datum).items()}
     flat, metrics = p.reshape(-1).astype(np.float64), {}
     if request.loss_fn == "trinity_ppo":
         loss, grad, metrics = _trinity(flat, inputs, config)
     else:
         loss, grad = _loss(request.loss_fn, flat, inputs, config)
         if "kl_mask" in inputs:
-            value, value_grad = _divergence(loss_specs.estimator(request), flat, inputs)
+            value, value_grad = _divergence(loss_specs.kl_estimator(request), flat, inputs)
             loss, grad = loss + config["kl_coef"] * value, grad + config["kl_coef"] * value_grad
             metrics = {"kl:sum": value}
     entropy_grad = np.zeros(len(datum.tokens))
@@ -55,10 +55,10 @@ def custom_loss(request: Pass) -> Callable[[Datum, np.ndarray, np.ndarray], Datu
     """The function that evaluates the request's custom loss on a datum. Imports torch."""
     import torch
 
-    from tinsmith.engine.custom_loss.runner import Program
+    from tinsmith.engine.custom_loss.runner import CustomLoss
 
     assert request.graph is not None
-    program = Program(request.graph)
+    program = CustomLoss(request.graph)
 
     def evaluate(datum: Datum, p: np.ndarray, _entropies: np.ndarray) -> DatumLoss:
         loss, grad, metrics = program.run(torch.from_numpy(p), datum.inputs)

@@ -18,7 +18,16 @@ from safetensors.numpy import load_file, save_file
 from tokenizers import Tokenizer
 
 from tinsmith.atomic import atomic_folder, folder_size
-from tinsmith.engine.base import Heard, LoraSpec, ModelCard, Piece, Sampled, SampledSequence, SampleRequest, TopK
+from tinsmith.engine.base import (
+    LoraSpec,
+    ModelCard,
+    OnDelta,
+    SampledSequence,
+    SampleRequest,
+    SampleResult,
+    SequenceDelta,
+    TopK,
+)
 from tinsmith.errors import EngineError, Gone
 
 _PREFIX = "base_model.model.lm_head"
@@ -139,7 +148,7 @@ class Sampling:
     weights: FakeAdapter | None
     is_cancelled: Callable[[], bool]
 
-    async def sequence(self, index: int, heard: Heard | None) -> SampledSequence:
+    async def sequence(self, index: int, on_delta: OnDelta | None) -> SampledSequence:
         """Sample one sequence, yielding to other callers. Raises Gone once the request is cancelled."""
         request, card = self.request, self.bigram.card
         seed = request.seed if request.seed is not None else zlib.crc32(request.request_id.encode())
@@ -160,9 +169,9 @@ class Sampling:
             tokens.append(last)
             logprobs.append(logp[last])
             tops.append(logp)
-            if heard is not None:
+            if on_delta is not None:
                 best = topk(logp[None], request.topk_sample_logprobs) if request.topk_sample_logprobs else None
-                heard(Piece(sample=index, tokens=(last,), logprobs=(float(logp[last]),), topk=best))
+                on_delta(SequenceDelta(sample=index, tokens=(last,), logprobs=(float(logp[last]),), topk=best))
                 await asyncio.sleep(0)
             text = self.bigram.decode(tokens) if request.stop_strings else ""
             if last in stops or any(stop in text for stop in request.stop_strings):
@@ -176,7 +185,7 @@ class Sampling:
             topk=top,
         )
 
-    def add_prompt_results(self, result: Sampled) -> Sampled:
+    def add_prompt_results(self, result: SampleResult) -> SampleResult:
         """The result with what the request asks about its prompt."""
         request = self.request
         target_ids, k = request.target_prompt_logprobs, request.topk_prompt_logprobs

@@ -1,10 +1,7 @@
-"""Many LoRA adapters on one base model, in one pass.
+"""LoRA adapters as flat tensors: W' = W + (alpha / rank) B A.
 
-Every projection of the base becomes a LoraLinear; the head stays bare (`head.py` adds its adapter). Which packed
-positions belong to which adapter is told to the shared Router before a pass; `products.py` computes with it.
-
-An adapter's matrices stand in one flat float32 tensor (the layout says where), so an optimizer step, a copy and a norm
-are one operation each. W' = W + (alpha / rank) B A; A is Kaiming-uniform from the seed, B zero, as PEFT makes them.
+An adapter's matrices are views of one flat float32 tensor, at the offsets of its layout, so an optimizer step, a copy
+or a norm is one operation. A is initialized Kaiming-uniform from the seed and B with zeros, as PEFT does.
 """
 
 from __future__ import annotations
@@ -17,13 +14,13 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import LoraSpec
-from tinsmith.engine.model.packing import Span
+from tinsmith.engine.model.packing import AdapterSpan
 
 HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class LoraPair:
     """A [rank, in] and B [out, rank] of one projection, or their gradients."""
 
     a: Tensor
@@ -31,8 +28,8 @@ class Pair:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
-    """Where each projection's A and B stand in an adapter's flat tensor; the head's come last."""
+class AdapterLayout:
+    """Offsets of each projection's A and B in an adapter's flat tensor; the head's are last."""
 
     spec: LoraSpec
     shapes: tuple[tuple[str, int, int], ...]
@@ -44,33 +41,34 @@ class Layout:
 
     @property
     def size(self) -> int:
+        """Elements of the flat tensor."""
         return sum(self.spec.rank * (width + height) for _, width, height in self.shapes)
 
     @property
     def body_size(self) -> int:
-        """Elements before the head's."""
+        """Elements without the head's."""
         return sum(self.spec.rank * (width + height) for name, width, height in self.shapes if name != HEAD)
 
-    def pairs(self, flat: Tensor) -> dict[str, Pair]:
+    def pairs(self, flat: Tensor) -> dict[str, LoraPair]:
         """Views of `flat` by module name."""
-        return self._cut(flat, self.shapes)
+        return self._split(flat, self.shapes)
 
-    def halves(self, body: Tensor, head: Tensor) -> dict[str, Pair]:
-        """The same of a tensor that was cut in two at `body_size`."""
+    def pairs_of_parts(self, body: Tensor, head: Tensor) -> dict[str, LoraPair]:
+        """Views by module name of a flat tensor that was split at `body_size`."""
         last = [shape for shape in self.shapes if shape[0] == HEAD]
-        return self._cut(body, self.shapes[: len(self.shapes) - len(last)]) | self._cut(head, last)
+        return self._split(body, self.shapes[: len(self.shapes) - len(last)]) | self._split(head, last)
 
-    def _cut(self, flat: Tensor, shapes: Sequence[tuple[str, int, int]]) -> dict[str, Pair]:
-        """One split for all: hundreds of slices would take milliseconds of each step."""
+    def _split(self, flat: Tensor, shapes: Sequence[tuple[str, int, int]]) -> dict[str, LoraPair]:
+        """One split for all modules, because hundreds of slices would take milliseconds of each step."""
         rank = self.spec.rank
         pieces = iter(flat.split([rank * length for _, width, height in shapes for length in (width, height)]))
         return {
-            name: Pair(next(pieces).view(rank, width), next(pieces).view(height, rank))
+            name: LoraPair(next(pieces).view(rank, width), next(pieces).view(height, rank))
             for name, width, height in shapes
         }
 
     def initial(self) -> Tensor:
-        """A fresh adapter, the same for the same seed on every machine: float32 [size] on the CPU."""
+        """A new adapter, float32 [size] on the CPU; the same for the same seed on every machine."""
         generator = torch.Generator("cpu").manual_seed(self.spec.seed & (2**63 - 1))
         flat = torch.zeros(self.size, device="cpu")
         for pair in self.pairs(flat).values():
@@ -80,41 +78,41 @@ class Layout:
 
 
 @dataclass(slots=True, weakref_slot=True, eq=False)
-class Weights:
-    """An adapter as a pass reads it: pairs in the base's dtype (the head's in float32), and where gradients go."""
+class AdapterWeights:
+    """An adapter as a pass reads it: pairs in the base's dtype (the head's in float32), and its gradient buffers."""
 
     scale: float
-    pairs: dict[str, Pair]
-    gradients: dict[str, Pair] = field(default_factory=dict)
-    """float32; empty when none are wanted."""
-    stacks: dict[str, Tensor] = field(default_factory=dict)
-    """A matrices side by side, by the first one's name; made when first asked for."""
+    pairs: dict[str, LoraPair]
+    gradients: dict[str, LoraPair] = field(default_factory=dict)
+    """float32; empty if the adapter is not trained."""
+    stacked_cache: dict[str, Tensor] = field(default_factory=dict)
+    """Results of `stacked_a` by the first module name."""
 
-    def stacked(self, names: Sequence[str]) -> Tensor:
-        """The A matrices of projections that share their input: [n rank, in]."""
+    def stacked_a(self, names: Sequence[str]) -> Tensor:
+        """The A matrices of projections that share their input: [projections * rank, in]."""
         if len(names) == 1:
             return self.pairs[names[0]].a
-        if names[0] not in self.stacks:
-            self.stacks[names[0]] = torch.cat([self.pairs[name].a for name in names])
-        return self.stacks[names[0]]
+        if names[0] not in self.stacked_cache:
+            self.stacked_cache[names[0]] = torch.cat([self.pairs[name].a for name in names])
+        return self.stacked_cache[names[0]]
 
 
-def weights_of(layout: Layout, master: Tensor, dtype: torch.dtype) -> Weights:
-    """A reading of `master` (float32 [size]) of this moment: rounded copies, so that later steps don't show.
+def adapter_weights(layout: AdapterLayout, master: Tensor, dtype: torch.dtype) -> AdapterWeights:
+    """The weights of `master` (float32 [size]) in `dtype`, as copies that later steps do not change.
 
-    In float32 it is the master itself, which must stay as it is while the reading is in use.
+    In float32 they are views of `master`, which must not change while they are in use.
     """
     if dtype == torch.float32:
-        return Weights(layout.scale, layout.pairs(master))
+        return AdapterWeights(layout.scale, layout.pairs(master))
     body, head = master[: layout.body_size].to(dtype, copy=True), master[layout.body_size :].clone()
-    return Weights(layout.scale, layout.halves(body, head))
+    return AdapterWeights(layout.scale, layout.pairs_of_parts(body, head))
 
 
-Placed = tuple[Weights, int, int]
+PlacedAdapter = tuple[AdapterWeights, int, int]
 """An adapter and the packed positions start..stop that it serves."""
 
 
-def place(spans: Sequence[Span], adapters: Sequence[Weights | None]) -> list[Placed]:
-    """Spans with their adapters; those of the bare base model need no one."""
-    found = [(adapters[span.adapter], span.start, span.stop) for span in spans]
-    return [(weights, start, stop) for weights, start, stop in found if weights is not None]
+def place_adapters(spans: Sequence[AdapterSpan], adapters: Sequence[AdapterWeights | None]) -> list[PlacedAdapter]:
+    """The adapter of each span; spans of the bare base model (None) are left out."""
+    placed = [(adapters[span.adapter], span.start, span.stop) for span in spans]
+    return [(weights, start, stop) for weights, start, stop in placed if weights is not None]

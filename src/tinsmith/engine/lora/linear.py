@@ -1,8 +1,16 @@
-"""A frozen projection plus what adapters add to it, forward and backward by hand; for several that share one input too.
+"""The projections of a base model with LoRA adapters added, forward and backward written by hand.
 
-Gradients are taken for adapters alone: the backward adds them straight into the adapter's gradient buffer and passes
-on the input's gradient; no weight gradient of the base is ever formed. Projections that read one input (q, k and v;
-gate and up) have their A matrices side by side, so that what is narrow is one product and not three.
+`adapt` replaces every projection by a LoraLinear. A pass tells the shared Router which adapter serves which packed
+positions; each projection then computes
+
+    y = W x + s B A x        W frozen, s = alpha / rank, A and B of the adapter at that position
+
+The backward adds the adapters' gradients to their gradient buffers and returns the gradient of the input. It forms no
+gradient of W. Projections that read the same input (q, k, v; gate, up) are computed together: their A matrices are
+concatenated, so that A x is one product.
+
+Adapters are computed one by one (AdapterSlice), or, where many have few positions each, as batched products over
+stacked matrices (AdapterBatch): 64 tenants with 16 tokens each would otherwise need 80,000 tiny products for a pass.
 """
 
 from __future__ import annotations
@@ -11,291 +19,303 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from typing_extensions import override
 
 from tinsmith.engine.base import LoraSpec
-from tinsmith.engine.lora.adapter import HEAD, Layout, Placed
-from tinsmith.engine.lora.matmul import Fixed
+from tinsmith.engine.lora.adapter import HEAD, AdapterLayout, AdapterWeights, PlacedAdapter
+from tinsmith.engine.lora.matmul import FrozenLinear
 from tinsmith.engine.model.loading import BaseModel
 from tinsmith.engine.model.support import PROJECTIONS
 
-if TYPE_CHECKING:
-    from tinsmith.engine.lora.adapter import Placed, Weights
+MIN_BATCH_ADAPTERS = 4
+"""Fewer adapters of one shape are computed one by one."""
+
+MAX_BATCH_POSITIONS = 192
+"""An adapter with more positions is computed by itself."""
+
+_LENGTH_CLASSES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, MAX_BATCH_POSITIONS)
+"""Adapters are batched with others of the same class of length, so that little is padded."""
 
 
-LEAST = 4
-"""Adapters; fewer go one by one."""
+class Router:
+    """Tells the projections which adapter serves which packed positions of the current pass."""
 
-MOST_POSITIONS = 192
-"""Of one adapter; more are worth a product of their own."""
+    def __init__(self) -> None:
+        self.groups: AdapterGroups = ()
+
+    @contextmanager
+    def using(self, placed: Sequence[PlacedAdapter]) -> Iterator[None]:
+        """Serve these adapters within the context, for forward and backward."""
+        self.groups = group_adapters(placed)
+        try:
+            yield
+        finally:
+            self.groups = ()
+
+
+class LoraLinear(nn.Module):
+    """A frozen projection plus the contribution of the router's adapters."""
+
+    def __init__(self, base: nn.Linear, name: str, router: Router) -> None:
+        super().__init__()
+        bias = None if base.bias is None else base.bias.detach()
+        self.frozen, self.name, self.router = FrozenLinear(base.weight.detach(), bias), name, router
+
+    @override
+    def forward(self, inputs: Tensor) -> Tensor:
+        return project(inputs.squeeze(0), [self.projection], self.router.groups)[0][None]
+
+    @property
+    def projection(self) -> Projection:
+        """Argument of `project`."""
+        return Projection(self.name, self.frozen)
+
+
+def adapt(base: BaseModel) -> Router:
+    """Replace every projection of the base by a LoraLinear; returns the router that they share."""
+    router = Router()
+    leaves = {name for names in PROJECTIONS.values() for name in names}
+    for path, module in list(base.model.named_modules()):
+        parent, _, leaf = path.rpartition(".")
+        if leaf in leaves and isinstance(module, nn.Linear):
+            setattr(base.model.get_submodule(parent), leaf, LoraLinear(module, path, router))
+    return router
+
+
+def layout_for(base: BaseModel, spec: LoraSpec) -> AdapterLayout:
+    """Layout of an adapter on an adapted base, over the modules that the spec trains."""
+    leaves = (*(PROJECTIONS["attn"] if spec.train_attn else ()), *(PROJECTIONS["mlp"] if spec.train_mlp else ()))
+    shapes = [
+        (module.name, module.frozen.shape[1], module.frozen.shape[0])
+        for module in base.model.modules()
+        if isinstance(module, LoraLinear) and module.name.rpartition(".")[2] in leaves
+    ]
+    if spec.train_unembed:
+        shapes.append((HEAD, base.head.shape[1], base.head.shape[0]))
+    return AdapterLayout(spec, tuple(shapes))
 
 
 @dataclass(frozen=True, slots=True)
-class Crowd:
-    """Adapters of one shape, n of them, with up to L positions each."""
+class Projection:
+    """A frozen projection and its module name."""
 
-    weights: tuple[Weights, ...]
-    index: Tensor
-    """int64 [n, L]: packed positions; the shorter repeat their last."""
-    real: Tensor | None
-    """bool [n, L]: which are not repeated; None if all are real and stand side by side."""
+    name: str
+    frozen: FrozenLinear
+
+
+def project(inputs: Tensor, projections: Sequence[Projection], groups: AdapterGroups) -> tuple[Tensor, ...]:
+    """inputs [T, in] -> outputs [T, out] of each projection, including the adapters that have these projections."""
+    groups = [group for group in groups if group.has(projections[0].name)]
+    if torch.is_grad_enabled() and inputs.requires_grad:
+        return _Project.apply(inputs, projections, groups)  # type: ignore[no-any-return]
+    return tuple(_forward(inputs, projections, groups)[0])
+
+
+def _forward(
+    inputs: Tensor, projections: Sequence[Projection], groups: AdapterGroups
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs of each projection, and A x of each group."""
+    outputs = [projection.frozen(inputs) for projection in projections]
+    names = [projection.name for projection in projections]
+    return outputs, [group.forward(inputs, outputs, names) for group in groups]
+
+
+class _Project(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, inputs: Tensor, projections: Sequence[Projection], groups: AdapterGroups
+    ) -> tuple[Tensor, ...]:
+        outputs, narrow = _forward(inputs, projections, groups)
+        trained = any(group.has_gradients for group in groups)
+        ctx.save_for_backward(*((inputs, *narrow) if trained else ()))
+        ctx.projections, ctx.groups = projections, groups
+        return tuple(outputs)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        names = [projection.name for projection in ctx.projections]
+        input_grad = ctx.projections[0].frozen.backward(grads[0])
+        for grad, projection in zip(grads[1:], ctx.projections[1:], strict=True):
+            input_grad = projection.frozen.backward(grad, onto=input_grad)
+        saved = ctx.saved_tensors
+        for number, group in enumerate(ctx.groups):
+            inputs, narrow = (saved[0], saved[1 + number]) if saved else (None, None)
+            group.backward(input_grad, grads, names, inputs, narrow)
+        return input_grad, None, None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterSlice:
+    """One adapter at the packed positions start..stop."""
+
+    weights: AdapterWeights
+    start: int
+    stop: int
 
     @property
-    def trains(self) -> bool:
-        return any(one.gradients for one in self.weights)
+    def has_gradients(self) -> bool:
+        return bool(self.weights.gradients)
 
     def has(self, name: str) -> bool:
-        return name in self.weights[0].pairs
+        """Whether the adapter covers the projection."""
+        return name in self.weights.pairs
 
-    def add(self, inputs: Tensor, outputs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
-        """Add s B A x to the outputs [T, out]; returns A x of all projections side by side [n, L, ranks]."""
-        narrow = torch.bmm(self._taken(inputs), self._stacked(names).mT)
-        for name, output, piece in zip(names, outputs, narrow.chunk(len(names), dim=2), strict=True):
-            self._put(output, torch.bmm(piece, self._b(name).mT))
+    def forward(self, inputs: Tensor, outputs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
+        """Add s B A x to the outputs; returns A x of all projections [positions, projections * rank]."""
+        narrow = linear(self._rows(inputs), self.weights.stacked_a(names))
+        pieces = narrow.chunk(len(names), dim=1) if len(names) > 1 else (narrow,)
+        for name, output, piece in zip(names, outputs, pieces, strict=True):
+            self._rows(output).addmm_(piece, self.weights.pairs[name].b.T, alpha=self.weights.scale)
         return narrow
 
-    def add_back(
-        self, into: Tensor, slopes: Sequence[Tensor], names: Sequence[str], inputs: Tensor | None, narrow: Tensor | None
+    def backward(
+        self,
+        input_grad: Tensor,
+        grads: Sequence[Tensor],
+        names: Sequence[str],
+        inputs: Tensor | None,
+        narrow: Tensor | None,
     ) -> None:
-        """Add to the gradient of the inputs; and, where inputs and narrow are given, to the adapters' own."""
-        taken = [self._taken(slope) for slope in slopes]
-        if self.real is not None:
-            taken = [slope * self.real[..., None] for slope in taken]
-        thin = torch.cat([torch.bmm(slope, self._b(name)) for name, slope in zip(names, taken, strict=True)], dim=2)
-        self._put(into, torch.bmm(thin, self._stacked(names)))
-        if inputs is None or narrow is None or not self.trains:
+        """Add to the gradient of the inputs and, if `inputs` and `narrow` are given, to the adapter's gradients."""
+        weights, rows = self.weights, slice(self.start, self.stop)
+        pieces = [grad[rows] @ weights.pairs[name].b for name, grad in zip(names, grads, strict=True)]
+        narrow_grad = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        input_grad[rows].addmm_(narrow_grad, weights.stacked_a(names), alpha=weights.scale)
+        if inputs is None or narrow is None or not self.has_gradients:
             return
-        of_a = torch.bmm(thin.mT, self._taken(inputs)).chunk(len(names), dim=1)
-        for name, slope, mine, seen in zip(names, taken, of_a, narrow.chunk(len(names), dim=2), strict=True):
-            self._learn(name, mine, torch.bmm(slope.mT, seen))
+        a_grads = (narrow_grad.T @ inputs[rows]).chunk(len(names), dim=0)
+        for name, grad, a_grad, piece in zip(names, grads, a_grads, narrow.chunk(len(names), dim=1), strict=True):
+            buffer = weights.gradients[name]
+            buffer.a.add_(a_grad, alpha=weights.scale)
+            buffer.b.add_(grad[rows].T @ piece, alpha=weights.scale)
 
-    def _learn(self, name: str, of_a: Tensor, of_b: Tensor) -> None:
-        """Add gradients [n, rank, in] and [n, out, rank] to the adapters that want them."""
-        found = [
-            (one.gradients[name], mine, its)
-            for one, mine, its in zip(self.weights, of_a, of_b, strict=True)
-            if one.gradients
-        ]
-        into = [half for pair, _, _ in found for half in (pair.a, pair.b)]
-        torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
-            into, [half for _, *both in found for half in both], alpha=self.weights[0].scale
-        )
+    def _rows(self, flat: Tensor) -> Tensor:
+        """The adapter's rows; no view if these are all rows, because a decoding step would create thousands of
+        views.
+        """
+        return flat if self.stop - self.start == len(flat) else flat[self.start : self.stop]
 
-    def _stacked(self, names: Sequence[str]) -> Tensor:
-        return torch.stack([one.stacked(names) for one in self.weights])
 
-    def _b(self, name: str) -> Tensor:
-        return torch.stack([one.pairs[name].b for one in self.weights])
+@dataclass(frozen=True, slots=True)
+class AdapterBatch:
+    """n adapters of one shape with up to L positions each, computed as batched products.
 
-    def _taken(self, flat: Tensor) -> Tensor:
+    Adapters with fewer positions are padded with copies of their last position, whose contribution is zero.
+    """
+
+    weights: tuple[AdapterWeights, ...]
+    index: Tensor
+    """int64 [n, L]: packed positions, padding included."""
+    mask: Tensor | None
+    """bool [n, L]: False for padding; None if nothing is padded and the positions are contiguous."""
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(weights.gradients for weights in self.weights)
+
+    def has(self, name: str) -> bool:
+        """Whether the adapters cover the projection."""
+        return name in self.weights[0].pairs
+
+    def forward(self, inputs: Tensor, outputs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
+        """Add s B A x to the outputs [T, out]; returns A x of all projections [n, L, projections * rank]."""
+        narrow = torch.bmm(self._gather(inputs), self._stacked_a(names).mT)
+        for name, output, piece in zip(names, outputs, narrow.chunk(len(names), dim=2), strict=True):
+            self._scatter_add(output, torch.bmm(piece, self._stacked_b(name).mT))
+        return narrow
+
+    def backward(
+        self,
+        input_grad: Tensor,
+        grads: Sequence[Tensor],
+        names: Sequence[str],
+        inputs: Tensor | None,
+        narrow: Tensor | None,
+    ) -> None:
+        """Add to the gradient of the inputs and, if `inputs` and `narrow` are given, to the adapters' gradients."""
+        gathered = [self._gather(grad) for grad in grads]
+        if self.mask is not None:
+            gathered = [grad * self.mask[..., None] for grad in gathered]
+        pieces = [torch.bmm(grad, self._stacked_b(name)) for name, grad in zip(names, gathered, strict=True)]
+        narrow_grad = torch.cat(pieces, dim=2)
+        self._scatter_add(input_grad, torch.bmm(narrow_grad, self._stacked_a(names)))
+        if inputs is None or narrow is None or not self.has_gradients:
+            return
+        a_grads = torch.bmm(narrow_grad.mT, self._gather(inputs)).chunk(len(names), dim=1)
+        for name, grad, a_grad, piece in zip(names, gathered, a_grads, narrow.chunk(len(names), dim=2), strict=True):
+            self._accumulate(name, a_grad, torch.bmm(grad.mT, piece))
+
+    def _accumulate(self, name: str, a_grads: Tensor, b_grads: Tensor) -> None:
+        """Add gradients [n, rank, in] and [n, out, rank] to the adapters that have gradient buffers."""
+        buffers, grads = [], []
+        for weights, a_grad, b_grad in zip(self.weights, a_grads, b_grads, strict=True):
+            if weights.gradients:
+                buffers += [weights.gradients[name].a, weights.gradients[name].b]
+                grads += [a_grad, b_grad]
+        torch._foreach_add_(buffers, grads, alpha=self.weights[0].scale)  # pyright: ignore[reportPrivateImportUsage]
+
+    def _stacked_a(self, names: Sequence[str]) -> Tensor:
+        return torch.stack([weights.stacked_a(names) for weights in self.weights])
+
+    def _stacked_b(self, name: str) -> Tensor:
+        return torch.stack([weights.pairs[name].b for weights in self.weights])
+
+    def _gather(self, flat: Tensor) -> Tensor:
         """[T, D] -> [n, L, D]."""
-        if self.real is None:
-            return self._window(flat)
-        return flat[self.index]
+        return self._window(flat) if self.mask is None else flat[self.index]
 
-    def _put(self, flat: Tensor, found: Tensor) -> None:
-        """Add s times [n, L, D] to [T, D]."""
+    def _scatter_add(self, flat: Tensor, values: Tensor) -> None:
+        """Add s times `values` [n, L, D] to `flat` [T, D]."""
         scale = self.weights[0].scale
-        if self.real is None:
-            self._window(flat).add_(found, alpha=scale)
+        if self.mask is None:
+            self._window(flat).add_(values, alpha=scale)
         else:
-            flat.index_add_(0, self.index[self.real], found[self.real], alpha=scale)
+            flat.index_add_(0, self.index[self.mask], values[self.mask], alpha=scale)
 
     def _window(self, flat: Tensor) -> Tensor:
         start = int(self.index[0, 0])
         return flat[start : start + self.index.numel()].view(*self.index.shape, flat.shape[1])
 
 
-def crowds(placed: Sequence[Placed], device: torch.device) -> tuple[list[Crowd], list[Placed]]:
-    """Adapters that can be computed together, and the others."""
-    found: list[Crowd] = []
-    alone: list[Placed] = []
-    for shape, same in groupby(placed, key=_shape):
-        members = list(same)
-        if shape is None or len(members) < LEAST:
-            alone += members
+AdapterGroups = Sequence[AdapterSlice | AdapterBatch]
+
+
+def group_adapters(placed: Sequence[PlacedAdapter]) -> list[AdapterSlice | AdapterBatch]:
+    """Batch neighbouring adapters of one shape and similar length; the others are computed one by one."""
+    batches: list[AdapterBatch] = []
+    slices: list[AdapterSlice] = []
+    for key, neighbours in groupby(placed, key=_batch_key):
+        members = list(neighbours)
+        if key is None or len(members) < MIN_BATCH_ADAPTERS:
+            slices += [AdapterSlice(weights, start, stop) for weights, start, stop in members]
         else:
-            found.append(_crowd(members, device))
-    return found, alone
+            batches.append(_adapter_batch(members))
+    return [*batches, *slices]
 
 
-def _shape(placed: Placed) -> tuple[object, ...] | None:
-    """What must be the same within a crowd: matrices, scale, and lengths up to a quarter."""
+def _batch_key(placed: PlacedAdapter) -> tuple[object, ...] | None:
+    """Shapes, modules, scale and class of length, which agree within a batch; None for an adapter of its own."""
     weights, start, stop = placed
     name = next(iter(weights.pairs), None)
-    if stop - start > MOST_POSITIONS or name is None:
+    if stop - start > MAX_BATCH_POSITIONS or name is None:
         return None
-    rounded = next(size for size in (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, MOST_POSITIONS) if size >= stop - start)
-    return weights.pairs[name].a.shape, tuple(weights.pairs), weights.scale, rounded
+    length_class = next(length for length in _LENGTH_CLASSES if length >= stop - start)
+    return weights.pairs[name].a.shape, tuple(weights.pairs), weights.scale, length_class
 
 
-def _crowd(members: Sequence[Placed], device: torch.device) -> Crowd:
+def _adapter_batch(members: Sequence[PlacedAdapter]) -> AdapterBatch:
+    device = next(iter(members[0][0].pairs.values())).a.device
     starts = torch.tensor([start for _, start, _ in members])
     lengths = torch.tensor([stop - start for _, start, stop in members])
-    longest = int(lengths.max())
-    steps = torch.arange(longest)
+    steps = torch.arange(int(lengths.max()))
     index = starts[:, None] + torch.minimum(steps, lengths[:, None] - 1)
-    side_by_side = torch.equal(index.flatten(), torch.arange(int(starts[0]), int(starts[0]) + index.numel()))
-    real = None if side_by_side else (steps < lengths[:, None]).to(device)
-    return Crowd(tuple(weights for weights, _, _ in members), index.to(device), real)
-
-
-@dataclass(frozen=True, slots=True)
-class Projection:
-    """A projection of the base: its name, and its product."""
-
-    name: str
-    product: Fixed
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One adapter's part of a pass: the packed positions start..stop."""
-
-    weights: Weights
-    start: int
-    stop: int
-
-    @property
-    def trains(self) -> bool:
-        return bool(self.weights.gradients)
-
-    def has(self, name: str) -> bool:
-        return name in self.weights.pairs
-
-    def add(self, inputs: Tensor, outputs: Sequence[Tensor], names: Sequence[str]) -> Tensor:
-        """Add s B A x to the outputs; returns A x of all projections side by side [positions, n rank]."""
-        narrow = linear(self._mine(inputs), self.weights.stacked(names))
-        pieces = narrow.chunk(len(names), dim=1) if len(names) > 1 else (narrow,)
-        for name, output, piece in zip(names, outputs, pieces, strict=True):
-            self._mine(output).addmm_(piece, self.weights.pairs[name].b.T, alpha=self.weights.scale)
-        return narrow
-
-    def _mine(self, rows: Tensor) -> Tensor:
-        """The adapter's of all rows; no view where it has them all, for a step of few rows makes thousands of views."""
-        return rows if self.stop - self.start == len(rows) else rows[self.start : self.stop]
-
-    def add_back(
-        self, into: Tensor, slopes: Sequence[Tensor], names: Sequence[str], inputs: Tensor | None, narrow: Tensor | None
-    ) -> None:
-        """Add to the gradient of the inputs; and, where inputs and narrow are given, to the adapter's own."""
-        weights, rows = self.weights, slice(self.start, self.stop)
-        pieces = [slope[rows] @ weights.pairs[name].b for name, slope in zip(names, slopes, strict=True)]
-        thin = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
-        into[rows].addmm_(thin, weights.stacked(names), alpha=weights.scale)
-        if inputs is None or narrow is None or not self.trains:
-            return
-        of_a = (thin.T @ inputs[rows]).chunk(len(names), dim=0)
-        for name, slope, mine, seen in zip(names, slopes, of_a, narrow.chunk(len(names), dim=1), strict=True):
-            gradient = weights.gradients[name]
-            gradient.a.add_(mine, alpha=weights.scale)
-            gradient.b.add_(slope[rows].T @ seen, alpha=weights.scale)
-
-
-Parts = Sequence[Part | Crowd]
-
-
-def parts_of(placed: Sequence[Placed]) -> list[Part | Crowd]:
-    """How the adapters of a pass are computed: together where they are many and small, else one by one."""
-    if not placed:
-        return []
-    device = next(iter(placed[0][0].pairs.values())).a.device
-    together, alone = crowds(placed, device)
-    return [*together, *(Part(weights, start, stop) for weights, start, stop in alone)]
-
-
-def project(inputs: Tensor, shared: Sequence[Projection], parts: Parts) -> tuple[Tensor, ...]:
-    """inputs [T, in] -> [T, out] of each projection, with the adapters that have these projections."""
-    mine = [part for part in parts if part.has(shared[0].name)]
-    if torch.is_grad_enabled() and inputs.requires_grad:
-        return _Products.apply(inputs, shared, mine)  # type: ignore[no-any-return]
-    return tuple(_forward(inputs, shared, mine)[0])
-
-
-def _forward(inputs: Tensor, shared: Sequence[Projection], parts: Parts) -> tuple[list[Tensor], list[Tensor]]:
-    outputs = [one.product(inputs) for one in shared]
-    names = [one.name for one in shared]
-    return outputs, [part.add(inputs, outputs, names) for part in parts]
-
-
-class _Products(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor, shared: Sequence[Projection], parts: Parts) -> tuple[Tensor, ...]:
-        outputs, narrow = _forward(inputs, shared, parts)
-        trained = any(part.trains for part in parts)
-        ctx.save_for_backward(*((inputs, *narrow) if trained else ()))
-        ctx.shared, ctx.parts = shared, parts
-        return tuple(outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        names = [one.name for one in ctx.shared]
-        result = ctx.shared[0].product.back(grads[0])
-        for slope, one in zip(grads[1:], ctx.shared[1:], strict=True):
-            result = one.product.back(slope, onto=result)
-        saved = ctx.saved_tensors
-        for number, part in enumerate(ctx.parts):
-            inputs, narrow = (saved[0], saved[1 + number]) if saved else (None, None)
-            part.add_back(result, grads, names, inputs, narrow)
-        return result, None, None
-
-
-class Router:
-    """Tells the projections which adapter serves which packed positions of the pass at hand."""
-
-    def __init__(self) -> None:
-        self.parts: Parts = ()
-
-    @contextmanager
-    def using(self, placed: Sequence[Placed]) -> Iterator[None]:
-        """For the passes made inside."""
-        self.parts = parts_of(placed)
-        try:
-            yield
-        finally:
-            self.parts = ()
-
-
-class LoraLinear(nn.Module):
-    """A frozen projection plus what the router's adapters add to it."""
-
-    def __init__(self, base: nn.Linear, name: str, router: Router) -> None:
-        super().__init__()
-        bias = None if base.bias is None else base.bias.detach()
-        self.product, self.name, self.router = Fixed(base.weight.detach(), bias), name, router
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return project(inputs.squeeze(0), [self.projection], self.router.parts)[0][None]
-
-    @property
-    def projection(self) -> Projection:
-        """What `products` takes."""
-        return Projection(self.name, self.product)
-
-
-def adapt(base: BaseModel) -> Router:
-    """Put LoraLinear in place of every projection of the base; returns what steers them."""
-    router = Router()
-    wanted = {name for names in PROJECTIONS.values() for name in names}
-    for path, module in list(base.model.named_modules()):
-        parent, _, leaf = path.rpartition(".")
-        if leaf in wanted and isinstance(module, nn.Linear):
-            setattr(base.model.get_submodule(parent), leaf, LoraLinear(module, path, router))
-    return router
-
-
-def layout_for(base: BaseModel, spec: LoraSpec) -> Layout:
-    """The layout of an adapter on an adapted base, for the parts that the spec trains."""
-    leaves = (*(PROJECTIONS["attn"] if spec.train_attn else ()), *(PROJECTIONS["mlp"] if spec.train_mlp else ()))
-    shapes = [
-        (module.name, module.product.shape[1], module.product.shape[0])
-        for module in base.model.modules()
-        if isinstance(module, LoraLinear) and module.name.rpartition(".")[2] in leaves
-    ]
-    if spec.train_unembed:
-        shapes.append((HEAD, base.head.shape[1], base.head.shape[0]))
-    return Layout(spec, tuple(shapes))
+    contiguous = torch.equal(index.flatten(), torch.arange(int(starts[0]), int(starts[0]) + index.numel()))
+    mask = None if contiguous else (steps < lengths[:, None]).to(device)
+    return AdapterBatch(tuple(weights for weights, _, _ in members), index.to(device), mask)

@@ -1,10 +1,10 @@
-"""From hidden states to logits and logprobs, a few rows at a time: never a whole [T, V] in float32.
+"""From hidden states to logits and log-probabilities, in blocks of rows, without a float32 matrix [T, V].
 
-Logits are float32, and so is the log-softmax: the product sums in float32 (where the base is bfloat16, its values are
-bfloat16 and so is what multiplies them; only the sums are wider). The forward serves every target. Where a gradient may
-come, it keeps the row's probabilities in the base's dtype, for the backward to start from; rows that learn stand in
-blocks of their own, and others cost nothing then. The softmax is made in the logits' own memory, for 31 MB of fresh
-pages cost more than what is computed in them. Entropies are of the whole softmax, from the same block.
+Logits and log-softmax are float32; the product accumulates in float32 (if the base is bfloat16, both factors are
+bfloat16 values). `score` computes the log-probability of every target. For positions that may have a gradient it saves
+the probabilities in the base's dtype, from which `backward` starts; these positions are in blocks of their own, so that
+the others cost nothing in the backward. The softmax overwrites the logits, because 31 MB of new pages cost more than
+computing in them. Entropies of the whole softmax come from the same block.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinsmith.engine.lora.adapter import HEAD, Placed, Weights
-from tinsmith.engine.lora.matmul import Fixed
+from tinsmith.engine.lora.adapter import HEAD, AdapterWeights, PlacedAdapter
+from tinsmith.engine.lora.matmul import FrozenLinear
 
-ROWS = 160
-"""Rows of logits at once: 31 MB for a vocabulary of 49,152, which stays in the cache of a CPU."""
+BLOCK_ROWS = 160
+"""Rows of logits in a block: 31 MB for a vocabulary of 49,152, which stays in a CPU's cache."""
 
 
 def log_softmax(logits: Tensor) -> Tensor:
     """float32 [R, V] -> float32 [R, V], exact to float32's rounding.
 
-    PyTorch's own adds up a row lane by lane, and loses what is small beside what is great: over 49,152 tokens 2e-5 with
-    AVX2. What it gives is summed once more, for `sum` adds in a tree.
+    PyTorch's own sums a row sequentially in each SIMD lane and loses small terms beside large ones: an error of 2e-5
+    over 49,152 tokens with AVX2. Its result is normalized once more here, with `sum`, which adds pairwise.
     """
     scores = torch.log_softmax(logits, 1)
     return scores.sub_(scores.exp().sum(1, keepdim=True).log_())
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class PackedTargets:
     """M targets, each at a packed position; sorted by position."""
 
     at: Tensor
@@ -43,62 +43,62 @@ class Targets:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class LogitsBlock:
     """Logits [R, V] of the packed positions from `first` on, each under its adapter of `placed`."""
 
     first: int
     logits: Tensor
-    placed: tuple[Placed, ...]
+    placed: tuple[PlacedAdapter, ...]
     """Positions within the block."""
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class SavedProbs:
     """Probabilities [R, V] of the packed positions `rows` (int64 [R], rising), for one backward."""
 
-    placed: tuple[Placed, ...]
-    """By index in `rows`."""
+    placed: tuple[PlacedAdapter, ...]
+    """Positions are indices in `rows`."""
     rows: Tensor
-    chances: Tensor
+    probs: Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """float32 logprobs [M] of the targets; entropies [T] of the whole softmax (0 where not asked); for a backward."""
+class TargetScores:
+    """float32 log-probabilities [M] of the targets and, if requested, entropies [T] of the whole softmax."""
 
     logprobs: Tensor
     entropies: Tensor | None
-    kept: list[Kept]
+    saved: list[SavedProbs]
 
 
 @dataclass(frozen=True, slots=True)
-class Slopes:
-    """The gradient of a loss: d / d logprob [M], and d / d entropy [T] if it has one."""
+class ScoreGrads:
+    """Gradient of a loss: d / d logprob [M], and d / d entropy [T] if the loss depends on entropies."""
 
     logprobs: Tensor
     entropies: Tensor | None = None
 
 
-class Head:
-    """The base's output weights [V, D], in its dtype: float32 products forward, in the base's dtype backward."""
+class LMHead:
+    """The base model's output weights [V, D]: float32 products forward, in the base's dtype backward."""
 
     def __init__(self, weight: Tensor) -> None:
-        self._narrow, self._product = weight, Fixed(weight.float()).order(back=False)
+        self._weight, self._frozen = weight, FrozenLinear(weight.float()).reorder(backward=False)
 
-    def logits(self, hidden: Tensor, weights: Weights | None) -> Tensor:
+    def logits(self, hidden: Tensor, weights: AdapterWeights | None) -> Tensor:
         """[R, D] -> float32 [R, V], under one adapter or none."""
         return self._logits(hidden, [] if weights is None else [(weights, 0, len(hidden))])
 
-    def blocks(self, hidden: Tensor, placed: Sequence[Placed]) -> Iterator[Block]:
-        """The logits of every position of `hidden` [T, D], a block at a time, in order."""
-        for first in range(0, len(hidden), ROWS):
-            rows = hidden[first : first + ROWS]
-            mine = tuple(_clipped(placed, first, first + len(rows)))
-            yield Block(first, self._logits(rows, mine), mine)
+    def blocks(self, hidden: Tensor, placed: Sequence[PlacedAdapter]) -> Iterator[LogitsBlock]:
+        """The logits of every position of `hidden` [T, D], in blocks, in order."""
+        for first in range(0, len(hidden), BLOCK_ROWS):
+            rows = hidden[first : first + BLOCK_ROWS]
+            adapters = tuple(_within(placed, first, first + len(rows)))
+            yield LogitsBlock(first, self._logits(rows, adapters), adapters)
 
-    def _logits(self, hidden: Tensor, placed: Sequence[Placed]) -> Tensor:
+    def _logits(self, hidden: Tensor, placed: Sequence[PlacedAdapter]) -> Tensor:
         wide = hidden.float()
-        logits = self._product(wide)
+        logits = self._frozen(wide)
         for weights, start, stop in placed:
             if HEAD in weights.pairs:
                 pair = weights.pairs[HEAD]
@@ -109,127 +109,133 @@ class Head:
     def score(
         self,
         hidden: Tensor,
-        placed: Sequence[Placed],
-        targets: Targets,
-        learning: Tensor | None = None,
+        placed: Sequence[PlacedAdapter],
+        targets: PackedTargets,
+        grad_mask: Tensor | None = None,
         *,
         entropies: bool = False,
-    ) -> Scored:
-        """Logprobs, and entropies if wanted; and what a backward needs of the rows in `learning` (bool [T])."""
-        result = torch.empty(len(targets.at), device=hidden.device)
-        spread = torch.zeros(len(hidden), device=hidden.device) if entropies else None
-        kept: list[Kept] = []
-        blocks = list(_blocks(len(hidden), learning, hidden.device))
-        at, order = _in_order(targets, torch.cat([rows for rows, _ in blocks]))
+    ) -> TargetScores:
+        """Log-probabilities of the targets, entropies if requested, and what the backward of `grad_mask` needs.
+
+        `grad_mask` is bool [T]: positions that may have a gradient.
+        """
+        logprobs = torch.empty(len(targets.at), device=hidden.device)
+        entropy = torch.zeros(len(hidden), device=hidden.device) if entropies else None
+        saved: list[SavedProbs] = []
+        blocks = list(_blocks(len(hidden), grad_mask, hidden.device))
+        at, order = _in_block_order(targets, torch.cat([rows for rows, _ in blocks]))
         first = 0
-        for rows, learns in blocks:
+        for rows, has_grad in blocks:
             low, high = torch.searchsorted(at, torch.tensor([first, first + len(rows)], device=at.device)).tolist()
-            row, mine = at[low:high] - first, order[low:high]
+            row, numbers = at[low:high] - first, order[low:high]
             first += len(rows)
             if low == high:
                 continue
-            under = _among(placed, rows)
-            logits = self._logits(hidden[rows], under)
-            picked, top = logits[row, targets.ids[mine]], logits.amax(1)
-            surprise = logits - top[:, None] if spread is not None else None
-            chances = torch.softmax(logits, 1, out=logits)
-            whole = chances.sum(1)
-            totals = whole.log() - chances.amax(1).log_()  # log sum(exp(logit - top)); for `whole` see `log_softmax`
-            result[mine] = picked - (top + totals)[row]
-            if spread is not None and surprise is not None:
-                spread[rows] = totals - surprise.mul_(chances).sum(1) / whole
-            if learns:
-                kept.append(Kept(under, rows, chances.to(hidden.dtype)))
-            del logits, chances, surprise  # the next block is made in the same memory
-        return Scored(result, spread, kept)
+            adapters = _among(placed, rows)
+            logits = self._logits(hidden[rows], adapters)
+            picked, top = logits[row, targets.ids[numbers]], logits.amax(1)
+            shifted = logits - top[:, None] if entropy is not None else None
+            probs = torch.softmax(logits, 1, out=logits)
+            total = probs.sum(1)
+            log_sum = total.log() - probs.amax(1).log_()  # log sum(exp(logit - top)); `total`: see `log_softmax`
+            logprobs[numbers] = picked - (top + log_sum)[row]
+            if entropy is not None and shifted is not None:
+                entropy[rows] = log_sum - shifted.mul_(probs).sum(1) / total
+            if has_grad:
+                saved.append(SavedProbs(adapters, rows, probs.to(hidden.dtype)))
+            del logits, probs, shifted  # the next block reuses this memory
+        return TargetScores(logprobs, entropy, saved)
 
     @torch.no_grad()
-    def backward(self, hidden: Tensor, scored: Scored, targets: Targets, gradient: Slopes) -> Tensor:
-        """d loss / d hidden [T, D]; the head's adapters get their gradients on the way.
+    def backward(self, hidden: Tensor, scores: TargetScores, targets: PackedTargets, grads: ScoreGrads) -> Tensor:
+        """d loss / d hidden [T, D]; adds the gradients of the head's adapters to their buffers.
 
-        `scored.kept` is used up. The gradient must be zero where `learning` was false.
+        Overwrites `scores.saved`. `grads` must be zero where `grad_mask` was False.
         """
-        result = torch.zeros_like(hidden)
-        for block in scored.kept:
-            low, high = torch.searchsorted(targets.at, block.rows[[0, -1]] + self._ends).tolist()
-            at, ids, slopes = targets.at[low:high], targets.ids[low:high], gradient.logprobs[low:high]
-            inside = slopes != 0
-            rows, ids, slopes = torch.searchsorted(block.rows, at[inside]), ids[inside], slopes[inside]
-            slope = _slope(block, rows, ids, slopes, _spread(block, scored, gradient))
-            result[block.rows] = _back(hidden[block.rows], self._narrow, block, slope)
-        return result
+        hidden_grad = torch.zeros_like(hidden)
+        for block in scores.saved:
+            low, high = torch.searchsorted(targets.at, block.rows[[0, -1]] + self._range).tolist()
+            at, ids, of_logprobs = targets.at[low:high], targets.ids[low:high], grads.logprobs[low:high]
+            inside = of_logprobs != 0
+            rows, ids, of_logprobs = torch.searchsorted(block.rows, at[inside]), ids[inside], of_logprobs[inside]
+            logits_grad = _logits_grad(block, rows, ids, of_logprobs, _entropy_of(block, scores, grads))
+            hidden_grad[block.rows] = _hidden_grad(hidden[block.rows], self._weight, block, logits_grad)
+        return hidden_grad
 
     @property
-    def _ends(self) -> Tensor:
-        return torch.tensor([0, 1], device=self._narrow.device)
+    def _range(self) -> Tensor:
+        return torch.tensor([0, 1], device=self._weight.device)
 
 
-def _spread(block: Kept, scored: Scored, gradient: Slopes) -> tuple[Tensor, Tensor] | None:
-    """(entropy, d loss / d entropy) of a block's rows, or None if the loss has no such gradient."""
-    if scored.entropies is None or gradient.entropies is None:
+def _entropy_of(block: SavedProbs, scores: TargetScores, grads: ScoreGrads) -> tuple[Tensor, Tensor] | None:
+    """(entropy, d loss / d entropy) of a block's rows, or None if the loss does not depend on entropies."""
+    if scores.entropies is None or grads.entropies is None:
         return None
-    return scored.entropies[block.rows], gradient.entropies[block.rows]
+    return scores.entropies[block.rows], grads.entropies[block.rows]
 
 
-def _slope(block: Kept, rows: Tensor, ids: Tensor, slopes: Tensor, spread: tuple[Tensor, Tensor] | None) -> Tensor:
-    """d loss / d logits [R, V]; uses the block's probabilities up.
+def _logits_grad(
+    block: SavedProbs, rows: Tensor, ids: Tensor, of_logprobs: Tensor, entropy: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """d loss / d logits [R, V]; overwrites the block's probabilities.
 
-    That of sum g log_softmax(logits)[id] is g (onehot - p); that of e H(p) is -e p (log p + H).
+    The gradient of sum g log_softmax(logits)[id] is g (onehot - p); that of e H(p) is -e p (log p + H).
     """
-    chances = block.chances
-    totals = torch.zeros(len(chances), device=chances.device).index_add_(0, rows, slopes)
-    surprise = None
-    if spread is not None:
-        entropies, steep = spread
-        totals += steep * entropies
-        surprise = torch.special.entr(chances).mul_(steep[:, None].to(chances.dtype))  # -p log p, 0 where p is 0
-    slope = chances.mul_(-totals[:, None].to(chances.dtype))
-    if surprise is not None:
-        slope += surprise
-    return slope.index_put_((rows, ids), slopes.to(chances.dtype), accumulate=True)
+    probs = block.probs
+    totals = torch.zeros(len(probs), device=probs.device).index_add_(0, rows, of_logprobs)
+    entropy_term = None
+    if entropy is not None:
+        entropies, of_entropies = entropy
+        totals += of_entropies * entropies
+        # -p log p, 0 where p is 0.
+        entropy_term = torch.special.entr(probs).mul_(of_entropies[:, None].to(probs.dtype))
+    logits_grad = probs.mul_(-totals[:, None].to(probs.dtype))
+    if entropy_term is not None:
+        logits_grad += entropy_term
+    return logits_grad.index_put_((rows, ids), of_logprobs.to(probs.dtype), accumulate=True)
 
 
-def _back(hidden: Tensor, weight: Tensor, block: Kept, slope: Tensor) -> Tensor:
-    """One block's share of d loss / d hidden [R, D]."""
-    result = slope @ weight
+def _hidden_grad(hidden: Tensor, weight: Tensor, block: SavedProbs, logits_grad: Tensor) -> Tensor:
+    """A block's d loss / d hidden [R, D]; adds the gradients of its adapters."""
+    result = logits_grad @ weight
     for weights, start, stop in block.placed:
         if HEAD not in weights.pairs:
             continue
         pair, rows = weights.pairs[HEAD], slice(start, stop)
-        narrow, wide = slope[rows] @ pair.b.to(hidden.dtype), hidden[rows] @ pair.a.to(hidden.dtype).T
-        result[rows].addmm_(narrow, pair.a.to(hidden.dtype), alpha=weights.scale)
+        narrow_grad, narrow = logits_grad[rows] @ pair.b.to(hidden.dtype), hidden[rows] @ pair.a.to(hidden.dtype).T
+        result[rows].addmm_(narrow_grad, pair.a.to(hidden.dtype), alpha=weights.scale)
         if weights.gradients:
-            into = weights.gradients[HEAD]
-            into.a.add_(narrow.T @ hidden[rows], alpha=weights.scale)
-            into.b.add_(slope[rows].T @ wide, alpha=weights.scale)
+            buffer = weights.gradients[HEAD]
+            buffer.a.add_(narrow_grad.T @ hidden[rows], alpha=weights.scale)
+            buffer.b.add_(logits_grad[rows].T @ narrow, alpha=weights.scale)
     return result
 
 
-def _blocks(count: int, learning: Tensor | None, device: torch.device) -> Iterator[tuple[Tensor, bool]]:
-    """The positions below `count` in blocks (int64 [R], rising), and whether they learn: first those that do."""
-    learns = torch.zeros(count, dtype=torch.bool, device=device) if learning is None else learning
-    for rows, whether in ((learns.nonzero()[:, 0], True), ((~learns).nonzero()[:, 0], False)):
+def _blocks(count: int, grad_mask: Tensor | None, device: torch.device) -> Iterator[tuple[Tensor, bool]]:
+    """The positions below `count` in blocks (int64 [R], rising), first those with a gradient, and which these are."""
+    mask = torch.zeros(count, dtype=torch.bool, device=device) if grad_mask is None else grad_mask
+    for rows, has_grad in ((mask.nonzero()[:, 0], True), ((~mask).nonzero()[:, 0], False)):
         if len(rows):
-            yield from ((block, whether) for block in rows.tensor_split(-(-len(rows) // ROWS)))
+            yield from ((block, has_grad) for block in rows.tensor_split(-(-len(rows) // BLOCK_ROWS)))
 
 
-def _in_order(targets: Targets, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Where in `rows`, an order of all positions, each target stands, rising; and which target that is."""
+def _in_block_order(targets: PackedTargets, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Each target's index in `rows`, an order of all positions, rising; and the number of that target."""
     place = torch.empty_like(rows)
     place[rows] = torch.arange(len(rows), device=rows.device)
     at = place[targets.at].sort(stable=True)
     return at.values, at.indices
 
 
-def _among(placed: Sequence[Placed], rows: Tensor) -> tuple[Placed, ...]:
-    """The adapters of some positions (int64 [R], rising), by index in `rows`."""
+def _among(placed: Sequence[PlacedAdapter], rows: Tensor) -> tuple[PlacedAdapter, ...]:
+    """The adapters of some positions (int64 [R], rising), placed by index in `rows`."""
     edges = torch.tensor([[start, stop] for _, start, stop in placed], device=rows.device).reshape(-1, 2)
-    found = zip(placed, torch.searchsorted(rows, edges).tolist(), strict=True)
-    return tuple((weights, low, high) for (weights, _, _), (low, high) in found if low < high)
+    ranges = zip(placed, torch.searchsorted(rows, edges).tolist(), strict=True)
+    return tuple((weights, low, high) for (weights, _, _), (low, high) in ranges if low < high)
 
 
-def _clipped(placed: Sequence[Placed], start: int, stop: int) -> Iterator[Placed]:
-    """The adapters of the positions start..stop, counted from `start`."""
+def _within(placed: Sequence[PlacedAdapter], start: int, stop: int) -> Iterator[PlacedAdapter]:
+    """The adapters of the positions start..stop, placed relative to `start`."""
     for weights, low, high in placed:
         if low < stop and high > start:
             yield weights, max(low, start) - start, min(high, stop) - start

@@ -20,18 +20,18 @@ from torch import Tensor
 
 from tinsmith.atomic import atomic_folder, folder_size
 from tinsmith.engine.base import LoraSpec
-from tinsmith.engine.lora.adapter import HEAD, Layout
+from tinsmith.engine.lora.adapter import HEAD, AdapterLayout
 from tinsmith.engine.model.support import PROJECTIONS
 from tinsmith.errors import NotFound, Unsupported
 
 _PREFIX = "base_model.model."
-_ANY = {
+_IGNORED_KEYS = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "target_modules", "lora_dropout", "megatron_core", "qalora_group_size", "loftq_config",
     "eva_config", "corda_config", "lora_ga_config",
 }  # fmt: skip
 """Settings of PEFT that are read here, or that alone do not change what the matrices mean."""
-_SOME = {"bias": ["none"], "init_lora_weights": [True, "gaussian", "orthogonal", "eva"]}
+_ALLOWED_VALUES = {"bias": ["none"], "init_lora_weights": [True, "gaussian", "orthogonal", "eva"]}
 """Those of which some values do not. All others must be empty, for a setting that is not known may mean anything."""
 
 
@@ -39,12 +39,12 @@ _SOME = {"bias": ["none"], "init_lora_weights": [True, "gaussian", "orthogonal",
 class Moments:
     """AdamW's state: flat float32 tensors of the adapter's size, and how many steps they have seen."""
 
-    average: Tensor
-    square: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
     steps: int
 
 
-def write(folder: Path, layout: Layout, master: Tensor, source: str, moments: Moments | None) -> int:
+def write(folder: Path, layout: AdapterLayout, master: Tensor, source: str, moments: Moments | None) -> int:
     """The adapter in `master` (float32 [size]) as a folder; an older one of that name is replaced. Returns bytes."""
     tensors = {}
     for name, pair in layout.pairs(master.cpu()).items():
@@ -54,8 +54,8 @@ def write(folder: Path, layout: Layout, master: Tensor, source: str, moments: Mo
         save_file(tensors, scratch / "adapter_model.safetensors", metadata={"format": "pt"})
         if moments is not None:
             state = {
-                "exp_avg": moments.average.cpu(),
-                "exp_avg_sq": moments.square.cpu(),
+                "exp_avg": moments.exp_avg.cpu(),
+                "exp_avg_sq": moments.exp_avg_sq.cpu(),
                 "steps": torch.tensor(moments.steps),
             }
             save_file(state, scratch / "optimizer.safetensors")
@@ -73,8 +73,8 @@ def read_spec(folder: Path) -> LoraSpec:
     parts = {"train_attn": set(PROJECTIONS["attn"]), "train_mlp": set(PROJECTIONS["mlp"]), "train_unembed": {HEAD}}
     flags = {flag: leaves <= modules for flag, leaves in parts.items()}
     covered = {leaf for flag, leaves in parts.items() if flags[flag] for leaf in leaves}
-    changed = {key: value for key, value in config.items() if value and key not in _ANY}
-    if other := [f"{key}={value!r:.40}" for key, value in changed.items() if value not in _SOME.get(key, ())]:
+    changed = {key: value for key, value in config.items() if value and key not in _IGNORED_KEYS}
+    if other := [f"{key}={value!r:.40}" for key, value in changed.items() if value not in _ALLOWED_VALUES.get(key, ())]:
         raise Unsupported(
             f"{folder} holds an adapter with {', '.join(other)}.",
             "Served is plain LoRA. One that began at a changed base (pissa, olora) becomes plain where PEFT saves it "
@@ -88,7 +88,7 @@ def read_spec(folder: Path) -> LoraSpec:
     return LoraSpec(rank=rank, seed=0, alpha=alpha, **flags)
 
 
-def read(folder: Path, layout: Layout) -> Tensor:
+def read(folder: Path, layout: AdapterLayout) -> Tensor:
     """The flat float32 [size] tensor of a folder whose spec gave `layout`."""
     flat = torch.zeros(layout.size, device="cpu")
     try:
@@ -121,7 +121,7 @@ def read_moments(folder: Path) -> Moments:
     return Moments(state["exp_avg"], state["exp_avg_sq"], int(state["steps"]))
 
 
-def _peft_config(layout: Layout, source: str) -> dict[str, object]:
+def _peft_config(layout: AdapterLayout, source: str) -> dict[str, object]:
     leaves = sorted({name.rpartition(".")[2] for name, _, _ in layout.shapes})
     return {
         "peft_type": "LORA",

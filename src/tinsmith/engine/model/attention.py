@@ -1,12 +1,17 @@
-"""The one attention function given to transformers, in its two forms.
+"""The attention function that transformers calls, and attention over a packed tree.
 
-`packed`: all rows of a pass stand in one sequence without padding; each job of the forest is one call that looks at the
-runs of its shared prefix and at itself. `cached`: one new token of every running sequence, each against its own
-rows of the sampler's cache. Which of the two is meant, and its plan, travels with the call as `context`.
+`register` makes one attention function known to transformers. Which attention it computes travels with each call as
+`context`: `packed_attention` over the packed tree of a pass, or the sampler's over its KV cache.
 
-The kernel is PyTorch's flash attention for CPUs, forward and backward called by hand so that gradients of a shared
-prefix add up in place; on GPUs it is one call for the whole forest (`flex.py`), and where that cannot be had
-`scaled_dot_product_attention` with its own backward.
+The rows of a packed pass are one sequence without padding. Each job of the tree is one or more kernel calls over the
+runs of its shared prefix and its own positions. On a GPU one FlexAttention call does the whole tree (`flex_attention`)
+where that is supported, else `scaled_dot_product_attention`. On a CPU the kernel is PyTorch's flash attention, forward
+and backward called directly, so that gradients of a shared prefix accumulate in place.
+
+On CPUs with bfloat16 products, attention is instead computed as batched matrix products (`batched_attention`), with the
+query heads that share a key head folded into the rows. This is several times as fast as the flash kernel there, whose
+backward computes in float32. Its matrix of probabilities [Hkv, G Q, K] is saved for the backward where it is small and
+recomputed where it is not, so that memory grows linearly with the length of a row.
 """
 
 from __future__ import annotations
@@ -21,69 +26,26 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
+from typing_extensions import override
 
 from tinsmith.engine.model import flex_attention
-from tinsmith.engine.model.packing import Forest, Job
+from tinsmith.engine.model.packing import AttentionJob, PackedTree
 from tinsmith.errors import Unsupported
 
-KEPT_KEYS = 256
-"""Jobs that look at no more keys keep their chances."""
-
-
-def past(queries: int, keys: int) -> np.ndarray:
-    """bool [queries, M]: whether the last queries of a sequence see its last M keys; all of them see those before."""
-    width = keys if keys <= KEPT_KEYS else queries  # what is masked is added faster to whole rows than to their ends
-    return np.tri(queries, width, width - queries, dtype=bool)
-
-
-def forward(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """query [1, Hq, Q, D], key and value [1, Hkv, K, D]; mask additive [Q, M], for the last M keys.
-
-    Returns [1, Hq, Q, D] and what the backward wants: the chances, or an empty tensor.
-    """
-    chances = _chances(_fold(query * scale, key), key, mask)
-    output = torch.bmm(chances, value[0]).view(query.shape)
-    return output, chances if key.shape[2] <= KEPT_KEYS else query.new_empty(0)
-
-
-def backward(
-    slope: Tensor, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, mask: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value for `slope` [1, Hq, Q, D]."""
-    folded, slopes = _fold(query * scale, key), _fold(slope, key)
-    chances = kept if kept.numel() else _chances(folded, key, mask)
-    of_value = torch.bmm(chances.transpose(1, 2), slopes)
-    of_scores = torch.bmm(slopes, value[0].transpose(1, 2))
-    torch.ops.aten._softmax_backward_data.out(of_scores, chances, -1, chances.dtype, grad_input=of_scores)
-    of_query = torch.bmm(of_scores, key[0]).mul_(scale).view(query.shape)
-    return of_query, torch.bmm(of_scores.transpose(1, 2), folded)[None], of_value[None]
-
-
-def _chances(folded: Tensor, key: Tensor, mask: Tensor) -> Tensor:
-    """[Hkv, G Q, K] of scaled queries [Hkv, G Q, D]; sums are float32 inside the product and the softmax."""
-    scores = torch.bmm(folded, key[0].transpose(1, 2))
-    queries, masked = mask.shape
-    scores.view(key.shape[1], -1, queries, key.shape[2])[..., key.shape[2] - masked :] += mask
-    return torch.softmax(scores, -1, out=scores)
-
-
-def _fold(query: Tensor, key: Tensor) -> Tensor:
-    """[1, Hq, Q, D] -> [Hkv, G Q, D]."""
-    return query[0].reshape(key.shape[1], -1, query.shape[3])
-
-
-QUERIES = 128
-"""Of a piece of a job, where plain products are used: their matrix of scores stays in the cache."""
-MASKED_QUERIES = 256
-"""Of a piece of a job with a mask, on a CPU: its kernel computes also what the mask takes away, and of the keys after a
-piece's last query there are none."""
+MAX_SAVED_KEYS = 256
+"""`batched_attention` saves the probabilities of calls over up to this many keys."""
+CALL_QUERIES = 128
+"""Queries of one call of `batched_attention`: their matrix of scores stays in the CPU's cache."""
+MASKED_CALL_QUERIES = 256
+"""Queries of one call with a mask on a CPU. The kernel also computes what the mask removes, so a job is split: keys
+after a call's last query are left out."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-class Context(Protocol):
-    """What a forward pass knows that transformers does not."""
+class AttentionContext(Protocol):
+    """Attention of one forward pass: which keys each query sees."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
@@ -91,8 +53,10 @@ class Context(Protocol):
 
 
 def register(longest: int) -> str:
-    """Make the function known to transformers, for a model of which rows of up to `longest` tokens are computed; gives
-    its name there. Doing it twice changes nothing."""
+    """Register the attention function with transformers, for a model that serves rows of up to `longest` tokens.
+
+    Returns the name to pass as attn_implementation. Registering twice changes nothing.
+    """
     name = f"tinsmith-{longest}"
     AttentionInterface.register(name, partial(_attention, longest))
     return name
@@ -106,7 +70,7 @@ def _attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float,
-    context: Context,
+    context: AttentionContext,
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
@@ -119,69 +83,84 @@ def _attention(
 
 
 @dataclass(frozen=True, slots=True)
-class PackedJob:
-    """A job of the forest, or a piece of one."""
+class AttentionCall:
+    """A job of the tree, or some of its queries: one kernel call."""
 
     start: int
     stop: int
     prefix: tuple[tuple[int, int], ...]
     mask: Tensor | None
-    """For a kernel: additive [Q, P + Q], or None where every query sees the whole prefix and its own past."""
-    added: Tensor | None
-    """For plain products, where these are faster: additive [Q, M], of the last M keys."""
+    """For an attention kernel: additive [Q, P + Q]; None if every query sees the whole prefix and its own past."""
+    batched_mask: Tensor | None
+    """For `batched_attention`, which computes the call if this is given: additive [Q, M], for the last M keys."""
 
 
 @dataclass(slots=True)
-class Packed:
-    """Attention over a forest. With `keep`, keys and values stay: [1, Hkv, T, D] for each layer, in order."""
+class PackedAttention:
+    """Attention over a packed tree, job by job."""
 
-    jobs: Sequence[PackedJob]
+    calls: Sequence[AttentionCall]
     keep: bool = False
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Keys and values [1, Hkv, T, D] of each layer, if `keep`."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        """As `AttentionContext.attend`."""
         if self.keep:
             self.kept.append((key, value))
         if torch.is_grad_enabled():
-            return _PackedAttention.apply(query, key, value, self.jobs, scale).transpose(1, 2)  # type: ignore[no-any-return]
-        return _packed_forward(query, key, value, self.jobs, scale)[0].transpose(1, 2)
+            return _PackedAttention.apply(query, key, value, self.calls, scale).transpose(1, 2)  # type: ignore[no-any-return]
+        return _packed_forward(query, key, value, self.calls, scale)[0].transpose(1, 2)
 
 
-def packed(
-    forest: Forest, dtype: torch.dtype, device: torch.device, keep: bool = False
-) -> Packed | flex_attention.Flexed:
-    """The context of a pass over `forest`, by the best kernel there is here; masks are made once for every layer."""
-    if flex_attention.suits(dtype, device):
-        return flex_attention.flexed(forest, device, keep)
-    jobs = [piece for job in forest.jobs for piece in _pieces(job, dtype, device)]
-    return Packed(jobs, keep)
+def packed_attention(
+    tree: PackedTree, dtype: torch.dtype, device: torch.device, keep: bool = False
+) -> PackedAttention | flex_attention.FlexAttention:
+    """Attention over `tree` with the fastest supported kernel. Masks are computed once for all layers.
+
+    With `keep`, the keys and values of each layer are kept for the KV cache.
+    """
+    if flex_attention.is_supported(dtype, device):
+        return flex_attention.packed_attention(tree, device, keep)
+    return PackedAttention([call for job in tree.jobs for call in _calls(job, dtype, device)], keep)
 
 
-def _pieces(job: Job, dtype: torch.dtype, device: torch.device) -> Iterator[PackedJob]:
-    """A job in pieces of some queries: a piece's prefix is the job's and what is before it, so less is masked away."""
+def _calls(job: AttentionJob, dtype: torch.dtype, device: torch.device) -> Iterator[AttentionCall]:
+    """A job split by queries. A call's prefix is the job's plus the queries before it, so that less is masked."""
     total, cpu = job.stop - job.start, device.type == "cpu"
-    plain = cpu and dtype == torch.bfloat16
-    step = QUERIES if plain else MASKED_QUERIES if cpu and job.mask is not None else total
+    batched = cpu and dtype == torch.bfloat16
+    step = CALL_QUERIES if batched else MASKED_CALL_QUERIES if cpu and job.mask is not None else total
     depth = 0 if job.mask is None else job.mask.shape[1] - total
     for first in range(0, total, step):
         last = min(first + step, total)
-        seen = None if job.mask is None else job.mask[first:last, : depth + last]
-        if plain and seen is None:
-            seen = past(last - first, last)
-        mask = None if seen is None else additive(seen, dtype, device)
+        visible = None if job.mask is None else job.mask[first:last, : depth + last]
+        if batched and visible is None:
+            visible = causal_mask(last - first, last)
+        mask = None if visible is None else additive_mask(visible, dtype, device)
         before = ((job.start, job.start + first),) if first else ()
-        where = job.start + first, job.start + last, (*job.prefix, *before)
-        yield PackedJob(*where, None, mask) if plain else PackedJob(*where, mask, None)
+        start, stop, prefix = job.start + first, job.start + last, (*job.prefix, *before)
+        yield (
+            AttentionCall(start, stop, prefix, None, mask)
+            if batched
+            else AttentionCall(start, stop, prefix, mask, None)
+        )
 
 
-def additive(mask: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """True -> 0, False -> -inf."""
-    allowed = torch.as_tensor(mask, device=device)
+def causal_mask(queries: int, keys: int) -> np.ndarray:
+    """bool [queries, M]: whether the last queries of a sequence see its last M keys; all of them see earlier keys."""
+    # Adding a mask to whole rows of scores is faster than to their ends.
+    width = keys if keys <= MAX_SAVED_KEYS else queries
+    return np.tri(queries, width, width - queries, dtype=bool)
+
+
+def additive_mask(visible: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """0 where `visible` is True, -inf where it is False."""
+    allowed = torch.as_tensor(visible, device=device)
     return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, float("-inf"))
 
 
-def attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """One call without gradients; query heads share key heads in groups. Mask None is causal."""
+def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Attention without gradients; query heads share key heads in groups. Without a mask it is causal."""
     if query.device.type == "cpu":
         return _flash(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)[0]
     return torch.nn.functional.scaled_dot_product_attention(
@@ -189,74 +168,118 @@ def attend_once(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, 
     )
 
 
-def _visible(tensor: Tensor, job: PackedJob) -> Tensor:
-    """The keys (or values) of a job: its prefix runs, then its own."""
-    runs = (*job.prefix, (job.start, job.stop))
-    if all(one[1] == two[0] for one, two in pairwise(runs)):
-        return tensor[:, :, runs[0][0] : job.stop]
+def batched_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Attention as batched products: query [1, Hq, Q, D], key and value [1, Hkv, K, D], additive mask [Q, M].
+
+    The mask applies to the last M keys. Returns [1, Hq, Q, D] and the probabilities for the backward, which are an
+    empty tensor if there are more than MAX_SAVED_KEYS keys.
+    """
+    probs = _probs(_fold(query * scale, key), key, mask)
+    output = torch.bmm(probs, value[0]).view(query.shape)
+    return output, probs if key.shape[2] <= MAX_SAVED_KEYS else query.new_empty(0)
+
+
+def batched_attention_backward(
+    output_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, saved_probs: Tensor, mask: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value for `output_grad` [1, Hq, Q, D]."""
+    folded, folded_grad = _fold(query * scale, key), _fold(output_grad, key)
+    probs = saved_probs if saved_probs.numel() else _probs(folded, key, mask)
+    value_grad = torch.bmm(probs.transpose(1, 2), folded_grad)
+    score_grad = torch.bmm(folded_grad, value[0].transpose(1, 2))
+    torch.ops.aten._softmax_backward_data.out(score_grad, probs, -1, probs.dtype, grad_input=score_grad)
+    query_grad = torch.bmm(score_grad, key[0]).mul_(scale).view(query.shape)
+    return query_grad, torch.bmm(score_grad.transpose(1, 2), folded)[None], value_grad[None]
+
+
+def _probs(folded: Tensor, key: Tensor, mask: Tensor) -> Tensor:
+    """[Hkv, G Q, K] of scaled queries [Hkv, G Q, D]; the product and the softmax accumulate in float32."""
+    scores = torch.bmm(folded, key[0].transpose(1, 2))
+    queries, masked = mask.shape
+    scores.view(key.shape[1], -1, queries, key.shape[2])[..., key.shape[2] - masked :] += mask
+    return torch.softmax(scores, -1, out=scores)
+
+
+def _fold(query: Tensor, key: Tensor) -> Tensor:
+    """[1, Hq, Q, D] -> [Hkv, G Q, D]."""
+    return query[0].reshape(key.shape[1], -1, query.shape[3])
+
+
+def _visible(tensor: Tensor, call: AttentionCall) -> Tensor:
+    """The keys (or values) of a call: its prefix, then its own."""
+    runs = (*call.prefix, (call.start, call.stop))
+    if all(left[1] == right[0] for left, right in pairwise(runs)):
+        return tensor[:, :, runs[0][0] : call.stop]
     return torch.cat([tensor[:, :, start:stop] for start, stop in runs], dim=2)
 
 
 def _packed_forward(
-    query: Tensor, key: Tensor, value: Tensor, jobs: Sequence[PackedJob], scale: float
+    query: Tensor, key: Tensor, value: Tensor, calls: Sequence[AttentionCall], scale: float
 ) -> tuple[Tensor, list[Tensor]]:
-    # [1, T, Hq, D] in memory, so that the output projection reads it as it stands.
+    """The output, and of each call what its backward needs: probabilities, or the logsumexp of the flash kernel."""
+    # [1, T, Hq, D] in memory, so that the output projection reads it without a copy.
     output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
-    sums: list[Tensor] = []
-    for job in jobs:
-        own, keys, values = query[:, :, job.start : job.stop], _visible(key, job), _visible(value, job)
-        if job.added is not None:
-            result, kept = forward(own, keys, values, job.added, scale)
-            sums.append(kept)
+    saved: list[Tensor] = []
+    for call in calls:
+        own, keys, values = query[:, :, call.start : call.stop], _visible(key, call), _visible(value, call)
+        if call.batched_mask is not None:
+            result, probs = batched_attention(own, keys, values, call.batched_mask, scale)
+            saved.append(probs)
         elif query.device.type == "cpu":
-            result, logsumexp = _flash(own, keys, values, 0.0, job.mask is None, attn_mask=job.mask, scale=scale)
-            sums.append(logsumexp)
+            result, logsumexp = _flash(own, keys, values, 0.0, call.mask is None, attn_mask=call.mask, scale=scale)
+            saved.append(logsumexp)
         else:
-            result = attend_once(own, keys, values, job.mask, scale)
-        output[:, :, job.start : job.stop] = result
-    return output, sums
+            result = attend(own, keys, values, call.mask, scale)
+        output[:, :, call.start : call.stop] = result
+    return output, saved
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, jobs: Sequence[PackedJob], scale: float) -> Tensor:
-        output, sums = _packed_forward(query, key, value, jobs, scale)
-        ctx.save_for_backward(query, key, value, output, *sums)
-        ctx.jobs, ctx.scale = jobs, scale
+    @override
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Sequence[AttentionCall], scale: float
+    ) -> Tensor:
+        output, saved = _packed_forward(query, key, value, calls, scale)
+        ctx.save_for_backward(query, key, value, output, *saved)
+        ctx.calls, ctx.scale = calls, scale
         return output
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
-        query, key, value, output, *sums = ctx.saved_tensors
-        # Keys that many answers look at get many gradients: their sum is float32.
-        into = [torch.empty_like(query), *(torch.zeros_like(one, dtype=torch.float32) for one in (key, value))]
-        for number, job in enumerate(ctx.jobs):
-            own = slice(job.start, job.stop)
-            saved = (query[:, :, own], _visible(key, job), _visible(value, job))
-            if job.added is not None:
-                found = backward(grads[0][:, :, own], *saved, sums[number], job.added, ctx.scale)
-                d_query, d_key, d_value = found
+        query, key, value, output, *saved = ctx.saved_tensors
+        query_grad = torch.empty_like(query)
+        # float32, because the keys of a shared prefix sum the gradients of many replies.
+        key_grad, value_grad = (torch.zeros_like(tensor, dtype=torch.float32) for tensor in (key, value))
+        for number, call in enumerate(ctx.calls):
+            own = slice(call.start, call.stop)
+            inputs = (query[:, :, own], _visible(key, call), _visible(value, call))
+            if call.batched_mask is not None:
+                call_grads = batched_attention_backward(
+                    grads[0][:, :, own], *inputs, saved[number], call.batched_mask, ctx.scale
+                )
             elif query.device.type == "cpu":
-                d_query, d_key, d_value = _flash_backward(
-                    grads[0][:, :, own], *saved, output[:, :, own], sums[number], 0.0, job.mask is None,
-                    attn_mask=job.mask, scale=ctx.scale,
+                call_grads = _flash_backward(
+                    grads[0][:, :, own], *inputs, output[:, :, own], saved[number], 0.0, call.mask is None,
+                    attn_mask=call.mask, scale=ctx.scale,
                 )  # fmt: skip
             else:
-                d_query, d_key, d_value = _recomputed(grads[0][:, :, own], saved, job.mask, ctx.scale)
-            into[0][:, :, own] = d_query
+                call_grads = _recomputed(grads[0][:, :, own], inputs, call.mask, ctx.scale)
+            query_grad[:, :, own] = call_grads[0]
             at = 0
-            for start, stop in (*job.prefix, (job.start, job.stop)):
-                into[1][:, :, start:stop] += d_key[:, :, at : at + stop - start]
-                into[2][:, :, start:stop] += d_value[:, :, at : at + stop - start]
+            for start, stop in (*call.prefix, (call.start, call.stop)):
+                key_grad[:, :, start:stop] += call_grads[1][:, :, at : at + stop - start]
+                value_grad[:, :, start:stop] += call_grads[2][:, :, at : at + stop - start]
                 at += stop - start
-        return into[0], into[1].to(key.dtype), into[2].to(value.dtype), None, None
+        return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), None, None
 
 
 def _recomputed(
-    grad: Tensor, saved: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, scale: float
+    grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, scale: float
 ) -> tuple[Tensor, ...]:
-    """Gradients through PyTorch's own attention, where no kernel is called by hand."""
-    leaves = [tensor.detach().requires_grad_() for tensor in saved]
+    """Gradients of query, key and value through PyTorch's own attention, computed again."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with torch.enable_grad():
-        output = attend_once(leaves[0], leaves[1], leaves[2], mask, scale)
+        output = attend(leaves[0], leaves[1], leaves[2], mask, scale)
     return torch.autograd.grad(output, leaves, grad)

@@ -1,6 +1,6 @@
-"""Attention over a packed forest in one call, on a GPU: PyTorch's FlexAttention with the forest as its mask.
+"""Attention over a packed tree in one call, on a GPU: PyTorch's FlexAttention with the tree as its mask.
 
-Packed positions number the forest's nodes in depth-first order, so what branches off a position stands in one stretch
+Packed positions number the tree's nodes in depth-first order, so what branches off a position stands in one stretch
 after it: a query i sees a key j just if j <= i < ends[j]. With that rule the kernel skips blocks in which nothing is
 seen and masks none in which all is; shared prefixes add up in its own backward. The kernel is compiled once, at load.
 
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from tinsmith.engine.model.packing import Forest, Row, pack
+from tinsmith.engine.model.packing import PackedRow, PackedTree, pack
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ OLDEST = (8, 0)
 
 
 @cache
-def suits(dtype: torch.dtype, device: torch.device) -> bool:
+def is_supported(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernel is for tensors of this kind, and can be compiled here: found out by doing it, once."""
     if device.type != "cuda" or dtype == torch.float32 or find_spec("triton") is None:
         return False
@@ -47,7 +47,7 @@ def suits(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 @dataclass(slots=True)
-class Flexed:
+class FlexAttention:
     """The attention context of a pass. With `keep`, keys and values stay: [1, Hkv, T, D] for each layer, in order."""
 
     mask: BlockMask
@@ -63,14 +63,14 @@ class Flexed:
         return output.transpose(1, 2)
 
 
-def flexed(forest: Forest, device: torch.device, keep: bool = False) -> Flexed:
-    """The context of a pass over `forest`; its mask serves every layer."""
-    return Flexed(block_mask(forest, device), keep)
+def packed_attention(tree: PackedTree, device: torch.device, keep: bool = False) -> FlexAttention:
+    """The context of a pass over `tree`; its mask serves every layer."""
+    return FlexAttention(block_mask(tree, device), keep)
 
 
-def block_mask(forest: Forest, device: torch.device) -> BlockMask:
-    """The forest's mask, and which of its blocks are full, partly seen or empty."""
-    ends = ends_of(forest)
+def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
+    """The tree's mask, and which of its blocks are full, partly seen or empty."""
+    ends = visible_until(tree)
     partly, full = _blocks(ends)
     visible = torch.as_tensor(ends, dtype=torch.int32, device=device)
 
@@ -86,10 +86,10 @@ def block_mask(forest: Forest, device: torch.device) -> BlockMask:
     )
 
 
-def ends_of(forest: Forest) -> np.ndarray:
+def visible_until(tree: PackedTree) -> np.ndarray:
     """int64 [T]: one past the last packed position that sees each."""
-    ends = np.zeros(len(forest.tokens), np.int64)
-    for path in forest.index.values():
+    ends = np.zeros(len(tree.tokens), np.int64)
+    for path in tree.index.values():
         if path.size:
             ends[path] = np.maximum(ends[path], path[-1] + 1)
     return ends
@@ -116,11 +116,11 @@ def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 def _try(dtype: torch.dtype, device: torch.device) -> None:
     """Forward and backward at two lengths: a compiler may take the first one as fixed."""
     for length in (BLOCK + 9, 3 * BLOCK):
-        row = Row(key=0, adapter=0, tokens=np.arange(length, dtype=np.int32))
+        row = PackedRow(key=0, adapter=0, tokens=np.arange(length, dtype=np.int32))
         query, key, value = (
             torch.randn((1, heads, length, 64), dtype=dtype, device=device, requires_grad=True) for heads in (4, 2, 2)
         )
-        flexed(pack([row]), device).attend(0, query, key, value, 0.125).sum().backward()
+        packed_attention(pack([row]), device).attend(0, query, key, value, 0.125).sum().backward()
 
 
 @cache

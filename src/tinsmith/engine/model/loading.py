@@ -23,20 +23,20 @@ from transformers.utils.logging import disable_progress_bar
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model import attention, packing, support
-from tinsmith.engine.model.sources import locate, readable
+from tinsmith.engine.model.sources import load_errors, locate
 from tinsmith.errors import ConfigError, TinsmithError, Unsupported
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BaseModel:
-    """A base model ready to be shared: frozen weights."""
+    """A base model ready to be prepare: frozen weights."""
 
     card: ModelCard
     model: PreTrainedModel
     body: nn.Module
     """Tokens' embeddings -> last hidden states, without the head."""
     tokenizer: Any
-    wide: bool = False
+    float32_residual: bool = False
     """Whether the residual stream is float32 whatever the base's dtype is."""
 
     @property
@@ -52,10 +52,10 @@ class BaseModel:
     def device(self) -> torch.device:
         return self.head.device
 
-    def hidden(self, tokens: Tensor, positions: Tensor, context: attention.Context) -> Tensor:
+    def hidden(self, tokens: Tensor, positions: Tensor, context: attention.AttentionContext) -> Tensor:
         """int [T] tokens at int [T] positions -> [T, D] hidden states; with gradients if they are enabled."""
         embedded = self.model.get_input_embeddings()(tokens)
-        if self.wide:
+        if self.float32_residual:
             embedded = embedded.float()
         if torch.is_grad_enabled():  # the adapters' gradients are taken by hand, in passing: the graph needs a leaf
             embedded = embedded.detach().requires_grad_()
@@ -71,14 +71,14 @@ def load(config: EngineConfig) -> BaseModel:
     located = locate(config.source)
     if not sys.stderr.isatty():  # progress bars make a mess of a log
         disable_progress_bar()
-    with readable(config.source):
+    with load_errors(config.source):
         tokenizer = AutoTokenizer.from_pretrained(located.folder)
         model = AutoModelForCausalLM.from_pretrained(located.folder, dtype=dtype, attn_implementation="eager")
         model.to(device)  # pyright: ignore[reportArgumentType]
-    return shared(model, tokenizer, config.source, located.tokenizer)
+    return prepare(model, tokenizer, config.source, located.tokenizer)
 
 
-def shared(model: PreTrainedModel, tokenizer: Any, source: str, tokenizer_source: str) -> BaseModel:
+def prepare(model: PreTrainedModel, tokenizer: Any, source: str, tokenizer_source: str) -> BaseModel:
     """A model with eager attention, frozen and checked. Raises Unsupported when it is not one that we serve."""
     model.eval().requires_grad_(False)
     support.check(source, model)
@@ -122,10 +122,11 @@ def _card(source: str, tokenizer_source: str, model: PreTrainedModel, tokenizer:
 
 def _check_attention(base: BaseModel) -> None:
     """The packed path must give what transformers' eager attention gives, on a text with a fork in it: in float32,
-    where rounding hides nothing, and then as it will run."""
+    where rounding hides nothing, and then as it will run.
+    """
     what = f"{base.card.source} ({base.card.arch})"
     try:
-        with widened(base.model):
+        with in_float32(base.model):
             same = _error(base, torch.float32) < 1e-3
         if (
             base.dtype != torch.float32
@@ -143,27 +144,29 @@ def _check_attention(base: BaseModel) -> None:
 @torch.no_grad()
 def _error(base: BaseModel, dtype: torch.dtype) -> float:
     """Of the logits, by their spread: a wrong mask or a scaled head is off by much more than rounding is. Leaves the
-    model with our attention."""
+    model with our attention.
+    """
     base.model.set_attn_implementation("eager")
-    expected = base.model(input_ids=_forked(base).to(base.device)).logits.float()
+    expected = base.model(input_ids=_probe_tokens(base).to(base.device)).logits.float()
     base.model.set_attn_implementation(attention.register(base.card.context_length))
     got = probe(base, dtype) @ base.head.float().T
     return float((got - expected).abs().mean() / expected.std().clamp(min=1e-6))
 
 
 @contextmanager
-def widened(module: nn.Module) -> Iterator[None]:
-    """Inside, the module computes in float32. Its parts' own weights are widened each while it is at work, so that one
-    part's at a time stand in memory twice."""
-    narrow: dict[nn.Parameter, Tensor] = {}
+def in_float32(module: nn.Module) -> Iterator[None]:
+    """Inside, the module computes in float32. Its parts' own weights are in_float32 each while it is at work, so
+    that one part's at a time stand in memory twice.
+    """
+    originals: dict[nn.Parameter, Tensor] = {}
 
     def widen(part: nn.Module, _inputs: Any) -> None:
         for one in part.parameters(recurse=False):
-            narrow[one], one.data = one.data, one.data.float()
+            originals[one], one.data = one.data, one.data.float()
 
     def restore(part: nn.Module, _inputs: Any, _outputs: Any) -> None:
         for one in part.parameters(recurse=False):
-            one.data = narrow.pop(one)
+            one.data = originals.pop(one)
 
     hooks = []
     for part in module.modules():
@@ -197,21 +200,23 @@ def _exact_products() -> Iterator[None]:
 @torch.no_grad()
 def probe(base: BaseModel, dtype: torch.dtype | None = None) -> Tensor:
     """float32 hidden states [2, N, D] of a short text with a fork in it, through the packed path."""
-    forest = forked_forest(base)
+    tree = probe_tree(base)
     hidden = base.hidden(
-        torch.as_tensor(forest.tokens, device=base.device),
-        torch.as_tensor(forest.positions, device=base.device),
-        attention.packed(forest, dtype or base.dtype, base.device),
+        torch.as_tensor(tree.tokens, device=base.device),
+        torch.as_tensor(tree.positions, device=base.device),
+        attention.packed_attention(tree, dtype or base.dtype, base.device),
     )
-    return torch.stack([hidden[torch.as_tensor(forest.index[key])].float() for key in (0, 1)])
+    return torch.stack([hidden[torch.as_tensor(tree.index[key])].float() for key in (0, 1)])
 
 
-def forked_forest(base: BaseModel) -> packing.Forest:
+def probe_tree(base: BaseModel) -> packing.PackedTree:
     """That text, packed."""
-    return packing.pack([packing.Row(key=key, adapter=0, tokens=row.numpy()) for key, row in enumerate(_forked(base))])
+    return packing.pack(
+        [packing.PackedRow(key=key, adapter=0, tokens=row.numpy()) for key, row in enumerate(_probe_tokens(base))]
+    )
 
 
-def _forked(base: BaseModel) -> Tensor:
+def _probe_tokens(base: BaseModel) -> Tensor:
     """int32 [2, N] tokens, the first half of both the same."""
     length = min(24, base.card.context_length)
     tokens = torch.arange(2 * length).remainder(base.card.vocab_size).view(2, length).to(torch.int32)

@@ -1,10 +1,10 @@
-"""What memory there is, and how freed memory goes back to the system.
+"""Free memory of the machine, and how freed heap memory is returned to the operating system.
 
-A training pass takes and frees a gigabyte of activations in pieces of every size, micro-batch after micro-batch. What
-is given back and taken again costs a page fault for each 4 kB, up to a third of a short pass, so glibc is told to keep
-it while there is work. What long-lived tensors leave between freed pieces adds up: an engine of 1.5 GB grew to 3 in a
-hundred steps. So all is given back when more lies free than a pass needs, and when no work has come for a while.
-Elsewhere than on glibc nothing is done.
+A training pass allocates and frees a gigabyte of activations in pieces of every size, micro-batch after micro-batch.
+Returning memory and taking it again costs a page fault for each 4 kB, up to a third of a short pass, so glibc is
+configured to keep freed memory while there is work. Long-lived tensors between freed pieces fragment the heap: an
+engine of 1.5 GB grew to 3 GB in a hundred steps. So all free memory is returned when more lies free than a pass
+needs, and when the engine is idle. With another C library than glibc nothing is done.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-LEAST_FREE, GROWTH = 1 << 30, 1.5
-"""Bytes of the heap that may lie free while there is work: so many, and so many times what the first work left."""
+MIN_FREE_BYTES, FREE_GROWTH = 1 << 30, 1.5
+"""The heap is trimmed if more than this many bytes, and more than this many times what the first pass left, lie
+free."""
 IDLE_SECONDS = 60.0
-"""After the last work, until nothing lies free."""
+"""The heap is trimmed this long after the last pass."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-HEAP_BYTES, NEVER = 1 << 25, (1 << 31) - 1
-"""Pieces up to this size come from the heap; what is free at its end is never given back unasked. glibc takes no
-greater numbers."""
+MAX_HEAP_CHUNK, NEVER_TRIM = 1 << 25, (1 << 31) - 1
+"""Allocations up to this size come from the heap, whose free end glibc never returns by itself. glibc accepts no larger
+values."""
 
 
 class _Heap(ctypes.Structure):
@@ -39,77 +40,77 @@ class _Heap(ctypes.Structure):
     )
 
 
-class Trimmer:
-    """Tells glibc to keep what is freed, for the whole process; and gives it back when asked or when it is too much."""
+class HeapTrimmer:
+    """Makes glibc keep freed memory, for the whole process, and returns it in `trim`."""
 
     def __init__(self) -> None:
         library = ctypes.CDLL(None) if sys.platform == "linux" else None
         try:
-            self._trim = library.malloc_trim if library else None
+            self._malloc_trim = library.malloc_trim if library else None
         except AttributeError:  # another C library
-            self._trim = None
-        self._heap = _counting(library)
+            self._malloc_trim = None
+        self._mallinfo = _mallinfo2(library)
         self._usual = 0
-        """Bytes that lay free after the first work since all was given back."""
+        """Free bytes after the first pass since the last trim."""
         self._idle: asyncio.TimerHandle | None = None
-        if library is not None and self._trim is not None:
-            library.mallopt(_M_MMAP_THRESHOLD, HEAP_BYTES)
-            library.mallopt(_M_TRIM_THRESHOLD, NEVER)
+        if library is not None and self._malloc_trim is not None:
+            library.mallopt(_M_MMAP_THRESHOLD, MAX_HEAP_CHUNK)
+            library.mallopt(_M_TRIM_THRESHOLD, NEVER_TRIM)
 
     def after_work(self) -> None:
-        """Give all back if too much lies free, else when nothing more comes; from within an event loop."""
+        """Trim if too much lies free, else once the engine is idle. Must be called from an event loop."""
         if self._idle is not None:
             self._idle.cancel()
-        self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self.now)
-        free = self.free()
+        self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self.trim)
+        free = self.free_heap_bytes()
         if free is None:
-            self.now()
+            self.trim()
             return
         self._usual = self._usual or free
-        if free > max(LEAST_FREE, GROWTH * self._usual):
-            self.now()
+        if free > max(MIN_FREE_BYTES, FREE_GROWTH * self._usual):
+            self.trim()
 
-    def now(self) -> None:
-        """Give back all that lies free."""
-        if self._trim is not None:
-            self._trim(0)
+    def trim(self) -> None:
+        """Return all free memory to the operating system."""
+        if self._malloc_trim is not None:
+            self._malloc_trim(0)
         self._usual = 0
 
-    def free(self) -> int | None:
-        """Bytes of the heap that lie free; None where glibc is too old to tell, or another library."""
-        return None if self._heap is None else int(self._heap().fordblks)
+    def free_heap_bytes(self) -> int | None:
+        """Free bytes of the heap; None with another C library or a glibc before 2.33."""
+        return None if self._mallinfo is None else int(self._mallinfo().fordblks)
 
 
-def _counting(library: ctypes.CDLL | None) -> Callable[[], _Heap] | None:
-    """glibc's own count, from 2.33 on."""
+def _mallinfo2(library: ctypes.CDLL | None) -> Callable[[], _Heap] | None:
+    """glibc's heap statistics, from 2.33 on."""
     try:
-        count = library.mallinfo2 if library else None
+        function = library.mallinfo2 if library else None
     except AttributeError:
         return None
-    if count is not None:
-        count.restype = _Heap
-    return count
+    if function is not None:
+        function.restype = _Heap
+    return function
 
 
 def free_bytes(root: Path = Path("/")) -> int:
-    """What this process may still take: of the machine's memory, and within the limits of its control groups."""
+    """Bytes that this process can still allocate: the machine's available memory, within its control groups' limits."""
     meminfo = root / "proc/meminfo"
-    if not meminfo.is_file():  # no Linux: half of all there is
+    if not meminfo.is_file():  # not Linux: half of the physical memory
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
-    return min([int(lines["MemAvailable"].split()[0]) * 1024, *_left(root)])
+    return min([int(lines["MemAvailable"].split()[0]) * 1024, *_cgroup_headroom(root)])
 
 
-def _left(root: Path) -> Iterator[int]:
-    """Bytes below each limit that a control group sets, version 1 or 2; pages of files are given back when wanted."""
-    for folder, limit, used in _groups(root):
+def _cgroup_headroom(root: Path) -> Iterator[int]:
+    """Bytes left below the limit of each control group (version 1 or 2); cached file pages count as free."""
+    for folder, limit, used in _cgroups(root):
         if (folder / limit).is_file() and (most := (folder / limit).read_text().strip()) != "max":
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
             yield max(0, int(most) - int((folder / used).read_text()) + int(stat.get("inactive_file", 0)))
 
 
-def _groups(root: Path) -> Iterator[tuple[Path, str, str]]:
-    """(folder, file of its limit, file of its use) of the process's groups and of those above."""
+def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:
+    """(folder, file of the limit, file of the usage) of the process's control groups and their parents."""
     listed = root / "proc/self/cgroup"
     for line in listed.read_text().splitlines() if listed.is_file() else ():
         _, kinds, path = line.split(":", 2)

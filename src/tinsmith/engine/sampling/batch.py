@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.lora import adapter, linear
-from tinsmith.engine.lora.adapter import Placed, Weights
-from tinsmith.engine.lora.lm_head import Head
+from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
+from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model import packing
 from tinsmith.engine.model.loading import BaseModel
 from tinsmith.engine.sampling import prompt_logprobs, token_sampling
@@ -40,7 +40,7 @@ Faults = dict[SampleJob, Exception]
 class TokenSampler:
     """Samples the next token of sequences from hidden states. A fault in one sequence fails its own job only."""
 
-    head: Head
+    head: LMHead
     tokenizer: Any
 
     def first_tokens(self, jobs: list[SampleJob], last_hidden: Tensor) -> Faults:
@@ -51,7 +51,7 @@ class TokenSampler:
             faults |= self._sample([job.sequences for job in block_jobs], block.logits)
         return faults
 
-    def next_tokens(self, sequences: list[Sequence], hidden: Tensor, spans: list[Placed]) -> Faults:
+    def next_tokens(self, sequences: list[Sequence], hidden: Tensor, spans: list[PlacedAdapter]) -> Faults:
         """Append one token to each sequence; `hidden` [B, D] are their hidden states."""
         faults: Faults = {}
         for block in self.head.blocks(hidden, spans):
@@ -96,7 +96,7 @@ def not_finite(job: SampleJob) -> TinsmithError:
     )
 
 
-def adapter_spans(weights: list[Weights | None]) -> list[Placed]:
+def adapter_spans(weights: list[AdapterWeights | None]) -> list[PlacedAdapter]:
     """The spans of a batch, one position per entry, that use the same adapter."""
     spans, start = [], 0
     for _, same in groupby(weights, key=id):
@@ -110,7 +110,7 @@ def adapter_spans(weights: list[Weights | None]) -> list[Placed]:
 class RunningBatch:
     """Running sequences with their KV cache, and the prefix cache of those that have ended."""
 
-    def __init__(self, base: BaseModel, head: Head, router: linear.Router, scheduler: Scheduler) -> None:
+    def __init__(self, base: BaseModel, head: LMHead, router: linear.Router, scheduler: Scheduler) -> None:
         self._base, self._head, self._router, self._scheduler = base, head, router, scheduler
         self._token_sampler = TokenSampler(head, base.tokenizer)
         self.kv_cache, self.prefix_cache = KVCache(cache_shape(base), scheduler.cache_tokens), PrefixCache()
@@ -203,7 +203,7 @@ class RunningBatch:
             inputs = prefill_pass(
                 [
                     Prompt(
-                        row=packing.Row(key=key, adapter=slots[id(job.weights)], tokens=job.request.prompt),
+                        row=packing.PackedRow(key=key, adapter=slots[id(job.weights)], tokens=job.request.prompt),
                         match=matches[key],
                         first_hidden=prompt_logprobs.first_hidden(job.request),
                     )
@@ -211,7 +211,7 @@ class RunningBatch:
                 ],
                 self._base,
             )
-            with self._router.using(adapter.place(inputs.spans, adapters)):
+            with self._router.using(adapter.place_adapters(inputs.spans, adapters)):
                 hidden = self._base.hidden(inputs.tokens, inputs.positions, inputs.context)
             finite = hidden.isfinite().all(dim=1)
             for key, job in new.items():

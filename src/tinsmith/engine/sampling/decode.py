@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from tinsmith.engine.model.attention import additive, attend_once
+from tinsmith.engine.model.attention import additive_mask, attend
 from tinsmith.engine.sampling.kv_cache import Bank, CacheRow
 
 
@@ -71,7 +71,7 @@ class _BankStep:
         queries = query.reshape(len(keys), -1, query.shape[-1])
         if query.device.type != "cpu":
             mask = self.mask[:, None].expand(-1, 1, queries.shape[1], -1)
-            return attend_once(queries[:, None], keys[:, None], values[:, None], mask, scale).reshape(query.shape)
+            return attend(queries[:, None], keys[:, None], values[:, None], mask, scale).reshape(query.shape)
         return self._attend_by_products(layer, queries * scale, keys, values).view(query.shape)
 
     def _attend_by_products(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
@@ -124,7 +124,9 @@ def _bank_steps(rows: Sequence[CacheRow]) -> Iterator[_BankStep]:
         starts = torch.arange(len(bank.rows) * heads, device=device).view(-1, heads) * bank.capacity
         prefixes = tuple(_shared_prefixes(bank))
         visible = torch.arange(bank.capacity, device=device)[None] <= lengths[:, None]
-        mask = additive(torch.cat([visible, *(shared.visible for shared in prefixes)], dim=1), bank.shape.dtype, device)
+        mask = additive_mask(
+            torch.cat([visible, *(shared.visible for shared in prefixes)], dim=1), bank.shape.dtype, device
+        )
         yield _BankStep(
             bank=bank,
             tokens=_as_index([step_index[id(row)] for row in bank.rows], device),

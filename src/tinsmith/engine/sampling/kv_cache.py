@@ -51,7 +51,7 @@ def cache_shape(base: BaseModel) -> CacheShape:
     return CacheShape(
         layers=config.num_hidden_layers,
         heads=config.num_key_value_heads,
-        width=key_projection.product.shape[0] // config.num_key_value_heads,
+        width=key_projection.frozen.shape[0] // config.num_key_value_heads,
         dtype=base.dtype,
         device=base.device,
     )

@@ -95,7 +95,7 @@ class PrefilledPrompt:
 class Prompt:
     """One prompt of the pass."""
 
-    row: packing.Row
+    row: packing.PackedRow
     match: PrefixMatch
     first_hidden: int
     """The first position whose hidden state is needed; `match` does not extend beyond it."""
@@ -109,8 +109,8 @@ class PrefillPass:
     """int32 [C]."""
     positions: Tensor
     """int64 [C]."""
-    spans: tuple[packing.Span, ...]
-    context: attention.Packed | flex_attention.Flexed | PrefixAttention
+    spans: tuple[packing.AdapterSpan, ...]
+    context: attention.PackedAttention | flex_attention.FlexAttention | PrefixAttention
     segments: dict[int, tuple[KVSegment, ...]]
     """Row key -> where the row's keys and values are."""
     hidden_index: dict[int, Tensor]
@@ -119,25 +119,25 @@ class PrefillPass:
 
 def prefill_pass(prompts: Sequence[Prompt], base: BaseModel) -> PrefillPass:
     """The pass over these prompts."""
-    forest, device = packing.pack([prompt.row for prompt in prompts]), base.device
-    index = _index_kv(prompts, forest)
+    tree, device = packing.pack([prompt.row for prompt in prompts]), base.device
+    index = _index_kv(prompts, tree)
     computed = np.flatnonzero(index.node < 0)
     spans = [
-        packing.Span(adapter=span.adapter, start=int(start), stop=int(stop))
-        for span in forest.spans
+        packing.AdapterSpan(adapter=span.adapter, start=int(start), stop=int(stop))
+        for span in tree.spans
         for start, stop in [np.searchsorted(computed, [span.start, span.stop])]
     ]
     return PrefillPass(
-        tokens=torch.as_tensor(forest.tokens[computed], device=device),
-        positions=torch.as_tensor(forest.positions[computed], device=device),
+        tokens=torch.as_tensor(tree.tokens[computed], device=device),
+        positions=torch.as_tensor(tree.positions[computed], device=device),
         spans=tuple(spans),
-        context=PrefixAttention(list(_attention_calls(forest, computed, index, base)))
+        context=PrefixAttention(list(_attention_calls(tree, computed, index, base)))
         if index.nodes
-        else attention.packed(forest, base.dtype, device, keep=True),
-        segments={key: index.segments(path) for key, path in forest.index.items()},
+        else attention.packed_attention(tree, base.dtype, device, keep=True),
+        segments={key: index.segments(path) for key, path in tree.index.items()},
         hidden_index={
             key: torch.as_tensor(np.where(index.node[path] < 0, index.offset[path], 0), device=device)
-            for key, path in forest.index.items()
+            for key, path in tree.index.items()
         },
     )
 
@@ -164,21 +164,21 @@ class _KVIndex:
         )
 
 
-def _index_kv(prompts: Sequence[Prompt], forest: packing.Forest) -> _KVIndex:
+def _index_kv(prompts: Sequence[Prompt], tree: packing.PackedTree) -> _KVIndex:
     """Assign each position to a cached node, or to the pass if it is not cached or its hidden state is needed."""
     nodes, numbers = list[PrefixNode](), dict[int, int]()
-    node_of, offset = np.full(len(forest.tokens), -1), np.zeros(len(forest.tokens), np.int64)
+    node_of, offset = np.full(len(tree.tokens), -1), np.zeros(len(tree.tokens), np.int64)
     for prompt in prompts:
         first = 0
         for node, count in prompt.match.path:
             if id(node) not in numbers:
                 numbers[id(node)] = len(nodes)
                 nodes.append(node)
-            positions = forest.index[prompt.row.key][first : first + count]
+            positions = tree.index[prompt.row.key][first : first + count]
             node_of[positions], offset[positions] = numbers[id(node)], np.arange(count)
             first += count
     for prompt in prompts:
-        node_of[forest.index[prompt.row.key][prompt.first_hidden :]] = -1
+        node_of[tree.index[prompt.row.key][prompt.first_hidden :]] = -1
     computed = node_of < 0
     offset[computed] = np.arange(int(computed.sum()))
     return _KVIndex(nodes, node_of, offset)
@@ -198,7 +198,7 @@ class _AttentionCall:
 @dataclass(slots=True)
 class PrefixAttention:
     """Attention of the pass over itself and the cached prefixes. Collects the keys and values of the pass, as
-    `attention.Packed` does."""
+    `attention.PackedAttention` does."""
 
     calls: Sequence[_AttentionCall]
     kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
@@ -217,28 +217,28 @@ class PrefixAttention:
 
 
 def _attention_calls(
-    forest: packing.Forest, computed: np.ndarray, index: _KVIndex, base: BaseModel
+    tree: packing.PackedTree, computed: np.ndarray, index: _KVIndex, base: BaseModel
 ) -> Iterator[_AttentionCall]:
     cpu = base.device.type == "cpu"
     # In bfloat16 on a CPU, plain products are much faster than the flash kernel, so long calls are cut to use them.
     max_queries = MAX_FOLDED_QUERIES if cpu and base.dtype == torch.bfloat16 else MAX_QUERIES
-    longest = max(len(path) for path in forest.index.values())
+    longest = max(len(path) for path in tree.index.values())
     rows = min(max_queries, len(computed))
     # Causal mask of the last queries of the longest sequence: the masks of all calls without branches are parts of it.
-    causal = attention.additive(np.tri(rows, longest, longest - rows, dtype=bool), base.dtype, base.device)
-    for job in forest.jobs:
+    causal = attention.additive_mask(np.tri(rows, longest, longest - rows, dtype=bool), base.dtype, base.device)
+    for job in tree.jobs:
         start, stop = (int(bound) for bound in np.searchsorted(computed, [job.start, job.stop]))
         if start == stop:
             continue
         path = np.concatenate([np.arange(*span) for span in (*job.prefix, (job.start, job.stop))])
         depth = len(path) - (job.stop - job.start)
-        if job.mask is not None and job.stop - job.start <= packing.MERGED_QUERIES:
+        if job.mask is not None and job.stop - job.start <= packing.MAX_MERGED_QUERIES:
             keys, mask = _trim_mask(job.mask[computed[start:stop] - job.start])
-            mask = attention.additive(mask, base.dtype, base.device)
+            mask = attention.additive_mask(mask, base.dtype, base.device)
             yield _AttentionCall(start, stop, index.segments(path[:keys]), mask)
             continue
         # A longer job belongs to one row: its queries attend to the whole prefix and to their own past.
-        for low, high in packing.runs(computed[start:stop]):
+        for low, high in packing.contiguous_runs(computed[start:stop]):
             for first in range(low, high, max_queries):
                 last = min(first + max_queries, high)
                 count, keys = last - first, depth + last - job.start
@@ -264,7 +264,7 @@ def _attend_fused(query: Tensor, keys_values: KeysAndValues, mask: Tensor, scale
     key, value = (torch.cat(parts, dim=1)[None] for parts in zip(*keys_values, strict=True))
     if unmasked := key.shape[2] - mask.shape[1]:
         mask = torch.nn.functional.pad(mask, (unmasked, 0))
-    return attention.attend_once(query[None], key, value, mask.contiguous(), scale)[0]
+    return attention.attend(query[None], key, value, mask.contiguous(), scale)[0]
 
 
 def _attend_folded(query: Tensor, keys_values: KeysAndValues, mask: Tensor, scale: float) -> Tensor:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import SampleRequest, TopK
-from tinsmith.engine.lora.adapter import Weights
-from tinsmith.engine.lora.lm_head import ROWS, Head, log_softmax
+from tinsmith.engine.lora.adapter import AdapterWeights
+from tinsmith.engine.lora.lm_head import BLOCK_ROWS, LMHead, log_softmax
 from tinsmith.engine.sampling import token_sampling
 
 PROMPT_STREAM = 2**63
@@ -25,7 +25,7 @@ PROMPT_STREAM = 2**63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptResults:
-    """The prompt fields of `engine.base.Sampled`."""
+    """The prompt fields of `engine.base.SampleResult`."""
 
     logprobs: np.ndarray | None
     topk: TopK | None
@@ -50,7 +50,9 @@ def first_hidden(request: SampleRequest) -> int:
 
 
 @torch.no_grad()
-def compute(request: SampleRequest, head: Head, hidden: Tensor, weights: Weights | None, seed: int) -> PromptResults:
+def compute(
+    request: SampleRequest, head: LMHead, hidden: Tensor, weights: AdapterWeights | None, seed: int
+) -> PromptResults:
     """Results of one request. `hidden` [N, D] are the prompt's last hidden states, arbitrary before `first_hidden`;
     `seed` is for the drawn tokens."""
     length, k = len(request.prompt), request.topk_prompt_logprobs
@@ -62,8 +64,8 @@ def compute(request: SampleRequest, head: Head, hidden: Tensor, weights: Weights
     alternatives = TopK.empty(length - 1, draws)
     uniforms = token_sampling.uniform_stream(seed, PROMPT_STREAM).random((length - 1, draws))
     first_scored = 1 if request.prompt_logprobs_last_n is None else length - request.prompt_logprobs_last_n
-    for first in range(first_hidden(request), length - 1, ROWS):
-        rows = slice(first, min(first + ROWS, length - 1))
+    for first in range(first_hidden(request), length - 1, BLOCK_ROWS):
+        rows = slice(first, min(first + BLOCK_ROWS, length - 1))
         logits = head.logits(hidden[rows], weights)
         if draws:
             drawn = token_sampling.sample_independent(logits, request.temperature, uniforms[rows])

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 import torch
 
-from tinsmith.engine.base import Heard, Sampled, SampleRequest
+from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult
 from tinsmith.engine.device_sharing import DeviceScheduler
 from tinsmith.engine.lora import linear
-from tinsmith.engine.lora.lm_head import Head
+from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model.loading import BaseModel
 from tinsmith.engine.sampling.batch import RunningBatch
 from tinsmith.engine.sampling.scheduler import Scheduler
@@ -30,7 +30,7 @@ class TorchSampler:
     def __init__(
         self,
         base: BaseModel,
-        head: Head,
+        head: LMHead,
         router: linear.Router,
         device: DeviceScheduler,
         pass_tokens: int,
@@ -48,11 +48,11 @@ class TorchSampler:
     def versions(self) -> AdapterVersions:
         return self.batch.versions
 
-    async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
         """Sample all sequences of a request, which joins the batch at the next step."""
         weights = None if request.version is None else self.versions.weights(request.version)
         generation = 0 if request.version is None else self.versions.generation(request.version)
-        job = SampleJob.of(request, weights, generation, self._card, heard)
+        job = SampleJob.of(request, weights, generation, self._card, on_delta)
         self._waiting.append(job)
         if self._loop is None or self._loop.done():
             self._loop = asyncio.create_task(self._run())

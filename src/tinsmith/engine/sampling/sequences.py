@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tinsmith.engine.base import Heard, ModelCard, Piece, Sampled, SampledSequence, SampleRequest, TopK
-from tinsmith.engine.lora.adapter import Weights
+from tinsmith.engine.base import ModelCard, OnDelta, SampledSequence, SampleRequest, SampleResult, SequenceDelta, TopK
+from tinsmith.engine.lora.adapter import AdapterWeights
 from tinsmith.engine.sampling import token_sampling
 from tinsmith.engine.sampling.capacity import headroom, row_capacity
 from tinsmith.engine.sampling.kv_cache import CacheRow
@@ -55,17 +55,17 @@ class Sequence:
 
     def emit(self) -> None:
         """Pass the tokens that are new since the last call to the job's `on_delta`."""
-        if self.job.heard is None or self.emitted >= len(self.tokens):
+        if self.job.on_delta is None or self.emitted >= len(self.tokens):
             return
         new = slice(self.emitted, len(self.tokens))
-        delta = Piece(
+        delta = SequenceDelta(
             sample=self.number,
             tokens=tuple(self.tokens[new]),
             logprobs=tuple(self.logprobs[new]),
             topk=TopK.concatenate(self.top_logprobs[new]) if self.top_logprobs else None,
         )
         self.emitted = len(self.tokens)
-        self.job.heard(delta)
+        self.job.on_delta(delta)
 
     @property
     def remaining(self) -> int:
@@ -97,15 +97,15 @@ class SampleJob:
     """One request in the sampler, with its adapter, its sequences and the future of its result."""
 
     request: SampleRequest
-    weights: Weights | None
+    weights: AdapterWeights | None
     generation: int
     """Generation of the version's name."""
     max_tokens: int
     """Limit for each sequence."""
     stop_tokens: frozenset[int]
-    future: asyncio.Future[Sampled]
+    future: asyncio.Future[SampleResult]
     seed: int
-    heard: Heard | None = None
+    on_delta: OnDelta | None = None
     sequences: list[Sequence] = field(default_factory=list)
     prompt_results: PromptResults | None = None
     cached_tokens: int = 0
@@ -113,7 +113,12 @@ class SampleJob:
 
     @classmethod
     def of(
-        cls, request: SampleRequest, weights: Weights | None, generation: int, card: ModelCard, heard: Heard | None
+        cls,
+        request: SampleRequest,
+        weights: AdapterWeights | None,
+        generation: int,
+        card: ModelCard,
+        on_delta: OnDelta | None,
     ) -> SampleJob:
         """A job with the defaults of a request filled in. Needs a running event loop."""
         context_left = max(1, card.context_length - len(request.prompt))
@@ -125,7 +130,7 @@ class SampleJob:
             stop_tokens=frozenset(card.eos_token_ids if request.stop_tokens is None else request.stop_tokens),
             future=asyncio.get_running_loop().create_future(),
             seed=secrets.randbits(64) if request.seed is None else request.seed,
-            heard=heard,
+            on_delta=on_delta,
         )
         job.sequences = [Sequence(job, job.seed, number) for number in range(request.num_samples)]
         return job
@@ -133,7 +138,7 @@ class SampleJob:
     @property
     def scope(self) -> PrefixScope:
         """The part of the prefix cache that this job may use."""
-        return (self.request.version or "", self.generation, self.request.space)
+        return (self.request.version or "", self.generation, self.request.cache_scope)
 
     @property
     def prompt_key(self) -> PromptKey:
@@ -168,9 +173,9 @@ class SampleJob:
                 error = EngineError(f"Sampling failed: {error!r}")
             self.future.set_exception(error)
 
-    def _result(self) -> Sampled:
+    def _result(self) -> SampleResult:
         prompt = self.prompt_results
-        return Sampled(
+        return SampleResult(
             sequences=tuple(sequence.result() for sequence in self.sequences),
             prompt_logprobs=prompt.logprobs if prompt else None,
             topk_prompt=prompt.topk if prompt else None,

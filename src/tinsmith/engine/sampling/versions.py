@@ -13,10 +13,10 @@ from itertools import count
 from pathlib import Path
 
 from tinsmith.engine.lora import peft
-from tinsmith.engine.lora.adapter import Weights, weights_of
+from tinsmith.engine.lora.adapter import AdapterWeights, adapter_weights
 from tinsmith.engine.lora.linear import layout_for
 from tinsmith.engine.model.loading import BaseModel
-from tinsmith.engine.training.optimizer import Captured
+from tinsmith.engine.training.optimizer import AdapterSnapshot
 from tinsmith.errors import Gone
 
 MAX_RESIDENT = 4
@@ -27,9 +27,9 @@ MAX_RESIDENT = 4
 class _Version:
     """A version: `snapshot` until it is on disk, `folder` from then on, `weights` while it is in memory."""
 
-    snapshot: Captured | None = None
+    snapshot: AdapterSnapshot | None = None
     folder: Path | None = None
-    weights: Weights | None = None
+    weights: AdapterWeights | None = None
     generation: int = 0
 
 
@@ -42,7 +42,7 @@ class AdapterVersions:
         self._versions: dict[str, _Version] = {}
         self._generations = count(1)
 
-    def capture(self, name: str, snapshot: Captured) -> None:
+    def capture(self, name: str, snapshot: AdapterSnapshot) -> None:
         """Add a snapshot of a model as a version; its tensors are not copied."""
         self._on_replaced(name)
         self._versions[name] = _Version(snapshot=snapshot, weights=snapshot.weights, generation=next(self._generations))
@@ -76,7 +76,7 @@ class AdapterVersions:
         version = self._versions.get(name)
         return version.generation if version else 0
 
-    def weights(self, name: str) -> Weights:
+    def weights(self, name: str) -> AdapterWeights:
         """The version's weights, read from its folder if necessary.
 
         Raises Gone for an unknown version, or if its folder was removed.
@@ -86,7 +86,7 @@ class AdapterVersions:
             assert version.folder is not None
             layout = layout_for(self._base, peft.read_spec(version.folder))
             master = peft.read(version.folder, layout).to(self._base.device)
-            version = replace(version, weights=weights_of(layout, master, self._base.dtype))
+            version = replace(version, weights=adapter_weights(layout, master, self._base.dtype))
         del self._versions[name]
         self._versions[name] = version
         self._evict()

@@ -31,17 +31,17 @@ class LossSpec:
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     config: Mapping[str, float | None] = field(default_factory=dict)
-    counts: str = "advantages"
+    token_mask: str = "advantages"
     """The input that says by not being 0 which positions count."""
     terms: tuple[Term, ...] = ("entropy", "kl")
 
     @property
-    def numbers(self) -> Mapping[str, float | None]:
+    def numeric_settings(self) -> Mapping[str, float | None]:
         """Every numeric setting, those of its terms included."""
-        return {**self.config, **{key: 0.0 for term in self.terms for key in _TERM_NUMBERS[term]}}
+        return {**self.config, **{key: 0.0 for term in self.terms for key in _TERM_SETTINGS[term]}}
 
     @property
-    def texts(self) -> Mapping[str, tuple[str, ...]]:
+    def choice_settings(self) -> Mapping[str, tuple[str, ...]]:
         """Every setting that is one of several words; the first is the default."""
         return {"kl_estimator": ("k2", "k1", "k3")} if "kl" in self.terms else {}
 
@@ -52,7 +52,7 @@ class LossSpec:
         return {**{name: key for term in self.terms for name, key in _TERM_INPUTS[term].items()}, **own}
 
 
-_TERM_NUMBERS: Mapping[Term, tuple[str, ...]] = {"entropy": ("entropy_coef", "return_entropy"), "kl": ("kl_coef",)}
+_TERM_SETTINGS: Mapping[Term, tuple[str, ...]] = {"entropy": ("entropy_coef", "return_entropy"), "kl": ("kl_coef",)}
 _TERM_INPUTS: Mapping[Term, Mapping[str, str]] = {
     "entropy": {"entropy_mask": "entropy_coef"},
     "kl": {"ref_logprobs": "kl_coef", "kl_mask": "kl_coef"},
@@ -65,7 +65,7 @@ _RL = ("logprobs", "advantages")
 _CLIPS = ("clip_low_threshold", "clip_high_threshold")
 
 LOSSES: Mapping[str, LossSpec] = {
-    "cross_entropy": LossSpec(optional=("weights",), counts="weights"),
+    "cross_entropy": LossSpec(optional=("weights",), token_mask="weights"),
     "importance_sampling": LossSpec(required=_RL),
     "ppo": LossSpec(
         required=_RL,
@@ -86,7 +86,7 @@ LOSSES: Mapping[str, LossSpec] = {
         required=("weights", *_RL),
         optional=("ref_logprobs",),
         config={"clip_range": 0.2, "clip_ratio_c": 3.0, "kl_coef": 0.0, "num_total_datums": None},
-        counts="weights",
+        token_mask="weights",
         terms=("entropy",),
     ),
 }
@@ -100,24 +100,24 @@ EXTENSIONS: Mapping[str, tuple[str, ...]] = {
 """What this server adds to the protocol, by where it goes."""
 
 
-def numbers(request: Pass) -> dict[str, float]:
+def numeric_settings(request: Pass) -> dict[str, float]:
     """The numeric settings of a request that is in order: what it gives, else the defaults."""
     spec = LOSSES[request.loss_fn]
     given = {key: value for key, value in request.loss_config.items() if not isinstance(value, str)}
-    return {**{key: value for key, value in spec.numbers.items() if value is not None}, **given}
+    return {**{key: value for key, value in spec.numeric_settings.items() if value is not None}, **given}
 
 
-def estimator(request: Pass) -> str:
+def kl_estimator(request: Pass) -> str:
     """Which estimate of the KL divergence its term takes."""
     return str(request.loss_config.get("kl_estimator", "k2"))
 
 
-def wants_entropy(request: Pass) -> bool:
+def needs_entropy(request: Pass) -> bool:
     """Whether anything of the answer depends on the entropies: a coefficient of 0 is there to see their sum."""
     return "entropy_coef" in request.loss_config or bool(request.loss_config.get("return_entropy"))
 
 
-def filled(request: Pass, datum: Datum) -> dict[str, np.ndarray]:
+def loss_inputs(request: Pass, datum: Datum) -> dict[str, np.ndarray]:
     """Every input that the loss and its terms read, of one datum, flat; what it leaves out has its default."""
     spec, config = LOSSES[request.loss_fn], request.loss_config
     found = {name: datum.inputs[name] for name in spec.required}
@@ -133,13 +133,13 @@ def filled(request: Pass, datum: Datum) -> dict[str, np.ndarray]:
     return {name: values.reshape(-1) for name, values in found.items()}
 
 
-def learning(request: Pass, datum: Datum) -> np.ndarray:
+def grad_mask(request: Pass, datum: Datum) -> np.ndarray:
     """bool [N]: the positions that a gradient may come from; elsewhere it is 0 for sure."""
     if request.forward_only:
         return np.zeros(len(datum.tokens), bool)
     if request.loss_fn == CUSTOM:
         return np.ones(len(datum.tokens), bool)
-    found = _counts(request, datum)
+    found = _token_mask(request, datum)
     if request.loss_fn == "dro":
         found |= datum.inputs["logprobs"] != 0
     if request.loss_config.get("entropy_coef"):
@@ -152,10 +152,10 @@ def learning(request: Pass, datum: Datum) -> np.ndarray:
 def _mask(request: Pass, datum: Datum, name: str) -> np.ndarray:
     """A term's mask [N]: the datum's own, else 1 at the positions that count for the loss."""
     own = datum.inputs.get(name)
-    return own if own is not None else _counts(request, datum).astype(np.float32)
+    return own if own is not None else _token_mask(request, datum).astype(np.float32)
 
 
-def _counts(request: Pass, datum: Datum) -> np.ndarray:
+def _token_mask(request: Pass, datum: Datum) -> np.ndarray:
     """bool [N]: where the loss's weight or advantage is not 0, for any of the position's targets."""
-    values = datum.inputs.get(LOSSES[request.loss_fn].counts, np.ones(datum.targets.shape))
+    values = datum.inputs.get(LOSSES[request.loss_fn].token_mask, np.ones(datum.targets.shape))
     return (values != 0).reshape(len(datum.tokens), -1).any(axis=1)

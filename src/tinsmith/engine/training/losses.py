@@ -25,7 +25,7 @@ Loss = Callable[[Tensor, Inputs, Tensor, Config], Tensor]
 
 
 def cross_entropy(logprobs: Tensor, inputs: Inputs, sequence: Tensor, config: Config) -> Tensor:
-    """-sum w p. Weights are any real numbers; missing ones are 1."""
+    """-sum w p. AdapterWeights are any real numbers; missing ones are 1."""
     weights = inputs.get("weights")
     return -(logprobs if weights is None else weights * logprobs).sum()
 
@@ -126,7 +126,7 @@ def divergence(logprobs: Tensor, inputs: Inputs, estimator: str) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Targets:
+class LossInputs:
     """What a request's losses are computed from: flat over its targets, entropies [N] flat over its positions."""
 
     logprobs: Tensor
@@ -136,9 +136,9 @@ class Targets:
 
 
 def objective(
-    loss_fn: str, targets: Targets, config: Config, estimator: str, asked: Container[str]
+    loss_fn: str, targets: LossInputs, config: Config, estimator: str, settings: Container[str]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss with the terms among `asked` (the settings given), and the metrics that belong to them.
+    """The loss with the terms among `settings` (the settings given), and the metrics that belong to them.
 
     loss - entropy_coef sum m H + kl_coef sum m k
     """
@@ -147,14 +147,14 @@ def objective(
     if loss_fn == "trinity_ppo":
         return _with_entropy(loss, trinity_metrics(logprobs, inputs, config), targets, config)
     metrics: dict[str, Tensor] = {}
-    if "kl_coef" in asked:
+    if "kl_coef" in settings:
         metrics["kl:sum"] = divergence(logprobs, inputs, estimator)
         loss = loss + config["kl_coef"] * metrics["kl:sum"]
     return _with_entropy(loss, metrics, targets, config)
 
 
 def _with_entropy(
-    loss: Tensor, metrics: dict[str, Tensor], targets: Targets, config: Config
+    loss: Tensor, metrics: dict[str, Tensor], targets: LossInputs, config: Config
 ) -> tuple[Tensor, dict[str, Tensor]]:
     if targets.entropies is None or "entropy_mask" not in targets.inputs:
         return loss, metrics

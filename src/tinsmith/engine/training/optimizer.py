@@ -1,4 +1,10 @@
-"""A live model: an adapter in training, its float32 master, gradient and AdamW state, all flat."""
+"""A trainable adapter: float32 master weights, accumulated gradient and AdamW state, each one flat tensor.
+
+Also the bounds that show when an AdamW step cannot overflow. Reading all weights after a step would take a third of
+the step's time, and copying them for a rollback more than the step itself. A weight moves by at most rate |m| /
+(sqrt(v) + eps), and the mean m of the gradients is at most the largest of them, so a bound on both is updated for
+free. Only a step that may overflow by this bound is checked and, if it did overflow, reverted.
+"""
 
 from __future__ import annotations
 
@@ -14,142 +20,143 @@ from tinsmith.engine.base import AdamParams
 from tinsmith.engine.lora import adapter, peft
 from tinsmith.errors import BadRequest, NotFound
 
-LIMIT = 1e38
-"""Of a weight: in float32, and rounded to bfloat16, it is finite."""
-STEEPEST = 1e19
-"""Of a gradient's norm: the squares of what is less are finite in float32."""
-_SMALLEST = 1e-300
-"""Stands for 0 where something is divided by it."""
+MAX_WEIGHT = 1e38
+"""A weight below this is finite in float32 and when rounded to bfloat16."""
+MAX_GRAD_NORM = 1e19
+"""The squares of gradients below this norm are finite in float32."""
+_TINY = 1e-300
+"""Replaces a divisor of 0."""
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """Nothing of a model is larger: of its weights, and of the means of its gradients."""
+class UpdateBound:
+    """Upper bounds of an adapter's weights and of the means of its gradients."""
 
     weights: float
-    slopes: float = 0.0
+    gradients: float = 0.0
 
     @property
     def safe(self) -> bool:
-        """Whether all is finite for sure."""
-        return self.weights < LIMIT
+        """Whether every weight is known to be finite."""
+        return self.weights < MAX_WEIGHT
 
-    def after(self, adam: AdamParams, norm: float, steps: int) -> Reach:
-        """After the step of this number, with a gradient of this norm; factors below 1 count as 1, so that what is
-        computed on the way is within the bound too."""
-        slopes = max(self.slopes, norm)
+    def after(self, adam: AdamParams, norm: float, steps: int) -> UpdateBound:
+        """The bounds after step number `steps` with a gradient of this norm.
+
+        Factors below 1 count as 1, so that intermediate results are bounded too.
+        """
+        gradients = max(self.gradients, norm)
         rate = adam.learning_rate / (1 - adam.beta1**steps)
-        moved = max(1.0, rate) * max(1.0, slopes) / min(1.0, max(adam.eps, _SMALLEST))
-        kept = max(1.0, abs(1 - adam.learning_rate * adam.weight_decay))
-        return Reach(self.weights * kept + moved, slopes)
+        moved = max(1.0, rate) * max(1.0, gradients) / min(1.0, max(adam.eps, _TINY))
+        decay = max(1.0, abs(1 - adam.learning_rate * adam.weight_decay))
+        return UpdateBound(self.weights * decay + moved, gradients)
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
-class Captured:
-    """An adapter at one moment: its layout, float32 master [size], and the reading of it that passes are made with.
+class AdapterSnapshot:
+    """An adapter at one moment: layout, float32 master [size], and the weights that passes read.
 
-    The master's memory is the model's again when nobody reads it: when this is forgotten, and in float32, where the
-    reading is the master itself, the reading too.
+    The model reuses the master's memory once nothing refers to it: when the snapshot is garbage, and in float32, where
+    the weights are views of the master, when the weights are garbage too.
     """
 
-    layout: adapter.Layout
+    layout: adapter.AdapterLayout
     master: Tensor
-    weights: adapter.Weights
+    weights: adapter.AdapterWeights
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
-    """The gradient of a run, float32 [size], and its views by module name."""
+class GradientBuffer:
+    """The gradient of a run, float32 [size], and views of it by module name."""
 
     flat: Tensor
-    pairs: dict[str, adapter.Pair]
+    pairs: dict[str, adapter.LoraPair]
 
 
-class Model:
-    """One model. `master` and `gradient` are float32 [size] in the order of the layout."""
+class TrainableAdapter:
+    """An adapter in training. `master` and `gradient` are float32 [size] in the order of the layout."""
 
-    def __init__(self, layout: adapter.Layout, master: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, layout: adapter.AdapterLayout, master: Tensor, dtype: torch.dtype) -> None:
         self.layout, self.dtype = layout, dtype
         self.master = torch.nn.Parameter(master)
         self.gradient = torch.zeros_like(master)
-        self._gathered = self._gathering(self.gradient)
-        self._clean = True
-        """Whether the gradient is still zero."""
+        self._own_buffer = self._buffer_over(self.gradient)
+        self._gradient_is_zero = True
         self.optimizer = torch.optim.AdamW([self.master], fused=True)
-        self._weights: adapter.Weights | None = None
-        self._captured: Captured | None = None
-        """Of this moment. Others read its master, so the next step must leave that as it is."""
+        self._weights: adapter.AdapterWeights | None = None
+        self._snapshot: AdapterSnapshot | None = None
+        """The snapshot of the current weights. It refers to `master`, so the next step must not write into that."""
         self._spare: deque[Tensor] = deque(maxlen=1)
-        """A master that nobody reads any more: fresh memory of that size takes four times as long to fill."""
-        self._reach = Reach(weights=_largest(master))
+        """A master that nothing refers to any more; filling newly allocated memory takes four times as long."""
+        self._bound = UpdateBound(weights=_max_abs(master))
 
-    def weights(self) -> adapter.Weights:
-        """The adapter as of the last step; in float32 it is the master itself."""
+    def weights(self) -> adapter.AdapterWeights:
+        """The weights as of the last step; in float32 they are views of the master."""
         if self._weights is None:
-            self._weights = adapter.weights_of(self.layout, self.master.detach(), self.dtype)
+            self._weights = adapter.adapter_weights(self.layout, self.master.detach(), self.dtype)
         return self._weights
 
-    def capture(self) -> Captured:
-        """The adapter of this moment for good, without a copy: the next step works on one."""
-        if self._captured is None:
-            self._captured = Captured(self.layout, self.master.detach(), self.weights())
-        return self._captured
+    def capture(self) -> AdapterSnapshot:
+        """An immutable snapshot, without a copy: the next step writes into other memory."""
+        if self._snapshot is None:
+            self._snapshot = AdapterSnapshot(self.layout, self.master.detach(), self.weights())
+        return self._snapshot
 
-    def gathering(self) -> Gathered:
-        """Zeros to gather a run's gradient in: the model's own gradient while nothing is in it.
+    def gradient_buffer(self) -> GradientBuffer:
+        """A zero buffer for the gradient of a run: the model's own gradient if that is still zero.
 
-        Fresh memory for 64 small models takes longer to clear than their gradients take to compute.
+        For 64 small models, clearing new memory takes longer than computing their gradients.
         """
-        return self._gathered if self._clean else self._gathering(torch.zeros_like(self.gradient))
+        return self._own_buffer if self._gradient_is_zero else self._buffer_over(torch.zeros_like(self.gradient))
 
-    def take(self, gathered: Gathered) -> None:
-        """A run went well: what it gathered is the model's."""
-        if gathered is not self._gathered:
-            self.gradient.add_(gathered.flat)
-        self._clean = False
+    def accept(self, buffer: GradientBuffer) -> None:
+        """Add the buffer of a run that succeeded to the gradient."""
+        if buffer is not self._own_buffer:
+            self.gradient.add_(buffer.flat)
+        self._gradient_is_zero = False
 
-    def refuse(self, gathered: Gathered) -> None:
-        """A run did not go well: as if it had not been."""
-        if gathered is self._gathered:
-            gathered.flat.zero_()
+    def discard(self, buffer: GradientBuffer) -> None:
+        """Restore the gradient after a run that failed."""
+        if buffer is self._own_buffer:
+            buffer.flat.zero_()
 
-    def _gathering(self, flat: Tensor) -> Gathered:
-        return Gathered(flat, self.layout.pairs(flat))
+    def _buffer_over(self, flat: Tensor) -> GradientBuffer:
+        return GradientBuffer(flat, self.layout.pairs(flat))
 
     def step(self, adam: AdamParams) -> dict[str, float]:
-        """AdamW with decoupled decay, then a clean gradient. Returns the gradient's norm before clipping.
+        """Take an AdamW step with decoupled decay and clear the gradient; returns its norm before clipping.
 
-        Raises BadRequest for a step that would overflow; the model is then as it was.
+        Raises BadRequest for a step that would overflow; the model is then unchanged.
         """
-        norm = self._norm()
-        self._leave_captured()
+        norm = self._grad_norm()
+        self._release_snapshot()
         self.master.grad = self.gradient
-        reach = self._reach.after(adam, norm, self._steps() + 1)
-        if reach.safe:
+        bound = self._bound.after(adam, norm, self._steps() + 1)
+        if bound.safe:
             self._update(adam, norm)
         else:
-            reach = replace(reach, weights=self._tried(adam, norm))
-        self._reach = reach
-        if not self._clean:
+            bound = replace(bound, weights=self._update_or_revert(adam, norm))
+        self._bound = bound
+        if not self._gradient_is_zero:
             self.gradient.zero_()
-            self._clean = True
+            self._gradient_is_zero = True
         self._weights = None
-        self.weights()  # now, so that a capture takes no time; the next pass wants it anyway
+        self.weights()  # made now, so that a capture takes no time; the next pass needs it anyway
         return {"grad_norm": norm}
 
-    def _norm(self) -> float:
-        """The gradient's. Raises BadRequest if AdamW could not square it."""
-        norm = 0.0 if self._clean else float(torch.nn.utils.get_total_norm([self.gradient]))
-        if not norm < STEEPEST:
+    def _grad_norm(self) -> float:
+        """The gradient's norm. Raises BadRequest if AdamW's squares of the gradient would overflow."""
+        norm = 0.0 if self._gradient_is_zero else float(torch.nn.utils.get_total_norm([self.gradient]))
+        if not norm < MAX_GRAD_NORM:
             raise BadRequest(
-                f"The gradient's norm is {norm:g}: its squares overflow, so there is no step.",
-                "Load a saved state, and lower weights or advantages: gradients add up until a step.",
+                f"The gradient's norm is {norm:g}: its squares overflow, so no step is taken.",
+                "Load a saved state and lower weights or advantages: gradients add up until a step.",
             )
         return norm
 
     def _update(self, adam: AdamParams, norm: float) -> None:
-        """The step itself; a gradient whose norm is above `grad_clip_norm` is first cut to it, if that is not 0."""
-        if adam.grad_clip_norm > 0 and not self._clean:
+        """Clip the gradient to `grad_clip_norm` (0: no clipping) and take the optimizer's step."""
+        if adam.grad_clip_norm > 0 and not self._gradient_is_zero:
             torch.nn.utils.clip_grads_with_norm_([self.master], adam.grad_clip_norm, self.gradient.new_tensor(norm))
         self.optimizer.param_groups[0].update(
             lr=adam.learning_rate,
@@ -159,59 +166,59 @@ class Model:
         )
         self.optimizer.step()
 
-    def _tried(self, adam: AdamParams, norm: float) -> float:
-        """The same where it may overflow: taken back if it did. Returns the largest weight."""
+    def _update_or_revert(self, adam: AdamParams, norm: float) -> float:
+        """Take a step that may overflow, and revert it if it did. Returns the largest absolute weight."""
         moments = self.moments()
-        kept = replace(moments, average=moments.average.clone(), square=moments.square.clone())
+        saved = replace(moments, exp_avg=moments.exp_avg.clone(), exp_avg_sq=moments.exp_avg_sq.clone())
         master, gradient = self.master.detach().clone(), self.gradient.clone()
         self._update(adam, norm)
-        largest = _largest(self.master.detach())
-        if not largest < LIMIT:
+        largest = _max_abs(self.master.detach())
+        if not largest < MAX_WEIGHT:
             self.master.data.copy_(master)
             self.gradient.copy_(gradient)
-            self.restore(kept)
+            self.restore(saved)
             raise BadRequest(
                 f"A step with learning_rate {adam.learning_rate:g}, eps {adam.eps:g} and weight_decay "
                 f"{adam.weight_decay:g} would make a weight {largest:g}; the gradient's norm is {norm:g}.",
-                "Nothing was changed: lower learning_rate or weight_decay, or raise eps.",
+                "The model is unchanged: lower learning_rate or weight_decay, or raise eps.",
             )
         return largest
 
     def _steps(self) -> int:
-        """Taken so far, as AdamW counts them."""
+        """Steps taken so far."""
         return int(self.optimizer.state[self.master]["step"]) if self.master in self.optimizer.state else 0
 
-    def _leave_captured(self) -> None:
-        """Go on in memory that no captured version reads."""
-        if self._captured is None:
+    def _release_snapshot(self) -> None:
+        """Continue in memory that no snapshot refers to."""
+        if self._snapshot is None:
             return
-        left = self.master.data
-        self.master.data = (self._spare.pop() if self._spare else torch.empty_like(left)).copy_(left)
-        reader = self._captured.weights if self.dtype == torch.float32 else self._captured
-        weakref.finalize(reader, self._spare.append, left)
-        self._captured = None
+        previous = self.master.data
+        self.master.data = (self._spare.pop() if self._spare else torch.empty_like(previous)).copy_(previous)
+        reader = self._snapshot.weights if self.dtype == torch.float32 else self._snapshot
+        weakref.finalize(reader, self._spare.append, previous)
+        self._snapshot = None
 
     def moments(self) -> peft.Moments:
-        """AdamW's state, zeros before the first step."""
+        """AdamW's state; zeros before the first step."""
         state = self.optimizer.state.get(self.master, {})
         if not state:
             return peft.Moments(torch.zeros_like(self.gradient), torch.zeros_like(self.gradient), 0)
         return peft.Moments(state["exp_avg"], state["exp_avg_sq"], int(state["step"]))
 
     def restore(self, moments: peft.Moments) -> None:
-        """Go on from saved moments. Raises NotFound if they are not finite."""
-        slopes, squares = _largest(moments.average), _largest(moments.square)
-        if not math.isfinite(slopes + squares):
-            raise NotFound("The saved optimizer state holds numbers that are not finite.", "Load it without it.")
-        self._reach = replace(self._reach, slopes=slopes)
+        """Continue from saved moments. Raises NotFound if they are not finite."""
+        largest, largest_sq = _max_abs(moments.exp_avg), _max_abs(moments.exp_avg_sq)
+        if not math.isfinite(largest + largest_sq):
+            raise NotFound("The saved optimizer state holds values that are not finite.", "Load it without optimizer.")
+        self._bound = replace(self._bound, gradients=largest)
         self.optimizer.state[self.master] = {
             "step": torch.tensor(float(moments.steps), device=self.master.device),
-            "exp_avg": moments.average.to(self.master.device),
-            "exp_avg_sq": moments.square.to(self.master.device),
+            "exp_avg": moments.exp_avg.to(self.master.device),
+            "exp_avg_sq": moments.exp_avg_sq.to(self.master.device),
         }
 
 
-def _largest(flat: Tensor) -> float:
-    """Of the numbers' sizes; NaN if one is."""
+def _max_abs(flat: Tensor) -> float:
+    """The largest absolute value; NaN if any value is NaN."""
     low, high = torch.aminmax(flat)
     return float(torch.maximum(-low, high))

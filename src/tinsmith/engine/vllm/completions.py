@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from tinsmith.engine.base import ModelCard, Piece, Sampled, SampledSequence, SampleRequest, TopK
+from tinsmith.engine.base import ModelCard, SampledSequence, SampleRequest, SampleResult, SequenceDelta, TopK
 from tinsmith.errors import EngineDied
 
 
@@ -61,8 +61,8 @@ def request_body(request: SampleRequest, card: ModelCard, name: str, *, stream: 
     }
     if request.seed is not None:
         body["seed"] = _hash_seed(request.seed)
-    if request.space:
-        body["cache_salt"] = request.space
+    if request.cache_scope:
+        body["cache_salt"] = request.cache_scope
     if stream:
         body["stream_options"] = {"include_usage": True}
     return body
@@ -100,7 +100,7 @@ class CompletionParser:
         self._sequences = [PartialSequence() for _ in range(request.num_samples // self._copies)]
         self._cached_tokens = 0
 
-    def add(self, response: Mapping[str, Any]) -> list[Piece]:
+    def add(self, response: Mapping[str, Any]) -> list[SequenceDelta]:
         """Add a JSON object of vLLM's; returns what is new. Raises EngineDied if vLLM gave up on a sequence."""
         deltas = []
         for choice in response["choices"]:
@@ -109,16 +109,16 @@ class CompletionParser:
         self._cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or self._cached_tokens
         return deltas
 
-    def result(self) -> Sampled:
+    def result(self) -> SampleResult:
         """The complete result. Raises EngineDied if vLLM closed the connection before the end."""
         if any(sequence.stop_reason is None for sequence in self._sequences):
             raise EngineDied("vLLM closed the connection before the end of the response.", "Submit the request again.")
-        return Sampled(
+        return SampleResult(
             sequences=tuple(sequence.result() for sequence in self._sequences for _ in range(self._copies)),
             prompt_cache_hit_tokens=self._cached_tokens,
         )
 
-    def _add_choice(self, choice: Mapping[str, Any]) -> list[Piece]:
+    def _add_choice(self, choice: Mapping[str, Any]) -> list[SequenceDelta]:
         sequence = self._sequences[choice["index"]]
         reason = choice["finish_reason"]
         if reason not in (None, "stop", "length"):
@@ -135,7 +135,9 @@ class CompletionParser:
             sequence.top_logprobs.append(top)
         samples = range(choice["index"] * self._copies, (choice["index"] + 1) * self._copies)
         token_logprobs = tuple(logprobs["token_logprobs"])
-        return [Piece(sample=sample, tokens=tuple(tokens), logprobs=token_logprobs, topk=top) for sample in samples]
+        return [
+            SequenceDelta(sample=sample, tokens=tuple(tokens), logprobs=token_logprobs, topk=top) for sample in samples
+        ]
 
 
 def _top_logprobs(steps: Sequence[Mapping[str, float]], k: int) -> TopK:

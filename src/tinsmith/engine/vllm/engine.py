@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from tinsmith.engine.base import AdamParams, Heard, LoraSpec, ModelCard, Pass, PassResult, Sampled, SampleRequest
+from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process import RemoteEngine
 from tinsmith.engine.vllm import completions
@@ -45,7 +45,7 @@ class VllmEngine:
         timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
         self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
         self._versions = VllmVersions(torch_engine, self.server, self._client, config.vllm.rank, self._folder)
-        self._running: dict[str, asyncio.Task[Sampled]] = {}
+        self._running: dict[str, asyncio.Task[SampleResult]] = {}
 
     @classmethod
     async def start(cls, config: EngineConfig) -> VllmEngine:
@@ -104,14 +104,14 @@ class VllmEngine:
     async def detach(self, version: str) -> None:
         await self._versions.detach(version)
 
-    async def sample(self, request: SampleRequest, heard: Heard | None = None) -> Sampled:
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
         if not completions.is_supported(request, self.card):
-            return await self.torch_engine.sample(request, heard)
+            return await self.torch_engine.sample(request, on_delta)
         if not completions.has_prompt_questions(request):
-            return await self._sample(request, heard)
+            return await self._sample(request, on_delta)
         prompt_task = asyncio.create_task(self.torch_engine.sample(completions.prompt_questions(request)))
         try:
-            sampled, about_prompt = await self._sample(request, heard), await prompt_task
+            sampled, about_prompt = await self._sample(request, on_delta), await prompt_task
         finally:
             prompt_task.cancel()
         cached_tokens = sampled.prompt_cache_hit_tokens
@@ -127,9 +127,9 @@ class VllmEngine:
         await self._client.aclose()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    async def _sample(self, request: SampleRequest, heard: Heard | None) -> Sampled:
+    async def _sample(self, request: SampleRequest, on_delta: OnDelta | None) -> SampleResult:
         """Sample in a task that `cancel` can end: vLLM stops when the connection is closed."""
-        task = asyncio.create_task(self._sample_version(request, heard))
+        task = asyncio.create_task(self._sample_version(request, on_delta))
         self._running[request.request_id] = task
         try:
             await asyncio.wait([task])
@@ -140,28 +140,28 @@ class VllmEngine:
             raise Gone(f"Request {request.request_id} was cancelled.", "Submit it again.")
         return task.result()
 
-    async def _sample_version(self, request: SampleRequest, heard: Heard | None) -> Sampled:
+    async def _sample_version(self, request: SampleRequest, on_delta: OnDelta | None) -> SampleResult:
         if request.version is None and self.card.device != "cpu":
-            return await self._complete(request, BASE, heard)
+            return await self._complete(request, BASE, on_delta)
         async with self._versions.loaded(request.version or ZERO_ADAPTER) as lora_name:
-            return await self._complete(request, lora_name, heard)
+            return await self._complete(request, lora_name, on_delta)
 
-    async def _complete(self, request: SampleRequest, name: str, heard: Heard | None) -> Sampled:
+    async def _complete(self, request: SampleRequest, name: str, on_delta: OnDelta | None) -> SampleResult:
         await self.server.up.wait()
-        body = completions.request_body(request, self.card, name, stream=heard is not None)
+        body = completions.request_body(request, self.card, name, stream=on_delta is not None)
         url, parser = f"{self.server.url}/v1/completions", CompletionParser(request)
         try:
-            if heard is None:
+            if on_delta is None:
                 response = await self._client.post(url, json=body)
                 _check(response.status_code, response.text)
                 parser.add(response.json())
             else:
-                await self._stream(url, body, parser, heard)
+                await self._stream(url, body, parser, on_delta)
         except httpx.TransportError as error:
             raise await self.server.connection_lost() from error
         return parser.result()
 
-    async def _stream(self, url: str, body: dict[str, Any], parser: CompletionParser, heard: Heard) -> None:
+    async def _stream(self, url: str, body: dict[str, Any], parser: CompletionParser, on_delta: OnDelta) -> None:
         async with self._client.stream("POST", url, json=body) as response:
             if response.status_code != 200:
                 _check(response.status_code, (await response.aread()).decode(errors="replace"))
@@ -172,7 +172,7 @@ class VllmEngine:
                 if "error" in chunk:
                     raise EngineError(f"vLLM failed: {chunk['error']}", "See vLLM's log.")
                 for delta in parser.add(chunk):
-                    heard(delta)
+                    on_delta(delta)
 
 
 def _check(status: int, text: str) -> None:

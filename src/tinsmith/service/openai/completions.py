@@ -10,7 +10,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from tinsmith.chat.tokenizer import Words
-from tinsmith.engine.base import Sampled, SampleRequest
+from tinsmith.engine.base import SampleRequest, SampleResult
 from tinsmith.engine.validation import MAX_SAMPLES
 from tinsmith.errors import BadRequest, Unsupported
 from tinsmith.service.dependencies import RawBody, Service, ServiceDep
@@ -89,7 +89,7 @@ def _prompts(text: CompletionBody, words: Words) -> list[tuple[list[int], str]]:
     ]
 
 
-def _after(shown: str, request: SampleRequest, answer: Sampled, told: Told) -> Told:
+def _after(shown: str, request: SampleRequest, answer: SampleResult, told: Told) -> Told:
     """A choice with its prompt before it."""
     scored = answer.prompt_logprobs
     tops = rows(answer.topk_prompt) or [()] * len(request.prompt)

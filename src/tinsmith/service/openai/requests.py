@@ -14,7 +14,7 @@ from tinsmith.chat.messages import plain_messages, plain_tools
 from tinsmith.chat.tokenizer import Words
 from tinsmith.chat.tool_calls import Form, Reading, form_of, marks_of
 from tinsmith.engine.base import ModelCard, SampleRequest
-from tinsmith.engine.validation import check_sample, nearest
+from tinsmith.engine.validation import check_sample, did_you_mean
 from tinsmith.errors import BadRequest, NotFound
 from tinsmith.service.dependencies import Service
 from tinsmith.service.openai.sampling import Calls, Choice
@@ -89,7 +89,7 @@ def named(service: Service, name: str, owner: str) -> Named:
         return _of(service, None, newest(service, model))
     raise NotFound(
         f"There is no model {name}.",
-        f"{nearest(name, service.workers)} Or give a tinker:// path, or the id of a model in training.",
+        f"{did_you_mean(name, service.workers)} Or give a tinker:// path, or the id of a model in training.",
     )
 
 

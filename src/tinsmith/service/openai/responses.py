@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from tinsmith.chat.tool_calls import Call
-from tinsmith.engine.base import Piece, Sampled, SampledSequence, TopK
+from tinsmith.engine.base import SampledSequence, SampleResult, SequenceDelta, TopK
 from tinsmith.errors import TinsmithError
 from tinsmith.service.openai.requests import Asked
 from tinsmith.service.openai.sampling import Choice, Finish, Grown, New
@@ -71,7 +71,7 @@ def head(asked: Asked, kind: str) -> dict[str, Any]:
     }
 
 
-def usage(asked: Asked, sampled: Sequence[Sampled], said: int) -> dict[str, Any]:
+def usage(asked: Asked, sampled: Sequence[SampleResult], said: int) -> dict[str, Any]:
     """Tokens of the prompts (each once), of the answers, and of the prompts those that were in the cache."""
     prompt = sum(len(request.prompt) for request in asked.requests)
     cached = sum(one.prompt_cache_hit_tokens for one in sampled)
@@ -203,7 +203,7 @@ async def events(
         async with aclosing(grown):
             async for request, new in grown:
                 first = request * asked.body.n
-                if isinstance(new, Piece):
+                if isinstance(new, SequenceDelta):
                     said += len(new.tokens)
                     told = [_piece(asked, first + new.sample, states[first + new.sample], new)]
                 else:
@@ -219,7 +219,7 @@ async def events(
     yield "data: [DONE]\n\n"
 
 
-def _piece(asked: Asked, index: int, state: _Growing, piece: Piece) -> Told:
+def _piece(asked: Asked, index: int, state: _Growing, piece: SequenceDelta) -> Told:
     grown = state.choice.feed(piece.tokens)
     told = Told(
         index=index,
@@ -250,6 +250,6 @@ def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
 
 
-def total(sampled: Sequence[Sampled]) -> int:
+def total(sampled: Sequence[SampleResult]) -> int:
     """Tokens of all sequences."""
     return sum(len(sequence.tokens) for one in sampled for sequence in one.sequences)

@@ -15,7 +15,7 @@ from starlette.requests import Request
 
 from tinsmith.chat.tokenizer import Growing
 from tinsmith.chat.tool_calls import Call, Reading, held_back
-from tinsmith.engine.base import Heard, Piece, Sampled, SampleRequest
+from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult, SequenceDelta
 from tinsmith.errors import EngineDied, Gone
 from tinsmith.service.sampling import Sampling
 
@@ -89,7 +89,7 @@ TRIES = 3
 _ENDING = Gone("The server is ending.", "Ask again when it is back.")
 
 T = TypeVar("T")
-New = tuple[int, Piece | Sampled]
+New = tuple[int, SequenceDelta | SampleResult]
 """Which request, and what is new of it; at last all of it."""
 
 
@@ -102,7 +102,7 @@ class Calls:
     requests: Sequence[SampleRequest]
 
 
-async def whole(http: Request, sampling: Sampling, calls: Calls) -> list[Sampled]:
+async def whole(http: Request, sampling: Sampling, calls: Calls) -> list[SampleResult]:
     """Every answer, once all are complete. Raises Gone when the client has gone, Busy for a tenant over its quota."""
     tasks = [asyncio.create_task(_sampled(sampling, calls, request)) for request in calls.requests]
     try:
@@ -130,9 +130,9 @@ async def _from(first: New, others: AsyncGenerator[New]) -> AsyncGenerator[New]:
 
 
 async def _growing(sampling: Sampling, calls: Calls) -> AsyncGenerator[New]:
-    queue: asyncio.Queue[tuple[int, Piece | asyncio.Task[Sampled]]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, SequenceDelta | asyncio.Task[SampleResult]]] = asyncio.Queue()
 
-    def listening(index: int) -> Heard:
+    def listening(index: int) -> OnDelta:
         return lambda piece: queue.put_nowait((index, piece))
 
     tasks = [
@@ -145,7 +145,7 @@ async def _growing(sampling: Sampling, calls: Calls) -> AsyncGenerator[New]:
         left = len(tasks)
         while left:
             index, new = await queue.get()
-            if isinstance(new, Piece):
+            if isinstance(new, SequenceDelta):
                 yield index, new
                 continue
             if new.cancelled():
@@ -157,18 +157,20 @@ async def _growing(sampling: Sampling, calls: Calls) -> AsyncGenerator[New]:
             task.cancel()
 
 
-async def _sampled(sampling: Sampling, calls: Calls, request: SampleRequest, heard: Heard | None = None) -> Sampled:
+async def _sampled(
+    sampling: Sampling, calls: Calls, request: SampleRequest, on_delta: OnDelta | None = None
+) -> SampleResult:
     told = False
 
-    def hear(piece: Piece) -> None:
+    def hear(piece: SequenceDelta) -> None:
         nonlocal told
         told = True
-        if heard is not None:
-            heard(piece)
+        if on_delta is not None:
+            on_delta(piece)
 
     for left in reversed(range(TRIES)):
         try:
-            return await sampling.start(calls.owner, calls.base_model, request, hear if heard else None)
+            return await sampling.start(calls.owner, calls.base_model, request, hear if on_delta else None)
         except EngineDied:
             if told or not left:
                 raise

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import ConfigDict, Field, model_validator
 
 from tinsmith.chat.messages import FIELDS, let_through
-from tinsmith.engine.validation import nearest
+from tinsmith.engine.validation import did_you_mean
 from tinsmith.errors import BadRequest, TinsmithError
 from tinsmith.service.wire.schemas import WireModel, parse
 
@@ -119,7 +119,7 @@ def parse_exact(kind: type[B], body: bytes | Mapping[str, Any], where: str = "")
         elif key in FIELDS:
             let_through(key, value, where)
         elif value is not None:
-            raise BadRequest(f"{where}{key} is not known here.", nearest(key, kind.model_fields))
+            raise BadRequest(f"{where}{key} is not known here.", did_you_mean(key, kind.model_fields))
     return parse(kind, json.dumps(kept).encode())
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError
 
-from tinsmith.engine.base import Datum, Pass, PassResult, Sampled, TopK
+from tinsmith.engine.base import Datum, Pass, PassResult, SampleResult, TopK
 from tinsmith.engine.training.loss_specs import CUSTOM
 from tinsmith.errors import BadRequest, TooLarge, Unsupported
 
@@ -242,7 +242,7 @@ def _fill(field: pb.BatchedTensor, arrays: Sequence[np.ndarray], trailing: tuple
     field.data = b"".join(array.tobytes() for array in arrays)
 
 
-def encode_sampled(sampled: Sampled, layout: SparseLayout | None) -> bytes:
+def encode_sampled(sampled: SampleResult, layout: SparseLayout | None) -> bytes:
     """A SampleResponse; targets come back in the layout that they were asked in, 0 where nothing was."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=sampled.prompt_cache_hit_tokens)
     for sequence in sampled.sequences:
