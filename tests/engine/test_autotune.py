@@ -34,7 +34,7 @@ GB = 10**9
 )
 def test_what_fits_a_quarter_of_the_memory_in_whole_steps(free: int, each: float, most: int, tokens: int):
     assert autotune.tokens_that_fit(free, each, most) == tokens
-    assert tokens == autotune.LEAST or tokens * each <= free / 4
+    assert tokens == autotune.MIN_TOKENS or tokens * each <= free / 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

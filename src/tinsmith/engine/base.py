@@ -1,8 +1,8 @@
-"""What an engine is: two protocols, Trainer and Sampler, and the records that pass through them.
+"""The engine's interface: the protocols Trainer, Sampler and Engine, and the records that they exchange.
 
-An engine is one base model that many LoRA adapters share. It knows models (adapters in training) and versions
-(adapters frozen for sampling) by their names alone: no tenant, no HTTP, no database. The records hold numpy arrays,
-so the API process can make and read them without torch.
+An engine is one base model shared by many LoRA adapters. It identifies models (adapters in training) and versions
+(adapters frozen for sampling) by name only, and knows nothing of tenants, HTTP or databases. The records hold numpy
+arrays, so the API process can create and read them without torch.
 
 Dimensions: N positions of a datum or a prompt, K targets per position, L sampled tokens.
 """
@@ -20,12 +20,12 @@ from tinsmith.engine.custom_loss.graph import LossGraph
 from tinsmith.errors import TinsmithError
 
 LORA_ALPHA = 32.0
-"""Constant and independent of the rank, as on the hosted service: W' = W + (alpha / rank) B A."""
+"""Independent of the rank, as on the hosted service: W' = W + (alpha / rank) B A."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """What is known of a loaded base model.
+    """Properties of a loaded base model.
 
     Example: ModelCard(source="/cache/smollm2-135m-instruct", tokenizer="/cache/smollm2-135m-instruct", arch="llama",
     vocab_size=49152, context_length=8192, eos_token_ids=(2,), dtype="bfloat16", device="cpu")
@@ -33,7 +33,7 @@ class ModelCard:
 
     source: str
     tokenizer: str
-    """What `AutoTokenizer.from_pretrained` takes on this machine: a hub id or an absolute folder."""
+    """Argument of `AutoTokenizer.from_pretrained` on this machine: a hub id or an absolute folder."""
     arch: str
     vocab_size: int
     context_length: int
@@ -41,12 +41,12 @@ class ModelCard:
     dtype: str
     device: str
     pass_tokens: int = 0
-    """Packed tokens in a micro-batch of training, as chosen; 0 where nothing is packed."""
+    """Packed tokens in a training micro-batch; 0 for an engine that does not pack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoraSpec:
-    """A LoRA adapter as `create_model` asks for it; the service draws a seed where the client gave none."""
+    """A LoRA adapter as requested by `create_model`. The service draws a seed if the client gives none."""
 
     rank: int
     seed: int
@@ -58,7 +58,7 @@ class LoraSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdamParams:
-    """AdamW with decoupled decay; `grad_clip_norm` 0 means no clipping. Defaults are the SDK's."""
+    """AdamW with decoupled weight decay; `grad_clip_norm` 0 means no clipping. Defaults are the SDK's."""
 
     learning_rate: float = 1e-4
     beta1: float = 0.9
@@ -70,7 +70,7 @@ class AdamParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Datum:
-    """One sequence to score. Position i of `tokens` predicts `targets[i]`: the caller has shifted already.
+    """One sequence to score. Position i of `tokens` predicts `targets[i]`: targets are already shifted.
 
     Example: Datum(tokens=[5, 6, 7], targets=[6, 7, 2], inputs={"weights": [0.0, 1.0, 1.0]})
     """
@@ -78,14 +78,15 @@ class Datum:
     tokens: np.ndarray
     """int32 [N]."""
     targets: np.ndarray
-    """int64 [N] or [N, K]; sparse targets arrive here dense, unlisted cells 0."""
+    """int64 [N] or [N, K]; sparse targets are converted to dense ones, with 0 in unlisted cells."""
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """float32 of the targets' shape (masks of terms: [N]). An uploaded loss reads what it likes, also int64."""
+    """Loss inputs: float32 of the targets' shape (masks of loss terms: [N]). Inputs of an uploaded loss may also be
+    int64."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
-    """One forward_backward (or forward) request of one model. Losses are sums over all its tokens."""
+    """One forward_backward (or forward) request for one model. Losses are sums over all its tokens."""
 
     model_id: str
     data: tuple[Datum, ...]
@@ -93,37 +94,39 @@ class Pass:
     loss_config: Mapping[str, float | str] = field(default_factory=dict)
     forward_only: bool = False
     graph: LossGraph | None = None
-    """The uploaded loss, if loss_fn is `custom`."""
+    """The uploaded loss if loss_fn is `custom`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassResult:
-    """`logprobs[i]` is float32 of `data[i].targets`' shape, untempered, from before any step.
+    """Result of a Pass.
 
-    `metrics` has keys of the form name:reduction; `loss:sum` is always there.
+    `logprobs[i]` is float32 of the shape of `data[i].targets`, at temperature 1. Keys of `metrics` have the form
+    name:reduction; `loss:sum` is always present.
     """
 
     logprobs: tuple[np.ndarray, ...]
     metrics: Mapping[str, float]
     entropies: tuple[np.ndarray, ...] | None = None
-    """float32 [N] of each datum, of the whole softmax at every position; None unless asked for."""
+    """float32 [N] of each datum: entropy of the softmax at every position; None unless requested."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleRequest:
-    """`num_samples` continuations of one prompt, and what is asked about the prompt itself.
+    """A request for `num_samples` continuations of one prompt and for log-probabilities of the prompt itself.
 
-    `stop_tokens` None means the model's own end-of-sequence ids; empty tokens and strings mean that nothing stops it.
+    `stop_tokens` None means the model's own end-of-sequence ids. With empty `stop_tokens` and `stop_strings`, only
+    `max_tokens` ends a sequence.
     """
 
     request_id: str
     prompt: np.ndarray
     """int32 [N], N >= 1."""
     version: str | None = None
-    """The adapter version to sample from; None is the base model."""
+    """Adapter version to sample from; None for the base model."""
     num_samples: int = 1
     max_tokens: int | None = None
-    """None: what is left of the context."""
+    """None: the rest of the context."""
     temperature: float = 1.0
     """0 is greedy with untempered logprobs; otherwise logprobs are those of softmax(logits / temperature)."""
     top_k: int = -1
@@ -133,15 +136,15 @@ class SampleRequest:
     stop_strings: tuple[str, ...] = ()
     prompt_logprobs: bool = False
     prompt_logprobs_last_n: int | None = None
-    """With prompt_logprobs: all but the last n are NaN."""
+    """With prompt_logprobs: only the last n are computed, the others are NaN."""
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: np.ndarray | None = None
-    """int64 [N - 1, K]: row i asks for logprobs of these ids at prompt position i + 1; -1 asks for nothing."""
+    """int64 [N - 1, K]: row i lists the ids to score at prompt position i + 1; -1 is an empty cell."""
     prompt_alt_tokens_k: int = 0
-    """Tokens to draw at each prompt position after the first, as the model would have gone on there."""
+    """Number of alternative tokens to sample at each prompt position after the first."""
     cache_scope: str = ""
-    """Cached prefixes are shared within a space alone: nobody learns what was asked in another."""
+    """Cached prefixes are shared only within a scope, so that timing reveals nothing about requests of other scopes."""
 
 
 EMPTY_LOGPROB = -99999.0
@@ -149,7 +152,7 @@ EMPTY_LOGPROB = -99999.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TopK:
-    """The k likeliest tokens per position, best first; an empty cell is id 0 with logprob EMPTY_LOGPROB."""
+    """The k most likely tokens per position, best first; an empty cell is id 0 with logprob EMPTY_LOGPROB."""
 
     token_ids: np.ndarray
     """int32 [positions, k]."""
@@ -173,7 +176,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledSequence:
-    """Tokens with the stop token (or the tokens that spell the stop string) still on the end; never empty."""
+    """A sampled sequence, including the stop token or the tokens of the stop string; never empty."""
 
     tokens: np.ndarray
     """int32 [L]."""
@@ -185,106 +188,106 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceDelta:
-    """What one sequence of a request has grown by since it was last told."""
+    """New tokens of one sequence of a request since its previous delta."""
 
     sample: int
-    """Which of the request's sequences."""
+    """Index of the sequence in the request."""
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     topk: TopK | None = None
 
 
 OnDelta = Callable[[SequenceDelta], None]
-"""Hears the pieces of a request as they come; together they are its sequences. Called in the caller's event loop."""
+"""Callback for the deltas of a request, which add up to its sequences. Called in the caller's event loop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
-    """The answer to a SampleRequest; prompt fields are None unless asked for."""
+    """Result of a SampleRequest; prompt fields are None unless requested."""
 
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: np.ndarray | None = None
     """float32 [N]; position 0 is NaN."""
     topk_prompt: TopK | None = None
-    """Row per prompt position; row 0 is empty cells."""
+    """One row per prompt position; row 0 consists of empty cells."""
     target_prompt_logprobs: np.ndarray | None = None
-    """float32 of the request's shape; NaN where it asked for nothing."""
+    """float32 of the request's shape; NaN in empty cells."""
     prompt_alt: TopK | None = None
-    """Row per prompt position after the first: independent draws, with their logprobs at the request's temperature."""
+    """One row per prompt position after the first: independent samples, with logprobs at the request's temperature."""
     prompt_cache_hit_tokens: int = 0
-    """Tokens of the prompt that were not computed again."""
+    """Prompt tokens that were found in the prefix cache."""
 
 
 class Trainer(Protocol):
-    """Adapters in training on one base model. Calls are made one at a time, in the order that they must take effect.
+    """Adapters in training on one base model. Calls are made one at a time, in the order in which they take effect.
 
-    Each may raise a TinsmithError; after one the model is as it was before the call.
+    Each call may raise a TinsmithError; the model is then unchanged.
     """
 
     async def create(self, model_id: str, lora: LoraSpec) -> None:
-        """A fresh adapter: A Kaiming-uniform from the seed, B zero."""
+        """Create an adapter: A Kaiming-uniform from the seed, B zero."""
         ...
 
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
-        """One packed pass over requests of any models: a result or an error for each, never one for all.
+        """Run requests of any models in one packed pass; returns a result or an error for each.
 
         Gradients add to what each model has accumulated since its last step.
         """
         ...
 
     async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
-        """One AdamW step with the accumulated gradient, which is then cleared; returns free-form metrics."""
+        """Take an AdamW step with the accumulated gradient and clear it; returns metrics."""
         ...
 
     async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
-        """Write the adapter (and moments) as a PEFT folder, whole or not at all; returns its bytes."""
+        """Write the adapter (and optimizer state) as a PEFT folder, atomically; returns its size in bytes."""
         ...
 
     async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
-        """Put a saved adapter into a model, made if it is not there yet; without optimizer its moments start anew."""
+        """Load a saved adapter into a model, created if necessary; without optimizer its moments start at zero."""
         ...
 
     async def drop(self, model_id: str) -> None:
-        """Forget the model; unknown names are fine."""
+        """Delete a model; unknown names are ignored."""
         ...
 
 
 class Sampler(Protocol):
-    """Continuations from the base model or from immutable adapter versions. Many callers at once."""
+    """Samples from the base model or from immutable adapter versions, for many callers concurrently."""
 
     async def capture(self, model_id: str, version: str) -> None:
-        """Freeze the model's weights of this moment as a version, in memory."""
+        """Freeze the model's current weights as a version, in memory."""
         ...
 
     async def persist(self, version: str, to: Path) -> int:
-        """Write a captured version as a PEFT folder; afterwards it may leave memory. Returns its bytes."""
+        """Write a captured version as a PEFT folder; it may then be evicted from memory. Returns its size in bytes."""
         ...
 
     async def attach(self, version: str, source: Path) -> None:
-        """Make a saved adapter folder known as a version; it is read when first needed."""
+        """Register a saved adapter folder as a version; it is read when first used."""
         ...
 
     async def detach(self, version: str) -> None:
-        """Forget a version; unknown names are fine."""
+        """Delete a version; unknown names are ignored."""
         ...
 
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
-        """Run to the end of every sequence; `on_delta` is told of their tokens on the way."""
+        """Sample until every sequence has ended; `on_delta` receives their tokens meanwhile."""
         ...
 
     async def cancel(self, request_id: str) -> None:
-        """Stop a request's work; its `sample` call raises Gone."""
+        """Stop a request; its `sample` call raises Gone."""
         ...
 
 
 class Engine(Trainer, Sampler, Protocol):
-    """Both, over the same weights."""
+    """A trainer and a sampler over the same base model."""
 
     @property
     def card(self) -> ModelCard:
-        """What is loaded."""
+        """The loaded base model."""
         ...
 
     async def close(self) -> None:
-        """Free what it holds."""
+        """Free all resources."""
         ...

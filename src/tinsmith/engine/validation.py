@@ -1,7 +1,7 @@
-"""What a request must be before it counts: pure arithmetic on the records of `engine.base`, no torch.
+"""Validation of requests: pure arithmetic on the records of `engine.base`, without torch.
 
-The service calls these at submission, so a bad request is refused with a sentence and never reaches an engine. What
-each loss takes stands in `specs`; what an uploaded one may be, in `graph`.
+The service calls these functions at submission, so that an invalid request is refused and never reaches an engine. The
+inputs of each loss are listed in `training.loss_specs`; uploaded losses are checked in `custom_loss.graph`.
 """
 
 from __future__ import annotations
@@ -18,45 +18,45 @@ from tinsmith.errors import BadRequest, Unsupported
 MAX_SAMPLES = 1024
 MAX_RANK = 512
 MAX_CELLS = 2**22
-"""Logprobs that one kind of question about a prompt may ask for: 8,192 positions with 512 each."""
+"""Log-probabilities that one field may request for a prompt: 8,192 positions with 512 each."""
 MAX_SAMPLED_CELLS = 2**24
-"""The same for the likeliest tokens beside those that are sampled."""
-_LEAST_EPS = float(np.finfo(np.float32).tiny)
-"""What is less is 0 or has lost digits in float32, which steps are made in."""
+"""The same for topk_sample_logprobs."""
+_MIN_EPS = float(np.finfo(np.float32).tiny)
+"""Smaller values are 0 or denormal in float32, the dtype of optimizer steps."""
 
 _REFUSED_LOSSES = {
-    "stable_reinforce": "Its objective is not published; pass loss_fn=importance_sampling (or ppo, cispo) instead.",
+    "stable_reinforce": "Its objective is not published; use loss_fn=importance_sampling (or ppo, cispo) instead.",
 }
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """ "Did you mean …?" when there is something near, else what there is."""
-    known = sorted(known)
-    if close := get_close_matches(name, known, n=1):
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """A hint with the most similar of `names`, or with all of them if none is similar."""
+    names = sorted(names)
+    if close := get_close_matches(name, names, n=1):
         return f"Did you mean '{close[0]}'?"
-    return f"Known: {', '.join(known)}." if known else "There are none."
+    return f"Known: {', '.join(names)}." if names else "There are none."
 
 
 def check_lora(lora: LoraSpec) -> None:
-    """Raises BadRequest unless the adapter can be made."""
+    """Raises BadRequest unless an adapter of this spec can be created."""
     if not 1 <= lora.rank <= MAX_RANK:
         raise BadRequest(f"lora_config.rank is {lora.rank}.", f"Give a rank from 1 to {MAX_RANK}.")
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
         raise BadRequest(
-            "lora_config trains nothing.", "Set at least one of train_attn, train_mlp, train_unembed to true."
+            "lora_config trains no module.", "Set at least one of train_attn, train_mlp, train_unembed to true."
         )
 
 
 def check_adam(adam: AdamParams) -> None:
-    """Raises BadRequest unless the six parameters make an AdamW step."""
+    """Raises BadRequest unless the parameters define an AdamW step."""
     for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
         value = getattr(adam, name)
         if not (np.isfinite(value) and value >= 0):
             raise BadRequest(f"adam_params.{name} is {value}.", "Give a finite number that is not negative.")
-    if adam.eps < _LEAST_EPS:
+    if adam.eps < _MIN_EPS:
         raise BadRequest(
-            f"adam_params.eps is {adam.eps}: a step divides by it where a gradient is 0.",
-            f"Give at least {_LEAST_EPS:.2g}; the SDK's own is 1e-12.",
+            f"adam_params.eps is {adam.eps}, but a step divides by eps where a gradient is 0.",
+            f"Give at least {_MIN_EPS:.2g}; the SDK's default is 1e-12.",
         )
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(adam, name) < 1:
@@ -64,11 +64,11 @@ def check_adam(adam: AdamParams) -> None:
 
 
 def check_pass(request: Pass, card: ModelCard) -> None:
-    """Raises BadRequest or Unsupported unless every datum can be scored by this base model."""
-    if cure := _REFUSED_LOSSES.get(request.loss_fn):
-        raise Unsupported(f"loss_fn '{request.loss_fn}' is not served here.", cure)
+    """Raises BadRequest or Unsupported unless this base model can score every datum."""
+    if hint := _REFUSED_LOSSES.get(request.loss_fn):
+        raise Unsupported(f"loss_fn '{request.loss_fn}' is not supported.", hint)
     if not request.data:
-        raise BadRequest("forward_backward got no data.", "Send at least one datum.")
+        raise BadRequest("forward_backward has no data.", "Send at least one datum.")
     if request.loss_fn == CUSTOM:
         _check_custom(request, card)
         return
@@ -83,10 +83,10 @@ def check_pass(request: Pass, card: ModelCard) -> None:
 
 
 def _check_custom(request: Pass, card: ModelCard) -> None:
-    """The loss_id has been looked up already: its graph is there."""
+    """The graph of the request's loss_id has already been looked up."""
     for key in request.loss_config:
         if key != "loss_id":
-            raise BadRequest(f"loss_fn_config has no '{key}' for custom.", "An uploaded loss takes its loss_id alone.")
+            raise BadRequest(f"loss_fn_config has no '{key}' for custom.", "An uploaded loss takes only its loss_id.")
     if request.graph is None:
         raise BadRequest("loss_fn 'custom' has no loss_id.", "Upload the loss with create_custom_loss first.")
     for index, datum in enumerate(request.data):
@@ -99,7 +99,7 @@ def _check_settings(request: Pass, spec: LossSpec) -> None:
     for key, value in request.loss_config.items():
         if choices := spec.choice_settings.get(key):
             if value not in choices:
-                raise BadRequest(f"loss_fn_config.{key} is {value!r}.", f"Give one of {', '.join(sorted(choices))}.")
+                raise BadRequest(f"loss_fn_config.{key} is {value!r}.", f"Use one of {', '.join(sorted(choices))}.")
             continue
         if key not in spec.numeric_settings:
             raise BadRequest(
@@ -112,13 +112,13 @@ def _check_settings(request: Pass, spec: LossSpec) -> None:
         if default is None and key not in request.loss_config:
             raise BadRequest(f"{name} needs loss_fn_config['{key}'].", "It has no default.")
     if "kl_estimator" in request.loss_config and "kl_coef" not in request.loss_config:
-        raise BadRequest("loss_fn_config.kl_estimator is read only with kl_coef.", "Give both or none.")
+        raise BadRequest("loss_fn_config.kl_estimator requires kl_coef.", "Give both or neither.")
     _check_ranges(name, request.loss_config)
     _check_bounds({**spec.config, **request.loss_config})
 
 
 def _check_bounds(config: Mapping[str, float | str | None]) -> None:
-    """Of settings with their defaults."""
+    """Check settings, with defaults, against each other."""
     for key in ("beta", "kl_coef"):
         if float(config.get(key) or 0) < 0:
             raise BadRequest(f"loss_fn_config.{key} is {config[key]}.", "Give 0 or more.")
@@ -126,7 +126,7 @@ def _check_bounds(config: Mapping[str, float | str | None]) -> None:
     if low > high:
         raise BadRequest(
             f"loss_fn_config.clip_low_threshold is {low}, above clip_high_threshold, {high}.",
-            "They bound the ratio: give them as 0.8 and 1.2, say.",
+            "They bound the ratio, for example 0.8 and 1.2.",
         )
 
 
@@ -135,7 +135,9 @@ def _check_ranges(name: str, config: Mapping[str, float | str]) -> None:
         raise BadRequest(f"loss_fn_config.return_entropy is {config['return_entropy']}.", "Give 0 or 1.")
     dual_clip = float(config.get("dual_clip", 0))
     if dual_clip != 0 and not dual_clip > 1:
-        raise BadRequest(f"loss_fn_config.dual_clip is {config['dual_clip']}.", "Give more than 1, or 0 for none.")
+        raise BadRequest(
+            f"loss_fn_config.dual_clip is {config['dual_clip']}.", "Give more than 1, or 0 to turn it off."
+        )
     if name == "trinity_ppo":
         for key, least in (("num_total_datums", 1.0), ("clip_range", 0.0), ("clip_ratio_c", 1.0)):
             if float(config.get(key, least)) < least:
@@ -148,20 +150,20 @@ def _check_tokens(where: str, datum: Datum, card: ModelCard) -> None:
         raise BadRequest(f"{where}.model_input is empty.", "Give at least one token.")
     if length > card.context_length:
         raise BadRequest(
-            f"{where}.model_input has {length} tokens; the context of {card.source} is {card.context_length}.",
-            "Cut the sequence.",
+            f"{where}.model_input has {length} tokens; the context length of {card.source} is {card.context_length}.",
+            "Shorten the sequence.",
         )
     _check_ids(f"{where}.model_input", datum.tokens, card)
     if datum.targets.ndim not in (1, 2) or len(datum.targets) != length or datum.targets.size == 0:
         raise BadRequest(
             f"{where}: target_tokens has shape {datum.targets.shape}, model_input has {length} tokens.",
-            "Give (N,) or (N, K) targets for N tokens; position i predicts target i, already shifted.",
+            "Give (N,) or (N, K) targets for N tokens; target i follows token i (already shifted).",
         )
     if datum.targets.ndim == 2 and datum.targets.shape[1] > card.vocab_size:
         raise BadRequest(
             f"{where}.target_tokens has {datum.targets.shape[1]} targets for each position; {card.source} has "
             f"{card.vocab_size} tokens.",
-            "Name each token once at most.",
+            "Name each token at most once.",
         )
     _check_ids(f"{where}.target_tokens", datum.targets, card)
 
@@ -173,42 +175,42 @@ def _check_inputs(where: str, datum: Datum, request: Pass, spec: LossSpec) -> No
             f"{where}: {loss_fn} takes one target per position, got shape {datum.targets.shape}.",
             "Only cross_entropy takes (N, K) targets.",
         )
-    needed = (*spec.required, *(("ref_logprobs",) if config.get("kl_coef") else ()))
-    for name in needed:
+    required = (*spec.required, *(("ref_logprobs",) if config.get("kl_coef") else ()))
+    for name in required:
         if name not in datum.inputs:
             raise BadRequest(f"{where}: {loss_fn} needs loss_fn_inputs['{name}'].", f"Inputs: {_inputs_of(spec)}.")
     for name, values in datum.inputs.items():
         if name not in spec.inputs:
             raise BadRequest(
                 f"{where}: {loss_fn} does not read loss_fn_inputs['{name}'].",
-                f"Leave it out; inputs: {_inputs_of(spec)}.",
+                f"Remove it. Inputs: {_inputs_of(spec)}.",
             )
         if (setting := spec.inputs[name]) and setting not in config:
-            raise BadRequest(f"{where}: {name} is read only with loss_fn_config['{setting}'].", "Give both or none.")
+            raise BadRequest(f"{where}: {name} requires loss_fn_config['{setting}'].", "Give both or neither.")
         _check_values(where, name, values, datum)
     if datum.targets.ndim == 2 and "kl_coef" in config:
-        raise BadRequest(f"{where}: kl_coef takes one target per position.", "Leave it out with (N, K) targets.")
+        raise BadRequest(f"{where}: kl_coef takes one target per position.", "Remove it for (N, K) targets.")
     if loss_fn == "trinity_ppo" and not np.isin(datum.inputs["weights"], (0, 1)).all():
-        raise BadRequest(f"{where}: weights of trinity_ppo are a mask.", "Send 0 and 1 alone.")
+        raise BadRequest(f"{where}: weights of trinity_ppo are a mask.", "Give only 0 and 1.")
 
 
 def _check_values(where: str, name: str, values: np.ndarray, datum: Datum) -> None:
     shape = datum.tokens.shape if name in MASKS else datum.targets.shape
     if values.shape != shape:
-        what = "model_input" if name in MASKS else "target_tokens"
-        raise BadRequest(f"{where}: {name} has shape {values.shape}, {what} has {shape}.", "Give both the same shape.")
+        like = "model_input" if name in MASKS else "target_tokens"
+        raise BadRequest(f"{where}: {name} has shape {values.shape}, {like} has {shape}.", "Give both the same shape.")
     if not np.isfinite(values).all():
-        raise BadRequest(f"{where}: {name} holds a NaN or an infinity.", "Send finite numbers.")
+        raise BadRequest(f"{where}: {name} contains NaN or infinity.", "Give finite numbers.")
 
 
 def check_sample(request: SampleRequest, card: ModelCard) -> None:
-    """Raises BadRequest unless the prompt fits and every parameter has a meaning."""
+    """Raises BadRequest unless the prompt fits and every parameter is valid."""
     length, context = len(request.prompt), card.context_length
     if length == 0:
         raise BadRequest("The prompt is empty.", "Give at least one token.")
     if length + (request.max_tokens or 1) - 1 > context:
         raise BadRequest(
-            f"A prompt of {length} tokens with max_tokens {request.max_tokens} does not fit: the context of "
+            f"A prompt of {length} tokens with max_tokens {request.max_tokens} does not fit: the context length of "
             f"{card.source} is {context}.",
             "Shorten the prompt or lower max_tokens.",
         )
@@ -223,10 +225,10 @@ def check_sample(request: SampleRequest, card: ModelCard) -> None:
         raise BadRequest(f"top_k is {request.top_k}.", "Give -1 (off) or at least 1.")
     if not 0 < request.top_p <= 1:
         raise BadRequest(f"top_p is {request.top_p}.", "Give a number above 0 and up to 1.")
-    _check_prompt_asks(request, card)
+    _check_prompt_fields(request, card)
 
 
-def _check_prompt_asks(request: SampleRequest, card: ModelCard) -> None:
+def _check_prompt_fields(request: SampleRequest, card: ModelCard) -> None:
     length = len(request.prompt)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if not 0 <= getattr(request, name) <= card.vocab_size:
@@ -236,43 +238,45 @@ def _check_prompt_asks(request: SampleRequest, card: ModelCard) -> None:
     if last_n is not None and not (request.prompt_logprobs and 1 <= last_n <= length - 1):
         raise BadRequest(
             f"prompt_logprobs_last_n is {last_n} for a prompt of {length} tokens.",
-            "Set prompt_logprobs and give a number from 1 to the prompt's length less 1.",
+            "Set prompt_logprobs and give a number from 1 to the prompt's length minus 1.",
         )
     targets = request.target_prompt_logprobs
     if targets is not None:
         if targets.ndim != 2 or len(targets) != length - 1:
             raise BadRequest(
                 f"target_prompt_logprobs has shape {targets.shape} for a prompt of {length} tokens.",
-                f"Give ({length - 1}, K): row i asks about prompt position i + 1.",
+                f"Give ({length - 1}, K): row i is for prompt position i + 1.",
             )
         _check_ids("target_prompt_logprobs", targets[targets != -1], card)
     for token in request.stop_tokens or ():
         if not 0 <= token < card.vocab_size:
-            raise BadRequest(f"stop token {token} is not in the vocabulary of {card.vocab_size}.", "Give its ids.")
+            raise BadRequest(
+                f"Stop token {token} is not in the vocabulary of {card.vocab_size} tokens.", "Give valid token ids."
+            )
 
 
 def _check_cells(request: SampleRequest, card: ModelCard) -> None:
-    """What is asked beside the samples must fit into memory."""
+    """Check that the requested log-probabilities fit into memory."""
     length = len(request.prompt)
     for name in ("topk_prompt_logprobs", "prompt_alt_tokens_k"):
         if length * (k := getattr(request, name)) > MAX_CELLS:
             raise BadRequest(
-                f"{name} is {k} for a prompt of {length} tokens.", f"Their product may be {MAX_CELLS} at most."
+                f"{name} is {k} for a prompt of {length} tokens.", f"Their product must not exceed {MAX_CELLS}."
             )
     most = request.num_samples * (request.max_tokens or card.context_length)
     if most * request.topk_sample_logprobs > MAX_SAMPLED_CELLS:
         raise BadRequest(
             f"topk_sample_logprobs is {request.topk_sample_logprobs} for up to {most} sampled tokens.",
-            f"Their product may be {MAX_SAMPLED_CELLS} at most: lower max_tokens, num_samples or the width.",
+            f"Their product must not exceed {MAX_SAMPLED_CELLS}: lower max_tokens, num_samples or the width.",
         )
 
 
 def _check_ids(where: str, ids: np.ndarray, card: ModelCard) -> None:
     if ids.size and not (ids.min() >= 0 and ids.max() < card.vocab_size):
-        bad = ids[(ids < 0) | (ids >= card.vocab_size)].flat[0]
+        invalid = ids[(ids < 0) | (ids >= card.vocab_size)].flat[0]
         raise BadRequest(
-            f"{where} holds token id {bad}; {card.source} has {card.vocab_size} tokens.",
-            "Use the tokenizer of the model that you train.",
+            f"{where} contains token id {invalid}; {card.source} has {card.vocab_size} tokens.",
+            "Use the tokenizer of this model.",
         )
 
 

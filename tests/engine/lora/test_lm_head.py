@@ -43,11 +43,11 @@ def test_entropies_and_their_gradient(dtype: torch.dtype, near: float, sharp: fl
     assert float((found - leaf.grad).norm() / leaf.grad.norm()) < near
 
 
-def test_without_entropies_nothing_is_kept_of_them() -> None:
+def test_score_without_entropies_saves_nothing() -> None:
     targets = PackedTargets(torch.arange(4), torch.zeros(4, dtype=torch.long))
     scored = LMHead(torch.randn(8, 3)).score(torch.randn(4, 3), [], targets)
     assert scored.entropies is None
-    assert scored.kept == []
+    assert scored.saved == []
 
 
 @pytest.mark.parametrize("sharp", [0.5, 2.0, 4.0])

@@ -125,7 +125,7 @@ def test_it_is_for_gpus_and_sixteen_bits_where_it_compiles(monkeypatch: pytest.M
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         return flex_attention.is_supported.__wrapped__(dtype, torch.device(device))
 
-    monkeypatch.setattr(flex_attention, "_try", lambda *_: None)
+    monkeypatch.setattr(flex_attention, "_try_compiling", lambda *_: None)
     assert chosen()
     assert not chosen(device="cpu")
     assert not chosen(dtype=torch.float32)
@@ -135,7 +135,7 @@ def test_it_is_for_gpus_and_sixteen_bits_where_it_compiles(monkeypatch: pytest.M
     def broken(*_: Any) -> None:
         raise RuntimeError("no compiler")
 
-    monkeypatch.setattr(flex_attention, "_try", broken)
+    monkeypatch.setattr(flex_attention, "_try_compiling", broken)
     assert not chosen()
     assert "slower" in caplog.text
 
@@ -144,4 +144,4 @@ def test_it_is_for_gpus_and_sixteen_bits_where_it_compiles(monkeypatch: pytest.M
 def test_the_trial_runs():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        flex_attention._try(torch.float32, CPU)
+        flex_attention._try_compiling(torch.float32, CPU)

@@ -102,7 +102,7 @@ def test_a_sliding_window_bounds_the_context(
     folder = saved(kind, sliding_window=WINDOW, **WINDOWED[kind])
     engine = served(folder)
     assert engine.card.context_length == WINDOW
-    assert "served up to 40 tokens and not 128" in caplog.text
+    assert "served up to 40 tokens instead of 128" in caplog.text
     np.testing.assert_allclose(logprobs(engine, wait, WINDOW), expected(folder, WINDOW), atol=2e-5)
     with pytest.raises(BadRequest, match="is 40"):
         check_pass(a_pass(WINDOW + 1), engine.card)

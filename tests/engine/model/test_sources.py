@@ -31,7 +31,7 @@ def half(file: Path) -> None:
 def test_files_that_are_not_whole_are_told(model: Path, file: str, break_it: object) -> None:
     assert callable(break_it)
     break_it(model / file)
-    with pytest.raises(ConfigError, match=r"(?s)model. cannot be loaded: .*whole") as told:
+    with pytest.raises(ConfigError, match=r"(?s)model. cannot be loaded: .*complete files") as told:
         loading.load(EngineConfig(source=str(model), device="cpu"))
     assert told.value.message.startswith(f"'{model}'")
 

@@ -201,7 +201,7 @@ def test_tokens_in_tokens_out(tmp_path: Path):
                 ({"features": {}}, "features"),
                 ({"token_ids": []}, "prompt is empty"),
                 ({"token_ids": [2**40]}, "no token id"),
-                ({"token_ids": [5000]}, "holds token id 5000"),
+                ({"token_ids": [5000]}, "contains token id 5000"),
                 ({"sampling_params": {"min_p": 0.1}}, r"sampling_params.min_p"),
             ):
                 refused = await ask(served, {**body, **wrong})

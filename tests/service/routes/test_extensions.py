@@ -112,7 +112,7 @@ def test_trinity_ppo_in_two_chunks_is_one(train: tinker.TrainingClient) -> None:
 WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
     "estimator": ("ppo", {"kl_coef": 1.0, "kl_estimator": "k4"}, {"ref_logprobs": floats(*[0] * N)}, "k1, k2, k3"),
     "estimator as a number": ("ppo", {"kl_coef": 1.0, "kl_estimator": 2}, {"ref_logprobs": floats(*[0] * N)}, "k1, k2"),
-    "estimator of nothing": ("ppo", {"kl_estimator": "k3"}, {}, "read only with kl_coef"),
+    "estimator of nothing": ("ppo", {"kl_estimator": "k3"}, {}, "requires kl_coef"),
     "a divergence below 0": ("ppo", {"kl_coef": -1.0}, {"ref_logprobs": floats(*[0] * N)}, "Give 0 or more"),
     "a bound below 0": ("dro", {"beta": -0.1}, {}, "Give 0 or more"),
     "bounds the wrong way round": ("ppo", {"clip_high_threshold": 0.5}, {}, "above clip_high_threshold"),

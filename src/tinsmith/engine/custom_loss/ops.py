@@ -1,8 +1,8 @@
-"""The operations that an uploaded loss may consist of, by name.
+"""The operations that an uploaded loss may use, by name.
 
-They are pure functions of tensors: no randomness, no files, no values leaving torch, nothing that writes into its
-arguments, and no operation whose memory cannot be told from the shapes of its inputs and its output (so no einsum, and
-none whose output is as large as its inputs' values say).
+They are pure functions of tensors: no randomness, no files, no values leaving torch, no writes into arguments. The
+memory of each is known from the shapes of inputs and output, so there is no einsum and no operation whose output size
+depends on the values of its inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MATHS = _names(
     log1p log2 pow radians sin sinh sqrt tan tanh trunc
     """
 )
-# Functions of torch and methods of a tensor alike.
+# Both functions of torch and methods of Tensor.
 _BOTH = _names(
     """
     abs absolute acos acosh add all amax amin any arctan argmax argmin argsort asin asinh atan atan2 atanh
@@ -73,4 +73,4 @@ MODULES: Mapping[str, frozenset[str]] = {
 }
 
 FORBIDDEN = frozenset(("out", "generator", "pin_memory", "requires_grad", "layout", "memory_format", "names"))
-"""Arguments by keyword that no step may be given."""
+"""Keyword arguments that no operation may have."""

