@@ -60,3 +60,12 @@ def test_site_builds_without_broken_links(tmp_path):
 def test_every_page_is_in_the_navigation():
     listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text()))
     assert listed == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md"], ids=lambda page: page.stem
+)
+def test_source_files_named_in_pages_exist(page):
+    named = re.findall(r"(?<![\w/])((?:chat|cli|dialects|engine|rl|service)/[\w/]+(?:\.py|/))(?!\w)", page.read_text())
+    assert len(named) > 10
+    assert [path for path in named if not (ROOT / "src" / "tinsmith" / path).exists()] == []

@@ -1,4 +1,4 @@
-"""Every example of docs/guides/workflows-and-rewards.md runs as it stands there."""
+"""Every example of docs/guides/workflows-and-rewards.md runs as it stands."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ CALL = '<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>'
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    made = tmp_path / "my_plugins"
-    made.mkdir()
+    plugins = tmp_path / "my_plugins"
+    plugins.mkdir()
     for name, text in FILES:
-        (made / name).write_text(text)
+        (plugins / name).write_text(text)
     path = list(sys.path)
-    yield made
+    yield plugins
     sys.path[:] = path
     for name, _ in FILES:
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
 @pytest.mark.parametrize("part", [part for part in PARTS if "judge" not in part])
-def test_the_example_runs(folder, part):
+def test_example_runs_without_failed_rollouts(folder, part):
     async def connect(state: str, version: int) -> ScriptedPolicy:
         return ScriptedPolicy(("yes, it is", "no", CALL), folder.parent / "weights", state=state, version=version)
 
     out = folder.parent / "run"
     config = settings(out, plugins=str(folder), **yaml.safe_load(part), steps=1, optimizer={"learning_rate": 1e-9})
     if config.workflow.type == "single_turn" or config.workflow.path.startswith("higher"):
-        run(config, connect)  # the scripted policy learns from one reply a row
+        run(config, connect)  # the scripted policy trains on one reply per row
         assert all(row["rollouts/failed"] == 0 for row in rows(out) if "reward/mean" in row)
     else:
-        played = play(config)
-        assert [one.error for one in played] == [""] * len(played)
-        assert len({one.reward for one in played}) > 1
+        rollouts = play(config)
+        assert [rollout.error for rollout in rollouts] == [""] * len(rollouts)
+        assert len({rollout.reward for rollout in rollouts}) > 1
 
 
 def play(config):
-    """Rollouts of one task, without training on them."""
+    """Rollouts of one task, without an update."""
     import asyncio
 
     import numpy as np
@@ -72,11 +72,17 @@ def play(config):
     return asyncio.run(main())
 
 
-def test_the_example_of_a_judge_is_in_order(tmp_path):
+def test_judge_example_is_a_valid_config(tmp_path):
     (part,) = [part for part in PARTS if "judge" in part]
     assert len(settings(tmp_path, **yaml.safe_load(part)).rewards) == 3
 
 
-def test_every_kind_of_example_is_there():
+def test_page_has_each_kind_of_example():
     assert len(FILES) == 4
     assert len(PARTS) == 5
+
+
+def test_examples_import_only_the_public_api():
+    imports = {line for _, text in FILES for line in text.splitlines() if "tinsmith" in line}
+    assert imports
+    assert all(line.startswith("from tinsmith import ") for line in imports)
