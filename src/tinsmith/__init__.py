@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from tinsmith.rl.rewards.base import Reward
     from tinsmith.rl.types import Group, Message, Rollout, Task, Turn
     from tinsmith.rl.workflows.base import WorkflowOptions
-    from tinsmith.rl.workflows.custom import Talk as Conversation
+    from tinsmith.rl.workflows.custom import Conversation
     from tinsmith.rl.workflows.multi_turn import Answer, Environment
     from tinsmith.service.config import ServeConfig
     from tinsmith.service.embedded import embedded

@@ -33,7 +33,7 @@ from tinsmith.errors import ConfigError
 
 COMMAND_LINE = "the command line"
 
-ONE, MANY = "(one)", "(several)"
+SINGLE_TAG, SEVERAL_TAG = "(one)", "(several)"
 """Tags of the two forms of a key that takes one thing or several; no part of the key's name."""
 
 
@@ -46,7 +46,7 @@ class Settings(BaseModel):
 S = TypeVar("S", bound=BaseModel)
 
 
-def changed(settings: BaseModel) -> tuple[str, ...]:
+def changed_keys(settings: BaseModel) -> tuple[str, ...]:
     """The keys that say something other than their defaults."""
     fields = type(settings).model_fields
     return tuple(name for name, value in settings if value != fields[name].get_default(call_default_factory=True))
@@ -57,22 +57,22 @@ def unread(settings: BaseModel, *names: str, without: str) -> None:
 
     They are read with `without` alone, which is not there.
     """
-    if given := [name for name in changed(settings) if name in names]:
+    if given := [name for name in changed_keys(settings) if name in names]:
         raise ValueError(f"{given[0]} means nothing without {without}; give both, or leave it out")
 
 
 def read(kind: type[S], file: Path | None = None, overrides: Sequence[str] = ()) -> S:
     """A validated configuration. Raises ConfigError that names the file (or the override), the key and the cure."""
-    return build(kind, raw(file, overrides), str(file) if file else COMMAND_LINE, overrides)
+    return build(kind, read_values(file, overrides), str(file) if file else COMMAND_LINE, overrides)
 
 
-def raw(file: Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_values(file: Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The file's mapping with overrides laid on and `${…}` resolved, not yet validated."""
     place = str(file) if file else COMMAND_LINE
-    return resolved(laid(parsed(file) if file else {}, overrides), place)
+    return resolve_interpolations(apply_overrides(parse_file(file) if file else {}, overrides), place)
 
 
-def parsed(file: Path) -> dict[str, Any]:
+def parse_file(file: Path) -> dict[str, Any]:
     """The file's mapping as it is written."""
     values = _parse(file)
     if not isinstance(values, dict):
@@ -80,7 +80,7 @@ def parsed(file: Path) -> dict[str, Any]:
     return values
 
 
-def laid(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """The same with `key=value` words laid on; `${…}` stays as it is."""
     if not overrides:
         return dict(values)
@@ -90,7 +90,9 @@ def laid(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     return typing.cast(dict[str, Any], OmegaConf.to_container(tree))
 
 
-def resolved(values: Mapping[str, Any], place: str, beneath: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def resolve_interpolations(
+    values: Mapping[str, Any], place: str, beneath: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The same with `${…}` put in; what they name may stand in `beneath` only, which adds nothing else."""
     tree = OmegaConf.create(dict(values))
     whole = OmegaConf.merge(OmegaConf.create(dict(beneath)), tree) if beneath else tree
@@ -124,17 +126,17 @@ def build(kind: type[S], values: Mapping[str, Any], place: str, overrides: Seque
         raise ConfigError("\n".join(lines)) from error
 
 
-def written(value: Any) -> Any:
+def explicit_values(value: Any) -> Any:
     """Plain values as somebody would write these settings: the keys that were set, and what tells types apart."""
     if isinstance(value, BaseModel):
         names = value.model_fields_set | ({"type"} & type(value).model_fields.keys())
-        return {name: written(part) for name, part in value if name in names}
+        return {name: explicit_values(part) for name, part in value if name in names}
     if isinstance(value, Mapping):
-        return {name: written(part) for name, part in value.items()}
-    return [written(part) for part in value] if isinstance(value, list | tuple) else value
+        return {name: explicit_values(part) for name, part in value.items()}
+    return [explicit_values(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def made(folder: Path, key: str) -> Path:
+def writable_folder(folder: Path, key: str) -> Path:
     """The folder that a setting names: there, and written to. Raises ConfigError that says why it cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -220,7 +222,7 @@ def _cure(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[Ba
 def _walk(kind: type[BaseModel], path: Sequence[str]) -> tuple[list[str], list[type[BaseModel]]]:
     """The path without the union tags that pydantic puts in, and the models that own its last key."""
     models, parts = [kind], []
-    path = [part for part in path if part not in (ONE, MANY)]
+    path = [part for part in path if part not in (SINGLE_TAG, SEVERAL_TAG)]
     for index, part in enumerate(path):
         last = index == len(path) - 1
         found = [model for one in models for model in _models_under(one, part)]

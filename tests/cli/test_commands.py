@@ -136,7 +136,7 @@ def test_in_bfloat16_weights_and_moments_go_on_to_the_bit(work):
         "service.dtype=bfloat16",
         "service.threads=1",
         "algorithm.type=sft",
-        "experts={data: {type: addition}, per_step: 4}",
+        "demonstrations={data: {type: addition}, per_step: 4}",
         "eval={every: 0, before: false, after: false}",
         "optimizer.learning_rate=0.003",
     )

@@ -57,11 +57,13 @@ def play(config):
     from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
     from tinsmith.rl.policy.scripted import ScriptedSnapshot
     from tinsmith.rl.rewards import Rewards
-    from tinsmith.rl.workflows.base import Parts
+    from tinsmith.rl.workflows.base import WorkflowContext
 
     async def main():
         agent_endpoint = AgentEndpoint()
-        parts = Parts(sampling=config.sampling, rewards=Rewards(config.rewards), agent_endpoint=agent_endpoint)
+        parts = WorkflowContext(
+            sampling=config.sampling, rewards=Rewards(config.rewards), agent_endpoint=agent_endpoint
+        )
         try:
             task = config.tasks.train.load()[0]
             policy = ScriptedSnapshot(("yes, it is", "no", CALL), np.zeros(3), 0)

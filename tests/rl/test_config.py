@@ -12,7 +12,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl import demo
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.types import Task
-from tinsmith.rl.workflows.custom import Talk
+from tinsmith.rl.workflows.custom import Conversation
 from tinsmith.settings import Settings, read
 from tools.reference.settings import members
 
@@ -45,7 +45,7 @@ def parts(kind: type[Settings]) -> set[type[Settings]]:
 
 def test_every_key_is_read_somewhere_and_has_its_help():
     folder = Path(tinsmith.rl.__file__).parent
-    source = "\n".join(file.read_text() for file in [*folder.rglob("*.py"), *folder.parent.glob("cli*.py")])
+    source = "\n".join(file.read_text() for file in [*folder.rglob("*.py"), *(folder.parent / "cli").rglob("*.py")])
     for kind in parts(RunConfig):
         for name, field in kind.model_fields.items():
             assert re.search(rf"\.{name}\b", source), f"{kind.__name__}.{name} is read nowhere"
@@ -62,9 +62,9 @@ def test_evaluation_without_tasks_is_refused():
         )
 
 
-async def looking(task: Task, talk: Talk) -> None:
+async def looking(task: Task, conversation: Conversation) -> None:
     """A workflow whose turns have states, perhaps."""
-    await talk.say(*task.messages, state="here")
+    await conversation.say(*task.messages, state="here")
 
 
 def test_turns_are_not_compared_by_state_where_they_have_none():

@@ -16,7 +16,7 @@ from tinsmith.rl.config import RunConfig
 
 def shown(config, connect) -> str:
     console = Console(file=io.StringIO(), width=200)
-    debug.show(asyncio.run(debug.one(config, connect)), console)
+    debug.show_rollout(asyncio.run(debug.debug_rollout(config, connect)), console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -43,9 +43,9 @@ def test_a_run_that_asks_nothing_has_nothing_to_show(tmp_path):
         {
             "model": {"name": "scripted"},
             "algorithm": {"type": "sft"},
-            "experts": {"data": {"type": "jsonl", "path": str(rows)}},
+            "demonstrations": {"data": {"type": "jsonl", "path": str(rows)}},
             "steps": 1,
         }
     )
     with pytest.raises(TinsmithError, match="learns from data alone"):
-        asyncio.run(debug.one(config, scripted(tmp_path)))
+        asyncio.run(debug.debug_rollout(config, scripted(tmp_path)))

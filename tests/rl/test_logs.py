@@ -53,7 +53,7 @@ def test_the_log_goes_on_where_the_run_does_and_leaves_logging_as_it_was(tmp_pat
 def test_keyword_level_and_last_choose_among_entries(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
-    with logs.writing(folder):
+    with logs.log_to_folder(folder):
         ours = logging.getLogger("tinsmith.rl.test")
         ours.info("first")
         ours.warning("second\nwith a line more")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tinsmith.rl.metrics import of_groups, of_update
+from tinsmith.rl.metrics import group_metrics, update_metrics
 from tinsmith.rl.policy.base import UpdateResult
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.types import Group, Rollout, Task, Turn
@@ -23,7 +23,7 @@ def test_a_batch_is_counted():
         Group(task=TASK, rollouts=(rollout(1.0), rollout(0.0, stop="length", tokens=(1, 2, 3, 4))), version=3),
         Group(task=TASK, rollouts=(rollout(1.0), Rollout(error="gone")), version=4),
     ]
-    numbers = of_groups(groups, version=5)
+    numbers = group_metrics(groups, version=5)
     assert numbers["reward/mean"] == pytest.approx(2 / 3)
     assert numbers["reward/number"] == pytest.approx(2 / 3)
     assert numbers["groups/constant"] == 0.5
@@ -50,7 +50,7 @@ def test_kl_and_entropy_count_a_merged_row_for_each_of_its_replies():
         logprobs=(np.array([-9.0, -1.5], np.float32), np.array([-9.0, -2.0], np.float32)),
         metrics={"loss:sum": -3.0, "grad_norm": 2.0},
     )
-    numbers = of_update([row(-1.0, 3), row(-2.0, 1)], updated)
+    numbers = update_metrics([row(-1.0, 3), row(-2.0, 1)], updated)
     assert numbers["optim/kl_sample_train_v1"] == pytest.approx(3 * 0.5 / 4)
     assert numbers["optim/kl_sample_train_v2"] == pytest.approx(3 * 0.25 / 4 / 2)
     assert numbers["optim/entropy"] == pytest.approx((3 * 1 + 2) / 4)
@@ -58,5 +58,5 @@ def test_kl_and_entropy_count_a_merged_row_for_each_of_its_replies():
 
 
 def test_an_empty_batch_of_failures_has_zeros():
-    numbers = of_groups([Group(task=TASK, rollouts=(Rollout(error="a"), Rollout(error="b")))], version=0)
+    numbers = group_metrics([Group(task=TASK, rollouts=(Rollout(error="a"), Rollout(error="b")))], version=0)
     assert (numbers["reward/mean"], numbers["tokens/sampled"], numbers["rollouts/failed"]) == (0.0, 0, 2)

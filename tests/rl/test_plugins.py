@@ -41,8 +41,8 @@ FLOW = """
 from tinsmith.rl.plugins import workflow
 
 @workflow("ask")
-async def ask(task, talk, politely=False):
-    await talk.say(*task.messages, *(["please"] if politely else []))
+async def ask(task, conversation, politely=False):
+    await conversation.say(*task.messages, *(["please"] if politely else []))
 """
 
 

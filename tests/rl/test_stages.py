@@ -13,13 +13,13 @@ from tests.rl.scripted_run import REPLIES, Killed, rows, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.scripted import ScriptedPolicy
-from tinsmith.rl.stages import run_all
-from tinsmith.settings import written
+from tinsmith.rl.stages import run_stages
+from tinsmith.settings import explicit_values
 
 SFT = {
     "name": "sft",
     "algorithm": {"type": "sft"},
-    "experts": {"data": {"type": "jsonl", "path": "said.jsonl"}},
+    "demonstrations": {"data": {"type": "jsonl", "path": "said.jsonl"}},
     "optimizer": {"learning_rate": 1.0},
     "steps": 4,
 }
@@ -27,10 +27,10 @@ GRPO = {"name": "grpo", "steps": 5}
 LAST = {"name": "last", "algorithm": {"type": "rloo", "reference": "start"}, "epochs": 0.01, "keep_optimizer": True}
 
 
-def staged(folder: Path, *stages: dict, **changes) -> RunConfig:
+def staged_settings(folder: Path, *stages: dict, **changes) -> RunConfig:
     said = folder.parent / "said.jsonl"
     said.write_text("\n".join(json.dumps({"question": f"{n}?", "answer": "yes"}) for n in range(7)))
-    sft = {**SFT, "experts": {"data": {"type": "jsonl", "path": str(said)}}}
+    sft = {**SFT, "demonstrations": {"data": {"type": "jsonl", "path": str(said)}}}
     tasks = {"train": {"type": "largest", "size": 1005}, "held_out": 5}
     chosen = [sft if stage is SFT else stage for stage in stages or (SFT, GRPO, LAST)]
     return settings(folder, stages=chosen, steps=0, tasks=tasks, checkpoint={"every": 2}, **changes)
@@ -73,7 +73,7 @@ class Policies:
 
 
 def run(config: RunConfig, policies: Policies | None = None):
-    return awaited(run_all(config, policies or Policies(Path(config.folder)), Console(quiet=True)))
+    return awaited(run_stages(config, policies or Policies(Path(config.folder)), Console(quiet=True)))
 
 
 FOLDERS = ("01-sft", "02-grpo", "03-last")
@@ -81,7 +81,7 @@ FOLDERS = ("01-sft", "02-grpo", "03-last")
 
 def test_each_stage_begins_with_the_weights_of_the_one_before(tmp_path):
     policies = Policies(tmp_path / "run")
-    last, state = run(staged(tmp_path / "run"), policies)
+    last, state = run(staged_settings(tmp_path / "run"), policies)
     told = json.loads((tmp_path / "run" / "stages.json").read_text())
     assert told["under_way"] == ""
     assert list(told["ended"]) == ["sft", "grpo", "last"]
@@ -116,8 +116,8 @@ def test_each_stage_begins_with_the_weights_of_the_one_before(tmp_path):
     ],
 )
 def test_a_run_killed_in_any_stage_ends_as_one_never_killed(tmp_path, at, calls):
-    run(staged(tmp_path / "whole"))
-    broken = staged(tmp_path / "broken")
+    run(staged_settings(tmp_path / "whole"))
+    broken = staged_settings(tmp_path / "broken")
     with pytest.raises(Killed):
         run(broken, Policies(tmp_path / "broken", at, calls))
     run(broken)
@@ -130,7 +130,8 @@ BENCH = {"name": "try", "mode": "bench", "eval": {"temperature": 1.0, "num_sampl
 
 def test_a_stage_may_compare_what_the_one_before_saved_and_changes_nothing(tmp_path):
     first = {**BENCH, "name": "base"}
-    config = staged(tmp_path / "run", first, SFT, BENCH, {**GRPO, "steps": 1}, model={"name": "scripted", "rank": 4})
+    stages = (first, SFT, BENCH, {**GRPO, "steps": 1})
+    config = staged_settings(tmp_path / "run", *stages, model={"name": "scripted", "rank": 4})
     last, state = run(config)
     told = json.loads((tmp_path / "run" / "stages.json").read_text())
     assert (last.name, last.model.load_from, state.step) == ("small grpo", told["ended"]["sft"], 1)
@@ -149,7 +150,7 @@ def test_a_stage_may_compare_what_the_one_before_saved_and_changes_nothing(tmp_p
 
 
 def test_the_folder_says_which_stage_is_under_way(tmp_path):
-    config = staged(tmp_path / "run")
+    config = staged_settings(tmp_path / "run")
     with pytest.raises(Killed):
         run(config, Policies(tmp_path / "run", "update", 6))
     told = json.loads((tmp_path / "run" / "stages.json").read_text())
@@ -157,25 +158,25 @@ def test_the_folder_says_which_stage_is_under_way(tmp_path):
 
 
 def test_a_finished_run_asks_for_nothing_and_a_later_stage_may_be_added(tmp_path):
-    run(staged(tmp_path / "run", SFT, GRPO))
+    run(staged_settings(tmp_path / "run", SFT, GRPO))
     policies = Policies(tmp_path / "run")
-    run(staged(tmp_path / "run", SFT, GRPO), policies)
+    run(staged_settings(tmp_path / "run", SFT, GRPO), policies)
     assert policies.asked == []
-    _, state = run(staged(tmp_path / "run", SFT, GRPO, LAST), policies)
+    _, state = run(staged_settings(tmp_path / "run", SFT, GRPO, LAST), policies)
     assert [name for name, _, _ in policies.asked] == ["small last"]
     assert state.step == 3
 
 
 def test_other_stages_in_the_folder_are_refused(tmp_path):
-    run(staged(tmp_path / "run", SFT, GRPO))
+    run(staged_settings(tmp_path / "run", SFT, GRPO))
     with pytest.raises(ConfigError, match="holds a run of the stages sft, grpo"):
-        run(staged(tmp_path / "run", GRPO))
+        run(staged_settings(tmp_path / "run", GRPO))
     with pytest.raises(ConfigError, match=r"02-grpo holds a run with other settings: group_size"):
-        run(staged(tmp_path / "run", SFT, {**GRPO, "group_size": 7}))
+        run(staged_settings(tmp_path / "run", SFT, {**GRPO, "group_size": 7}))
     with pytest.raises(ConfigError, match="holds a run in stages"):
         run(settings(tmp_path / "run"))
-    alone = staged(tmp_path / "other", GRPO)
-    run(settings(tmp_path / "other", steps=1, tasks=written(alone.tasks), checkpoint={"every": 2}))
+    alone = staged_settings(tmp_path / "other", GRPO)
+    run(settings(tmp_path / "other", steps=1, tasks=explicit_values(alone.tasks), checkpoint={"every": 2}))
     with pytest.raises(ConfigError, match="holds a run without stages"):
         run(alone)
 
@@ -188,7 +189,7 @@ def test_other_stages_in_the_folder_are_refused(tmp_path):
         ([{"name": "a", "steps": 2, "model": {"name": "m"}}], "stage a: model is the whole run's"),
         ([{"name": "a", "steps": 2, "mode": "explore"}], "stage a: mode explore samples for a process that trains"),
         ([{"name": "a", "mode": "bench"}], "no stage trains; take mode bench for the whole run"),
-        ([{"name": "a", "steps": 2, "algorithm": {"type": "sft"}}], "stage a: experts is missing"),
+        ([{"name": "a", "steps": 2, "algorithm": {"type": "sft"}}], "stage a: demonstrations is missing"),
         ([{"name": "a", "steps": 2, "algorithm": {"type": "rloo", "reference": "start"}}], "stage a: .*load_from"),
     ],
 )
@@ -199,12 +200,12 @@ def test_a_stage_that_is_no_run_is_refused_by_its_name(tmp_path, stages, sentenc
 
 def test_two_stages_of_one_name_are_refused(tmp_path):
     with pytest.raises(ValueError, match="two stages are called grpo"):
-        staged(tmp_path / "run", GRPO, GRPO)
+        staged_settings(tmp_path / "run", GRPO, GRPO)
 
 
 def test_a_stages_section_takes_the_place_of_the_runs(tmp_path):
-    config = staged(tmp_path / "run", {**GRPO, "eval": {"every": 3}}, LAST, model={"name": "m", "rank": 4})
-    first, second = config.staged(1), config.staged(2, "tinker://x")
+    config = staged_settings(tmp_path / "run", {**GRPO, "eval": {"every": 3}}, LAST, model={"name": "m", "rank": 4})
+    first, second = config.stage_config(1), config.stage_config(2, "tinker://x")
     assert (first.eval.every, second.eval.every) == (3, 4)
     assert (first.model.rank, second.model.load_from) == (4, "tinker://x")
     assert second.rewards == config.rewards

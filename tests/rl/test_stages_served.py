@@ -14,17 +14,17 @@ from tests.rl.scripted_run import rows
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.run import Connect
-from tinsmith.rl.stages import run_all
+from tinsmith.rl.stages import run_stages
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
 STAGES = """
-- {name: text, algorithm: {type: cpt}, experts: {data: {type: jsonl, path: PATH, prompt: "{text}"}, learn: text}}
-- {name: told, algorithm: {type: sft}, experts: {data: {type: jsonl, path: PATH, prompt: "{chat}"}, learn: all}}
-- {name: pairs, algorithm: {type: dpo, reference: start}, keep_optimizer: true, experts:
+- {name: text, algorithm: {type: cpt}, demonstrations: {data: {type: jsonl, path: PATH, prompt: "{text}"}, learn: text}}
+- {name: told, algorithm: {type: sft}, demonstrations: {data: {type: jsonl, path: PATH, prompt: "{chat}"}, learn: all}}
+- {name: pairs, algorithm: {type: dpo, reference: start}, keep_optimizer: true, demonstrations:
     {data: {type: jsonl, path: PATH, chosen: "{answer}", rejected: "{worse}"}}}
-- {name: mixed, algorithm: {type: mix, reference: start}, experts: {data: {type: jsonl, path: PATH}, ratio: 0.5}}
-- {name: chord, algorithm: {type: mix_chord}, experts: {data: {type: jsonl, path: PATH}, per_step: 3}}
+- {name: mixed, algorithm: {type: mix, reference: start}, demonstrations: {data: {type: jsonl, path: PATH}, ratio: 0.5}}
+- {name: chord, algorithm: {type: mix_chord}, demonstrations: {data: {type: jsonl, path: PATH}, per_step: 3}}
 """
 
 
@@ -63,7 +63,7 @@ def finished(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 
             return connect
 
-        run(run_all(config, connecting, Console(quiet=True)))
+        run(run_stages(config, connecting, Console(quiet=True)))
     return folder / "run"
 
 

@@ -13,7 +13,7 @@ from tests.rl.scripted_run import rows, run, scripted, settings
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.run_folder import RunFolder
-from tinsmith.rl.train import with_steps
+from tinsmith.rl.train import resolve_steps
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -181,7 +181,7 @@ def epoch_settings(folder, **changes):
     ("epochs", "steps", "expected"), [(1, 0, 6), (2, 0, 13), (0.5, 0, 3), (2, 4, 4), (1, 40, 6), (None, 7, 7)]
 )
 def test_steps_are_rows_times_epochs_over_the_steps_size(tmp_path, epochs, steps, expected):
-    assert with_steps(epoch_settings(tmp_path, epochs=epochs, steps=steps)).steps == expected
+    assert resolve_steps(epoch_settings(tmp_path, epochs=epochs, steps=steps)).steps == expected
 
 
 def test_a_run_of_epochs_ends_by_itself(tmp_path):
@@ -196,4 +196,4 @@ def test_an_end_is_wanted_and_a_whole_step(tmp_path):
     with pytest.raises(ValueError, match="Set steps, or epochs"):
         epoch_settings(tmp_path)
     with pytest.raises(ConfigError, match="less than one step of 3"):
-        with_steps(epoch_settings(tmp_path, epochs=0.1))
+        resolve_steps(epoch_settings(tmp_path, epochs=0.1))

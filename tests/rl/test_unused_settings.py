@@ -20,7 +20,7 @@ ASKED = {
 TAUGHT = {
     "model": {"name": "toy"},
     "algorithm": {"type": "sft"},
-    "experts": {"data": {"type": "addition"}, "per_step": 4},
+    "demonstrations": {"data": {"type": "addition"}, "per_step": 4},
     "steps": 3,
 }
 
@@ -86,17 +86,17 @@ def test_tasks_have_no_keys_of_lessons(key):
 
 @pytest.mark.parametrize(("key", "value"), [("reply_prefix", "So:"), ("extra", ["level"])])
 def test_lessons_have_no_keys_of_tasks(key, value):
-    refused(TAUGHT, f"{key} is read of tasks alone", experts={"data": [{**ROWS, key: value}]})
+    refused(TAUGHT, f"{key} is read of tasks alone", demonstrations={"data": [{**ROWS, key: value}]})
 
 
 def test_plain_text_to_learn_has_no_chat_around_it():
     experts = {"data": {**ROWS, "system": "Be brief."}, "learn": "text"}
-    refused({**TAUGHT, "algorithm": {"type": "cpt"}}, "system is read of chats", experts=experts)
+    refused({**TAUGHT, "algorithm": {"type": "cpt"}}, "system is read of chats", demonstrations=experts)
 
 
 def test_how_many_lessons_a_step_has_is_said_once():
     experts = {"data": {"type": "addition"}, "per_step": 3, "ratio": 0.3}
-    refused(TAUGHT, "leave out one", experts=experts)
+    refused(TAUGHT, "leave out one", demonstrations=experts)
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,11 @@ def test_how_many_lessons_a_step_has_is_said_once():
 )
 def test_a_run_on_data_alone_has_no_keys_of_rollouts(key, value):
     refused(TAUGHT, f"{key} is about rollouts, and sft learns from data alone", **{key: value})
-    stages = [{"name": "told", "algorithm": {"type": "sft"}, "experts": TAUGHT["experts"]}, {"name": "asked"}]
+    learned = {"name": "sft", "algorithm": {"type": "sft"}, "demonstrations": TAUGHT["demonstrations"]}
+    stages = [learned, {"name": "grpo"}]
     asked = {**ASKED, key: value}
-    assert key not in read(asked, stages=stages).staged(1, "").model_fields_set
-    refused(ASKED, f"stage told: {key} is about rollouts", stages=[{**stages[0], key: value}, stages[1]])
+    assert key not in read(asked, stages=stages).stage_config(1, "").model_fields_set
+    refused(ASKED, f"stage sft: {key} is about rollouts", stages=[{**stages[0], key: value}, stages[1]])
 
 
 @pytest.mark.parametrize(

@@ -160,9 +160,9 @@ def debug(*words: Words, config: Config = None, plugin_dir: PluginDir = None) ->
     tell(found, console)
     with TemporaryDirectory() as folder, ExitStack() as stack:
         settings = found.settings.model_copy(update={"folder": folder})
-        first = settings.staged(1, "") if settings.stages else settings
+        first = settings.stage_config(1, "") if settings.stages else settings
         connect = connecting_to(settings, stack, console)(first)
-        look.show(asyncio.run(look.one(first, connect)), console)
+        look.show_rollout(asyncio.run(look.debug_rollout(first, connect)), console)
 
 
 @app.command
@@ -187,13 +187,13 @@ def demo(
 
     from tinsmith.cli.runner import train
     from tinsmith.rl import demo as built_in
-    from tinsmith.rl.run import folder_of
+    from tinsmith.rl.run import folder_path
 
     console = Console()
     settings = built_in.settings(quick=quick, seed=seed, out=out, overrides=overrides)
     built_in.introduce(settings, console)
     settings, state = train(settings, console, afresh=out is None)
-    built_in.conclude(folder_of(settings), console)
+    built_in.conclude(folder_path(settings), console)
     _tell_where(settings, state, console)
 
 
@@ -228,18 +228,18 @@ def _tell(error: TinsmithError, console: Console) -> None:
 def _serve_settings(config: Path | None, overrides: tuple[str, ...], options: dict[str, Any]) -> ServeConfig:
     """The file's, with overrides and then options laid on top."""
     from tinsmith.service.config import ServeConfig
-    from tinsmith.settings import COMMAND_LINE, build, raw
+    from tinsmith.settings import COMMAND_LINE, build, read_values
 
     given = {name: value for name, value in options.items() if value is not None}
     place = str(config) if config else COMMAND_LINE
-    return build(ServeConfig, {**raw(config, overrides), **given}, place, overrides)
+    return build(ServeConfig, {**read_values(config, overrides), **given}, place, overrides)
 
 
 def _tell_where(settings: RunConfig, state: State, console: Console) -> None:
     from tinsmith.cli.runner import own_service
-    from tinsmith.rl.run import folder_of
+    from tinsmith.rl.run import folder_path
 
-    folder, own = folder_of(settings), own_service(settings)
+    folder, own = folder_path(settings), own_service(settings)
     places: list[tuple[str, Any]] = [("report", folder / "report.html"), ("metrics", folder / "metrics.jsonl")]
     places += [("weights", state.sampling_path), ("go on from", state.path)]
     if own.data.is_dir():

@@ -154,12 +154,12 @@ def _in(where: Where | None, work: Callable[[AsyncEngine], Awaitable[T]]) -> T:
     """The work's result, in the database of that service."""
     from tinsmith.service.config import ServeConfig
     from tinsmith.service.tenancy.keys import open_key_database
-    from tinsmith.settings import COMMAND_LINE, build, raw
+    from tinsmith.settings import COMMAND_LINE, build, read_values
 
     where = where or Where()
     given = {name: value for name, value in (("data", where.data), ("database", where.database)) if value is not None}
     place = str(where.config) if where.config else COMMAND_LINE
-    config = build(ServeConfig, {**raw(where.config), **given}, place)
+    config = build(ServeConfig, {**read_values(where.config), **given}, place)
 
     async def run() -> T:
         async with open_key_database(config.data, config.database) as engine:

@@ -57,11 +57,11 @@ def doctor(
 
     from tinsmith.cli.doctor import examine
     from tinsmith.service.config import ServeConfig
-    from tinsmith.settings import COMMAND_LINE, build, raw
+    from tinsmith.settings import COMMAND_LINE, build, read_values
 
     options = {"data": data, "port": port, "database": database}
     given = {name: value for name, value in options.items() if value is not None}
-    settings = build(ServeConfig, {**raw(config, overrides), **given}, str(config or COMMAND_LINE), overrides)
+    settings = build(ServeConfig, {**read_values(config, overrides), **given}, str(config or COMMAND_LINE), overrides)
     console, failed = Console(soft_wrap=True), False
     for found in examine(settings):
         console.print(f"{_MARKS[found.level]}  {found.place:<10}  {escape(found.what)}", highlight=False)

@@ -115,7 +115,9 @@ def _read(file: Path, overrides: Sequence[str]) -> RunFile:
 def _summary(run: RunConfig) -> str:
     """What a run file means, in a line."""
     if run.stages:
-        each = [f"{stage.name} ({''.join(_work(run.staged(number)))})" for number, stage in enumerate(run.stages, 1)]
+        each = [
+            f"{stage.name} ({''.join(_work(run.stage_config(number)))})" for number, stage in enumerate(run.stages, 1)
+        ]
         return f"{len(each)} stages on {run.model.name}: {', '.join(each)}"
     mode = f"mode {run.mode}, " if run.mode in ("explore", "train") else ""
     what, long = _work(run)
@@ -139,9 +141,9 @@ def _plain(settings: RunConfig) -> dict[str, Any]:
     """What is set, as plain values; what is not has its default again when it is read."""
     from pydantic_core import to_jsonable_python
 
-    from tinsmith.settings import written
+    from tinsmith.settings import explicit_values
 
-    return to_jsonable_python(written(settings))
+    return to_jsonable_python(explicit_values(settings))
 
 
 def _literal(value: Any) -> Any:

@@ -29,12 +29,12 @@ def train(settings: RunConfig, console: Console, *, afresh: bool = False) -> tup
     """
     import asyncio
 
-    from tinsmith.rl.run import anew
-    from tinsmith.rl.stages import run_all
+    from tinsmith.rl.run import with_fresh_folder
+    from tinsmith.rl.stages import run_stages
 
-    settings = anew(settings)
+    settings = with_fresh_folder(settings)
     with ExitStack() as stack, _going_on(settings, afresh or settings.resume is not True):
-        return asyncio.run(run_all(settings, connecting_to(settings, stack, console), console))
+        return asyncio.run(run_stages(settings, connecting_to(settings, stack, console), console))
 
 
 def connecting_to(settings: RunConfig, stack: ExitStack, console: Console) -> Callable[[RunConfig], Connect]:
@@ -88,12 +88,12 @@ def sample(settings: RunConfig, console: Console) -> None:
 @contextmanager
 def _going_on(settings: RunConfig, named: bool) -> Iterator[None]:
     """An interruption in it says how to go on; `named`: the same command does so only with the folder beside it."""
-    from tinsmith.rl.run import folder_of
+    from tinsmith.rl.run import folder_path
 
     try:
         yield
     except KeyboardInterrupt:
-        beside = f" with folder={folder_of(settings)} resume=true" if named else ""
+        beside = f" with folder={folder_path(settings)} resume=true" if named else ""
         raise KeyboardInterrupt(f"the same command{beside} goes on from the last checkpoint") from None
 
 
@@ -104,13 +104,13 @@ def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
 
     base_url = settings.model.base_url or os.environ.get("TINKER_BASE_URL", "")
     if base_url:
-        from tinsmith.settings import changed
+        from tinsmith.settings import changed_keys
 
-        if told := changed(settings.service):
+        if told := changed_keys(settings.service):
             sys.stderr.write(f"note: service.{', service.'.join(told)}: {base_url} decides, as no service is started\n")
         yield base_url, api_key(base_url)
         return
-    if settings.meets:
+    if settings.shares_a_run:
         raise ConfigError(
             f"mode {settings.mode} is one of two processes, and needs a server that both reach.",
             "Start one with tinsmith serve; set TINKER_BASE_URL and TINKER_API_KEY for both.",
@@ -123,13 +123,13 @@ def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
 
 def own_service(settings: RunConfig) -> ServeConfig:
     """The service that a run starts where no server is named; its data stay in the run's folder."""
-    from tinsmith.rl.run import folder_of
+    from tinsmith.rl.run import folder_path
     from tinsmith.service.config import ServeConfig
 
     own = settings.service
     return ServeConfig(
         models=(f"{settings.model.name}={own.source}" if own.source else settings.model.name,),
-        data=folder_of(settings) / "service",
+        data=folder_path(settings) / "service",
         engine=own.engine,
         dtype=own.dtype,
         device=own.device,

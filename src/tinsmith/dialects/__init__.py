@@ -20,7 +20,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl import plugins
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.plugins import Names
-from tinsmith.settings import COMMAND_LINE, build, laid, parsed, paths, resolved
+from tinsmith.settings import COMMAND_LINE, apply_overrides, build, parse_file, paths, resolve_interpolations
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,14 +64,14 @@ def find_dialect(values: Mapping[str, Any]) -> Dialect | None:
 def read_run(file: Path, overrides: Sequence[str] = ()) -> RunFile:
     """Read a run file in any dialect. Raises ConfigError with every fault, its place and its fix."""
     with plugin_shim():
-        values = parsed(file)
+        values = parse_file(file)
         dialect = find_dialect(values)
         return _read_foreign(file, values, overrides, dialect) if dialect else _read_own(file, values, overrides)
 
 
 def _read_own(file: Path, values: Mapping[str, Any], overrides: Sequence[str]) -> RunFile:
     place = str(file)
-    settings = build(RunConfig, resolved(laid(values, overrides), place), place, overrides)
+    settings = build(RunConfig, resolve_interpolations(apply_overrides(values, overrides), place), place, overrides)
     return RunFile(settings=_named(settings, file))
 
 
@@ -81,11 +81,13 @@ def _read_foreign(file: Path, values: Mapping[str, Any], overrides: Sequence[str
     after = [override for override in overrides if override not in before]
     for override in after:
         _check_key(dialect, _key(override))
-    values = laid(values, before)
+    values = apply_overrides(values, before)
     defaults = dialect.defaults() if "${" in str(values) else None
-    translation = dialect.translate(resolved(values, place, defaults), place, _plugin_names(after), before)
+    translation = dialect.translate(
+        resolve_interpolations(values, place, defaults), place, _plugin_names(after), before
+    )
     place = f"{place} (read as {dialect.name})"
-    settings = build(RunConfig, laid(translation.settings, after), place, after)
+    settings = build(RunConfig, apply_overrides(translation.settings, after), place, after)
     return RunFile(settings=_named(settings, file), dialect=dialect.name, notes=translation.notes)
 
 
@@ -124,7 +126,7 @@ def _without_indices(key: str) -> str:
 def _plugin_names(overrides: Sequence[str]) -> Names:
     """The names registered in the plugin folder, which only an override can set for a foreign file."""
     folders = [override.removeprefix("plugins=") for override in overrides if override.startswith("plugins=")]
-    return plugins.names(Path(folders[-1])) if folders and folders[-1] else frozenset()
+    return plugins.plugin_names(Path(folders[-1])) if folders and folders[-1] else frozenset()
 
 
 def _named(settings: RunConfig, file: Path) -> RunConfig:

@@ -24,9 +24,9 @@ from tinsmith.rl.monitors.jsonl import JsonlMonitor
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import SamplingClients
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.run import anew, folder_of
+from tinsmith.rl.run import folder_path, with_fresh_folder
 from tinsmith.rl.run_folder import RunFolder, read_state
-from tinsmith.rl.train import judging
+from tinsmith.rl.train import eval_workflow_maker
 
 
 async def bench(
@@ -36,18 +36,18 @@ async def bench(
 
     `of` is the folder of the run whose checkpoints they are, if it is another than this one's.
     """
-    of = of or folder_of(config)
-    names = names_of(config, of)
+    of = of or folder_path(config)
+    names = checkpoint_names(config, of)
     if names == [config.model.name]:
         console.print(f"The base model alone: {of} holds no checkpoint.", highlight=False, markup=False, soft_wrap=True)
-    config = anew(config, "bench")
-    path = folder_of(config)
+    config = with_fresh_folder(config, "bench")
+    path = folder_path(config)
     folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume, part="bench")
     try:
         _, held_out = split(config.tasks, config.seed)
         agent_endpoint = AgentEndpoint()
         runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
-        evaluator = Evaluator(config.eval, held_out, judging(config, agent_endpoint), config.seed, runner)
+        evaluator = Evaluator(config.eval, held_out, eval_workflow_maker(config, agent_endpoint), config.seed, runner)
         peers = await connect()
         told = JsonlMonitor(RunInfo(name=config.name, folder=path / "bench", steps=len(names)))
         rows: list[dict[str, float | str]] = []
@@ -70,7 +70,7 @@ async def bench(
     return rows
 
 
-def names_of(config: RunConfig, path: Path) -> list[str]:
+def checkpoint_names(config: RunConfig, path: Path) -> list[str]:
     """What is compared: the base model, then checkpoints. Raises ConfigError where there is nothing."""
     names = list(config.bench.checkpoints)
     if not names and (state := read_state(path)) is not None:

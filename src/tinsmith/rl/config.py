@@ -20,9 +20,9 @@ from pydantic import ConfigDict, Field, model_validator
 from tinsmith.errors import ConfigError
 from tinsmith.rl import plugins
 from tinsmith.rl.algorithms import AlgorithmConfig
-from tinsmith.rl.algorithms.advantages.group import Grpo
-from tinsmith.rl.algorithms.advantages.multi_turn import StepWiseGrpo
-from tinsmith.rl.algorithms.config import LESSONS
+from tinsmith.rl.algorithms.advantages.group import GrpoAdvantage
+from tinsmith.rl.algorithms.advantages.multi_turn import StepWiseGrpoAdvantage
+from tinsmith.rl.algorithms.config import DATA_ONLY
 from tinsmith.rl.data.demonstrations import DemonstrationsConfig
 from tinsmith.rl.data.tasks import TasksConfig
 from tinsmith.rl.evaluate import BenchConfig, EvalConfig
@@ -40,15 +40,15 @@ from tinsmith.rl.rollouts.weight_sync import SyncConfig
 from tinsmith.rl.run_folder import CheckpointConfig
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.single_turn import SingleTurnConfig
-from tinsmith.settings import Settings, build, changed, written
+from tinsmith.settings import Settings, build, changed_keys, explicit_values
 
 _OF_ROLLOUTS = ("group_size", "staleness", "sync", "buffer", "filters", "filter_refills")
 
 
 def check(run: RunConfig) -> None:
     """Raises ValueError for the first such key of a run without stages."""
-    given = changed(run)
-    if not run.rolls_out and (idle := [name for name in _OF_ROLLOUTS if name in given]):
+    given = changed_keys(run)
+    if not run.uses_rollouts and (idle := [name for name in _OF_ROLLOUTS if name in given]):
         raise ValueError(f"{idle[0]} is about rollouts, and {run.algorithm.type} learns from data alone; leave it out")
     if run.filter_refills and not run.filters:
         raise ValueError("filter_refills refills what filters leave out; give filters, as {type: reward_std}")
@@ -65,7 +65,7 @@ def _check_style(run: RunConfig) -> None:
             "staleness means nothing with sync.style live, which takes newer weights at once; "
             "set buffer.capacity for how far sampling may run ahead"
         )
-    if run.sync.style == "fixed" and "capacity" in changed(run.buffer):
+    if run.sync.style == "fixed" and "capacity" in changed_keys(run.buffer):
         raise ValueError(
             "buffer.capacity means nothing with sync.style fixed, where staleness says how far sampling runs ahead"
         )
@@ -84,7 +84,18 @@ def of_stage(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any
     """What the whole run says to a stage that has `own` beside: of rollouts nothing, where the stage has none."""
     algorithm = own.get("algorithm", values.get("algorithm"))
     kind = algorithm.get("type") if isinstance(algorithm, Mapping) else None
-    return {name: part for name, part in values.items() if not (kind in LESSONS and name in _OF_ROLLOUTS)}
+    return {name: part for name, part in values.items() if not (kind in DATA_ONLY and name in _OF_ROLLOUTS)}
+
+
+def _current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
+    """`values` with `experts`, the older name of `demonstrations` that files may still use, renamed."""
+    current = {key: value for key, value in values.items() if key != "experts"}
+    if isinstance(older := values.get("experts"), Mapping):
+        newer = current.get("demonstrations")
+        current["demonstrations"] = {**(newer if isinstance(newer, Mapping) else {}), **older}
+    elif older is not None:
+        current["demonstrations"] = older
+    return current
 
 
 class OwnService(Settings):
@@ -119,6 +130,8 @@ _OF_THE_RUN = ("model", "service", "stages", "folder", "resume")
 class RunConfig(Settings):
     """One run, from tasks to better weights."""
 
+    model_config = ConfigDict(serialize_by_alias=True)
+
     mode: Literal["both", "explore", "train", "bench"] = "both"
     """Sample and train; sample into a buffer; train from a buffer that another process fills; compare checkpoints."""
     model: ModelConfig
@@ -128,13 +141,13 @@ class RunConfig(Settings):
     rewards: tuple[RewardConfig, ...] = ()
     """What a rollout is worth: the weighted sum of these, and what the workflow itself gives. None are needed where a
     teacher says what is learned (on_policy_distill, jsd)."""
-    experts: DemonstrationsConfig | None = None
+    demonstrations: DemonstrationsConfig | None = Field(default=None, serialization_alias="experts")
     """Data to learn from as it stands: alone (sft, cpt, dpo), or beside rollouts (mix, mix_chord)."""
     steps: int = Field(default=0, ge=0)
     """Updates to make; 0: as many as `epochs` take."""
     epochs: float | None = Field(default=None, gt=0)
     """In place of steps: passes over the data, floor(tasks x epochs / groups_per_step) steps, or with lessons alone
-    floor(lessons x epochs / experts.per_step). Of both, the fewer steps."""
+    floor(lessons x epochs / demonstrations.per_step). Of both, the fewer steps."""
     groups_per_step: int = Field(default=16, ge=1)
     """Tasks asked in each step."""
     group_size: int = Field(default=8, ge=1)
@@ -174,25 +187,25 @@ class RunConfig(Settings):
     """Go on with the run that the folder holds; false refuses it; rename begins anew in FOLDER_YYYYmmddHHMMSS."""
     service: OwnService = OwnService()
     stages: tuple[Stage, ...] = ()
-    """Parts to run one after the other, each from the weights of the one before."""
+    """WorkflowContext to run one after the other, each from the weights of the one before."""
 
     @model_validator(mode="after")
     def _stages_are_runs(self) -> RunConfig:
         names = [stage.name for stage in self.stages]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two stages are called {twice[0]}; give each a name of its own")
-        modes = [self.staged(number).mode for number in range(1, len(self.stages) + 1)]
+        modes = [self.stage_config(number).mode for number in range(1, len(self.stages) + 1)]
         if modes and set(modes) == {"bench"}:
             raise ValueError("no stage trains; take mode bench for the whole run, without stages")
         check_stages(self.stages, modes)
         return self
 
-    def staged(self, number: int, state: str = "tinker://the/stage/before") -> RunConfig:
+    def stage_config(self, number: int, state: str = "tinker://the/stage/before") -> RunConfig:
         """The run that stage `number` is, from 1; a later one that trains begins with the weights of the path `state`.
 
         Raises ConfigError that names the stage.
         """
-        stage, own = self.stages[number - 1], dict(self.stages[number - 1].model_extra or {})
+        stage, own = self.stages[number - 1], _current_keys(self.stages[number - 1].model_extra or {})
         if fixed := sorted(own.keys() & set(_OF_THE_RUN)):
             raise ConfigError(f"stage {stage.name}: {fixed[0]} is the whole run's.", f"Move {fixed[0]} out of stages.")
         if own.get("mode") == "explore":
@@ -200,7 +213,7 @@ class RunConfig(Settings):
                 f"stage {stage.name}: mode explore samples for a process that trains, and no stage is one.",
                 "Leave mode out to sample and train, or give the stage's settings and folder as a run.",
             )
-        values = {name: part for name, part in written(self).items() if name not in ("stages", "name")}
+        values = {name: part for name, part in explicit_values(self).items() if name not in ("stages", "name")}
         if own.keys() & {"steps", "epochs"}:
             values = {name: part for name, part in values.items() if name not in ("steps", "epochs")}
         if number > 1 and state and own.get("mode") != "bench":
@@ -212,21 +225,21 @@ class RunConfig(Settings):
         return build(RunConfig, {**of_stage(values, own), **own}, f"stage {stage.name}")
 
     @property
-    def rolls_out(self) -> bool:
+    def uses_rollouts(self) -> bool:
         """Whether the policy is asked anything to learn from."""
         return self.algorithm.learns_from in ("rollouts", "both")
 
     @property
-    def asks(self) -> bool:
+    def samples(self) -> bool:
         """Whether this process asks the policy for what is learned from."""
-        return self.rolls_out and self.mode in ("both", "explore")
+        return self.uses_rollouts and self.mode in ("both", "explore")
 
     @property
     def evaluates(self) -> bool:
         """Whether there are held-out tasks and something to judge answers by."""
         named = self.tasks.eval if isinstance(self.tasks.eval, dict) else {"": None}
         judged = all(
-            one.rewards or self.rewards or (one.workflow or self.workflow).gives_rewards
+            one.rewards or self.rewards or (one.workflow or self.workflow).provides_rewards
             for one in map(self.eval.of, named)
         )
         return self.tasks.evaluates and judged
@@ -236,18 +249,22 @@ class RunConfig(Settings):
         if self.stages or self.mode == "bench":
             return self
         kind, wanted = self.algorithm.type, self.algorithm.learns_from
-        if self.asks and not self.tasks.sources:
+        if self.samples and not self.tasks.sources:
             raise ValueError(f"tasks.train is missing: {kind} learns from answers to tasks")
-        if self.asks and self.algorithm.advantage.reads_rewards and not (self.rewards or self.workflow.gives_rewards):
+        if (
+            self.samples
+            and self.algorithm.advantage.reads_rewards
+            and not (self.rewards or self.workflow.provides_rewards)
+        ):
             raise ValueError("rewards is missing: what is an answer worth?")
-        if wanted != "rollouts" and self.experts is None:
-            raise ValueError(f"experts is missing: {kind} learns from data; set experts.data")
-        if wanted == "rollouts" and self.experts is not None:
-            raise ValueError(f"{kind} learns nothing from experts; leave them out, or take sft, dpo or mix")
-        if kind == "cpt" and self.experts is not None and self.experts.learn != "text":
-            raise ValueError("cpt learns plain text: set experts.learn to text, or take sft")
-        if wanted == "pairs" and self.experts is not None and self.experts.learn == "text":
-            raise ValueError(f"{kind} compares replies to a chat; leave out experts.learn: text")
+        if wanted != "rollouts" and self.demonstrations is None:
+            raise ValueError(f"demonstrations is missing: {kind} learns from data; set demonstrations.data")
+        if wanted == "rollouts" and self.demonstrations is not None:
+            raise ValueError(f"{kind} learns nothing from demonstrations; leave them out, or take sft, dpo or mix")
+        if kind == "cpt" and self.demonstrations is not None and self.demonstrations.learn != "text":
+            raise ValueError("cpt learns plain text: set demonstrations.learn to text, or take sft")
+        if wanted == "pairs" and self.demonstrations is not None and self.demonstrations.learn == "text":
+            raise ValueError(f"{kind} compares replies to a chat; leave out demonstrations.learn: text")
         return self
 
     @model_validator(mode="after")
@@ -262,14 +279,14 @@ class RunConfig(Settings):
             return self
         if not self.steps and self.epochs is None and self.mode != "bench":
             raise ValueError("how long? Set steps, or epochs")
-        if self.mode == "train" and self.rolls_out and not self.tasks.sources and not self.steps:
+        if self.mode == "train" and self.uses_rollouts and not self.tasks.sources and not self.steps:
             raise ValueError("how long? Set steps; epochs are counted by tasks, and here are none")
         return self
 
     @model_validator(mode="before")
     @classmethod
-    def _with_plugins(cls, given: Any) -> Any:
-        return plugins.laid_in(given) if isinstance(given, Mapping) else given
+    def _with_plugins(cls, values: Any) -> Any:
+        return plugins.apply_plugins(_current_keys(values)) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
     def _start_is_somewhere(self) -> RunConfig:
@@ -284,9 +301,13 @@ class RunConfig(Settings):
         if self.stages:
             return self
         advantage = self.algorithm.advantage
-        if self.group_size == 1 and isinstance(advantage, Grpo | StepWiseGrpo) and advantage.std_threshold is not None:
+        if (
+            self.group_size == 1
+            and isinstance(advantage, GrpoAdvantage | StepWiseGrpoAdvantage)
+            and advantage.std_threshold is not None
+        ):
             raise ValueError("group_size 1 leaves nothing to compare; set it to 2 or more, or take a critic (ppo)")
-        if self.asks and advantage.reads_states and not self.workflow.tells_states:
+        if self.samples and advantage.reads_states and not self.workflow.provides_states:
             raise ValueError(
                 f"{advantage.type} compares turns by state, and workflow {self.workflow.type} has none; "
                 "take multi_turn or custom, or algorithm.advantage {type: step_wise_grpo}: whole rollouts alone"
@@ -294,26 +315,26 @@ class RunConfig(Settings):
         return self
 
     @property
-    def meets(self) -> bool:
+    def shares_a_run(self) -> bool:
         """Whether this process is one of two, which meet in a buffer and at a server."""
-        return self.mode in ("explore", "train") and self.rolls_out
+        return self.mode in ("explore", "train") and self.uses_rollouts
 
     @model_validator(mode="after")
     def _modes_fit(self) -> RunConfig:
         if self.stages and self.mode in ("explore", "bench"):
             raise ValueError(f"mode {self.mode} knows no stages; give it the stage's settings and folder as a run")
-        if self.mode == "explore" and not self.rolls_out:
+        if self.mode == "explore" and not self.uses_rollouts:
             raise ValueError(f"mode explore samples, and {self.algorithm.type} learns from data alone; take mode train")
         if self.mode == "bench" and not self.evaluates:
             raise ValueError("mode bench wants held-out tasks and rewards to judge answers by: set tasks.eval, rewards")
-        if self.meets and not self.stages and self.buffer.type == "memory":
+        if self.shares_a_run and not self.stages and self.buffer.type == "memory":
             raise ValueError(f"mode {self.mode} is one of two processes, which meet in a buffer of type file or sql")
-        if self.meets and self.sync.method == "memory":
+        if self.shares_a_run and self.sync.method == "memory":
             raise ValueError(
                 f"mode {self.mode}: weights in memory have no name that another process could open; "
                 "set sync.method to checkpoint"
             )
-        if self.meets and self.resume == "rename":
+        if self.shares_a_run and self.resume == "rename":
             raise ValueError(
                 f"mode {self.mode} is one of two processes, which meet in the run's folder: resume rename parts them; "
                 "set another folder in both files to begin anew"

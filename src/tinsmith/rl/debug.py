@@ -21,7 +21,7 @@ from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import ChatCodec, request_seed
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run import Connect
-from tinsmith.rl.train import parts_of
+from tinsmith.rl.train import workflow_context
 from tinsmith.rl.types import Group, Turn
 
 _SHOWN = 12
@@ -29,10 +29,10 @@ _SHOWN = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class DebugRollout:
     """One rollout and how long its parts took.
 
-    Example: Seen(group=group, chat=chat, seconds={"tasks": 0.2, "connect": 3.1, "rollout": 0.8})
+    Example: DebugRollout(group=group, chat=chat, seconds={"tasks": 0.2, "connect": 3.1, "rollout": 0.8})
     """
 
     group: Group
@@ -41,9 +41,9 @@ class Seen:
     seconds: dict[str, float]
 
 
-async def one(config: RunConfig, connect: Connect) -> Seen:
+async def debug_rollout(config: RunConfig, connect: Connect) -> DebugRollout:
     """The first training task, tried once. Raises TinsmithError where the run has none to try."""
-    if not config.rolls_out:
+    if not config.uses_rollouts:
         raise TinsmithError(
             f"{config.algorithm.type} learns from data alone: there is no rollout.", "Use tinsmith check."
         )
@@ -56,7 +56,7 @@ async def one(config: RunConfig, connect: Connect) -> Seen:
     try:
         snapshot = await policy.snapshot()
         connected = time.perf_counter()
-        workflow = config.workflow.make(parts_of(config, agent_endpoint))
+        workflow = config.workflow.make(workflow_context(config, agent_endpoint))
         runner = RolloutRunner(config.rollout, asyncio.Semaphore(1))
         (group,) = await runner.run_groups(workflow, [task], snapshot, size=1, seeds=[request_seed(config.seed, 1, 0)])
         done = time.perf_counter()
@@ -64,22 +64,22 @@ async def one(config: RunConfig, connect: Connect) -> Seen:
         await agent_endpoint.close()
         await policy.close()
     seconds = {"tasks": drawn - begin, "connect": connected - drawn, "rollout": done - connected}
-    return Seen(group=group, chat=snapshot.chat, seconds=seconds)
+    return DebugRollout(group=group, chat=snapshot.chat, seconds=seconds)
 
 
-def show(seen: Seen, console: Console) -> None:
+def show_rollout(debugged: DebugRollout, console: Console) -> None:
     """Everything there is to know of it."""
-    task, rollout = seen.group.task, seen.group.rollouts[0]
+    task, rollout = debugged.group.task, debugged.group.rollouts[0]
     _head(console, f"task {task.id}")
     for message in task.messages:
         _line(console, message.role, message.content)
     _line(console, "right", task.answer or "(not told)")
     for number, turn in enumerate(rollout.turns, 1):
         _head(console, f"turn {number} of {len(rollout.turns)}, {turn.role}, version {turn.version}")
-        _line(console, "prompt", seen.chat.text(turn.prompt, None))
+        _line(console, "prompt", debugged.chat.text(turn.prompt, None))
         _line(console, "tokens", f"{len(turn.prompt)} in the prompt, {len(turn.tokens)} sampled, ended by {turn.stop}")
         _line(console, "reply", turn.text)
-        for name, text in _likelihood(turn, seen.chat):
+        for name, text in _likelihood(turn, debugged.chat):
             _line(console, name, text)
     _head(console, "reward")
     if rollout.error:
@@ -88,7 +88,7 @@ def show(seen: Seen, console: Console) -> None:
         _line(console, name, f"{value:g}")
     _line(console, "in all", f"{rollout.reward:g}")
     _head(console, "seconds")
-    for name, value in seen.seconds.items():
+    for name, value in debugged.seconds.items():
         _line(console, name, f"{value:.2f}")
 
 

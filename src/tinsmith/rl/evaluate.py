@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tinsmith.rl.data.tasks import HeldOutTasks
-from tinsmith.rl.metrics import of_rewards
+from tinsmith.rl.metrics import reward_metrics
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.policy.training_rows import count_policy_tokens
 from tinsmith.rl.rewards import RewardConfig, Rewards
@@ -197,7 +197,7 @@ class Evaluator:
         good = [rollout for rollout in rollouts if not rollout.error]
         return {
             **pass_at(groups, self._config.threshold, prefix),
-            **of_rewards(f"{prefix}/reward", good),
+            **reward_metrics(f"{prefix}/reward", good),
             f"{prefix}/failed": len(rollouts) - len(good),
             f"{prefix}/tokens": float(np.mean([count_policy_tokens(rollout) for rollout in good])) if good else 0.0,
             f"{prefix}/tasks": len(groups),

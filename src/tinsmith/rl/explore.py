@@ -27,15 +27,15 @@ from tinsmith.rl.rollouts.coordination import (
 from tinsmith.rl.rollouts.producer import Batch, BatchProducer
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.weight_sync import ChangeNotifier
-from tinsmith.rl.run import folder_of
+from tinsmith.rl.run import folder_path
 from tinsmith.rl.run_folder import RunFolder
-from tinsmith.rl.train import parts_of, sampling_plan, with_steps
+from tinsmith.rl.train import resolve_steps, sampling_plan, workflow_context
 
 
 async def explore(config: RunConfig, connect: Callable[[], Awaitable[SamplingClients]], console: Console) -> int:
     """Begins, or goes on after the last batch that is in the buffer; returns how many there are in all."""
-    config = with_steps(config)
-    path = folder_of(config)
+    config = resolve_steps(config)
+    path = folder_path(config)
     folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume, part="explore")
     try:
         buffer = buffers.build(config.buffer, path, config.name)
@@ -74,10 +74,10 @@ async def _explored(config: RunConfig, buffer: Buffer, peers: SamplingClients, t
         last = _after(last, batch).model_copy(update={"order": task_sampler.state})
         await notes.tell_sampling(last)
         version = batch.groups[0].version
-        told.metrics(batch.step, {**metrics.of_groups(batch.groups, version), **batch.numbers})
+        told.metrics(batch.step, {**metrics.group_metrics(batch.groups, version), **batch.numbers})
 
     agent_endpoint = AgentEndpoint()
-    workflow = config.workflow.make(parts_of(config, agent_endpoint))
+    workflow = config.workflow.make(workflow_context(config, agent_endpoint))
     runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
     sampler = BatchProducer(workflow, task_sampler, weights, sampling_plan(config), runner, changes, put)
     sampler.go_on(last.done)

@@ -25,7 +25,7 @@ _LOOK_S = 0.3
 
 
 @contextmanager
-def writing(folder: Path, level: str = "INFO") -> Iterator[None]:
+def log_to_folder(folder: Path, level: str = "INFO") -> Iterator[None]:
     """While the block runs, what the package logs from `level` on is in the folder too, and what ended the block.
 
     Warnings stay on the terminal; other packages are heard from WARNING on.

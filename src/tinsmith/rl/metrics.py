@@ -17,14 +17,14 @@ from tinsmith.rl.policy.training_rows import TrainingRow, count_policy_tokens
 from tinsmith.rl.types import Group, Rollout
 
 
-def of_groups(groups: Sequence[Group], version: int) -> dict[str, float]:
+def group_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Rewards, lengths and faults of a batch that weights of `version` are about to train on."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     good = [rollout for rollout in rollouts if not rollout.error]
     lengths = [count_policy_tokens(rollout) for rollout in good]
     staleness = [version - group.version for group in groups]
     return {
-        **of_rewards("reward", good),
+        **reward_metrics("reward", good),
         "groups/constant": _mean([group.constant for group in groups]),
         "rollouts/failed": len(rollouts) - len(good),
         "rollouts/cut": _mean([rollout.turns[-1].stop == "length" for rollout in good]),
@@ -42,7 +42,7 @@ def _drift(group: Group) -> int:
     return max(versions, default=group.version) - group.version
 
 
-def of_rewards(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+def reward_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Mean and deviation of the reward, and the mean of each part over the rollouts that have it."""
     values = {f"{prefix}/mean": _mean([rollout.reward for rollout in rollouts])}
     values[f"{prefix}/std"] = float(np.std([rollout.reward for rollout in rollouts])) if rollouts else 0.0
@@ -52,14 +52,14 @@ def of_rewards(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
     return values
 
 
-def of_update(rows: Sequence[TrainingRow], updated: UpdateResult) -> dict[str, float]:
+def update_metrics(rows: Sequence[TrainingRow], updated: UpdateResult) -> dict[str, float]:
     """How far trainer and sampler are apart, and what the server told of loss and step."""
     answered = list(zip(rows, updated.logprobs, strict=True))
     own = [(row, p) for row, p in answered if row.kind == "policy"]
-    experts = [p[row.mask] for row, p in answered if row.kind == "expert"]
+    expert_logprobs = [p[row.mask] for row, p in answered if row.kind == "expert"]
     return {
         **(_of_own(own) if own else {}),
-        **({"optim/expert_nll": -float(np.concatenate(experts).mean())} if experts else {}),
+        **({"optim/expert_nll": -float(np.concatenate(expert_logprobs).mean())} if expert_logprobs else {}),
         "tokens/trained": int(sum(len(row.tokens) for row in rows)),
         "optim/rows": len(rows),
         **_servers(updated.metrics),

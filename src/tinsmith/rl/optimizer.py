@@ -46,7 +46,7 @@ class OptimizerConfig(Settings):
             unread(self, "min_ratio", without="schedule linear or cosine")
         return self
 
-    def rate(self, step: int, steps: int) -> float:
+    def learning_rate_at(self, step: int, steps: int) -> float:
         """The learning rate of step `step` of `steps`, counted from 1."""
         warmup = self.warmup_steps or int(self.warmup_ratio * steps)
         if step <= warmup:

@@ -40,12 +40,12 @@ def reward(name: str) -> Callable[[T], T]:
     return _mark("reward", name)
 
 
-def names(folder: Path) -> Names:
+def plugin_names(folder: Path) -> Names:
     """What the files of a folder mark. Raises ConfigError where one cannot be imported."""
     return frozenset(part for part, _ in _parts(folder.expanduser()))
 
 
-def laid_in(values: Mapping[str, Any]) -> dict[str, Any]:
+def apply_plugins(values: Mapping[str, Any]) -> dict[str, Any]:
     """A run file's values with the types of its plugin folder written as `custom` ones. Raises ConfigError."""
     found = dict(values)
     folder = found.get("plugins")
@@ -62,7 +62,7 @@ def laid_in(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def thing_at(path: str) -> Any:
+def import_object(path: str) -> Any:
     """What `module:attribute` names. Raises ValueError."""
     module, colon, name = path.partition(":")
     if not (module and colon and name):
@@ -76,7 +76,7 @@ def thing_at(path: str) -> Any:
     return thing
 
 
-def made(kind: type[S], path: str, args: Mapping[str, Any]) -> S:
+def validated(kind: type[S], path: str, args: Mapping[str, Any]) -> S:
     """The settings class `kind` with these arguments. Raises ValueError that names what is wrong."""
     try:
         return kind.model_validate(args)
@@ -85,7 +85,7 @@ def made(kind: type[S], path: str, args: Mapping[str, Any]) -> S:
         raise ValueError(f"{path} does not take these settings: {'; '.join(faults)}") from error
 
 
-def accepts(thing: Callable[..., Any], path: str, given: int, args: Mapping[str, Any]) -> None:
+def check_signature(thing: Callable[..., Any], path: str, given: int, args: Mapping[str, Any]) -> None:
     """Raises ValueError unless it can be called with `given` things and these arguments."""
     try:
         inspect.signature(thing).bind(*[None] * given, **args)
@@ -93,7 +93,7 @@ def accepts(thing: Callable[..., Any], path: str, given: int, args: Mapping[str,
         raise ValueError(f"{path} cannot be called with {sorted(args)}: {error}") from error
 
 
-async def settled(value: Any) -> Any:
+async def await_if_needed(value: Any) -> Any:
     """The value, awaited if it is to be."""
     return await value if inspect.isawaitable(value) else value
 

@@ -54,7 +54,7 @@ class Clock:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """Parts that live as long as the run."""
+    """WorkflowContext that live as long as the run."""
 
     config: RunConfig
     folder: RunFolder
@@ -69,14 +69,14 @@ class Run:
     reference: str
     """The base model's name, or a path: whose logprobs divergences are taken from."""
     critic: Critic | None
-    experts: Demonstrations | None
+    demonstrations: Demonstrations | None
 
     def steps(self) -> range:
         """Those still to do, counted from 1."""
         done = self.folder.state.step if self.folder.state else 0
         return range(done + 1, self.config.steps + 1)
 
-    async def begin(self) -> None:
+    async def evaluate_before_training(self) -> None:
         """Evaluates before the first step, with what a constant answer would score."""
         if self.folder.state is None and self.evaluator.due(0, self.config.steps):
             beside: dict[str, float] = {}
@@ -84,22 +84,22 @@ class Run:
                 beside = await self.evaluator.baseline(self.rewards, await self.policy.snapshot())
             await self._evaluate(0, beside)
 
-    def kept(self, groups: Sequence[Group]) -> tuple[Group, ...]:
+    def filtered_groups(self, groups: Sequence[Group]) -> tuple[Group, ...]:
         """What filters leave of a batch; of one that was refilled, no more than a step takes."""
         left = apply_filters(self.config.filters, groups)
         return left[: self.config.groups_per_step] if self.config.filter_refills else left
 
-    def lessons(self) -> list[TrainingRow]:
+    def next_demonstrations(self) -> list[TrainingRow]:
         """The rows of experts for a step."""
-        if self.experts is None or self.config.experts is None:
+        if self.demonstrations is None or self.config.demonstrations is None:
             return []
-        alone = not self.config.rolls_out
-        count = self.config.experts.count(self.config.groups_per_step, self.config.group_size, alone=alone)
-        return self.experts.draw(count)
+        alone = not self.config.uses_rollouts
+        count = self.config.demonstrations.count(self.config.groups_per_step, self.config.group_size, alone=alone)
+        return self.demonstrations.draw(count)
 
     async def update(self, step: int, update: Update) -> dict[str, float]:
         """One update, or none where there is nothing to learn from; its numbers."""
-        rate = self.config.optimizer.rate(step, self.config.steps)
+        rate = self.config.optimizer.learning_rate_at(step, self.config.steps)
         if not update.rows:
             return {"optim/skipped": 1.0, "optim/lr": rate, **update.numbers}
         taught: dict[str, float] = {}
@@ -108,13 +108,13 @@ class Run:
             if step <= self.critic.config.warmup_steps:
                 return {"optim/skipped": 1.0, "optim/lr": rate, **update.numbers, **taught}
         updated = await self.policy.update(update, self.config.optimizer, rate)
-        moved = self.algorithm.learned(update, updated)
-        return {**metrics.of_update(update.rows, updated), "optim/lr": rate, **update.numbers, **moved, **taught}
+        moved = self.algorithm.adapt_coefficients(update, updated)
+        return {**metrics.update_metrics(update.rows, updated), "optim/lr": rate, **update.numbers, **moved, **taught}
 
     def log(self, step: int, batch: Batch, kept: int, version: int, numbers: Mapping[str, float], clock: Clock) -> None:
         """Tells the order of tasks and the monitors of a step: weights of `version` learned from `kept` groups."""
         self.task_sampler.update(batch.groups)
-        sampled = metrics.of_groups(batch.groups, version) if batch.groups else {}
+        sampled = metrics.group_metrics(batch.groups, version) if batch.groups else {}
         seconds = clock.total()
         tokens = sampled["tokens/sampled"] if batch.groups else numbers.get("tokens/trained", 0.0)
         speed = {"speed/tokens_per_second": tokens / seconds, "time/step": seconds}
@@ -160,7 +160,7 @@ class Run:
             path=path,
             cursor=self.task_sampler.cursor,
             order=self.task_sampler.state,
-            demonstrations_drawn=self.experts.cursor if self.experts else 0,
+            demonstrations_drawn=self.demonstrations.cursor if self.demonstrations else 0,
             random=RandomStates.capture(),
             batches=batch_state,
             algorithm=dict(self.algorithm.state),
@@ -176,15 +176,15 @@ class Run:
         await self.batches.saved()
 
 
-def anew(config: RunConfig, part: str = "") -> RunConfig:
+def with_fresh_folder(config: RunConfig, part: str = "") -> RunConfig:
     """The same in a folder of its own, FOLDER_YYYYmmddHHMMSS, where `resume: rename` finds a run in its folder, or that
     `part` of one (resume.py)."""
-    folder = folder_of(config)
+    folder = folder_path(config)
     if config.resume != "rename" or not (folder / part / SETTINGS).exists():
         return config
     return config.model_copy(update={"folder": f"{folder}_{time.strftime('%Y%m%d%H%M%S')}"})
 
 
-def folder_of(config: RunConfig) -> Path:
+def folder_path(config: RunConfig) -> Path:
     """Where the run's files go."""
     return Path(config.folder or f"runs/{config.name}").expanduser()

@@ -25,7 +25,7 @@ from pydantic import ConfigDict, Field, TypeAdapter
 from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
 from tinsmith.rl.rollouts.batch_source import BatchSourceState
-from tinsmith.settings import Settings, made
+from tinsmith.settings import Settings, writable_folder
 
 SETTINGS = "run.yaml"
 _MAY_CHANGE = (
@@ -141,7 +141,7 @@ class RunFolder:
         `part` is that of a process beside the one that trains: its settings are in a folder of its own, and what the
         others wrote is left as it is.
         """
-        own = made(path / part, "folder")
+        own = writable_folder(path / part, "folder")
         lock = (path / (f".lock-{part}" if part else ".lock")).open("w")
         try:
             _hold(lock, path)

@@ -22,22 +22,22 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.base import Policy
-from tinsmith.rl.run import Connect, anew, folder_of
+from tinsmith.rl.run import Connect, folder_path, with_fresh_folder
 from tinsmith.rl.run_folder import RunFolder, State
 from tinsmith.rl.train import train
 
 _FILE = "stages.json"
 
 
-async def run_all(
+async def run_stages(
     config: RunConfig, connecting: Callable[[RunConfig], Connect], console: Console
 ) -> tuple[RunConfig, State]:
     """Every stage that is still to do; the settings of the last one that trains, and where it ended.
 
     `connecting` gives the way to a policy of one stage's settings; all are on one server.
     """
-    config = anew(config)
-    path = folder_of(config)
+    config = with_fresh_folder(config)
+    path = folder_path(config)
     if not config.stages:
         if (path / _FILE).exists():
             raise ConfigError(f"{path} holds a run in stages.", "Set another folder, as in folder=runs/another.")
@@ -59,14 +59,14 @@ async def _in_turn(
     trained: tuple[RunConfig, State] | None = None
     for number, stage in enumerate(config.stages, 1):
         before = trained[1].path if trained else ""
-        one = config.staged(number, before)
+        one = config.stage_config(number, before)
         if one.mode == "bench" and ended.get(stage.name) == before:
             continue
         _tell(path, names, ended, under_way=stage.name)
         console.print(f"[bold]stage {number} of {len(names)}: {stage.name}[/]", highlight=False)
         connect = connecting(one)
         if one.mode == "bench":
-            await bench(one, partial(connect, "", 0), console, of=folder_of(trained[0]) if trained else None)
+            await bench(one, partial(connect, "", 0), console, of=folder_path(trained[0]) if trained else None)
             ended[stage.name] = before
             continue
         if before and stage.keep_optimizer:

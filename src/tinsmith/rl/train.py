@@ -37,9 +37,9 @@ from tinsmith.rl.rollouts.buffers.replay import BatchSelector
 from tinsmith.rl.rollouts.producer import Batch, BatchProducer, SamplingPlan
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.weight_sync import ChangeNotifier, LocalWeights, WeightPublisher
-from tinsmith.rl.run import Clock, Connect, Run, anew, folder_of
+from tinsmith.rl.run import Clock, Connect, Run, folder_path, with_fresh_folder
 from tinsmith.rl.run_folder import RunFolder, State
-from tinsmith.rl.workflows.base import Parts, Workflow
+from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 
 
 @asynccontextmanager
@@ -60,24 +60,26 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
     policy = await connect(state.path if state else "", state.version if state else 0)
     batches = (
         _batch_source(config, folder, policy, task_sampler, runner, agent_endpoint)
-        if config.rolls_out
+        if config.uses_rollouts
         else EmptyBatchSource()
     )
     pairs = config.algorithm.learns_from == "pairs"
-    experts = (
-        Demonstrations(config.experts, held_out, policy.chat, config.seed, pairs=pairs) if config.experts else None
+    demonstrations = (
+        Demonstrations(config.demonstrations, held_out, policy.chat, config.seed, pairs=pairs)
+        if config.demonstrations
+        else None
     )
     critic = await _critic(config, policy, state)
     reference = await _reference(config, policy, state)
     columns = _columns(config, policy, reference, critic, runner.semaphore)
-    algorithm = algorithms.build(config.algorithm, policy.extensions, columns, config.seed)
-    console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.where}[/]", highlight=False)
+    algorithm = algorithms.Algorithm(config.algorithm, policy.extensions, columns, config.seed)
+    console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.loss_location}[/]", highlight=False)
     if config.plugins:
         console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
     _go_on(state, task_sampler, algorithm, config.seed)
     await batches.restore(state.batches if state else BatchSourceState())
-    if state is not None and experts is not None:
-        experts.cursor = state.demonstrations_drawn
+    if state is not None and demonstrations is not None:
+        demonstrations.cursor = state.demonstrations_drawn
     try:
         told = monitors.build(config.monitors, info, console)
     except BaseException:
@@ -92,13 +94,13 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
             batches=batches,
             algorithm=algorithm,
             evaluator=Evaluator(
-                config.eval, held_out if judge else {}, judging(config, agent_endpoint), config.seed, runner
+                config.eval, held_out if judge else {}, eval_workflow_maker(config, agent_endpoint), config.seed, runner
             ),
             rewards=judge,
             monitors=told,
             reference=reference,
             critic=critic,
-            experts=experts,
+            demonstrations=demonstrations,
         )
     finally:
         await batches.close()
@@ -107,11 +109,11 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
         await policy.close()
 
 
-def judging(config: RunConfig, agent_endpoint: AgentEndpoint) -> Callable[[EvalConfig], Workflow]:
+def eval_workflow_maker(config: RunConfig, agent_endpoint: AgentEndpoint) -> Callable[[EvalConfig], Workflow]:
     """From how a source of held-out tasks is tried to the workflow that does it."""
 
     def make(one: EvalConfig) -> Workflow:
-        parts = Parts(
+        parts = WorkflowContext(
             sampling=one.sampling(config.sampling),
             rewards=Rewards(one.rewards or config.rewards),
             agent_endpoint=agent_endpoint,
@@ -121,10 +123,10 @@ def judging(config: RunConfig, agent_endpoint: AgentEndpoint) -> Callable[[EvalC
     return make
 
 
-def parts_of(config: RunConfig, agent_endpoint: AgentEndpoint) -> Parts:
+def workflow_context(config: RunConfig, agent_endpoint: AgentEndpoint) -> WorkflowContext:
     """What the workflow is made with whose rollouts are learned from."""
     rewards = Rewards(config.rewards, needed=config.algorithm.advantage.reads_rewards)
-    return Parts(sampling=config.sampling, rewards=rewards, agent_endpoint=agent_endpoint)
+    return WorkflowContext(sampling=config.sampling, rewards=rewards, agent_endpoint=agent_endpoint)
 
 
 def sampling_plan(config: RunConfig) -> SamplingPlan:
@@ -162,7 +164,7 @@ def _batch_source(
         await buffer.put(batch)
         changes.ring()
 
-    workflow = config.workflow.make(parts_of(config, agent_endpoint))
+    workflow = config.workflow.make(workflow_context(config, agent_endpoint))
     return LocalBatchSource(
         BatchProducer(workflow, task_sampler, weights, plan, runner, changes, put),
         buffer,
@@ -191,16 +193,16 @@ async def _reference(config: RunConfig, policy: Policy, state: State | None) -> 
 
 def _columns(
     config: RunConfig, policy: Policy, reference: str, critic: Critic | None, gate: asyncio.Semaphore
-) -> dict[str, algorithms.Ask]:
+) -> dict[str, algorithms.ColumnSource]:
     """Whom an algorithm may ask what."""
 
-    def of(name: str) -> algorithms.Ask:
+    def of(name: str) -> algorithms.ColumnSource:
         async def ask(rows: Sequence[TrainingRow]) -> list[np.ndarray]:
             return await logprobs_of(await policy.open_model(name), rows, gate)
 
         return ask
 
-    asks: dict[str, algorithms.Ask] = {"reference": of(reference), "entropy": policy.entropies}
+    asks: dict[str, algorithms.ColumnSource] = {"reference": of(reference), "entropy": policy.entropies}
     if critic is not None:
         asks["values"] = critic.values
     if config.algorithm.teacher:
@@ -228,17 +230,17 @@ def _go_on(state: State | None, task_sampler: TaskSampler, algorithm: Algorithm,
     algorithm.restore(state.algorithm)
 
 
-def with_steps(config: RunConfig) -> RunConfig:
+def resolve_steps(config: RunConfig) -> RunConfig:
     """The same with `steps` counted out: floor(rows x epochs / rows of a step), no more than `steps` if that is set.
 
     What is left of the last pass and does not fill a step is not trained on. A run of mode train may know no tasks, and
     one of mode bench takes no steps: those say all they need.
     """
-    if config.epochs is None or (config.rolls_out and not config.tasks.sources):
+    if config.epochs is None or (config.uses_rollouts and not config.tasks.sources):
         return config
     rows, per_step, what = _rows(config), config.groups_per_step, "groups_per_step"
-    if config.experts is not None and not config.rolls_out:
-        per_step, what = config.experts.count(per_step, config.group_size, alone=True), "experts.per_step"
+    if config.demonstrations is not None and not config.uses_rollouts:
+        per_step, what = config.demonstrations.count(per_step, config.group_size, alone=True), "demonstrations.per_step"
     steps = int(rows * config.epochs // per_step)
     if not steps:
         raise ConfigError(
@@ -248,9 +250,11 @@ def with_steps(config: RunConfig) -> RunConfig:
 
 
 def _rows(config: RunConfig) -> int:
-    if config.experts is None or config.rolls_out:
+    if config.demonstrations is None or config.uses_rollouts:
         return split(config.tasks, config.seed)[0].size
-    return sum(len(source.demonstrations(config.experts.learn)) for source in as_tuple(config.experts.data))
+    return sum(
+        len(source.demonstrations(config.demonstrations.learn)) for source in as_tuple(config.demonstrations.data)
+    )
 
 
 log = logging.getLogger(__name__)
@@ -258,12 +262,12 @@ log = logging.getLogger(__name__)
 
 async def train(config: RunConfig, connect: Connect, console: Console) -> State:
     """Begins the run, or goes on with the one in its folder; returns where it ended. A finished run is left alone."""
-    config = with_steps(anew(config))
-    folder = RunFolder.open(folder_of(config), config.model_dump(mode="json"), resume=config.resume)
+    config = resolve_steps(with_fresh_folder(config))
+    folder = RunFolder.open(folder_path(config), config.model_dump(mode="json"), resume=config.resume)
     try:
         if folder.state is not None and folder.state.step >= config.steps:
             return folder.state
-        with logs.writing(folder.path, config.log_level):
+        with logs.log_to_folder(folder.path, config.log_level):
             return await _logged(config, folder, connect, console)
     finally:
         folder.close()
@@ -279,13 +283,13 @@ async def _logged(config: RunConfig, folder: RunFolder, connect: Connect, consol
 
 async def loop(run: Run) -> State:
     """Every step that is still to do."""
-    await run.begin()
+    await run.evaluate_before_training()
     for step in run.steps():
         clock = Clock()
         batch = await run.batches.next(step)
         clock.lap("rollouts")
-        groups = run.kept(batch.groups)
-        update = await run.algorithm.score(step, groups, run.lessons())
+        groups = run.filtered_groups(batch.groups)
+        update = await run.algorithm.score(step, groups, run.next_demonstrations())
         version = run.policy.version
         numbers = await run.update(step, update)
         clock.lap("update")

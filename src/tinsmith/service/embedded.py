@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tinsmith.errors import EngineError, TinsmithError
 from tinsmith.service.config import KEY_PREFIX, ServeConfig
-from tinsmith.settings import made
+from tinsmith.settings import writable_folder
 
 END_S = 15.0
 LOG_LINES = 15
@@ -35,7 +35,7 @@ def embedded(config: ServeConfig) -> Iterator[tuple[str, str]]:
     """
     key = config.api_key or KEY_PREFIX + secrets.token_urlsafe(32)
     config = config.model_copy(update={"host": "127.0.0.1", "port": 0, "api_key": key})
-    log = made(config.data, "data") / "serve.log"
+    log = writable_folder(config.data, "data") / "serve.log"
     child = _start(config, log)
     try:
         yield _url(child, log), key

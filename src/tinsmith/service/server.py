@@ -44,7 +44,7 @@ from tinsmith.service.tenancy.quotas import QuotaEnforcer
 from tinsmith.service.tenancy.signing import load_signer
 from tinsmith.service.training.journal import Journal
 from tinsmith.service.training.worker import Worker
-from tinsmith.settings import made
+from tinsmith.settings import writable_folder
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ async def running(
 
     Raises ConfigError if the data folder cannot be written, or another server uses it or the database.
     """
-    with _alone(made(config.data, "--data")):
+    with _alone(writable_folder(config.data, "--data")):
         async with exclusive_store(config.data, config.database) as store, tracing(config.otlp_endpoint) as spans:
             service = _assemble(config, store, start, spans)
             await _open_to_someone(service)

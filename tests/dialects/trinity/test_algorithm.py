@@ -11,13 +11,13 @@ from tests.dialects.trinity.examples import BESIDE, LEARNS, Pairs
 from tests.dialects.trinity.files import read
 from tinsmith.dialects.trinity.name_tables import ADVANTAGES, ALGORITHMS, LOSSES
 from tinsmith.errors import ConfigError
-from tinsmith.rl.algorithms.advantages.group import Grpo, Opmd
-from tinsmith.rl.algorithms.advantages.multi_turn import Gigpo, StepWiseGrpo
+from tinsmith.rl.algorithms.advantages.group import GrpoAdvantage, OpmdAdvantage
+from tinsmith.rl.algorithms.advantages.multi_turn import GigpoAdvantage, StepWiseGrpoAdvantage
 from tinsmith.rl.algorithms.config import NAMES, AlgorithmConfig
-from tinsmith.rl.algorithms.losses.policy_gradient import Ppo, Rec
-from tinsmith.rl.algorithms.losses.supervised import MixChord
+from tinsmith.rl.algorithms.losses.policy_gradient import PpoLoss, RecLoss
+from tinsmith.rl.algorithms.losses.supervised import MixChordLoss
 from tinsmith.rl.types import Task
-from tinsmith.rl.workflows.custom import Talk
+from tinsmith.rl.workflows.custom import Conversation
 
 TEACHER: Pairs = (("explorer.auxiliary_models[].model_path", "teacher"),)
 WANTS: dict[str, Pairs] = {
@@ -59,7 +59,7 @@ def test_how_trinity_cuts_a_mixed_batch_has_no_meaning(tmp_path: Path):
     pairs = (*BESIDE, ("algorithm.algorithm_type", "mix_chord"), ("algorithm.policy_loss_fn_args", CHORD))
     found = read(tmp_path, *pairs)
     loss = found.settings.algorithm.loss
-    assert isinstance(loss, MixChord)
+    assert isinstance(loss, MixChordLoss)
     assert (loss.warmup_steps, loss.decay_steps, loss.peak, loss.valley, loss.phi) == (200, 400, 0.5, 0.02, True)
     told = [note for note in found.notes if "policy_loss_fn_args" in note]
     assert len(told) == 2
@@ -89,45 +89,49 @@ def test_a_name_alone_is_our_preset_of_that_name(name: str, tmp_path: Path):
 
 def test_arguments_lie_over_defaults(tmp_path: Path):
     found = algorithm(tmp_path, "grpo", policy_loss_fn_args={"clip_range_high": 0.3}, kl_loss_fn_args={})
-    assert found.loss == Ppo(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    assert found.loss == PpoLoss(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
     assert found.kl.coef == 0.001
     both = algorithm(tmp_path, "grpo", policy_loss_fn_args={"clip_range_high": 0.28, "clip_range": 0.1})
-    assert both.loss == Ppo(clip_low=0.1, clip_high=0.28)
+    assert both.loss == PpoLoss(clip_low=0.1, clip_high=0.28)
 
 
 def test_an_advantage_takes_its_arguments(tmp_path: Path):
     args = {"std_threshold": 0.0, "std_cal_level": "batch", "rank_penalty": 0.25, "duplicate_experiences": True}
     found = algorithm(tmp_path, "dapo", advantage_fn_args=args)
-    assert found.advantage == Grpo(normalize="batch", std_threshold=0.0, rank_penalty=0.25)
+    assert found.advantage == GrpoAdvantage(normalize="batch", std_threshold=0.0, rank_penalty=0.25)
     assert found.refill
-    assert algorithm(tmp_path, "asymre", advantage_fn_args={"baseline_shift": -0.3}).advantage == Opmd(shift=0.3)
+    assert algorithm(tmp_path, "asymre", advantage_fn_args={"baseline_shift": -0.3}).advantage == OpmdAdvantage(
+        shift=0.3
+    )
 
 
 def test_where_trinitys_defaults_are_not_ours_they_are_written_out(tmp_path: Path):
     assert algorithm(tmp_path, "opmd").loss.model_dump()["tau"] == 1.0
-    assert algorithm(tmp_path, "rec").loss == Rec(clip="none")
+    assert algorithm(tmp_path, "rec").loss == RecLoss(clip="none")
     chord = algorithm(tmp_path, "mix_chord").loss.model_dump()
     assert (chord["warmup_steps"], chord["decay_steps"], chord["peak"]) == (0, 0, 0.1)
 
 
-async def looking(task: Task, talk: Talk) -> None:
+async def looking(task: Task, conversation: Conversation) -> None:
     """A workflow whose turns have states."""
-    await talk.say(*task.messages, state="here")
+    await conversation.say(*task.messages, state="here")
 
 
 def test_gigpo_compares_whole_rollouts_alone_where_turns_have_no_states(tmp_path: Path):
     for fnorm, normalize in (("none", "none"), ("std", "group")):
         pairs = (("algorithm.algorithm_type", "gigpo"), ("algorithm.advantage_fn_args", {"fnorm": fnorm}))
         found = read(tmp_path, *pairs)
-        assert found.settings.algorithm.advantage == StepWiseGrpo(normalize=normalize)
+        assert found.settings.algorithm.advantage == StepWiseGrpoAdvantage(normalize=normalize)
         assert any("turns of this workflow have no states" in note for note in found.notes)
         asked = ("buffer.explorer_input.default_workflow_type", f"{__name__}.looking")
-        assert read(tmp_path, *pairs, asked).settings.algorithm.advantage == Gigpo(gamma=1.0, normalize=fnorm == "std")
+        assert read(tmp_path, *pairs, asked).settings.algorithm.advantage == GigpoAdvantage(
+            gamma=1.0, normalize=fnorm == "std"
+        )
 
 
 def test_rec_counts_its_square_whole(tmp_path: Path):
     found = algorithm(tmp_path, "rec", policy_loss_fn_args={"regularizer": "k2", "regularizer_coef": 0.5})
-    assert found.loss == Rec(clip="none", regularizer="k2", regularizer_coef=1.0)
+    assert found.loss == RecLoss(clip="none", regularizer="k2", regularizer_coef=1.0)
     sequence = algorithm(tmp_path, "rec", policy_loss_fn_args={"clip_mode": "gspo-one-side"})
     assert sequence.aggregate == "seq_mean_token_mean"
 

@@ -20,7 +20,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.run import Connect
-from tinsmith.rl.stages import run_all
+from tinsmith.rl.stages import run_stages
 
 SHORT = (
     "steps=2", "groups_per_step=4", "group_size=8", "sampling.max_tokens=2", "sampling.max_prompt_tokens=4000",
@@ -85,7 +85,7 @@ def test_it_takes_two_steps(file: Path, name: str, place: Path, server: Server, 
     (place / "run.yaml").write_text(changed(file, name))
     found = read_run(place / "run.yaml", SHORT)
     told = io.StringIO()
-    _, state = asyncio.run(run_all(found.settings, connecting(server), Console(file=told, width=200)))
+    _, state = asyncio.run(run_stages(found.settings, connecting(server), Console(file=told, width=200)))
     assert (state.step, state.version) == (2, 2), told.getvalue()
     assert found.settings.algorithm.type == ("grpo_std" if name == "grpo" else name)
     folder = Path(found.settings.folder)

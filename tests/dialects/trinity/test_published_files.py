@@ -10,7 +10,7 @@ from tests.dialects.trinity.files import TINKER, VERL
 from tinsmith.dialects import find_dialect, read_run
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.sources import Hub
-from tinsmith.settings import parsed
+from tinsmith.settings import parse_file
 
 ROOT = Path(__file__).parents[3]
 
@@ -30,7 +30,7 @@ def test_it_is_the_run_that_it_describes(file: Path):
     assert run.model.chat_template.startswith("{{- bos_token }}")
     assert (run.algorithm.type, run.group_size, run.groups_per_step, run.epochs) == ("grpo_std", 8, 96, 1)
     assert run.algorithm.kl.coef == 0.0
-    assert not run.algorithm.asks
+    assert not run.algorithm.columns
     assert run.algorithm.aggregate == "token_mean"
     assert (run.optimizer.learning_rate, run.optimizer.weight_decay, run.optimizer.grad_clip_norm) == (1e-5, 0.01, 1.0)
     assert (run.optimizer.beta1, run.optimizer.beta2, run.optimizer.schedule) == (0.9, 0.999, "constant")
@@ -68,5 +68,5 @@ def test_keys_of_ours_lie_on_top():
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda file: file.stem)
 def test_files_of_ours_are_ours(file: Path):
-    assert (find_dialect(parsed(file)) is None) == (read_run(file).dialect == "")
+    assert (find_dialect(parse_file(file)) is None) == (read_run(file).dialect == "")
     assert isinstance(read_run(file).settings, RunConfig)

@@ -102,12 +102,12 @@ def test_stages_are_whole_files_with_sections_of_their_own(tmp_path: Path):
         },
     }
     found = read(tmp_path, ("stages", [{"stage_name": "warm", **learn}, {"stage_name": "rl"}]))
-    first, second = found.settings.staged(1), found.settings.staged(2)
+    first, second = found.settings.stage_config(1), found.settings.stage_config(2)
     assert (first.algorithm.type, first.steps, first.optimizer.learning_rate) == ("sft", 2, 1e-4)
-    assert first.experts is not None
-    assert first.experts.per_step == 8
+    assert first.demonstrations is not None
+    assert first.demonstrations.per_step == 8
     assert (second.algorithm.type, second.steps, second.optimizer.learning_rate) == ("grpo_std", 3, 1e-6)
-    assert second.experts is None
+    assert second.demonstrations is None
     assert second.model.load_from
     assert (first.folder, second.folder) == ("out/Trinity-RFT/small/01-warm", "out/Trinity-RFT/small/02-rl")
 
@@ -131,7 +131,7 @@ def test_stages_have_one_chat_template_and_one_precision(tmp_path: Path):
     warm = laid(WARM, f"{OWN_FORMAT}.enable_thinking", False)
     found = read(tmp_path, *LORA, ("stages", [warm, laid({"stage_name": "rl"}, DTYPE, "float32")]))
     for number in (1, 2):
-        stage = found.settings.staged(number)
+        stage = found.settings.stage_config(number)
         assert stage.model.chat_template_values == {"enable_thinking": False}
         assert stage.service.dtype == "float32"
     assert any("enable_thinking: all stages use that of stage warm" in note for note in found.notes)
@@ -217,8 +217,8 @@ TAUGHT = (
 
 def test_tools_of_rows_are_before_a_lesson_as_in_trinity(tmp_path):
     run = read(tmp_path, *TAUGHT).settings
-    assert run.experts is not None
-    assert run.experts.data.tools_key == "tools"
+    assert run.demonstrations is not None
+    assert run.demonstrations.data.tools_key == "tools"
 
 
 @pytest.mark.parametrize(

@@ -27,9 +27,9 @@ from tinsmith.rl.plugins import reward, workflow
 from tinsmith.rl.workflows.multi_turn import Environment
 
 @workflow("twice")
-async def twice(task, talk, question="Sure?"):
-    await talk.say(*task.messages)
-    await talk.say(question)
+async def twice(task, conversation, question="Sure?"):
+    await conversation.say(*task.messages)
+    await conversation.say(question)
     return float(task.extra["level"])
 
 @reward("brief")

@@ -8,13 +8,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from tinsmith.rl.algorithms import Ask
+from tinsmith.rl.algorithms import ColumnSource
 from tinsmith.rl.policy.training_rows import TrainingRow
 
 T = TypeVar("T")
 
 
-def columns(shift: float = -0.1) -> dict[str, Ask]:
+def columns(shift: float = -0.1) -> dict[str, ColumnSource]:
     async def ask(rows: Sequence[TrainingRow]) -> list[np.ndarray]:
         return [np.where(row.mask, row.logprobs + shift, 0.0).astype(np.float32) for row in rows]
 

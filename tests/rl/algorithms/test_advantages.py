@@ -11,10 +11,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.algorithms.advantages.base import Trace, trace_of, whiten
-from tinsmith.rl.algorithms.advantages.group import Best, ClipB, Grpo, Opmd, Rec, Reinforce, Rloo
-from tinsmith.rl.algorithms.advantages.multi_turn import Gigpo, StepWiseGrpo
-from tinsmith.rl.algorithms.advantages.per_token import Gae, Jsd, OnPolicyDistill, ReinforcePlusPlus
+from tinsmith.rl.algorithms.advantages.base import Trace, trace_from_rollout, whiten
+from tinsmith.rl.algorithms.advantages.group import (
+    BestAdvantage,
+    ClipBAdvantage,
+    GrpoAdvantage,
+    OpmdAdvantage,
+    RecAdvantage,
+    ReinforceAdvantage,
+    RlooAdvantage,
+)
+from tinsmith.rl.algorithms.advantages.multi_turn import GigpoAdvantage, StepWiseGrpoAdvantage
+from tinsmith.rl.algorithms.advantages.per_token import (
+    GaeAdvantage,
+    JsdAdvantage,
+    OnPolicyDistillAdvantage,
+    ReinforcePlusPlusAdvantage,
+)
 from tinsmith.rl.types import Rollout, Turn
 
 NUMBERS = st.floats(-3, 3).map(lambda value: round(value, 3))
@@ -33,7 +46,7 @@ def trace(reward: float, length: int = 2, **more) -> Trace:
 def firsts(advantage, groups, **more) -> list[list[float]]:
     """The one number of each reply."""
     traces = [[trace(reward, 1 + at % 3, **more) for at, reward in enumerate(rewards)] for rewards in groups]
-    found = advantage.of(traces, random())
+    found = advantage.compute(traces, random())
     for found_G, traces_G in zip(found, traces, strict=True):
         for values, one in zip(found_G, traces_G, strict=False):
             assert len(values) == one.length
@@ -52,27 +65,29 @@ def test_grpo(groups):
         mean = statistics.mean(rewards) if len(rewards) > 1 else 0.0
         deviation = statistics.stdev(rewards) if len(rewards) > 1 else 1.0
         expected += [(reward - mean) / (deviation + 1e-6) for reward in rewards]
-    assert flat(firsts(Grpo(), groups)) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    assert flat(firsts(GrpoAdvantage(), groups)) == pytest.approx(expected, rel=1e-9, abs=1e-9)
     plain = [reward - (statistics.mean(group) if len(group) > 1 else 0.0) for group in groups for reward in group]
-    assert flat(firsts(Grpo(normalize="none"), groups)) == pytest.approx(plain, abs=1e-9)
+    assert flat(firsts(GrpoAdvantage(normalize="none"), groups)) == pytest.approx(plain, abs=1e-9)
 
 
 def test_grpo_over_the_whole_step_shares_one_deviation():
     groups = [[1.0, 0.0], [5.0, 3.0]]
     scale = statistics.stdev([1.0, 0.0, 5.0, 3.0]) + 1e-6
-    assert flat(firsts(Grpo(normalize="batch"), groups)) == pytest.approx([v / scale for v in (0.5, -0.5, 1, -1)])
+    assert flat(firsts(GrpoAdvantage(normalize="batch"), groups)) == pytest.approx(
+        [v / scale for v in (0.5, -0.5, 1, -1)]
+    )
 
 
 def test_groups_that_do_not_differ_are_dropped_if_so_told():
     groups = [[1.0, 1.0], [2.0], [1.0, 0.0]]
-    assert firsts(Grpo(std_threshold=0.0), groups)[:2] == [[], []]
-    assert firsts(Grpo(), groups)[0] == [0.0, 0.0]
-    assert firsts(Grpo(std_threshold=0.8), groups)[2] == []
+    assert firsts(GrpoAdvantage(std_threshold=0.0), groups)[:2] == [[], []]
+    assert firsts(GrpoAdvantage(), groups)[0] == [0.0, 0.0]
+    assert firsts(GrpoAdvantage(std_threshold=0.8), groups)[2] == []
 
 
 def test_the_rank_penalty_changes_mean_and_deviation_and_not_the_score():
     likely, unlikely = trace(1.0, logprobs=[-0.1]), trace(1.0, logprobs=[-2.0])
-    ((first, second),) = Grpo(rank_penalty=0.5).of([[likely, unlikely]], random())
+    ((first, second),) = GrpoAdvantage(rank_penalty=0.5).compute([[likely, unlikely]], random())
     compared = [1.0 * (1 - 0.5 * 1 / 2), 1.0]  # the unlikely one has rank 0
     expected = (1.0 - statistics.mean(compared)) / (statistics.stdev(compared) + 1e-6)
     assert first[0] == second[0] == pytest.approx(expected)
@@ -81,13 +96,13 @@ def test_the_rank_penalty_changes_mean_and_deviation_and_not_the_score():
 @given(GROUPS, st.floats(0.2, 3))
 def test_opmd(groups, tau):
     means = [r - (statistics.mean(g) if len(g) > 1 else 0.0) for g in groups for r in g]
-    assert flat(firsts(Opmd(), groups)) == pytest.approx(means, abs=1e-9)
-    assert flat(firsts(Opmd(shift=0.1), groups)) == pytest.approx([value + 0.1 for value in means], abs=1e-9)
+    assert flat(firsts(OpmdAdvantage(), groups)) == pytest.approx(means, abs=1e-9)
+    assert flat(firsts(OpmdAdvantage(shift=0.1), groups)) == pytest.approx([value + 0.1 for value in means], abs=1e-9)
     expected = []
     for group in groups:
         b = tau * (math.log(sum(math.exp(r / tau) for r in group)) - math.log(len(group))) if len(group) > 1 else 0.0
         expected += [r - b for r in group]
-    assert flat(firsts(Opmd(baseline="logavgexp", tau=tau), groups)) == pytest.approx(expected, abs=1e-6)
+    assert flat(firsts(OpmdAdvantage(baseline="logavgexp", tau=tau), groups)) == pytest.approx(expected, abs=1e-6)
 
 
 @given(GROUPS)
@@ -97,21 +112,21 @@ def test_rloo_compares_with_the_others(groups):
         for at, reward in enumerate(group):
             others = group[:at] + group[at + 1 :]
             expected.append(reward - (statistics.mean(others) if others else 0.0))
-    assert flat(firsts(Rloo(), groups)) == pytest.approx(expected, abs=1e-9)
-    assert flat(firsts(Reinforce(), groups)) == flat(groups)
+    assert flat(firsts(RlooAdvantage(), groups)) == pytest.approx(expected, abs=1e-9)
+    assert flat(firsts(ReinforceAdvantage(), groups)) == flat(groups)
 
 
 def test_rec_drops_the_surplus_below_the_mean():
-    ((*values,),) = firsts(Rec(drop="balance"), [[4.0, 0.0, 0.0, 0.0, 0.0]])
+    ((*values,),) = firsts(RecAdvantage(drop="balance"), [[4.0, 0.0, 0.0, 0.0, 0.0]])
     kept = [0.0, 4.0]
     assert values[0] == 4.0 - statistics.mean(kept)
     assert sorted(values[1:]) == [-2.0, 0.0, 0.0, 0.0]
-    ((a, b),) = firsts(Rec(normalize=True), [[1.0, 0.0]])
+    ((a, b),) = firsts(RecAdvantage(normalize=True), [[1.0, 0.0]])
     assert (a, b) == pytest.approx((1.0, -1.0), abs=1e-5)
 
 
 def test_best_keeps_one_reply():
-    ((*values,), dropped) = Best().of([[trace(0.0), trace(2.0), trace(2.0)], [trace(0.0)]], random())
+    ((*values,), dropped) = BestAdvantage().compute([[trace(0.0), trace(2.0), trace(2.0)], [trace(0.0)]], random())
     assert [value.tolist() for value in values] == [[], [1.0, 1.0], []]
     assert dropped == []
 
@@ -121,7 +136,9 @@ def test_reinforce_plus_plus_whitens_returns_over_the_step(replies, gamma):
     returns = [[gamma ** (length - 1 - at) * reward for at in range(length)] for reward, length in replies]
     every = [value for one in returns for value in one]
     mean, scale = statistics.mean(every), 1 / math.sqrt(statistics.variance(every) + 1e-8)
-    (found,) = ReinforcePlusPlus(gamma=gamma).of([[trace(reward, length) for reward, length in replies]], random())
+    (found,) = ReinforcePlusPlusAdvantage(gamma=gamma).compute(
+        [[trace(reward, length) for reward, length in replies]], random()
+    )
     for values, expected in zip(found, returns, strict=True):
         assert values.tolist() == pytest.approx([(value - mean) * scale for value in expected], rel=1e-6, abs=1e-6)
 
@@ -134,15 +151,15 @@ def test_gae_is_its_double_sum(values, reward, gamma, lam):
     after = [*values[1:], 0.0]
     deltas = [rewards[t] + gamma * after[t] - values[t] for t in range(length)]
     expected = [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, length)) for t in range(length)]
-    ((found,),) = Gae(gamma=gamma, lam=lam, whiten=False).of([[one]], random())
+    ((found,),) = GaeAdvantage(gamma=gamma, lam=lam, whiten=False).compute([[one]], random())
     assert found.tolist() == pytest.approx(expected, abs=1e-9)
 
 
 def test_gae_of_a_perfect_critic_is_nothing_and_whitening_centres():
     one = trace(1.0, 3, columns={"values": np.ones(3)})
-    ((found,),) = Gae(whiten=False).of([[one]], random())
+    ((found,),) = GaeAdvantage(whiten=False).compute([[one]], random())
     assert found.tolist() == pytest.approx([0, 0, 0])
-    both = Gae().of([[one, trace(0.0, 3, columns={"values": np.ones(3)})]], random())
+    both = GaeAdvantage().compute([[one, trace(0.0, 3, columns={"values": np.ones(3)})]], random())
     every = np.concatenate(both[0])
     assert every.mean() == pytest.approx(0, abs=1e-12)
     assert every.std(ddof=1) == pytest.approx(1, rel=1e-6)
@@ -151,13 +168,16 @@ def test_gae_of_a_perfect_critic_is_nothing_and_whitening_centres():
 def test_penalties_and_rewards_of_turns_lie_on_their_tokens():
     one = trace(1.0, 4, turns=(2, 2), turn_rewards=(0.25, None), penalty=np.full(4, 0.1))
     assert one.token_rewards.tolist() == pytest.approx([-0.1, 0.15, -0.1, 0.65])
-    assert one.worth == pytest.approx(0.6)
+    assert one.net_reward == pytest.approx(0.6)
 
 
 def test_step_wise_grpo_is_grpo_over_rollouts_perhaps_by_turns():
     traces = [trace(1.0, 4, turns=(2, 2)), trace(0.0, 2, turns=(2,))]
-    plain, by_turns = StepWiseGrpo().of([traces], random()), StepWiseGrpo(by_turns=True).of([traces], random())
-    assert plain[0][0].tolist() == Grpo().of([traces], random())[0][0].tolist()
+    plain, by_turns = (
+        StepWiseGrpoAdvantage().compute([traces], random()),
+        StepWiseGrpoAdvantage(by_turns=True).compute([traces], random()),
+    )
+    assert plain[0][0].tolist() == GrpoAdvantage().compute([traces], random())[0][0].tolist()
     assert by_turns[0][0].tolist() == (plain[0][0] / 2).tolist()
     assert by_turns[0][1].tolist() == plain[0][1].tolist()
 
@@ -165,20 +185,20 @@ def test_step_wise_grpo_is_grpo_over_rollouts_perhaps_by_turns():
 def test_gigpo_adds_what_a_turn_was_worth_in_its_state():
     first = trace(2.0, 3, turns=(1, 2), turn_rewards=(0.0, 2.0), states=("a", "b"))
     second = trace(1.0, 2, turns=(1, 1), turn_rewards=(1.0, 0.0), states=("a", "c"))
-    (found,) = Gigpo(gamma=0.5, omega=2.0).of([[first, second]], random())
+    (found,) = GigpoAdvantage(gamma=0.5, omega=2.0).compute([[first, second]], random())
     returns_a = [0.0 + 0.5 * 2.0, 1.0]
     step = returns_a[0] - statistics.mean(returns_a)
     assert found[0].tolist() == pytest.approx([0.5 + 2 * step, 0.5, 0.5])
     assert found[1].tolist() == pytest.approx([-0.5 - 2 * step, -0.5])
     with pytest.raises(ConfigError, match="a turn of this workflow has none"):
-        Gigpo().of([[trace(1.0)]], random())
+        GigpoAdvantage().compute([[trace(1.0)]], random())
 
 
 def test_gigpo_gives_the_last_turn_what_the_rollout_is_worth_beside_its_turns():
     def returns(reward: float, *turn_rewards: float | None) -> list[float]:
         one = trace(reward, 3, turns=(1, 1, 1), turn_rewards=turn_rewards, states=("a", "b", "c"))
         idle = trace(0.0, 3, turns=(1, 1, 1), turn_rewards=(0.0, 0.0, 0.0), states=("a", "b", "c"))
-        (found,) = Gigpo(gamma=0.5).of([[one, idle]], random())
+        (found,) = GigpoAdvantage(gamma=0.5).compute([[one, idle]], random())
         return [2 * (value - (reward - 0.0) / 2) for value in found[0]]
 
     assert returns(4.0, None, None, None) == pytest.approx([1.0, 2.0, 4.0])
@@ -190,13 +210,14 @@ def test_gigpo_gives_the_last_turn_what_the_rollout_is_worth_beside_its_turns():
 def test_distillation_compares_with_the_teacher(pairs, b):
     student, teacher = np.array([s for s, _ in pairs]), np.array([t for _, t in pairs])
     one = trace(9.0, len(pairs), logprobs=student, columns={"teacher": teacher})
-    ((found,),) = OnPolicyDistill(coef=0.5).of([[one]], random())
+    ((found,),) = OnPolicyDistillAdvantage(coef=0.5).compute([[one]], random())
     assert found.tolist() == pytest.approx((0.5 * (teacher - student)).tolist())
-    ((found,),) = Jsd(beta=b).of([[one]], random())
+    ((found,),) = JsdAdvantage(beta=b).compute([[one]], random())
     for s, t, value in zip(student, teacher, found, strict=True):
         m = math.log((1 - b) * math.exp(s) + b * math.exp(t))
         assert value == pytest.approx(-(b * (t - m) + (1 - b) * (s - m)), abs=1e-9)
-    ((low,),), ((high,),) = Jsd(beta=0).of([[one]], random()), Jsd(beta=1).of([[one]], random())
+    ((low,),) = JsdAdvantage(beta=0).compute([[one]], random())
+    ((high,),) = JsdAdvantage(beta=1).compute([[one]], random())
     assert low.tolist() == pytest.approx((teacher - student).tolist())
     assert high.tolist() == pytest.approx((student - teacher).tolist())
 
@@ -207,7 +228,7 @@ def test_clip_b_leaves_out_what_would_lose_spread():
         trace(1.0, 2, logprobs=[-0.1, -0.1], columns=columns),
         trace(0.0, 2, logprobs=[-0.1, -3], columns=columns),
     )
-    ((kept, cut),) = ClipB(mu=0.0).of([[good, bad]], random())
+    ((kept, cut),) = ClipBAdvantage(mu=0.0).compute([[good, bad]], random())
     signals = [math.exp(p) * (h + p) for p, h in ((-0.1, 0.1), (-0.1, 3.0), (-0.1, 0.1), (-3, 3.0))]
     floor = statistics.mean(signals)
     assert (kept > 0).all()
@@ -219,7 +240,7 @@ def test_a_rollout_becomes_a_trace_of_the_policys_tokens():
         Turn(prompt=(1,), tokens=(2, 3), logprobs=(-0.5, -0.25), text="", stop="stop", reward=0.5, state="s"),
         Turn(prompt=(1, 2, 3), tokens=(4,), logprobs=(-1.0,), text="", stop="stop", role="judge"),
     )
-    one = trace_of(Rollout(turns=turns, rewards={"policy": 2.0}))
+    one = trace_from_rollout(Rollout(turns=turns, rewards={"policy": 2.0}))
     assert (one.reward, one.turns, one.turn_rewards, one.states) == (2.0, (2,), (0.5,), ("s",))
     assert one.logprobs.tolist() == [-0.5, -0.25]
     assert one.token_rewards.tolist() == [0.0, 2.0]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.rl.scripted_run import rows as metric_rows
 from tests.rl.scripted_run import run, settings
-from tinsmith.rl.algorithms.critic import Bins, Critic, CriticConfig, explained
+from tinsmith.rl.algorithms.critic import Bins, Critic, CriticConfig, value_metrics
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.scripted import ScriptedAuxiliaryAdapter
 from tinsmith.rl.policy.training_rows import TrainingRow
@@ -38,7 +38,7 @@ def normal(edge: float, mean: float, deviation: float) -> float:
 
 @given(st.floats(-2, 3))
 def test_a_target_is_a_gaussian_cut_into_bins(value):
-    bins = Bins.of(CriticConfig(bins=8, low=-1.0, high=2.5))
+    bins = Bins.from_config(CriticConfig(bins=8, low=-1.0, high=2.5))
     (target,) = bins.targets(np.array([value]))
     width, mean = 0.5, min(max(value, -1.0), 2.5)
     mass = [normal(c + width / 2, mean, 0.75 * width) - normal(c - width / 2, mean, 0.75 * width) for c in bins.centers]
@@ -48,13 +48,13 @@ def test_a_target_is_a_gaussian_cut_into_bins(value):
 
 @given(st.floats(0.0, 1.0))
 def test_a_value_in_the_middle_is_read_as_it_was_taught(value):
-    bins = Bins.of(CriticConfig())
+    bins = Bins.from_config(CriticConfig())
     (read,) = bins.values(np.log(bins.targets(np.array([value])) + 1e-30))
     assert read == pytest.approx(value, abs=2e-3)
 
 
 def test_only_the_chances_among_the_bins_count():
-    bins = Bins.of(CriticConfig(bins=2, low=0.0, high=1.0))
+    bins = Bins.from_config(CriticConfig(bins=2, low=0.0, high=1.0))
     assert bins.values(np.array([[-20.0, -20.0], [-9.0, -9.0 + math.log(3)]])).tolist() == pytest.approx([0.5, 0.75])
 
 
@@ -74,8 +74,8 @@ def test_it_learns_what_is_returned_and_says_how_much_it_explained(tmp_path):
     assert second[1] == pytest.approx(0.0, abs=0.05)
     assert first[0] == pytest.approx(0.5, abs=0.1)  # not taught: outside of the mask
     good = [sample("abc", 1.0, 0.9), sample("xyz", 0.0, 0.1)]
-    assert explained(good)["critic/explained_variance"] == pytest.approx(1 - 0.01 / 0.25)
-    assert explained(rows[:1])["critic/explained_variance"] == 0.0
+    assert value_metrics(good)["critic/explained_variance"] == pytest.approx(1 - 0.01 / 0.25)
+    assert value_metrics(rows[:1])["critic/explained_variance"] == 0.0
 
 
 class Watched(ScriptedAuxiliaryAdapter):

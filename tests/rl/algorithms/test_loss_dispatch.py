@@ -11,8 +11,8 @@ import torch
 from tests.rl.algorithms.helpers import columns, run
 from tinsmith.engine.training import loss_specs, losses
 from tinsmith.errors import ConfigError
-from tinsmith.rl.algorithms import AlgorithmConfig, build, loss_dispatch
-from tinsmith.rl.algorithms.config import LESSONS, NAMES
+from tinsmith.rl.algorithms import Algorithm, AlgorithmConfig, loss_dispatch
+from tinsmith.rl.algorithms.config import DATA_ONLY, NAMES
 from tinsmith.rl.algorithms.losses import LossConfig
 from tinsmith.rl.policy.base import UpdateResult
 from tinsmith.rl.policy.training_rows import TrainingRow
@@ -86,10 +86,12 @@ SERVED = ["grpo", "grpo_std", "dapo", "reinforceplusplus", "rloo", "opmd", "asym
 def test_the_servers_loss_has_the_gradient_of_the_clients(name, aggregate):
     kl = {} if name in ("opmd", "sft", "raft") else {"kl": {"type": "k3", "coef": 0.2}}
     one = config(name, aggregate=aggregate, **kl)
-    update = run(build(one, OURS, columns(), 0).score(3, groups()))
+    update = run(Algorithm(one, OURS, columns(), 0).score(3, groups()))
     assert update.loss, f"{name} should be computed by the server"
-    batch = loss_dispatch.tokens_of(update.rows, one, 3)
-    here = loss_dispatch.by_client(update.rows, batch, one, loss_dispatch.Moment(step=3, kl_coef=one.kl.coef))
+    batch = loss_dispatch.tokens_of_rows(update.rows, one, 3)
+    here = loss_dispatch.update_by_client(
+        update.rows, batch, one, loss_dispatch.LossContext(step=3, kl_coef=one.kl.coef)
+    )
     logprobs = logprobs_near(update.rows)
     for there, mine, row in zip(slopes(update, logprobs), slopes(here, logprobs), update.rows, strict=True):
         inside = torch.from_numpy(row.mask)
@@ -99,14 +101,14 @@ def test_the_servers_loss_has_the_gradient_of_the_clients(name, aggregate):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dpo", "ppo")])
 def test_every_algorithm_ends_in_an_update_that_can_be_differentiated(name):
-    apart = {} if name in LESSONS else {"merge_replies": False}
-    algorithm = build(config(name, **apart), frozenset(), columns(), 0)
+    apart = {} if name in DATA_ONLY else {"merge_replies": False}
+    algorithm = Algorithm(config(name, **apart), frozenset(), columns(), 0)
     update = run(algorithm.score(1, groups()))
     assert update.rows
     logprobs = logprobs_near(update.rows)
     for slope in slopes(update, logprobs):
         assert torch.isfinite(slope).all()
-    assert ("server" in algorithm.where) == bool(update.loss)
+    assert ("server" in algorithm.loss_location) == bool(update.loss)
 
 
 def test_without_extensions_terms_are_computed_here_and_with_them_there():
@@ -117,13 +119,13 @@ def test_without_extensions_terms_are_computed_here_and_with_them_there():
         ({}, True),
     ):
         one = config("grpo", **more)
-        assert (loss_dispatch.served(one, OURS) is not None) is there
-        assert (loss_dispatch.served(one, frozenset()) is not None) is (not more)
+        assert (loss_dispatch.server_loss(one, OURS) is not None) is there
+        assert (loss_dispatch.server_loss(one, frozenset()) is not None) is (not more)
 
 
 def test_masks_of_terms_are_the_weights_of_the_aggregate():
     one = config("grpo_std", aggregate="token_mean", entropy={"coef": 0.5}, loss={"dual_clip": None})
-    update = run(build(one, OURS, columns(), 0).score(1, groups()))
+    update = run(Algorithm(one, OURS, columns(), 0).score(1, groups()))
     spoken = sum(int(row.mask.sum()) * row.count for row in update.rows)
     for inputs, row in zip(update.inputs, update.rows, strict=True):
         expected = np.where(row.mask, row.count / spoken, 0.0)
@@ -135,8 +137,8 @@ def test_masks_of_terms_are_the_weights_of_the_aggregate():
 def test_means_are_over_all_replies_also_those_that_teach_nothing():
     level = Group(task=Task(id="l", messages=()), rollouts=(rollout(90, 1.0), rollout(91, 1.0)))
     one = config("dapo", loss={"dual_clip": None}, merge_replies=False)
-    alone = run(build(one, OURS, columns(), 0).score(1, groups()))
-    beside = run(build(one, OURS, columns(), 0).score(1, [*groups(), level]))
+    alone = run(Algorithm(one, OURS, columns(), 0).score(1, groups()))
+    beside = run(Algorithm(one, OURS, columns(), 0).score(1, [*groups(), level]))
     assert len(alone.rows) == len(beside.rows)
     tokens = sum(int(row.mask.sum()) for row in alone.rows)
     more = sum(len(one.turns[0].tokens) for one in level.rollouts)
@@ -146,29 +148,29 @@ def test_means_are_over_all_replies_also_those_that_teach_nothing():
 
 def test_the_coefficient_that_adapts_is_remembered():
     one = config("grpo", kl={"type": "k2", "coef": 0.1, "target": 0.01, "horizon": 10.0})
-    algorithm = build(one, OURS, columns(), 0)
+    algorithm = Algorithm(one, OURS, columns(), 0)
     update = run(algorithm.score(1, groups()))
     weight = sum(float(inputs["kl_mask"].sum()) for inputs in update.inputs)
-    numbers = algorithm.learned(update, UpdateResult(logprobs=(), metrics={"kl:sum": 1.0 * weight}))
+    numbers = algorithm.adapt_coefficients(update, UpdateResult(logprobs=(), metrics={"kl:sum": 1.0 * weight}))
     assert numbers["optim/kl"] == pytest.approx(1.0)
     assert numbers["optim/kl_coef"] > 0.1
-    other = build(one, OURS, columns(), 0)
+    other = Algorithm(one, OURS, columns(), 0)
     other.restore(algorithm.state)
     assert run(other.score(2, groups())).config["kl_coef"] == numbers["optim/kl_coef"]
 
 
 def test_a_penalty_is_taken_off_the_reward():
     one = config("reinforceplusplus", kl={"type": "none"}, kl_penalty={"type": "k1", "coef": 0.5})
-    update = run(build(one, OURS, columns(shift=-0.25), 0).score(1, groups()))
+    update = run(Algorithm(one, OURS, columns(shift=-0.25), 0).score(1, groups()))
     assert update.numbers["reward/kl"] == pytest.approx(0.25)
 
 
 def test_equal_replies_share_a_row_only_where_the_loss_is_linear():
     twice = Group(task=Task(id="t", messages=()), rollouts=(rollout(1, 1.0), rollout(1, 1.0), rollout(2, 0.0)))
     for name, count in (("grpo", 2), ("rec", 3), ("on_policy_distill", 3)):
-        update = run(build(config(name), OURS, columns(), 0).score(1, [twice]))
+        update = run(Algorithm(config(name), OURS, columns(), 0).score(1, [twice]))
         assert len(update.rows) == count, name
-    update = run(build(config("grpo", merge_replies=False), OURS, columns(), 0).score(1, [twice]))
+    update = run(Algorithm(config("grpo", merge_replies=False), OURS, columns(), 0).score(1, [twice]))
     assert len(update.rows) == 3
 
 
@@ -182,7 +184,8 @@ def by_sequence(loss: dict, ratio: float, merge: bool) -> dict[tuple[int, ...], 
     said = [((5, 6), 1.0), ((5, 6), 0.0), ((5, 6), 0.7), ((7,), 0.4), ((5, 6), 0.2), ((5, 6), 0.55), ((7,), 0.45)]
     rollouts = tuple(spoken(tokens, -1.0, reward) for tokens, reward in said)
     one = config("rloo", loss=loss, kl={"type": "k2", "coef": 0.1}, merge_replies=merge)
-    update = run(build(one, OURS, columns(), 0).score(1, [Group(task=Task(id="t", messages=()), rollouts=rollouts)]))
+    group = Group(task=Task(id="t", messages=()), rollouts=rollouts)
+    update = run(Algorithm(one, OURS, columns(), 0).score(1, [group]))
     logprobs = [torch.tensor(np.where(row.mask, np.log(ratio) - 1.0, 0.0), requires_grad=True) for row in update.rows]
     found: dict[tuple[int, ...], float] = {}
     for row, slope in zip(update.rows, slopes(update, logprobs), strict=True):
@@ -216,26 +219,26 @@ def test_losses_that_bend_share_rows_of_one_sign():
     group = Group(task=Task(id="t", messages=()), rollouts=tuple(spoken((5,), -1.0, one) for one in rewards))
     for name, counts in (("grpo", [4]), ("dapo", [2, 2]), ("gspo", [2, 2]), ("sapo", [2, 2])):
         one = config(name, advantage={"type": "rloo"}, kl={"type": "k2", "coef": 0.1})
-        assert [row.count for row in run(build(one, OURS, columns(), 0).score(1, [group])).rows] == counts, name
+        assert [row.count for row in run(Algorithm(one, OURS, columns(), 0).score(1, [group])).rows] == counts, name
 
 
 def test_equal_replies_of_two_versions_stay_apart():
     said = ((-1.0, 1.0), (-1.2, 1.0), (-1.0, 1.0))
     rollouts = (*(spoken((5,), old, reward) for old, reward in said), spoken((6,), -1.0, 0.0))
     group = Group(task=Task(id="t", messages=()), rollouts=rollouts)
-    update = run(build(config("grpo"), OURS, columns(), 0).score(1, [group]))
+    update = run(Algorithm(config("grpo"), OURS, columns(), 0).score(1, [group]))
     assert [row.count for row in update.rows] == [2, 1, 1]
 
 
 def test_what_was_dropped_can_be_refilled():
     level = Group(task=Task(id="l", messages=()), rollouts=(rollout(90, 1.0), rollout(91, 1.0)))
-    update = run(build(config("grpo", refill=True), OURS, columns(), 0).score(1, [*groups(), level]))
+    update = run(Algorithm(config("grpo", refill=True), OURS, columns(), 0).score(1, [*groups(), level]))
     assert sum(row.count for row in update.rows) == 3 * 4 + 2
 
 
 def test_what_nobody_gives_is_missed_before_the_run():
     with pytest.raises(ConfigError, match="reads teacher"):
-        build(config("jsd"), OURS, {}, 0)
+        Algorithm(config("jsd"), OURS, {}, 0)
 
 
 def test_parts_lie_on_top_of_presets():

@@ -14,7 +14,7 @@ from torch import Tensor
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms.losses import policy_gradient, supervised
 from tinsmith.rl.algorithms.losses.base import Tokens, aggregate_weights
-from tinsmith.rl.algorithms.losses.preference import Dpo
+from tinsmith.rl.algorithms.losses.preference import DpoLoss
 from tinsmith.rl.algorithms.regularizers import EntropyConfig, KlConfig, divergence, sampled_entropy
 
 TOKEN = st.tuples(st.floats(-4, -0.05), st.floats(-1, 1), st.floats(-2, 2))
@@ -36,7 +36,7 @@ def batch_of(rows, aggregate="token_mean", counts=None, expert=None, **more) -> 
         counts=of,
         expert=theirs,
         weights=aggregate_weights(aggregate, sequence, of, torch.ones_like(theirs)),
-        own_weights=aggregate_weights(aggregate, sequence, of, ~theirs),
+        policy_weights=aggregate_weights(aggregate, sequence, of, ~theirs),
         expert_weights=aggregate_weights(aggregate, sequence, of, theirs),
         **more,
     )
@@ -80,9 +80,9 @@ def test_ppo_with_and_without_dual_clip(rows):
     rows = [[token for token in row if abs(token[2]) > 1e-6 and abs(token[1]) > 1e-6] for row in rows]
     rows = [row for row in rows if row]
     if rows:
-        same(policy_gradient.Ppo(clip_low=0.2, clip_high=0.3, dual_clip=None), rows, by_hand)
+        same(policy_gradient.PpoLoss(clip_low=0.2, clip_high=0.3, dual_clip=None), rows, by_hand)
         same(
-            policy_gradient.Ppo(clip_low=0.2, clip_high=0.3, dual_clip=1.5),
+            policy_gradient.PpoLoss(clip_low=0.2, clip_high=0.3, dual_clip=1.5),
             rows,
             lambda p, q, a, row: by_hand(p, q, a, row, c=1.5),
         )
@@ -90,9 +90,9 @@ def test_ppo_with_and_without_dual_clip(rows):
 
 def test_ppo_on_policy_is_the_policy_gradient_and_drifted_replies_can_be_left_out():
     rows = [[(-1.0, -2.0, -1.0), (-1.0, -2.0, 0.5)], [(-1.0, 0.0, -1.0)]]
-    same(policy_gradient.Ppo(on_policy=True), rows, lambda p, q, a, _: -a * torch.exp(p - sg(p)))
+    same(policy_gradient.PpoLoss(on_policy=True), rows, lambda p, q, a, _: -a * torch.exp(p - sg(p)))
     logprobs, batch = batch_of(rows, "token_sum")
-    value, _ = policy_gradient.Ppo(mask_drift=0.1, dual_clip=None).total(logprobs, batch)
+    value, _ = policy_gradient.PpoLoss(mask_drift=0.1, dual_clip=None).total(logprobs, batch)
     (slope,) = torch.autograd.grad(value, logprobs)
     assert slope[0] == 0.0  # A < 0 in a reply that drifted
     assert slope[1] != 0.0
@@ -102,24 +102,28 @@ def test_ppo_on_policy_is_the_policy_gradient_and_drifted_replies_can_be_left_ou
 @settings(deadline=None)
 @given(ROWS)
 def test_losses_of_a_ratio(rows):
-    same(policy_gradient.ImportanceSampling(), rows, lambda p, q, a, _: -a * torch.exp(p - q))
+    same(policy_gradient.ImportanceSamplingLoss(), rows, lambda p, q, a, _: -a * torch.exp(p - q))
     same(
-        policy_gradient.Cispo(clip_low=0.4), rows, lambda p, q, a, _: -a * min(max(math.exp(sg(p) - q), 0.6), 1.28) * p
+        policy_gradient.CispoLoss(clip_low=0.4),
+        rows,
+        lambda p, q, a, _: -a * min(max(math.exp(sg(p) - q), 0.6), 1.28) * p,
     )
-    same(policy_gradient.Topr(), rows, lambda p, q, a, _: -a * (1.0 if a > 0 else min(1.0, math.exp(sg(p) - q))) * p)
+    same(
+        policy_gradient.ToprLoss(), rows, lambda p, q, a, _: -a * (1.0 if a > 0 else min(1.0, math.exp(sg(p) - q))) * p
+    )
 
     def sapo(p, q, a, _):
         tau = 1.0 if a > 0 else 1.05
         return -a * 4 / tau * torch.sigmoid(tau * (torch.exp(p - q) - 1))
 
-    same(policy_gradient.Sapo(), rows, sapo)
-    same(policy_gradient.Sapo(score_function=True), rows, lambda p, q, a, _: sapo(p.detach(), q, a, _) * p)
+    same(policy_gradient.SapoLoss(), rows, sapo)
+    same(policy_gradient.SapoLoss(score_function=True), rows, lambda p, q, a, _: sapo(p.detach(), q, a, _) * p)
 
     def sppo(p, q, a, _):
         return -a * (p - q) if 1 / 1.3 <= math.exp(sg(p) - q) <= 1.3 else p * 0
 
-    same(policy_gradient.Sppo(), rows, sppo)
-    same(policy_gradient.Dro(beta=0.3), rows, lambda p, q, a, _: -(p * a - 0.15 * (p - q) ** 2))
+    same(policy_gradient.SppoLoss(), rows, sppo)
+    same(policy_gradient.DroLoss(beta=0.3), rows, lambda p, q, a, _: -(p * a - 0.15 * (p - q) ** 2))
 
 
 @settings(deadline=None)
@@ -132,7 +136,7 @@ def test_gspo_has_one_ratio_for_a_reply(rows):
         return -a * r if -a * s >= -a * clip else p * 0 - a * clip
 
     rows = [[(p, gap, a if abs(a) > 1e-6 else 0.5) for p, gap, a in row] for row in rows]
-    same(policy_gradient.Gspo(clip_low=0.1, clip_high=0.2), rows, by_hand)
+    same(policy_gradient.GspoLoss(clip_low=0.1, clip_high=0.2), rows, by_hand)
 
 
 @pytest.mark.parametrize("clip", ["none", "one_side", "two_side", "ring", "gspo_one_side"])
@@ -155,28 +159,31 @@ def test_rec(clip, weight, regularizer):
     rows = [[(-1.0, gap, a)] for gap in (-1.5, -0.5, 0.1, 0.5, 1.5) for a in (-1.0, 0.7)]
     warm = {"temperature": 2.0} if weight == "advantage" else {}
     held = {"regularizer_coef": 0.3} if regularizer != "none" else {}
-    loss = policy_gradient.Rec(clip=clip, weight=weight, regularizer=regularizer, **warm, **held)
+    loss = policy_gradient.RecLoss(clip=clip, weight=weight, regularizer=regularizer, **warm, **held)
     same(loss, [*rows, [(-1.0, 0.3, 1.0), (-2.0, -0.2, 1.0)]], by_hand)
 
 
 @settings(deadline=None)
 @given(ROWS)
 def test_likelihoods(rows):
-    same(supervised.Opmd(tau=0.5), rows, lambda p, q, a, _: -a * p / 1.5)
-    same(supervised.Sft(), rows, lambda p, q, a, _: -p)
-    same(supervised.SftIs(), rows, lambda p, q, a, _: -math.exp(sg(p)) * p)
-    same(supervised.SftPhi(), rows, lambda p, q, a, _: -math.exp(sg(p)) * (1 - math.exp(sg(p))) * p)
+    same(supervised.OpmdLoss(tau=0.5), rows, lambda p, q, a, _: -a * p / 1.5)
+    same(supervised.SftLoss(), rows, lambda p, q, a, _: -p)
+    same(supervised.SftIsLoss(), rows, lambda p, q, a, _: -math.exp(sg(p)) * p)
+    same(supervised.SftPhiLoss(), rows, lambda p, q, a, _: -math.exp(sg(p)) * (1 - math.exp(sg(p))) * p)
 
 
 def test_dpo_is_the_paper_s():
     rows = [[(-1.0, 0, 0), (-0.5, 0, 0)], [(-2.0, 0, 0)], [(-0.3, 0, 0)], [(-0.4, 0, 0), (-3.0, 0, 0)]]
     reference = torch.tensor([-1.2, -0.4, -1.5, -0.3, -0.6, -2.0], dtype=torch.float64)
     logprobs, batch = batch_of(rows, reference=reference, pairs=torch.tensor([[0, 1], [2, 3]]))
-    value, metrics = Dpo(beta=0.5, label_smoothing=0.1).total(logprobs, batch)
+    value, metrics = DpoLoss(beta=0.5, label_smoothing=0.1).total(logprobs, batch)
     (slope,) = torch.autograd.grad(value, logprobs)
     leaf = logprobs.detach().clone().requires_grad_()
-    gains = leaf - reference
-    margins = [0.5 * (gains[0] + gains[1] - gains[2]), 0.5 * (gains[3] - gains[4] - gains[5])]
+    log_ratios = leaf - reference
+    margins = [
+        0.5 * (log_ratios[0] + log_ratios[1] - log_ratios[2]),
+        0.5 * (log_ratios[3] - log_ratios[4] - log_ratios[5]),
+    ]
     sigmoid = [1 / (1 + torch.exp(-margin)) for margin in margins]
     expected = sum(-0.9 * torch.log(s) - 0.1 * torch.log(1 - s) for s in sigmoid) / 2
     assert isinstance(expected, Tensor)
@@ -184,19 +191,19 @@ def test_dpo_is_the_paper_s():
     torch.testing.assert_close(slope, torch.autograd.grad(expected, leaf)[0])
     assert float(metrics["dpo/accuracy"]) in (0.0, 0.5, 1.0)
     with pytest.raises(ConfigError, match="pairs"):
-        Dpo().total(*batch_of(rows))
+        DpoLoss().total(*batch_of(rows))
 
 
 def test_mix_weighs_the_experts_words_by_themselves():
     rows = [[(-1.0, 0.1, 0.5), (-1.0, 0.1, 0.5)], [(-2.0, -2.0, 0.0)]]
     logprobs, batch = batch_of(rows, expert=[False, True])
-    value, numbers = supervised.Mix(mu=0.25).total(logprobs, batch)
+    value, numbers = supervised.MixLoss(mu=0.25).total(logprobs, batch)
     own = -0.5 * math.exp(0.1)
     assert sg(value) == pytest.approx(0.75 * own + 0.25 * 2.0)
     assert sg(numbers["mix/expert"]) == pytest.approx(2.0)
-    chord = supervised.MixChord(warmup_steps=10, decay_steps=10, peak=0.4, valley=0.2)
+    chord = supervised.MixChordLoss(warmup_steps=10, decay_steps=10, peak=0.4, valley=0.2)
     assert [chord.share_at(step) for step in (5, 10, 15, 20, 99)] == pytest.approx([0.2, 0.4, 0.3, 0.2, 0.2])
-    value, _ = supervised.MixChord(warmup_steps=0, decay_steps=0, valley=0.5).total(logprobs, batch)
+    value, _ = supervised.MixChordLoss(warmup_steps=0, decay_steps=0, valley=0.5).total(logprobs, batch)
     chance = math.exp(-2.0)
     assert sg(value) == pytest.approx(0.5 * own + 0.5 * chance * (1 - chance) * 2.0)
 
@@ -214,7 +221,7 @@ def test_mix_weighs_the_experts_words_by_themselves():
 def test_aggregates_count_a_row_as_often_as_it_was_said(aggregate, weights):
     _, batch = batch_of([[(-1, 0, 1), (-1, 0, 1)], [(-1, 0, 1)]], aggregate, counts=[1.0, 2.0])
     assert batch.weights.tolist() == pytest.approx(weights)
-    alone = batch.of_rows(torch.tensor([False, True]))
+    alone = batch.select_rows(torch.tensor([False, True]))
     assert alone.weights.tolist() == pytest.approx(weights[2:])
     assert alone.sequence.tolist() == [0]
 
@@ -242,10 +249,10 @@ def test_divergences(kind, formula):
 
 def test_the_coefficient_moves_towards_its_target():
     kl = KlConfig(coef=0.1, target=0.05, horizon=100)
-    assert kl.moved(0.1, 0.055, 50) == pytest.approx(0.1 * (1 + 0.1 * 0.5))
-    assert kl.moved(0.1, 9.0, 50) == pytest.approx(0.1 * (1 + 0.2 * 0.5))
-    assert kl.moved(0.1, 0.0, 50) == pytest.approx(0.1 * (1 - 0.2 * 0.5))
-    assert KlConfig(coef=0.1).moved(0.1, 9.0, 50) == 0.1
+    assert kl.adapted_coef(0.1, 0.055, 50) == pytest.approx(0.1 * (1 + 0.1 * 0.5))
+    assert kl.adapted_coef(0.1, 9.0, 50) == pytest.approx(0.1 * (1 + 0.2 * 0.5))
+    assert kl.adapted_coef(0.1, 0.0, 50) == pytest.approx(0.1 * (1 - 0.2 * 0.5))
+    assert KlConfig(coef=0.1).adapted_coef(0.1, 9.0, 50) == 0.1
     for wrong in ({"type": "none", "coef": 0.1}, {"target": 0.1}):
         with pytest.raises(ValueError, match=r"type none|begin above 0"):
             KlConfig.model_validate(wrong)

@@ -23,18 +23,18 @@ from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
 from tinsmith.rl.train import train
 from tinsmith.rl.types import Rollout, Task
-from tinsmith.rl.workflows.custom import Talk
+from tinsmith.rl.workflows.custom import Conversation
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
 HERE = {"dpo", "topr", "sapo", "sppo", "rec", "mix", "mix_chord"}
 """Whose loss no server has."""
 
-Served = tuple[tuple[str, str], Path]
+ServerLoss = tuple[tuple[str, str], Path]
 
 
 @pytest.fixture(scope="module")
-def served(tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def served(tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerLoss]:
     """Address of a service with two models, and a file of lessons."""
     folder = tmp_path_factory.mktemp("presets")
     data = [{"question": f"{n}?", "answer": str(n), "worse": "no", "text": f"{n} is {n}"} for n in range(9)]
@@ -49,9 +49,9 @@ def worth(task: Task, rollout: Rollout) -> float:
     return sum(letter in "aeiou" for letter in rollout.text) / 4
 
 
-async def looking(task: Task, talk: Talk) -> None:
+async def looking(task: Task, conversation: Conversation) -> None:
     """Says what the policy looks at, which gigpo compares."""
-    await talk.say(*task.messages, state=task.id)
+    await conversation.say(*task.messages, state=task.id)
 
 
 def settings(name: str, data: Path, folder: Path) -> RunConfig:
@@ -63,7 +63,7 @@ def settings(name: str, data: Path, folder: Path) -> RunConfig:
         lessons |= {"chosen": "{answer}", "rejected": "{worse}"}
     if name == "cpt":
         lessons |= {"prompt": "{text}"}
-    experts = {"experts": {"data": lessons, **({"learn": "text"} if name == "cpt" else {})}}
+    experts = {"demonstrations": {"data": lessons, **({"learn": "text"} if name == "cpt" else {})}}
     values = {
         "model": {"name": "tiny", "rank": 4},
         "algorithm": algorithm,
@@ -103,7 +103,7 @@ def trained(config: RunConfig, address: tuple[str, str]) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_learns_where_it_says(name, served: Served, tmp_path, monkeypatch):
+def test_it_learns_where_it_says(name, served: ServerLoss, tmp_path, monkeypatch):
     address, data = served
     asked: list[str] = []
 

@@ -109,7 +109,7 @@ def taught(folder: Path, data: Path, **changes):
         **{
             "algorithm": {"type": "sft"},
             "group_size": 8,
-            "experts": {"data": source},
+            "demonstrations": {"data": source},
             "tasks": {},
             "rewards": [],
             "eval": {},
@@ -144,7 +144,7 @@ def test_cpt_and_dpo_run_on_data(tmp_path, name):
     path = write(tmp_path, "data.jsonl", [{"question": f"{n}?", "answer": "yes", "no": "no"} for n in range(10)])
     change = {"chosen": "{answer}", "rejected": "{no}"} if name == "dpo" else {"prompt": "?yes"}
     data = {"data": {"type": "jsonl", "path": path, **change}, "learn": "last" if name == "dpo" else "text"}
-    run(taught(tmp_path / "run", tmp_path, algorithm={"type": name}, experts=data))
+    run(taught(tmp_path / "run", tmp_path, algorithm={"type": name}, demonstrations=data))
     last = rows(tmp_path / "run")[-1]
     if name == "dpo":
         assert last["optim/dpo/accuracy"] == 1.0
@@ -164,8 +164,8 @@ def test_experts_stand_beside_rollouts(tmp_path, name):
         "optimizer": {"learning_rate": 0.5},
     }
     config = taught(tmp_path / "run", tmp_path, **changes)
-    assert config.experts is not None
-    run(config.model_copy(update={"experts": config.experts.model_copy(update={"ratio": 0.25})}))
+    assert config.demonstrations is not None
+    run(config.model_copy(update={"demonstrations": config.demonstrations.model_copy(update={"ratio": 0.25})}))
     last = [row for row in rows(tmp_path / "run") if "optim/expert_nll" in row][-1]
     assert last["optim/rows"] == 12 + 4
     assert last["optim/mix/expert"] > 0
@@ -184,13 +184,13 @@ def test_a_run_of_lessons_goes_on_as_if_never_killed(tmp_path, at, calls):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"experts": None}, "sft learns from data"),
+        ({"demonstrations": None}, "sft learns from data"),
         ({"algorithm": {"type": "cpt"}}, "cpt learns plain text"),
         (
-            {"algorithm": {"type": "dpo"}, "experts": {"data": {"type": "addition"}, "learn": "text"}},
-            "leave out experts",
+            {"algorithm": {"type": "dpo"}, "demonstrations": {"data": {"type": "addition"}, "learn": "text"}},
+            "leave out demonstrations",
         ),
-        ({"algorithm": {"type": "mix"}, "experts": None}, "tasks.train is missing"),
+        ({"algorithm": {"type": "mix"}, "demonstrations": None}, "tasks.train is missing"),
         ({"algorithm": {"type": "grpo"}, "tasks": {"train": {"type": "addition"}}}, "rewards is missing"),
         (
             {
@@ -198,7 +198,7 @@ def test_a_run_of_lessons_goes_on_as_if_never_killed(tmp_path, at, calls):
                 "tasks": {"train": {"type": "addition"}},
                 "rewards": [{"type": "number"}],
             },
-            "grpo learns nothing from experts",
+            "grpo learns nothing from demonstrations",
         ),
         ({"tasks": {"train": {"type": "addition"}}, "eval": {"every": 2}}, "eval wants rewards"),
     ],

@@ -13,7 +13,7 @@ import pytest
 from tests.rl.scripted_run import rows, run, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.monitors.trinity_names import TRINITY, renamed
+from tinsmith.rl.monitors.trinity_names import TRINITY, trinity_name
 from tinsmith.settings import build
 
 SHORT = {"steps": 3, "eval": {"every": 0}}
@@ -156,4 +156,4 @@ def test_names_of_trinity_are_one_to_one_and_of_metrics_that_there_are(finished)
     ],
 )
 def test_families_of_names(ours, theirs):
-    assert renamed(ours) == theirs
+    assert trinity_name(ours) == theirs

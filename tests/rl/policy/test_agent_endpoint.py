@@ -18,7 +18,7 @@ from tinsmith.rl.policy.scripted import END, LetterCodec
 from tinsmith.rl.policy.training_rows import rows_from_rollout
 from tinsmith.rl.types import Message, Rollout, Task
 from tinsmith.rl.workflows.agent import AgentConfig
-from tinsmith.rl.workflows.base import Parts
+from tinsmith.rl.workflows.base import WorkflowContext
 
 USER = {"role": "user", "content": "2 + 3?"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
@@ -204,7 +204,7 @@ def test_an_agent_is_a_function_of_task_client_and_model():
 
     async def main(**args) -> tuple[Rollout, ...]:
         agent_endpoint = AgentEndpoint()
-        parts = Parts(sampling=SamplingConfig(), rewards=YES, agent_endpoint=agent_endpoint)
+        parts = WorkflowContext(sampling=SamplingConfig(), rewards=YES, agent_endpoint=agent_endpoint)
         config = AgentConfig(path=f"{HERE}:asks", args=args)
         try:
             return await config.make(parts).run(task, policy("yes", "no"), count=16, seed=3)

@@ -16,7 +16,7 @@ from tinker import TrainingClient
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl import algorithms
 from tinsmith.rl.algorithms import AlgorithmConfig
-from tinsmith.rl.metrics import of_update
+from tinsmith.rl.metrics import update_metrics
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, Update
 from tinsmith.rl.policy.tinker import TinkerPolicy
@@ -58,7 +58,7 @@ async def teach(policy: TinkerPolicy, *, seed: int, **algorithm: Any) -> dict[st
     turns = await (await policy.snapshot()).sample(ASK, count=8, seed=seed, sampling=SAMPLING)
     group = group_of(turns)
     update = await scored(policy, group, **algorithm)
-    return of_update(update.rows, await policy.update(update, OptimizerConfig(), 1e-2))
+    return update_metrics(update.rows, await policy.update(update, OptimizerConfig(), 1e-2))
 
 
 async def scored(policy: TinkerPolicy, group: Group, **algorithm: Any) -> Update:
@@ -69,7 +69,7 @@ async def scored(policy: TinkerPolicy, group: Group, **algorithm: Any) -> Update
         return [await (await policy.open_model("tiny")).logprobs(row.sequence) for row in rows]
 
     columns = {"reference": reference, "entropy": policy.entropies}
-    return await algorithms.build(config, policy.extensions, columns, 0).score(1, [group])
+    return await algorithms.Algorithm(config, policy.extensions, columns, 0).score(1, [group])
 
 
 def test_replies_have_the_chat_prompt_tokens_logprobs_and_text(served, tiny_llama):

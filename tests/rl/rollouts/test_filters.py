@@ -61,7 +61,7 @@ def test_cut_replies_count_in_the_comparison_but_are_not_learned():
     (kept,) = apply_filters(FILTERS.validate_python([{"type": "cut"}]), [one])
     assert kept.rewards == (1.0, 0.0, 0.5)
     config = AlgorithmConfig.model_validate({"type": "grpo", "merge_replies": False})
-    algorithm = algorithms.build(config, frozenset(), columns(), 0)
+    algorithm = algorithms.Algorithm(config, frozenset(), columns(), 0)
     update = run(algorithm.score(1, [kept, group(0.0, 1.0)]))
     assert [row.advantages[-1] for row in update.rows] == [0.5, -0.5, 0.5]
     assert left([{"type": "cut", "drop": True}], one) == [(1.0, 0.5)]
@@ -71,7 +71,7 @@ def test_cut_replies_count_in_the_comparison_but_are_not_learned():
 def test_every_way_to_compare_takes_a_rollout_that_says_nothing(name):
     (kept,) = apply_filters(FILTERS.validate_python([{"type": "cut"}]), [group(rollout(1.0, stop="length"), 0.5, 0.2)])
     config = AlgorithmConfig.model_validate({"type": name})
-    update = run(algorithms.build(config, frozenset(), columns(), 0).score(1, [kept]))
+    update = run(algorithms.Algorithm(config, frozenset(), columns(), 0).score(1, [kept]))
     assert len(update.rows) <= 2
 
 

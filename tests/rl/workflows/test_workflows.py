@@ -18,8 +18,8 @@ from tinsmith.rl.policy.training_rows import rows_from_rollout
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.format import Format
 from tinsmith.rl.types import Message, Rollout, Task, Turn
-from tinsmith.rl.workflows.base import Parts, WorkflowOptions
-from tinsmith.rl.workflows.custom import CustomConfig, Talk
+from tinsmith.rl.workflows.base import WorkflowContext, WorkflowOptions
+from tinsmith.rl.workflows.custom import Conversation, CustomConfig
 from tinsmith.rl.workflows.multi_turn import Answer, Environment, MultiTurnConfig
 from tinsmith.rl.workflows.single_turn import THINK, MathConfig, SingleTurnConfig
 
@@ -36,7 +36,7 @@ def policy(*replies: str) -> ScriptedSnapshot:
 def play(
     config: WorkflowOptions, speaker: Snapshot, *, count: int = 4, rewards: Rewards = YES, seed: int = 5, **sampling
 ) -> tuple[Rollout, ...]:
-    parts = Parts(sampling=SamplingConfig(**sampling), rewards=rewards, agent_endpoint=AgentEndpoint())
+    parts = WorkflowContext(sampling=SamplingConfig(**sampling), rewards=rewards, agent_endpoint=AgentEndpoint())
     return asyncio.run(config.make(parts).run(TASK, speaker, count=count, seed=seed))
 
 
@@ -53,7 +53,7 @@ def test_a_single_turn_asks_and_scores():
 def test_math_asks_for_thoughts_unless_the_task_brings_its_own_system():
     assert prompt(play(MathConfig(), policy("yes"))[0].turns[0]) == THINK + ASK.content
     own = replace(TASK, messages=(Message(role="system", content="own "), ASK))
-    parts = Parts(sampling=SamplingConfig(), rewards=YES, agent_endpoint=AgentEndpoint())
+    parts = WorkflowContext(sampling=SamplingConfig(), rewards=YES, agent_endpoint=AgentEndpoint())
     (rollout,) = asyncio.run(MathConfig().make(parts).run(own, policy("yes"), count=1, seed=0))
     assert prompt(rollout.turns[0]) == "own " + ASK.content
 
@@ -144,19 +144,19 @@ def test_an_environment_that_fails_costs_its_own_rollout_alone():
     assert {one.error for one in rollouts} == {"", "RuntimeError: out of order"}
 
 
-async def unpaid(task: Task, talk: Talk) -> None:
-    await talk.say(*task.messages)
+async def unpaid(task: Task, conversation: Conversation) -> None:
+    await conversation.say(*task.messages)
 
 
-async def twice(task: Task, talk: Talk, again: str = "sure?") -> float | None:
-    first = await talk.say(*task.messages, state="first")
+async def twice(task: Task, conversation: Conversation, again: str = "sure?") -> float | None:
+    first = await conversation.say(*task.messages, state="first")
     if first.text == "no":
         return None
-    talk.credit(0.25)
-    await talk.say(again)
-    talk.afresh()
-    await talk.say("new: ", sampling={"max_tokens": 1})
-    other = await talk.policy.open_model("big")
+    conversation.credit(0.25)
+    await conversation.say(again)
+    conversation.reset()
+    await conversation.say("new: ", sampling={"max_tokens": 1})
+    other = await conversation.policy.open_model("big")
     assert len(await other.sample([ASK], count=1, seed=0, sampling=SamplingConfig())) == 1
     return 0.5
 
@@ -180,12 +180,12 @@ def test_rollouts_of_a_group_draw_apart_and_the_same_seed_draws_again():
     assert [one.turns[0].text for one in play(config, policy("yes", "no"), count=16)] == texts
 
 
-async def parts_of(task: Task, talk: Talk) -> dict[str, float]:
-    await talk.say("x")
+async def parts_of(task: Task, conversation: Conversation) -> dict[str, float]:
+    await conversation.say("x")
     return {"speed": 1.0, "taste": 0.5}
 
 
-async def silent(task: Task, talk: Talk) -> float:
+async def silent(task: Task, conversation: Conversation) -> float:
     return 1.0
 
 
@@ -201,17 +201,17 @@ class Held(WorkflowOptions):
 
     said: str
 
-    def make(self, parts: Parts):
+    def make(self, parts: WorkflowContext):
         return SingleTurnConfig(system=self.said).make(parts)
 
 
 def test_a_settings_class_is_a_workflow_with_checked_options():
     config = CustomConfig(path=f"{HERE}:Held", args={"said": "hm "})
     assert prompt(play(config, policy("yes"))[0].turns[0]) == "hm yes or no?"
-    assert not config.gives_rewards
+    assert not config.provides_rewards
 
 
-def plain(task: Task, talk: Talk) -> None: ...
+def plain(task: Task, conversation: Conversation) -> None: ...
 
 
 @pytest.mark.parametrize(

@@ -263,8 +263,8 @@ def rollout_buffer(file: TrinityFile, max_staleness: int | None) -> Translation:
 
 @translates(
     ExperienceBuffer,
-    path="experts.data; buffer.path or buffer.url for rollouts",
-    storage_type="experts.data.type; buffer.type for rollouts: queue is memory, or a file in modes of two processes",
+    path="demonstrations.data; buffer.path or buffer.url for rollouts",
+    storage_type="demonstrations.data.type; buffer.type for rollouts: queue is memory, or file with two processes",
 )
 def _storage(file: TrinityFile, own: ExperienceBuffer) -> tuple[dict[str, Any], Translation]:
     folder = Path(file.checkpoint_root_dir) / file.project / file.group / file.name

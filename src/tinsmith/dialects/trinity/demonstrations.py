@@ -44,7 +44,7 @@ def demonstration_share(file: TrinityFile) -> float:
 
 @translates(
     Algorithm,
-    sample_strategy="experts for mix; buffer.max_staleness for staleness_control",
+    sample_strategy="demonstrations for mix; buffer.max_staleness for staleness_control",
     sample_strategy_args="with sample_strategy",
 )
 def sample_strategy(file: TrinityFile) -> SampleStrategy:
@@ -82,8 +82,8 @@ def _only_demonstrations(file: TrinityFile) -> Translation:
         return fault(key, f"{name} trains on demonstrations, and there are none.", fix)
     return (
         _demonstrations(buffer, key, name)
-        + order("experts.order", [(key, buffer.data_selector)])
-        + settings({"experts.per_step": max(1, file.buffer.train_batch_size)})
+        + order("demonstrations.order", [(key, buffer.data_selector)])
+        + settings({"demonstrations.per_step": max(1, file.buffer.train_batch_size)})
     )
 
 
@@ -105,8 +105,8 @@ def _mixed_demonstrations(file: TrinityFile) -> Translation:
     return (
         result
         + _demonstrations(buffer, key, "sft")
-        + order("experts.order", [(key, buffer.data_selector)])
-        + settings({"experts.ratio": share})
+        + order("demonstrations.order", [(key, buffer.data_selector)])
+        + settings({"demonstrations.ratio": share})
     )
 
 
@@ -130,14 +130,14 @@ def _staleness(file: TrinityFile, strategy: str) -> SampleStrategy:
 
 @translates(
     DemonstrationFormat,
-    prompt_type="experts.data: which of the keys below are used",
-    messages_key="experts.data.prompt, with prompt_type messages",
-    prompt_key="experts.data.prompt, with prompt_type plaintext",
-    response_key="experts.data.reply, with prompt_type plaintext",
-    chosen_key="experts.data.chosen, for dpo",
-    rejected_key="experts.data.rejected, for dpo",
-    tools_key="experts.data.tools_key, for chats",
-    enable_concatenated_multi_turn="experts.learn: all",
+    prompt_type="demonstrations.data: which of the keys below are used",
+    messages_key="demonstrations.data.prompt, with prompt_type messages",
+    prompt_key="demonstrations.data.prompt, with prompt_type plaintext",
+    response_key="demonstrations.data.reply, with prompt_type plaintext",
+    chosen_key="demonstrations.data.chosen, for dpo",
+    rejected_key="demonstrations.data.rejected, for dpo",
+    tools_key="demonstrations.data.tools_key, for chats",
+    enable_concatenated_multi_turn="demonstrations.learn: all",
 )
 def _demonstrations(buffer: ExperienceBuffer, key: str, name: str) -> Translation:
     """The source of demonstrations, with the fields to prompt with and to train on."""
@@ -160,7 +160,7 @@ def _demonstrations(buffer: ExperienceBuffer, key: str, name: str) -> Translatio
     if unused := [field for field in _FORMAT_KEYS if field in form.model_fields_set and field not in used]:
         keys = ", ".join(f"{key}.format.{field}" for field in unused)
         result += note(f"{keys}: {name} does not use it with prompt_type {form.prompt_type}.")
-    return result + settings({"experts.data": source, "experts.learn": learn})
+    return result + settings({"demonstrations.data": source, "demonstrations.learn": learn})
 
 
 def _unused_of_rollouts(buffer: ExperienceBuffer, key: str) -> Translation:

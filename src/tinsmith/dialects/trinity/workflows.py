@@ -27,7 +27,7 @@ from tinsmith.dialects.trinity.name_tables import (
 from tinsmith.dialects.trinity.schema import TrinityFile
 from tinsmith.dialects.trinity.schema_buffer import ExplorerInput, TasksetBase
 from tinsmith.dialects.trinity.schema_runtime import AuxiliaryModel, ExternalJudge
-from tinsmith.rl.plugins import Names, thing_at
+from tinsmith.rl.plugins import Names, import_object
 from tinsmith.rl.workflows.multi_turn import Environment
 
 Settings = dict[str, Any]
@@ -118,7 +118,7 @@ def _own_workflow(name: str, key: str, taskset: TasksetBase, plugins: Names) -> 
         return None, fault(key, f"there is no workflow '{name}' here.", fix)
     path = f"{module}:{attribute}"
     try:
-        code = thing_at(path)
+        code = import_object(path)
     except ValueError as error:
         return None, fault(key, f"{error}.", _IMPORT_FIX)
     arguments = {"args": dict(taskset.workflow_args)} if taskset.workflow_args else {}
@@ -156,7 +156,7 @@ def _rewards(
         module, _, attribute = name.rpartition(".")
         path = f"{module}:{attribute}"
         try:
-            thing_at(path)
+            import_object(path)
         except ValueError as error:
             return None, fault(place, f"{error}.", _IMPORT_FIX)
         return [{"type": "custom", "path": path, "args": dict(arguments)}], NOTHING

@@ -9,15 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms import loss_dispatch
-from tinsmith.rl.algorithms.advantages.base import Advantages, Trace, trace_of
-from tinsmith.rl.algorithms.advantages.per_token import Gae
+from tinsmith.rl.algorithms.advantages.base import Advantages, Trace, trace_from_rollout
+from tinsmith.rl.algorithms.advantages.per_token import GaeAdvantage
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.regularizers import divergence
 from tinsmith.rl.policy.base import Update, UpdateResult
@@ -31,7 +30,7 @@ from tinsmith.rl.policy.training_rows import (
 )
 from tinsmith.rl.types import Group
 
-Ask = Callable[[Sequence[TrainingRow]], Awaitable[list[np.ndarray]]]
+ColumnSource = Callable[[Sequence[TrainingRow]], Awaitable[list[np.ndarray]]]
 """From rows to a column [N] of each."""
 
 
@@ -46,30 +45,30 @@ class _Reply:
     """Whether a turn of it met max_tokens."""
 
 
-class Composed:
+class Algorithm:
     """Advantage, loss and terms of one configuration."""
 
     def __init__(
-        self, config: AlgorithmConfig, extensions: frozenset[str], columns: Mapping[str, Ask], seed: int
+        self, config: AlgorithmConfig, extensions: frozenset[str], columns: Mapping[str, ColumnSource], seed: int
     ) -> None:
-        """`extensions` are the server's; `columns` has whom to ask for each name in `config.asks`."""
-        if missing := sorted(config.asks - columns.keys()):
+        """`extensions` are the server's; `columns` has whom to ask for each name in `config.columns`."""
+        if missing := sorted(config.columns - columns.keys()):
             raise ConfigError(f"algorithm: {config.type} reads {', '.join(missing)}, and nobody here gives it.")
         self._config, self._columns, self._seed = config, columns, seed
-        self._served = loss_dispatch.served(config, extensions)
+        self._served = loss_dispatch.server_loss(config, extensions)
         self._kl_coef, self._penalty_coef = config.kl.coef, config.kl_penalty.coef
 
     @property
-    def where(self) -> str:
+    def loss_location(self) -> str:
         """Who computes the loss, for people."""
         if self._served is not None:
             return f"the server's {self._served.name}"
         return f"{self._config.loss.type}, computed here, which costs one more forward pass a step"
 
-    async def score(self, step: int, groups: Sequence[Group], experts: Sequence[TrainingRow] = ()) -> Update:
+    async def score(self, step: int, groups: Sequence[Group], demonstrations: Sequence[TrainingRow] = ()) -> Update:
         """What to learn from a step's groups and from rows of others beside them; no rows: nothing."""
         replies = [
-            _Reply(number, tuple(rows_from_rollout(rollout)), trace_of(rollout), is_truncated(rollout))
+            _Reply(number, tuple(rows_from_rollout(rollout)), trace_from_rollout(rollout), is_truncated(rollout))
             for number, group in enumerate(groups)
             for rollout in group.rollouts
             if not rollout.error
@@ -78,15 +77,15 @@ class Composed:
         random = np.random.default_rng((self._seed, step))
         traces_PG = [[one.trace for one in replies if one.group == number] for number in range(len(groups))]
         replies = self._with_returns(replies)
-        rows = self._rows(replies, self._config.advantage.of(traces_PG, random), random)
-        if self._config.loss_reads_reference and experts:
-            columns = await self._columns["reference"](experts)
-            experts = [
-                replace(row, columns={"reference": column}) for row, column in zip(experts, columns, strict=True)
+        rows = self._rows(replies, self._config.advantage.compute(traces_PG, random), random)
+        if self._config.loss_reads_reference and demonstrations:
+            columns = await self._columns["reference"](demonstrations)
+            demonstrations = [
+                replace(row, columns={"reference": column}) for row, column in zip(demonstrations, columns, strict=True)
             ]
-        return replace(self._update(step, [*rows, *experts]), numbers=numbers)
+        return replace(self._update(step, [*rows, *demonstrations]), numbers=numbers)
 
-    def learned(self, update: Update, updated: UpdateResult) -> dict[str, float]:
+    def adapt_coefficients(self, update: Update, updated: UpdateResult) -> dict[str, float]:
         """Coefficients that adapt move by what the update measured; what they are now."""
         replies = sum(row.count for row in update.rows)
         measured = updated.metrics.get("kl")
@@ -95,10 +94,10 @@ class Composed:
             measured = updated.metrics["kl:sum"] / weight if weight else 0.0
         numbers: dict[str, float] = {}
         if measured is not None:
-            self._kl_coef = self._config.kl.moved(self._kl_coef, measured, replies)
+            self._kl_coef = self._config.kl.adapted_coef(self._kl_coef, measured, replies)
             numbers = {"optim/kl": measured, "optim/kl_coef": self._kl_coef}
         if (penalty := update.numbers.get("reward/kl")) is not None:
-            self._penalty_coef = self._config.kl_penalty.moved(self._penalty_coef, penalty, replies)
+            self._penalty_coef = self._config.kl_penalty.adapted_coef(self._penalty_coef, penalty, replies)
             numbers["reward/kl_coef"] = self._penalty_coef
         return numbers
 
@@ -114,7 +113,7 @@ class Composed:
 
     async def _asked(self, replies: Sequence[_Reply]) -> list[_Reply]:
         """With every column that is read."""
-        names = sorted(self._config.asks)
+        names = sorted(self._config.columns)
         rows = [row for one in replies for row in one.rows]
         if not names or not rows:
             return list(replies)
@@ -134,7 +133,7 @@ class Composed:
 
     def _penalized(self, replies: Sequence[_Reply]) -> tuple[list[_Reply], dict[str, float]]:
         """With the divergence of the sampler from the reference taken off the reward, token by token."""
-        if not self._config.kl_penalty.asks:
+        if not self._config.kl_penalty.enabled:
             return list(replies), {}
         found, values = [], [np.zeros(0)]
         for one in replies:
@@ -148,7 +147,7 @@ class Composed:
     def _with_returns(self, replies: Sequence[_Reply]) -> list[_Reply]:
         """With what a critic is to learn: advantages that nobody whitened, and the values that they were taken from."""
         gae = self._config.advantage
-        if not isinstance(gae, Gae):
+        if not isinstance(gae, GaeAdvantage):
             return list(replies)
         found = []
         for one in replies:
@@ -182,50 +181,31 @@ class Composed:
             )
         if self._config.refill and (pool := [rows for rows_G in kept for rows in rows_G]):
             kept.append([pool[int(at)] for at in random.integers(len(pool), size=dropped)])
-        if not self._config.merges:
+        if not self._config.merges_rows:
             return [row for rows_G in kept for rows in rows_G for row in rows]
-        bend = self._config.loss.bend
+        advantage_kink = self._config.loss.advantage_kink
         if self._config.refill:
-            return merge_identical_rows([row for rows_G in kept for rows in rows_G for row in rows], bend)
-        return [row for rows_G in kept for row in merge_identical_rows([row for rows in rows_G for row in rows], bend)]
+            return merge_identical_rows([row for rows_G in kept for rows in rows_G for row in rows], advantage_kink)
+        return [
+            row
+            for rows_G in kept
+            for row in merge_identical_rows([row for rows in rows_G for row in rows], advantage_kink)
+        ]
 
     def _update(self, step: int, rows: Sequence[TrainingRow]) -> Update:
         """Weights are those among all rows, also when those that teach nothing are left out."""
         if not rows:
             return Update(rows=())
-        batch = loss_dispatch.tokens_of(rows, self._config, step)
-        if self._config.drops_silent:
+        batch = loss_dispatch.tokens_of_rows(rows, self._config, step)
+        if self._config.drop_zero_advantage:
             loud = [bool(row.advantages.any()) for row in rows]
-            batch, rows = batch.of_rows(torch.tensor(loud)), [row for row, one in zip(rows, loud, strict=True) if one]
+            batch, rows = (
+                batch.select_rows(torch.tensor(loud)),
+                [row for row, one in zip(rows, loud, strict=True) if one],
+            )
         if not rows:
             return Update(rows=())
-        moment = loss_dispatch.Moment(step=step, kl_coef=self._kl_coef)
+        context = loss_dispatch.LossContext(step=step, kl_coef=self._kl_coef)
         if self._served is None:
-            return loss_dispatch.by_client(rows, batch, self._config, moment)
-        return loss_dispatch.by_server(rows, batch, self._config, moment, self._served)
-
-
-class Algorithm(Protocol):
-    """It changes no weights: what it wants learned is in the Update."""
-
-    @property
-    def where(self) -> str:
-        """Who computes the loss, for people."""
-        ...
-
-    async def score(self, step: int, groups: Sequence[Group], experts: Sequence[TrainingRow] = ()) -> Update:
-        """What to learn from groups, and from rows of others beside them; no rows means nothing to learn."""
-        ...
-
-    def learned(self, update: Update, updated: UpdateResult) -> dict[str, float]:
-        """Told of the update's answer; returns numbers of its own."""
-        ...
-
-    @property
-    def state(self) -> Mapping[str, float]:
-        """What a run that goes on must know."""
-        ...
-
-    def restore(self, state: Mapping[str, float]) -> None:
-        """As it was."""
-        ...
+            return loss_dispatch.update_by_client(rows, batch, self._config, context)
+        return loss_dispatch.update_by_server(rows, batch, self._config, context, self._served)

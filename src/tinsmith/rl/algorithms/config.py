@@ -8,13 +8,13 @@ from typing import Any, Literal, get_args
 from pydantic import Field, model_validator
 
 from tinsmith.rl.algorithms.advantages import AdvantageConfig
-from tinsmith.rl.algorithms.advantages.group import Grpo
+from tinsmith.rl.algorithms.advantages.group import GrpoAdvantage
 from tinsmith.rl.algorithms.critic import CriticConfig
 from tinsmith.rl.algorithms.losses import LossConfig
 from tinsmith.rl.algorithms.losses.base import Aggregate
-from tinsmith.rl.algorithms.losses.policy_gradient import ImportanceSampling
-from tinsmith.rl.algorithms.losses.preference import Dpo
-from tinsmith.rl.algorithms.losses.supervised import Mix, MixChord, Sft, SftIs, SftPhi
+from tinsmith.rl.algorithms.losses.policy_gradient import ImportanceSamplingLoss
+from tinsmith.rl.algorithms.losses.preference import DpoLoss
+from tinsmith.rl.algorithms.losses.supervised import MixChordLoss, MixLoss, SftIsLoss, SftLoss, SftPhiLoss
 from tinsmith.rl.algorithms.regularizers import EntropyConfig, KlConfig
 from tinsmith.settings import Settings, unread
 
@@ -25,7 +25,7 @@ Name = Literal[
 ]  # fmt: skip
 NAMES: tuple[str, ...] = get_args(Name)
 
-LESSONS = ("sft", "cpt", "dpo")
+DATA_ONLY = ("sft", "cpt", "dpo")
 """Those that learn from data alone."""
 
 _K2 = {"type": "k2", "coef": 0.001}
@@ -94,9 +94,9 @@ class AlgorithmConfig(Settings):
 
     type: Name = "grpo"
     """A preset for everything below (docs/guides/algorithms.md has the table)."""
-    advantage: AdvantageConfig = Field(default_factory=Grpo)
+    advantage: AdvantageConfig = Field(default_factory=GrpoAdvantage)
     """How replies are compared."""
-    loss: LossConfig = Field(default_factory=ImportanceSampling)
+    loss: LossConfig = Field(default_factory=ImportanceSamplingLoss)
     """What is made of ratio and advantage at a token."""
     aggregate: Aggregate = "token_sum"
     """How tokens add up: sums, or means over the whole batch, however it is cut for the server."""
@@ -128,15 +128,15 @@ class AlgorithmConfig(Settings):
 
     @model_validator(mode="after")
     def _parts_fit(self) -> AlgorithmConfig:
-        if (self.critic is not None) != ("values" in self.needs):
+        if (self.critic is not None) != ("values" in self.advantage_columns):
             cure = "no critic; leave it out" if self.critic else "a critic; give critic: {}"
             raise ValueError(f"advantage {self.advantage.type} wants {cure}")
-        if bool(self.teacher) != ("teacher" in self.needs):
+        if bool(self.teacher) != ("teacher" in self.advantage_columns):
             cure = "no teacher; leave it out" if self.teacher else "a teacher: the name of a base model, or a path"
             raise ValueError(f"advantage {self.advantage.type} wants {cure}")
-        if self.reference == "start" and not (self.loss_reads_reference or self.kl_penalty.asks):
+        if self.reference == "start" and not (self.loss_reads_reference or self.kl_penalty.enabled):
             raise ValueError("nothing reads a reference here; leave out reference: start, or set kl.coef")
-        if self.kl_penalty.asks and not self.advantage.reads_rewards:
+        if self.kl_penalty.enabled and not self.advantage.reads_rewards:
             raise ValueError(
                 f"advantage {self.advantage.type} reads no rewards, so kl_penalty does nothing; leave it out"
             )
@@ -146,53 +146,53 @@ class AlgorithmConfig(Settings):
     def _lessons_read_it(self) -> AlgorithmConfig:
         """Of data to learn from as it stands, there are no rewards to compare and no words of the policy's own."""
         usual = PRESETS[self.type]
-        if self.learns_from not in ("experts", "pairs"):
+        if self.learns_from not in ("demonstrations", "pairs"):
             return self
         unread(self, "merge_replies", "refill", "mask_truncated", without="rollouts")
-        terms = {"advantage": self.advantage.type != usual["advantage"]["type"], "kl_penalty": self.kl_penalty.asks}
-        if self.learns_from == "experts":
-            if not isinstance(self.loss, Sft | SftIs | SftPhi):
+        terms = {"advantage": self.advantage.type != usual["advantage"]["type"], "kl_penalty": self.kl_penalty.enabled}
+        if self.learns_from == "demonstrations":
+            if not isinstance(self.loss, SftLoss | SftIsLoss | SftPhiLoss):
                 raise ValueError(
                     f"{self.type} wants a loss of likelihoods: sft, sft_is or sft_phi, not {self.loss.type}"
                 )
-            terms |= {"kl": self.kl.asks, "entropy": bool(self.entropy.coef)}
-        elif not (self.kl.asks or self.entropy.coef):
+            terms |= {"kl": self.kl.enabled, "entropy": bool(self.entropy.coef)}
+        elif not (self.kl.enabled or self.entropy.coef):
             terms["aggregate"] = self.aggregate != usual["aggregate"]
         if idle := [name for name, given in terms.items() if given]:
             raise ValueError(f"{idle[0]} means nothing to {self.type}, which learns from data alone; leave it out")
         return self
 
     @property
-    def learns_from(self) -> Literal["rollouts", "experts", "pairs", "both"]:
-        """Rollouts; what experts said; pairs of replies; or rollouts and experts beside each other."""
-        if isinstance(self.loss, Dpo):
+    def learns_from(self) -> Literal["rollouts", "demonstrations", "pairs", "both"]:
+        """Rollouts; demonstrations; pairs of replies; or rollouts and demonstrations."""
+        if isinstance(self.loss, DpoLoss):
             return "pairs"
-        if isinstance(self.loss, Mix | MixChord):
+        if isinstance(self.loss, MixLoss | MixChordLoss):
             return "both"
-        return "experts" if self.type in ("sft", "cpt") else "rollouts"
+        return "demonstrations" if self.type in ("sft", "cpt") else "rollouts"
 
     @property
-    def needs(self) -> frozenset[str]:
+    def advantage_columns(self) -> frozenset[str]:
         """Columns to ask for before advantages are computed."""
-        penalty = {"reference"} if self.kl_penalty.asks else set()
-        return frozenset({*self.advantage.needs, *penalty})
+        penalty = {"reference"} if self.kl_penalty.enabled else set()
+        return frozenset({*self.advantage.columns, *penalty})
 
     @property
     def loss_reads_reference(self) -> bool:
         """Whether the loss compares with the reference's logprobs."""
-        return self.kl.asks or self.loss.reads_reference
+        return self.kl.enabled or self.loss.reads_reference
 
     @property
-    def asks(self) -> frozenset[str]:
+    def columns(self) -> frozenset[str]:
         """Every column that is asked for."""
-        return self.needs | ({"reference"} if self.loss_reads_reference else set())
+        return self.advantage_columns | ({"reference"} if self.loss_reads_reference else set())
 
     @property
-    def merges(self) -> bool:
+    def merges_rows(self) -> bool:
         """Whether equal replies may share a row: where the loss is linear in the advantage, and tokens tell nothing."""
-        return self.merge_replies and self.loss.linear and not self.needs - {"reference"}
+        return self.merge_replies and self.loss.linear and not self.advantage_columns - {"reference"}
 
     @property
-    def drops_silent(self) -> bool:
+    def drop_zero_advantage(self) -> bool:
         """Whether rows without advantage teach nothing."""
-        return self.loss.reads_advantage and not (self.kl.asks or self.entropy.coef or self.critic)
+        return self.loss.reads_advantage and not (self.kl.enabled or self.entropy.coef or self.critic)

@@ -65,13 +65,13 @@ class Bins:
     """float64 [K]."""
 
     @classmethod
-    def of(cls, config: CriticConfig) -> Bins:
+    def from_config(cls, config: CriticConfig) -> Bins:
         """As configured."""
         return cls(np.linspace(config.low, config.high, config.bins))
 
     def values(self, logprobs_NK: np.ndarray) -> np.ndarray:
         """float64 [N]: mean centers; chances are those among the K tokens."""
-        return among(logprobs_NK) @ self.centers
+        return normalized_probs(logprobs_NK) @ self.centers
 
     def targets(self, values_N: np.ndarray) -> np.ndarray:
         """float64 [N, K], rows of sum 1: a Gaussian of 0.75 bin widths around each value, cut at the bins' edges."""
@@ -90,7 +90,7 @@ class Critic:
     def __init__(self, config: CriticConfig, learner: AuxiliaryAdapter, steps: int) -> None:
         """`steps` of the run, for the learning rate's course."""
         self.config, self._learner, self._steps = config, learner, steps
-        self._bins = Bins.of(config)
+        self._bins = Bins.from_config(config)
         first = learner.vocabulary - config.bins if config.first_token is None else config.first_token
         self._ids = tuple(range(first, first + config.bins))
         self._told: dict[bytes, np.ndarray] = {}
@@ -103,20 +103,20 @@ class Critic:
 
     async def learn(self, step: int, rows: Sequence[TrainingRow]) -> dict[str, float]:
         """Teaches each row's column `returns`, and tells how good the column `values` was."""
-        rate = self.config.optimizer.rate(step, self._steps)
+        rate = self.config.optimizer.learning_rate_at(step, self._steps)
         targets = [self._bins.targets(self._bounded(row)) for row in rows]
         count = sum(int(row.mask.sum()) for row in rows)
         numbers: dict[str, float] = {}
         loss = 0.0
         for _ in range(self.config.epochs):
-            chances = [among(logprobs_NK) for logprobs_NK in await self._logprobs(rows)]
+            chances = [normalized_probs(logprobs_NK) for logprobs_NK in await self._logprobs(rows)]
             taught = list(zip(rows, targets, chances, strict=True))
             weights = [np.where(row.mask[:, None], (t - q) / count, 0.0).astype(np.float32) for row, t, q in taught]
             loss = sum(float(-(t * np.log(q + _TINY))[row.mask].sum()) for row, t, q in taught) / count
             numbers = await self._learner.fit(rows, self._ids, weights, self.config.optimizer, rate)
             self._told = {}
         told = {f"critic/{name.partition(':')[0]}": value for name, value in numbers.items()}
-        return {**told, **explained(rows), "critic/loss": loss, "critic/lr": rate}
+        return {**told, **value_metrics(rows), "critic/loss": loss, "critic/lr": rate}
 
     async def save(self, name: str, ttl_seconds: int | None) -> str:
         """The path to go on from."""
@@ -135,7 +135,7 @@ class Critic:
         return values_N + np.clip(returns_N - values_N, -self.config.clip, self.config.clip)
 
 
-def among(logprobs_NK: np.ndarray) -> np.ndarray:
+def normalized_probs(logprobs_NK: np.ndarray) -> np.ndarray:
     """float64 [N, K], rows of sum 1: chances among the K tokens alone."""
     shifted = logprobs_NK.astype(np.float64)
     chances = np.exp(shifted - shifted.max(axis=1, keepdims=True))
@@ -146,7 +146,7 @@ def _key(row: TrainingRow) -> bytes:
     return row.tokens.tobytes()
 
 
-def explained(rows: Sequence[TrainingRow]) -> dict[str, float]:
+def value_metrics(rows: Sequence[TrainingRow]) -> dict[str, float]:
     """critic/explained_variance = 1 - Var(return - value) / Var(return) over tokens; 0 where returns do not vary."""
     returns_T = np.concatenate([row.columns["returns"][row.mask] for row in rows]).astype(np.float64)
     values_T = np.concatenate([row.columns["values"][row.mask] for row in rows]).astype(np.float64)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.losses.base import PolicyLoss, Tokens, aggregate_weights
-from tinsmith.rl.algorithms.losses.policy_gradient import Cispo, Dro, Gspo, ImportanceSampling, Ppo
-from tinsmith.rl.algorithms.losses.supervised import Opmd, Sft
+from tinsmith.rl.algorithms.losses.policy_gradient import CispoLoss, DroLoss, GspoLoss, ImportanceSamplingLoss, PpoLoss
+from tinsmith.rl.algorithms.losses.supervised import OpmdLoss, SftLoss
 from tinsmith.rl.algorithms.regularizers import divergence, sampled_entropy
 from tinsmith.rl.policy.base import Update
 from tinsmith.rl.policy.training_rows import TrainingRow, scatter_to_rows
@@ -30,7 +30,7 @@ _DUAL_CLIP = "dual_clip"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class LossContext:
     """What changes from step to step."""
 
     step: int
@@ -38,7 +38,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServerLoss:
     """A policy loss as a loss of the server."""
 
     name: str
@@ -48,30 +48,30 @@ class Served:
     sequence_mask: bool = False
 
 
-def served(config: AlgorithmConfig, extensions: frozenset[str]) -> Served | None:
+def server_loss(config: AlgorithmConfig, extensions: frozenset[str]) -> ServerLoss | None:
     """The server's loss that equals this one, terms included; None if it has none."""
-    if config.kl.asks and not (config.kl.type in _ESTIMATORS and extensions >= _KL):
+    if config.kl.enabled and not (config.kl.type in _ESTIMATORS and extensions >= _KL):
         return None
     if config.entropy.coef and not extensions >= _ENTROPY:
         return None
-    if isinstance(config.loss, Dro):  # its quadratic term takes no weights
-        return Served(name="dro", config={"beta": config.loss.beta}) if config.aggregate == "token_sum" else None
+    if isinstance(config.loss, DroLoss):  # its quadratic term takes no weights
+        return ServerLoss(name="dro", config={"beta": config.loss.beta}) if config.aggregate == "token_sum" else None
     return _policy_loss(config.loss, extensions)
 
 
-def _policy_loss(loss: PolicyLoss, extensions: frozenset[str]) -> Served | None:
+def _policy_loss(loss: PolicyLoss, extensions: frozenset[str]) -> ServerLoss | None:
     match loss:
-        case ImportanceSampling():
-            return Served(name="importance_sampling", config={})
-        case Ppo(on_policy=False, mask_drift=None) if loss.dual_clip is None or _DUAL_CLIP in extensions:
+        case ImportanceSamplingLoss():
+            return ServerLoss(name="importance_sampling", config={})
+        case PpoLoss(on_policy=False, mask_drift=None) if loss.dual_clip is None or _DUAL_CLIP in extensions:
             dual = {} if loss.dual_clip is None else {_DUAL_CLIP: loss.dual_clip}
-            return Served(name="ppo", config={**_bounds(loss.clip_low, loss.clip_high), **dual})
-        case Cispo(mask=False):
-            return Served(name="cispo", config=_bounds(loss.clip_low, loss.clip_high))
-        case Gspo():
-            return Served(name="gspo", config=_bounds(loss.clip_low, loss.clip_high), sequence_mask=True)
-        case Opmd() | Sft():
-            return Served(name="cross_entropy", config={}, weights_only=True)
+            return ServerLoss(name="ppo", config={**_bounds(loss.clip_low, loss.clip_high), **dual})
+        case CispoLoss(mask=False):
+            return ServerLoss(name="cispo", config=_bounds(loss.clip_low, loss.clip_high))
+        case GspoLoss():
+            return ServerLoss(name="gspo", config=_bounds(loss.clip_low, loss.clip_high), sequence_mask=True)
+        case OpmdLoss() | SftLoss():
+            return ServerLoss(name="cross_entropy", config={}, weights_only=True)
         case _:
             return None
 
@@ -80,7 +80,7 @@ def _bounds(low: float, high: float) -> dict[str, float]:
     return {"clip_low_threshold": max(0.0, 1.0 - low), "clip_high_threshold": 1.0 + high}
 
 
-def tokens_of(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: int) -> Tokens:
+def tokens_of_rows(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: int) -> Tokens:
     """All tokens inside of masks, row after row."""
 
     def flat(columns: Sequence[np.ndarray]) -> Tensor:
@@ -103,7 +103,7 @@ def tokens_of(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: int) -
         counts=counts,
         expert=expert,
         weights=weights[0],
-        own_weights=weights[1],
+        policy_weights=weights[1],
         expert_weights=weights[2],
         reference=flat([row.columns["reference"] for row in rows]) if config.loss_reads_reference else None,
         pairs=torch.tensor(list(zip(chosen, rejected, strict=True))) if chosen else None,
@@ -112,17 +112,17 @@ def tokens_of(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: int) -
 
 
 def objective(
-    logprobs: Tensor, batch: Tokens, config: AlgorithmConfig, moment: Moment
+    logprobs: Tensor, batch: Tokens, config: AlgorithmConfig, context: LossContext
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The whole loss of logprobs [T], and numbers worth a look; divergence and entropy are means over tokens."""
     loss, metrics = config.loss.total(logprobs, batch)
     numbers = {"policy_loss": loss, **metrics}
     counts = batch.counts * ~batch.expert
     total = counts.sum().clamp(min=1.0)
-    if moment.kl_coef and batch.reference is not None and config.kl.asks:
+    if context.kl_coef and batch.reference is not None and config.kl.enabled:
         values = divergence(config.kl.type, logprobs, batch.old, batch.reference) * counts
         numbers["kl"] = values.sum() / total
-        loss = loss + moment.kl_coef * (batch.weights * values).sum()
+        loss = loss + context.kl_coef * (batch.weights * values).sum()
     if config.entropy.coef:
         values, slopes = sampled_entropy(logprobs, batch)
         numbers["entropy"] = (values * counts).sum() / total
@@ -131,39 +131,41 @@ def objective(
     return loss, numbers
 
 
-def by_server(
-    rows: Sequence[TrainingRow], batch: Tokens, config: AlgorithmConfig, moment: Moment, loss: Served
+def update_by_server(
+    rows: Sequence[TrainingRow], batch: Tokens, config: AlgorithmConfig, context: LossContext, loss: ServerLoss
 ) -> Update:
     """One forward_backward of the server's loss."""
-    gains = batch.weights * (batch.counts if isinstance(config.loss, Sft) else batch.advantages)
-    if isinstance(config.loss, Opmd):
-        gains = gains / (1.0 + config.loss.tau)
+    scaled_advantages = batch.weights * (batch.counts if isinstance(config.loss, SftLoss) else batch.advantages)
+    if isinstance(config.loss, OpmdLoss):
+        scaled_advantages = scaled_advantages / (1.0 + config.loss.tau)
     masks_N = scatter_to_rows(rows, (batch.weights * batch.counts * ~batch.expert).numpy())
     inputs: list[Mapping[str, np.ndarray]] = []
-    for row, gain, mask in zip(rows, scatter_to_rows(rows, gains.numpy()), masks_N, strict=True):
+    for row, gain, mask in zip(rows, scatter_to_rows(rows, scaled_advantages.numpy()), masks_N, strict=True):
         read = {"weights": gain} if loss.weights_only else {"logprobs": row.logprobs, "advantages": gain}
         if loss.sequence_mask:
             read["sequence_ratio_mask"] = row.mask.astype(np.float32)
-        if config.kl.asks:
+        if config.kl.enabled:
             read |= {"ref_logprobs": row.columns["reference"], "kl_mask": mask}
         if config.entropy.coef:
             read["entropy_mask"] = mask
         inputs.append(read)
     settings: dict[str, float | str] = dict(loss.config)
-    if config.kl.asks:
-        settings |= {"kl_coef": moment.kl_coef, "kl_estimator": config.kl.type}
+    if config.kl.enabled:
+        settings |= {"kl_coef": context.kl_coef, "kl_estimator": config.kl.type}
     if config.entropy.coef:
         settings["entropy_coef"] = config.entropy.coef
     return Update(rows=tuple(rows), inputs=tuple(inputs), loss=loss.name, config=settings)
 
 
-def by_client(rows: Sequence[TrainingRow], batch: Tokens, config: AlgorithmConfig, moment: Moment) -> Update:
+def update_by_client(
+    rows: Sequence[TrainingRow], batch: Tokens, config: AlgorithmConfig, context: LossContext
+) -> Update:
     """One forward here and one backward of its slopes there."""
     masks = [torch.from_numpy(row.mask) for row in rows]
 
     def loss(logprobs: Sequence[Any]) -> tuple[Tensor, dict[str, float]]:
         flat = torch.cat([one.double()[mask] for one, mask in zip(logprobs, masks, strict=True)])
-        value, numbers = objective(flat, batch, config, moment)
+        value, numbers = objective(flat, batch, config, context)
         return value, {name: float(number.detach()) for name, number in numbers.items()}
 
     return Update(rows=tuple(rows), client=loss)

@@ -12,7 +12,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from tinsmith.rl.algorithms.losses.base import LIMIT, Tokens
+from tinsmith.rl.algorithms.losses.base import LOG_RATIO_LIMIT, Tokens
 from tinsmith.settings import Settings, unread
 
 Estimator = Literal["none", "k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3"]
@@ -47,11 +47,11 @@ class KlConfig(Settings):
         return self
 
     @property
-    def asks(self) -> bool:
+    def enabled(self) -> bool:
         """Whether the reference's logprobs are needed."""
         return self.coef > 0
 
-    def moved(self, coef: float, measured: float, replies: int) -> float:
+    def adapted_coef(self, coef: float, measured: float, replies: int) -> float:
         """The coefficient after an update in which `replies` replies had the mean divergence `measured`."""
         if self.target is None:
             return coef
@@ -79,7 +79,7 @@ def divergence(kind: Estimator, logprobs: Tensor, old: Tensor, reference: Tensor
         case "k3":
             return (-d).exp() - 1.0 + d
         case "low_var_kl":
-            bounded = d.clamp(-LIMIT, LIMIT)
+            bounded = d.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
             return ((-bounded).exp() - 1.0 + bounded).clamp(-10.0, 10.0)
         case "abs":
             return d.abs()
@@ -92,5 +92,5 @@ def sampled_entropy(logprobs: Tensor, batch: Tokens) -> tuple[Tensor, Tensor]:
 
     H = -E[p], and since E[grad p] = 0, grad H = -E[p grad p]; tokens of another policy count by their ratio.
     """
-    ratio = (logprobs.detach() - batch.old).clamp(-LIMIT, LIMIT).exp()
+    ratio = (logprobs.detach() - batch.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return -ratio * logprobs.detach(), -ratio * logprobs.detach() * logprobs

@@ -22,7 +22,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.data.row_mapping import LazySequence, RowMapping, fill_template, user_task
 from tinsmith.rl.data.row_sources import Files, Hub, Jsonl, LearnFrom, Sql
 from tinsmith.rl.types import Demonstration, Message, Task
-from tinsmith.settings import MANY, ONE, Settings, changed
+from tinsmith.settings import SEVERAL_TAG, SINGLE_TAG, Settings, changed_keys
 
 
 class GeneratedSource(Settings):
@@ -140,21 +140,21 @@ Source = Annotated[
 
 
 def _count(given: Any) -> str:
-    return MANY if isinstance(given, list | tuple) else ONE
+    return SEVERAL_TAG if isinstance(given, list | tuple) else SINGLE_TAG
 
 
 def _named(given: Any) -> str:
-    return MANY if isinstance(given, dict) and not isinstance(given.get("type"), str) else ONE
+    return SEVERAL_TAG if isinstance(given, dict) and not isinstance(given.get("type"), str) else SINGLE_TAG
 
 
 Sources = Annotated[
-    Annotated[Source, Tag(ONE)] | Annotated[tuple[Source, ...], Tag(MANY)],
+    Annotated[Source, Tag(SINGLE_TAG)] | Annotated[tuple[Source, ...], Tag(SEVERAL_TAG)],
     Discriminator(_count),
 ]
 """One source, or a list of them."""
 
 NamedSources = Annotated[
-    Annotated[Source, Tag(ONE)] | Annotated[dict[str, Source], Tag(MANY)],
+    Annotated[Source, Tag(SINGLE_TAG)] | Annotated[dict[str, Source], Tag(SEVERAL_TAG)],
     Discriminator(_named),
 ]
 """One source, or several by name."""
@@ -170,5 +170,5 @@ def as_tuple(sources: Source | tuple[Source, ...] | None) -> tuple[Source, ...]:
 def reject_fields(sources: Iterable[Source], names: Sequence[str], other: str) -> None:
     """For a check of a settings class: raises ValueError if a source of rows sets a key that `other` reads."""
     for source in sources:
-        if isinstance(source, RowMapping) and (given := [name for name in names if name in changed(source)]):
+        if isinstance(source, RowMapping) and (given := [name for name in names if name in changed_keys(source)]):
             raise ValueError(f"{given[0]} is read of {other} alone; leave it out here")

@@ -14,25 +14,25 @@ from typing import Any, Literal
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.monitors.base import Kind, RunInfo
-from tinsmith.rl.monitors.trinity_names import renamed
+from tinsmith.rl.monitors.trinity_names import trinity_name
 from tinsmith.rl.types import Group
 from tinsmith.settings import Settings
 
 
-class Tracker(Settings):
+class TrackerConfig(Settings):
     """What every tracker is told."""
 
     names: Literal["tinsmith", "trinity"] = "tinsmith"
     """Of metrics: ours, or Trinity-RFT's where it has the same one."""
 
-    def told(self, values: Mapping[str, float]) -> dict[str, float]:
+    def renamed(self, values: Mapping[str, float]) -> dict[str, float]:
         """The metrics under the names that are wanted."""
         if self.names == "tinsmith":
             return dict(values)
-        return {renamed(name): value for name, value in values.items()}
+        return {trinity_name(name): value for name, value in values.items()}
 
 
-class Project(Tracker):
+class ProjectConfig(TrackerConfig):
     """What trackers have that hold many runs."""
 
     project: str = "tinsmith"
@@ -45,33 +45,33 @@ class Project(Tracker):
     """Words to find it by."""
 
 
-def kept(info: RunInfo, tracker: str, make: Callable[[], str]) -> str:
+def tracker_run_id(info: RunInfo, tracker: str, make: Callable[[], str]) -> str:
     """The id of this run in `tracker`; made the first time."""
     file = info.folder / "trackers.json"
     ids: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
     if tracker not in ids:
         file.write_text(json.dumps({**ids, tracker: make()}) + "\n")
-        return kept(info, tracker, make)
+        return tracker_run_id(info, tracker, make)
     return ids[tracker]
 
 
-def missing(package: str, extra: str) -> ConfigError:
+def missing_package(package: str, extra: str) -> ConfigError:
     """The error of a tracker whose package is not installed."""
     return ConfigError(f"monitors: {extra} wants the package {package}.", f"pip install 'tinsmith[{extra}]'")
 
 
-def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Settings as dotted keys and texts; what is empty is left out."""
     found: dict[str, str] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
+            found |= flatten(value, f"{prefix}{key}.")
         elif value not in (None, "", [], ()):
             found[prefix + key] = str(value)
     return found
 
 
-class TensorboardConfig(Tracker):
+class TensorboardConfig(TrackerConfig):
     """TensorBoard files in the run folder."""
 
     type: Literal["tensorboard"] = "tensorboard"
@@ -87,14 +87,14 @@ class TensorboardMonitor:
         try:
             from torch.utils.tensorboard.writer import SummaryWriter
         except ImportError as error:
-            raise missing("tensorboard", "tensorboard") from error
+            raise missing_package("tensorboard", "tensorboard") from error
         self._config = config
         folder = config.folder or str(info.folder / "tensorboard")
         self._writer = SummaryWriter(folder, purge_step=info.start + 1 if info.start else None)
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """On disk within seconds, so that the page may follow."""
-        for name, value in self._config.told(values).items():
+        for name, value in self._config.renamed(values).items():
             self._writer.add_scalar(name, value, step)
 
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
@@ -105,7 +105,7 @@ class TensorboardMonitor:
         self._writer.close()
 
 
-class WandbConfig(Project):
+class WandbConfig(ProjectConfig):
     """Weights & Biases."""
 
     type: Literal["wandb"] = "wandb"
@@ -125,7 +125,7 @@ class WandbMonitor:
         try:
             import wandb
         except ImportError as error:
-            raise missing("wandb", "wandb") from error
+            raise missing_package("wandb", "wandb") from error
         self._config = config
         settings = wandb.Settings(silent=True)
         if config.base_url:
@@ -138,7 +138,7 @@ class WandbMonitor:
             tags=config.tags,
             mode=config.mode or None,
             dir=info.folder,
-            id=kept(info, "wandb", lambda: secrets.token_hex(8)),
+            id=tracker_run_id(info, "wandb", lambda: secrets.token_hex(8)),
             resume="allow",
             config=dict(info.settings),
             settings=settings,
@@ -147,7 +147,7 @@ class WandbMonitor:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Training and evaluation of a step are two rows; charts join them by `step`."""
-        self._run.log({"step": step, **self._config.told(values)})
+        self._run.log({"step": step, **self._config.renamed(values)})
 
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
         """Not sent."""
@@ -163,7 +163,7 @@ _AT_ONCE = 100
 """Parameters in a request."""
 
 
-class MlflowConfig(Project):
+class MlflowConfig(ProjectConfig):
     """MLflow: a server, a database or a folder."""
 
     type: Literal["mlflow"] = "mlflow"
@@ -180,11 +180,11 @@ class MlflowMonitor:
         try:
             from mlflow import MlflowClient
         except ImportError as error:
-            raise missing("mlflow-skinny", "mlflow") from error
+            raise missing_package("mlflow-skinny", "mlflow") from error
         self._config = config
         beside = f"sqlite:///{info.folder.resolve().parent / 'mlflow.db'}"
         self._client = MlflowClient(tracking_uri=config.uri or os.environ.get("MLFLOW_TRACKING_URI", "") or beside)
-        self._run = kept(info, "mlflow", lambda: self._made(info))
+        self._run = tracker_run_id(info, "mlflow", lambda: self._made(info))
         self._client.update_run(self._run, status="RUNNING")
         self._sent: list[Any] = []
 
@@ -194,7 +194,7 @@ class MlflowMonitor:
 
         now = int(time.time() * 1000)
         told = [
-            Metric(name.replace("@", "_at_"), value, now, step) for name, value in self._config.told(values).items()
+            Metric(name.replace("@", "_at_"), value, now, step) for name, value in self._config.renamed(values).items()
         ]
         self._sent.append(self._client.log_batch(self._run, metrics=told, synchronous=False))
 
@@ -218,7 +218,7 @@ class MlflowMonitor:
         if self._config.group:
             tags["group"] = self._config.group
         run = self._client.create_run(project, run_name=self._config.name or info.name, tags=tags).info.run_id
-        given = [Param(key, value[:_LONGEST]) for key, value in flat(info.settings).items()]
+        given = [Param(key, value[:_LONGEST]) for key, value in flatten(info.settings).items()]
         for begin in range(0, len(given), _AT_ONCE):
             self._client.log_batch(run, params=given[begin : begin + _AT_ONCE])
         return run

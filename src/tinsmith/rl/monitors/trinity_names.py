@@ -3,7 +3,7 @@
 Only what means the same is renamed; all else keeps its name, so that nothing is lost.
 docs/guides/monitors.md has the table.
 
-Example: renamed("reward/mean") == "critic/rewards/mean"
+Example: trinity_name("reward/mean") == "critic/rewards/mean"
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _REWARD = re.compile(r"reward/(?!mean$|std$)([^/]+)")
 _EVAL = re.compile(r"eval/(?:([^/]+)/)?(pass@1|reward/mean)")
 
 
-def renamed(name: str, held_out: str = "eval") -> str:
+def trinity_name(name: str, held_out: str = "eval") -> str:
     """Trinity's name, or the same; `held_out` stands for held-out tasks that have no name of their own."""
     if name in TRINITY:
         return TRINITY[name]

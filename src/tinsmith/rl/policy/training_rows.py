@@ -95,10 +95,10 @@ def gather_from_rows(rows: Sequence[TrainingRow], columns: Sequence[np.ndarray])
     return np.concatenate([np.zeros(0), *pieces])
 
 
-def merge_identical_rows(rows: Sequence[TrainingRow], bend: float | None = None) -> list[TrainingRow]:
+def merge_identical_rows(rows: Sequence[TrainingRow], advantage_kink: float | None = None) -> list[TrainingRow]:
     """Equal rows as one with their advantages summed, in the order of their first; its other numbers stand for all.
 
-    `bend` is the advantage at which the loss changes its slope: rows on both sides of it stay apart.
+    `advantage_kink` is the advantage at which the loss changes its slope: rows on both sides of it stay apart.
     """
     kept: list[TrainingRow] = []
     places: dict[bytes, list[int]] = {}
@@ -106,7 +106,7 @@ def merge_identical_rows(rows: Sequence[TrainingRow], bend: float | None = None)
         key = row.tokens.tobytes() + row.targets[-1:].tobytes() + row.mask.tobytes()
         twins = places.setdefault(key, [])
         for at in twins:
-            if (both := _as_one(kept[at], row, bend)) is not None:
+            if (both := _as_one(kept[at], row, advantage_kink)) is not None:
                 kept[at] = both
                 break
         else:
@@ -115,14 +115,14 @@ def merge_identical_rows(rows: Sequence[TrainingRow], bend: float | None = None)
     return kept
 
 
-def _as_one(one: TrainingRow, other: TrainingRow, bend: float | None) -> TrainingRow | None:
+def _as_one(one: TrainingRow, other: TrainingRow, advantage_kink: float | None) -> TrainingRow | None:
     """None where another policy spoke the other, or a loss that bends would take the sum for something else."""
     both = one.advantages + other.advantages
     if np.abs(one.logprobs - other.logprobs).max(initial=0.0) > _NOISE:
         return None
-    if bend is not None:
-        above = one.advantages > bend
-        if (above != (other.advantages > bend)).any() or (above != (both > bend)).any():
+    if advantage_kink is not None:
+        above = one.advantages > advantage_kink
+        if (above != (other.advantages > advantage_kink)).any() or (above != (both > advantage_kink)).any():
             return None
     return replace(one, advantages=both, count=one.count + other.count)
 

@@ -8,7 +8,7 @@ from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.settings import Settings
 
-Worth = float | Mapping[str, float]
+RewardValue = float | Mapping[str, float]
 """A number, or named parts that add up to it."""
 
 
@@ -25,10 +25,10 @@ class Reward(Settings):
         """Its name."""
         return self.name or str(type(self).model_fields["type"].default)
 
-    def score(self, task: Task, text: str) -> Worth:
+    def score(self, task: Task, text: str) -> RewardValue:
         """What a reply's text is worth."""
         raise NotImplementedError
 
-    async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> Worth:
+    async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> RewardValue:
         """What a rollout is worth; `policy` is who spoke, and knows whom else to ask (`peer`)."""
         return self.score(task, rollout.text)

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tinsmith.rl.plugins import accepts, made, settled, thing_at
+from tinsmith.rl.plugins import await_if_needed, check_signature, import_object, validated
 from tinsmith.rl.policy.base import Snapshot
-from tinsmith.rl.rewards.base import Reward, Worth
+from tinsmith.rl.rewards.base import Reward, RewardValue
 from tinsmith.rl.types import Rollout, Task
 
 
@@ -35,19 +35,19 @@ class CustomReward(Reward):
     @cached_property
     def _made(self) -> Any:
         """A Reward, or what is called with (task, rollout). Raises ValueError."""
-        thing = thing_at(self.path)
+        thing = import_object(self.path)
         if isinstance(thing, type) and issubclass(thing, Reward):
-            return made(thing, self.path, self.args)
+            return validated(thing, self.path, self.args)
         if isinstance(thing, type):
-            accepts(thing, self.path, 0, self.args)
+            check_signature(thing, self.path, 0, self.args)
             return thing(**self.args)
         if not callable(thing):
             raise ValueError(f"{self.path} is neither a function nor a class")
-        accepts(thing, self.path, 2, self.args)
+        check_signature(thing, self.path, 2, self.args)
         return lambda task, rollout: thing(task, rollout, **self.args)
 
-    async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> Worth:
+    async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> RewardValue:
         """Whatever the code says."""
         if isinstance(self._made, Reward):
             return await self._made.judge(task, rollout, policy)
-        return await settled(self._made(task, rollout))
+        return await await_if_needed(self._made(task, rollout))

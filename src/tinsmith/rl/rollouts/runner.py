@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 
 from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.types import Group, Rollout, Task
-from tinsmith.rl.workflows.base import Workflow, sound
+from tinsmith.rl.workflows.base import Workflow, fail_if_not_finite
 from tinsmith.settings import Settings, unread
 
 CANCELLED = "broken off: enough other groups were done"
@@ -161,7 +161,7 @@ class RolloutRunner:
             try:
                 async with clock:
                     rollouts = await workflow.run(work.task, policy, count=len(slots), seed=seed)
-                rollouts = tuple(map(sound, rollouts))
+                rollouts = tuple(map(fail_if_not_finite, rollouts))
                 self._seconds += time.perf_counter() - begin
                 self._good += 1
             except Exception as error:  # noqa: BLE001  whatever fails, here or at the server, is the rollout's to tell

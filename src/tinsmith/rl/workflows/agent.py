@@ -9,10 +9,10 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tinsmith.rl.plugins import accepts, thing_at
+from tinsmith.rl.plugins import check_signature, import_object
 from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.types import Rollout, Task
-from tinsmith.rl.workflows.base import Parts, Workflow, WorkflowOptions, scored
+from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, score_turns
 
 
 class AgentConfig(WorkflowOptions):
@@ -28,32 +28,32 @@ class AgentConfig(WorkflowOptions):
     def _can_be_used(self) -> AgentConfig:
         if find_spec("openai") is None:
             raise ValueError("agents need the package openai: pip install 'tinsmith[agents]'")
-        function = thing_at(self.path)
+        function = import_object(self.path)
         if not inspect.iscoroutinefunction(function):
             raise ValueError(f"{self.path} is no async function; write async def")
-        accepts(function, self.path, 3, self.args)
+        check_signature(function, self.path, 3, self.args)
         return self
 
     @property
-    def gives_rewards(self) -> bool:
+    def provides_rewards(self) -> bool:
         """The function may return one."""
         return True
 
     @property
-    def tells_states(self) -> bool:
+    def provides_states(self) -> bool:
         """OpenAI's dialect has no place for them."""
         return False
 
-    def make(self, parts: Parts) -> Workflow:
+    def make(self, parts: WorkflowContext) -> Workflow:
         """The workflow."""
-        return Agent(self, parts)
+        return AgentWorkflow(self, parts)
 
 
-class Agent:
+class AgentWorkflow:
     """Rollouts of a task go side by side, each a call of the function with a line of its own."""
 
-    def __init__(self, config: AgentConfig, parts: Parts) -> None:
-        self._function, self._args, self._parts = thing_at(config.path), config.args, parts
+    def __init__(self, config: AgentConfig, parts: WorkflowContext) -> None:
+        self._function, self._args, self._parts = import_object(config.path), config.args, parts
 
     async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
         """`count` calls."""
@@ -71,4 +71,4 @@ class Agent:
                 return Rollout(turns=line.turns, error=f"{type(error).__name__}: {error}")
             if not line.turns:
                 return Rollout(error="the agent asked the policy nothing")
-            return await scored(task, line.turns, self._parts.rewards, policy, own)
+            return await score_turns(task, line.turns, self._parts.rewards, policy, own)

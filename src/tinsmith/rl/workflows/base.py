@@ -30,10 +30,10 @@ class Workflow(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
+class WorkflowContext:
     """What a workflow is made with.
 
-    Example: Parts(sampling=SamplingConfig(), rewards=Rewards([Number()]), agent_endpoint=AgentEndpoint())
+    Example: WorkflowContext(sampling=SamplingConfig(), rewards=Rewards([Number()]), agent_endpoint=AgentEndpoint())
     """
 
     sampling: SamplingConfig
@@ -46,21 +46,21 @@ class WorkflowOptions(Settings):
     """What every workflow's settings have."""
 
     @property
-    def gives_rewards(self) -> bool:
+    def provides_rewards(self) -> bool:
         """Whether a run may do without rewards of its own."""
         return False
 
     @property
-    def tells_states(self) -> bool:
+    def provides_states(self) -> bool:
         """Whether its turns may have states."""
         return True
 
-    def make(self, parts: Parts) -> Workflow:
+    def make(self, parts: WorkflowContext) -> Workflow:
         """The workflow."""
         raise NotImplementedError
 
 
-def sound(rollout: Rollout) -> Rollout:
+def fail_if_not_finite(rollout: Rollout) -> Rollout:
     """The same; a failed one where a reward is no number, or infinite: nothing could be compared with it."""
     turns = {f"turn {number}": turn.reward for number, turn in enumerate(rollout.turns, 1) if turn.reward is not None}
     if rollout.error or all(map(math.isfinite, (*rollout.rewards.values(), *turns.values()))):
@@ -70,7 +70,7 @@ def sound(rollout: Rollout) -> Rollout:
     return Rollout(turns=rollout.turns, error=f"reward: {wrong}, and must be a finite number")
 
 
-async def scored(
+async def score_turns(
     task: Task,
     turns: tuple[Turn, ...],
     rewards: Rewards,

@@ -11,16 +11,16 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tinsmith.rl.plugins import accepts, made, thing_at
+from tinsmith.rl.plugins import check_signature, import_object, validated
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.types import Message, Rollout, Task, Turn
-from tinsmith.rl.workflows.base import Parts, Workflow, WorkflowOptions, scored
+from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, score_turns
 
 
-class Talk:
-    """Say things and get replies. What is said goes on from what was said before, until `afresh`.
+class Conversation:
+    """A conversation with the policy. Each message continues the conversation until `reset`.
 
-    Example: reply = await talk.say("What is 39 + 13?"); if reply.text != "52": await talk.say("Are you sure?")
+    Example: reply = await conversation.say("What is 39 + 13?")
     """
 
     def __init__(self, policy: Snapshot, sampling: SamplingConfig, seed: int) -> None:
@@ -63,13 +63,13 @@ class Talk:
         """What the last reply alone was worth."""
         self._turns[-1] = replace(self._turns[-1], reward=reward)
 
-    def afresh(self) -> None:
+    def reset(self) -> None:
         """Forget what was said: the next reply begins a conversation, and a row to train on, of its own."""
         self._said = []
 
 
 class CustomConfig(WorkflowOptions):
-    """Code of your own: an async function of (task, talk), called for each rollout, or a WorkflowOptions class."""
+    """Your own async function of (task, conversation), called once per rollout, or a WorkflowOptions class."""
 
     type: Literal["custom"] = "custom"
     path: str
@@ -83,37 +83,37 @@ class CustomConfig(WorkflowOptions):
         return self
 
     @property
-    def gives_rewards(self) -> bool:
+    def provides_rewards(self) -> bool:
         """A function may return one."""
-        return self._made.gives_rewards if isinstance(self._made, WorkflowOptions) else True
+        return self._made.provides_rewards if isinstance(self._made, WorkflowOptions) else True
 
     @property
-    def tells_states(self) -> bool:
+    def provides_states(self) -> bool:
         """A function may."""
-        return self._made.tells_states if isinstance(self._made, WorkflowOptions) else True
+        return self._made.provides_states if isinstance(self._made, WorkflowOptions) else True
 
     @cached_property
     def _made(self) -> Any:
         """WorkflowOptions, or the function. Raises ValueError."""
-        thing = thing_at(self.path)
+        thing = import_object(self.path)
         if isinstance(thing, type) and issubclass(thing, WorkflowOptions):
-            return made(thing, self.path, self.args)
+            return validated(thing, self.path, self.args)
         if not inspect.iscoroutinefunction(thing):
             raise ValueError(f"{self.path} is neither an async function nor a WorkflowOptions class")
-        accepts(thing, self.path, 2, self.args)
+        check_signature(thing, self.path, 2, self.args)
         return thing
 
-    def make(self, parts: Parts) -> Workflow:
+    def make(self, parts: WorkflowContext) -> Workflow:
         """The class's own workflow, or one that calls the function."""
         if isinstance(self._made, WorkflowOptions):
             return self._made.make(parts)
-        return Written(self._made, self.args, parts)
+        return FunctionWorkflow(self._made, self.args, parts)
 
 
-class Written:
+class FunctionWorkflow:
     """Rollouts of a task go side by side, each a call of the function."""
 
-    def __init__(self, function: Any, args: dict[str, Any], parts: Parts) -> None:
+    def __init__(self, function: Any, args: dict[str, Any], parts: WorkflowContext) -> None:
         self._function, self._args, self._parts = function, args, parts
 
     async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
@@ -121,11 +121,11 @@ class Written:
         return tuple(await asyncio.gather(*(self._one(task, policy, request_seed(seed, at)) for at in range(count))))
 
     async def _one(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
-        talk = Talk(policy, self._parts.sampling, seed)
+        conversation = Conversation(policy, self._parts.sampling, seed)
         try:
-            own = await self._function(task, talk, **self._args)
+            own = await self._function(task, conversation, **self._args)
         except Exception as error:  # noqa: BLE001  it is the user's code, and one rollout's fault is not the group's
-            return Rollout(turns=talk.turns, error=f"{type(error).__name__}: {error}")
-        if not talk.turns:
+            return Rollout(turns=conversation.turns, error=f"{type(error).__name__}: {error}")
+        if not conversation.turns:
             return Rollout(error="the workflow asked the policy nothing")
-        return await scored(task, talk.turns, self._parts.rewards, policy, own)
+        return await score_turns(task, conversation.turns, self._parts.rewards, policy, own)

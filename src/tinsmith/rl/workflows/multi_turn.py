@@ -12,13 +12,13 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tinsmith.rl.plugins import accepts, settled, thing_at
+from tinsmith.rl.plugins import await_if_needed, check_signature, import_object
 from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.policy.chat import PromptTooLong
 from tinsmith.rl.types import Rollout, Task, Turn
-from tinsmith.rl.workflows.base import Parts, Workflow, WorkflowOptions, scored
-from tinsmith.rl.workflows.custom import Talk
-from tinsmith.rl.workflows.single_turn import opening
+from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, score_turns
+from tinsmith.rl.workflows.custom import Conversation
+from tinsmith.rl.workflows.single_turn import with_system_message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,27 +72,27 @@ class MultiTurnConfig(WorkflowOptions):
 
     @model_validator(mode="after")
     def _can_be_used(self) -> MultiTurnConfig:
-        thing = thing_at(self.path)
+        thing = import_object(self.path)
         if not (isinstance(thing, type) and issubclass(thing, Environment)):
             raise ValueError(f"{self.path} is no {Environment.__module__}.Environment; derive it from that")
-        accepts(thing, self.path, 2, self.args)
+        check_signature(thing, self.path, 2, self.args)
         return self
 
     @property
-    def gives_rewards(self) -> bool:
+    def provides_rewards(self) -> bool:
         """Those of the environment."""
         return True
 
-    def make(self, parts: Parts) -> Workflow:
+    def make(self, parts: WorkflowContext) -> Workflow:
         """The workflow."""
-        return MultiTurn(self, parts)
+        return MultiTurnWorkflow(self, parts)
 
 
-class MultiTurn:
+class MultiTurnWorkflow:
     """Rollouts of a task go side by side."""
 
-    def __init__(self, config: MultiTurnConfig, parts: Parts) -> None:
-        self._config, self._parts, self._environment = config, parts, thing_at(config.path)
+    def __init__(self, config: MultiTurnConfig, parts: WorkflowContext) -> None:
+        self._config, self._parts, self._environment = config, parts, import_object(config.path)
 
     async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
         """`count` conversations."""
@@ -100,23 +100,23 @@ class MultiTurn:
 
     async def _one(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
         """A prompt that grows too long ends the rollout where it is; what fails makes it a failed one."""
-        talk = Talk(policy, self._parts.sampling, seed)
+        conversation = Conversation(policy, self._parts.sampling, seed)
         try:
-            await self._play(task, talk, self._environment(task, seed, **self._config.args))
+            await self._play(task, conversation, self._environment(task, seed, **self._config.args))
         except Exception as error:  # noqa: BLE001  an environment is the user's code, and one rollout's fault is not the group's
-            if not (isinstance(error, PromptTooLong) and talk.turns):
-                return Rollout(turns=talk.turns, error=f"{type(error).__name__}: {error}")
-        given = [turn.reward for turn in talk.turns if turn.reward is not None]
-        return await scored(task, talk.turns, self._parts.rewards, policy, sum(given) if given else None)
+            if not (isinstance(error, PromptTooLong) and conversation.turns):
+                return Rollout(turns=conversation.turns, error=f"{type(error).__name__}: {error}")
+        given = [turn.reward for turn in conversation.turns if turn.reward is not None]
+        return await score_turns(task, conversation.turns, self._parts.rewards, policy, sum(given) if given else None)
 
-    async def _play(self, task: Task, talk: Talk, environment: Environment) -> None:
-        answer: Answer = await settled(environment.begin())
-        said = [*opening(task, self._config.system), *([answer.message] if answer.message else [])]
+    async def _play(self, task: Task, conversation: Conversation, environment: Environment) -> None:
+        answer: Answer = await await_if_needed(environment.begin())
+        said = [*with_system_message(task, self._config.system), *([answer.message] if answer.message else [])]
         for _ in range(self._config.max_turns):
             if answer.done:
                 return
-            reply = await talk.say(*said, state=answer.state)
-            answer = await settled(environment.step(reply))
+            reply = await conversation.say(*said, state=answer.state)
+            answer = await await_if_needed(environment.step(reply))
             if answer.reward is not None:
-                talk.credit(answer.reward)
+                conversation.credit(answer.reward)
             said = [answer.message]

@@ -8,7 +8,7 @@ from typing import Literal
 
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Message, Rollout, Task
-from tinsmith.rl.workflows.base import Parts, Workflow, WorkflowOptions, scored
+from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, score_turns
 
 THINK = (
     "Think the question through before you answer it. Write your thoughts between <think> and </think>, and after "
@@ -26,13 +26,13 @@ class SingleTurnConfig(WorkflowOptions):
     """How every reply begins: the policy goes on from it, and rewards read it too."""
 
     @property
-    def tells_states(self) -> bool:
+    def provides_states(self) -> bool:
         """There is one turn."""
         return False
 
-    def make(self, parts: Parts) -> Workflow:
+    def make(self, parts: WorkflowContext) -> Workflow:
         """The same for every kind of single turn."""
-        return SingleTurn(self.system, self.reply_prefix, parts)
+        return SingleTurnWorkflow(self.system, self.reply_prefix, parts)
 
 
 class MathConfig(WorkflowOptions):
@@ -45,33 +45,33 @@ class MathConfig(WorkflowOptions):
     """How every reply begins: the policy goes on from it, and rewards read it too."""
 
     @property
-    def tells_states(self) -> bool:
+    def provides_states(self) -> bool:
         """There is one turn."""
         return False
 
-    def make(self, parts: Parts) -> Workflow:
+    def make(self, parts: WorkflowContext) -> Workflow:
         """A single turn."""
-        return SingleTurn(self.system, self.reply_prefix, parts)
+        return SingleTurnWorkflow(self.system, self.reply_prefix, parts)
 
 
-class SingleTurn:
+class SingleTurnWorkflow:
     """All replies to one task come from one request, so that the server computes the prompt once."""
 
-    def __init__(self, system: str, reply_prefix: str, parts: Parts) -> None:
+    def __init__(self, system: str, reply_prefix: str, parts: WorkflowContext) -> None:
         self._system, self._prefix, self._parts = system, reply_prefix, parts
 
     async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
         """`count` replies, each a rollout."""
-        messages = opening(task, self._system)
+        messages = with_system_message(task, self._system)
         if self._prefix:
             messages = (*messages, Message(role="assistant", content=self._prefix))
         begun = messages[-1].content if messages[-1].role == "assistant" else ""
         turns = await policy.sample(messages, count=count, seed=seed, sampling=self._parts.sampling)
         read = [replace(turn, text=begun + turn.text) for turn in turns]
-        return tuple(await asyncio.gather(*(scored(task, (one,), self._parts.rewards, policy) for one in read)))
+        return tuple(await asyncio.gather(*(score_turns(task, (one,), self._parts.rewards, policy) for one in read)))
 
 
-def opening(task: Task, system: str) -> tuple[Message, ...]:
+def with_system_message(task: Task, system: str) -> tuple[Message, ...]:
     """A task's messages, with a system message first if they have none and one is wanted."""
     if not system or (task.messages and task.messages[0].role == "system"):
         return task.messages

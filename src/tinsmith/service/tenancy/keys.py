@@ -24,7 +24,7 @@ from tinsmith.errors import BadRequest, ConfigError, NotFound
 from tinsmith.service.config import KEY_PREFIX
 from tinsmith.service.storage.database import migrate, open_engine, retry_while_unavailable
 from tinsmith.service.storage.tables import AUDIT, KEYS, QUOTAS
-from tinsmith.settings import made
+from tinsmith.settings import writable_folder
 
 LOCAL = "local"
 """The tenant of the server's own key, who may do everything. Not derived from the key: a new key keeps the old work."""
@@ -81,7 +81,7 @@ def key_hash(key: str) -> str:
 async def open_key_database(data: Path, database: str | None) -> AsyncIterator[AsyncEngine]:
     """The database of a data folder or at a URL, for commands: made if there is none, never upgraded under a server."""
     if database is None:
-        made(data, "--data")
+        writable_folder(data, "--data")
     engine = open_engine(data, database)
     try:
         await migrate(engine, upgrade=False)

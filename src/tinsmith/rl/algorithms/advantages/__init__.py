@@ -6,12 +6,36 @@ from typing import Annotated
 
 from pydantic import Field
 
-from tinsmith.rl.algorithms.advantages.group import Best, ClipB, Grpo, Opmd, Rec, Reinforce, Rloo
-from tinsmith.rl.algorithms.advantages.multi_turn import Gigpo, StepWiseGrpo
-from tinsmith.rl.algorithms.advantages.per_token import Gae, Jsd, OnPolicyDistill, ReinforcePlusPlus
+from tinsmith.rl.algorithms.advantages.group import (
+    BestAdvantage,
+    ClipBAdvantage,
+    GrpoAdvantage,
+    OpmdAdvantage,
+    RecAdvantage,
+    ReinforceAdvantage,
+    RlooAdvantage,
+)
+from tinsmith.rl.algorithms.advantages.multi_turn import GigpoAdvantage, StepWiseGrpoAdvantage
+from tinsmith.rl.algorithms.advantages.per_token import (
+    GaeAdvantage,
+    JsdAdvantage,
+    OnPolicyDistillAdvantage,
+    ReinforcePlusPlusAdvantage,
+)
 
 AdvantageConfig = Annotated[
-    Grpo | Opmd | Reinforce | Rloo | Rec | StepWiseGrpo | Gigpo | ReinforcePlusPlus | Gae | OnPolicyDistill
-    | Jsd | ClipB | Best,
+    GrpoAdvantage
+    | OpmdAdvantage
+    | ReinforceAdvantage
+    | RlooAdvantage
+    | RecAdvantage
+    | StepWiseGrpoAdvantage
+    | GigpoAdvantage
+    | ReinforcePlusPlusAdvantage
+    | GaeAdvantage
+    | OnPolicyDistillAdvantage
+    | JsdAdvantage
+    | ClipBAdvantage
+    | BestAdvantage,
     Field(discriminator="type"),
-]  # fmt: skip
+]

@@ -62,11 +62,11 @@ class Trace:
         return rewards if self.penalty is None else rewards - self.penalty
 
     @property
-    def worth(self) -> float:
+    def net_reward(self) -> float:
         """The reward less all penalties."""
         return self.reward - (0.0 if self.penalty is None else float(self.penalty.sum()))
 
-    def level(self, value: float) -> np.ndarray:
+    def full(self, value: float) -> np.ndarray:
         """`value` at every token."""
         return np.full(self.length, value)
 
@@ -75,7 +75,7 @@ class Trace:
         return replace(self, columns={**self.columns, **columns})
 
 
-def trace_of(rollout: Rollout) -> Trace:
+def trace_from_rollout(rollout: Rollout) -> Trace:
     """What a rollout that did not fail is to advantages."""
     turns = [turn for turn in rollout.turns if turn.role == POLICY]
     return Trace(
@@ -90,29 +90,29 @@ def trace_of(rollout: Rollout) -> Trace:
 class Advantage(Settings):
     """What every advantage has."""
 
-    needs: ClassVar[frozenset[str]] = frozenset()
+    columns: ClassVar[frozenset[str]] = frozenset()
     """Columns that it reads."""
     reads_rewards: ClassVar[bool] = True
     """Whether it asks what a rollout is worth."""
     reads_states: ClassVar[bool] = False
     """Whether it wants to know what the policy was looking at before each turn."""
 
-    def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """An advantage for each token. `random` is for those that draw."""
         raise NotImplementedError
 
 
-def spread(traces_G: Sequence[Trace], values_G: np.ndarray) -> list[np.ndarray]:
+def broadcast(traces_G: Sequence[Trace], values_G: np.ndarray) -> list[np.ndarray]:
     """One number for each trace, at all its tokens."""
-    return [trace.level(float(value)) for trace, value in zip(traces_G, values_G, strict=True)]
+    return [trace.full(float(value)) for trace, value in zip(traces_G, values_G, strict=True)]
 
 
-def worths(traces_G: Sequence[Trace]) -> np.ndarray:
+def net_rewards(traces_G: Sequence[Trace]) -> np.ndarray:
     """float64 [G]."""
-    return np.array([trace.worth for trace in traces_G], np.float64)
+    return np.array([trace.net_reward for trace in traces_G], np.float64)
 
 
-def deviation(values: np.ndarray) -> float:
+def sample_std(values: np.ndarray) -> float:
     """Of a sample: divided by n - 1; 1 where there is only one value."""
     return float(values.std(ddof=1)) if len(values) > 1 else 1.0
 

@@ -12,13 +12,21 @@ from typing import ClassVar, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from tinsmith.rl.algorithms.advantages.base import Advantage, Advantages, Trace, Traces, deviation, spread, worths
+from tinsmith.rl.algorithms.advantages.base import (
+    Advantage,
+    Advantages,
+    Trace,
+    Traces,
+    broadcast,
+    net_rewards,
+    sample_std,
+)
 from tinsmith.settings import unread
 
 _FLOOR = 1e-6
 
 
-class Grpo(Advantage):
+class GrpoAdvantage(Advantage):
     """(r - mean) / (deviation + 1e-6), GRPO (arXiv 2402.03300); without the division, Dr. GRPO (arXiv 2503.20783)."""
 
     type: Literal["grpo"] = "grpo"
@@ -29,23 +37,23 @@ class Grpo(Advantage):
     rank_penalty: float = Field(default=0.0, ge=0)
     """p: mean and deviation are those of r (1 - p rank / G), rank 0 the least likely reply."""
 
-    def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """A group of one has mean 0 and deviation 1."""
-        every = np.concatenate([np.zeros(0), *(worths(traces_G) for traces_G in traces_PG)])
+        every = np.concatenate([np.zeros(0), *(net_rewards(traces_G) for traces_G in traces_PG)])
         found: Advantages = []
         for traces_G in traces_PG:
-            rewards_G = worths(traces_G)
+            rewards_G = net_rewards(traces_G)
             compared_G = rewards_G * self._ranked(traces_G) if self.rank_penalty else rewards_G
             if self.std_threshold is not None and not self._differs(compared_G):
                 found.append([])
                 continue
             mean = float(compared_G.mean()) if len(compared_G) > 1 else 0.0
-            scale = {"none": 1.0, "group": deviation(compared_G) + _FLOOR, "batch": deviation(every) + _FLOOR}
-            found.append(spread(traces_G, (rewards_G - mean) / scale[self.normalize]))
+            scale = {"none": 1.0, "group": sample_std(compared_G) + _FLOOR, "batch": sample_std(every) + _FLOOR}
+            found.append(broadcast(traces_G, (rewards_G - mean) / scale[self.normalize]))
         return found
 
     def _differs(self, rewards_G: np.ndarray) -> bool:
-        return len(rewards_G) > 1 and deviation(rewards_G) > (self.std_threshold or 0.0)
+        return len(rewards_G) > 1 and sample_std(rewards_G) > (self.std_threshold or 0.0)
 
     def _ranked(self, traces_G: Sequence[Trace]) -> np.ndarray:
         means_G = np.array([trace.logprobs.mean() if trace.length else 0.0 for trace in traces_G])
@@ -53,7 +61,7 @@ class Grpo(Advantage):
         return 1.0 - self.rank_penalty * ranks_G / len(means_G)
 
 
-class Opmd(Advantage):
+class OpmdAdvantage(Advantage):
     """r - b, the baseline of a group: its mean, or tau (logsumexp(r / tau) - log G)."""
 
     type: Literal["opmd"] = "opmd"
@@ -65,14 +73,16 @@ class Opmd(Advantage):
     """Taken off the baseline: 0.1 is AsymRE's (arXiv 2506.20520)."""
 
     @model_validator(mode="after")
-    def _read_together(self) -> Opmd:
+    def _read_together(self) -> OpmdAdvantage:
         if self.baseline == "mean":
             unread(self, "tau", without="baseline logavgexp")
         return self
 
-    def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """A group of one has baseline 0, less the shift."""
-        return [spread(traces_G, worths(traces_G) - self._baseline(worths(traces_G))) for traces_G in traces_PG]
+        return [
+            broadcast(traces_G, net_rewards(traces_G) - self._baseline(net_rewards(traces_G))) for traces_G in traces_PG
+        ]
 
     def _baseline(self, rewards_G: np.ndarray) -> float:
         if len(rewards_G) < 2:
@@ -84,33 +94,33 @@ class Opmd(Advantage):
         return self.tau * (top + math.log(float(np.exp(scaled - top).mean()))) - self.shift
 
 
-class Reinforce(Advantage):
+class ReinforceAdvantage(Advantage):
     """The reward itself."""
 
     type: Literal["reinforce"] = "reinforce"
 
-    def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """No baseline."""
-        return [spread(traces_G, worths(traces_G)) for traces_G in traces_PG]
+        return [broadcast(traces_G, net_rewards(traces_G)) for traces_G in traces_PG]
 
 
-class Rloo(Advantage):
+class RlooAdvantage(Advantage):
     """r less the mean of the others' rewards (arXiv 2402.14740)."""
 
     type: Literal["rloo"] = "rloo"
 
-    def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """A group of one keeps its reward."""
         found: Advantages = []
         for traces_G in traces_PG:
-            rewards_G, size = worths(traces_G), len(traces_G)
+            rewards_G, size = net_rewards(traces_G), len(traces_G)
             found.append(
-                spread(traces_G, (rewards_G - rewards_G.mean()) * size / (size - 1) if size > 1 else rewards_G)
+                broadcast(traces_G, (rewards_G - rewards_G.mean()) * size / (size - 1) if size > 1 else rewards_G)
             )
         return found
 
 
-class Rec(Advantage):
+class RecAdvantage(Advantage):
     """r - mean of those kept, perhaps over their deviation (arXiv 2509.24203)."""
 
     type: Literal["rec"] = "rec"
@@ -119,9 +129,9 @@ class Rec(Advantage):
     drop: Literal["none", "balance"] = "none"
     """`balance` drops replies below the mean, at random, until they are no more than those above."""
 
-    def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """A dropped reply has advantage 0."""
-        return [spread(traces_G, self._of_group(worths(traces_G), random)) for traces_G in traces_PG]
+        return [broadcast(traces_G, self._of_group(net_rewards(traces_G), random)) for traces_G in traces_PG]
 
     def _of_group(self, rewards_G: np.ndarray, random: np.random.Generator) -> np.ndarray:
         if len(rewards_G) < 2:
@@ -136,39 +146,39 @@ class Rec(Advantage):
         return np.where(kept_G, (rewards_G - rewards_G[kept_G].mean()) / scale, 0.0)
 
 
-class Best(Advantage):
+class BestAdvantage(Advantage):
     """1 for the best reply of a group, the others left out: rejection sampling (RAFT, arXiv 2304.06767)."""
 
     type: Literal["best"] = "best"
     above: float = 0.0
     """A group whose best reward is not above this is dropped."""
 
-    def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """Among equals the first."""
         found: Advantages = []
         for traces_G in traces_PG:
-            rewards_G = worths(traces_G)
+            rewards_G = net_rewards(traces_G)
             if not len(rewards_G) or rewards_G.max() <= self.above:
                 found.append([])
                 continue
             best = int(rewards_G.argmax())
-            found.append([trace.level(1.0) if at == best else np.zeros(0) for at, trace in enumerate(traces_G)])
+            found.append([trace.full(1.0) if at == best else np.zeros(0) for at, trace in enumerate(traces_G)])
         return found
 
 
-class ClipB(Advantage):
+class ClipBAdvantage(Advantage):
     """S = p (H + log p): keep A > 0, and A < 0 where S - mean(S) >= -mu std(S)."""
 
     type: Literal["clipb"] = "clipb"
-    needs: ClassVar[frozenset[str]] = frozenset({"entropy"})
+    columns: ClassVar[frozenset[str]] = frozenset({"entropy"})
     mu: float = Field(default=2.5, ge=0)
     """How many deviations below the mean are kept."""
     normalize: Literal["none", "group", "batch"] = "group"
     """As of grpo."""
 
-    def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """Mean and deviation are over all tokens of the step."""
-        plain = Grpo(normalize=self.normalize).of(traces_PG, random)
+        plain = GrpoAdvantage(normalize=self.normalize).compute(traces_PG, random)
         signals = [
             [np.exp(trace.logprobs) * (trace.columns["entropy"] + trace.logprobs) for trace in traces_G]
             for traces_G in traces_PG

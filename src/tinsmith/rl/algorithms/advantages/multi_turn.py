@@ -10,13 +10,13 @@ import numpy as np
 from pydantic import Field
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.algorithms.advantages.base import Advantage, Advantages, Trace, Traces, deviation, worths
-from tinsmith.rl.algorithms.advantages.group import Grpo
+from tinsmith.rl.algorithms.advantages.base import Advantage, Advantages, Trace, Traces, net_rewards, sample_std
+from tinsmith.rl.algorithms.advantages.group import GrpoAdvantage
 
 _FLOOR = 1e-6
 
 
-class StepWiseGrpo(Advantage):
+class StepWiseGrpoAdvantage(Advantage):
     """GRPO over whole rollouts, the same advantage at every turn."""
 
     type: Literal["step_wise_grpo"] = "step_wise_grpo"
@@ -27,9 +27,9 @@ class StepWiseGrpo(Advantage):
     by_turns: bool = False
     """Divide a rollout's advantage by the number of its turns."""
 
-    def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """The reward that counts is the rollout's."""
-        plain = Grpo(normalize=self.normalize, std_threshold=self.std_threshold).of(traces_PG, random)
+        plain = GrpoAdvantage(normalize=self.normalize, std_threshold=self.std_threshold).compute(traces_PG, random)
         if not self.by_turns:
             return plain
         return [
@@ -38,7 +38,7 @@ class StepWiseGrpo(Advantage):
         ]
 
 
-class Gigpo(Advantage):
+class GigpoAdvantage(Advantage):
     """A group's comparison of whole rollouts plus omega times one of turns taken from equal states (arXiv 2505.10978).
 
     Turns are compared by R_t = r_t + gamma R_{t+1} with all turns of the step that saw the same state; a state seen
@@ -54,7 +54,7 @@ class Gigpo(Advantage):
     normalize: bool = False
     """Divide by the deviation; off is the paper's F_norm = 1."""
 
-    def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """Raises ConfigError where the workflow tells no states."""
         returns = [[self._returns(trace) for trace in traces_G] for traces_G in traces_PG]
         buckets: dict[str, list[float]] = defaultdict(list)
@@ -63,13 +63,13 @@ class Gigpo(Advantage):
                 if len(trace.states) != len(trace.turns) or not all(trace.states):
                     raise ConfigError(
                         "gigpo compares turns by state, and a turn of this workflow has none.",
-                        "Tell it with every turn: talk.say(…, state=…), or Answer(state=…) of begin and step.",
+                        "Set it with every turn: conversation.say(…, state=…), or Answer(state=…) of begin and step.",
                     )
                 for state, value in zip(trace.states, values, strict=True):
                     buckets[state].append(value)
         found: Advantages = []
         for traces_G, returns_G in zip(traces_PG, returns, strict=True):
-            whole_G = self._compared(worths(traces_G))
+            whole_G = self._compared(net_rewards(traces_G))
             found.append(
                 [
                     self._tokens(trace, float(whole), values, buckets)
@@ -82,7 +82,7 @@ class Gigpo(Advantage):
         """[turns]; what the rollout is worth beside the rewards of its turns comes with the last one."""
         rewards = [0.0 if reward is None else reward for reward in trace.turn_rewards] or [0.0] * len(trace.turns)
         if rewards:
-            rewards[-1] += trace.worth - sum(rewards)
+            rewards[-1] += trace.net_reward - sum(rewards)
         returns: list[float] = []
         following = 0.0
         for reward in reversed(rewards):
@@ -93,7 +93,7 @@ class Gigpo(Advantage):
     def _compared(self, values: np.ndarray) -> np.ndarray:
         if len(values) < 2:
             return np.zeros(len(values))
-        return (values - values.mean()) / (deviation(values) + _FLOOR if self.normalize else 1.0)
+        return (values - values.mean()) / (sample_std(values) + _FLOOR if self.normalize else 1.0)
 
     def _tokens(
         self, trace: Trace, whole: float, returns: Sequence[float], buckets: dict[str, list[float]]
@@ -101,7 +101,7 @@ class Gigpo(Advantage):
         pieces = [np.zeros(0)]
         for length, state, value in zip(trace.turns, trace.states, returns, strict=True):
             peers = np.array(buckets[state])
-            scale = deviation(peers) + _FLOOR if self.normalize else 1.0
+            scale = sample_std(peers) + _FLOOR if self.normalize else 1.0
             step = (value - float(peers.mean())) / scale if len(peers) > 1 else 0.0
             pieces.append(np.full(length, whole + self.omega * step))
         return np.concatenate(pieces)

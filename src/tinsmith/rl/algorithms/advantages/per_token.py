@@ -13,24 +13,24 @@ from pydantic import Field
 from tinsmith.rl.algorithms.advantages.base import Advantage, Advantages, Trace, Traces, whiten
 
 
-class ReinforcePlusPlus(Advantage):
+class ReinforcePlusPlusAdvantage(Advantage):
     """R_t = r_t + gamma R_{t+1}, whitened over all tokens of the step (arXiv 2501.03262)."""
 
     type: Literal["reinforceplusplus"] = "reinforceplusplus"
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount from token to token."""
 
-    def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """Token rewards: the rollout's on its last token, less penalties."""
         flat = whiten([discounted(trace.token_rewards, self.gamma) for traces_G in traces_PG for trace in traces_G])
         return _grouped(flat, traces_PG)
 
 
-class Gae(Advantage):
+class GaeAdvantage(Advantage):
     """delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum (gamma lambda)^l delta_{t+l}, whitened (arXiv 1506.02438)."""
 
     type: Literal["gae"] = "gae"
-    needs: ClassVar[frozenset[str]] = frozenset({"values"})
+    columns: ClassVar[frozenset[str]] = frozenset({"values"})
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount from token to token."""
     lam: float = Field(default=1.0, ge=0, le=1)
@@ -38,7 +38,7 @@ class Gae(Advantage):
     whiten: bool = True
     """Over all tokens of the step."""
 
-    def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """The value after the last token is 0."""
         flat = [self.raw(trace.token_rewards, trace.columns["values"]) for one in traces_PG for trace in one]
         return _grouped(whiten(flat) if self.whiten else flat, traces_PG)
@@ -64,34 +64,34 @@ def _grouped(flat: list[np.ndarray], traces_PG: Traces) -> Advantages:
     return [[next(rest) for _ in traces_G] for traces_G in traces_PG]
 
 
-class OnPolicyDistill(Advantage):
+class OnPolicyDistillAdvantage(Advantage):
     """coef (t - s): the one-sample estimate of -KL(policy || teacher) at each token."""
 
     type: Literal["on_policy_distill"] = "on_policy_distill"
-    needs: ClassVar[frozenset[str]] = frozenset({"teacher"})
+    columns: ClassVar[frozenset[str]] = frozenset({"teacher"})
     reads_rewards: ClassVar[bool] = False
     coef: float = Field(default=1.0, gt=0)
     """Scale."""
 
-    def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """Rewards do not count."""
         return [
             [self.coef * (trace.columns["teacher"] - trace.logprobs) for trace in traces_G] for traces_G in traces_PG
         ]
 
 
-class Jsd(Advantage):
+class JsdAdvantage(Advantage):
     """-coef (b (t - m) + (1 - b) (s - m)), m = log((1 - b) e^s + b e^t); b = 0 is s - t, b = 1 is t - s."""
 
     type: Literal["jsd"] = "jsd"
-    needs: ClassVar[frozenset[str]] = frozenset({"teacher"})
+    columns: ClassVar[frozenset[str]] = frozenset({"teacher"})
     reads_rewards: ClassVar[bool] = False
     coef: float = Field(default=1.0, gt=0)
     """Scale."""
     beta: float = Field(default=0.5, ge=0, le=1)
     """b, the teacher's share of the mixture."""
 
-    def of(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
+    def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """Rewards do not count."""
         return [[-self.coef * self._divergence(trace) for trace in traces_G] for traces_G in traces_PG]
 

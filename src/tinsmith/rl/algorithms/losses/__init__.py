@@ -7,21 +7,35 @@ from typing import Annotated
 from pydantic import Field
 
 from tinsmith.rl.algorithms.losses.policy_gradient import (
-    Cispo,
-    Dro,
-    Gspo,
-    ImportanceSampling,
-    Ppo,
-    Rec,
-    Sapo,
-    Sppo,
-    Topr,
+    CispoLoss,
+    DroLoss,
+    GspoLoss,
+    ImportanceSamplingLoss,
+    PpoLoss,
+    RecLoss,
+    SapoLoss,
+    SppoLoss,
+    ToprLoss,
 )
-from tinsmith.rl.algorithms.losses.preference import Dpo
-from tinsmith.rl.algorithms.losses.supervised import Mix, MixChord, Opmd, Sft, SftIs, SftPhi
+from tinsmith.rl.algorithms.losses.preference import DpoLoss
+from tinsmith.rl.algorithms.losses.supervised import MixChordLoss, MixLoss, OpmdLoss, SftIsLoss, SftLoss, SftPhiLoss
 
 LossConfig = Annotated[
-    Ppo | ImportanceSampling | Gspo | Cispo | Sapo | Topr | Sppo | Rec | Opmd | Sft | SftIs | SftPhi | Dpo | Mix
-    | MixChord | Dro,
+    PpoLoss
+    | ImportanceSamplingLoss
+    | GspoLoss
+    | CispoLoss
+    | SapoLoss
+    | ToprLoss
+    | SppoLoss
+    | RecLoss
+    | OpmdLoss
+    | SftLoss
+    | SftIsLoss
+    | SftPhiLoss
+    | DpoLoss
+    | MixLoss
+    | MixChordLoss
+    | DroLoss,
     Field(discriminator="type"),
-]  # fmt: skip
+]

@@ -17,7 +17,7 @@ from tinsmith.settings import Settings
 
 Aggregate = Literal["token_sum", "token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "seq_mean_token_sum_norm"]
 
-LIMIT = 20.0
+LOG_RATIO_LIMIT = 20.0
 """Bound of a log ratio before it is exponentiated."""
 
 
@@ -36,7 +36,7 @@ class Tokens:
     """bool: an expert's words, not the policy's."""
     weights: Tensor
     """w of the aggregate over all rows; those of one reply of each row."""
-    own_weights: Tensor
+    policy_weights: Tensor
     """The same as if only the policy's rows were there; 0 at an expert's."""
     expert_weights: Tensor
     """The same of the expert's rows."""
@@ -46,14 +46,14 @@ class Tokens:
     step: int = 1
     """Of the run, from 1."""
 
-    def mean_of_rows(self, values: Tensor) -> Tensor:
+    def row_mean(self, values: Tensor) -> Tensor:
         """[T]: each token's row's mean."""
         rows = int(self.sequence[-1]) + 1
         zeros = torch.zeros(rows, dtype=values.dtype)
         sums = zeros.index_add(0, self.sequence, values)
         return (sums / zeros.index_add(0, self.sequence, torch.ones_like(values)))[self.sequence]
 
-    def of_rows(self, kept: Tensor) -> Tokens:
+    def select_rows(self, kept: Tensor) -> Tokens:
         """The tokens of the rows in `kept` (bool [rows]) with the weights that they have among all; no pairs."""
         inside = kept[self.sequence]
         number = torch.cumsum(kept.long(), 0) - 1
@@ -64,7 +64,7 @@ class Tokens:
             counts=self.counts[inside],
             expert=self.expert[inside],
             weights=self.weights[inside],
-            own_weights=self.own_weights[inside],
+            policy_weights=self.policy_weights[inside],
             expert_weights=self.expert_weights[inside],
             reference=None if self.reference is None else self.reference[inside],
             step=self.step,
@@ -99,7 +99,7 @@ class PolicyLoss(Settings):
     """What every policy loss has.
 
     `linear`: the losses of equal replies with two advantages are that of one with their sum, so they may share a row;
-    of losses that `bend`, where both advantages and their sum are on one side.
+    of losses that `advantage_kink`, where both advantages and their sum are on one side.
     """
 
     linear: ClassVar[bool] = True
@@ -107,7 +107,7 @@ class PolicyLoss(Settings):
     reads_advantage: ClassVar[bool] = True
 
     @property
-    def bend(self) -> float | None:
+    def advantage_kink(self) -> float | None:
         """The advantage at which the loss, straight on either side, has another slope."""
         return None
 
@@ -121,11 +121,11 @@ class PolicyLoss(Settings):
         return (batch.weights * values).sum(), metrics
 
 
-def gap(logprobs: Tensor, batch: Tokens) -> Tensor:
+def log_ratio(logprobs: Tensor, batch: Tokens) -> Tensor:
     """log of the ratio, within 20."""
-    return (logprobs - batch.old).clamp(-LIMIT, LIMIT)
+    return (logprobs - batch.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def share(where: Tensor, batch: Tokens) -> Tensor:
+def token_fraction(where: Tensor, batch: Tokens) -> Tensor:
     """The share of tokens at which something is so."""
     return (where.to(batch.old) * batch.counts).sum() / batch.counts.sum().clamp(min=1.0)

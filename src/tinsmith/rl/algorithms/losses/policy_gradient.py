@@ -8,21 +8,21 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from tinsmith.rl.algorithms.losses.base import PolicyLoss, Tokens, gap, share
+from tinsmith.rl.algorithms.losses.base import PolicyLoss, Tokens, log_ratio, token_fraction
 from tinsmith.settings import unread
 
 
-class ImportanceSampling(PolicyLoss):
+class ImportanceSamplingLoss(PolicyLoss):
     """-r A."""
 
     type: Literal["importance_sampling"] = "importance_sampling"
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]."""
-        return -batch.advantages * gap(logprobs, batch).exp(), {}
+        return -batch.advantages * log_ratio(logprobs, batch).exp(), {}
 
 
-class Ppo(PolicyLoss):
+class PpoLoss(PolicyLoss):
     """max(-A r, -A clip(r, 1 - low, 1 + high)), and where A < 0 at most -A c (arXiv 1707.06347, 1912.09729)."""
 
     type: Literal["ppo"] = "ppo"
@@ -38,16 +38,16 @@ class Ppo(PolicyLoss):
     """Leave out tokens of A < 0 in replies whose mean q - p is above this."""
 
     @property
-    def bend(self) -> float | None:
+    def advantage_kink(self) -> float | None:
         """Each sign is bounded on its own side."""
         return 0.0
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]."""
-        log_ratio = logprobs - logprobs.detach() if self.on_policy else gap(logprobs, batch)
-        values, metrics = self.bounded(log_ratio.exp(), batch)
+        difference = logprobs - logprobs.detach() if self.on_policy else log_ratio(logprobs, batch)
+        values, metrics = self.bounded(difference.exp(), batch)
         if self.mask_drift is not None:
-            drifted = batch.mean_of_rows(batch.old - logprobs.detach()) > self.mask_drift
+            drifted = batch.row_mean(batch.old - logprobs.detach()) > self.mask_drift
             values = torch.where(drifted & (batch.advantages < 0), torch.zeros_like(values), values)
         return values, metrics
 
@@ -56,16 +56,16 @@ class Ppo(PolicyLoss):
         advantages = batch.advantages
         plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         values = torch.maximum(plain, clipped)
-        metrics = {"clipped": share(clipped > plain, batch)}
+        metrics = {"clipped": token_fraction(clipped > plain, batch)}
         if self.dual_clip is not None:
             ceiling = -advantages * self.dual_clip
             below = (advantages < 0) & (ceiling < values)
             values = torch.where(below, ceiling, values)
-            metrics["clipped_lower"] = share(below, batch)
+            metrics["clipped_lower"] = token_fraction(below, batch)
         return values, metrics
 
 
-class Gspo(PolicyLoss):
+class GspoLoss(PolicyLoss):
     """PPO's with one ratio for a reply: exp(sg(mean(p - q)) + p - sg(p)) (arXiv 2507.18071)."""
 
     type: Literal["gspo"] = "gspo"
@@ -75,17 +75,17 @@ class Gspo(PolicyLoss):
     """The ratio may rise this far above 1."""
 
     @property
-    def bend(self) -> float | None:
+    def advantage_kink(self) -> float | None:
         """As of ppo."""
         return 0.0
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]; wants the aggregate seq_mean_token_mean."""
-        ratio = (batch.mean_of_rows((logprobs - batch.old).detach()) + logprobs - logprobs.detach()).exp()
-        return Ppo(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=None).bounded(ratio, batch)
+        ratio = (batch.row_mean((logprobs - batch.old).detach()) + logprobs - logprobs.detach()).exp()
+        return PpoLoss(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=None).bounded(ratio, batch)
 
 
-class Cispo(PolicyLoss):
+class CispoLoss(PolicyLoss):
     """-A sg(clip(r, 1 - low, 1 + high)) p (arXiv 2506.13585)."""
 
     type: Literal["cispo"] = "cispo"
@@ -97,21 +97,21 @@ class Cispo(PolicyLoss):
     """Leave out what PPO would: A > 0 above the upper bound, A < 0 below the lower."""
 
     @property
-    def bend(self) -> float | None:
+    def advantage_kink(self) -> float | None:
         """The mask looks at the sign."""
         return 0.0 if self.mask else None
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]."""
-        ratio = gap(logprobs.detach(), batch).exp()
+        ratio = log_ratio(logprobs.detach(), batch).exp()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         beyond = torch.where(batch.advantages > 0, ratio > 1 + self.clip_high, ratio < 1 - self.clip_low)
         if self.mask:
             weight = torch.where(beyond & (batch.advantages != 0), torch.zeros_like(weight), weight)
-        return -batch.advantages * weight * logprobs, {"clipped": share(weight != ratio, batch)}
+        return -batch.advantages * weight * logprobs, {"clipped": token_fraction(weight != ratio, batch)}
 
 
-class Sapo(PolicyLoss):
+class SapoLoss(PolicyLoss):
     """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of a clip (arXiv 2511.20347)."""
 
     type: Literal["sapo"] = "sapo"
@@ -123,21 +123,21 @@ class Sapo(PolicyLoss):
     """-A sg(gate) p in place of the paper's objective, which differentiates the gate itself."""
 
     @property
-    def bend(self) -> float | None:
+    def advantage_kink(self) -> float | None:
         """tau goes by the sign."""
         return 0.0
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]."""
         source = logprobs.detach() if self.score_function else logprobs
-        ratio = gap(source, batch).exp()
+        ratio = log_ratio(source, batch).exp()
         positive, negative = ratio.new_tensor(self.tau_positive), ratio.new_tensor(self.tau_negative)
         tau = torch.where(batch.advantages > 0, positive, negative)
         gate = 4.0 / tau * torch.sigmoid(tau * (ratio - 1.0))
         return -batch.advantages * gate * (logprobs if self.score_function else 1.0), {}
 
 
-class Topr(PolicyLoss):
+class ToprLoss(PolicyLoss):
     """-sg(a) A p, a = 1 where A is above the threshold and r within [0, 1] elsewhere (arXiv 2503.14286)."""
 
     type: Literal["topr"] = "topr"
@@ -145,18 +145,18 @@ class Topr(PolicyLoss):
     """Replies of a larger advantage are taken as they are."""
 
     @property
-    def bend(self) -> float | None:
+    def advantage_kink(self) -> float | None:
         """The threshold."""
         return self.threshold
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]."""
-        ratio = gap(logprobs.detach(), batch).exp().clamp(0.0, 1.0)
+        ratio = log_ratio(logprobs.detach(), batch).exp().clamp(0.0, 1.0)
         taper = torch.where(batch.advantages > self.threshold, torch.ones_like(ratio), ratio)
         return -taper * batch.advantages * logprobs, {}
 
 
-class Sppo(PolicyLoss):
+class SppoLoss(PolicyLoss):
     """-A (p - q) where 1 / (1 + e) <= r <= 1 + e, else 0."""
 
     type: Literal["sppo"] = "sppo"
@@ -165,13 +165,13 @@ class Sppo(PolicyLoss):
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]."""
-        ratio = gap(logprobs.detach(), batch).exp()
+        ratio = log_ratio(logprobs.detach(), batch).exp()
         inside = (ratio >= 1 / (1 + self.epsilon)) & (ratio <= 1 + self.epsilon)
         values = -batch.advantages * (logprobs - batch.old)
-        return torch.where(inside, values, torch.zeros_like(values)), {"clipped": share(~inside, batch)}
+        return torch.where(inside, values, torch.zeros_like(values)), {"clipped": token_fraction(~inside, batch)}
 
 
-class Dro(PolicyLoss):
+class DroLoss(PolicyLoss):
     """-(p A - beta / 2 (p - q)^2), with no ratio (arXiv 2405.19107)."""
 
     type: Literal["dro"] = "dro"
@@ -185,7 +185,7 @@ class Dro(PolicyLoss):
         return -logprobs * batch.advantages + 0.5 * self.beta * (logprobs - batch.old).square(), {}
 
 
-class Rec(PolicyLoss):
+class RecLoss(PolicyLoss):
     """-w A p where the ratio is in range, a family from REINFORCE to PPO (arXiv 2509.24203)."""
 
     type: Literal["rec"] = "rec"
@@ -211,7 +211,7 @@ class Rec(PolicyLoss):
     """Its weight."""
 
     @model_validator(mode="after")
-    def _read_together(self) -> Rec:
+    def _read_together(self) -> RecLoss:
         if self.clip == "none":
             unread(self, "clip_low", "clip_high", without="a clip")
         if self.clip != "ring":
@@ -224,8 +224,8 @@ class Rec(PolicyLoss):
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]."""
-        ratio = gap(logprobs.detach(), batch).exp()
-        reply = batch.mean_of_rows(logprobs.detach() - batch.old).exp()
+        ratio = log_ratio(logprobs.detach(), batch).exp()
+        reply = batch.row_mean(logprobs.detach() - batch.old).exp()
         inside = self._inside(reply if self.clip == "gspo_one_side" else ratio, batch.advantages)
         weight = {
             "none": torch.ones_like(ratio),
@@ -238,7 +238,7 @@ class Rec(PolicyLoss):
             values = values + self.regularizer_coef * 0.5 * (logprobs - batch.old).square()
         elif self.regularizer == "forward_kl":
             values = values + self.regularizer_coef * (batch.old - logprobs)
-        return values, {"clipped": share(~inside, batch)}
+        return values, {"clipped": token_fraction(~inside, batch)}
 
     def _inside(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         low, high = ratio >= 1 - self.clip_low, ratio <= 1 + self.clip_high

@@ -13,7 +13,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms.losses.base import Losses, PolicyLoss, Tokens
 
 
-class Dpo(PolicyLoss):
+class DpoLoss(PolicyLoss):
     """-(1 - s) log sigmoid(m) - s log sigmoid(-m), the mean over pairs; m = beta ((c - c_ref) - (r - r_ref)).
 
     c and r are the logprobs of the whole chosen and the whole rejected reply.
@@ -33,8 +33,8 @@ class Dpo(PolicyLoss):
         if batch.pairs is None or batch.reference is None:
             raise ConfigError("dpo trains on pairs of a chosen and a rejected reply.", "Give data with both.")
         rows = int(batch.sequence[-1]) + 1
-        gains = torch.zeros(rows, dtype=logprobs.dtype).index_add(0, batch.sequence, logprobs - batch.reference)
-        chosen, rejected = gains[batch.pairs[:, 0]], gains[batch.pairs[:, 1]]
+        log_ratios = torch.zeros(rows, dtype=logprobs.dtype).index_add(0, batch.sequence, logprobs - batch.reference)
+        chosen, rejected = log_ratios[batch.pairs[:, 0]], log_ratios[batch.pairs[:, 1]]
         margin = self.beta * (chosen - rejected)
         losses = -(1 - self.label_smoothing) * logsigmoid(margin) - self.label_smoothing * logsigmoid(-margin)
         metrics = {

@@ -9,10 +9,10 @@ from pydantic import Field
 from torch import Tensor
 
 from tinsmith.rl.algorithms.losses.base import Losses, PolicyLoss, Tokens
-from tinsmith.rl.algorithms.losses.policy_gradient import Ppo
+from tinsmith.rl.algorithms.losses.policy_gradient import PpoLoss
 
 
-class Opmd(PolicyLoss):
+class OpmdLoss(PolicyLoss):
     """-A p / (1 + tau)."""
 
     type: Literal["opmd"] = "opmd"
@@ -24,7 +24,7 @@ class Opmd(PolicyLoss):
         return -batch.advantages * logprobs / (1.0 + self.tau), {}
 
 
-class Sft(PolicyLoss):
+class SftLoss(PolicyLoss):
     """-p: advantages do not count."""
 
     type: Literal["sft"] = "sft"
@@ -36,7 +36,7 @@ class Sft(PolicyLoss):
         return -logprobs, {}
 
 
-class SftIs(PolicyLoss):
+class SftIsLoss(PolicyLoss):
     """-sg(exp(p)) p: likely tokens count most."""
 
     type: Literal["sft_is"] = "sft_is"
@@ -48,7 +48,7 @@ class SftIs(PolicyLoss):
         return -logprobs.detach().exp() * logprobs, {}
 
 
-class SftPhi(PolicyLoss):
+class SftPhiLoss(PolicyLoss):
     """-sg(P (1 - P)) p, P = exp(p): tokens that are neither certain nor hopeless count (CHORD, arXiv 2508.11408)."""
 
     type: Literal["sft_phi"] = "sft_phi"
@@ -61,7 +61,7 @@ class SftPhi(PolicyLoss):
         return -chance * (1.0 - chance) * logprobs, {}
 
 
-class _Mixture(PolicyLoss):
+class _MixtureLoss(PolicyLoss):
     """(1 - mu) PPO over the policy's tokens + mu times a likelihood over the expert's, each with weights of its own."""
 
     linear: ClassVar[bool] = False
@@ -74,15 +74,15 @@ class _Mixture(PolicyLoss):
     """Of PPO; null is none."""
 
     def _mixed(self, logprobs: Tensor, batch: Tokens, mu: float, expert: PolicyLoss) -> Losses:
-        ppo = Ppo(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
+        ppo = PpoLoss(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
         usual, metrics = ppo.tokens(logprobs, batch)
         taught, _ = expert.tokens(logprobs, batch)
-        own = (batch.own_weights * usual).sum()
+        own = (batch.policy_weights * usual).sum()
         theirs = (batch.expert_weights * taught).sum()
         return (1 - mu) * own + mu * theirs, {**metrics, "mix/policy": own, "mix/expert": theirs}
 
 
-class Mix(_Mixture):
+class MixLoss(_MixtureLoss):
     """A level share of the expert."""
 
     type: Literal["mix"] = "mix"
@@ -91,10 +91,10 @@ class Mix(_Mixture):
 
     def total(self, logprobs: Tensor, batch: Tokens) -> Losses:
         """Both parts over the whole batch."""
-        return self._mixed(logprobs, batch, self.mu, Sft())
+        return self._mixed(logprobs, batch, self.mu, SftLoss())
 
 
-class MixChord(_Mixture):
+class MixChordLoss(_MixtureLoss):
     """mu rises to a peak and falls to a valley over the steps (CHORD, arXiv 2508.11408)."""
 
     type: Literal["mix_chord"] = "mix_chord"
@@ -121,5 +121,5 @@ class MixChord(_Mixture):
     def total(self, logprobs: Tensor, batch: Tokens) -> Losses:
         """Of the batch's step."""
         mu = self.share_at(batch.step)
-        loss, metrics = self._mixed(logprobs, batch, mu, SftPhi() if self.phi else Sft())
+        loss, metrics = self._mixed(logprobs, batch, mu, SftPhiLoss() if self.phi else SftLoss())
         return loss, {**metrics, "mix/mu": loss.new_tensor(mu)}
