@@ -97,7 +97,7 @@ def _fitted(name: str, arguments: argparse.Namespace) -> list[str]:
     if name == "smollm2":
         steps = [f"stages.0.steps={arguments.sft_steps}", f"stages.1.steps={arguments.steps}"]
         by = [
-            f"stages.0.experts.data.operators.{at}.by={HERE}/rows.py:{function}"
+            f"stages.0.demonstrations.data.operators.{at}.by={HERE}/rows.py:{function}"
             for at, function in enumerate(("is_short", "marked"))
         ]
         return [*sizes, *steps, *by, f"model.name={arguments.model}"]
@@ -133,7 +133,7 @@ def _stages(sft_steps: int) -> list[dict[str, Any]]:
     first = {
         "name": "sft",
         "algorithm": {"type": "sft"},
-        "experts": {"data": rows, "per_step": 16},
+        "demonstrations": {"data": rows, "per_step": 16},
         "steps": sft_steps,
         "optimizer": {"learning_rate": 5e-4, "warmup_steps": 2},
         "eval": {**JUDGED, "after": False},  # the next stage begins with this evaluation

@@ -11,7 +11,7 @@ from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, request_seed
 
 def course(**changes) -> list[float]:
     config = OptimizerConfig(learning_rate=1.0, **changes)
-    return [round(config.rate(step, 10), 4) for step in range(1, 11)]
+    return [round(config.learning_rate_at(step, 10), 4) for step in range(1, 11)]
 
 
 def test_the_learning_rate_follows_its_schedule():
