@@ -1,7 +1,7 @@
 """The projections of a base model with LoRA adapters added, forward and backward written by hand.
 
-`adapt` replaces every projection by a LoraLinear. A pass tells the shared Router which adapter serves which packed
-positions; each projection then computes
+`adapt` replaces every projection by a LoraLinear. The shared Router holds which adapter serves which packed
+positions of the current pass; each projection computes
 
     y = W x + s B A x        W frozen, s = alpha / rank, A and B of the adapter at that position
 
@@ -43,7 +43,7 @@ _LENGTH_CLASSES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, MAX_BATCH_POSITIONS)
 
 
 class Router:
-    """Tells the projections which adapter serves which packed positions of the current pass."""
+    """Which adapter serves which packed positions of the current pass; shared by all projections."""
 
     def __init__(self) -> None:
         self.groups: AdapterGroups = ()

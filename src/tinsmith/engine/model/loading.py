@@ -3,7 +3,7 @@
 Supported are causal language models whose layers are attention with q, k, v and o projections and a gated MLP (Llama,
 Qwen2, Qwen3, Mistral and relatives); `support` checks config and modules. At load, two short rows with a common prefix
 are computed through the packed path and through transformers' eager attention; a model for which the two differ is
-refused. Not supported: images, mixtures of experts, quantized weights at run time. `sources` locates the files.
+refused. Not supported: images, MoE models, quantized weights at run time. `sources` locates the files.
 """
 
 from __future__ import annotations

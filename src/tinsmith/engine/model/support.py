@@ -71,7 +71,7 @@ def _faults(model: PreTrainedModel) -> Iterator[str]:
     projections = {name for names in PROJECTIONS.values() for name in names}
     linear, others = _matrices(model)
     if others:
-        yield f"has weights that no adapter covers, such as experts or routers: {', '.join(sorted(others))}"
+        yield f"has weights that no adapter covers, for example in MoE layers: {', '.join(sorted(others))}"
     if linear != projections:
         yield f"has the projections {sorted(linear)} instead of {sorted(projections)}"
 
