@@ -1,1 +1,1 @@
-"""The engine against independent references: plain transformers, PEFT and torch."""
+"""Tests of the engine against independent references: plain transformers, PEFT and torch."""

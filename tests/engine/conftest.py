@@ -1,4 +1,4 @@
-"""Engines under test, one for each tiny base model, and a loop to drive them in."""
+"""Fixtures: engines on tiny base models, adapters, and an event loop to run coroutines in."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _numbers = count()
 
 @pytest.fixture(scope="session")
 def wait() -> Iterator[Wait]:
-    """Runs a coroutine to its end; always in the same event loop, as a service would."""
+    """Runs a coroutine to its end, always in the same event loop."""
     with asyncio.Runner() as runner:
         yield runner.run
 
 
 @pytest.fixture(scope="session")
 def engine_of(tiny: Callable[[str], Path], wait: Wait) -> Iterator[Callable[..., Any]]:
-    """A float32 engine on the CPU by the kind of its tiny base model, made once; settings make another one."""
+    """A float32 engine on the CPU by the kind of its tiny base model, created once for each combination of settings."""
     from tinsmith.engine.process import build  # imports torch
 
     made: dict[Any, Any] = {}
@@ -36,13 +36,13 @@ def engine_of(tiny: Callable[[str], Path], wait: Wait) -> Iterator[Callable[...,
     def engine(kind: str, **settings: Any) -> Any:
         key = (kind, *sorted(settings.items()))
         if key not in made:
-            chosen = {"dtype": "float32", "device": "cpu", "threads": 1, **settings}
-            made[key] = build(EngineConfig(source=str(tiny(kind)), **chosen))
+            options = {"dtype": "float32", "device": "cpu", "threads": 1, **settings}
+            made[key] = build(EngineConfig(source=str(tiny(kind)), **options))
         return made[key]
 
     yield engine
-    for one in made.values():
-        wait(one.close())
+    for engine in made.values():
+        wait(engine.close())
 
 
 @pytest.fixture(scope="session")
@@ -61,7 +61,7 @@ def model_id() -> str:
 def adapter_of(
     engine_of: Callable[..., Any], wait: Wait, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Path]:
-    """A folder with an adapter that has trained a little, so that B is no longer zero; made once for each spec."""
+    """A folder with an adapter that has trained a little, so that B is no longer zero; created once for each spec."""
     made: dict[Any, Path] = {}
 
     def adapter(kind: str = "llama", lora: LoraSpec | None = None) -> Path:

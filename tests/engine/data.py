@@ -1,4 +1,4 @@
-"""Random requests for every loss: the awkward values included, reproducible from a seed."""
+"""Random requests for every loss, including edge cases, reproducible from a seed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tinsmith.engine.base import Datum, Pass
 RL_LOSSES = ("importance_sampling", "ppo", "cispo", "dro", "gspo")
 LOSSES = ("cross_entropy", *RL_LOSSES, "trinity_ppo")
 CONFIGS: Mapping[str, Mapping[str, float | str]] = {"trinity_ppo": {"num_total_datums": 4, "kl_coef": 0.3}}
-"""What a loss must be told."""
+"""Required settings of a loss."""
 LENGTHS = (9, 1, 23, 14)
 
 
@@ -30,7 +30,7 @@ def datum_for(loss_fn: str, draw: np.random.Generator, length: int, tokens: np.n
         return Datum(tokens=tokens, targets=targets, inputs={"weights": weights})
     sampled = (np.arange(len(tokens)) >= len(tokens) // 3).astype(np.float32)
     advantages = (draw.normal(size=len(tokens)) * sampled).astype(np.float32)
-    # Near what the tiny models answer, so that ratios fall on both sides of every clip.
+    # Close to the logprobs of the tiny models, so that ratios fall on both sides of every clip.
     logprobs = (draw.normal(-6.0, 1.5, size=len(tokens)) * sampled).astype(np.float32)
     inputs = {"logprobs": logprobs, "advantages": advantages}
     if loss_fn == "dro":  # every position counts in its quadratic term
@@ -43,7 +43,7 @@ def datum_for(loss_fn: str, draw: np.random.Generator, length: int, tokens: np.n
 
 
 def with_reference(draw: np.random.Generator, sampled: np.ndarray) -> np.ndarray:
-    """A reference model's logprobs near what the tiny models answer, 0 where nothing was sampled."""
+    """A reference model's logprobs close to those of the tiny models, 0 where nothing was sampled."""
     return (draw.normal(-6.0, 1.0, size=len(sampled)) * sampled).astype(np.float32)
 
 
@@ -64,5 +64,5 @@ def pass_for(
 
 
 def replace_inputs(datum: Datum, **inputs: np.ndarray) -> Datum:
-    """The datum with some inputs put in place of its own."""
+    """The datum with some inputs replaced."""
     return Datum(tokens=datum.tokens, targets=datum.targets, inputs={**datum.inputs, **inputs})

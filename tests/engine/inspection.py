@@ -1,4 +1,4 @@
-"""Looks into an engine: a model's gradients and weights by the names that PEFT gives them in the adapter's file."""
+"""A model's gradients and weights, by the names of PEFT's adapter file."""
 
 from __future__ import annotations
 

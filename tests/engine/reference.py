@@ -131,16 +131,16 @@ class Reference:
         return [(name.replace(".default", ""), parameter) for name, parameter in self.parameters.items()]
 
 
-def assert_same(found: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], tolerance: float = 1e-4) -> None:
+def assert_same(actual: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], tolerance: float = 1e-4) -> None:
     """Each tensor within `tolerance` of the wanted one, relative to its length.
 
     A tensor that is (nearly) zero is measured against a hundredth of the longest one: what cancels leaves rounding.
     """
-    assert sorted(found) == sorted(wanted)
+    assert sorted(actual) == sorted(wanted)
     least = 0.01 * max(float(np.linalg.norm(target)) for target in wanted.values())
     for name, target in wanted.items():
-        assert found[name].shape == target.shape, name
-        distance, size = np.linalg.norm(found[name] - target), np.linalg.norm(target)
+        assert actual[name].shape == target.shape, name
+        distance, size = np.linalg.norm(actual[name] - target), np.linalg.norm(target)
         assert distance <= tolerance * max(size, least), f"{name}: off by {distance:.3g} of {size:.3g}"
 
 
@@ -188,8 +188,8 @@ def _trinity(p: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, Any])
             continue
         count += 1
         a, ratio = inputs["advantages"][t], torch.exp(p[t] - inputs["logprobs"][t])
-        one = torch.maximum(-a * ratio, -a * torch.clamp(ratio, 1 - epsilon, 1 + epsilon))
-        total = total + (torch.minimum(one, -a * c) if a < 0 else one)
+        token = torch.maximum(-a * ratio, -a * torch.clamp(ratio, 1 - epsilon, 1 + epsilon))
+        total = total + (torch.minimum(token, -a * c) if a < 0 else token)
         if coefficient:
             total = total + coefficient * 0.5 * (p[t] - inputs["ref_logprobs"][t]) ** 2
     return total / max(count, 1) / config["num_total_datums"]

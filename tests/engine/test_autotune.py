@@ -1,4 +1,4 @@
-"""How many tokens a micro-batch takes: what a token costs is what torch keeps for it, and memory bounds the rest."""
+"""Tokens of a micro-batch: measured activation bytes and free memory."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ GB = 10**9
         (16 * GB, 3.4e6, 8192, 1152),
     ],
 )
-def test_what_fits_a_quarter_of_the_memory_in_whole_steps(free: int, each: float, most: int, tokens: int):
+def test_tokens_that_fit_use_a_quarter_of_free_memory(free: int, each: float, most: int, tokens: int):
     assert autotune.tokens_that_fit(free, each, most) == tokens
     assert tokens == autotune.MIN_TOKENS or tokens * each <= free / 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_a_token_costs_what_a_pass_keeps_for_each(kind: str, dtype: str, engine_of: Any):
+def test_activation_bytes_match_the_saved_tensors(kind: str, dtype: str, engine_of: Any):
     """At least the inputs of every product of 3 layers of width 96 and 208, at most twice that."""
     trainer = engine_of(kind, dtype=dtype).trainer
     base, router = trainer._base, trainer._router
@@ -47,34 +47,34 @@ def test_a_token_costs_what_a_pass_keeps_for_each(kind: str, dtype: str, engine_
     heads = base.model.config.head_dim * 4
     layer = itemsize * (96 + 3 * heads + 96 + 3 * 208)
     least = 3 * layer + base.card.vocab_size * itemsize
-    found = autotune.activation_bytes_per_token(base, router)
-    assert least <= found <= 2 * least
+    measured = autotune.activation_bytes_per_token(base, router)
+    assert least <= measured <= 2 * least
 
 
-def test_layers_that_compute_again_cost_less(engine_of: Any):
+def test_recomputing_layers_save_fewer_bytes(engine_of: Any):
     trainer = engine_of("llama").trainer
-    kept = autotune.activation_bytes_per_token(trainer._base, trainer._router)
+    saved = autotune.activation_bytes_per_token(trainer._base, trainer._router)
     with trainer._switch.set(True):
-        again = autotune.activation_bytes_per_token(trainer._base, trainer._router)
+        recomputed = autotune.activation_bytes_per_token(trainer._base, trainer._router)
     head = trainer._base.card.vocab_size * 4
-    assert again - head < (kept - head) / 4
+    assert recomputed - head < (saved - head) / 4
 
 
-def test_the_card_tells_what_was_chosen(engine_of: Any):
+def test_card_shows_pass_tokens(engine_of: Any):
     assert engine_of("llama").card.pass_tokens == 1024
     assert engine_of("llama", sharing="latency").card.pass_tokens == 512
     assert engine_of("llama", pass_tokens=96).card.pass_tokens == 96
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_results_do_not_depend_on_it(loss_fn: str, pair: Any, wait: Any):
+def test_results_are_independent_of_pass_tokens(loss_fn: str, pair: Any, wait: Any):
     """The same requests, of one model and of two, whole in one micro-batch, in some, and a row in each."""
-    found = []
+    runs = []
     for pass_tokens in ("auto", 64, 1):
-        (engine, one, _), (_, two, _) = (pair(pass_tokens=pass_tokens) for _ in range(2))
-        requests = [pass_for(loss_fn, one, seed=1), pass_for(loss_fn, two, seed=2)]
-        found.append((wait(engine.run(requests)), gradients_of(engine, one), gradients_of(engine, two)))
-    wanted, *rest = found
+        (engine, first, _), (_, second, _) = (pair(pass_tokens=pass_tokens) for _ in range(2))
+        requests = [pass_for(loss_fn, first, seed=1), pass_for(loss_fn, second, seed=2)]
+        runs.append((wait(engine.run(requests)), gradients_of(engine, first), gradients_of(engine, second)))
+    wanted, *rest = runs
     for results, *gradients in rest:
         for result, expected in zip(results, wanted[0], strict=True):
             assert result.metrics == pytest.approx(expected.metrics, rel=1e-5)
@@ -84,7 +84,7 @@ def test_results_do_not_depend_on_it(loss_fn: str, pair: Any, wait: Any):
             assert_same(gradient, expected, tolerance=5e-5)
 
 
-def test_it_is_a_number_or_auto():
+def test_pass_tokens_rejects_other_than_number_or_auto():
     assert build(EngineConfig, {"pass_tokens": 96}, "here").pass_tokens == 96
     for wrong in (0, "many"):
         with pytest.raises(ConfigError, match="pass_tokens"):
@@ -101,7 +101,7 @@ def machine(root: Path, available: int, groups: str, files: Mapping[str, str] | 
     return root
 
 
-def test_free_memory_is_what_the_machine_has_and_every_limit_leaves(tmp_path: Path):
+def test_free_bytes_respect_machine_and_cgroup_limits(tmp_path: Path):
     assert free_bytes(machine(tmp_path / "bare", 1000, "0::/\n")) == 1000 * 1024
     limited = {
         "sys/fs/cgroup/a/memory.max": "700000\n",
@@ -118,5 +118,5 @@ def test_free_memory_is_what_the_machine_has_and_every_limit_leaves(tmp_path: Pa
     assert free_bytes(machine(tmp_path / "one", 1000, "5:cpu:/c\n4:memory:/c\n", first)) == 0
 
 
-def test_this_machine_has_some():
+def test_free_bytes_of_this_machine_are_plausible():
     assert 0 < free_bytes() < 2**50

@@ -32,7 +32,7 @@ def engine(tiny_llama: Path, wait: Any) -> Iterator[TorchEngine]:
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_training(engine: TorchEngine, wait: Any, loss_fn: str):
     (result,) = wait(engine.run([pass_for(loss_fn, "m")]))
-    assert all(np.isfinite(one).all() for one in result.logprobs)
+    assert all(np.isfinite(values).all() for values in result.logprobs)
     assert wait(engine.step("m", AdamParams(grad_clip_norm=1.0)))["grad_norm"] > 0
 
 
@@ -56,8 +56,8 @@ def test_sampling(engine: TorchEngine, wait: Any, tmp_path: Path):
         {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "topk_sample_logprobs": 3},
         {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_alt_tokens_k": 2},
     ):
-        found = wait(engine.sample(ask(**settings, **extra)))
-        assert len(found.sequences) == 3
+        result = wait(engine.sample(ask(**settings, **extra)))
+        assert len(result.sequences) == 3
     wait(engine.persist("version", tmp_path / "version"))
     wait(engine.detach("version"))
     wait(engine.attach("again", tmp_path / "version"))

@@ -1,4 +1,4 @@
-"""The same comparisons with the tensors on a GPU; run by `make gpu-check` where there is one."""
+"""The same comparisons on a GPU; run by `make gpu-check`."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ pytestmark = pytest.mark.gpu
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_losses_and_gradients_are_the_oracle_s(loss_fn: str, kind: str, pair: Any, wait: Any):
+def test_losses_and_gradients_on_gpu_match_oracle(loss_fn: str, kind: str, pair: Any, wait: Any):
     engine, model_id, oracle = pair(kind, device="cuda")
     request = pass_for(loss_fn, model_id)
     (result,) = wait(engine.run([request]))
     _, logprobs = oracle.loss(request)
     oracle.backward(request)
-    for found, wanted in zip(result.logprobs, logprobs, strict=True):
-        np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-4)
+    for actual, wanted in zip(result.logprobs, logprobs, strict=True):
+        np.testing.assert_allclose(actual, wanted.detach().numpy(), atol=1e-4)
     assert_same(gradients_of(engine, model_id), oracle.gradients(), tolerance=1e-3)
 
 
-def test_a_step_and_what_is_sampled_after_it(pair: Any, wait: Any):
+def test_sampled_logprobs_on_gpu_match_trainer_after_step(pair: Any, wait: Any):
     engine, model_id, _ = pair(device="cuda")
     wait(engine.run([pass_for("cross_entropy", model_id)]))
     wait(engine.step(model_id, AdamParams(learning_rate=1e-2)))
     wait(engine.capture(model_id, "stepped"))
-    found = wait(engine.sample(ask(version="stepped", num_samples=4, max_tokens=40)))
+    result = wait(engine.sample(ask(version="stepped", num_samples=4, max_tokens=40)))
     wait(engine.detach("stepped"))
-    for sequence in found.sequences:
+    for sequence in result.sequences:
         trained = trained_logprobs(engine, wait, model_id, PROMPT, sequence.tokens)
         np.testing.assert_allclose(sequence.logprobs, trained, atol=1e-3)

@@ -1,4 +1,4 @@
-"""The oracle itself, against finite differences and closed forms: what judges the engine must be right first."""
+"""The oracle itself, against finite differences and closed forms."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def one(loss_fn: str, length: int = 12, seed: int = 3) -> tuple[np.ndarray, Datu
 
 
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling", "ppo", "dro"])
-def test_gradient_agrees_with_finite_differences(loss_fn: str) -> None:
+def test_gradient_matches_finite_differences(loss_fn: str) -> None:
     p, datum, request = one(loss_fn)
     _, gradient = value_and_gradient(p, datum, request)
     for t in range(len(p)):
@@ -40,14 +40,14 @@ def test_gradient_agrees_with_finite_differences(loss_fn: str) -> None:
         assert (above - below) / 2e-6 == pytest.approx(gradient[t], rel=1e-5, abs=1e-6)
 
 
-def test_importance_sampling_gradient_is_minus_ratio_times_advantage() -> None:
+def test_importance_sampling_gradient_is_minus_ratio_advantage() -> None:
     p, datum, request = one("importance_sampling")
     _, gradient = value_and_gradient(p, datum, request)
     ratio = np.exp(p - datum.inputs["logprobs"])
     np.testing.assert_allclose(gradient, np.where(datum.inputs["advantages"], -ratio * datum.inputs["advantages"], 0))
 
 
-def test_ppo_stops_a_token_that_is_already_pushed_far_enough() -> None:
+def test_ppo_gradient_is_zero_beyond_the_clip() -> None:
     q = np.array([-2.0, -2.0, -2.0, -2.0], dtype=np.float32)
     p = q + np.log([1.5, 0.5, 1.5, 0.5])
     advantages = np.array([1.0, 1.0, -1.0, -1.0], dtype=np.float32)
@@ -57,14 +57,14 @@ def test_ppo_stops_a_token_that_is_already_pushed_far_enough() -> None:
     assert loss == pytest.approx(-(1.2 + 0.5 - 1.5 - 0.8), abs=1e-6)
 
 
-def test_cispo_gradient_is_the_clipped_ratio_times_advantage_and_never_zero() -> None:
+def test_cispo_gradient_is_clipped_ratio_times_advantage() -> None:
     p, datum, request = one("cispo")
     _, gradient = value_and_gradient(p, datum, request)
     ratio = np.clip(np.exp(np.minimum(p - datum.inputs["logprobs"], 50)), 0.0, 4.0)
     np.testing.assert_allclose(gradient, -ratio * datum.inputs["advantages"])
 
 
-def test_gspo_gives_every_token_of_a_sequence_one_ratio() -> None:
+def test_gspo_ratio_is_the_same_for_all_tokens_of_a_sequence() -> None:
     p, datum, request = one("gspo")
     wide = Pass(
         model_id="m",
@@ -80,7 +80,7 @@ def test_gspo_gives_every_token_of_a_sequence_one_ratio() -> None:
 
 
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "gspo"])
-def test_on_policy_the_loss_is_minus_the_sum_of_advantages(loss_fn: str) -> None:
+def test_loss_is_minus_sum_of_advantages_on_policy(loss_fn: str) -> None:
     p, datum, request = one(loss_fn)
     datum = Datum(tokens=datum.tokens, targets=datum.targets, inputs={**datum.inputs, "logprobs": p})
     loss, gradient = value_and_gradient(p, datum, request)
@@ -89,7 +89,7 @@ def test_on_policy_the_loss_is_minus_the_sum_of_advantages(loss_fn: str) -> None
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_padding_changes_nothing(loss_fn: str, tiny_llama: Path, tmp_path: Path) -> None:
+def test_padding_does_not_change_gradients(loss_fn: str, tiny_llama: Path, tmp_path: Path) -> None:
     adapter = write_adapter(tiny_llama, tmp_path, LoraSpec(rank=4, seed=1))
     together, alone = Reference(tiny_llama, adapter), Reference(tiny_llama, adapter)
     request = pass_for(loss_fn)
@@ -99,7 +99,7 @@ def test_padding_changes_nothing(loss_fn: str, tiny_llama: Path, tmp_path: Path)
     assert_same(together.gradients(), alone.gradients(), tolerance=1e-5)
 
 
-def test_adam_follows_its_published_equations(tiny_llama: Path, tmp_path: Path) -> None:
+def test_adam_matches_published_equations(tiny_llama: Path, tmp_path: Path) -> None:
     reference = Reference(tiny_llama, write_adapter(tiny_llama, tmp_path, LoraSpec(rank=2, seed=1)))
     adam = AdamParams(learning_rate=3e-3, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.1, grad_clip_norm=0.5)
     moments: dict[str, tuple[np.ndarray, np.ndarray]] = {}
@@ -118,7 +118,7 @@ def test_adam_follows_its_published_equations(tiny_llama: Path, tmp_path: Path) 
             np.testing.assert_allclose(weight, before[name] * (1 - 3e-3 * 0.1) - 3e-3 * update, rtol=1e-9, atol=1e-12)
 
 
-def test_the_data_reach_both_sides_of_every_clip() -> None:
+def test_data_reach_both_sides_of_every_clip() -> None:
     """Otherwise the comparisons with the engine would say little about clipping."""
     for loss_fn in RL_LOSSES:
         datums = pass_for(loss_fn, lengths=(64,)).data
@@ -131,7 +131,7 @@ def test_the_data_reach_both_sides_of_every_clip() -> None:
             assert low == 0.0 or ((ratio < low)[signs > 0].any() and (ratio < low)[signs < 0].any())
 
 
-def test_targets_may_be_several_at_a_position(tiny_llama: Path, tmp_path: Path) -> None:
+def test_logprobs_of_several_targets_per_position(tiny_llama: Path, tmp_path: Path) -> None:
     reference = Reference(tiny_llama, write_adapter(tiny_llama, tmp_path, LoraSpec(rank=2, seed=1)))
     tokens = np.array([5, 6, 7], dtype=np.int32)
     targets = np.array([[6, 9], [7, 9], [2, 9]])

@@ -1,4 +1,4 @@
-"""The same comparisons on a real model: SmolLM2-135M-Instruct, float32 and bfloat16. Minutes, so only in test-all."""
+"""The same comparisons on SmolLM2-135M-Instruct in float32 and bfloat16. Takes minutes, so only in test-all."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def engine_in(smollm2: Path, wait: Any) -> Iterator[Callable[[str], Any]]:
 
     def engine(dtype: str) -> Any:
         if dtype not in made:
-            for one in made.values():
-                wait(one.close())
+            for engine in made.values():
+                wait(engine.close())
             made.clear()
             made[dtype] = build(EngineConfig(source=str(smollm2), dtype=dtype, device="cpu"))  # type: ignore[arg-type]
         return made[dtype]
 
     yield engine
-    for one in made.values():
-        wait(one.close())
+    for engine in made.values():
+        wait(engine.close())
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def prompts(smollm2: Path) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def lesson(smollm2: Path, prompts: list[list[int]]) -> Pass:
-    """Answers to learn, their questions masked."""
+def to_learn(smollm2: Path, prompts: list[list[int]]) -> Pass:
+    """The answers as training data, with the questions masked."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
@@ -71,72 +71,76 @@ def lesson(smollm2: Path, prompts: list[list[int]]) -> Pass:
         row = np.array(prompt + tokenizer(answer, add_special_tokens=False).input_ids + [2])
         weights = (np.arange(len(row) - 1) >= len(prompt) - 1).astype(np.float32)
         data.append(Datum(tokens=row[:-1].astype(np.int32), targets=row[1:], inputs={"weights": weights}))
-    return Pass(model_id="pupil", data=tuple(data), loss_fn="cross_entropy")
+    return Pass(model_id="trained", data=tuple(data), loss_fn="cross_entropy")
 
 
-def teach(engine: Any, wait: Any, lesson: Pass, steps: int = 3) -> None:
-    """The model `pupil`, trained a little."""
-    wait(engine.create("pupil", LoraSpec(rank=8, seed=1)))
+def train(engine: Any, wait: Any, to_learn: Pass, steps: int = 3) -> None:
+    """Train the model `trained` for a few steps."""
+    wait(engine.create("trained", LoraSpec(rank=8, seed=1)))
     for _ in range(steps):
-        wait(engine.run([lesson]))
-        wait(engine.step("pupil", AdamParams(learning_rate=2e-3, eps=1e-8)))
+        wait(engine.run([to_learn]))
+        wait(engine.step("trained", AdamParams(learning_rate=2e-3, eps=1e-8)))
 
 
-def test_greedy_text_is_transformers(engine_in: Any, smollm2: Path, prompts: Any, wait: Any):
+def test_greedy_tokens_match_transformers(engine_in: Any, smollm2: Path, prompts: Any, wait: Any):
     engine, model = engine_in("float32"), plain_model(smollm2, torch.float32)
     for prompt in prompts:
         ids = torch.tensor([prompt])
         out = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, pad_token_id=2
         )
-        found = wait(engine.sample(ask(prompt, temperature=0.0, max_tokens=48, stop_tokens=None)))
-        assert found.sequences[0].tokens.tolist() == out[0, len(prompt) :].tolist()
+        result = wait(engine.sample(ask(prompt, temperature=0.0, max_tokens=48, stop_tokens=None)))
+        assert result.sequences[0].tokens.tolist() == out[0, len(prompt) :].tolist()
 
 
-def test_training_is_the_oracle_s(engine_in: Any, smollm2: Path, lesson: Pass, wait: Any, tmp_path: Path):
+def test_trained_logprobs_and_gradients_match_oracle(
+    engine_in: Any, smollm2: Path, to_learn: Pass, wait: Any, tmp_path: Path
+):
     engine = engine_in("float32")
-    teach(engine, wait, lesson)
-    wait(engine.save("pupil", tmp_path / "saved", optimizer=False))
-    (result,) = wait(engine.run([lesson]))
+    train(engine, wait, to_learn)
+    wait(engine.save("trained", tmp_path / "saved", optimizer=False))
+    (result,) = wait(engine.run([to_learn]))
     with torch.no_grad():  # PyTorch's own softmax is up to 1.5e-5 off in float32, where there is no AVX-512
-        loss, logprobs = Reference(smollm2, tmp_path / "saved").loss(lesson)
-    learned = sum(int(datum.inputs["weights"].sum()) for datum in lesson.data)
+        loss, logprobs = Reference(smollm2, tmp_path / "saved").loss(to_learn)
+    learned = sum(int(datum.inputs["weights"].sum()) for datum in to_learn.data)
     assert result.metrics["loss:sum"] == pytest.approx(float(loss), abs=1e-5 * learned)
-    for found, wanted in zip(result.logprobs, logprobs, strict=True):
-        gaps = np.abs(found - wanted.numpy())
+    for actual, wanted in zip(result.logprobs, logprobs, strict=True):
+        gaps = np.abs(actual - wanted.numpy())
         assert gaps.mean() < 1e-5
         assert gaps.max() < 1e-4
     oracle = Reference(smollm2, tmp_path / "saved", torch.float32)  # whose gradients are 1e-3 from those in float64
-    oracle.backward(lesson)
-    assert_same(gradients_of(engine, "pupil"), oracle.gradients())
+    oracle.backward(to_learn)
+    assert_same(gradients_of(engine, "trained"), oracle.gradients())
 
 
 @pytest.mark.parametrize(("dtype", "mean", "most"), [("float32", 1e-5, 1e-4), ("bfloat16", 0.08, 1.5)])
-def test_sampled_logprobs_are_the_trainer_s(
-    dtype: str, mean: float, most: float, engine_in: Any, prompts: Any, lesson: Pass, wait: Any
+def test_sampled_logprobs_match_trainer(
+    dtype: str, mean: float, most: float, engine_in: Any, prompts: Any, to_learn: Pass, wait: Any
 ):
     engine = engine_in(dtype)
     wait(engine.create("base", LoraSpec(rank=1, seed=0)))
-    teach(engine, wait, lesson)
-    wait(engine.capture("pupil", "taught"))
-    for model_id, version in (("base", None), ("pupil", "taught")):
+    train(engine, wait, to_learn)
+    wait(engine.capture("trained", "version"))
+    for model_id, version in (("base", None), ("trained", "version")):
         gaps = []
         for prompt in prompts:
-            found = wait(engine.sample(ask(prompt, version=version, num_samples=4, max_tokens=48)))
-            for sequence in found.sequences:
+            result = wait(engine.sample(ask(prompt, version=version, num_samples=4, max_tokens=48)))
+            for sequence in result.sequences:
                 trained = trained_logprobs(engine, wait, model_id, prompt, sequence.tokens)
                 gaps.append(np.abs(sequence.logprobs - trained))
         assert np.concatenate(gaps).mean() < mean
         assert np.concatenate(gaps).max() < most
-    wait(engine.detach("taught"))
+    wait(engine.detach("version"))
 
 
-def test_bfloat16_stays_near_float32(engine_in: Any, smollm2: Path, lesson: Pass, wait: Any, tmp_path: Path):
-    teach(engine_in("float32"), wait, lesson)
-    wait(engine_in("float32").save("pupil", tmp_path / "saved", optimizer=False))
-    (exact,) = wait(engine_in("float32").run([lesson]))
+def test_bfloat16_logprobs_are_close_to_float32(
+    engine_in: Any, smollm2: Path, to_learn: Pass, wait: Any, tmp_path: Path
+):
+    train(engine_in("float32"), wait, to_learn)
+    wait(engine_in("float32").save("trained", tmp_path / "saved", optimizer=False))
+    (exact,) = wait(engine_in("float32").run([to_learn]))
     engine = engine_in("bfloat16")
-    wait(engine.load("pupil", tmp_path / "saved", optimizer=False))
-    (rounded,) = wait(engine.run([lesson]))
+    wait(engine.load("trained", tmp_path / "saved", optimizer=False))
+    (rounded,) = wait(engine.run([to_learn]))
     gaps = np.abs(np.concatenate(exact.logprobs) - np.concatenate(rounded.logprobs))
     assert gaps.mean() < 0.08

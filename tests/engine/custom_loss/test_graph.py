@@ -1,4 +1,4 @@
-"""What is uploaded is refused by name unless every step of it is on the list."""
+"""Uploaded losses are refused by name unless every operation is allowed."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def method(target: str, *args: Any, **kwargs: Any) -> Node:
     return Node(op="call_method", name="x", target=target, args=list(args), kwargs=kwargs)
 
 
-def test_a_graph_comes_back_from_its_text() -> None:
+def test_graph_round_trips_through_text() -> None:
     for fn in LOSSES.values():
         graph = uploaded(traced(fn, RANKS))
         assert isinstance(graph, LossGraph)
@@ -45,7 +45,7 @@ def test_a_graph_comes_back_from_its_text() -> None:
     assert graph.metrics.keys() == {"custom/x.y-z/0:mean"}
 
 
-def test_what_is_plain_is_allowed() -> None:
+def test_plain_losses_are_allowed() -> None:
     read_graph("plain", INPUTS, nodes_with(function("torch.exp", L), Node(op="call_method", name="y", target="mean",
                                                                          args=[{"ref": "x"}])))  # fmt: skip
 
@@ -136,7 +136,7 @@ FORBIDDEN = {
 
 
 @pytest.mark.parametrize("case", FORBIDDEN)
-def test_what_is_not_on_the_list_is_refused(case: str) -> None:
+def test_unlisted_operations_are_refused(case: str) -> None:
     with pytest.raises(UserError, match="Loss bad") as refused:
         read_graph("bad", INPUTS, nodes_with(FORBIDDEN[case]))
     assert 400 <= refused.value.status < 500
@@ -156,7 +156,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("case", OUTPUTS)
-def test_a_loss_returns_a_loss_and_metrics(case: str) -> None:
+def test_loss_must_return_loss_and_metrics(case: str) -> None:
     with pytest.raises(UserError, match="Loss bad"):
         read_graph("bad", INPUTS, nodes_with(output=OUTPUTS[case]))
 
@@ -175,12 +175,12 @@ def test_a_loss_returns_a_loss_and_metrics(case: str) -> None:
     ],
     ids=str,
 )
-def test_inputs_are_declared_as_the_graph_takes_them(inputs: Any) -> None:
+def test_declared_inputs_must_match_the_graph(inputs: Any) -> None:
     with pytest.raises(UserError, match="Loss bad"):
         read_graph("bad", inputs, nodes_with())
 
 
-def test_graphs_have_an_end_and_names() -> None:
+def test_graph_must_have_output_and_unique_names() -> None:
     long = [Node(op="call_method", name=f"n{i}", target="exp", args=[L]) for i in range(MAX_NODES)]
     for name, nodes in (("bad", nodes_with(*long)), ("bad", []), ("bad", nodes_with()[:-1]), ("", nodes_with())):
         with pytest.raises(UserError):
@@ -189,7 +189,7 @@ def test_graphs_have_an_end_and_names() -> None:
         read_graph("a\nb", INPUTS, nodes_with())
 
 
-def test_reading_changes_nothing() -> None:
+def test_reading_a_graph_changes_nothing() -> None:
     nodes = nodes_with(function("torch.nn.functional.softmax", L, dim=-1, _stacklevel=3, dtype=None))
     before = copy.deepcopy(nodes)
     read_graph("plain", INPUTS, nodes)

@@ -1,4 +1,4 @@
-"""Uploaded losses give what torch.fx gives for them, and what could hurt is refused before it is computed."""
+"""Uploaded losses give the results of torch.fx, and dangerous ones are refused before they run."""
 
 from __future__ import annotations
 
@@ -24,53 +24,55 @@ def inputs_of(seed: int, length: int) -> tuple[torch.Tensor, dict[str, np.ndarra
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_value_gradient_and_metrics_are_those_of_the_traced_function(name: str) -> None:
+def test_loss_gradient_and_metrics_match_traced_function(name: str) -> None:
     handle = traced(LOSSES[name], RANKS)
-    program = CustomLoss(uploaded(handle))
+    custom_loss = CustomLoss(uploaded(handle))
     for seed, length in enumerate((12, 7, 12)):
         logprobs, inputs = inputs_of(seed, length)
-        loss, slope, metrics = program.run(logprobs, inputs)
+        loss, grad, metrics = custom_loss.run(logprobs, inputs)
         leaf = logprobs.clone().requires_grad_()
-        wanted, wanted_metrics = handle.graph(leaf, *(torch.from_numpy(inputs[one]) for one in ("advantages", "mask")))
+        wanted, wanted_metrics = handle.graph(
+            leaf, *(torch.from_numpy(inputs[name]) for name in ("advantages", "mask"))
+        )
         wanted.backward()
         assert leaf.grad is not None
         assert loss == pytest.approx(float(wanted.detach()), rel=1e-6)
-        torch.testing.assert_close(slope, leaf.grad, rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(grad, leaf.grad, rtol=1e-6, atol=1e-8)
         assert metrics == pytest.approx({key: float(value.detach()) for key, value in wanted_metrics.items()}, rel=1e-6)
 
 
-def test_several_targets_at_a_position_and_a_scalar_input() -> None:
+def test_several_targets_per_position_with_scalar_input() -> None:
     handle = traced(distilled, DISTILLED_RANKS)
     draw = np.random.default_rng(0)
     logprobs = torch.tensor(draw.normal(-3, 1, (5, 4)), dtype=torch.float32)
     inputs = {"teacher": draw.random((5, 4)).astype(np.float32), "temperature": np.asarray([2.0], np.float32)}
-    loss, slope, metrics = CustomLoss(uploaded(handle)).run(logprobs, inputs)
+    loss, grad, metrics = CustomLoss(uploaded(handle)).run(logprobs, inputs)
     leaf = logprobs.clone().requires_grad_()
     wanted, wanted_metrics = handle.graph(leaf, torch.tensor(inputs["teacher"]), torch.tensor(2.0))
     wanted.backward()
     assert loss == pytest.approx(float(wanted.detach()), rel=1e-6)
-    torch.testing.assert_close(slope, leaf.grad)
+    torch.testing.assert_close(grad, leaf.grad)
     assert metrics == {"custom/agree:mean": float(wanted_metrics["custom/agree:mean"])}
 
 
-def test_whole_numbers_stay_whole() -> None:
+def test_integer_inputs_stay_integers() -> None:
     def gathered(logprobs, places):
         return logprobs[places].sum() + torch.gather(logprobs, 0, places).sum(), {}
 
     places = np.asarray([0, 2, 2], np.int64)
-    _, slope, _ = CustomLoss(uploaded(traced(gathered, {"logprobs": 1, "places": 1}))).run(
+    _, grad, _ = CustomLoss(uploaded(traced(gathered, {"logprobs": 1, "places": 1}))).run(
         torch.zeros(3), {"places": places}
     )
-    assert slope.tolist() == [2.0, 0.0, 4.0]
+    assert grad.tolist() == [2.0, 0.0, 4.0]
 
 
 def ref(name: str) -> dict[str, str]:
     return {"ref": name}
 
 
-def program_of(*steps: tuple[str, Any, list[Any]], **kwargs: Any) -> CustomLoss:
+def loss_of(*steps: tuple[str, Any, list[Any]], **kwargs: Any) -> CustomLoss:
     """Steps s0, s1, … over logprobs and w; the last one summed is the loss. Keywords go to the first step."""
-    nodes = [Node(op="placeholder", name=one, target=one) for one in ("logprobs", "w")]
+    nodes = [Node(op="placeholder", name=name, target=name) for name in ("logprobs", "w")]
     for number, (target, _, args) in enumerate(steps):
         op = "call_function" if "." in target or target == "getattr" else "call_method"
         nodes.append(Node(op=op, name=f"s{number}", target=target, args=args, kwargs=kwargs if number == 0 else {}))
@@ -117,11 +119,11 @@ LARGE = {
 
 
 @pytest.mark.parametrize("case", LARGE)
-def test_sizes_without_end_are_refused_before_memory_is_taken(case: str) -> None:
-    program = program_of(*LARGE[case])
+def test_huge_sizes_are_refused_before_allocation(case: str) -> None:
+    custom_loss = loss_of(*LARGE[case])
     start = time.perf_counter()
     with pytest.raises(UserError):
-        program.run(torch.full((40,), -1.0), {"w": np.ones(40, np.float32)})
+        custom_loss.run(torch.full((40,), -1.0), {"w": np.ones(40, np.float32)})
     assert time.perf_counter() - start < 2.0
 
 
@@ -149,25 +151,25 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_goes_wrong_is_the_caller_s_and_names_the_step(case: str) -> None:
+def test_errors_in_a_graph_are_user_errors_that_name_it(case: str) -> None:
     with pytest.raises(UserError, match="hostile"):
-        program_of(*WRONG[case]).run(torch.full((40,), -1.0), {"w": np.ones(40, np.float32)})
+        loss_of(*WRONG[case]).run(torch.full((40,), -1.0), {"w": np.ones(40, np.float32)})
 
 
-def test_devices_are_where_the_loss_runs() -> None:
+def test_device_arguments_are_replaced() -> None:
     for device in ({"device": "cuda:7"}, "cuda"):
-        program_of(step("torch.zeros", 3), device=device).run(torch.zeros(4), {"w": np.ones(4, np.float32)})
-    program_of(step("to", L, "cuda")).run(torch.zeros(4), {"w": np.ones(4, np.float32)})
+        loss_of(step("torch.zeros", 3), device=device).run(torch.zeros(4), {"w": np.ones(4, np.float32)})
+    loss_of(step("to", L, "cuda")).run(torch.zeros(4), {"w": np.ones(4, np.float32)})
 
 
-def test_time_of_a_request_is_watched() -> None:
-    program = program_of(step("exp", L))
-    program.seconds = 1e9
+def test_time_of_a_request_is_limited() -> None:
+    custom_loss = loss_of(step("exp", L))
+    custom_loss.seconds = 1e9
     with pytest.raises(TooLarge, match="took over"):
-        program.run(torch.zeros(4), {"w": np.ones(4, np.float32)})
+        custom_loss.run(torch.zeros(4), {"w": np.ones(4, np.float32)})
 
 
-def test_a_loss_must_be_a_scalar_with_a_gradient() -> None:
+def test_loss_must_be_a_scalar_with_a_gradient() -> None:
     def vector(logprobs):
         return logprobs * 2, {}
 
@@ -185,12 +187,12 @@ def test_a_loss_must_be_a_scalar_with_a_gradient() -> None:
             CustomLoss(uploaded(traced(fn, {"logprobs": 1}))).run(torch.zeros(4), {})
 
 
-def test_every_allowed_name_exists_and_legal_sizes_are_large() -> None:
+def test_allowed_names_exist_and_large_sizes_pass() -> None:
     assert all(hasattr(torch, name) for name in TORCH)
     assert all(hasattr(torch.nn.functional, name) for name in FUNCTIONAL)
     assert all(hasattr(torch.special, name) for name in SPECIAL)
     assert all(hasattr(torch.Tensor, name) for name in METHODS)
     assert not any(name.startswith("_") or name.endswith("_") for name in TORCH | FUNCTIONAL | SPECIAL | METHODS)
     pairs = [step("unsqueeze", L, 1), step("operator.sub", L, ref("s0"))]
-    program_of(*pairs).run(torch.zeros(4096), {"w": np.ones(1, np.float32)})  # half of what is allowed
+    loss_of(*pairs).run(torch.zeros(4096), {"w": np.ones(1, np.float32)})  # half of what is allowed
     assert MAX_ELEMENTS // 2 == 4096**2

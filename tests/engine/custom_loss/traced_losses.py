@@ -1,4 +1,4 @@
-"""Losses as the SDK traces and sends them, and many of them: what people write, functions of logprobs and inputs."""
+"""Example losses, traced and uploaded as the SDK does."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Fn = Callable[..., Any]
 
 
 def traced(fn: Fn, ranks: Mapping[str, Any]) -> LossHandle:
-    """What `ServiceClient.create_custom_loss` makes of a function."""
+    """The result of `ServiceClient.create_custom_loss` for a function."""
     return trace_loss(fn, ranks, "session")
 
 
 def uploaded(handle: LossHandle) -> LossGraph:
-    """What arrives of it, through the text that the store keeps."""
+    """The graph that the service receives, through the text that the store keeps."""
     nodes = [Node(**node.model_dump()) for node in encode_graph(handle).nodes]
-    return read_text(read_graph(handle.name, [(one.name, one.rank) for one in handle.inputs], nodes).text)
+    return read_text(read_graph(handle.name, [(item.name, item.rank) for item in handle.inputs], nodes).text)
 
 
 RANKS = {"logprobs": 1, "advantages": 1, "mask": 1}
@@ -74,8 +74,8 @@ def shaped(logprobs, advantages, mask):
 
 
 def activations(logprobs, advantages, mask):
-    one = F.softplus(logprobs) + F.logsigmoid(logprobs) + F.gelu(logprobs) + torch.tanh(logprobs) + logprobs.sigmoid()
-    return (one * mask).sum() + F.huber_loss(logprobs, advantages) + torch.special.entr(logprobs.exp()).sum(), {}
+    total = F.softplus(logprobs) + F.logsigmoid(logprobs) + F.gelu(logprobs) + torch.tanh(logprobs) + logprobs.sigmoid()
+    return (total * mask).sum() + F.huber_loss(logprobs, advantages) + torch.special.entr(logprobs.exp()).sum(), {}
 
 
 def products(logprobs, advantages, mask):

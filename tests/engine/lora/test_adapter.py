@@ -1,4 +1,4 @@
-"""A fresh adapter: what the seed and the flags decide, and that it changes nothing yet."""
+"""A new adapter: initialization from seed and flags, without effect before the first step."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def fresh(engine_of: Callable[..., Any], wait: Any, tmp_path: Path, model_id: st
         wait(engine.drop(name))
 
 
-def test_the_seed_decides_the_adapter(fresh: Any):
+def test_seed_determines_the_adapter(fresh: Any):
     first, again, other = (fresh(LoraSpec(rank=4, seed=seed)) for seed in (11, 11, 12))
     for name, tensor in first.items():
         np.testing.assert_array_equal(tensor, again[name])
         assert "lora_B" in name or not np.array_equal(tensor, other[name])
 
 
-def test_no_two_layers_start_alike(fresh: Any):
+def test_layers_start_with_different_weights(fresh: Any):
     starts = [tensor for name, tensor in fresh(LoraSpec(rank=4, seed=1)).items() if "lora_A" in name]
-    for index, one in enumerate(starts):
-        for two in starts[index + 1 :]:
-            width = min(one.shape[1], two.shape[1])
-            assert not np.allclose(one[:, :width], two[:, :width])
+    for index, left in enumerate(starts):
+        for right in starts[index + 1 :]:
+            width = min(left.shape[1], right.shape[1])
+            assert not np.allclose(left[:, :width], right[:, :width])
 
 
 def test_a_is_kaiming_uniform_and_b_is_zero(fresh: Any):
@@ -65,7 +65,7 @@ def test_a_is_kaiming_uniform_and_b_is_zero(fresh: Any):
     "flags", [(True, False, False), (False, True, False), (False, False, True), (True, True, True)], ids=str
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_flags_choose_the_layers(kind: str, flags: tuple[bool, bool, bool], fresh: Any, tiny: Any):
+def test_flags_choose_the_modules(kind: str, flags: tuple[bool, bool, bool], fresh: Any, tiny: Any):
     lora = LoraSpec(rank=3, seed=0, train_attn=flags[0], train_mlp=flags[1], train_unembed=flags[2])
     wanted = {}
     for name, module in plain_model(tiny(kind), torch.float32).named_modules():
@@ -76,19 +76,19 @@ def test_the_flags_choose_the_layers(kind: str, flags: tuple[bool, bool, bool], 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_first_forward_is_the_base_model_s(kind: str, engine_of: Any, tiny: Any, wait: Any, model_id: str):
+def test_new_adapter_gives_base_model_logprobs(kind: str, engine_of: Any, tiny: Any, wait: Any, model_id: str):
     engine, request = engine_of(kind), pass_for("cross_entropy", model_id, forward_only=True)
     wait(engine.create(model_id, LoraSpec(rank=8, seed=3)))
     (result,) = wait(engine.run([request]))
     base = plain_model(tiny(kind))
-    for datum, found in zip(request.data, result.logprobs, strict=True):
+    for datum, actual in zip(request.data, result.logprobs, strict=True):
         with torch.no_grad():
             logits = base(input_ids=torch.from_numpy(datum.tokens.astype(np.int64))[None]).logits[0]
         wanted = logits.log_softmax(-1).gather(-1, torch.from_numpy(datum.targets)[:, None])[:, 0]
-        np.testing.assert_allclose(found, wanted.numpy(), atol=1e-5)
+        np.testing.assert_allclose(actual, wanted.numpy(), atol=1e-5)
 
 
-def test_the_first_step_moves_b_alone(engine: Any, wait: Any, model_id: str, tmp_path: Path):
+def test_first_step_changes_only_b(engine: Any, wait: Any, model_id: str, tmp_path: Path):
     wait(engine.create(model_id, LoraSpec(rank=4, seed=3)))
     saved = []
     for folder in (tmp_path / "before", tmp_path / "after"):

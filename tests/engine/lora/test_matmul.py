@@ -1,4 +1,4 @@
-"""Ordered matrices compute what plain ones do, both ways, and are left plain where memory is short."""
+"""Reordered matrices compute what plain ones do, and are not used where memory is short."""
 
 from __future__ import annotations
 
@@ -17,40 +17,40 @@ from tinsmith.engine.model import loading
 @pytest.mark.parametrize("rows", [1, 7, 64, 300])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
-def test_both_ways_are_those_of_float64(dtype: torch.dtype, tolerance: float, biased: bool, rows: int):
+def test_forward_and_backward_match_float64(dtype: torch.dtype, tolerance: float, biased: bool, rows: int):
     draw = torch.Generator().manual_seed(rows)
     weight, bias = torch.randn(48, 80, generator=draw).to(dtype), torch.randn(48, generator=draw).to(dtype)
-    inputs, slopes, onto = (torch.randn(rows, width, generator=draw).to(dtype) for width in (80, 48, 80))
+    inputs, grads, onto = (torch.randn(rows, width, generator=draw).to(dtype) for width in (80, 48, 80))
     wide = weight.double()
     forth = inputs.double() @ wide.T + (bias.double() if biased else 0)
-    back = slopes.double() @ wide
+    back = grads.double() @ wide
     plain = FrozenLinear(weight, bias if biased else None)
-    for fixed in (plain, FrozenLinear(weight, bias if biased else None).reorder()):
-        for found, exact in (
-            (fixed(inputs), forth),
-            (fixed.backward(slopes), back),
-            (fixed.backward(slopes, onto=onto.clone()), onto.double() + back),
+    for frozen in (plain, FrozenLinear(weight, bias if biased else None).reorder()):
+        for actual, exact in (
+            (frozen(inputs), forth),
+            (frozen.backward(grads), back),
+            (frozen.backward(grads, onto=onto.clone()), onto.double() + back),
         ):
-            assert (found.double() - exact).abs().max() <= tolerance * exact.abs().max()
-            assert found.dtype == dtype
+            assert (actual.double() - exact).abs().max() <= tolerance * exact.abs().max()
+            assert actual.dtype == dtype
 
 
-def test_matrices_are_ordered_where_there_is_room_for_them_twice(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
+def test_weights_are_reordered_if_memory_allows(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
     base = loading.load(EngineConfig(source=str(tiny_llama), dtype="float32", device="cpu"))
     linear.adapt(base)
-    products = [module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear)]
-    size = sum(one.shape.numel() * 4 for one in products)
+    matrices = [module.frozen for module in base.model.modules() if isinstance(module, linear.LoraLinear)]
+    size = sum(matrix.shape.numel() * 4 for matrix in matrices)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size)
-    assert not any(one.reordered for one in products)  # float32 is faster without
+    assert not any(matrix.reordered for matrix in matrices)  # float32 is faster without
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size - 1)
-    assert not any(one.reordered for one in products)
+    assert not any(matrix.reordered for matrix in matrices)
     autotune.reorder_weights(base, autotune.REORDER_MEMORY_SHARE * size)
-    assert all(one.reordered for one in products)
+    assert all(matrix.reordered for matrix in matrices)
 
 
-def test_where_the_processor_cannot_order_bfloat16_it_is_left_plain_and_float32_is_ordered(
+def test_bfloat16_is_not_reordered_without_cpu_support(
     monkeypatch: pytest.MonkeyPatch,
 ):
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)

@@ -1,4 +1,4 @@
-"""Adapters on disk: PEFT reads them, training goes on from them exactly, and a bad folder changes nothing."""
+"""Adapters on disk: PEFT reads them, training resumes exactly, and a bad folder changes nothing."""
 
 from __future__ import annotations
 
@@ -49,18 +49,18 @@ def peft_logprobs(base: Path, adapter: Path) -> np.ndarray:
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
-def test_peft_loads_what_is_saved(flags: Any, engine: Any, tiny_llama: Path, wait: Any, model_id: str, tmp_path: Path):
+def test_peft_loads_saved_adapter(flags: Any, engine: Any, tiny_llama: Path, wait: Any, model_id: str, tmp_path: Path):
     wait(engine.create(model_id, spec(flags, rank=5)))
     train(engine, model_id, wait, 1, 2)
     size = wait(engine.save(model_id, tmp_path / "saved", optimizer=False))
     assert size == sum(file.stat().st_size for file in (tmp_path / "saved").iterdir())
-    found, trained = peft_logprobs(tiny_llama, tmp_path / "saved"), logprobs(engine, model_id, wait)
-    np.testing.assert_allclose(trained, found, atol=1e-5)
+    expected, trained = peft_logprobs(tiny_llama, tmp_path / "saved"), logprobs(engine, model_id, wait)
+    np.testing.assert_allclose(trained, expected, atol=1e-5)
     wait(engine.drop(model_id))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_peft_loads_what_is_saved_of_every_base_model(
+def test_peft_loads_saved_adapter_of_every_base_model(
     kind: str, engine_of: Any, tiny: Any, wait: Any, model_id: str, tmp_path: Path
 ):
     engine = engine_of(kind)
@@ -73,7 +73,7 @@ def test_peft_loads_what_is_saved_of_every_base_model(
     np.testing.assert_allclose(after, peft_logprobs(tiny(kind), tmp_path / "saved"), atol=1e-5)
 
 
-def test_the_config_says_what_peft_needs(engine: Any, wait: Any, model_id: str, tmp_path: Path):
+def test_adapter_config_has_fields_of_peft(engine: Any, wait: Any, model_id: str, tmp_path: Path):
     wait(engine.create(model_id, LoraSpec(rank=5, seed=2)))
     wait(engine.save(model_id, tmp_path / "saved", optimizer=False))
     config = json.loads((tmp_path / "saved" / "adapter_config.json").read_text())
@@ -82,7 +82,7 @@ def test_the_config_says_what_peft_needs(engine: Any, wait: Any, model_id: str, 
     assert "lm_head" in config["target_modules"]
 
 
-def test_with_its_optimizer_training_goes_on_as_if_uninterrupted(engine: Any, wait: Any, model_id: str, tmp_path: Path):
+def test_training_resumes_exactly_with_optimizer(engine: Any, wait: Any, model_id: str, tmp_path: Path):
     resumed = f"{model_id}-resumed"
     wait(engine.create(model_id, LoraSpec(rank=4, seed=2)))
     train(engine, model_id, wait, 1, 2)
@@ -94,7 +94,7 @@ def test_with_its_optimizer_training_goes_on_as_if_uninterrupted(engine: Any, wa
     assert_same(theirs, ours, tolerance=0)
 
 
-def test_without_its_optimizer_the_moments_start_anew(engine: Any, wait: Any, model_id: str, tmp_path: Path):
+def test_moments_start_at_zero_without_optimizer(engine: Any, wait: Any, model_id: str, tmp_path: Path):
     wait(engine.create(model_id, LoraSpec(rank=4, seed=2)))
     train(engine, model_id, wait, 1, 2)
     wait(engine.save(model_id, tmp_path / "full", optimizer=True))
@@ -110,14 +110,14 @@ def test_without_its_optimizer_the_moments_start_anew(engine: Any, wait: Any, mo
     assert any(not np.allclose(a[name], c[name]) for name in a)
 
 
-def test_moments_that_are_not_there_cannot_be_loaded(engine: Any, wait: Any, model_id: str, tmp_path: Path):
+def test_load_fails_for_missing_moments(engine: Any, wait: Any, model_id: str, tmp_path: Path):
     wait(engine.create(model_id, LoraSpec(rank=4, seed=2)))
     wait(engine.save(model_id, tmp_path / "bare", optimizer=False))
     with pytest.raises(TinsmithError):
         wait(engine.load(f"{model_id}-other", tmp_path / "bare", optimizer=True))
 
 
-def test_loading_replaces_what_a_model_was(engine: Any, wait: Any, model_id: str, tmp_path: Path, adapter_of: Any):
+def test_load_replaces_model(engine: Any, wait: Any, model_id: str, tmp_path: Path, adapter_of: Any):
     wait(engine.create(model_id, LoraSpec(rank=9, seed=2, train_mlp=False)))
     wait(engine.run([pass_for("cross_entropy", model_id)]))
     wait(engine.load(model_id, adapter_of(), optimizer=False))
@@ -166,7 +166,7 @@ def broken(source: Path, fault: str, folder: Path) -> Path:
         "dora",
     ],
 )
-def test_a_broken_folder_changes_nothing(
+def test_broken_folder_leaves_model_unchanged(
     fault: str, engine: Any, wait: Any, model_id: str, tmp_path: Path, adapter_of: Any
 ):
     wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
@@ -179,20 +179,18 @@ def test_a_broken_folder_changes_nothing(
     assert_same(gradients_of(engine, model_id), gradients, tolerance=0)
     with pytest.raises(TinsmithError):
         wait(engine.load(f"{model_id}-new", tmp_path / "broken", optimizer=False))
-    with pytest.raises(TinsmithError):  # and no half-made model is left behind
+    with pytest.raises(TinsmithError):  # and the partial model is gone
         wait(engine.step(f"{model_id}-new", ADAM))
 
 
-def test_an_adapter_of_another_base_model_is_refused(
-    engine_of: Any, engine: Any, wait: Any, model_id: str, tmp_path: Path
-):
+def test_adapter_of_other_base_model_is_refused(engine_of: Any, engine: Any, wait: Any, model_id: str, tmp_path: Path):
     wait(engine_of("qwen3").create(model_id, LoraSpec(rank=4, seed=1)))
     wait(engine_of("qwen3").save(model_id, tmp_path / "saved", optimizer=False))
     with pytest.raises(TinsmithError):
         wait(engine.load(model_id, tmp_path / "saved", optimizer=False))
 
 
-def test_what_cannot_be_written_leaves_nothing_behind(engine: Any, wait: Any, model_id: str, tmp_path: Path):
+def test_failed_save_leaves_no_files(engine: Any, wait: Any, model_id: str, tmp_path: Path):
     wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
     (tmp_path / "file").write_text("a file where a folder should be")
     with pytest.raises((TinsmithError, OSError)):
@@ -202,7 +200,7 @@ def test_what_cannot_be_written_leaves_nothing_behind(engine: Any, wait: Any, mo
     assert {entry.name for entry in (tmp_path / "deep" / "er").iterdir()} == {"saved"}
 
 
-def test_saving_and_loading_is_exact(engine: Any, wait: Any, model_id: str, tmp_path: Path):
+def test_save_and_load_are_exact(engine: Any, wait: Any, model_id: str, tmp_path: Path):
     wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
     train(engine, model_id, wait, 1, 2)
     wait(engine.save(model_id, tmp_path / "saved", optimizer=True))
@@ -211,7 +209,7 @@ def test_saving_and_loading_is_exact(engine: Any, wait: Any, model_id: str, tmp_
     wait(engine.drop(f"{model_id}-again"))
 
 
-def test_dropping_twice_is_fine(engine: Any, wait: Any, model_id: str):
+def test_drop_twice_is_ignored(engine: Any, wait: Any, model_id: str):
     wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
     wait(engine.drop(model_id))
     wait(engine.drop(model_id))
@@ -219,9 +217,7 @@ def test_dropping_twice_is_fine(engine: Any, wait: Any, model_id: str):
         wait(engine.step(model_id, ADAM))
 
 
-def test_an_adapter_that_peft_wrote_can_be_loaded(
-    engine: Any, tiny_llama: Path, wait: Any, model_id: str, tmp_path: Path
-):
+def test_adapter_written_by_peft_is_loaded(engine: Any, tiny_llama: Path, wait: Any, model_id: str, tmp_path: Path):
     folder = write_adapter(tiny_llama, tmp_path / "peft", LoraSpec(rank=6, seed=3, train_mlp=False))
     wait(engine.load(model_id, folder, optimizer=False))
     np.testing.assert_allclose(logprobs(engine, model_id, wait), peft_logprobs(tiny_llama, folder), atol=1e-5)
@@ -231,7 +227,7 @@ PLAIN = [{}, {"init_lora_weights": "gaussian"}, {"init_lora_weights": False}, {"
 
 
 @pytest.mark.parametrize("settings", PLAIN, ids=str)
-def test_settings_of_peft_that_change_nothing_are_read(settings: dict[str, Any], adapter_of: Any, tmp_path: Path):
+def test_harmless_peft_settings_are_accepted(settings: dict[str, Any], adapter_of: Any, tmp_path: Path):
     assert read_spec(edited(adapter_of(), tmp_path, settings)).rank == 4
 
 
@@ -252,9 +248,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize("settings", OTHERS, ids=str)
-def test_settings_of_peft_that_change_what_matrices_mean_are_refused(
-    settings: dict[str, Any], adapter_of: Any, tmp_path: Path
-):
+def test_peft_settings_that_change_the_meaning_are_refused(settings: dict[str, Any], adapter_of: Any, tmp_path: Path):
     (name,) = settings
     with pytest.raises(Unsupported, match=name):
         read_spec(edited(adapter_of(), tmp_path, settings))

@@ -1,4 +1,4 @@
-"""One call for the whole tree gives what a call for each job gives, forward and backward."""
+"""FlexAttention over a whole tree gives the same as one call for each job, forward and backward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinsmith.engine.model import attention, flex_attention, packing
 CPU = torch.device("cpu")
 
 
-def forest_of(rows: list[list[int]], adapters: list[int] | None = None) -> packing.PackedTree:
+def tree_of(rows: list[list[int]], adapters: list[int] | None = None) -> packing.PackedTree:
     adapters = adapters or [0] * len(rows)
     return packing.pack(
         [
@@ -42,19 +42,19 @@ rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1
 
 @given(rows=rows, split=st.integers(0, 12))
 @settings(deadline=None, max_examples=60)
-def test_who_sees_whom_is_told_by_one_number_for_each_key(rows: list[list[int]], split: int):
-    tree = forest_of(rows, [int(number >= split) for number in range(len(rows))])
-    ends, at = flex_attention.visible_until(tree), np.arange(len(tree.tokens))
-    np.testing.assert_array_equal((at <= at[:, None]) & (at[:, None] < ends), dense(tree))
+def test_visible_until_defines_the_mask(rows: list[list[int]], split: int):
+    tree = tree_of(rows, [int(number >= split) for number in range(len(rows))])
+    until, at = flex_attention.visible_until(tree), np.arange(len(tree.tokens))
+    np.testing.assert_array_equal((at <= at[:, None]) & (at[:, None] < until), dense(tree))
 
 
 @given(rows=st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=300), min_size=1, max_size=6))
 @settings(deadline=None, max_examples=30)
-def test_blocks_are_full_partly_seen_or_empty(rows: list[list[int]]):
-    tree = forest_of(rows)
-    partly, full = flex_attention._blocks(flex_attention.visible_until(tree))
+def test_blocks_are_full_partial_or_empty(rows: list[list[int]]):
+    tree = tree_of(rows)
+    partial, full = flex_attention._blocks(flex_attention.visible_until(tree))
     seen = dense(tree)
-    for (query, key), some in np.ndenumerate(partly):
+    for (query, key), some in np.ndenumerate(partial):
         block = seen[
             query * flex_attention.BLOCK : (query + 1) * flex_attention.BLOCK,
             key * flex_attention.BLOCK : (key + 1) * flex_attention.BLOCK,
@@ -73,17 +73,17 @@ def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 CASES: dict[str, Callable[[], packing.PackedTree]] = {
-    "one row": lambda: forest_of([list(range(37))]),
-    "a group": lambda: forest_of([[*range(140), *([k] * (20 + 30 * k))] for k in range(5)]),
-    "turns": lambda: forest_of([list(range(length)) for length in (40, 90, 91, 200)]),
-    "two tenants": lambda: forest_of([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4], [1, 2, 6]], [0, 0, 1, 1]),
-    "nested": lambda: forest_of([[*range(n), *([900 + n + k] * 9)] for n in (50, 100, 150) for k in range(3)]),
+    "one row": lambda: tree_of([list(range(37))]),
+    "a group": lambda: tree_of([[*range(140), *([k] * (20 + 30 * k))] for k in range(5)]),
+    "turns": lambda: tree_of([list(range(length)) for length in (40, 90, 91, 200)]),
+    "two tenants": lambda: tree_of([[1, 2, 3, 4], [1, 2, 3, 5], [1, 2, 3, 4], [1, 2, 6]], [0, 0, 1, 1]),
+    "nested": lambda: tree_of([[*range(n), *([900 + n + k] * 9)] for n in (50, 100, 150) for k in range(3)]),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.usefixtures("uncompiled")
-def test_forward_and_backward_are_those_of_the_jobs(case: str):
+def test_forward_and_backward_match_the_jobs(case: str):
     tree = CASES[case]()
     draw = torch.Generator().manual_seed(0)
     shapes = [(1, heads, len(tree.tokens), 16) for heads in (6, 2, 2)]
@@ -91,7 +91,7 @@ def test_forward_and_backward_are_those_of_the_jobs(case: str):
     weight = torch.randn((1, len(tree.tokens), 6, 16), generator=draw)
 
     def results(context: attention.AttentionContext) -> list[torch.Tensor]:
-        leaves = [one.clone().requires_grad_() for one in inputs]
+        leaves = [tensor.clone().requires_grad_() for tensor in inputs]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that it is not compiled
             output = context.attend(0, leaves[0], leaves[1], leaves[2], 0.25)
@@ -99,25 +99,25 @@ def test_forward_and_backward_are_those_of_the_jobs(case: str):
         return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
     expected = results(attention.packed_attention(tree, torch.float32, CPU))
-    found = results(flex_attention.packed_attention(tree, CPU))
-    assert len(found) == 4
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    actual = results(flex_attention.packed_attention(tree, CPU))
+    assert len(actual) == 4
+    for left, right in zip(actual, expected, strict=True):
+        torch.testing.assert_close(left, right, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_keys_and_values_are_kept_for_the_sampler():
+def test_keys_and_values_are_saved_for_the_sampler():
     tree = CASES["a group"]()
-    context = flex_attention.packed_attention(tree, CPU, keep=True)
+    context = flex_attention.packed_attention(tree, CPU, save_kv=True)
     key, value = torch.randn(2, 1, 2, len(tree.tokens), 16)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         context.attend(0, torch.randn(1, 4, len(tree.tokens), 16), key, value, 0.25)
-    assert context.kept[0][0] is key
-    assert context.kept[0][1] is value
+    assert context.saved_kv[0][0] is key
+    assert context.saved_kv[0][1] is value
 
 
-def test_it_is_for_gpus_and_sixteen_bits_where_it_compiles(monkeypatch: pytest.MonkeyPatch, caplog: Any):
+def test_flex_attention_needs_gpu_and_half_precision(monkeypatch: pytest.MonkeyPatch, caplog: Any):
     def chosen(
         capability: tuple[int, int] = (9, 0), dtype: Any = torch.bfloat16, device: str = "cuda", triton: Any = True
     ) -> bool:
@@ -141,7 +141,7 @@ def test_it_is_for_gpus_and_sixteen_bits_where_it_compiles(monkeypatch: pytest.M
 
 
 @pytest.mark.usefixtures("uncompiled")
-def test_the_trial_runs():
+def test_trial_compilation_runs():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         flex_attention._try_compiling(torch.float32, CPU)

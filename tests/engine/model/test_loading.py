@@ -1,4 +1,4 @@
-"""Models beside the four kinds: served as transformers computes them, as far as that goes, or refused by name."""
+"""Models beyond the four tested families: computed as transformers does, limited, or refused by name."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ WINDOWED = {
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
-def test_a_sliding_window_bounds_the_context(
+def test_sliding_window_limits_context_length(
     kind: str, saved: Any, wait: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = saved(kind, sliding_window=WINDOW, **WINDOWED[kind])
@@ -109,23 +109,23 @@ def test_a_sliding_window_bounds_the_context(
 
 
 @pytest.mark.parametrize("settings", [{"sliding_window": None}, {"sliding_window": 4096}])
-def test_a_window_that_hides_nothing_bounds_nothing(settings: Any, saved: Any) -> None:
+def test_window_longer_than_context_is_ignored(settings: Any, saved: Any) -> None:
     assert served(saved("Mistral", **settings)).card.context_length == 128
 
 
-def test_a_window_of_layers_that_do_not_slide_bounds_nothing(saved: Any) -> None:
+def test_unused_sliding_window_is_ignored(saved: Any) -> None:
     folder = saved("Qwen2", use_sliding_window=False, sliding_window=WINDOW)
     assert served(folder).card.context_length == 128
 
 
-def test_a_window_that_only_the_layers_know_is_refused(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_window_known_only_to_the_layers_is_refused(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = saved("Mistral", sliding_window=WINDOW)
     monkeypatch.setattr("tinsmith.engine.model.support._bounds", lambda _: iter(()))
     with pytest.raises(Unsupported, match="window of 40 tokens would be computed over 128"):
         served(folder)
 
 
-def test_rotations_that_follow_the_length_bound_the_context(saved: Any, wait: Any) -> None:
+def test_longrope_limits_context_length(saved: Any, wait: Any) -> None:
     factors = {"short_factor": [1.0] * 12, "long_factor": [3.0] * 12, "factor": 2.0}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
     folder = saved("Llama", rope_parameters=rope)
@@ -134,14 +134,14 @@ def test_rotations_that_follow_the_length_bound_the_context(saved: Any, wait: An
     np.testing.assert_allclose(logprobs(engine, wait, 64), expected(folder, 64), atol=2e-5)
 
 
-OF_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
-GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MOE_GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 REFUSED = {
     "Gemma2": ({"attn_logit_softcapping": None}, "final_logit_softcapping"),
-    "Dots1": ({**OF_EXPERTS, **GROUPS}, "experts"),
-    "Qwen3Moe": ({**OF_EXPERTS, "num_experts": 4, "mlp_only_layers": [0]}, "experts"),
-    "Qwen2Moe": ({**OF_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 64}, "experts"),
-    "Glm4Moe": ({**OF_EXPERTS, **GROUPS}, "experts"),
+    "Dots1": ({**MOE, **MOE_GROUPS}, "MoE layers"),
+    "Qwen3Moe": ({**MOE, "num_experts": 4, "mlp_only_layers": [0]}, "MoE layers"),
+    "Qwen2Moe": ({**MOE, "num_experts": 4, "shared_expert_intermediate_size": 64}, "MoE layers"),
+    "Glm4Moe": ({**MOE, **MOE_GROUPS}, "MoE layers"),
     "StableLm": ({}, "cannot be computed here: TypeError"),
     "Phi3": ({}, "qkv_proj"),
 }
@@ -149,13 +149,13 @@ REFUSED = {
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_is_not_computed_here_is_refused_by_name(kind: str, dtype: str, saved: Any) -> None:
+def test_unsupported_model_is_refused_by_name(kind: str, dtype: str, saved: Any) -> None:
     settings, named = REFUSED[kind]
     with pytest.raises(Unsupported, match=named):
         served(saved(kind, **settings), dtype)
 
 
-def test_a_bias_of_the_head_is_refused(saved: Any) -> None:
+def test_head_bias_is_refused(saved: Any) -> None:
     folder = saved("Llama")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     model.lm_head = torch.nn.Linear(96, 512, bias=True)
@@ -164,7 +164,7 @@ def test_a_bias_of_the_head_is_refused(saved: Any) -> None:
         prepare(model, None, "mine", "mine")
 
 
-OTHERWISE = {
+OTHER_LAYERS = {
     "Olmo2": {},
     "SmolLM3": {"use_sliding_window": False},
     "Exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 4},
@@ -175,9 +175,9 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kind", OTHERWISE)
-def test_models_whose_layers_are_otherwise_are_served_as_they_are(kind: str, dtype: str, saved: Any, wait: Any) -> None:
-    folder = saved(kind, **OTHERWISE[kind])
+@pytest.mark.parametrize("kind", OTHER_LAYERS)
+def test_models_with_other_layers_keep_their_modules(kind: str, dtype: str, saved: Any, wait: Any) -> None:
+    folder = saved(kind, **OTHER_LAYERS[kind])
     exact = expected(folder, 128)
     rounding = np.abs(expected(folder, 128, dtype) - exact).mean()
     assert np.abs(logprobs(served(folder, dtype), wait, 128) - exact).mean() < 1.5 * rounding + 1e-5

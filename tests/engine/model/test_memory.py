@@ -33,7 +33,7 @@ async def _trims_after_work(heap: Counting, times: int) -> list[int]:
     return trims
 
 
-def test_heap_is_trimmed_only_when_more_than_a_pass_needs_is_free() -> None:
+def test_heap_is_trimmed_when_more_than_a_pass_needs_is_free() -> None:
     mega = 1 << 20
     heap = Counting(2000 * mega, 2900 * mega, 3100 * mega, 700 * mega, 1000 * mega, 1100 * mega)
     assert asyncio.run(_trims_after_work(heap, 6)) == [0, 0, 1, 1, 1, 2]

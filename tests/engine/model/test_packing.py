@@ -1,4 +1,4 @@
-"""Packing rows into a tree of shared prefixes, against the plain meaning: every row sees its own past and no more."""
+"""Packing rows into a tree of shared prefixes: every row sees exactly its own past."""
 
 from itertools import pairwise, takewhile
 
@@ -59,7 +59,7 @@ def test_every_position_sees_exactly_its_own_past(data: list[tuple[int, list[int
 
 @settings(max_examples=100, deadline=None)
 @given(some_rows)
-def test_what_is_shared_stands_once_and_never_across_adapters(data: list[tuple[int, list[int]]]) -> None:
+def test_shared_prefixes_are_packed_once_per_adapter(data: list[tuple[int, list[int]]]) -> None:
     rows = rows_of(*(tokens for _, tokens in data), adapters=[adapter for adapter, _ in data])
     tree = pack(rows)
     prefixes = {(row.adapter, tuple(row.tokens[: end + 1])) for row in rows for end in range(len(row.tokens))}
@@ -69,13 +69,13 @@ def test_what_is_shared_stands_once_and_never_across_adapters(data: list[tuple[i
         assert all(span.start <= packed < span.stop for packed in tree.index[row.key])
 
 
-def test_a_prompt_shared_by_a_group_costs_its_answers_alone() -> None:
+def test_shared_prompt_of_a_group_is_packed_once() -> None:
     prompt = list(range(100))
     tree = pack(rows_of(*([*prompt, 200 + answer, 300] for answer in range(8))))
     assert len(tree.tokens) == 100 + 8 * 2
 
 
-def test_short_chunks_share_a_job_and_long_ones_stand_alone() -> None:
+def test_short_chunks_are_merged_into_one_job() -> None:
     short = pack(rows_of(*([1, 2, 3, 10 + number] for number in range(20))))
     long = pack(rows_of(*([number] * MAX_MERGED_QUERIES for number in range(4))))
     assert len(short.jobs) == 1
@@ -88,10 +88,10 @@ def test_short_chunks_share_a_job_and_long_ones_stand_alone() -> None:
 def test_micro_batches_keep_every_row_and_the_budget(data: list[tuple[int, list[int]]], budget: int) -> None:
     rows = rows_of(*(tokens for _, tokens in data), adapters=[adapter for adapter, _ in data])
     batches = list(micro_batches(rows, budget))
-    assert sorted(row.key for one in batches for row in one) == [row.key for row in rows]
-    for one in batches:
-        shared = [common(left, right) for left, right in pairwise(sorted_for_packing(one))]
-        assert len(one) == 1 or len(pack(one).tokens) <= budget + shared[-1]
+    assert sorted(row.key for batch in batches for row in batch) == [row.key for row in rows]
+    for batch in batches:
+        shared = [common(left, right) for left, right in pairwise(sorted_for_packing(batch))]
+        assert len(batch) == 1 or len(pack(batch).tokens) <= budget + shared[-1]
 
 
 def common(left: PackedRow, right: PackedRow) -> int:
@@ -100,7 +100,7 @@ def common(left: PackedRow, right: PackedRow) -> int:
 
 
 @pytest.mark.parametrize("prompt", [0, 10, 40, 400])
-def test_a_prompt_longer_than_the_budget_is_shared_too(prompt: int) -> None:
+def test_prompt_longer_than_budget_is_shared(prompt: int) -> None:
     """The budget is for what is new: a prompt costs the same however many answers to it are computed with it."""
     rows = rows_of(*([0] * prompt + [1 + number] * 5 for number in range(9)))
-    assert [len(one) for one in micro_batches(rows, 20)] == [4, 4, 1]
+    assert [len(batch) for batch in micro_batches(rows, 20)] == [4, 4, 1]

@@ -1,4 +1,4 @@
-"""A base model's files: found, converted once for each file, and told of by name where they are not whole."""
+"""A base model's files: located, converted once, and reported if incomplete."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def half(file: Path) -> None:
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
 @pytest.mark.parametrize("break_it", [half, Path.unlink])
-def test_files_that_are_not_whole_are_told(model: Path, file: str, break_it: object) -> None:
+def test_incomplete_model_files_are_reported(model: Path, file: str, break_it: object) -> None:
     assert callable(break_it)
     break_it(model / file)
-    with pytest.raises(ConfigError, match=r"(?s)model. cannot be loaded: .*complete files") as told:
+    with pytest.raises(ConfigError, match=r"(?s)model. cannot be loaded: .*complete files") as error:
         loading.load(EngineConfig(source=str(model), device="cpu"))
-    assert told.value.message.startswith(f"'{model}'")
+    assert error.value.message.startswith(f"'{model}'")
 
 
-def test_a_gguf_file_that_is_none_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_gguf_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TINSMITH_CACHE", str(tmp_path / "cache"))
     (tmp_path / "a.gguf").write_bytes(b"GGUF and no more")
     with pytest.raises(ConfigError, match=r"a\.gguf' cannot be loaded"):
@@ -58,14 +58,14 @@ def test_each_gguf_file_is_converted_once(tiny_llama: Path, tmp_path: Path, monk
     whole, tokenizer = AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_gguf)
     monkeypatch.setattr(AutoTokenizer, "from_pretrained", words)
-    files = [tmp_path / one / "model.gguf" for one in ("a", "b")]
+    files = [tmp_path / name / "model.gguf" for name in ("a", "b")]
     for file in files:
         file.parent.mkdir()
         file.write_bytes(b"GGUF")
-    found = [sources.locate(str(file)).folder for file in (*files, *files)]
-    assert found[:2] == found[2:]
-    assert found[0] != found[1]
+    folders = [sources.locate(str(file)).folder for file in (*files, *files)]
+    assert folders[:2] == folders[2:]
+    assert folders[0] != folders[1]
     assert opened == [str(file) for file in files]
     os.utime(files[0], (1, 1))
-    assert sources.locate(str(files[0])).folder not in found
-    assert sorted(one.name for one in (tmp_path / "cache").iterdir() if not one.name.startswith("model-")) == []
+    assert sources.locate(str(files[0])).folder not in folders
+    assert sorted(path.name for path in (tmp_path / "cache").iterdir() if not path.name.startswith("model-")) == []

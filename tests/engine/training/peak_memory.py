@@ -63,12 +63,12 @@ async def main(folder: Path, counts: list[int]) -> None:
         gc.collect()
         before = resident()
         reset_peak()
-        [found] = await engine.run([Pass(model_id="m", data=data[:count], loss_fn="importance_sampling")])
-        if isinstance(found, Exception):
-            raise found
+        [result] = await engine.run([Pass(model_id="m", data=data[:count], loss_fn="importance_sampling")])
+        if isinstance(result, Exception):
+            raise result
         if count in counts:
-            print(count, max(0, peak() - before), len(found.logprobs), flush=True)
-        del found
+            print(count, max(0, peak() - before), len(result.logprobs), flush=True)
+        del result
     await engine.close()
 
 

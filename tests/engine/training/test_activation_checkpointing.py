@@ -1,4 +1,4 @@
-"""A layer that computes again in the backward gives the same numbers, and keeps its input alone."""
+"""Recomputing layers give the same results and save only their input."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from tests.engine.reference import assert_same
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_recomputing_changes_nothing(kind: str, pair: Any, wait: Any):
-    found = []
+def test_recomputing_does_not_change_results(kind: str, pair: Any, wait: Any):
+    runs = []
     for settings in ({"recompute": "never"}, {"recompute": "always"}):
         engine, model_id, oracle = pair(kind, **settings)
         request = pass_for("cross_entropy", model_id, seed=4)
         (result,) = wait(engine.run([request]))
         oracle.backward(request)
         assert_same(gradients_of(engine, model_id), oracle.gradients())
-        found.append((result, gradients_of(engine, model_id)))
-    for one, two in zip(found[0][0].logprobs, found[1][0].logprobs, strict=True):
-        np.testing.assert_array_equal(one, two)
-    assert_same(found[0][1], found[1][1], tolerance=0)
+        runs.append((result, gradients_of(engine, model_id)))
+    for left, right in zip(runs[0][0].logprobs, runs[1][0].logprobs, strict=True):
+        np.testing.assert_array_equal(left, right)
+    assert_same(runs[0][1], runs[1][1], tolerance=0)
 
 
-def test_auto_recomputes_rows_beyond_the_budget_alone(pair: Any, wait: Any):
+def test_auto_recomputes_only_long_rows(pair: Any, wait: Any):
     engine, model_id, oracle = pair(pass_tokens=32, recompute="auto")
     layer, seen = engine.trainer._base.body.layers[0], []
     forward = layer.layer.forward

@@ -1,4 +1,4 @@
-"""Entropy and KL terms, entropies as outputs, trinity_ppo: against autograd through whole logits in float64."""
+"""Entropy and KL terms, returned entropies and trinity_ppo, against autograd in float64."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def with_reference(request: Pass, seed: int = 3, **inputs: float) -> Pass:
 
 @pytest.mark.parametrize("flags", [(True, True, True), (True, False, False), (False, False, True)], ids=str)
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_entropy_of_every_loss_has_the_exact_gradient(loss_fn: str, flags: Any, pair: Any, wait: Any):
+def test_entropy_term_of_every_loss_matches_oracle(loss_fn: str, flags: Any, pair: Any, wait: Any):
     lora = LoraSpec(rank=4, seed=1, train_attn=flags[0], train_mlp=flags[1], train_unembed=flags[2])
     assert_agrees(pair(lora=lora), wait, pass_for(loss_fn, config={"entropy_coef": 0.7}))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_entropy_alone_on_every_base_model(kind: str, pair: Any, wait: Any):
+def test_entropy_term_alone_matches_oracle_on_every_base_model(kind: str, pair: Any, wait: Any):
     request = pass_for("importance_sampling", config={"entropy_coef": -1.5})
     data = [
         replace_inputs(
@@ -50,7 +50,7 @@ def test_entropy_alone_on_every_base_model(kind: str, pair: Any, wait: Any):
     assert_agrees(pair(kind), wait, replace(request, data=tuple(data)))
 
 
-def test_data_that_share_a_prompt_each_count_its_entropy(pair: Any, wait: Any):
+def test_entropy_of_shared_prompt_counts_for_each_datum(pair: Any, wait: Any):
     draw = np.random.default_rng(8)
     prompt = tokens_of(draw, 17)
     rows = [np.concatenate([prompt, tokens_of(draw, length)]) for length in (5, 3, 9, 1)]
@@ -65,18 +65,20 @@ def test_data_that_share_a_prompt_each_count_its_entropy(pair: Any, wait: Any):
     assert_agrees(pair(pass_tokens=24), wait, *requests)
 
 
-def test_a_bonus_of_0_shows_the_entropy_whoever_else_is_in_the_pass(pair: Any, wait: Any):
+def test_entropy_metric_with_coefficient_zero_in_mixed_pass(pair: Any, wait: Any):
     engine, model_id, _ = pair(pass_tokens=24)
     watched, bonus = (pass_for("ppo", model_id, config={"entropy_coef": coef}) for coef in (0.0, 0.5))
     plain = pass_for("ppo", model_id)
-    ((alone,), (wanted,), both) = (wait(engine.run(asked)) for asked in ([watched], [bonus], [watched, bonus, plain]))
-    for found in (alone, both[0], both[1]):
-        assert found.metrics["entropy:sum"] == pytest.approx(wanted.metrics["entropy:sum"], rel=1e-6)
-    assert alone.metrics["loss:sum"] == pytest.approx(both[2].metrics["loss:sum"], rel=1e-6)
-    assert "entropy:sum" not in both[2].metrics
+    ((alone,), (wanted,), mixed) = (
+        wait(engine.run(passes)) for passes in ([watched], [bonus], [watched, bonus, plain])
+    )
+    for actual in (alone, mixed[0], mixed[1]):
+        assert actual.metrics["entropy:sum"] == pytest.approx(wanted.metrics["entropy:sum"], rel=1e-6)
+    assert alone.metrics["loss:sum"] == pytest.approx(mixed[2].metrics["loss:sum"], rel=1e-6)
+    assert "entropy:sum" not in mixed[2].metrics
 
 
-def test_entropy_with_several_targets_at_a_position(pair: Any, wait: Any):
+def test_entropy_with_several_targets_per_position(pair: Any, wait: Any):
     draw = np.random.default_rng(3)
     weights = draw.normal(size=(9, 3)).astype(np.float32)
     weights[:4] = 0.0
@@ -87,22 +89,22 @@ def test_entropy_with_several_targets_at_a_position(pair: Any, wait: Any):
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_entropies_come_back_of_every_position(loss_fn: str, pair: Any, wait: Any):
+def test_entropies_are_returned_for_every_position(loss_fn: str, pair: Any, wait: Any):
     engine, model_id, oracle = pair()
     request = pass_for(loss_fn, model_id, config={"return_entropy": 1.0})
-    for one in (request, replace(request, forward_only=True)):
-        (result,) = wait(engine.run([one]))
+    for variant in (request, replace(request, forward_only=True)):
+        (result,) = wait(engine.run([variant]))
         assert isinstance(result, PassResult)
         assert result.entropies is not None
-        for found, wanted in zip(result.entropies, oracle.entropies(request.data), strict=True):
-            assert found.dtype == np.float32
-            np.testing.assert_allclose(found, wanted, rtol=1e-5)
+        for actual, wanted in zip(result.entropies, oracle.entropies(request.data), strict=True):
+            assert actual.dtype == np.float32
+            np.testing.assert_allclose(actual, wanted, rtol=1e-5)
     (plain,) = wait(engine.run([pass_for(loss_fn, model_id)]))
     assert plain.entropies is None
     assert plain.metrics["loss:sum"] == pytest.approx(result.metrics["loss:sum"], rel=1e-6)
 
 
-def test_the_entropy_metric_is_what_the_term_sums(pair: Any, wait: Any):
+def test_entropy_metric_is_the_sum_of_the_term(pair: Any, wait: Any):
     engine, model_id, oracle = pair()
     request = pass_for("ppo", model_id, config={"entropy_coef": 0.25})
     (plain, termed) = wait(engine.run([pass_for("ppo", model_id), request]))
@@ -117,14 +119,14 @@ def test_the_entropy_metric_is_what_the_term_sums(pair: Any, wait: Any):
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", None])
 @pytest.mark.parametrize("loss_fn", TERMED)
-def test_kl_of_every_loss_and_estimator(loss_fn: str, estimator: str | None, pair: Any, wait: Any):
+def test_kl_term_of_every_loss_and_estimator_matches_oracle(loss_fn: str, estimator: str | None, pair: Any, wait: Any):
     config: dict[str, float | str] = {"kl_coef": 0.4, **({"kl_estimator": estimator} if estimator else {})}
     request = with_reference(pass_for(loss_fn, config=config))
     assert_agrees(pair(), wait, request)
     assert_agrees(pair(), wait, with_reference(request, kl_mask=1.0), with_reference(request, kl_mask=-0.5))
 
 
-def test_kl_pulls_where_no_advantage_does_if_the_mask_says_so(pair: Any, wait: Any):
+def test_kl_mask_adds_gradient_without_advantage(pair: Any, wait: Any):
     request = pass_for("importance_sampling", config={"kl_coef": 1.0})
     data = [replace_inputs(datum, advantages=np.zeros(len(datum.tokens), np.float32)) for datum in request.data]
     still = with_reference(replace(request, data=tuple(data)))
@@ -135,7 +137,7 @@ def test_kl_pulls_where_no_advantage_does_if_the_mask_says_so(pair: Any, wait: A
     assert any((gradient != 0).any() for gradient in gradients_of(engine, model_id).values())
 
 
-def test_kl_is_zero_against_oneself_and_not_negative(pair: Any, wait: Any):
+def test_kl_is_zero_against_own_logprobs_and_not_negative(pair: Any, wait: Any):
     engine, model_id, _ = pair()
     request = pass_for("ppo", model_id, forward_only=True)
     (result,) = wait(engine.run([request]))
@@ -151,7 +153,7 @@ def test_kl_is_zero_against_oneself_and_not_negative(pair: Any, wait: Any):
         assert estimator == "k1" or other.metrics["kl:sum"] > 1.0
 
 
-def test_a_reference_far_away_at_masked_positions_does_no_harm(pair: Any, wait: Any):
+def test_masked_reference_logprobs_do_not_overflow(pair: Any, wait: Any):
     request = with_reference(pass_for("ppo", config={"kl_coef": 0.5, "kl_estimator": "k3"}))
     data = [
         replace_inputs(d, ref_logprobs=np.where(d.inputs["advantages"] == 0, 9e4, d.inputs["ref_logprobs"]))
@@ -163,11 +165,11 @@ def test_a_reference_far_away_at_masked_positions_does_no_harm(pair: Any, wait: 
 @pytest.mark.parametrize(
     "config", [{}, {"kl_coef": 0.0}, {"clip_range": 0.05, "clip_ratio_c": 1.1}, {"num_total_datums": 64}]
 )
-def test_trinity_ppo(config: dict[str, float], pair: Any, wait: Any):
+def test_trinity_ppo_matches_oracle(config: dict[str, float], pair: Any, wait: Any):
     assert_agrees(pair(), wait, pass_for("trinity_ppo", config=config), pass_for("trinity_ppo", seed=4, config=config))
 
 
-def test_trinity_ppo_reports_sums_over_its_mask(pair: Any, wait: Any):
+def test_trinity_ppo_metrics_are_sums_over_its_mask(pair: Any, wait: Any):
     engine, model_id, oracle = pair()
     request = pass_for("trinity_ppo", model_id)
     (result,) = wait(engine.run([request]))
@@ -185,7 +187,7 @@ def test_trinity_ppo_reports_sums_over_its_mask(pair: Any, wait: Any):
     assert result.metrics == pytest.approx({f"trinity/{name}:sum": value for name, value in sums.items()}, rel=1e-4)
 
 
-def test_chunks_of_trinity_ppo_add_up_to_the_whole(pair: Any, wait: Any):
+def test_chunks_of_trinity_ppo_add_up(pair: Any, wait: Any):
     whole, parts = pair(), pair()
     request = pass_for("trinity_ppo")
     wait(whole[0].run([replace(request, model_id=whole[1])]))

@@ -1,4 +1,4 @@
-"""Each loss as a function of logprobs, in float64, against the oracle's position-by-position one."""
+"""Each loss as a function of logprobs, in float64, against the oracle's."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def oracle(p: list[np.ndarray], data: list[Datum], loss_fn: str, config: Config)
     loss = torch.stack([objective(row, datum, request) for row, datum in zip(rows, data, strict=True)]).sum()
     gradients = torch.autograd.grad(loss, rows, allow_unused=True)
     zeros = [np.zeros(row.shape) for row in p]
-    found = [zero if g is None else g.numpy() for g, zero in zip(gradients, zeros, strict=True)]
-    return float(loss.detach()), found
+    filled = [zero if g is None else g.numpy() for g, zero in zip(gradients, zeros, strict=True)]
+    return float(loss.detach()), filled
 
 
 def assert_agree(p: list[np.ndarray], data: list[Datum], loss_fn: str, config: Config | None = None) -> None:
@@ -62,23 +62,23 @@ def example(loss_fn: str, seed: int = 0) -> tuple[list[np.ndarray], list[Datum]]
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
 @pytest.mark.parametrize("seed", [0, 1])
-def test_value_and_gradient_are_the_definition(loss_fn: str, seed: int) -> None:
+def test_value_and_gradient_match_definition(loss_fn: str, seed: int) -> None:
     assert_agree(*example(loss_fn, seed), loss_fn)
 
 
 @pytest.mark.parametrize("loss_fn", CLIPPED)
-def test_clips_of_the_request_are_used(loss_fn: str) -> None:
+def test_clips_of_request_are_used(loss_fn: str) -> None:
     assert_agree(*example(loss_fn), loss_fn, {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0})
 
 
-def test_a_dual_clip_bounds_what_a_bad_token_costs() -> None:
+def test_dual_clip_bounds_cost_of_bad_token() -> None:
     p, data = example("ppo")
     assert_agree(p, data, "ppo", {"dual_clip": 1.5})
     assert ours(p, data, "ppo", {"dual_clip": 1.5})[0] < ours(p, data, "ppo", {})[0]
 
 
 @pytest.mark.parametrize("loss_fn", CLIPPED)
-def test_clips_of_a_token_come_before_those_of_the_request(loss_fn: str) -> None:
+def test_clips_of_token_override_clips_of_request(loss_fn: str) -> None:
     p, data = example(loss_fn)
     draw = np.random.default_rng(7)
     data = [
@@ -102,7 +102,7 @@ def test_missing_weights_are_one() -> None:
     assert_agree(p, bare, "cross_entropy")
 
 
-def test_several_targets_at_a_position_each_have_their_weight() -> None:
+def test_several_targets_per_position_have_own_weights() -> None:
     draw = np.random.default_rng(2)
     tokens = np.arange(6, dtype=np.int32)
     weights = draw.normal(size=(6, 3)).astype(np.float32)
@@ -116,7 +116,7 @@ def test_several_targets_at_a_position_each_have_their_weight() -> None:
 
 @pytest.mark.parametrize("loss_fn", [name for name in RL_LOSSES if name != "dro"])
 @pytest.mark.parametrize("absurd", [-1e4, -300.0, 0.0, 1e4])
-def test_a_position_without_advantage_is_silent_whatever_its_logprob(loss_fn: str, absurd: float) -> None:
+def test_position_without_advantage_has_no_effect(loss_fn: str, absurd: float) -> None:
     p, data = example(loss_fn)
     masked = [
         replace_inputs(
@@ -132,7 +132,7 @@ def test_a_position_without_advantage_is_silent_whatever_its_logprob(loss_fn: st
         np.testing.assert_array_equal(gradient, target)
 
 
-def test_a_sequence_without_any_advantage_has_no_gradient() -> None:
+def test_sequence_without_advantage_has_no_gradient() -> None:
     for loss_fn in ("importance_sampling", "ppo", "cispo", "gspo"):
         p, data = example(loss_fn)
         zeros = [replace_inputs(datum, advantages=np.zeros(len(datum.tokens), np.float32)) for datum in data]
@@ -141,14 +141,14 @@ def test_a_sequence_without_any_advantage_has_no_gradient() -> None:
         assert all((gradient == 0).all() for gradient in gradients)
 
 
-def test_gspo_ratio_is_the_sequence_s_own() -> None:
+def test_gspo_ratio_is_per_sequence() -> None:
     p, data = example("gspo")
     together, _ = ours(p, data, "gspo", {})
     alone = [ours([row], [datum], "gspo", {})[0] for row, datum in zip(p, data, strict=True)]
     assert together == pytest.approx(sum(alone), rel=1e-9)
 
 
-def test_gspo_without_a_mask_anywhere_stays_finite() -> None:
+def test_gspo_with_empty_mask_is_finite() -> None:
     p, data = example("gspo")
     blank = [replace_inputs(datum, sequence_ratio_mask=np.zeros(len(datum.tokens), np.float32)) for datum in data]
     assert_agree(p, blank, "gspo")

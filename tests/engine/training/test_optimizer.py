@@ -1,4 +1,4 @@
-"""A step that would overflow is refused, and leaves no trace: the model then goes on as if it had never been tried."""
+"""A step that would overflow is refused and leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tinsmith.errors import BadRequest, NotFound
 
 GOOD = AdamParams(learning_rate=0.01, eps=1e-8, weight_decay=0.1, grad_clip_norm=0.5)
 ZERO = "an eps of 0, where A's gradient is 0"
-WILD = {
+OVERFLOWING = {
     ZERO: (AdamParams(eps=0.0), "eps 0"),
     "a rate beyond float32": (AdamParams(learning_rate=1e39, eps=1e-8), "learning_rate 1e+39"),
     "a rate near its end, clipped": (
@@ -33,10 +33,10 @@ WILD = {
 def state(engine: Any, wait: Any, model_id: str, folder: Path) -> dict[str, Tensor]:
     """Weights, moments and gradient, as a client could get them, and as who checks the mathematics can."""
     wait(engine.save(model_id, folder, optimizer=True))
-    found = load_file(folder / "adapter_model.safetensors") | load_file(folder / "optimizer.safetensors")
+    tensors = load_file(folder / "adapter_model.safetensors") | load_file(folder / "optimizer.safetensors")
     for name, pair in engine.trainer.gradients(model_id).items():
-        found |= {f"{name}.a": torch.tensor(pair[0]), f"{name}.b": torch.tensor(pair[1])}
-    return found
+        tensors |= {f"{name}.a": torch.tensor(pair[0]), f"{name}.b": torch.tensor(pair[1])}
+    return tensors
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
@@ -44,12 +44,13 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("case", "stepped"), [(case, stepped) for case in WILD for stepped in (False, True) if case != ZERO or not stepped]
+    ("case", "stepped"),
+    [(case, stepped) for case in OVERFLOWING for stepped in (False, True) if case != ZERO or not stepped],
 )
-def test_a_step_that_overflows_is_refused_and_changes_nothing(
+def test_overflowing_step_is_refused_and_reverted(
     engine_of: Any, wait: Any, tmp_path: Path, model_id: str, case: str, stepped: bool
 ) -> None:
-    engine, (adam, says) = engine_of("llama", dtype="bfloat16" if stepped else "float32"), WILD[case]
+    engine, (adam, says) = engine_of("llama", dtype="bfloat16" if stepped else "float32"), OVERFLOWING[case]
     twin = f"{model_id}-twin"
     for name in (model_id, twin):
         wait(engine.create(name, LoraSpec(rank=4, seed=1)))
@@ -69,9 +70,7 @@ def test_a_step_that_overflows_is_refused_and_changes_nothing(
         wait(engine.drop(name))
 
 
-def test_a_rate_that_is_wild_and_does_not_overflow_is_the_client_s_own_choice(
-    engine: Any, wait: Any, model_id: str
-) -> None:
+def test_extreme_rate_without_overflow_is_accepted(engine: Any, wait: Any, model_id: str) -> None:
     wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
     wait(engine.run([pass_for("cross_entropy", model_id)]))
     wait(engine.step(model_id, AdamParams(learning_rate=1e30, eps=1e-8)))
@@ -79,7 +78,7 @@ def test_a_rate_that_is_wild_and_does_not_overflow_is_the_client_s_own_choice(
     wait(engine.drop(model_id))
 
 
-def test_a_gradient_whose_squares_overflow_is_refused_until_a_state_is_loaded(
+def test_huge_gradient_is_refused_until_a_state_is_loaded(
     engine: Any, wait: Any, tmp_path: Path, model_id: str
 ) -> None:
     wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
@@ -96,22 +95,20 @@ def test_a_gradient_whose_squares_overflow_is_refused_until_a_state_is_loaded(
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-60, 1e-46])
-def test_an_eps_that_is_0_in_float32_is_refused_at_submission(eps: float) -> None:
+def test_eps_of_zero_in_float32_is_refused_at_submission(eps: float) -> None:
     with pytest.raises(BadRequest, match=r"adam_params\.eps"):
         check_adam(AdamParams(eps=eps))
     check_adam(AdamParams(eps=1e-37))
 
 
 @pytest.mark.parametrize("file", ["adapter_model", "optimizer"])
-def test_a_saved_state_that_is_not_finite_is_refused_and_the_model_stays(
-    engine: Any, wait: Any, tmp_path: Path, model_id: str, file: str
-) -> None:
+def test_saved_state_with_nan_is_refused(engine: Any, wait: Any, tmp_path: Path, model_id: str, file: str) -> None:
     wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
     wait(engine.run([pass_for("cross_entropy", model_id)]))
     wait(engine.step(model_id, GOOD))
     before = state(engine, wait, model_id, tmp_path / "saved")
     tensors = load_file(tmp_path / "saved" / f"{file}.safetensors")
-    next(one for one in tensors.values() if one.ndim).view(-1)[5] = float("nan")
+    next(tensor for tensor in tensors.values() if tensor.ndim).view(-1)[5] = float("nan")
     save_file(tensors, tmp_path / "saved" / f"{file}.safetensors")
     with pytest.raises(NotFound, match="not finite"):
         wait(engine.load(model_id, tmp_path / "saved", optimizer=True))
@@ -124,9 +121,9 @@ def test_a_saved_state_that_is_not_finite_is_refused_and_the_model_stays(
     wait(engine.drop(model_id))
 
 
-def test_ordinary_training_is_far_from_the_limit() -> None:
-    """So that no ordinary step pays for the careful way: the SDK's eps, a steep sum, a million steps."""
-    reach = UpdateBound(weights=1.0)
+def test_ordinary_training_is_far_from_the_bound() -> None:
+    """So that no ordinary step pays for the careful way: the SDK's eps, a large loss, a million steps."""
+    bound = UpdateBound(weights=1.0)
     for steps in range(1, 1000):
-        reach = reach.after(AdamParams(learning_rate=1e-2), norm=1e6, steps=steps)
-    assert reach.weights * 1000 < MAX_WEIGHT / 1e6
+        bound = bound.after(AdamParams(learning_rate=1e-2), norm=1e6, steps=steps)
+    assert bound.weights * 1000 < MAX_WEIGHT / 1e6

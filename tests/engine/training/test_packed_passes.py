@@ -1,5 +1,4 @@
-"""Any packing gives what each row gives alone: lengths, nested prefixes, adapters in company and silent rows, drawn by
-hypothesis, against the oracle in float64."""
+"""Any packing gives the results of each row alone: random rows and adapters against the oracle in float64."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ SPECS = (
 )
 
 ROW = st.tuples(st.integers(0, 60), st.integers(1, 70), st.booleans())
-"""How much of the common text a row begins with, how much is its own, and whether it teaches anything."""
+"""Tokens of the common text that a row begins with, how many are its own, and whether it has a gradient."""
 REQUEST = st.tuples(
     st.integers(0, len(SPECS) - 1),
     st.sampled_from(["cross_entropy", "importance_sampling", "ppo"]),
@@ -31,7 +30,7 @@ REQUEST = st.tuples(
 )
 
 
-def silent(datum: Datum) -> Datum:
+def without_gradient(datum: Datum) -> Datum:
     name = "weights" if "weights" in datum.inputs else "advantages"
     return replace(datum, inputs={**datum.inputs, name: np.zeros(len(datum.tokens), np.float32)})
 
@@ -39,15 +38,15 @@ def silent(datum: Datum) -> Datum:
 def request_of(model_id: str, loss_fn: str, rows: list[tuple[int, int, bool]], draw: np.random.Generator) -> Pass:
     text = tokens_of(np.random.default_rng(0), 60)
     data = []
-    for shared, own, teaches in rows:
+    for shared, own, trained in rows:
         tokens = np.append(text[:shared], tokens_of(draw, own)).astype(np.int32)
         datum = datum_for(loss_fn, draw, len(tokens), tokens)
-        data.append(datum if teaches else silent(datum))
+        data.append(datum if trained else without_gradient(datum))
     return Pass(model_id=model_id, data=tuple(data), loss_fn=loss_fn)
 
 
 @pytest.mark.parametrize(("kind", "pass_tokens"), [("llama", 96), ("llama", 1024), ("qwen3", 256)])
-def test_a_packing_changes_no_logprob_and_no_gradient(kind: str, pass_tokens: int, pair: Any, wait: Any):
+def test_packing_changes_no_logprob_and_no_gradient(kind: str, pass_tokens: int, pair: Any, wait: Any):
     models = [pair(kind=kind, lora=lora, pass_tokens=pass_tokens) for lora in SPECS]
     engine = models[0][0]
 
@@ -62,8 +61,8 @@ def test_a_packing_changes_no_logprob_and_no_gradient(kind: str, pass_tokens: in
             loss, logprobs = oracle.loss(request)
             if any(datum.inputs.get("weights", datum.inputs.get("advantages")).any() for datum in request.data):
                 loss.backward()
-            for found, wanted in zip(result.logprobs, logprobs, strict=True):
-                np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-5)
+            for actual, wanted in zip(result.logprobs, logprobs, strict=True):
+                np.testing.assert_allclose(actual, wanted.detach().numpy(), atol=1e-5)
         for _, model_id, oracle in models:
             assert_same(gradients_of(engine, model_id), oracle.gradients())
             wait(engine.step(model_id, AdamParams(learning_rate=0.0)))  # forget the gradients

@@ -1,4 +1,4 @@
-"""Thousands of long rows in one request stream through: memory grows by what is given back for them, and no more."""
+"""Peak memory of a pass does not grow with the number of its rows."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tests.engine.training.peak_memory import LENGTH, save_model
 
 pytestmark = pytest.mark.slow
 
-KEPT = 12
+BYTES_PER_TOKEN = 12
 """Bytes for each token of a running request: a logprob, a mark whether it learns, its id once more to sort by."""
 SLACK = 48 * 2**20
 """Of the allocator."""
 
 
-def test_memory_does_not_grow_with_the_number_of_rows(tmp_path: Path):
+def test_peak_memory_is_independent_of_row_count(tmp_path: Path):
     counts = ("256", "1024", "4096")
     program = [sys.executable, "-m", "tests.engine.training.peak_memory", str(save_model(tmp_path / "model")), *counts]
     done = subprocess.run(program, capture_output=True, text=True, check=False, timeout=3000)
     assert done.returncode == 0, done.stderr
-    found = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
-    assert [(count, results) for count, _, results in found] == [(int(count), int(count)) for count in counts]
-    [(fewest, least, _), *more] = found
+    lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert [(count, results) for count, _, results in lines] == [(int(count), int(count)) for count in counts]
+    [(fewest, least, _), *more] = lines
     for count, most, _ in more:
-        assert most - least <= KEPT * LENGTH * (count - fewest) + SLACK, found
+        assert most - least <= BYTES_PER_TOKEN * LENGTH * (count - fewest) + SLACK, lines

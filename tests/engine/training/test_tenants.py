@@ -1,4 +1,4 @@
-"""Several models in one pass: each gets what it would get alone, and one's fault is nobody else's."""
+"""Several models in first pass: each gets the results that it gets alone, and errors stay with their request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPECS = (
 
 
 def shared_requests() -> list[Pass]:
-    """A request for each spec: other losses and lengths, and one prompt that all of them share."""
+    """A request for each spec: other losses and lengths, and first prompt that all of them share."""
     draw = np.random.default_rng(4)
     prompt, requests = tokens_of(draw, 15), []
     for loss_fn in ("cross_entropy", "ppo", "importance_sampling"):
@@ -32,7 +32,7 @@ def shared_requests() -> list[Pass]:
     return requests
 
 
-def test_together_each_model_gets_what_it_gets_alone(pair: Any, wait: Any):
+def test_models_together_match_each_alone(pair: Any, wait: Any):
     models = [pair(lora=lora) for lora in SPECS]
     engine = models[0][0]
     requests = [replace(r, model_id=name) for r, (_, name, _) in zip(shared_requests(), models, strict=True)]
@@ -42,14 +42,14 @@ def test_together_each_model_gets_what_it_gets_alone(pair: Any, wait: Any):
         gradients.append(gradients_of(engine, request.model_id))
         wait(engine.step(request.model_id, AdamParams(learning_rate=0.0)))  # forget the gradient
     together = wait(engine.run(requests))
-    for request, found, wanted, gradient in zip(requests, together, alone, gradients, strict=True):
-        assert found.metrics["loss:sum"] == pytest.approx(wanted.metrics["loss:sum"], rel=1e-5)
-        for one, two in zip(found.logprobs, wanted.logprobs, strict=True):
-            np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-6)
+    for request, actual, wanted, gradient in zip(requests, together, alone, gradients, strict=True):
+        assert actual.metrics["loss:sum"] == pytest.approx(wanted.metrics["loss:sum"], rel=1e-5)
+        for left, right in zip(actual.logprobs, wanted.logprobs, strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-6, atol=1e-6)
         assert_same(gradients_of(engine, request.model_id), gradient, tolerance=1e-5)
 
 
-def test_together_each_model_agrees_with_the_oracle(pair: Any, wait: Any):
+def test_models_together_match_oracle(pair: Any, wait: Any):
     models = [pair(lora=lora) for lora in SPECS]
     requests = [replace(r, model_id=name) for r, (_, name, _) in zip(shared_requests(), models, strict=True)]
     for request, result, (engine, name, oracle) in zip(requests, wait(models[0][0].run(requests)), models, strict=True):
@@ -58,19 +58,19 @@ def test_together_each_model_agrees_with_the_oracle(pair: Any, wait: Any):
         assert_same(gradients_of(engine, name), oracle.gradients())
 
 
-def test_models_step_apart(pair: Any, wait: Any):
-    (engine, one, _), (_, two, oracle) = pair(lora=SPECS[0]), pair(lora=SPECS[0])
-    request = pass_for("cross_entropy", one)
-    wait(engine.run([request, replace(request, model_id=two)]))
-    before = gradients_of(engine, two)
-    wait(engine.step(one, AdamParams(learning_rate=0.1)))
-    assert_same(gradients_of(engine, two), before, tolerance=0)
-    (result,) = wait(engine.run([replace(request, model_id=two, forward_only=True)]))
-    for found, wanted in zip(result.logprobs, oracle.logprobs(request.data), strict=True):
-        np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-5)
+def test_step_of_one_model_leaves_others_unchanged(pair: Any, wait: Any):
+    (engine, first, _), (_, second, oracle) = pair(lora=SPECS[0]), pair(lora=SPECS[0])
+    request = pass_for("cross_entropy", first)
+    wait(engine.run([request, replace(request, model_id=second)]))
+    before = gradients_of(engine, second)
+    wait(engine.step(first, AdamParams(learning_rate=0.1)))
+    assert_same(gradients_of(engine, second), before, tolerance=0)
+    (result,) = wait(engine.run([replace(request, model_id=second, forward_only=True)]))
+    for actual, wanted in zip(result.logprobs, oracle.logprobs(request.data), strict=True):
+        np.testing.assert_allclose(actual, wanted.detach().numpy(), atol=1e-5)
 
 
-def test_many_models_at_once(pair: Any, wait: Any):
+def test_many_models_in_one_pass_match_oracle(pair: Any, wait: Any):
     models = [pair(lora=LoraSpec(rank=1 + index % 5, seed=index)) for index in range(12)]
     requests = [pass_for("cross_entropy", name, seed=index) for index, (_, name, _) in enumerate(models)]
     results = wait(models[0][0].run(requests))
@@ -83,7 +83,7 @@ def test_many_models_at_once(pair: Any, wait: Any):
 @pytest.mark.parametrize(
     "lengths", [(16,) * 9, (5, 16, 15, 1, 2, 14, 16, 13, 16), (9,) * 4 + (250,) + (3,) * 5], ids=str
 )
-def test_a_crowd_of_small_tenants_is_each_as_alone(lengths: tuple[int, ...], pair: Any, wait: Any):
+def test_batched_small_adapters_match_each_alone(lengths: tuple[int, ...], pair: Any, wait: Any):
     models = [pair(lora=LoraSpec(rank=3, seed=9)) for _ in lengths]
     requests = [
         pass_for("cross_entropy", name, seed=seed, lengths=(length,), forward_only=seed == 2)
@@ -91,12 +91,12 @@ def test_a_crowd_of_small_tenants_is_each_as_alone(lengths: tuple[int, ...], pai
     ]
     engine = models[0][0]
     alone = [wait(engine.run([replace(request, forward_only=True)]))[0] for request in requests]
-    for request, found, single, (_, name, oracle) in zip(
+    for request, actual, single, (_, name, oracle) in zip(
         requests, wait(engine.run(requests)), alone, models, strict=True
     ):
-        np.testing.assert_allclose(found.logprobs[0], single.logprobs[0], rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(actual.logprobs[0], single.logprobs[0], rtol=1e-6, atol=1e-6)
         np.testing.assert_allclose(
-            found.logprobs[0], oracle.logprobs(request.data)[0].detach().numpy(), rtol=1e-5, atol=1e-5
+            actual.logprobs[0], oracle.logprobs(request.data)[0].detach().numpy(), rtol=1e-5, atol=1e-5
         )
         if not request.forward_only:
             oracle.backward(request)
@@ -105,7 +105,7 @@ def test_a_crowd_of_small_tenants_is_each_as_alone(lengths: tuple[int, ...], pai
 
 def bad_requests(model_id: str) -> dict[str, Pass]:
     good = pass_for("importance_sampling", model_id)
-    overflow, steep = (
+    overflow, huge_gradient = (
         [replace_inputs(datum, logprobs=np.full(len(datum.tokens), q, np.float32)) for datum in good.data]
         for q in (-9e4, -200.0)
     )
@@ -117,25 +117,25 @@ def bad_requests(model_id: str) -> dict[str, Pass]:
             good, data=(replace(good.data[0], tokens=np.full_like(good.data[0].tokens, 4000)),)
         ),
         "a loss that overflows": replace(good, data=tuple(overflow)),
-        "a gradient that overflows": replace(good, data=tuple(steep)),
+        "a gradient that overflows": replace(good, data=tuple(huge_gradient)),
     }
 
 
 @pytest.mark.parametrize("fault", bad_requests("m"))
-def test_a_request_that_fails_fails_alone(fault: str, pair: Any, wait: Any):
-    (engine, one, oracle), (_, two, other) = pair(lora=SPECS[0]), pair(lora=SPECS[1])
-    good, fine = pass_for("cross_entropy", one, seed=1), pass_for("ppo", two, seed=2)
-    results = wait(engine.run([good, bad_requests(two)[fault], fine]))
+def test_failing_request_fails_alone(fault: str, pair: Any, wait: Any):
+    (engine, first, oracle), (_, second, other) = pair(lora=SPECS[0]), pair(lora=SPECS[1])
+    good, fine = pass_for("cross_entropy", first, seed=1), pass_for("ppo", second, seed=2)
+    results = wait(engine.run([good, bad_requests(second)[fault], fine]))
     assert [isinstance(result, TinsmithError) for result in results] == [False, True, False], results
     oracle.backward(good)
     other.backward(fine)
-    assert_same(gradients_of(engine, one), oracle.gradients())
-    assert_same(gradients_of(engine, two), other.gradients())
+    assert_same(gradients_of(engine, first), oracle.gradients())
+    assert_same(gradients_of(engine, second), other.gradients())
 
 
 @pytest.mark.parametrize("before", [0, 1])
 @pytest.mark.parametrize("fault", ["a loss that overflows", "a gradient that overflows"])
-def test_a_failed_request_leaves_no_trace_of_its_first_micro_batches(before: int, fault: str, pair: Any, wait: Any):
+def test_failed_request_leaves_gradients_unchanged(before: int, fault: str, pair: Any, wait: Any):
     engine, model_id, _ = pair(pass_tokens=32)
     bad, good = bad_requests(model_id)[fault], pass_for("importance_sampling", model_id, lengths=(31, 30))
     wait(engine.run([pass_for("cross_entropy", model_id)] * before))
@@ -144,10 +144,10 @@ def test_a_failed_request_leaves_no_trace_of_its_first_micro_batches(before: int
     assert isinstance(result, TinsmithError)
     assert_same(gradients_of(engine, model_id), start, tolerance=0)
     wait(engine.step(model_id, AdamParams(learning_rate=0.0)))
-    assert not any(one.any() for one in gradients_of(engine, model_id).values())
+    assert not any(gradient.any() for gradient in gradients_of(engine, model_id).values())
 
 
-def test_an_error_is_made_of_strings(engine: Any, wait: Any):
+def test_error_survives_pickling(engine: Any, wait: Any):
     import pickle
 
     (error,) = wait(engine.run([pass_for("ppo", "nobody")]))

@@ -1,4 +1,4 @@
-"""Logprobs, losses, gradients and AdamW steps against the oracle, for every loss, every flag and every base model."""
+"""Logprobs, losses, gradients and AdamW steps against the oracle, for every loss, flag and base model."""
 
 from __future__ import annotations
 
@@ -33,39 +33,41 @@ def assert_agrees(trained: tuple[Any, str, Any], wait: Any, *requests: Pass) -> 
     for request, result in zip(requests, results, strict=True):
         assert isinstance(result, PassResult), result
         loss, logprobs = oracle.loss(request)
-        slopes = torch.autograd.grad(loss, logprobs, retain_graph=True)
+        grads = torch.autograd.grad(loss, logprobs, retain_graph=True)
         loss.backward()
-        # As far off as logprobs that are each off by 1e-5 may bring it.
-        room = 1e-5 * (1 + sum(float(slope.abs().sum()) for slope in slopes))
-        assert result.metrics["loss:sum"] == pytest.approx(float(loss.detach()), rel=1e-5, abs=room)
+        # The error of the loss if every logprob is off by 1e-5.
+        margin = 1e-5 * (1 + sum(float(grad.abs().sum()) for grad in grads))
+        assert result.metrics["loss:sum"] == pytest.approx(float(loss.detach()), rel=1e-5, abs=margin)
         assert all(name.count(":") == 1 for name in result.metrics)
-        for found, wanted in zip(result.logprobs, logprobs, strict=True):
-            assert found.dtype == np.float32
-            assert found.shape == tuple(wanted.shape)
-            np.testing.assert_allclose(found, wanted.detach().numpy(), atol=1e-5)
+        for actual, wanted in zip(result.logprobs, logprobs, strict=True):
+            assert actual.dtype == np.float32
+            assert actual.shape == tuple(wanted.shape)
+            np.testing.assert_allclose(actual, wanted.detach().numpy(), atol=1e-5)
     assert_same(gradients_of(engine, model_id), oracle.gradients())
 
 
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_every_loss_with_every_choice_of_layers(loss_fn: str, flags: tuple[bool, bool, bool], pair: Any, wait: Any):
+def test_every_loss_and_choice_of_modules_matches_oracle(
+    loss_fn: str, flags: tuple[bool, bool, bool], pair: Any, wait: Any
+):
     assert_agrees(pair(lora=spec(flags)), wait, pass_for(loss_fn))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "ppo"])
-def test_every_base_model(loss_fn: str, kind: str, pair: Any, wait: Any):
+def test_every_base_model_matches_oracle(loss_fn: str, kind: str, pair: Any, wait: Any):
     assert_agrees(pair(kind), wait, pass_for(loss_fn))
 
 
 # At rank 1 the usual alpha would multiply by 32, and float32 itself, in plain transformers too, be 5e-5 from float64.
 @pytest.mark.parametrize(("rank", "alpha"), [(1, 8.0), (3, 32.0), (32, 32.0), (130, 32.0)])
-def test_any_rank(rank: int, alpha: float, pair: Any, wait: Any):
+def test_any_rank_matches_oracle(rank: int, alpha: float, pair: Any, wait: Any):
     assert_agrees(pair(lora=LoraSpec(rank=rank, seed=2, alpha=alpha)), wait, pass_for("cross_entropy"))
 
 
 @pytest.mark.parametrize("loss_fn", ["ppo", "cispo", "gspo"])
-def test_clips_of_the_request_and_of_single_tokens(loss_fn: str, pair: Any, wait: Any):
+def test_clips_of_request_and_of_tokens_match_oracle(loss_fn: str, pair: Any, wait: Any):
     request = pass_for(loss_fn, config={"clip_low_threshold": 0.6, "clip_high_threshold": 1.7})
     draw = np.random.default_rng(5)
     own = [
@@ -79,16 +81,16 @@ def test_clips_of_the_request_and_of_single_tokens(loss_fn: str, pair: Any, wait
     assert_agrees(pair(), wait, request, replace(request, data=(own[0], request.data[1], *own[2:])))
 
 
-def test_dro_with_its_own_beta(pair: Any, wait: Any):
+def test_dro_with_own_beta_matches_oracle(pair: Any, wait: Any):
     assert_agrees(pair(), wait, pass_for("dro", config={"beta": 0.3}))
 
 
-def test_cross_entropy_without_weights(pair: Any, wait: Any):
+def test_cross_entropy_without_weights_matches_oracle(pair: Any, wait: Any):
     data = tuple(Datum(tokens=datum.tokens, targets=datum.targets) for datum in pass_for("cross_entropy").data)
     assert_agrees(pair(), wait, Pass(model_id="", data=data, loss_fn="cross_entropy"))
 
 
-def test_several_targets_at_a_position(pair: Any, wait: Any):
+def test_several_targets_per_position_match_oracle(pair: Any, wait: Any):
     draw = np.random.default_rng(3)
     data = []
     for length, targets in ((11, 3), (1, 5), (6, 1)):
@@ -100,7 +102,7 @@ def test_several_targets_at_a_position(pair: Any, wait: Any):
 
 
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo", "gspo"])
-def test_masked_positions_with_absurd_logprobs_do_no_harm(loss_fn: str, pair: Any, wait: Any):
+def test_masked_positions_with_absurd_logprobs_match_oracle(loss_fn: str, pair: Any, wait: Any):
     request = pass_for(loss_fn)
     data = [
         replace_inputs(d, logprobs=np.where(d.inputs["advantages"] == 0, np.float32(-9e4), d.inputs["logprobs"]))
@@ -109,19 +111,19 @@ def test_masked_positions_with_absurd_logprobs_do_no_harm(loss_fn: str, pair: An
     assert_agrees(pair(), wait, replace(request, data=tuple(data)))
 
 
-def test_a_request_without_any_gradient_still_answers(pair: Any, wait: Any):
+def test_request_without_gradient_returns_logprobs(pair: Any, wait: Any):
     request = pass_for("importance_sampling")
     data = [replace_inputs(datum, advantages=np.zeros(len(datum.tokens), np.float32)) for datum in request.data]
     assert_agrees(pair(), wait, replace(request, data=tuple(data)))
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 1, 1), (1024,), (2, 1023)], ids=str)
-def test_the_shortest_and_the_longest_sequences(lengths: tuple[int, ...], pair: Any, wait: Any):
+def test_shortest_and_longest_sequences_match_oracle(lengths: tuple[int, ...], pair: Any, wait: Any):
     assert_agrees(pair(), wait, pass_for("cross_entropy", lengths=lengths))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompts_shared_by_a_group(kind: str, pair: Any, wait: Any):
+def test_shared_prompts_of_a_group_match_oracle(kind: str, pair: Any, wait: Any):
     draw = np.random.default_rng(8)
     prompt, other = tokens_of(draw, 17), tokens_of(draw, 12)
     rows = [np.concatenate([prompt, tokens_of(draw, length)]) for length in (5, 3, 9, 1)]
@@ -130,15 +132,15 @@ def test_prompts_shared_by_a_group(kind: str, pair: Any, wait: Any):
     assert_agrees(pair(kind), wait, Pass(model_id="", data=data, loss_fn="importance_sampling"))
 
 
-def test_rows_that_are_equal_or_prefixes_of_each_other(pair: Any, wait: Any):
+def test_equal_rows_and_prefixes_match_oracle(pair: Any, wait: Any):
     draw = np.random.default_rng(9)
     row = tokens_of(draw, 20)
     rows = [row, row, row[:7], row[:1], np.append(row, row), row[:19], np.append(row[:7], tokens_of(draw, 5))]
-    data = tuple(datum_for("cross_entropy", draw, len(one), one.astype(np.int32)) for one in rows)
+    data = tuple(datum_for("cross_entropy", draw, len(row), row.astype(np.int32)) for row in rows)
     assert_agrees(pair(), wait, Pass(model_id="", data=data, loss_fn="cross_entropy"))
 
 
-def test_long_rows_that_share_a_long_prompt(pair: Any, wait: Any):
+def test_long_rows_with_long_shared_prompt_match_oracle(pair: Any, wait: Any):
     """Longer than any block of an attention kernel, on both sides of the fork."""
     draw = np.random.default_rng(12)
     prompt = tokens_of(draw, 600)
@@ -148,7 +150,7 @@ def test_long_rows_that_share_a_long_prompt(pair: Any, wait: Any):
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_rows_over_few_tokens_share_everything_that_can_be_shared(seed: int, pair: Any, wait: Any):
+def test_random_rows_over_few_tokens_match_oracle(seed: int, pair: Any, wait: Any):
     draw = np.random.default_rng(seed)
     requests = []
     for loss_fn in draw.choice(LOSSES, 3):
@@ -158,7 +160,7 @@ def test_random_rows_over_few_tokens_share_everything_that_can_be_shared(seed: i
     assert_agrees(pair(pass_tokens=48), wait, *requests)
 
 
-def test_a_request_larger_than_one_micro_batch(pair: Any, wait: Any):
+def test_request_of_several_micro_batches_matches_oracle(pair: Any, wait: Any):
     draw = np.random.default_rng(10)
     prompt = tokens_of(draw, 30)
     lengths = draw.integers(1, 40, 24)
@@ -167,7 +169,7 @@ def test_a_request_larger_than_one_micro_batch(pair: Any, wait: Any):
     assert_agrees(pair(pass_tokens=64), wait, Pass(model_id="", data=data, loss_fn="ppo"))
 
 
-def test_gspo_sequences_keep_their_ratio_over_micro_batches(pair: Any, wait: Any):
+def test_gspo_ratio_is_the_same_in_several_micro_batches(pair: Any, wait: Any):
     assert_agrees(pair(pass_tokens=32), wait, pass_for("gspo", lengths=(31, 7, 100, 12, 3)))
 
 
@@ -177,19 +179,19 @@ def test_gradients_add_up_over_requests_and_passes(pair: Any, wait: Any):
     assert_agrees(trained, wait, pass_for("ppo", seed=2), pass_for("cispo", seed=3), pass_for("cross_entropy", seed=1))
 
 
-def test_forward_only_gives_the_same_numbers_and_leaves_gradients_alone(pair: Any, wait: Any):
+def test_forward_only_gives_same_results_without_gradients(pair: Any, wait: Any):
     engine, model_id, _ = pair()
     request = pass_for("ppo", model_id)
     (trained,) = wait(engine.run([request]))
     before = gradients_of(engine, model_id)
     (looked,) = wait(engine.run([replace(request, forward_only=True)]))
     assert looked.metrics["loss:sum"] == pytest.approx(trained.metrics["loss:sum"], rel=1e-6)
-    for found, wanted in zip(looked.logprobs, trained.logprobs, strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-6)
+    for actual, wanted in zip(looked.logprobs, trained.logprobs, strict=True):
+        np.testing.assert_allclose(actual, wanted, atol=1e-6)
     assert_same(gradients_of(engine, model_id), before, tolerance=0)
 
 
-def test_forward_only_beside_training_of_the_same_model(pair: Any, wait: Any):
+def test_forward_only_and_training_of_one_model_in_one_pass(pair: Any, wait: Any):
     engine, model_id, oracle = pair()
     looked, trained = pass_for("ppo", model_id, seed=1, forward_only=True), pass_for("ppo", model_id, seed=2)
     results = wait(engine.run([looked, trained]))
@@ -210,7 +212,7 @@ def test_forward_only_beside_training_of_the_same_model(pair: Any, wait: Any):
     ],
     ids=["all six", "defaults", "no memory", "decay", "clipped", "no rate"],
 )
-def test_adamw_steps_are_torchs(adam: AdamParams, pair: Any, wait: Any, tmp_path: Any):
+def test_adamw_steps_match_torch(adam: AdamParams, pair: Any, wait: Any, tmp_path: Any):
     engine, model_id, oracle = pair()
     for count in range(3):
         before = oracle.weights()
@@ -219,13 +221,13 @@ def test_adamw_steps_are_torchs(adam: AdamParams, pair: Any, wait: Any, tmp_path
         oracle.backward(request)
         metrics = wait(engine.step(model_id, adam))
         assert metrics["grad_norm"] == pytest.approx(oracle.step(adam), rel=1e-4)
-        found, wanted = weights_of(engine, model_id, wait, tmp_path / str(count)), oracle.weights()
-        assert_same(found, wanted, tolerance=1e-5)
+        actual, wanted = weights_of(engine, model_id, wait, tmp_path / str(count)), oracle.weights()
+        assert_same(actual, wanted, tolerance=1e-5)
         moved = {name: wanted[name] - before[name] for name in wanted}
-        assert_same({name: found[name] - before[name] for name in found}, moved, tolerance=5e-3)
+        assert_same({name: actual[name] - before[name] for name in actual}, moved, tolerance=5e-3)
 
 
-def test_the_parameters_of_a_step_may_change_from_step_to_step(pair: Any, wait: Any, tmp_path: Any):
+def test_adam_params_may_change_between_steps(pair: Any, wait: Any, tmp_path: Any):
     engine, model_id, oracle = pair()
     for count, adam in enumerate((SMOOTH, replace(SMOOTH, beta1=0.5, beta2=0.99), replace(SMOOTH, learning_rate=1e-3))):
         request = pass_for("cross_entropy", model_id, seed=count)
@@ -236,7 +238,7 @@ def test_the_parameters_of_a_step_may_change_from_step_to_step(pair: Any, wait: 
     assert_same(weights_of(engine, model_id, wait, tmp_path), oracle.weights(), tolerance=1e-5)
 
 
-def test_a_step_clears_the_gradient_and_one_without_gradient_moves_on_momentum(pair: Any, wait: Any, tmp_path: Any):
+def test_step_clears_gradient_and_next_step_uses_momentum(pair: Any, wait: Any, tmp_path: Any):
     engine, model_id, oracle = pair()
     request = pass_for("cross_entropy", model_id)
     wait(engine.run([request]))
@@ -248,20 +250,20 @@ def test_a_step_clears_the_gradient_and_one_without_gradient_moves_on_momentum(p
     assert_same(weights_of(engine, model_id, wait, tmp_path), oracle.weights(), tolerance=1e-5)
 
 
-def test_a_step_before_any_gradient_does_not_fail(engine: Any, model_id: str, wait: Any):
+def test_step_before_any_gradient_succeeds(engine: Any, model_id: str, wait: Any):
     wait(engine.create(model_id, LoraSpec(rank=2, seed=0)))
     assert wait(engine.step(model_id, AdamParams()))["grad_norm"] == 0.0
 
 
-def test_the_same_pass_twice_gives_the_same_bits(pair: Any, wait: Any):
+def test_same_pass_twice_gives_identical_results(pair: Any, wait: Any):
     engine, model_id, _ = pair()
     request = pass_for("ppo", model_id, forward_only=True)
     first, second = wait(engine.run([request])), wait(engine.run([request]))
-    for one, two in zip(first[0].logprobs, second[0].logprobs, strict=True):
-        np.testing.assert_array_equal(one, two)
+    for left, right in zip(first[0].logprobs, second[0].logprobs, strict=True):
+        np.testing.assert_array_equal(left, right)
 
 
-def test_a_model_that_is_not_there_is_a_tinsmith_error(engine: Any, wait: Any):
+def test_missing_model_is_a_tinsmith_error(engine: Any, wait: Any):
     (result,) = wait(engine.run([pass_for("ppo", "nobody")]))
     assert isinstance(result, TinsmithError)
     with pytest.raises(TinsmithError):

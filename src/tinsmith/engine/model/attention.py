@@ -100,29 +100,29 @@ class PackedAttention:
     """Attention over a packed tree, job by job."""
 
     calls: Sequence[AttentionCall]
-    keep: bool = False
-    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Keys and values [1, Hkv, T, D] of each layer, if `keep`."""
+    save_kv: bool = False
+    saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    """Keys and values [1, Hkv, T, D] of each layer, if `save_kv`."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """As `AttentionContext.attend`."""
-        if self.keep:
-            self.kept.append((key, value))
+        if self.save_kv:
+            self.saved_kv.append((key, value))
         if torch.is_grad_enabled():
             return _PackedAttention.apply(query, key, value, self.calls, scale).transpose(1, 2)  # type: ignore[no-any-return]
         return _packed_forward(query, key, value, self.calls, scale)[0].transpose(1, 2)
 
 
 def packed_attention(
-    tree: PackedTree, dtype: torch.dtype, device: torch.device, keep: bool = False
+    tree: PackedTree, dtype: torch.dtype, device: torch.device, save_kv: bool = False
 ) -> PackedAttention | flex_attention.FlexAttention:
     """Attention over `tree` with the fastest supported kernel. Masks are computed once for all layers.
 
-    With `keep`, the keys and values of each layer are kept for the KV cache.
+    With `save_kv`, the keys and values of each layer are kept for the KV cache.
     """
     if flex_attention.is_supported(dtype, device):
-        return flex_attention.packed_attention(tree, device, keep)
-    return PackedAttention([call for job in tree.jobs for call in _calls(job, dtype, device)], keep)
+        return flex_attention.packed_attention(tree, device, save_kv)
+    return PackedAttention([call for job in tree.jobs for call in _calls(job, dtype, device)], save_kv)
 
 
 def _calls(job: AttentionJob, dtype: torch.dtype, device: torch.device) -> Iterator[AttentionCall]:

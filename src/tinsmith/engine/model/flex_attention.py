@@ -48,24 +48,24 @@ def is_supported(dtype: torch.dtype, device: torch.device) -> bool:
 
 @dataclass(slots=True)
 class FlexAttention:
-    """Attention over a packed tree. With `keep`, `kept` has the keys and values [1, Hkv, T, D] of each layer."""
+    """Attention over a packed tree. With `save_kv`, `saved_kv` has the keys and values [1, Hkv, T, D] of each layer."""
 
     mask: BlockMask
-    keep: bool = False
-    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    save_kv: bool = False
+    saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """As `attention.AttentionContext.attend`."""
-        if self.keep:
-            self.kept.append((key, value))
+        if self.save_kv:
+            self.saved_kv.append((key, value))
         call = flex_attention if query.device.type == "cpu" else _compiled()
         output = call(query, key, value, block_mask=self.mask, scale=scale, enable_gqa=True)
         return output.transpose(1, 2)
 
 
-def packed_attention(tree: PackedTree, device: torch.device, keep: bool = False) -> FlexAttention:
+def packed_attention(tree: PackedTree, device: torch.device, save_kv: bool = False) -> FlexAttention:
     """Attention over `tree`. The mask is computed once for all layers."""
-    return FlexAttention(block_mask(tree, device), keep)
+    return FlexAttention(block_mask(tree, device), save_kv)
 
 
 def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:

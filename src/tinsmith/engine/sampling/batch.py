@@ -222,7 +222,7 @@ class RunningBatch:
                     job.prompt_results = prompt_logprobs.compute(
                         job.request, self._head, hidden[index], job.weights, job.seed
                     )
-                prompts[job] = PrefilledPrompt(hidden[index[-1]], inputs.segments[key], inputs.context.kept)
+                prompts[job] = PrefilledPrompt(hidden[index[-1]], inputs.segments[key], inputs.context.saved_kv)
         return {job: prompts[job] for job in jobs if job in prompts}
 
     def _add(self, jobs: list[SampleJob], prompts: list[PrefilledPrompt]) -> None:

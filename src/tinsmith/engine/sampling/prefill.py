@@ -133,7 +133,7 @@ def prefill_pass(prompts: Sequence[Prompt], base: BaseModel) -> PrefillPass:
         spans=tuple(spans),
         context=PrefixAttention(list(_attention_calls(tree, computed, index, base)))
         if index.nodes
-        else attention.packed_attention(tree, base.dtype, device, keep=True),
+        else attention.packed_attention(tree, base.dtype, device, save_kv=True),
         segments={key: index.segments(path) for key, path in tree.index.items()},
         hidden_index={
             key: torch.as_tensor(np.where(index.node[path] < 0, index.offset[path], 0), device=device)
@@ -201,11 +201,11 @@ class PrefixAttention:
     `attention.PackedAttention` does."""
 
     calls: Sequence[_AttentionCall]
-    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         """query [1, Hq, C, D], key and value [1, Hkv, C, D] -> [1, C, Hq, D]."""
-        self.kept.append((key, value))
+        self.saved_kv.append((key, value))
         output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
         for call in self.calls:
             keys_values = [segment.in_layer(layer, key, value) for segment in call.segments]
