@@ -53,7 +53,7 @@ def engine(engine_of: Callable[..., Any]) -> Any:
 
 @pytest.fixture
 def model_id() -> str:
-    """A name that no other test uses."""
+    """A unique model id."""
     return f"model-{next(_numbers)}"
 
 
@@ -61,19 +61,19 @@ def model_id() -> str:
 def adapter_of(
     engine_of: Callable[..., Any], wait: Wait, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., Path]:
-    """A folder with an adapter that has trained a little, so that B is no longer zero; created once for each spec."""
+    """A folder with an adapter that was trained for a few steps, so that B is not zero; created once for each spec."""
     made: dict[Any, Path] = {}
 
     def adapter(kind: str = "llama", lora: LoraSpec | None = None) -> Path:
         key = (kind, lora := lora or LoraSpec(rank=4, seed=1))
         if key not in made:
             engine, made[key] = engine_of(kind), tmp_path_factory.mktemp("adapter") / "saved"
-            wait(engine.create("apprentice", lora))
+            wait(engine.create("temporary", lora))
             for seed in range(3):
-                wait(engine.run([pass_for("cross_entropy", "apprentice", seed=1000 + seed)]))
-                wait(engine.step("apprentice", AdamParams(learning_rate=0.02, eps=1e-8)))
-            wait(engine.save("apprentice", made[key], optimizer=False))
-            wait(engine.drop("apprentice"))
+                wait(engine.run([pass_for("cross_entropy", "temporary", seed=1000 + seed)]))
+                wait(engine.step("temporary", AdamParams(learning_rate=0.02, eps=1e-8)))
+            wait(engine.save("temporary", made[key], optimizer=False))
+            wait(engine.drop("temporary"))
         return made[key]
 
     return adapter
@@ -87,7 +87,7 @@ def pair(
     wait: Wait,
     model_id: str,
 ) -> Iterator[Callable[..., Any]]:
-    """The same adapter twice: as a model of the engine, and in the oracle. Returns engine, model id, oracle."""
+    """The same adapter as a model of the engine and in the oracle: returns engine, model id, oracle."""
     from tests.engine.reference import Reference
 
     opened: list[tuple[Any, str]] = []

@@ -16,7 +16,7 @@ LENGTHS = (9, 1, 23, 14)
 
 
 def tokens_of(draw: np.random.Generator, length: int, vocabulary: int = 512) -> np.ndarray:
-    """int32 [length]."""
+    """Random tokens, int32 [length]."""
     return draw.integers(3, vocabulary, length, dtype=np.int32)
 
 
@@ -25,7 +25,7 @@ def datum_for(loss_fn: str, draw: np.random.Generator, length: int, tokens: np.n
     tokens = tokens_of(draw, length) if tokens is None else tokens
     targets = np.append(tokens[1:], draw.integers(3, 512)).astype(np.int64)
     if loss_fn == "cross_entropy":
-        weights = draw.normal(size=len(tokens)).astype(np.float32)  # of any sign, and fractional
+        weights = draw.normal(size=len(tokens)).astype(np.float32)  # fractional, of any sign
         weights[draw.random(len(tokens)) < 0.3] = 0.0
         return Datum(tokens=tokens, targets=targets, inputs={"weights": weights})
     sampled = (np.arange(len(tokens)) >= len(tokens) // 3).astype(np.float32)

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file
 
 
 def gradients_of(engine: Any, model_id: str) -> dict[str, np.ndarray]:
-    """What the model has accumulated since its last step."""
+    """Gradients accumulated since the last step."""
     named = {}
     for module, (a, b) in engine.trainer.gradients(model_id).items():
         named[f"base_model.model.{module}.lora_A.weight"] = a
@@ -19,6 +19,6 @@ def gradients_of(engine: Any, model_id: str) -> dict[str, np.ndarray]:
 
 
 def weights_of(engine: Any, model_id: str, wait: Any, folder: Path) -> dict[str, np.ndarray]:
-    """The adapter as a save of this moment holds it."""
+    """The current weights, read from a saved adapter."""
     wait(engine.save(model_id, folder, optimizer=False))
     return load_file(folder / "adapter_model.safetensors")

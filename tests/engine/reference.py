@@ -1,7 +1,7 @@
-"""The oracle: plain transformers with PEFT, right-padded, every loss written out from the mathematics, torch's AdamW.
+"""The oracle: plain transformers with PEFT, right-padded rows, every loss written out, and torch's AdamW.
 
-Slow and simple on purpose, and it shares no code with the engine. Default float64, where rounding does not blur what is
-compared; the norms and the rotary angles stay float32 inside transformers, as they do in the engine.
+Deliberately slow and simple, without code of the engine. Computes in float64 by default, so that rounding does not blur
+comparisons; norms and rotary angles stay float32 inside transformers, as they do in the engine.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ UNEMBED = ("lm_head",)
 
 
 def target_modules(lora: LoraSpec) -> list[str]:
-    """What the three flags adapt, by transformers' names."""
+    """Names of the modules that the flags of a spec adapt."""
     chosen: tuple[str, ...] = ()
     chosen += ATTENTION if lora.train_attn else ()
     chosen += MLP if lora.train_mlp else ()
@@ -40,7 +40,7 @@ def plain_model(base: Path, dtype: torch.dtype = torch.float64) -> torch.nn.Modu
 
 
 def write_adapter(base: Path, folder: Path, lora: LoraSpec, *, size: float = 0.05) -> Path:
-    """An adapter folder written by PEFT itself, float32, with A and B both random from the spec's seed."""
+    """Write an adapter folder with PEFT, float32, with A and B random from the spec's seed."""
     config = LoraConfig(r=lora.rank, lora_alpha=int(lora.alpha), target_modules=target_modules(lora))
     with tied_embeddings_are_meant():
         model = get_peft_model(plain_model(base, torch.float32), config)
@@ -53,7 +53,7 @@ def write_adapter(base: Path, folder: Path, lora: LoraSpec, *, size: float = 0.0
 
 
 class Reference:
-    """One adapter on one base model, trained as the definitions say and nothing more."""
+    """One adapter on one base model, trained directly by the definitions."""
 
     def __init__(self, base: Path, adapter: Path, dtype: torch.dtype = torch.float64) -> None:
         with tied_embeddings_are_meant():
@@ -67,11 +67,11 @@ class Reference:
             return self.model(input_ids=torch.tensor([list(tokens)])).logits[0].numpy()
 
     def logprobs(self, data: Sequence[Datum]) -> list[Tensor]:
-        """Of each datum's targets, in their shape, with gradients."""
+        """Logprobs of each datum's targets, in their shape, with gradients."""
         return [_pick(whole, datum) for whole, datum in zip(self.softmaxes(data), data, strict=True)]
 
     def softmaxes(self, data: Sequence[Datum]) -> list[Tensor]:
-        """The whole log-softmax [N, V] of each datum, with gradients."""
+        """The log-softmax [N, V] of each datum, with gradients."""
         longest = max(len(datum.tokens) for datum in data)
         ids = torch.zeros(len(data), longest, dtype=torch.long)
         mask = torch.zeros_like(ids)
@@ -82,7 +82,7 @@ class Reference:
         return [all_logprobs[row, : len(datum.tokens)] for row, datum in enumerate(data)]
 
     def loss(self, request: Pass) -> tuple[Tensor, list[Tensor]]:
-        """The request's objective, a sum over everything, and its logprobs."""
+        """The request's loss, summed over all data, and its logprobs."""
         wholes = self.softmaxes(request.data)
         logprobs = [_pick(whole, datum) for whole, datum in zip(wholes, request.data, strict=True)]
         losses = [objective(p, datum, request) for p, datum in zip(logprobs, request.data, strict=True)]
@@ -90,12 +90,12 @@ class Reference:
         return torch.stack(losses).sum() + torch.stack(more).sum(), logprobs
 
     def entropies(self, data: Sequence[Datum]) -> list[np.ndarray]:
-        """Of the whole softmax at each position."""
+        """Entropy of the softmax at each position."""
         with torch.no_grad():
             return [-(whole.exp() * whole).sum(-1).numpy() for whole in self.softmaxes(data)]
 
     def backward(self, *requests: Pass) -> list[float]:
-        """Add these requests' gradients to what is there; returns their losses."""
+        """Accumulate the gradients of these requests; returns their losses."""
         losses = []
         for request in requests:
             loss, _ = self.loss(request)
@@ -104,15 +104,15 @@ class Reference:
         return losses
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """By PEFT's names, as in the adapter's file; zeros where nothing has arrived."""
+        """By the names of PEFT's adapter file; zeros where there is no gradient."""
         return {name: _array(p.grad if p.grad is not None else torch.zeros_like(p)) for name, p in self._named()}
 
     def weights(self) -> dict[str, np.ndarray]:
-        """By PEFT's names, as in the adapter's file."""
+        """By the names of PEFT's adapter file."""
         return {name: _array(parameter.detach()) for name, parameter in self._named()}
 
     def step(self, adam: AdamParams) -> float:
-        """One torch AdamW step; moments live on over calls. Returns the gradient's norm before clipping."""
+        """Take a torch AdamW step; moments persist between calls. Returns the gradient's norm before clipping."""
         if self.optimizer is None:
             self.optimizer = torch.optim.AdamW(self.parameters.values())
         for group in self.optimizer.param_groups:
@@ -132,9 +132,9 @@ class Reference:
 
 
 def assert_same(actual: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarray], tolerance: float = 1e-4) -> None:
-    """Each tensor within `tolerance` of the wanted one, relative to its length.
+    """Assert that each tensor is within `tolerance` of the wanted one, relative to its norm.
 
-    A tensor that is (nearly) zero is measured against a hundredth of the longest one: what cancels leaves rounding.
+    A tensor that is nearly zero is compared with a hundredth of the largest norm, because cancellation leaves rounding.
     """
     assert sorted(actual) == sorted(wanted)
     least = 0.01 * max(float(np.linalg.norm(target)) for target in wanted.values())
@@ -145,7 +145,7 @@ def assert_same(actual: Mapping[str, np.ndarray], wanted: Mapping[str, np.ndarra
 
 
 def objective(p: Tensor, datum: Datum, request: Pass) -> Tensor:
-    """What the request's loss_fn sums for one datum whose targets have logprobs `p`."""
+    """The loss of one datum whose targets have logprobs `p`."""
     inputs = {name: torch.from_numpy(np.asarray(values)).to(p.dtype) for name, values in datum.inputs.items()}
     if request.loss_fn == "cross_entropy":
         weights = inputs.get("weights", torch.ones_like(p))
@@ -156,14 +156,14 @@ def objective(p: Tensor, datum: Datum, request: Pass) -> Tensor:
     low, high = _clips(p, inputs, request)
     total = 0.0 * p.sum()
     shift = _sequence_shift(p, q, inputs.get("sequence_ratio_mask"))
-    for t in range(len(p)):  # one position at a time: no mask can leak into another
+    for t in range(len(p)):  # one position at a time, so that no mask affects another position
         a = advantages[t]
         if request.loss_fn == "dro":
             beta = request.loss_config.get("beta", 0.05)
             total = total - (p[t] * a - 0.5 * beta * (p[t] - q[t]) ** 2)
             continue
         if a == 0:
-            continue  # its term is 0 whatever the ratio
+            continue  # the term is 0 for any ratio
         log_ratio = shift + p[t] - p[t].detach() if request.loss_fn == "gspo" else p[t] - q[t]
         ratio = torch.exp(log_ratio)
         clipped = torch.minimum(torch.maximum(ratio, low[t]), high[t])
@@ -196,7 +196,7 @@ def _trinity(p: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, Any])
 
 
 def terms(p: Tensor, whole: Tensor, datum: Datum, request: Pass) -> Tensor:
-    """What an entropy bonus and a KL penalty add to one datum's loss; `whole` is its log-softmax [N, V]."""
+    """Entropy and KL terms of one datum's loss; `whole` is its log-softmax [N, V]."""
     config, total = request.loss_config, 0.0 * p.sum()
     counts = datum.inputs.get("weights" if request.loss_fn in ("cross_entropy", "trinity_ppo") else "advantages")
     counts = np.ones(p.shape) if counts is None else np.asarray(counts)
@@ -207,7 +207,7 @@ def terms(p: Tensor, whole: Tensor, datum: Datum, request: Pass) -> Tensor:
         if request.loss_fn == "trinity_ppo" or not config.get("kl_coef"):
             continue
         if weight := float(datum.inputs.get("kl_mask", default)[t]) * float(config["kl_coef"]):
-            log_ratio = float(datum.inputs["ref_logprobs"][t]) - p[t]  # log(ref / p), at a token drawn from p
+            log_ratio = float(datum.inputs["ref_logprobs"][t]) - p[t]  # log(ref / p) at a token sampled from p
             estimate = {
                 "k1": -log_ratio,
                 "k2": log_ratio**2 / 2,
@@ -221,7 +221,7 @@ _DEFAULT_CLIPS = {"ppo": (0.8, 1.2), "cispo": (0.0, 4.0), "gspo": (1 - 3e-4, 1 +
 
 
 def _clips(p: Tensor, inputs: dict[str, Tensor], request: Pass) -> tuple[Tensor, Tensor]:
-    """Bounds per position: the datum's own, else the request's, else the default."""
+    """Bounds per position: those of the datum, else of the request, else the default."""
     low, high = _DEFAULT_CLIPS.get(request.loss_fn, (0.0, float("inf")))
     low = request.loss_config.get("clip_low_threshold", low)
     high = request.loss_config.get("clip_high_threshold", high)
@@ -232,7 +232,7 @@ def _clips(p: Tensor, inputs: dict[str, Tensor], request: Pass) -> tuple[Tensor,
 
 
 def _sequence_shift(p: Tensor, q: Tensor, mask: Tensor | None) -> Tensor:
-    """GSPO's mean log-ratio over the positions that the mask marks."""
+    """GSPO's mean log-ratio over the mask."""
     if mask is None or not (mask != 0).any():
         return p.new_zeros(())
     return (p.detach() - q)[mask != 0].mean()
@@ -254,7 +254,7 @@ def _array(tensor: Tensor) -> np.ndarray:
 
 @contextmanager
 def tied_embeddings_are_meant() -> Iterator[None]:
-    """PEFT warns that adapting a tied lm_head leaves the embeddings alone: that is what Tinker's unembed means."""
+    """Silence PEFT's warning that adapting a tied lm_head does not change the embeddings, which is intended."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")

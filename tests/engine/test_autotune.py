@@ -40,7 +40,7 @@ def test_tokens_that_fit_use_a_quarter_of_free_memory(free: int, each: float, mo
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_activation_bytes_match_the_saved_tensors(kind: str, dtype: str, engine_of: Any):
-    """At least the inputs of every product of 3 layers of width 96 and 208, at most twice that."""
+    """At least the inputs of all products of 3 layers of width 96 and 208, and at most twice that."""
     trainer = engine_of(kind, dtype=dtype).trainer
     base, router = trainer._base, trainer._router
     itemsize = torch.tensor([], dtype=base.dtype).element_size()
@@ -68,7 +68,7 @@ def test_card_shows_pass_tokens(engine_of: Any):
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_results_are_independent_of_pass_tokens(loss_fn: str, pair: Any, wait: Any):
-    """The same requests, of one model and of two, whole in one micro-batch, in some, and a row in each."""
+    """Requests of two models in one micro-batch, in several, and with one row in each."""
     runs = []
     for pass_tokens in ("auto", 64, 1):
         (engine, first, _), (_, second, _) = (pair(pass_tokens=pass_tokens) for _ in range(2))
@@ -92,7 +92,7 @@ def test_pass_tokens_rejects_other_than_number_or_auto():
 
 
 def machine(root: Path, available: int, groups: str, files: Mapping[str, str] | None = None) -> Path:
-    """A root folder as Linux shows it."""
+    """A root folder with the files that Linux provides."""
     meminfo = f"MemTotal: 9 kB\nMemAvailable: {available} kB\n"
     for name, text in {"proc/meminfo": meminfo, "proc/self/cgroup": groups, **(files or {})}.items():
         file = root / name

@@ -1,7 +1,7 @@
-"""Nothing that the engine makes lands on torch's default device by chance: what holds for a CPU then holds for a GPU.
+"""The engine creates no tensor on torch's default device, so what holds on a CPU holds on a GPU.
 
-The default device is made `meta` while the model stands on the CPU. A tensor made without a device would have no
-storage, and the first operation with one of the model's raises; as on a GPU a CPU's tensor would.
+The default device is set to `meta` while the model is on the CPU. A tensor created without a device then has no
+storage, and the first operation with one of the model's tensors raises an error, as a CPU tensor would on a GPU.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tinsmith.engine.torch_engine import TorchEngine
 
 @pytest.fixture
 def engine(tiny_llama: Path, wait: Any) -> Iterator[TorchEngine]:
-    made = TorchEngine(EngineConfig(source=str(tiny_llama), dtype="bfloat16", device="cpu"))
+    engine = TorchEngine(EngineConfig(source=str(tiny_llama), dtype="bfloat16", device="cpu"))
     with torch.device("meta"):
-        wait(made.create("m", LoraSpec(rank=4, seed=0)))
-        yield made
+        wait(engine.create("m", LoraSpec(rank=4, seed=0)))
+        yield engine
 
 
 @pytest.mark.parametrize("loss_fn", LOSSES)
-def test_training(engine: TorchEngine, wait: Any, loss_fn: str):
+def test_training_places_tensors_explicitly(engine: TorchEngine, wait: Any, loss_fn: str):
     (result,) = wait(engine.run([pass_for(loss_fn, "m")]))
     assert all(np.isfinite(values).all() for values in result.logprobs)
     assert wait(engine.step("m", AdamParams(grad_clip_norm=1.0)))["grad_norm"] > 0
 
 
-def test_entropies_and_saved_states(engine: TorchEngine, wait: Any, tmp_path: Path):
+def test_entropies_and_saved_states_place_tensors_explicitly(engine: TorchEngine, wait: Any, tmp_path: Path):
     (result,) = wait(engine.run([pass_for("ppo", "m", config={"return_entropy": True, "entropy_coef": 0.1})]))
     assert result.entropies is not None
     wait(engine.step("m", AdamParams()))
@@ -46,7 +46,7 @@ def test_entropies_and_saved_states(engine: TorchEngine, wait: Any, tmp_path: Pa
     wait(engine.step("m", AdamParams()))
 
 
-def test_sampling(engine: TorchEngine, wait: Any, tmp_path: Path):
+def test_sampling_places_tensors_explicitly(engine: TorchEngine, wait: Any, tmp_path: Path):
     wait(engine.run([pass_for("cross_entropy", "m")]))
     wait(engine.step("m", AdamParams(learning_rate=1e-2)))
     wait(engine.capture("m", "version"))

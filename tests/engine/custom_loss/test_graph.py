@@ -16,7 +16,7 @@ L = {"ref": "logprobs"}
 
 
 def nodes_with(*middle: Node, output: Any = None) -> list[Node]:
-    """A sound graph with nodes in its middle."""
+    """A valid graph with these nodes inserted."""
     if output is None:
         output = {"tuple": [{"ref": "total"}, {"dict": {"custom/total:sum": {"ref": "total"}}}]}
     return [

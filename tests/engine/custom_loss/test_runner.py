@@ -71,7 +71,7 @@ def ref(name: str) -> dict[str, str]:
 
 
 def loss_of(*steps: tuple[str, Any, list[Any]], **kwargs: Any) -> CustomLoss:
-    """Steps s0, s1, … over logprobs and w; the last one summed is the loss. Keywords go to the first step."""
+    """A loss with the nodes s0, s1, … over logprobs and w. Keyword arguments go to the first node."""
     nodes = [Node(op="placeholder", name=name, target=name) for name in ("logprobs", "w")]
     for number, (target, _, args) in enumerate(steps):
         op = "call_function" if "." in target or target == "getattr" else "call_method"
@@ -194,5 +194,5 @@ def test_allowed_names_exist_and_large_sizes_pass() -> None:
     assert all(hasattr(torch.Tensor, name) for name in METHODS)
     assert not any(name.startswith("_") or name.endswith("_") for name in TORCH | FUNCTIONAL | SPECIAL | METHODS)
     pairs = [step("unsqueeze", L, 1), step("operator.sub", L, ref("s0"))]
-    loss_of(*pairs).run(torch.zeros(4096), {"w": np.ones(1, np.float32)})  # half of what is allowed
+    loss_of(*pairs).run(torch.zeros(4096), {"w": np.ones(1, np.float32)})  # half of the limit
     assert MAX_ELEMENTS // 2 == 4096**2

@@ -19,7 +19,7 @@ from tinsmith.engine.base import AdamParams, LoraSpec
 
 @pytest.fixture
 def fresh(engine_of: Callable[..., Any], wait: Any, tmp_path: Path, model_id: str) -> Any:
-    """Tensors of an adapter just made from a spec, by PEFT's names."""
+    """Tensors of a new adapter, by the names of PEFT's adapter file."""
     made = []
 
     def tensors(lora: LoraSpec, kind: str = "llama") -> dict[str, np.ndarray]:

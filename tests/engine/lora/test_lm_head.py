@@ -10,7 +10,7 @@ from tinsmith.engine.lora.lm_head import BLOCK_ROWS, LMHead, PackedTargets, Scor
 
 
 def whole(hidden: Tensor, weight: Tensor, targets: PackedTargets) -> tuple[Tensor, Tensor]:
-    """Logprobs [M] and entropies [T] in float64, with gradients."""
+    """Logprobs [M] of the targets and entropies [T] in float64, with gradients."""
     logprobs = torch.log_softmax(hidden @ weight.T, dim=1)
     return logprobs[targets.at, targets.ids], -(logprobs.exp() * logprobs).sum(1)
 

@@ -37,7 +37,7 @@ def logprobs(engine: Any, model_id: str, wait: Any) -> np.ndarray:
 
 
 def peft_logprobs(base: Path, adapter: Path) -> np.ndarray:
-    """Plain transformers under plain PEFT, one row at a time, nothing of ours."""
+    """Logprobs by plain transformers and PEFT, one row at a time."""
     with tied_embeddings_are_meant():
         model = PeftModel.from_pretrained(plain_model(base), adapter)
     rows = []
@@ -126,7 +126,7 @@ def test_load_replaces_model(engine: Any, wait: Any, model_id: str, tmp_path: Pa
 
 
 def broken(source: Path, fault: str, folder: Path) -> Path:
-    """A copy of an adapter with something wrong."""
+    """A damaged copy of an adapter."""
     shutil.copytree(source, folder)
     weights, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     tensors, settings = load_file(weights), json.loads(config.read_text())
@@ -255,7 +255,7 @@ def test_peft_settings_that_change_the_meaning_are_refused(settings: dict[str, A
 
 
 def edited(source: Path, folder: Path, settings: dict[str, Any]) -> Path:
-    """An adapter's config with all that PEFT writes, and these settings."""
+    """Write an adapter config with all of PEFT's fields and these settings; returns its folder."""
     config = LoraConfig(**json.loads((source / "adapter_config.json").read_text())).to_dict()
     config["target_modules"] = sorted(config["target_modules"])
     (folder / "adapter_config.json").write_text(json.dumps({**config, **settings}))

@@ -10,7 +10,7 @@ from tinsmith.engine.model import attention, packing
 
 
 def attended(tree: packing.PackedTree) -> tuple[int, list[torch.Tensor]]:
-    """Of random heads: how many pieces, the output and the three gradients."""
+    """Number of calls, output and gradients of random query, key and value."""
     draw, total = torch.Generator().manual_seed(2), len(tree.tokens)
     leaves = [torch.randn(1, heads, total, 16, generator=draw).requires_grad_() for heads in (6, 2, 2)]
     context = attention.packed_attention(tree, torch.float32, torch.device("cpu"))
@@ -61,7 +61,7 @@ def test_batched_attention_matches_pytorch(prefix: int, causal: bool) -> None:
 
 @pytest.mark.parametrize("lengths", [((), 300), ((), 17), ((0, 40), 200)])
 def test_job_split_into_calls_is_close_to_one_call(lengths: tuple[tuple[int, ...], int]) -> None:
-    """Rows cut where their scores would not fit the cache, in bfloat16, against one call in float32."""
+    """Rows split into several calls in bfloat16, against one call in float32."""
     prompt = np.arange(lengths[0][1] if lengths[0] else 0, dtype=np.int32)
     rows = [np.append(prompt, np.full(lengths[1], 1000 + end)).astype(np.int32) for end in range(2)]
     tree = packing.pack([packing.PackedRow(key=key, adapter=0, tokens=row) for key, row in enumerate(rows)])

@@ -29,12 +29,12 @@ def tree_of(rows: list[list[int]], adapters: list[int] | None = None) -> packing
 
 
 def dense(tree: packing.PackedTree) -> np.ndarray:
-    """bool [T, T], from the rows alone."""
-    seen = np.zeros((len(tree.tokens),) * 2, bool)
+    """The mask bool [T, T], computed from the rows."""
+    visible = np.zeros((len(tree.tokens),) * 2, bool)
     for path in tree.index.values():
         for depth, position in enumerate(path):
-            seen[position, path[: depth + 1]] = True
-    return seen
+            visible[position, path[: depth + 1]] = True
+    return visible
 
 
 rows = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=40), min_size=1, max_size=12)
@@ -53,9 +53,9 @@ def test_visible_until_defines_the_mask(rows: list[list[int]], split: int):
 def test_blocks_are_full_partial_or_empty(rows: list[list[int]]):
     tree = tree_of(rows)
     partial, full = flex_attention._blocks(flex_attention.visible_until(tree))
-    seen = dense(tree)
+    visible = dense(tree)
     for (query, key), some in np.ndenumerate(partial):
-        block = seen[
+        block = visible[
             query * flex_attention.BLOCK : (query + 1) * flex_attention.BLOCK,
             key * flex_attention.BLOCK : (key + 1) * flex_attention.BLOCK,
         ]
@@ -67,7 +67,7 @@ def test_blocks_are_full_partial_or_empty(rows: list[list[int]]):
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlexAttention written out in plain tensor operations: only for its mathematics, so also backward on a CPU."""
+    """Run FlexAttention uncompiled, which also works backward on a CPU."""
     monkeypatch.setattr(torchs, "_validate_device", lambda *_: None)
     monkeypatch.setattr(torchs, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
 
@@ -93,7 +93,7 @@ def test_forward_and_backward_match_the_jobs(case: str):
     def results(context: attention.AttentionContext) -> list[torch.Tensor]:
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it is not compiled
+            warnings.simplefilter("ignore")  # warns that it is not compiled
             output = context.attend(0, leaves[0], leaves[1], leaves[2], 0.25)
         output.mul(weight).sum().backward()
         return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
@@ -118,7 +118,7 @@ def test_keys_and_values_are_saved_for_the_sampler():
 
 
 def test_flex_attention_needs_gpu_and_half_precision(monkeypatch: pytest.MonkeyPatch, caplog: Any):
-    def chosen(
+    def supported(
         capability: tuple[int, int] = (9, 0), dtype: Any = torch.bfloat16, device: str = "cuda", triton: Any = True
     ) -> bool:
         monkeypatch.setattr(flex_attention, "find_spec", lambda _: triton)
@@ -126,17 +126,17 @@ def test_flex_attention_needs_gpu_and_half_precision(monkeypatch: pytest.MonkeyP
         return flex_attention.is_supported.__wrapped__(dtype, torch.device(device))
 
     monkeypatch.setattr(flex_attention, "_try_compiling", lambda *_: None)
-    assert chosen()
-    assert not chosen(device="cpu")
-    assert not chosen(dtype=torch.float32)
-    assert not chosen(capability=(7, 5))
-    assert not chosen(triton=None)
+    assert supported()
+    assert not supported(device="cpu")
+    assert not supported(dtype=torch.float32)
+    assert not supported(capability=(7, 5))
+    assert not supported(triton=None)
 
     def broken(*_: Any) -> None:
         raise RuntimeError("no compiler")
 
     monkeypatch.setattr(flex_attention, "_try_compiling", broken)
-    assert not chosen()
+    assert not supported()
     assert "slower" in caplog.text
 
 

@@ -39,7 +39,7 @@ TOKENS = np.random.default_rng(0).integers(3, 512, 129)
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Callable[..., Path]:
-    """A random model of one of transformers' kinds, as `saved("Mistral", sliding_window=64)`."""
+    """Saves a random model of a transformers family, such as `saved("Mistral", sliding_window=64)`."""
 
     def save(kind: str, **settings: Any) -> Path:
         torch.manual_seed(0)
@@ -61,16 +61,16 @@ def served(folder: Path, dtype: str = "float32") -> Any:
     return build(EngineConfig(source=str(folder), dtype=dtype, device="cpu", threads=1))  # type: ignore[arg-type]
 
 
-def a_pass(length: int) -> Pass:
-    """The first tokens of TOKENS, each with the next one as its target."""
+def forward_pass(length: int) -> Pass:
+    """A forward pass over the first tokens of TOKENS, with the next tokens as targets."""
     datum = Datum(tokens=TOKENS[:length].astype(np.int32), targets=TOKENS[1 : length + 1].astype(np.int64))
     return Pass(model_id="fresh", data=(datum,), loss_fn="cross_entropy", forward_only=True)
 
 
 def logprobs(engine: Any, wait: Any, length: int) -> np.ndarray:
-    """Of these, under an adapter that adds nothing yet."""
+    """The engine's logprobs of these targets, under a new adapter."""
     wait(engine.create("fresh", LoraSpec(rank=1, seed=0)))
-    (result,) = wait(engine.run([a_pass(length)]))
+    (result,) = wait(engine.run([forward_pass(length)]))
     if isinstance(result, Exception):
         raise result
     return result.logprobs[0]
@@ -105,7 +105,7 @@ def test_sliding_window_limits_context_length(
     assert "served up to 40 tokens instead of 128" in caplog.text
     np.testing.assert_allclose(logprobs(engine, wait, WINDOW), expected(folder, WINDOW), atol=2e-5)
     with pytest.raises(BadRequest, match="is 40"):
-        check_pass(a_pass(WINDOW + 1), engine.card)
+        check_pass(forward_pass(WINDOW + 1), engine.card)
 
 
 @pytest.mark.parametrize("settings", [{"sliding_window": None}, {"sliding_window": 4096}])

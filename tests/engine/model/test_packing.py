@@ -31,7 +31,7 @@ some_rows = st.lists(
 
 
 def seen_by(tree: PackedTree) -> dict[int, set[int]]:
-    """Packed position -> the packed positions that its query looks at, as the jobs say."""
+    """Packed position -> the packed positions that its query sees, by the jobs."""
     seen: dict[int, set[int]] = {}
     for job in tree.jobs:
         keys = [position for start, stop in job.prefix for position in range(start, stop)]
@@ -101,6 +101,6 @@ def common(left: PackedRow, right: PackedRow) -> int:
 
 @pytest.mark.parametrize("prompt", [0, 10, 40, 400])
 def test_prompt_longer_than_budget_is_shared(prompt: int) -> None:
-    """The budget is for what is new: a prompt costs the same however many answers to it are computed with it."""
+    """A shared prompt does not count against the budget again for each row."""
     rows = rows_of(*([0] * prompt + [1 + number] * 5 for number in range(9)))
     assert [len(batch) for batch in micro_batches(rows, 20)] == [4, 4, 1]

@@ -17,20 +17,20 @@ from tinsmith.errors import ConfigError
 
 @pytest.fixture
 def model(tiny_llama: Path, tmp_path: Path) -> Path:
-    """A copy to break."""
+    """A copy of the model to damage."""
     return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
 
 
 def half(file: Path) -> None:
-    """As a download leaves it that was cut off."""
+    """Truncate the file, as an interrupted download does."""
     os.truncate(file, file.stat().st_size // 2)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
-@pytest.mark.parametrize("break_it", [half, Path.unlink])
-def test_incomplete_model_files_are_reported(model: Path, file: str, break_it: object) -> None:
-    assert callable(break_it)
-    break_it(model / file)
+@pytest.mark.parametrize("damage", [half, Path.unlink])
+def test_incomplete_model_files_are_reported(model: Path, file: str, damage: object) -> None:
+    assert callable(damage)
+    damage(model / file)
     with pytest.raises(ConfigError, match=r"(?s)model. cannot be loaded: .*complete files") as error:
         loading.load(EngineConfig(source=str(model), device="cpu"))
     assert error.value.message.startswith(f"'{model}'")
@@ -44,20 +44,20 @@ def test_invalid_gguf_file_is_reported(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_each_gguf_file_is_converted_once(tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of one name in two folders are two models, and so is a file that was replaced."""
+    """Files of the same name in two folders are different models, and so is a replaced file."""
     monkeypatch.setenv("TINSMITH_CACHE", str(tmp_path / "cache"))
     opened: list[str] = []
 
     def from_gguf(pretrained_model_name_or_path: str, gguf_file: str, dtype: torch.dtype) -> object:
         opened.append(f"{pretrained_model_name_or_path}/{gguf_file}")
-        return whole(tiny_llama, dtype=dtype)
+        return load(tiny_llama, dtype=dtype)
 
-    def words(**_source: str) -> object:
+    def load_tokenizer(**_source: str) -> object:
         return tokenizer(tiny_llama)
 
-    whole, tokenizer = AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained
+    load, tokenizer = AutoModelForCausalLM.from_pretrained, AutoTokenizer.from_pretrained
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_gguf)
-    monkeypatch.setattr(AutoTokenizer, "from_pretrained", words)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", load_tokenizer)
     files = [tmp_path / name / "model.gguf" for name in ("a", "b")]
     for file in files:
         file.parent.mkdir()

@@ -25,7 +25,7 @@ LENGTH = 2048
 
 
 def save_model(folder: Path) -> Path:
-    """As small as a model can be, with room for rows of LENGTH."""
+    """Save the smallest possible model whose context has LENGTH tokens."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tests.models import VOCABULARY, save_tokenizer
@@ -45,7 +45,7 @@ def save_model(folder: Path) -> Path:
 
 
 def datum(draw: np.random.Generator) -> Datum:
-    """A row with advantages, as reinforcement learning sends them."""
+    """A row with advantages, as in reinforcement learning."""
     tokens = tokens_of(draw, LENGTH)
     inputs = {
         "logprobs": np.full(LENGTH, -6.0, np.float32),
@@ -59,7 +59,7 @@ async def main(folder: Path, counts: list[int]) -> None:
     data = tuple(datum(draw) for _ in range(max(counts)))
     engine = build(EngineConfig(source=str(folder), dtype="float32", device="cpu", threads=1))
     await engine.create("m", LoraSpec(rank=4, seed=0))
-    for count in (4, *counts):  # the first is for what is made once
+    for count in (4, *counts):  # the first run allocates what is allocated only once
         gc.collect()
         before = resident()
         reset_peak()

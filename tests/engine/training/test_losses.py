@@ -19,7 +19,7 @@ Config = Mapping[str, float]
 
 
 def ours(p: list[np.ndarray], data: list[Datum], loss_fn: str, config: Config) -> tuple[float, list[np.ndarray]]:
-    """The engine's function over the flattened datums, and its gradient by datum."""
+    """The engine's loss over the concatenated data, and its gradient for each datum."""
     flat = torch.tensor(np.concatenate([row.ravel() for row in p]), dtype=torch.float64, requires_grad=True)
     names = data[0].inputs
     inputs = {

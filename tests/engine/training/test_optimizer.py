@@ -31,7 +31,7 @@ OVERFLOWING = {
 
 
 def state(engine: Any, wait: Any, model_id: str, folder: Path) -> dict[str, Tensor]:
-    """Weights, moments and gradient, as a client could get them, and as who checks the mathematics can."""
+    """Weights, moments and gradient of a model."""
     wait(engine.save(model_id, folder, optimizer=True))
     tensors = load_file(folder / "adapter_model.safetensors") | load_file(folder / "optimizer.safetensors")
     for name, pair in engine.trainer.gradients(model_id).items():
@@ -122,7 +122,7 @@ def test_saved_state_with_nan_is_refused(engine: Any, wait: Any, tmp_path: Path,
 
 
 def test_ordinary_training_is_far_from_the_bound() -> None:
-    """So that no ordinary step pays for the careful way: the SDK's eps, a large loss, a million steps."""
+    """No ordinary step needs the check: the SDK's eps, a large loss, a million steps."""
     bound = UpdateBound(weights=1.0)
     for steps in range(1, 1000):
         bound = bound.after(AdamParams(learning_rate=1e-2), norm=1e6, steps=steps)

@@ -13,9 +13,9 @@ from tests.engine.training.peak_memory import LENGTH, save_model
 pytestmark = pytest.mark.slow
 
 BYTES_PER_TOKEN = 12
-"""Bytes for each token of a running request: a logprob, a mark whether it learns, its id once more to sort by."""
+"""Memory of a running request: a logprob, a flag for its gradient, and a copy of its id for sorting."""
 SLACK = 48 * 2**20
-"""Of the allocator."""
+"""Tolerance for the allocator."""
 
 
 def test_peak_memory_is_independent_of_row_count(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Several models in first pass: each gets the results that it gets alone, and errors stay with their request."""
+"""Several models in one pass: each gets the results that it gets alone, and errors stay with their request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPECS = (
 
 
 def shared_requests() -> list[Pass]:
-    """A request for each spec: other losses and lengths, and first prompt that all of them share."""
+    """A request for each spec: different losses and lengths, and a prompt that all share."""
     draw = np.random.default_rng(4)
     prompt, requests = tokens_of(draw, 15), []
     for loss_fn in ("cross_entropy", "ppo", "importance_sampling"):

@@ -26,7 +26,7 @@ def spec(flags: tuple[bool, bool, bool], rank: int = 4) -> LoraSpec:
 
 
 def assert_agrees(trained: tuple[Any, str, Any], wait: Any, *requests: Pass) -> None:
-    """The engine's answers to the requests, in one pass, are the oracle's; so are the gradients afterwards."""
+    """Assert that results and gradients of the requests, in one pass, are those of the oracle."""
     engine, model_id, oracle = trained
     requests = tuple(replace(request, model_id=model_id) for request in requests)
     results = wait(engine.run(list(requests)))
@@ -60,7 +60,7 @@ def test_every_base_model_matches_oracle(loss_fn: str, kind: str, pair: Any, wai
     assert_agrees(pair(kind), wait, pass_for(loss_fn))
 
 
-# At rank 1 the usual alpha would multiply by 32, and float32 itself, in plain transformers too, be 5e-5 from float64.
+# At rank 1 the usual alpha multiplies by 32, and float32 is 5e-5 from float64 in plain transformers too.
 @pytest.mark.parametrize(("rank", "alpha"), [(1, 8.0), (3, 32.0), (32, 32.0), (130, 32.0)])
 def test_any_rank_matches_oracle(rank: int, alpha: float, pair: Any, wait: Any):
     assert_agrees(pair(lora=LoraSpec(rank=rank, seed=2, alpha=alpha)), wait, pass_for("cross_entropy"))
@@ -141,7 +141,7 @@ def test_equal_rows_and_prefixes_match_oracle(pair: Any, wait: Any):
 
 
 def test_long_rows_with_long_shared_prompt_match_oracle(pair: Any, wait: Any):
-    """Longer than any block of an attention kernel, on both sides of the fork."""
+    """Longer than any block of an attention kernel, before and after the branch."""
     draw = np.random.default_rng(12)
     prompt = tokens_of(draw, 600)
     rows = [np.append(prompt, tokens_of(draw, length)) for length in (300, 1, 130)] + [prompt[:513]]

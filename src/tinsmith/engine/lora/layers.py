@@ -5,9 +5,9 @@ float32, so that the sum over all layers is rounded once and not at each layer. 
 norm, a rotation or a gate for the backward; here the gate saves its inputs, and the norm its output, which the
 projections that read it save anyway.
 
-`replace_layers` recognizes modules of the Llama, Qwen2, Qwen3 and Mistral kind by their parts. Each replacement must
-give the output of the original on the same inputs, and the whole model the same hidden states on a small packed tree.
-Any other model keeps its own modules.
+`replace_layers` recognizes modules of the Llama, Qwen2, Qwen3 and Mistral families by their parts. Each replacement
+must give the output of the original on the same inputs, and the whole model the same hidden states on a small packed
+tree. Any other model keeps its own modules.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which models are supported, judged by their config and modules; `loading` then checks the rest by computing.
+"""Checks whether a model is supported, from its config and modules; `loading` checks the rest by computing.
 
 Attention here sees all earlier tokens, and rotary embeddings are the same at every length. A model that differs only
 beyond some length is served up to that length.
