@@ -45,8 +45,9 @@ def test_paths_of_pages_in_sources_and_tests_exist():
     files = [file for room in ("src", "tests", "examples", "benchmarks") for file in (ROOT / room).rglob("*.py")]
     files += [ROOT / "pyproject.toml", ROOT / "Makefile", *(ROOT / "examples").rglob("*.yaml")]
     for file in files:
-        for path in re.findall(r"\bdocs/[\w/-]+\.md\b", file.read_text()):
+        for path, anchor in re.findall(r"\b(docs/[\w/-]+\.md)\b(?:#([\w-]+))?", file.read_text()):
             assert (ROOT / path).is_file(), f"{file.relative_to(ROOT)} names {path}"
+            assert not anchor or anchor in anchors_of(ROOT / path), f"{file.relative_to(ROOT)} names {path}#{anchor}"
 
 
 def test_site_builds_without_broken_links(tmp_path):

@@ -101,7 +101,7 @@ def test_page_runs_as_it_stands(page, folder):
             stdout=out,
             stderr=out,
             env=environment(folder),
-            timeout=240,
+            timeout=600,
             check=False,
         )
     output = (folder / ".out").read_text()

@@ -1,7 +1,7 @@
 """Metrics under the names that Trinity-RFT gives to the same, for dashboards that were made for it.
 
 Only what means the same is renamed; all else keeps its name, so that nothing is lost.
-docs/guides/monitors.md has the table.
+docs/reference/metrics.md has the table.
 
 Example: trinity_name("reward/mean") == "critic/rewards/mean"
 """
