@@ -1,4 +1,4 @@
-"""The command line as a user meets it: a run from one file, killed and gone on with, and errors as sentences."""
+"""The command line end to end: runs that are killed and resumed, serve, demo, and error messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ service: {engine: fake, source: tiny}
 
 
 STEPS = 16
-"""Enough that a signal sent after five of them finds the run at work."""
+"""Enough steps that a signal sent after five of them arrives during the run."""
 
 
 @pytest.fixture(scope="module")
@@ -59,19 +59,21 @@ def tinsmith(work: Path, *words: str, **extra: str) -> subprocess.CompletedProce
 
 
 @pytest.fixture(scope="module")
-def whole(work: Path) -> subprocess.CompletedProcess[str]:
-    """A run to its end, without a break."""
+def complete_run(work: Path) -> subprocess.CompletedProcess[str]:
+    """A run that is not interrupted."""
     return tinsmith(work, "run", "small.yaml")
 
 
 def run_and_send(work: Path, number: int, folder: str, *overrides: str) -> int:
-    """Begins a run and sends it a signal when some steps are done; returns its exit status."""
+    """Start a run, send it a signal after some steps, and return its exit status."""
     command = [sys.executable, "-m", "tinsmith", "run", "small.yaml", f"folder={folder}", *overrides]
     written = work / folder / "metrics.jsonl"
     with (work / "log").open("w") as log:
-        # A shell may start tests in the background with SIGINT ignored, which children inherit.
-        heeding = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-        process = subprocess.Popen(command, cwd=work, stdout=log, stderr=log, env=environment(), preexec_fn=heeding)
+        # A shell may start tests in the background with SIGINT ignored, and children inherit that.
+        reset_sigint = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+        process = subprocess.Popen(
+            command, cwd=work, stdout=log, stderr=log, env=environment(), preexec_fn=reset_sigint
+        )
         deadline = time.monotonic() + 90
         while not (written.exists() and written.read_text().count("\n") >= 5) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -86,10 +88,10 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [{name: value for name, value in row.items() if not name.startswith(("time/", "speed/"))} for row in rows]
 
 
-def test_a_file_is_all_a_run_needs(work, whole):
-    assert whole.returncode == 0, whole.stderr
-    assert f"small is finished: {STEPS} steps" in whole.stdout
-    assert "held out before training" in whole.stdout
+def test_run_needs_only_a_run_file(work, complete_run):
+    assert complete_run.returncode == 0, complete_run.stderr
+    assert f"small is finished: {STEPS} steps" in complete_run.stdout
+    assert "held out before training" in complete_run.stdout
     folder = work / "runs" / "small"
     assert {"run.yaml", "state.json", "metrics.jsonl", "report.html", "rollouts", "service"} <= {
         path.name for path in folder.iterdir()
@@ -99,15 +101,15 @@ def test_a_file_is_all_a_run_needs(work, whole):
     assert sum(reward[4:]) > sum(reward[:4])
 
 
-def test_a_run_killed_in_the_middle_ends_with_the_same_metrics(work, whole):
+def test_killed_run_resumes_with_equal_metrics(work, complete_run):
     run_and_send(work, signal.SIGKILL, "runs/broken")
     resumed = tinsmith(work, "run", "small.yaml", "folder=runs/broken")
     assert resumed.returncode == 0, resumed.stderr
     assert metrics(work / "runs" / "broken") == metrics(work / "runs" / "small")
 
 
-def assert_goes_on(work: Path, name: str, *settings: str) -> None:
-    """A run that is killed and started again ends with the metrics of one that was left alone."""
+def assert_resumes(work: Path, name: str, *settings: str) -> None:
+    """Assert that a run that is killed and started again has the metrics of an uninterrupted one."""
     done = tinsmith(work, "run", "small.yaml", f"folder=runs/{name}", *settings)
     assert done.returncode == 0, done.stderr
     run_and_send(work, signal.SIGKILL, f"runs/{name}-broken", *settings)
@@ -116,8 +118,8 @@ def assert_goes_on(work: Path, name: str, *settings: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_real_model_goes_on_in_float32_as_if_never_killed(work):
-    # one request at a time: which requests share a pass of the sampler, and so its rounding, is else a matter of luck
+def test_killed_float32_run_resumes_with_equal_metrics(work):
+    # One request at a time: otherwise the rounding depends on which requests share a batch of the sampler.
     real = (
         "service.engine=torch",
         "service.dtype=float32",
@@ -125,13 +127,13 @@ def test_a_real_model_goes_on_in_float32_as_if_never_killed(work):
         "concurrency=1",
         "optimizer.learning_rate=0.003",
     )
-    assert_goes_on(work, "real", *real)
+    assert_resumes(work, "real", *real)
 
 
 @pytest.mark.slow
-def test_in_bfloat16_weights_and_moments_go_on_to_the_bit(work):
-    # nothing is sampled: what shares a pass of the sampler rounds its replies, and in bfloat16 turns some of them
-    told = (
+def test_killed_bfloat16_run_resumes_bit_identically(work):
+    # No evaluation: in bfloat16, the rounding of a shared batch can change sampled replies.
+    settings = (
         "service.engine=torch",
         "service.dtype=bfloat16",
         "service.threads=1",
@@ -140,10 +142,10 @@ def test_in_bfloat16_weights_and_moments_go_on_to_the_bit(work):
         "eval={every: 0, before: false, after: false}",
         "optimizer.learning_rate=0.003",
     )
-    assert_goes_on(work, "told", *told)
+    assert_resumes(work, "supervised", *settings)
 
 
-def test_a_server_that_is_there_is_used(work, tiny_llama):
+def test_run_uses_the_server_in_the_environment(work, tiny_llama):
     from tinsmith.service.config import ServeConfig
     from tinsmith.service.embedded import embedded
 
@@ -160,7 +162,7 @@ def test_a_server_that_is_there_is_used(work, tiny_llama):
     assert "Traceback" not in refused.stderr + odd.stderr
 
 
-def test_the_demo_tells_where_it_began_and_ended(work, tiny_llama):
+def test_demo_prints_accuracy_before_and_after(work, tiny_llama):
     small = ("service.engine=fake", f"service.source={tiny_llama}", "steps=2", "tasks.held_out=8", "groups_per_step=2")
     done = tinsmith(work, "demo", "--quick", "--seed", "3", "--out", "runs/demo", *small)
     assert done.returncode == 0, done.stderr
@@ -172,7 +174,7 @@ def test_the_demo_tells_where_it_began_and_ended(work, tiny_llama):
     assert "0.25" in (work / "runs" / "demo" / "report.html").read_text()
 
 
-def test_stages_run_in_turn_on_one_server_and_go_on(work, tiny_llama):
+def test_stages_run_in_order_on_one_server_and_resume(work, tiny_llama):
     example = Path(__file__).parents[2] / "examples" / "sft_then_grpo.yaml"
     small = ("service.engine=fake", f"service.source={tiny_llama}", "stages.0.steps=3", "tasks.held_out=4")
     words = ("run", str(example), "folder=runs/staged", "groups_per_step=2", "group_size=2", *small)
@@ -183,14 +185,14 @@ def test_stages_run_in_turn_on_one_server_and_go_on(work, tiny_llama):
     assert "stage 2 of 2: rewarded" in again.stdout
     assert "02-grpo/report.html" in again.stdout.replace("\n", "")
     folder = work / "runs" / "staged"
-    told = [row for row in metrics(folder / "01-sft") if "optim/expert_nll" in row]
+    supervised = [row for row in metrics(folder / "01-sft") if "optim/expert_nll" in row]
     rewarded = [row["step"] for row in metrics(folder / "02-grpo") if "reward/mean" in row]
-    assert (len(told), rewarded) == (3, [1, 2, 3])
+    assert (len(supervised), rewarded) == (3, [1, 2, 3])
     assert (folder / "service").is_dir()
     assert not (folder / "01-sft" / "service").exists()
 
 
-def test_serve_answers_until_it_is_told_to_end(work, tiny_llama):
+def test_serve_responds_until_terminated(work, tiny_llama):
     command = [sys.executable, "-m", "tinsmith", "serve", "engine=fake", "--model", f"tiny={tiny_llama}"]
     command += ["--model", "other=toy", "--port", "0", "--data", str(work / "data"), "--api-key", "tml-mine"]
     with (work / "serve.log").open("w") as log:
@@ -199,13 +201,13 @@ def test_serve_answers_until_it_is_told_to_end(work, tiny_llama):
     while "http://" not in (work / "serve.log").read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
     url = next(word for word in (work / "serve.log").read_text().split() if "http://" in word).rpartition("=")[2]
-    with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=10) as answer:
-        assert answer.status == 200
+    with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=10) as response:
+        assert response.status == 200
     process.terminate()
     assert process.wait(10) == 0
 
 
-def test_a_key_that_is_made_is_shown_once_and_never_logged(work):
+def test_serve_prints_a_new_key_once_and_never_logs_it(work):
     command = [
         sys.executable,
         "-m",
@@ -233,8 +235,8 @@ def test_a_key_that_is_made_is_shown_once_and_never_logged(work):
     assert shown == [f"TINKER_API_KEY={(work / 'data' / 'api-key').read_text()}", ""]
 
 
-def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
-    """Exit status and what went to the error stream."""
+def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int, str]:
+    """The exit status and standard error of a command."""
     monkeypatch.setattr(sys, "argv", ["tinsmith", *words])
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.delenv("TINKER_API_KEY", raising=False)
@@ -246,7 +248,7 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *w
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("run",), "error: tinsmith run needs a run file. As in: tinsmith run"),
+        (("run",), "error: tinsmith run needs a run file. Example: tinsmith run"),
         (("run", "none.yaml"), "error: There is no file none.yaml. Check the path."),
         (("run", "small.yaml", "stepz=3"), "the command line: there is no key 'stepz'. Did you mean 'steps'?"),
         (("run", "small.yaml", "model.rnk=3"), "there is no key 'model.rnk'. Did you mean 'model.rank'?"),
@@ -257,7 +259,7 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *w
         (("run", "small.yaml", "tasks.held_out=0"), "eval wants held-out tasks"),
         (
             ("run", "small.yaml", "model.base_url=http://127.0.0.1:9", "folder=x"),
-            "There is no key for http://127.0.0.1:9.",
+            "There is no API key for http://127.0.0.1:9.",
         ),
         (("serve", "port=99999"), "'port': Input should be less than or equal to 65535 (got 99999)."),
         (
@@ -272,11 +274,11 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *w
         (("keys", "create", "a b", "--data", "kept"), "'a b' cannot name a key or a tenant."),
         (
             ("keys", "create", "a", "--expires", "3y", "--data", "kept"),
-            "--expires is '3y'. Give minutes, hours or days",
+            "--expires is '3y'. Use minutes, hours or days",
         ),
-        (("keys", "create", "a", "--queued", "many", "--data", "kept"), "--queued is 'many'. Give a number"),
+        (("keys", "create", "a", "--queued", "many", "--data", "kept"), "--queued is 'many'. Use a number"),
         (("keys", "revoke", "a", "--data", "kept"), "There is no key 'a'."),
-        (("keys", "limit", "a", "--data", "kept"), "There is no limit to change."),
+        (("keys", "limit", "a", "--data", "kept"), "There is no quota to change."),
         (("keys", "list", "--database", "mysql://x"), "give postgresql+psycopg://"),
         (("serve", "--prt", "3"), "Did you mean --port?"),
         (("rn",), 'error: Unknown command "rn". Did you mean "run"?'),
@@ -284,15 +286,15 @@ def said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *w
         (("demo", "stepz=3"), "Did you mean 'steps'?"),
     ],
 )
-def test_a_mistake_is_told_in_a_sentence(work, capsys, monkeypatch, words, sentence):
+def test_user_errors_are_printed_as_sentences(work, capsys, monkeypatch, words, sentence):
     monkeypatch.chdir(work)
-    status, text = said(capsys, monkeypatch, *words)
+    status, text = error_of(capsys, monkeypatch, *words)
     assert status == 2
     assert sentence in text
     assert "Traceback" not in text
 
 
-def test_debug_shows_the_traceback(work, monkeypatch):
+def test_debug_flag_prints_the_traceback(work, monkeypatch):
     from tinsmith.errors import ConfigError
 
     monkeypatch.chdir(work)
@@ -301,7 +303,7 @@ def test_debug_shows_the_traceback(work, monkeypatch):
         main()
 
 
-def test_a_service_that_cannot_start_is_told_with_its_reason(work):
+def test_failed_service_start_prints_the_reason(work):
     done = tinsmith(work, "run", "small.yaml", "service.engine=torch", "service.source=/no/such.gguf", "folder=runs/no")
     assert done.returncode == 1
     assert "before it was ready" in done.stderr

@@ -1,4 +1,4 @@
-"""What an interruption says: how a run goes on, and nothing of that where there is none."""
+"""Ctrl-C prints how to resume a run, and nothing about resuming in commands without a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_commands import RUN_FILE, STEPS, metrics, run_and_send, said, tinsmith
+from tests.cli.test_commands import RUN_FILE, STEPS, error_of, metrics, run_and_send, tinsmith
 
 
 @pytest.fixture(scope="module")
@@ -17,27 +17,29 @@ def work(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
     return folder
 
 
-def test_an_interrupted_run_says_how_to_go_on(work):
+def test_interrupted_run_prints_how_to_resume(work):
     assert run_and_send(work, signal.SIGINT, "runs/interrupted") == 130
     text = (work / "log").read_text()
-    assert "interrupted; the same command goes on from the last checkpoint" in text
+    assert "interrupted; the same command resumes from the last checkpoint" in text
     assert "Traceback" not in text
 
 
-def test_an_interrupted_run_that_begins_anew_each_time_says_where_it_goes_on(work):
-    assert run_and_send(work, signal.SIGINT, "runs/anew", "resume=rename") == 130
-    words = "folder=runs/anew resume=true"
-    assert f"the same command with {words} goes on from the last checkpoint" in " ".join(
+def test_interrupted_run_names_its_folder_with_resume_rename(work):
+    assert run_and_send(work, signal.SIGINT, "runs/renamed", "resume=rename") == 130
+    words = "folder=runs/renamed resume=true"
+    assert f"the same command with {words} resumes from the last checkpoint" in " ".join(
         (work / "log").read_text().split()
     )
     again = tinsmith(work, "run", "small.yaml", "resume=rename", *words.split())
     assert again.returncode == 0, again.stderr
-    assert [row["step"] for row in metrics(work / "runs" / "anew") if "reward/mean" in row] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in metrics(work / "runs" / "renamed") if "reward/mean" in row] == list(
+        range(1, STEPS + 1)
+    )
 
 
-def test_an_interruption_of_what_is_no_run_says_nothing_of_going_on(capsys, monkeypatch):
+def test_interrupted_check_prints_nothing_about_resuming(capsys, monkeypatch):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("tinsmith.cli.run_file._read", interrupted)
-    assert said(capsys, monkeypatch, "check", "file.yaml") == (130, "interrupted")
+    assert error_of(capsys, monkeypatch, "check", "file.yaml") == (130, "interrupted")

@@ -1,4 +1,4 @@
-"""`tinsmith check` says of each kind of run file what it is."""
+"""`tinsmith check` summarises each kind of run file; commands without a run file are errors."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ TRINITY = {
 }
 
 
-MEETS = ("buffer={type: file}",)
+FILE_BUFFER = ("buffer={type: file}",)
 STAGES = [{"name": "one", "steps": 2}, {"name": "two", "algorithm": {"type": "rloo"}, "epochs": 1}]
 
 
 @pytest.mark.parametrize(
-    ("values", "words", "said"),
+    ("values", "words", "summary"),
     [
-        (SMALL, ("steps=3",), "is in order: grpo on tiny, 3 steps"),
-        (SMALL, ("epochs=0.5",), "is in order: grpo on tiny, 0.5 epochs"),
-        (SMALL, ("steps=3", "mode=explore", *MEETS), "is in order: mode explore, grpo on tiny, 3 steps"),
-        (SMALL, ("epochs=2", "mode=train", *MEETS), "is in order: mode train, grpo on tiny, 2 epochs"),
-        (SMALL, ("mode=bench",), "is in order: checkpoints compared on tiny"),
-        (TRINITY, (), "a file of Trinity-RFT is in order: checkpoints compared on tiny"),
-        ({**SMALL, "stages": STAGES}, (), "is in order: 2 stages on tiny: one (grpo, 2 steps), two (rloo, 1 epochs)"),
+        (SMALL, ("steps=3",), "is valid: grpo on tiny, 3 steps"),
+        (SMALL, ("epochs=0.5",), "is valid: grpo on tiny, 0.5 epochs"),
+        (SMALL, ("steps=3", "mode=explore", *FILE_BUFFER), "is valid: mode explore, grpo on tiny, 3 steps"),
+        (SMALL, ("epochs=2", "mode=train", *FILE_BUFFER), "is valid: mode train, grpo on tiny, 2 epochs"),
+        (SMALL, ("mode=bench",), "is valid: comparison of checkpoints on tiny"),
+        (TRINITY, (), "a file of Trinity-RFT, is valid: comparison of checkpoints on tiny"),
+        ({**SMALL, "stages": STAGES}, (), "is valid: 2 stages on tiny: one (grpo, 2 steps), two (rloo, 1 epochs)"),
     ],
     ids=["steps", "epochs", "explore", "train", "bench", "bench of Trinity", "stages"],
 )
-def test_check_says_what_a_file_is(tmp_path, capsys, values, words, said):
+def test_check_summarises_the_run(tmp_path, capsys, values, words, summary):
     (tmp_path / "file.yaml").write_text(yaml.safe_dump(values))
     for file, config in (((str(tmp_path / "file.yaml"),), None), ((), tmp_path / "file.yaml")):
         run_file.check(*file, *words, config=config)
-        assert capsys.readouterr().out.endswith(f"{said}\n")
+        assert capsys.readouterr().out.endswith(f"{summary}\n")
 
 
 @pytest.mark.parametrize("command", [run_file.check, run_file.show, run_file.convert])
-def test_a_command_without_a_file_says_what_it_wants(command):
+def test_commands_without_a_file_are_errors(command):
     with pytest.raises(ConfigError, match=f"tinsmith .*{command.__name__} needs a run file"):
         command()

@@ -1,4 +1,4 @@
-"""Two processes make one run at one server, each killed on the way; then its weights are compared with the base's."""
+"""Two processes share one run at one server and are killed on the way; mode bench then compares its checkpoints."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def begun(work: Path, mode: str, server: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+def started(work: Path, mode: str, server: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "tinsmith", *WORDS, f"mode={mode}"]
-    with (work / f"{mode}.log").open("w") as told:
-        process = subprocess.Popen(command, cwd=work, env={**environment(), **server}, stdout=told, stderr=told)
+    with (work / f"{mode}.log").open("w") as log:
+        process = subprocess.Popen(command, cwd=work, env={**environment(), **server}, stdout=log, stderr=log)
         try:
             yield process
         finally:
@@ -40,46 +40,46 @@ def begun(work: Path, mode: str, server: dict[str, str]) -> Iterator[subprocess.
             process.wait()
 
 
-def trained(work: Path) -> list[dict[str, float]]:
+def training_rows(work: Path) -> list[dict[str, float]]:
     folder = work / "runs" / "two"
     return [row for row in metrics(folder) if "reward/mean" in row] if (folder / "metrics.jsonl").exists() else []
 
 
-def killed_after(work: Path, steps: int, process: subprocess.Popen[bytes]) -> None:
+def kill_after(work: Path, steps: int, process: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + 400
-    while len(trained(work)) < steps and time.monotonic() < deadline:
+    while len(training_rows(work)) < steps and time.monotonic() < deadline:
         time.sleep(0.02)
     assert process.poll() is None
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
 
 
-def ended(work: Path, mode: str, process: subprocess.Popen[bytes]) -> None:
+def assert_success(work: Path, mode: str, process: subprocess.Popen[bytes]) -> None:
     assert process.wait(400) == 0, (work / f"{mode}.log").read_text()
 
 
-def test_two_processes_make_one_run_and_either_may_be_killed(work, tiny_llama):
+def test_two_processes_share_a_run_and_survive_kills(work, tiny_llama):
     with embedded(ServeConfig(models=(f"tiny={tiny_llama}",), engine="fake", data=work / "met")) as (url, key):
         server = {"TINKER_BASE_URL": url, "TINKER_API_KEY": key}
-        with begun(work, "train", server) as teaching:
-            with begun(work, "explore", server) as asking:
-                killed_after(work, 2, asking)
-            with begun(work, "explore", server) as asking:
-                killed_after(work, 6, teaching)
-                with begun(work, "train", server) as again:
-                    ended(work, "train", again)
-                ended(work, "explore", asking)
+        with started(work, "train", server) as trainer:
+            with started(work, "explore", server) as sampler:
+                kill_after(work, 2, sampler)
+            with started(work, "explore", server) as sampler:
+                kill_after(work, 6, trainer)
+                with started(work, "train", server) as restarted:
+                    assert_success(work, "train", restarted)
+                assert_success(work, "explore", sampler)
         compared = tinsmith(work, *WORDS, "mode=bench", **server)
     assert compared.returncode == 0, compared.stderr
-    rows = trained(work)
+    rows = training_rows(work)
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [row["sync/weights"] for row in rows] == [0, *range(STEPS - 1)]
     results = json.loads((work / "runs" / "two" / "bench" / "results.json").read_text())
     assert [row["checkpoint"].partition(":")[0] for row in results] == ["tiny", "tinker"]
 
 
-def test_two_processes_need_a_server_that_both_reach(work):
+def test_two_processes_need_a_shared_server(work):
     for mode in ("explore", "train"):
         alone = tinsmith(work, "run", "small.yaml", f"mode={mode}", "buffer={type: file}", "folder=runs/alone")
         assert alone.returncode == 2
-        assert "needs a server that both reach" in alone.stderr
+        assert "needs a server that both can reach" in alone.stderr

@@ -1,6 +1,6 @@
-"""The command `tinsmith`: thin. It reads settings, puts the two wings together and prints errors as sentences.
+"""The command `tinsmith`. Commands read settings, call the service or the harness, and print errors as sentences.
 
-Imports stand inside the commands, so that --help is quick and serving needs nothing of the harness.
+Commands import what they need when they run, so that --help is fast and `tinsmith serve` does not load the harness.
 """
 
 from __future__ import annotations
@@ -8,11 +8,11 @@ from __future__ import annotations
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
-from tinsmith.cli.run_file import Config, PluginDir, Words, parse_words, tell, with_plugins
+from tinsmith.cli.run_file import Config, FileAndOverrides, PluginDir, file_and_overrides, print_notes, with_plugins
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 
 if TYPE_CHECKING:
@@ -20,131 +20,58 @@ if TYPE_CHECKING:
 
     from tinsmith.rl.config import RunConfig
     from tinsmith.rl.run_folder import State
-    from tinsmith.service.config import ServeConfig
 
 app = App(
     name="tinsmith",
-    help="RL post-training of language models on the Tinker API: the service, and the harness.",
-    help_epilogue="--debug with any command shows the traceback of an error.",
+    help="RL post-training of language models on the Tinker API: the service and the training harness.",
+    help_epilogue="--debug with any command prints the traceback of an error.",
     help_format="plaintext",
     suppress_keyboard_interrupt=False,
 )
 
-app.command("tinsmith.cli.keys:app", name="keys", help="Keys of tenants: make, list, revoke, and limit a tenant.")
-app.command("tinsmith.cli.machine:models", name="models", help="Base models: what is served, what is here; fetch more.")
-app.command("tinsmith.cli.run_file:check", name="check", help="Look at a run file without starting anything.")
-app.command("tinsmith.cli.run_file:config", name="config", help="Run files as they are read: show one, convert one.")
+app.command("tinsmith.cli.serve:serve", name="serve", help="Serve the Tinker API on this machine until interrupted.")
+app.command("tinsmith.cli.keys:app", name="keys", help="API keys of tenants: create, list, revoke, and set quotas.")
+app.command("tinsmith.cli.machine:models", name="models", help="List served and downloaded base models, or fetch one.")
+app.command("tinsmith.cli.run_file:check", name="check", help="Check a run file without starting anything.")
+app.command("tinsmith.cli.run_file:config", name="config", help="Show a run file with all settings, or convert one.")
 app.command("tinsmith.cli.log:log", name="log", help="Show the log of a run.")
-app.command("tinsmith.cli.machine:doctor", name="doctor", help="Look at this machine: has it what a service needs?")
+app.command("tinsmith.cli.machine:doctor", name="doctor", help="Check this machine for everything the service needs.")
 
 Overrides = Annotated[
-    str, Parameter(help="Settings laid on top, as steps=20 or model.rank=8.", allow_leading_hyphen=False)
-]
-ServiceSettings = Annotated[
-    str,
-    Parameter(help="Settings laid on top, as cache_tokens=65536: docs/guides/service.md.", allow_leading_hyphen=False),
-]
-Recompute = Annotated[
-    Literal["auto", "always", "never"],
-    Parameter(help="Activations again in the backward: more work, less memory; auto does so for very long rows."),
+    str, Parameter(help="Settings that override the defaults, such as steps=20.", allow_leading_hyphen=False)
 ]
 
 
 @app.command
-def serve(
-    *overrides: ServiceSettings,
-    config: Path | None = None,
-    model: Annotated[tuple[str, ...] | None, Parameter(negative="", consume_multiple=False)] = None,
-    host: str | None = None,
-    port: int | None = None,
-    data: Path | None = None,
-    database: str | None = None,
-    api_key: str | None = None,
-    dtype: Literal["auto", "float32", "bfloat16"] | None = None,
-    device: Literal["auto", "cpu", "cuda"] | None = None,
-    sampler: Literal["torch", "vllm"] | None = None,
-    vllm_python: Annotated[Path | None, Parameter(help="Of vLLM's venv; .venv-vllm/bin/python if not given.")] = None,
-    threads: int | None = None,
-    sharing: Literal["latency", "throughput"] | None = None,
-    recompute: Recompute | None = None,
-    log_format: Literal["text", "json"] | None = None,
-) -> None:
-    """Serve the Tinker API on this machine until interrupted.
+def run(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir = None) -> None:
+    """Train from a run file, or resume the run in its folder. Accepts run files of Trinity-RFT unchanged.
 
-    Parameters
-    ----------
-    config
-        A YAML or TOML file of settings; options here lie on top of it.
-    model
-        NAME or NAME=SOURCE, repeatable: a hub id, a folder or a GGUF file; SmolLM2-135M-Instruct if not given.
-    host
-        Address to listen on; 127.0.0.1 if not given.
-    port
-        Port to listen on; 8000 if not given, 0 for a free one.
-    data
-        Folder of the database, the checkpoints and the key; ~/.tinsmith if not given.
-    database
-        postgresql+psycopg://USER:PASSWORD@HOST/NAME; without it a SQLite file in the data folder.
-    api_key
-        The server's own key, tml-…; without it, on loopback, one is made and kept there. More: tinsmith keys.
-    dtype
-        Of the base models; auto is bfloat16 on GPUs and CPUs that are fast at it (AVX512-BF16, AMX), else float32.
-    device
-        auto is a GPU if there is one.
-    sampler
-        Who samples: torch is this engine, with the weights it trains; vllm is a vLLM beside it (docs/guides/vllm.md).
-    threads
-        CPU threads for tensor work; 0 is one for each core.
-    sharing
-        How training and sampling take turns on a device: few waits for a token, or most tokens of both together.
-    log_format
-        Of the log on standard error: text for people, json for programs.
-    """
-    from tinsmith.service.server import serve as serve_until_signal
+    mode=explore only samples and mode=train only trains: two processes of one run. mode=bench compares checkpoints.
 
-    options = {
-        "models": model, "host": host, "port": port, "data": data, "database": database, "api_key": api_key,
-        "dtype": dtype, "device": device, "threads": threads, "sharing": sharing, "sampler": sampler,
-        "recompute": recompute, "log_format": log_format,
-    }  # fmt: skip
-    overrides = (*overrides, f"vllm.python={vllm_python}") if vllm_python else overrides
-    settings = _serve_settings(config, overrides, options)
-    serve_until_signal(settings, on_ready=_show_key if settings.makes_key else None)
+    The server is model.base_url of the file, else TINKER_BASE_URL; the key is TINKER_API_KEY or TRINITY_API_KEY.
 
-
-@app.command
-def run(*words: Words, config: Config = None, plugin_dir: PluginDir = None) -> None:
-    """Train as a run file says, or go on with the run that its folder holds. Files of Trinity-RFT run as they are.
-
-    mode=explore samples only, and mode=train trains only, as two processes of one run; mode=bench compares checkpoints.
-
-    The server is the file's model.base_url, else TINKER_BASE_URL, with the key in TINKER_API_KEY or TRINITY_API_KEY.
-
-    Without either, a service is started on this machine for as long as the run takes.
+    Without either URL, a service runs on this machine for the duration of the run.
     """
     from rich.console import Console
 
     from tinsmith.cli.runner import sample, train
     from tinsmith.dialects import read_run
 
-    file, overrides = parse_words("run", words, config)
+    file, overrides = file_and_overrides("run", words, config)
     console = Console()
-    found = read_run(file, with_plugins(overrides, plugin_dir))
-    tell(found, console)
-    if found.settings.mode in ("explore", "bench"):
-        sample(found.settings, console)
+    run_file = read_run(file, with_plugins(overrides, plugin_dir))
+    print_notes(run_file, console)
+    if run_file.settings.mode in ("explore", "bench"):
+        sample(run_file.settings, console)
         return
-    settings, state = train(found.settings, console)
+    settings, state = train(run_file.settings, console)
     console.print(f"{_plain(settings.name)} is finished: {state.step} steps", highlight=False)
-    _tell_where(settings, state, console)
+    _print_results(settings, state, console)
 
 
 @app.command
-def debug(*words: Words, config: Config = None, plugin_dir: PluginDir = None) -> None:
-    """Try one task of a run file once, and show everything of it: messages, tokens, logprobs, reward, times.
-
-    Trains nothing.
-    """
+def debug(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir = None) -> None:
+    """Run one task of a run file once and show its messages, tokens, logprobs, reward and timing. Trains nothing."""
     import asyncio
     from tempfile import TemporaryDirectory
 
@@ -152,17 +79,17 @@ def debug(*words: Words, config: Config = None, plugin_dir: PluginDir = None) ->
 
     from tinsmith.cli.runner import connecting_to
     from tinsmith.dialects import read_run
-    from tinsmith.rl import debug as look
+    from tinsmith.rl import debug as single_task
 
-    file, overrides = parse_words("debug", words, config)
+    file, overrides = file_and_overrides("debug", words, config)
     console = Console()
-    found = read_run(file, with_plugins(overrides, plugin_dir))
-    tell(found, console)
+    run_file = read_run(file, with_plugins(overrides, plugin_dir))
+    print_notes(run_file, console)
     with TemporaryDirectory() as folder, ExitStack() as stack:
-        settings = found.settings.model_copy(update={"folder": folder})
-        first = settings.stage_config(1, "") if settings.stages else settings
-        connect = connecting_to(settings, stack, console)(first)
-        look.show_rollout(asyncio.run(look.debug_rollout(first, connect)), console)
+        settings = run_file.settings.model_copy(update={"folder": folder})
+        stage = settings.stage_config(1, "") if settings.stages else settings
+        connect = connecting_to(settings, stack, console)(stage)
+        single_task.show_rollout(asyncio.run(single_task.debug_rollout(stage, connect)), console)
 
 
 @app.command
@@ -172,33 +99,33 @@ def demo(
     seed: int = 0,
     out: Path | None = None,
 ) -> None:
-    """Watch a small model learn on this machine: two-digit addition, from no right answer to most.
+    """Train a small model on this machine: two-digit addition, from 0 % to about 80 % correct.
 
     Parameters
     ----------
     quick
-        The largest of four numbers instead: a third of the time.
+        Train on the largest of four numbers instead, in a third of the time.
     seed
-        Another seed is another run.
+        Seed of the run.
     out
-        Folder of the run; a new one under runs/ if not given.
+        Folder of the run. Default: a new one under runs/.
     """
     from rich.console import Console
 
     from tinsmith.cli.runner import train
-    from tinsmith.rl import demo as built_in
+    from tinsmith.rl import demo as addition
     from tinsmith.rl.run import folder_path
 
     console = Console()
-    settings = built_in.settings(quick=quick, seed=seed, out=out, overrides=overrides)
-    built_in.introduce(settings, console)
-    settings, state = train(settings, console, afresh=out is None)
-    built_in.conclude(folder_path(settings), console)
-    _tell_where(settings, state, console)
+    settings = addition.settings(quick=quick, seed=seed, out=out, overrides=overrides)
+    addition.introduce(settings, console)
+    settings, state = train(settings, console, always_new_folder=out is None)
+    addition.conclude(folder_path(settings), console)
+    _print_results(settings, state, console)
 
 
 def main() -> None:
-    """Runs the command line and exits: 0 done, 1 our fault, 2 the user can mend it, 130 interrupted."""
+    """Run the command line and exit: 0 success, 1 internal error, 2 user error, 130 interrupted."""
     words = [word for word in sys.argv[1:] if word != "--debug"]
     debug = len(words) < len(sys.argv) - 1
     from rich.console import Console
@@ -207,51 +134,36 @@ def main() -> None:
     try:
         app(words, exit_on_error=False, print_error=False)
     except CycloptsError as error:
-        _tell(ConfigError(str(error), "--help shows what there is."), console)
+        _print_error(ConfigError(str(error), "--help lists the options."), console)
         sys.exit(2)
     except TinsmithError as error:
         if debug:
             raise
-        _tell(error, console)
+        _print_error(error, console)
         sys.exit(2 if isinstance(error, UserError) else 1)
-    except KeyboardInterrupt as stopped:
-        console.print("; ".join(["interrupted", *map(_plain, map(str, stopped.args))]), highlight=False)
+    except KeyboardInterrupt as interrupt:
+        console.print("; ".join(["interrupted", *map(_plain, map(str, interrupt.args))]), highlight=False)
         sys.exit(130)
 
 
-def _tell(error: TinsmithError, console: Console) -> None:
+def _print_error(error: TinsmithError, console: Console) -> None:
     console.print(f"[bold red]error:[/] {_plain(error.message)}", highlight=False)
     if error.hint:
         console.print(f"[dim]{_plain(error.hint)}[/]", highlight=False)
 
 
-def _serve_settings(config: Path | None, overrides: tuple[str, ...], options: dict[str, Any]) -> ServeConfig:
-    """The file's, with overrides and then options laid on top."""
-    from tinsmith.service.config import ServeConfig
-    from tinsmith.settings import COMMAND_LINE, build, read_values
-
-    given = {name: value for name, value in options.items() if value is not None}
-    place = str(config) if config else COMMAND_LINE
-    return build(ServeConfig, {**read_values(config, overrides), **given}, place, overrides)
-
-
-def _tell_where(settings: RunConfig, state: State, console: Console) -> None:
+def _print_results(settings: RunConfig, state: State, console: Console) -> None:
+    """Print where the report, the metrics and the weights are, and how to serve them."""
     from tinsmith.cli.runner import own_service
     from tinsmith.rl.run import folder_path
 
-    folder, own = folder_path(settings), own_service(settings)
+    folder, service = folder_path(settings), own_service(settings)
     places: list[tuple[str, Any]] = [("report", folder / "report.html"), ("metrics", folder / "metrics.jsonl")]
-    places += [("weights", state.sampling_path), ("go on from", state.path)]
-    if own.data.is_dir():
-        places.append(("served by", f"tinsmith serve --data {own.data} --model {own.models[0]}"))
+    places += [("weights", state.sampling_path), ("resume from", state.path)]
+    if service.data.is_dir():
+        places.append(("serve with", f"tinsmith serve --data {service.data} --model {service.models[0]}"))
     for name, place in places:
-        console.print(f"[dim]{name:>10}[/]  {_plain(str(place))}", highlight=False, soft_wrap=True)
-
-
-def _show_key(_url: str, key: str) -> None:
-    """Once, to whoever starts the server; its log, which others may read, never holds a key."""
-    sys.stdout.write(f"TINKER_API_KEY={key}\n")
-    sys.stdout.flush()
+        console.print(f"[dim]{name:>11}[/]  {_plain(str(place))}", highlight=False, soft_wrap=True)
 
 
 def _plain(text: str) -> str:

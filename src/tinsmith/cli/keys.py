@@ -1,4 +1,4 @@
-"""The commands `tinsmith keys …`: they write to a service's database, whether its server runs or not."""
+"""The commands `tinsmith keys …`. They write to the database of a service, whether its server runs or not."""
 
 from __future__ import annotations
 
@@ -21,48 +21,48 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-app = App(name="keys", help="Keys of tenants: make, list and revoke them, and say what each tenant may have.")
+app = App(name="keys", help="API keys of tenants: create, list and revoke keys, and set quotas.")
 
-_NOUGHTS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+_MULTIPLIERS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Where:
-    """Whose keys: the options of `tinsmith serve` that say so."""
+class ServiceLocation:
+    """The service whose keys to change, by options of `tinsmith serve`."""
 
     config: Path | None = None
-    """The service's file of settings."""
+    """YAML or TOML file of the service's settings."""
     data: Path | None = None
-    """Its data folder; ~/.tinsmith if not given."""
+    """Data folder. Default: ~/.tinsmith."""
     database: str | None = None
-    """Its database, if that is not in the data folder."""
+    """Database URL. Default: SQLite in the data folder."""
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Of the tenant, all its keys together; what is not given stays as it is, and `none` lifts a limit."""
+class QuotaChanges:
+    """Quotas of the tenant, for all its keys together. Others stay unchanged; `none` removes a quota."""
 
     models: str | None = None
-    """Models in training at a time."""
+    """Models in training at the same time."""
     checkpoint_bytes: str | None = None
-    """Bytes of checkpoints on disk, as 20G."""
+    """Bytes of checkpoints on disk, such as 20G."""
     queued: str | None = None
-    """Requests without a result."""
+    """Requests in the queue or running."""
     tokens_per_minute: str | None = None
-    """Tokens trained, read as prompts and sampled, as 500k."""
+    """Tokens per minute, trained, prefilled and sampled, such as 500k."""
 
-    def given(self) -> dict[str, int | None]:
-        """The limits to change. Raises ConfigError for what is no number."""
-        told = {
+    def parsed(self) -> dict[str, int | None]:
+        """The quotas to change. Raises ConfigError for an invalid number."""
+        values = {
             "models": self.models,
             "checkpoint_bytes": self.checkpoint_bytes,
             "queued": self.queued,
             "tokens_per_minute": self.tokens_per_minute,
         }
-        return {name: _amount(name, text) for name, text in told.items() if text is not None}
+        return {name: _amount(name, text) for name, text in values.items() if text is not None}
 
 
 @app.command
@@ -73,26 +73,26 @@ def create(
     tenant: str | None = None,
     admin: Annotated[bool, Parameter(negative="", show_default=False)] = False,
     expires: str | None = None,
-    limits: Limits | None = None,
-    where: Where | None = None,
+    limits: QuotaChanges | None = None,
+    where: ServiceLocation | None = None,
 ) -> None:
-    """Make a key and show it, this once. A running server knows it within seconds.
+    """Create a key and print it, this once only. A running server accepts it within seconds.
 
     Parameters
     ----------
     name
-        What the key is called, here and in `keys list`.
+        Name of the key, as `keys list` shows it.
     tenant
-        Whose work it opens; keys of one tenant share everything. The key's name if not given.
+        Tenant of the key; keys of one tenant share everything. Default: the key's name.
     admin
-        It may also see what concerns all tenants.
+        Also give access to the endpoints that concern all tenants.
     expires
-        When it ends, as 30d, 12h or 90m from now; never if not given.
+        Lifetime, such as 30d, 12h or 90m. Default: no expiry.
     """
     from tinsmith.service.tenancy.keys import create_key, set_quotas
 
     owner = tenant or name
-    changes = (limits or Limits()).given()
+    changes = (limits or QuotaChanges()).parsed()
     lifetime = _duration(expires) if expires else None
 
     async def work(engine: AsyncEngine) -> str:
@@ -101,25 +101,25 @@ def create(
             await set_quotas(engine, owner, changes)
         return key
 
-    _say(f"TINKER_API_KEY={_in(where, work)}")
+    _print(f"TINKER_API_KEY={_on_database(where, work)}")
 
 
 @app.command(name="list")
-def list_(*, where: Where | None = None) -> None:
-    """Every key, revoked ones too, and what each tenant may have. The keys themselves are not kept."""
+def list_(*, where: ServiceLocation | None = None) -> None:
+    """List all keys, revoked ones included, and the quotas of each tenant. The secrets themselves are not stored."""
     from tinsmith.service.tenancy.keys import read_keys
 
-    keys, quotas = _in(where, read_keys)
-    rows = [("id", "name", "tenant", "", "made", "state"), *(_shown(key) for key in keys.values())]
-    _say(_table(rows) if keys else "There are no keys but the server's own.")
+    keys, quotas = _on_database(where, read_keys)
+    rows = [("id", "name", "tenant", "", "created", "state"), *(_key_row(key) for key in keys.values())]
+    _print(_table(rows) if keys else "There are no keys except the server's own.")
     if quotas:
-        _say("")
-        _say(_table([("tenant", "may have at most"), *((owner, _told(of)) for owner, of in sorted(quotas.items()))]))
+        _print("")
+        _print(_table([("tenant", "quotas"), *((owner, _quotas_text(own)) for owner, own in sorted(quotas.items()))]))
 
 
 @app.command
-def revoke(name: str, /, *, where: Where | None = None) -> None:
-    """End a key, by its name or number. A running server refuses it within seconds; what it made stays its tenant's.
+def revoke(name: str, /, *, where: ServiceLocation | None = None) -> None:
+    """Revoke a key by name or id. A running server rejects it within seconds. The tenant keeps its data.
 
     Parameters
     ----------
@@ -128,13 +128,13 @@ def revoke(name: str, /, *, where: Where | None = None) -> None:
     """
     from tinsmith.service.tenancy.keys import revoke_key
 
-    key = _in(where, lambda engine: revoke_key(engine, name))
-    _say(f"Key {key.id} ({key.name}) of {key.owner} is revoked.")
+    key = _on_database(where, lambda engine: revoke_key(engine, name))
+    _print(f"Key {key.id} ({key.name}) of {key.owner} is revoked.")
 
 
 @app.command
-def limit(tenant: str, /, *, limits: Limits | None = None, where: Where | None = None) -> None:
-    """Change what a tenant may have. A running server holds it to that within seconds.
+def limit(tenant: str, /, *, limits: QuotaChanges | None = None, where: ServiceLocation | None = None) -> None:
+    """Change the quotas of a tenant. A running server applies them within seconds.
 
     Parameters
     ----------
@@ -143,23 +143,23 @@ def limit(tenant: str, /, *, limits: Limits | None = None, where: Where | None =
     """
     from tinsmith.service.tenancy.keys import set_quotas
 
-    changes = (limits or Limits()).given()
+    changes = (limits or QuotaChanges()).parsed()
     if not changes:
-        raise ConfigError("There is no limit to change.", "As in: tinsmith keys limit alice --models 4 --queued none")
-    quotas = _in(where, lambda engine: set_quotas(engine, tenant, changes))
-    _say(f"{tenant} may have at most: {_told(quotas)}.")
+        raise ConfigError("There is no quota to change.", "Example: tinsmith keys limit alice --models 4 --queued none")
+    quotas = _on_database(where, lambda engine: set_quotas(engine, tenant, changes))
+    _print(f"Quotas of {tenant}: {_quotas_text(quotas)}.")
 
 
-def _in(where: Where | None, work: Callable[[AsyncEngine], Awaitable[T]]) -> T:
-    """The work's result, in the database of that service."""
+def _on_database(where: ServiceLocation | None, work: Callable[[AsyncEngine], Awaitable[T]]) -> T:
+    """Run `work` on the database of the service and return its result."""
     from tinsmith.service.config import ServeConfig
     from tinsmith.service.tenancy.keys import open_key_database
     from tinsmith.settings import COMMAND_LINE, build, read_values
 
-    where = where or Where()
-    given = {name: value for name, value in (("data", where.data), ("database", where.database)) if value is not None}
+    where = where or ServiceLocation()
+    values = {name: value for name, value in (("data", where.data), ("database", where.database)) if value is not None}
     place = str(where.config) if where.config else COMMAND_LINE
-    config = build(ServeConfig, {**read_values(where.config), **given}, place)
+    config = build(ServeConfig, {**read_values(where.config), **values}, place)
 
     async def run() -> T:
         async with open_key_database(config.data, config.database) as engine:
@@ -173,31 +173,31 @@ def _amount(name: str, text: str) -> int | None:
         return None
     parts = re.fullmatch(r"(\d[\d_]*)([kMGT]?)", text)
     if parts is None:
-        raise ConfigError(f"--{name.replace('_', '-')} is '{text}'.", "Give a number, as 4, 500k or 20G, or none.")
-    return int(parts[1]) * _NOUGHTS[parts[2]]
+        raise ConfigError(f"--{name.replace('_', '-')} is '{text}'.", "Use a number such as 4, 500k or 20G, or none.")
+    return int(parts[1]) * _MULTIPLIERS[parts[2]]
 
 
 def _duration(text: str) -> float:
     parts = re.fullmatch(r"(\d+)([mhd])", text)
     if parts is None:
-        raise ConfigError(f"--expires is '{text}'.", "Give minutes, hours or days, as 90m, 12h or 30d.")
+        raise ConfigError(f"--expires is '{text}'.", "Use minutes, hours or days, such as 90m, 12h or 30d.")
     return float(parts[1]) * _SECONDS[parts[2]]
 
 
-def _shown(key: ApiKey) -> tuple[str, ...]:
-    state = "good"
+def _key_row(key: ApiKey) -> tuple[str, ...]:
+    state = "valid"
     if key.revoked is not None:
         state = f"revoked {_day(key.revoked)}"
     elif key.expires is not None:
-        state = f"{'until' if key.is_valid(time.time()) else 'over since'} {_day(key.expires)}"
+        state = f"{'until' if key.is_valid(time.time()) else 'expired'} {_day(key.expires)}"
     return str(key.id), key.name, key.owner, "admin" if key.admin else "", _day(key.created), state
 
 
-def _told(quotas: Quotas) -> str:
+def _quotas_text(quotas: Quotas) -> str:
     from dataclasses import asdict
 
-    told = [f"{value} {name.replace('_', ' ')}" for name, value in asdict(quotas).items() if value is not None]
-    return ", ".join(told) or "no limit"
+    values = [f"{value} {name.replace('_', ' ')}" for name, value in asdict(quotas).items() if value is not None]
+    return ", ".join(values) or "no limit"
 
 
 def _day(seconds: float) -> str:
@@ -211,7 +211,7 @@ def _table(rows: list[Any]) -> str:
     )
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     import sys
 
     sys.stdout.write(text + "\n")

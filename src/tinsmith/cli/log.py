@@ -1,4 +1,4 @@
-"""The command `tinsmith log`: what a run wrote to its own log. Imports stand inside it."""
+"""The command `tinsmith log`."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ def log(
     Parameters
     ----------
     folder
-        The run's folder; without it, the one under runs/ that was written to last.
+        Folder of the run. Default: the most recent one under runs/.
     keyword
-        Only entries that hold this, in any case.
+        Show only entries that contain this text, ignoring case.
     last
-        Only so many entries, the last ones.
+        Show only this many of the last entries.
     level
-        Only entries of this level and above.
+        Show only entries of this level and above.
     follow
-        Go on showing entries as they are written, until interrupted.
+        Show new entries as they are written, until interrupted.
     """
     from tinsmith.rl import logs
 
     place = folder or _latest(Path("runs"))
     if not (place / logs.FILE).exists():
         raise ConfigError(
-            f"There is no {logs.FILE} in {place}.", "Name the folder of a run, as in: tinsmith log runs/demo."
+            f"There is no {logs.FILE} in {place}.", "Name the folder of a run. Example: tinsmith log runs/demo."
         )
     for entry in logs.read(place, keyword=keyword or "", last=last or 0, level=level or ""):
         sys.stdout.write(entry + "\n")
@@ -53,7 +53,7 @@ def log(
 def _latest(runs: Path) -> Path:
     from tinsmith.rl import logs
 
-    found = list(runs.glob(f"**/{logs.FILE}"))
-    if not found:
-        raise ConfigError(f"There is no run in {runs}.", "Name the folder of a run, as in: tinsmith log runs/demo.")
-    return max(found, key=lambda file: file.stat().st_mtime).parent
+    files = list(runs.glob(f"**/{logs.FILE}"))
+    if not files:
+        raise ConfigError(f"There is no run in {runs}.", "Name the folder of a run. Example: tinsmith log runs/demo.")
+    return max(files, key=lambda file: file.stat().st_mtime).parent

@@ -1,4 +1,4 @@
-"""The commands that look at a machine and at what is served: `tinsmith doctor` and `tinsmith models`."""
+"""The commands `tinsmith doctor` and `tinsmith models`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ from cyclopts import App, Parameter
 
 from tinsmith.errors import ConfigError
 
-models = App(
-    name="models", help="Base models: what a running server serves, what is on this machine, and fetching more."
-)
+models = App(name="models", help="List the base models that a server serves and those on this machine, or fetch one.")
 
 _MARKS = {"ok": "[green]ok  [/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]"}
 
@@ -25,55 +23,54 @@ class Server:
     """A running server."""
 
     url: str | None = None
-    """Its base URL; TINKER_BASE_URL if not given, else http://127.0.0.1:8000."""
+    """Base URL of the server. Default: TINKER_BASE_URL, else http://127.0.0.1:8000."""
     key: str | None = None
-    """A key of it; TINKER_API_KEY if not given, else the one kept in ~/.tinsmith."""
+    """API key. Default: TINKER_API_KEY, else the one in ~/.tinsmith."""
 
 
 def doctor(
-    *overrides: Annotated[str, Parameter(help="Settings laid on top.", allow_leading_hyphen=False)],
+    *overrides: Annotated[
+        str, Parameter(help="Settings that override the file, such as engine=fake.", allow_leading_hyphen=False)
+    ],
     config: Path | None = None,
     data: Path | None = None,
     port: int | None = None,
     database: str | None = None,
 ) -> None:
-    """Look at this machine: has it what a service needs? Each line is ok, warn or fail, with the cure.
+    """Check this machine for everything the service needs. Each line is ok, warn or fail, with the fix.
 
-    Ends with 1 if anything fails, else with 0.
+    Exits with 1 if any check fails, else with 0.
 
     Parameters
     ----------
     config
-        The service's YAML or TOML file of settings.
+        YAML or TOML file of the service's settings.
     data
-        Its data folder; ~/.tinsmith if not given.
+        Data folder. Default: ~/.tinsmith.
     port
-        Its port; 8000 if not given.
+        Port. Default: 8000.
     database
-        Its database, if that is not in the data folder.
+        Database URL. Default: SQLite in the data folder.
     """
     from rich.console import Console
     from rich.markup import escape
 
-    from tinsmith.cli.doctor import examine
-    from tinsmith.service.config import ServeConfig
-    from tinsmith.settings import COMMAND_LINE, build, read_values
+    from tinsmith.cli.doctor import run_checks
+    from tinsmith.cli.serve import read_service_settings
 
-    options = {"data": data, "port": port, "database": database}
-    given = {name: value for name, value in options.items() if value is not None}
-    settings = build(ServeConfig, {**read_values(config, overrides), **given}, str(config or COMMAND_LINE), overrides)
+    settings = read_service_settings(config, overrides, {"data": data, "port": port, "database": database})
     console, failed = Console(soft_wrap=True), False
-    for found in examine(settings):
-        console.print(f"{_MARKS[found.level]}  {found.place:<10}  {escape(found.what)}", highlight=False)
-        if found.cure:
-            console.print(f"      {'':<10}  [dim]{escape(found.cure)}[/]", highlight=False)
-        failed |= found.level == "fail"
+    for finding in run_checks(settings):
+        console.print(f"{_MARKS[finding.level]}  {finding.check:<10}  {escape(finding.message)}", highlight=False)
+        if finding.fix:
+            console.print(f"      {'':<10}  [dim]{escape(finding.fix)}[/]", highlight=False)
+        failed |= finding.level == "fail"
     sys.exit(1 if failed else 0)
 
 
 @models.default
 def show(server: Server | None = None) -> None:
-    """What a running server serves, and what is on this machine."""
+    """List the models that a running server serves, and those on this machine."""
     from rich.console import Console
     from rich.markup import escape
 
@@ -82,24 +79,24 @@ def show(server: Server | None = None) -> None:
     console = Console(soft_wrap=True)
     url, key = _address(server or Server())
     try:
-        for one in served(url, key):
-            console.print(f"served  {escape(one.name)}  [dim]context {one.context}[/]", highlight=False)
+        for model in served(url, key):
+            console.print(f"served  {escape(model.name)}  [dim]context {model.context}[/]", highlight=False)
     except ConfigError as error:
         if server is not None and server.url is not None:
             raise
         console.print(f"[dim]{escape(str(error))}[/]", highlight=False)
-    for one in cached():
-        console.print(f"cached  {escape(one.name)}  [dim]{one.size_bytes / 1e6:.0f} MB[/]", highlight=False)
+    for model in cached():
+        console.print(f"cached  {escape(model.name)}  [dim]{model.size_bytes / 1e6:.0f} MB[/]", highlight=False)
 
 
 @models.command
 def pull(name: str, /) -> None:
-    """Fetch a base model, so that a server need not when it starts.
+    """Fetch a base model before a server needs it.
 
     Parameters
     ----------
     name
-        A hub id; or a GGUF file, which is converted.
+        Hub id, or a GGUF file to convert.
     """
     from rich.console import Console
 
@@ -113,5 +110,5 @@ def _address(server: Server) -> tuple[str, str]:
 
     url = server.url or os.environ.get("TINKER_BASE_URL") or "http://127.0.0.1:8000"
     key = server.key or os.environ.get("TINKER_API_KEY") or ""
-    kept = ServeConfig().data / "api-key"
-    return url, key if key or not kept.is_file() else kept.read_text().strip()
+    key_file = ServeConfig().key_file
+    return url, key if key or not key_file.is_file() else key_file.read_text().strip()

@@ -1,7 +1,7 @@
-"""The commands that read a run file and start nothing: `tinsmith check`, `tinsmith config show` and `config convert`.
-And how every command is given its run file, those too that start something.
+"""The commands that only read a run file, `tinsmith check`, `config show` and `config convert`; and the arguments that
+name a run file in every command.
 
-Imports stand inside the commands. What is for people goes to standard error, so that standard output is a run file.
+Messages go to standard error: standard output is the run file.
 """
 
 from __future__ import annotations
@@ -21,84 +21,89 @@ if TYPE_CHECKING:
     from tinsmith.dialects import RunFile
     from tinsmith.rl.config import RunConfig
 
-config = App(name="config", help="Run files as they are read: show what one means, or write it in our own form.")
+config = App(name="config", help="Show a run file with all settings, or convert one to Tinsmith's format.")
 
-Words = Annotated[
+FileAndOverrides = Annotated[
     str,
     Parameter(
         name="FILE [KEY=VALUE]",
-        help="The run file (YAML or TOML; or a YAML of Trinity-RFT), then settings laid on top, as steps=20 or "
-        "model.rank=8.",
+        help="The run file (YAML or TOML, or a YAML file of Trinity-RFT), then settings that override it, such as "
+        "steps=20 or model.rank=8. For a file of Trinity-RFT, its own keys too, such as buffer.batch_size=2.",
         allow_leading_hyphen=False,
     ),
 ]
-Config = Annotated[Path | None, Parameter(help="The run file, in place of the first word.")]
+Config = Annotated[Path | None, Parameter(help="The run file, instead of the first argument.")]
 PluginDir = Annotated[
     Path | None,
-    Parameter(help="A folder of Python files with workflows and rewards of your own, in place of the file's plugins."),
+    Parameter(help="Folder of Python files with your workflows and rewards; overrides the file's plugins."),
 ]
 
 
-def parse_words(command: str, words: Sequence[str], config: Path | None) -> tuple[Path, Sequence[str]]:
-    """The run file, by --config or as the first word, and what is laid on top."""
+def file_and_overrides(command: str, words: Sequence[str], config: Path | None) -> tuple[Path, Sequence[str]]:
+    """The run file, which --config or the first word names, and the overrides."""
     if config is not None:
         return config, words
     if not words:
-        raise ConfigError(f"tinsmith {command} needs a run file.", f"As in: tinsmith {command} examples/addition.yaml")
+        raise ConfigError(
+            f"tinsmith {command} needs a run file.", f"Example: tinsmith {command} examples/addition.yaml"
+        )
     return Path(words[0]), words[1:]
 
 
-def check(*words: Words, config: Config = None, plugin_dir: PluginDir = None) -> None:
-    """Look at a run file without starting anything: is it in order, and what of it has no meaning here?
+def check(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir = None) -> None:
+    """Check a run file without starting anything, and note keys that have no effect.
 
-    Ends with 0, or with 2 and every fault, each with its cure.
+    Exits with 0, or with 2 after listing every error with its fix.
     """
-    file, overrides = parse_words("check", words, config)
-    found = _read(file, with_plugins(overrides, plugin_dir))
-    kind = f", a file of {found.dialect}" if found.dialect else ""
-    sys.stdout.write(f"{file}{kind} is in order: {_summary(found.settings)}\n")
+    file, overrides = file_and_overrides("check", words, config)
+    run_file = _read(file, with_plugins(overrides, plugin_dir))
+    dialect = f", a file of {run_file.dialect}," if run_file.dialect else ""
+    sys.stdout.write(f"{file}{dialect} is valid: {_summary(run_file.settings)}\n")
 
 
 @config.command
-def show(*words: Words, config: Config = None, plugin_dir: PluginDir = None) -> None:
-    """Print the whole run that a file means: every setting, in our own form."""
-    file, overrides = parse_words("config show", words, config)
-    found = _read(file, with_plugins(overrides, plugin_dir))
-    sys.stdout.write(_yaml(found.settings.model_dump(mode="json")))
+def show(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir = None) -> None:
+    """Print a run file with all its settings, defaults included, in Tinsmith's format."""
+    file, overrides = file_and_overrides("config show", words, config)
+    run_file = _read(file, with_plugins(overrides, plugin_dir))
+    sys.stdout.write(_yaml(run_file.settings.model_dump(mode="json")))
 
 
 @config.command
-def convert(*words: Words, config: Config = None, out: Path | None = None, plugin_dir: PluginDir = None) -> None:
-    """Write a run file in our own form; running it is the same run, and its folder the same.
+def convert(
+    *words: FileAndOverrides, config: Config = None, out: Path | None = None, plugin_dir: PluginDir = None
+) -> None:
+    """Convert a run file to Tinsmith's format. The converted file describes the same run in the same folder.
 
     Parameters
     ----------
     out
-        Where to; standard output if not given. A file that is there already is refused.
+        File to write; an existing file is an error. Default: standard output.
     """
-    file, overrides = parse_words("config convert", words, config)
-    found = _read(file, with_plugins(overrides, plugin_dir))
-    text = _yaml(_plain(found.settings))
+    file, overrides = file_and_overrides("config convert", words, config)
+    run_file = _read(file, with_plugins(overrides, plugin_dir))
+    text = _yaml(_plain(run_file.settings))
     if out is None:
         sys.stdout.write(text)
         return
     if out.exists():
-        raise ConfigError(f"{out} is there already.", "Remove it, or name another file.")
+        raise ConfigError(f"{out} already exists.", "Remove it, or name another file.")
     out.write_text(text, encoding="utf-8")
 
 
 def with_plugins(overrides: Sequence[str], folder: Path | None) -> tuple[str, ...]:
-    """The words with `--plugin-dir` as one of them."""
+    """The overrides, with `--plugin-dir` as one of them."""
     return (*overrides, f"plugins={folder}") if folder is not None else tuple(overrides)
 
 
-def tell(found: RunFile, console: Console) -> None:
-    """What a file says that one may take to mean more than it does, once."""
+def print_notes(run_file: RunFile, console: Console) -> None:
+    """Print the notes on a run file."""
     from rich.markup import escape
 
-    if found.dialect:
-        console.print(f"[dim]a file of {found.dialect}; what differs: docs/guides/trinity.md[/]", highlight=False)
-    for note in found.notes:
+    if run_file.dialect:
+        text = f"a file of {run_file.dialect}; differences: docs/guides/trinity.md"
+        console.print(f"[dim]{text}[/]", highlight=False)
+    for note in run_file.notes:
         console.print(f"[dim]note: {escape(note)}[/]", highlight=False)
 
 
@@ -107,38 +112,38 @@ def _read(file: Path, overrides: Sequence[str]) -> RunFile:
 
     from tinsmith.dialects import read_run
 
-    found = read_run(file, overrides)
-    tell(found, Console(stderr=True, soft_wrap=True))
-    return found
+    run_file = read_run(file, overrides)
+    print_notes(run_file, Console(stderr=True, soft_wrap=True))
+    return run_file
 
 
 def _summary(run: RunConfig) -> str:
-    """What a run file means, in a line."""
+    """A run in one line."""
     if run.stages:
-        each = [
-            f"{stage.name} ({''.join(_work(run.stage_config(number)))})" for number, stage in enumerate(run.stages, 1)
+        stages = [
+            f"{stage.name} ({''.join(_task_and_length(run.stage_config(number)))})"
+            for number, stage in enumerate(run.stages, 1)
         ]
-        return f"{len(each)} stages on {run.model.name}: {', '.join(each)}"
+        return f"{len(stages)} stages on {run.model.name}: {', '.join(stages)}"
     mode = f"mode {run.mode}, " if run.mode in ("explore", "train") else ""
-    what, long = _work(run)
-    return f"{mode}{what} on {run.model.name}{long}"
+    task, length = _task_and_length(run)
+    return f"{mode}{task} on {run.model.name}{length}"
 
 
-def _work(run: RunConfig) -> tuple[str, str]:
-    """What is done, and how long."""
+def _task_and_length(run: RunConfig) -> tuple[str, str]:
     if run.mode == "bench":
-        return "checkpoints compared", ""
+        return "comparison of checkpoints", ""
     return run.algorithm.type, f", {run.steps} steps" if run.steps else f", {run.epochs:g} epochs"
 
 
 def _yaml(values: dict[str, Any]) -> str:
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_yaml(OmegaConf.create(_literal(values)))
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(values)))
 
 
 def _plain(settings: RunConfig) -> dict[str, Any]:
-    """What is set, as plain values; what is not has its default again when it is read."""
+    """The settings that are set, as plain values; the others have their defaults when the file is read."""
     from pydantic_core import to_jsonable_python
 
     from tinsmith.settings import explicit_values
@@ -146,10 +151,10 @@ def _plain(settings: RunConfig) -> dict[str, Any]:
     return to_jsonable_python(explicit_values(settings))
 
 
-def _literal(value: Any) -> Any:
-    """With `${` marked as what stands there, which is not to be put in when the file is read."""
+def _escaped(value: Any) -> Any:
+    """The value with `${` escaped, so that reading the file does not resolve it as a reference."""
     if isinstance(value, dict):
-        return {key: _literal(one) for key, one in value.items()}
+        return {key: _escaped(entry) for key, entry in value.items()}
     if isinstance(value, list):
-        return [_literal(one) for one in value]
+        return [_escaped(entry) for entry in value]
     return value.replace("${", "\\${") if isinstance(value, str) else value

@@ -1,7 +1,6 @@
-"""What the commands that use the harness do between a run file and its end: the server, the connection, the run.
+"""Start a run: connect to the server, or start one for the run, and train or sample.
 
-The server is the one that is named, or one of the run's own on this machine, which ends with it. Left out: words and
-options (`cli/__init__.py`). Imports stand inside the functions, so that --help is quick.
+Imports stand inside the functions, so that --help is fast.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ if TYPE_CHECKING:
     from tinsmith.service.config import ServeConfig
 
 
-def train(settings: RunConfig, console: Console, *, afresh: bool = False) -> tuple[RunConfig, State]:
-    """The run of `settings`, on the server that it names or on one of its own that ends with it; its last stage.
+def train(settings: RunConfig, console: Console, *, always_new_folder: bool = False) -> tuple[RunConfig, State]:
+    """Run to the end. Returns the settings of the last stage and the final state.
 
-    `afresh`: the same command would take another folder.
+    `always_new_folder`: the same command would choose another folder, so that resuming needs the folder's name.
     """
     import asyncio
 
@@ -33,26 +32,29 @@ def train(settings: RunConfig, console: Console, *, afresh: bool = False) -> tup
     from tinsmith.rl.stages import run_stages
 
     settings = with_fresh_folder(settings)
-    with ExitStack() as stack, _going_on(settings, afresh or settings.resume is not True):
+    with ExitStack() as stack, _resume_hint(settings, needs_folder=always_new_folder or settings.resume is not True):
         return asyncio.run(run_stages(settings, connecting_to(settings, stack, console), console))
 
 
 def connecting_to(settings: RunConfig, stack: ExitStack, console: Console) -> Callable[[RunConfig], Connect]:
-    """From one stage's settings to a policy; all are on one server, which ends with the stack if it is our own."""
+    """A function from the settings of a stage to its connection. All stages share one server.
+
+    A server that is started for the run stops when the stack closes.
+    """
     import asyncio
 
     from tinsmith.rl.policy.tinker import TinkerPolicy
 
-    found: list[tuple[str, str]] = []
+    addresses: list[tuple[str, str]] = []
 
-    def connecting(one: RunConfig) -> Connect:
+    def connecting(stage: RunConfig) -> Connect:
         async def connect(state: str, version: int) -> TinkerPolicy:
-            with console.status(f"Connecting to {one.model.name}"):
-                if not found:
-                    found.append(await asyncio.to_thread(stack.enter_context, server(settings)))
-                base_url, api_key = found[0]
+            with console.status(f"Connecting to {stage.model.name}"):
+                if not addresses:
+                    addresses.append(await asyncio.to_thread(stack.enter_context, server(settings)))
+                base_url, api_key = addresses[0]
                 return await TinkerPolicy.connect(
-                    one.model, base_url, api_key, seed=one.seed, state=state, version=version
+                    stage.model, base_url, api_key, seed=stage.seed, state=state, version=version
                 )
 
         return connect
@@ -61,7 +63,7 @@ def connecting_to(settings: RunConfig, stack: ExitStack, console: Console) -> Ca
 
 
 def sample(settings: RunConfig, console: Console) -> None:
-    """A process that trains nothing: it samples for another that does, or compares checkpoints."""
+    """Run mode explore, which samples for a training process, or mode bench, which compares checkpoints."""
     import asyncio
 
     from rich.markup import escape
@@ -80,40 +82,41 @@ def sample(settings: RunConfig, console: Console) -> None:
         if settings.mode == "bench":
             asyncio.run(bench(settings, connect, console))
             return
-        with _going_on(settings, settings.resume is not True):
+        with _resume_hint(settings, needs_folder=settings.resume is not True):
             count = asyncio.run(explore(settings, connect, console))
-        console.print(f"{escape(settings.name)}: {count} batches are sampled", highlight=False)
+        console.print(f"{escape(settings.name)}: sampled {count} batches", highlight=False)
 
 
 @contextmanager
-def _going_on(settings: RunConfig, named: bool) -> Iterator[None]:
-    """An interruption in it says how to go on; `named`: the same command does so only with the folder beside it."""
+def _resume_hint(settings: RunConfig, *, needs_folder: bool) -> Iterator[None]:
+    """Make an interruption say how to resume the run."""
     from tinsmith.rl.run import folder_path
 
     try:
         yield
     except KeyboardInterrupt:
-        beside = f" with folder={folder_path(settings)} resume=true" if named else ""
-        raise KeyboardInterrupt(f"the same command{beside} goes on from the last checkpoint") from None
+        words = f" with folder={folder_path(settings)} resume=true" if needs_folder else ""
+        raise KeyboardInterrupt(f"the same command{words} resumes from the last checkpoint") from None
 
 
 @contextmanager
 def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
-    """(base_url, api_key) of the server to use."""
+    """The base URL and API key of the server to use; started here if no URL is set."""
     import os
 
     base_url = settings.model.base_url or os.environ.get("TINKER_BASE_URL", "")
     if base_url:
         from tinsmith.settings import changed_keys
 
-        if told := changed_keys(settings.service):
-            sys.stderr.write(f"note: service.{', service.'.join(told)}: {base_url} decides, as no service is started\n")
+        if unused := changed_keys(settings.service):
+            keys = f"service.{', service.'.join(unused)}"
+            sys.stderr.write(f"note: {keys}: not used, because the run connects to {base_url}\n")
         yield base_url, api_key(base_url)
         return
     if settings.shares_a_run:
         raise ConfigError(
-            f"mode {settings.mode} is one of two processes, and needs a server that both reach.",
-            "Start one with tinsmith serve; set TINKER_BASE_URL and TINKER_API_KEY for both.",
+            f"mode {settings.mode} is one of two processes and needs a server that both can reach.",
+            "Start one with tinsmith serve, and set TINKER_BASE_URL and TINKER_API_KEY for both.",
         )
     from tinsmith.service.embedded import embedded
 
@@ -122,34 +125,33 @@ def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def own_service(settings: RunConfig) -> ServeConfig:
-    """The service that a run starts where no server is named; its data stay in the run's folder."""
+    """The service that a run starts where no server is named; its data folder is in the run folder."""
+    from tinsmith.engine_options import DeviceOptions
     from tinsmith.rl.run import folder_path
     from tinsmith.service.config import ServeConfig
 
-    own = settings.service
+    service = settings.service
     return ServeConfig(
-        models=(f"{settings.model.name}={own.source}" if own.source else settings.model.name,),
+        models=(f"{settings.model.name}={service.source}" if service.source else settings.model.name,),
         data=folder_path(settings) / "service",
-        engine=own.engine,
-        dtype=own.dtype,
-        device=own.device,
-        threads=own.threads,
+        engine=service.engine,
+        **{name: service.__dict__[name] for name in DeviceOptions.model_fields},
     )
 
 
 def api_key(base_url: str) -> str:
-    """Of the environment. The name that Trinity-RFT's documents have counts where the SDK's own is not set."""
+    """The API key in the environment: TINKER_API_KEY, or else TRINITY_API_KEY, as Trinity-RFT documents it."""
     import os
 
-    first, second = os.environ.get("TINKER_API_KEY", ""), os.environ.get("TRINITY_API_KEY", "")
-    if not (first or second):
-        raise ConfigError(f"There is no key for {base_url}.", "Set TINKER_API_KEY.")
-    if first and second and first != second:
+    tinker, trinity = os.environ.get("TINKER_API_KEY", ""), os.environ.get("TRINITY_API_KEY", "")
+    if not (tinker or trinity):
+        raise ConfigError(f"There is no API key for {base_url}.", "Set TINKER_API_KEY.")
+    if tinker and trinity and tinker != trinity:
         sys.stderr.write("note: TINKER_API_KEY and TRINITY_API_KEY differ; TINKER_API_KEY is used\n")
-    key = first or second
+    key = tinker or trinity
     if not key.startswith("tml-"):
         raise ConfigError(
-            f"The key for {base_url} does not begin with tml-, and the SDK sends no other.",
+            f"The API key for {base_url} does not begin with tml-, and the SDK sends no other.",
             "Set TINKER_API_KEY to a key of that server.",
         )
     return key

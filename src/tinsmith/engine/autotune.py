@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import LoraSpec
-from tinsmith.engine.config import PassTokens
 from tinsmith.engine.lora import adapter, linear
 from tinsmith.engine.model import attention, flex_attention, packing
 from tinsmith.engine.model.loading import BaseModel
 from tinsmith.engine.model.memory import free_bytes
+from tinsmith.engine_options import PassTokens
 
 log = logging.getLogger(__name__)
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
 
+from tinsmith.engine_options import DeviceOptions
 from tinsmith.errors import ConfigError
 from tinsmith.rl import plugins
 from tinsmith.rl.algorithms import AlgorithmConfig
@@ -98,19 +99,13 @@ def _current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
     return current
 
 
-class OwnService(Settings):
-    """The service that is started for a run where no base URL is given; with one, the server decides all this."""
+class OwnService(DeviceOptions):
+    """The service that is started for a run without a base URL. Not used with a base URL: then the server decides."""
 
     source: str = ""
-    """A hub id, folder or GGUF file to serve as model.name; empty: model.name itself."""
+    """Hub id, folder or GGUF file to serve as model.name; empty: model.name itself."""
     engine: Literal["torch", "fake"] = "torch"
-    """`fake` answers in arithmetic instead of a model, so nothing about tensors matters to it: for tests."""
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the base model."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where it runs."""
-    threads: int = Field(default=0, ge=0)
-    """CPU threads; 0 is one for each core."""
+    """`torch` runs a model; `fake` computes numbers without one, for tests."""
 
 
 class Stage(Settings):

@@ -11,16 +11,14 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig, PassTokens, Recompute, VllmConfig
-from tinsmith.settings import Settings
-
-_ENGINE = EngineConfig()
+from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig
+from tinsmith.engine_options import EngineOptions, VllmConfig
 
 KEY_PREFIX = "tml-"
 """The SDK refuses to send any other key."""
 
 
-class ServeConfig(Settings):
+class ServeConfig(EngineOptions):
     """A service on one machine."""
 
     models: tuple[str, ...] = (DEFAULT_MODEL,)
@@ -50,36 +48,6 @@ class ServeConfig(Settings):
     engine: Literal["torch", "fake"] = "torch"
     """`fake` answers in arithmetic instead of a model, so nothing about tensors matters to it: for tests and for trying
     the API."""
-
-    sampler: Literal["torch", "vllm"] = "torch"
-    """Who samples: the engine with the weights that it trains, or a vLLM beside it (docs/guides/vllm.md)."""
-
-    vllm: VllmConfig = VllmConfig()
-    """How that vLLM is started; read where sampler is vllm."""
-
-    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Of the base models; auto is bfloat16 on GPUs and CPUs that are fast at it (AVX512-BF16, AMX), else float32."""
-
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the tensors live; auto is a GPU if there is one."""
-
-    threads: int = Field(default=0, ge=0)
-    """CPU threads for tensor work; 0 is one for each core."""
-
-    pass_tokens: PassTokens = _ENGINE.pass_tokens
-    """Packed tokens in one micro-batch of training, and what its rows share on top; bounds the memory that activations
-    take. Auto is what fits a quarter of the memory that is free once the model is loaded: at most 1,024 on a CPU, 8,192
-    on a GPU."""
-
-    recompute: Recompute = _ENGINE.recompute
-    """Whether a layer's activations are computed again in the backward instead of kept: a third more work, a tenth of
-    the memory. Auto does it for rows of more than twice a micro-batch's tokens."""
-
-    cache_tokens: int = Field(default=_ENGINE.cache_tokens, ge=1)
-    """Tokens that a sampler's cache may hold; requests beyond it wait."""
-
-    sharing: Literal["latency", "throughput"] = _ENGINE.sharing
-    """How training and sampling take turns on a device: few waits for a token, or most tokens of both together."""
 
     batch_tokens: int = Field(default=8192, ge=1)
     """Tokens of waiting forward_backward requests that are handed to an engine together."""
@@ -178,16 +146,5 @@ class ServeConfig(Settings):
 
     def engine_config(self, source: str) -> EngineConfig:
         """What the engine of one source is made from."""
-        return EngineConfig(
-            source=source,
-            kind=self.engine,
-            sampler=self.sampler,
-            vllm=self.vllm,
-            dtype=self.dtype,
-            device=self.device,
-            threads=self.threads,
-            pass_tokens=self.pass_tokens,
-            recompute=self.recompute,
-            cache_tokens=self.cache_tokens,
-            sharing=self.sharing,
-        )
+        options = {name: self.__dict__[name] for name in EngineOptions.model_fields}
+        return EngineConfig(source=source, kind=self.engine, **options)

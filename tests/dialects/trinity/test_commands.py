@@ -32,7 +32,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *wo
 def test_check_says_what_a_file_is_and_what_of_it_means_nothing(capsys, monkeypatch):
     out, err, status = run(capsys, monkeypatch, "check", str(VERL))
     assert status == 0
-    assert "a file of Trinity-RFT is in order: grpo_std on meta-llama/Llama-3.2-3B, 1 epochs" in out
+    assert "a file of Trinity-RFT, is valid: grpo_std on meta-llama/Llama-3.2-3B, 1 epochs" in out
     assert "explorer.rollout_model.gpu_memory_utilization: the server decides" in err
     assert run(capsys, monkeypatch, "check", str(OURS))[2] == 0
 
@@ -69,7 +69,7 @@ def test_a_converted_file_is_the_same_run(file, capsys, monkeypatch, tmp_path):
     again = read_run(out)
     assert again.dialect == ""
     assert again.settings.model_dump() == read_run(file).settings.model_dump()
-    assert "is there already" in run(capsys, monkeypatch, "config", "convert", str(file), "--out", str(out))[1]
+    assert "already exists" in run(capsys, monkeypatch, "config", "convert", str(file), "--out", str(out))[1]
 
 
 def test_what_looks_like_a_reference_stays_as_it_stands(capsys, monkeypatch, tmp_path):
@@ -84,7 +84,7 @@ def test_what_looks_like_a_reference_stays_as_it_stands(capsys, monkeypatch, tmp
 def test_either_name_of_a_key_counts(monkeypatch, capsys):
     for name in ("TINKER_API_KEY", "TRINITY_API_KEY"):
         monkeypatch.delenv(name, raising=False)
-    with pytest.raises(ConfigError, match="There is no key"):
+    with pytest.raises(ConfigError, match="There is no API key"):
         api_key("http://there")
     monkeypatch.setenv("TRINITY_API_KEY", "tml-one")
     assert api_key("http://there") == "tml-one"

@@ -18,11 +18,12 @@ import pytest
 from tests.engine.sampling.helpers import PROMPT, ask, assert_same_samples
 from tests.engine.vllm import stub as vllm_stub
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard
-from tinsmith.engine.config import EngineConfig, VllmConfig
+from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process import build
 from tinsmith.engine.vllm import completions
 from tinsmith.engine.vllm.engine import VllmEngine
 from tinsmith.engine.vllm.server import command_of, environment_of, find_python
+from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, Gone, Unsupported
 
 CARD = ModelCard(

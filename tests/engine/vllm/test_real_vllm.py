@@ -22,9 +22,10 @@ import pytest
 
 from tests.engine.sampling.helpers import ask, texts, trained_logprobs
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass
-from tinsmith.engine.config import EngineConfig, VllmConfig
+from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.vllm.engine import VllmEngine
 from tinsmith.engine.vllm.server import find_python
+from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, Gone
 
 pytestmark = pytest.mark.slow
@@ -201,7 +202,7 @@ def test_after_its_death_it_comes_back_with_the_versions(engine: VllmEngine, wor
 def test_it_dies_with_its_parent(python: Path, smollm2: Path, tmp_path: Path):
     program = (
         "import asyncio, sys; from pathlib import Path; from tinsmith.engine.base import ModelCard;"
-        "from tinsmith.engine.config import VllmConfig; from tinsmith.engine.vllm.server import VllmServer;"
+        "from tinsmith.engine_options import VllmConfig; from tinsmith.engine.vllm.server import VllmServer;"
         f"card = ModelCard(source='m', tokenizer={str(smollm2)!r}, arch='llama', vocab_size=49152, context_length=256,"
         "eos_token_ids=(2,), dtype='bfloat16', device='cpu');"
         f"server = VllmServer(VllmConfig(python={str(python)!r}), card, 1, Path({str(tmp_path)!r}));"

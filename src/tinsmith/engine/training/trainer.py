@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
-from tinsmith.engine.config import Recompute
 from tinsmith.engine.custom_loss.runner import CustomLoss
 from tinsmith.engine.device_sharing import DeviceScheduler
 from tinsmith.engine.lora import adapter, linear, peft
@@ -34,6 +33,7 @@ from tinsmith.engine.model.loading import BaseModel
 from tinsmith.engine.training import loss_specs, losses
 from tinsmith.engine.training.activation_checkpointing import CheckpointSwitch
 from tinsmith.engine.training.optimizer import AdapterSnapshot, GradientBuffer, TrainableAdapter
+from tinsmith.engine_options import Recompute
 from tinsmith.errors import BadRequest, EngineError, NotFound, TinsmithError
 
 _CHECK_INPUTS = "Check logprobs and advantages: the ratio exp(p - q) may have overflowed."

@@ -20,7 +20,7 @@ from pathlib import Path
 import httpx
 
 from tinsmith.engine.base import ModelCard
-from tinsmith.engine.config import VllmConfig
+from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError
 
 log = logging.getLogger(__name__)

@@ -1,0 +1,71 @@
+"""The command `tinsmith serve`. Its options are settings of `ServeConfig`, with their types, help and defaults."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from tinsmith.engine_options import Device, Dtype, Recompute, Sampler, Sharing, VllmConfig
+from tinsmith.service.config import ServeConfig
+from tinsmith.settings import COMMAND_LINE, Settings, build, read_values
+
+Overrides = Annotated[
+    str,
+    Parameter(help="Further settings, such as cache_tokens=65536: docs/guides/service.md.", allow_leading_hyphen=False),
+]
+
+
+def option(name: str, settings: type[Settings] = ServeConfig, **options: Any) -> Parameter:
+    """The option for a setting, with the setting's help and default."""
+    field = settings.model_fields[name]
+    default = field.get_default(call_default_factory=True)
+    text = ", ".join(default) if isinstance(default, tuple) else str(default)
+    shown = False if default is None else lambda _: text.replace(str(Path.home()), "~")
+    return Parameter(help=" ".join((field.description or "").split()), show_default=shown, **options)
+
+
+def serve(
+    *overrides: Overrides,
+    config: Annotated[Path | None, Parameter(help="YAML or TOML file of settings; options override it.")] = None,
+    model: Annotated[tuple[str, ...] | None, option("models", negative="", consume_multiple=False)] = None,
+    host: Annotated[str | None, option("host")] = None,
+    port: Annotated[int | None, option("port")] = None,
+    data: Annotated[Path | None, option("data")] = None,
+    database: Annotated[str | None, option("database")] = None,
+    api_key: Annotated[str | None, option("api_key")] = None,
+    dtype: Annotated[Dtype | None, option("dtype")] = None,
+    device: Annotated[Device | None, option("device")] = None,
+    sampler: Annotated[Sampler | None, option("sampler")] = None,
+    vllm_python: Annotated[Path | None, option("python", VllmConfig)] = None,
+    threads: Annotated[int | None, option("threads")] = None,
+    sharing: Annotated[Sharing | None, option("sharing")] = None,
+    recompute: Annotated[Recompute | None, option("recompute")] = None,
+    log_format: Annotated[Literal["text", "json"] | None, option("log_format")] = None,
+) -> None:
+    """Serve the Tinker API on this machine until interrupted."""
+    from tinsmith.service.server import serve as serve_until_signal
+
+    options = {
+        "models": model, "host": host, "port": port, "data": data, "database": database, "api_key": api_key,
+        "dtype": dtype, "device": device, "threads": threads, "sharing": sharing, "sampler": sampler,
+        "recompute": recompute, "log_format": log_format,
+    }  # fmt: skip
+    overrides = (*overrides, f"vllm.python={vllm_python}") if vllm_python else overrides
+    settings = read_service_settings(config, overrides, options)
+    serve_until_signal(settings, on_ready=_print_key if settings.makes_key else None)
+
+
+def read_service_settings(config: Path | None, overrides: tuple[str, ...], options: dict[str, Any]) -> ServeConfig:
+    """The settings of the file, with overrides and then options applied; an option of None is not given."""
+    values = {name: value for name, value in options.items() if value is not None}
+    place = str(config) if config else COMMAND_LINE
+    return build(ServeConfig, {**read_values(config, overrides), **values}, place, overrides)
+
+
+def _print_key(_url: str, key: str) -> None:
+    """Print the key to whoever starts the server; the log, which others may read, never contains a key."""
+    sys.stdout.write(f"TINKER_API_KEY={key}\n")
+    sys.stdout.flush()
