@@ -1,1 +1,1 @@
-"""What both wings know of OpenAI's dialect: fields, messages, tool calls. Pure: no web server, no model."""
+"""OpenAI chat messages, tool calls, templates and detokenization, shared by the service and the harness."""

@@ -1,7 +1,7 @@
-"""Text <-> tokens of the served models, by their own tokenizers and chat templates. Torch is not needed for it.
+"""Tokenizers of the served models: encoding, incremental detokenization and chat templates, without torch.
 
-A source without a tokenizer, the fake engine's, spells one character a token. Loading and rendering take milliseconds
-to seconds and belong in a thread; growing a text by a token takes microseconds.
+Loading takes seconds and rendering a template milliseconds, so both belong in a thread; feeding a token to a
+Detokenizer takes microseconds.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from tinsmith.engine.base import ModelCard
 from tinsmith.errors import BadRequest, Unsupported
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    import tokenizers
     from transformers import PreTrainedTokenizerFast
 
-HALF = "\N{REPLACEMENT CHARACTER}"
-"""What a tokenizer decodes half a character to."""
+CHARACTERS = "characters:"
+"""Prefix of a source without files: `characters:N` is a tokenizer whose N token ids are the first N code points."""
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+"""What a tokenizer decodes an incomplete character to."""
 
 PLAIN_TEMPLATE = (
     "{% if tools %}{% for tool in tools %}<tool>{{ tool | tojson }}</tool>\n{% endfor %}"
@@ -30,37 +32,36 @@ PLAIN_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
-"""For models that spell characters."""
+"""Chat template of the character tokenizer."""
 
 
 @dataclass(frozen=True)
-class Words:
-    """One model's tokenizer and chat template. Every method may be called from several threads at once."""
+class Tokenizer:
+    """Tokenizer and chat template of the model `name`. Thread-safe."""
 
     name: str
     tokenizer: PreTrainedTokenizerFast
 
     @property
-    def _tokens(self) -> Tokenizer:
+    def _backend(self) -> tokenizers.Tokenizer:
         return self.tokenizer.backend_tokenizer
 
     @cached_property
-    def special(self) -> frozenset[int]:
-        """Ids that are marks and not text."""
-        added = self._tokens.get_added_tokens_decoder()
-        return frozenset(number for number, token in added.items() if token.special)
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens."""
+        return special_token_ids(self.tokenizer)
 
-    def marks(self, texts: Iterable[str]) -> frozenset[int]:
-        """The ids of those of these texts that are one token."""
-        found = (self._tokens.token_to_id(text) for text in texts)
-        return frozenset(number for number in found if number is not None)
+    def token_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """Ids of those of `texts` that are a single token."""
+        numbers = (self._backend.token_to_id(text) for text in texts)
+        return frozenset(number for number in numbers if number is not None)
 
-    def spelled(self, token: int) -> tuple[str, bytes | None]:
-        """One token by itself as text, and as the bytes that it stands for; None if the tokenizer does not say."""
-        text = self._tokens.decode([token], skip_special_tokens=False)
-        if HALF not in text:
+    def decode_token(self, token: int) -> tuple[str, bytes | None]:
+        """A single token as (text, bytes); the bytes are None if the tokenizer does not define them."""
+        text = self._backend.decode([token], skip_special_tokens=False)
+        if REPLACEMENT not in text:
             return text, text.encode()
-        raw = self._tokens.id_to_token(token) or ""
+        raw = self._backend.id_to_token(token) or ""
         if (byte := re.fullmatch(r"<0x([0-9A-F]{2})>", raw)) is not None:
             return text, bytes.fromhex(byte[1])
         if self._bytes and all(character in self._bytes for character in raw):
@@ -69,30 +70,30 @@ class Words:
 
     @cached_property
     def _bytes(self) -> dict[str, int]:
-        """Character -> byte, of tokenizers that write bytes as characters."""
-        if "ByteLevel" not in repr(self._tokens.decoder):
+        """Character -> byte, for byte-level tokenizers."""
+        if "ByteLevel" not in repr(self._backend.decoder):
             return {}
-        plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
-        others = [byte for byte in range(256) if byte not in plain]
-        return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
+        printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+        others = [byte for byte in range(256) if byte not in printable]
+        return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
 
-    def encode(self, text: str, *, marked: bool) -> list[int]:
-        """`marked`: with what the tokenizer itself puts around a text. Raises BadRequest for half a surrogate pair."""
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Token ids of `text`. Raises BadRequest for an unpaired surrogate."""
         try:
-            return self._tokens.encode(text, add_special_tokens=marked).ids
-        except TypeError as error:  # the tokenizer knows no other word for it
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except TypeError as error:  # the tokenizers library raises nothing more specific
             raise BadRequest("The text holds half a surrogate pair.", "Send Unicode text.") from error
 
     def decode(self, ids: Iterable[int]) -> str:
-        """All of it, marks too."""
-        return self._tokens.decode(list(ids), skip_special_tokens=False)
+        """Text of `ids`, special tokens included."""
+        return self._backend.decode(list(ids), skip_special_tokens=False)
 
-    def growing(self, hidden: frozenset[int]) -> Growing:
-        """A text that begins empty; ids in `hidden` leave nothing in it."""
-        return Growing(self._tokens, hidden)
+    def detokenizer(self, hidden: frozenset[int]) -> Detokenizer:
+        """A detokenizer that skips the ids in `hidden`."""
+        return Detokenizer(self._backend, hidden)
 
     def template(self, tools: Sequence[Mapping[str, Any]] | None) -> str:
-        """The chat template. Raises Unsupported."""
+        """The chat template. Raises Unsupported if there is none."""
         try:
             return self.tokenizer.get_chat_template(tools=[dict(tool) for tool in tools] if tools else None)
         except ValueError as error:
@@ -103,51 +104,83 @@ class Words:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
         *,
-        begin: bool,
-        go_on: bool,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
         values: Mapping[str, Any],
     ) -> list[int]:
-        """A conversation as the chat template has it. `begin` an answer, or `go_on` with the last message.
+        """Token ids of a conversation; `values` are variables of the chat template.
 
-        Raises BadRequest for what the template does not take.
+        Raises BadRequest for values that the template does not read and for messages that it rejects.
         """
-        from jinja2 import TemplateError
-
-        template = self.template(tools)
-        self._check_values(template, values)
-        try:
-            text = self.tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tools=[dict(tool) for tool in tools] if tools else None,
-                add_generation_prompt=begin,
-                continue_final_message=go_on,
-                tokenize=False,
-                **values,
-            )
-        except (TemplateError, ValueError, TypeError) as error:
-            raise BadRequest(
-                f"The chat template of {self.name} does not take these messages: {error}", "Change the messages."
-            ) from error
-        return self.encode(str(text), marked=False)
+        self._check_values(self.template(tools), values)
+        text = render_template(
+            self.tokenizer,
+            messages,
+            tools,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            values=values,
+            owner=f" of {self.name}",
+        )
+        return self.encode(text, add_special_tokens=False)
 
     def _check_values(self, template: str, values: Mapping[str, Any]) -> None:
         words = set(re.findall(r"[A-Za-z_]\w*", template))
-        ours = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
+        reserved = {"messages", *inspect.signature(self.tokenizer.apply_chat_template).parameters}
         for key in values:
-            if key in ours or key not in words:
+            if key in reserved or key not in words:
                 raise BadRequest(
-                    f"chat_template_kwargs.{key} is not read by the chat template of {self.name}.", "Leave it out."
+                    f"chat_template_kwargs.{key} is not read by the chat template of {self.name}.", "Remove the key."
                 )
 
 
-@dataclass
-class Growing:
-    """A text that grows by tokens and never ends within a character."""
+def special_token_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of the special tokens of a transformers tokenizer."""
+    return frozenset(number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
 
-    tokens: Tokenizer
+
+def render_template(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    *,
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+    values: Mapping[str, Any],
+    template: str | None = None,
+    owner: str = "",
+) -> str:
+    """Render a conversation with the chat template of a transformers tokenizer, or with `template` in its place.
+
+    Raises BadRequest if the template rejects the messages; `owner` names the template's model in the error.
+    """
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            tools=[dict(tool) for tool in tools] if tools else None,
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenize=False,
+            **values,
+        )
+    except (TemplateError, ValueError, TypeError) as error:
+        raise BadRequest(
+            f"The chat template{owner} does not accept these messages: {error}", "Change the messages or the template."
+        ) from error
+    return str(text)
+
+
+@dataclass
+class Detokenizer:
+    """Incremental detokenization: text grows token by token and never ends within a character."""
+
+    tokenizer: tokenizers.Tokenizer
     hidden: frozenset[int]
     ids: list[int] = field(default_factory=list)
-    told: str = ""
+    text: str = ""
 
     def __post_init__(self) -> None:
         from tokenizers.decoders import DecodeStream
@@ -155,59 +188,59 @@ class Growing:
         self._stream = DecodeStream(skip_special_tokens=False)
 
     def feed(self, ids: Iterable[int]) -> str:
-        """What these tokens add to it; perhaps nothing yet."""
-        new = []
+        """The text that these tokens add; empty within a character."""
+        parts = []
         for number in ids:
             if number not in self.hidden:
                 self.ids.append(number)
-                new.append(self._stream.step(self.tokens, number) or "")
-        text = "".join(new)
-        self.told += text
-        return text
+                parts.append(self._stream.step(self.tokenizer, number) or "")
+        delta = "".join(parts)
+        self.text += delta
+        return delta
 
     def end(self) -> str:
-        """The rest, with a replacement character for half a character."""
-        whole = self.tokens.decode(self.ids, skip_special_tokens=False)
-        return whole[len(self.told) :] if whole.startswith(self.told) else ""
+        """The remaining text: a replacement character if the last character is incomplete."""
+        whole = self.tokenizer.decode(self.ids, skip_special_tokens=False)
+        return whole[len(self.text) :] if whole.startswith(self.text) else ""
 
 
 class TokenizerCache:
-    """The tokenizers of one server, each loaded when it is first needed."""
+    """The tokenizers of one server, loaded on first use."""
 
     def __init__(self) -> None:
-        self._loaded: dict[str, asyncio.Task[Words]] = {}
+        self._loading: dict[str, asyncio.Task[Tokenizer]] = {}
 
-    async def get(self, name: str, card: ModelCard) -> Words:
-        """The words of what is served as `name`. Raises Unsupported."""
-        task = self._loaded.get(card.tokenizer)
+    async def get(self, name: str, source: str) -> Tokenizer:
+        """The tokenizer of the model `name`, read from `source`. Raises Unsupported."""
+        task = self._loading.get(source)
         if task is None or (task.done() and task.exception() is not None):
-            task = self._loaded[card.tokenizer] = asyncio.create_task(asyncio.to_thread(load, name, card))
+            task = self._loading[source] = asyncio.create_task(asyncio.to_thread(load_tokenizer, name, source))
         return await asyncio.shield(task)
 
 
-def load(name: str, card: ModelCard) -> Words:
-    """The words of a model on this machine. Raises Unsupported."""
-    if card.tokenizer == card.source and card.arch == "fake" and not card.tokenizer.startswith("/"):
-        return Words(name, _letters(card.vocab_size))
-    from transformers import PreTrainedTokenizerFast  # seconds, and 60 MB that only these routes need
+def load_tokenizer(name: str, source: str) -> Tokenizer:
+    """Load the tokenizer of the model `name` from a folder, a cached hub id, or `characters:N`. Raises Unsupported."""
+    if source.startswith(CHARACTERS):
+        return Tokenizer(name, _character_tokenizer(int(source.removeprefix(CHARACTERS))))
+    from transformers import PreTrainedTokenizerFast  # takes seconds and 60 MB, which only these routes need
 
     try:
-        return Words(name, PreTrainedTokenizerFast.from_pretrained(card.tokenizer, local_files_only=True))
+        return Tokenizer(name, PreTrainedTokenizerFast.from_pretrained(source, local_files_only=True))
     except (OSError, ValueError) as error:
         raise Unsupported(
-            f"{name} has no tokenizer.json, so this server cannot turn text into tokens: {error}",
+            f"{name} has no tokenizer.json, so this server cannot convert text to tokens: {error}",
             "Use the Tinker API or /inference/v1/generate, which take tokens.",
         ) from error
 
 
-def _letters(vocabulary: int) -> PreTrainedTokenizerFast:
-    """A token spells the character of its id; id 2 is the end."""
+def _character_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
+    """Token id = code point; id 2 is the end-of-sequence token."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    model = models.WordLevel({chr(number): number for number in range(vocabulary)}, unk_token="?")
-    letters = Tokenizer(model)
-    letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    letters.decoder = decoders.Fuse()
-    letters.add_special_tokens([chr(2)])
-    return PreTrainedTokenizerFast(tokenizer_object=letters, eos_token=chr(2), chat_template=PLAIN_TEMPLATE)
+    model = models.WordLevel({chr(number): number for number in range(vocab_size)}, unk_token="?")
+    backend = Tokenizer(model)
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([chr(2)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=chr(2), chat_template=PLAIN_TEMPLATE)
