@@ -9,30 +9,16 @@ from typing import Any
 
 import pytest
 
-from tinsmith.chat.tokenizer import Words, load
-from tinsmith.engine.base import ModelCard
+from tinsmith.chat.tokenizer import Tokenizer, load_tokenizer
 from tinsmith.errors import BadRequest, Unsupported
 
 TEXT = "Grüße, 日本語 and 😀😀: done"
 MESSAGES = [{"role": "user", "content": "Add 39 and 13, 😀."}, {"role": "assistant", "content": "It is"}]
 
 
-def card(folder: str) -> ModelCard:
-    return ModelCard(
-        source=folder,
-        tokenizer=folder,
-        arch="fake",
-        vocab_size=512,
-        context_length=64,
-        eos_token_ids=(2,),
-        dtype="float32",
-        device="cpu",
-    )
-
-
 @pytest.fixture(scope="module")
-def words(tiny_llama: Path) -> Words:
-    return load("tiny", card(str(tiny_llama)))
+def tokenizer(tiny_llama: Path) -> Tokenizer:
+    return load_tokenizer("tiny", str(tiny_llama))
 
 
 @pytest.fixture(scope="module")
@@ -42,19 +28,19 @@ def theirs(tiny_llama: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny_llama)
 
 
-def test_prompts_are_those_of_transformers(words: Words, theirs: Any):
+def test_prompts_are_those_of_transformers(tokenizer: Tokenizer, theirs: Any):
     for begin, go_on in ((True, False), (False, False), (False, True)):
-        ids = words.render(MESSAGES, None, begin=begin, go_on=go_on, values={})
+        ids = tokenizer.render(MESSAGES, None, add_generation_prompt=begin, continue_final_message=go_on, values={})
         wanted = theirs.apply_chat_template(
             MESSAGES, add_generation_prompt=begin, continue_final_message=go_on, return_dict=False
         )
         assert ids == wanted
-    assert words.encode(TEXT, marked=True) == theirs(TEXT).input_ids
+    assert tokenizer.encode(TEXT, add_special_tokens=True) == theirs(TEXT).input_ids
 
 
-def test_a_growing_text_is_whole_characters(words: Words):
-    growing, told = words.growing(words.special), []
-    ids = words.encode(TEXT, marked=False)
+def test_a_growing_text_is_whole_characters(tokenizer: Tokenizer):
+    growing, told = tokenizer.detokenizer(tokenizer.special_ids), []
+    ids = tokenizer.encode(TEXT, add_special_tokens=False)
     for token in [1, *ids, 2]:
         told.append(growing.feed([token]))
     assert "".join(told) == TEXT
@@ -63,41 +49,44 @@ def test_a_growing_text_is_whole_characters(words: Words):
     assert sum(bool(piece) for piece in told) > 5  # it grew
 
 
-def test_half_a_character_shows_at_the_end_alone(words: Words):
-    ids = words.encode("ab😀", marked=False)
-    growing = words.growing(words.special)
+def test_half_a_character_shows_at_the_end_alone(tokenizer: Tokenizer):
+    ids = tokenizer.encode("ab😀", add_special_tokens=False)
+    growing = tokenizer.detokenizer(tokenizer.special_ids)
     assert growing.feed(ids[:-1]) == "ab"
     assert growing.end() == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_tokens_add_up_to_the_bytes_of_the_text(words: Words):
-    spelled = [words.spelled(token)[1] for token in words.encode(TEXT, marked=False)]
+def test_tokens_add_up_to_the_bytes_of_the_text(tokenizer: Tokenizer):
+    spelled = [tokenizer.decode_token(token)[1] for token in tokenizer.encode(TEXT, add_special_tokens=False)]
     assert b"".join(raw or b"?" for raw in spelled) == TEXT.encode()
 
 
 def test_a_model_without_tokenizer_spells_letters():
-    letters = load("toy", card("toy"))
-    assert letters.encode("hé", marked=True) == [ord("h"), ord("é")]
+    letters = load_tokenizer("toy", "characters:512")
+    assert letters.encode("hé", add_special_tokens=True) == [ord("h"), ord("é")]
     assert letters.decode([104, 233]) == "hé"
-    assert letters.special == {2}
+    assert letters.special_ids == {2}
 
 
-def test_what_the_template_does_not_take_is_refused(words: Words, tmp_path: Path):
+def test_what_the_template_does_not_take_is_refused(tokenizer: Tokenizer, tmp_path: Path):
     with pytest.raises(BadRequest, match=r"chat_template_kwargs\.thinking is not read"):
-        words.render(MESSAGES, None, begin=True, go_on=False, values={"thinking": True})
-    with pytest.raises(BadRequest, match="does not take these messages"):
-        words.render([{"role": "user"}], None, begin=True, go_on=False, values={})
+        tokenizer.render(
+            MESSAGES, None, add_generation_prompt=True, continue_final_message=False, values={"thinking": True}
+        )
+    with pytest.raises(BadRequest, match="does not accept these messages"):
+        tokenizer.render([{"role": "user"}], None, add_generation_prompt=True, continue_final_message=False, values={})
     with pytest.raises(BadRequest, match="surrogate"):
-        words.encode("\ud83d", marked=False)
+        tokenizer.encode("\ud83d", add_special_tokens=False)
     with pytest.raises(Unsupported, match=r"no tokenizer\.json"):
-        load("bare", card(str(tmp_path)))
+        load_tokenizer("bare", str(tmp_path))
 
 
-def test_it_all_goes_without_torch(tiny_llama: Path):
+def test_rendering_does_not_import_torch(tiny_llama: Path):
     program = (
-        "import sys; from tests.chat.test_tokenizer import card; from tinsmith.chat.tokenizer import load;"
-        f"words = load('tiny', card({str(tiny_llama)!r}));"
-        "words.render([{'role': 'user', 'content': 'hi'}], None, begin=True, go_on=False, values={});"
+        "import sys; from tinsmith.chat.tokenizer import load_tokenizer;"
+        f"tokenizer = load_tokenizer('tiny', {str(tiny_llama)!r});"
+        "options = {'add_generation_prompt': True, 'continue_final_message': False, 'values': {}};"
+        "tokenizer.render([{'role': 'user', 'content': 'hi'}], None, **options);"
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

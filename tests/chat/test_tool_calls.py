@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tinsmith.chat.tool_calls import Call, Form, Reading, form_of, held_back
+from tinsmith.chat.tool_calls import ToolCall, ToolCallFormat, ToolCallParser, partial_match, tool_call_format
 from tinsmith.errors import Unsupported
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": "é"}}\n</tool_call>'
-ADD = Call("add", '{"a": 1, "b": "é"}')
+ADD = ToolCall("add", '{"a": 1, "b": "é"}')
 TOOLS: tuple[dict[str, Any], ...] = (
     {
         "type": "function",
@@ -25,8 +25,8 @@ TOOLS: tuple[dict[str, Any], ...] = (
 )
 
 
-def read(form: Form, *pieces: str) -> tuple[str, list[Call]]:
-    reading, text, calls = Reading(form, TOOLS), "", []
+def read(form: ToolCallFormat, *pieces: str) -> tuple[str, list[ToolCall]]:
+    reading, text, calls = ToolCallParser(form, TOOLS), "", []
     for piece in pieces:
         said, found = reading.feed(piece)
         text, calls = text + said, calls + found
@@ -52,7 +52,7 @@ def read(form: Form, *pieces: str) -> tuple[str, list[Call]]:
             "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n2\n</parameter>\n"
             "</function>\n</tool_call>",
             "",
-            [Call("add", '{"a": 1, "b": "2"}')],
+            [ToolCall("add", '{"a": 1, "b": "2"}')],
         ),
         ("bare", '{"name": "add", "parameters": {"a": 1, "b": "é"}}', "", [ADD]),
         ("bare", '<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "é"}}', "", [ADD]),
@@ -65,8 +65,10 @@ def read(form: Form, *pieces: str) -> tuple[str, list[Call]]:
         ("mistral", "[1, 2]", "[1, 2]", []),
     ],
 )
-def test_each_form_is_read_whole_and_letter_by_letter(form: Form, text: str, said: str, calls: list[Call] | None):
-    wanted = [Call("add", "{}"), Call("sub", "{}")] if calls is None else calls
+def test_each_form_is_read_whole_and_letter_by_letter(
+    form: ToolCallFormat, text: str, said: str, calls: list[ToolCall] | None
+):
+    wanted = [ToolCall("add", "{}"), ToolCall("sub", "{}")] if calls is None else calls
     assert read(form, text) == (said, wanted)
     assert read(form, *text) == (said, wanted)
 
@@ -88,16 +90,16 @@ def test_arguments_are_json():
 
 
 def test_the_template_says_the_form():
-    assert form_of("{{ tools }} <tool_call>", "m") == "tagged"
-    assert form_of("{{ tools }} [TOOL_CALLS]", "m") == "mistral"
-    assert form_of('{{ tools }} {"name": function, "parameters": {}}', "m") == "bare"
+    assert tool_call_format("{{ tools }} <tool_call>", "m") == "tagged"
+    assert tool_call_format("{{ tools }} [TOOL_CALLS]", "m") == "mistral"
+    assert tool_call_format('{{ tools }} {"name": function, "parameters": {}}', "m") == "bare"
     for template in ("{{ messages }}", "{{ tools }} somehow"):
         with pytest.raises(Unsupported, match="m "):
-            form_of(template, "m")
+            tool_call_format(template, "m")
 
 
 def test_only_what_may_become_wanted_is_held_back():
-    assert held_back("abc<too", ("<tool_call>",)) == 4
-    assert held_back("abc<tool_call>", ("<tool_call>",)) == 0
-    assert held_back("aab", ("abX", "b!")) == 2
-    assert held_back("", ("x",)) == 0
+    assert partial_match("abc<too", ("<tool_call>",)) == 4
+    assert partial_match("abc<tool_call>", ("<tool_call>",)) == 0
+    assert partial_match("aab", ("abX", "b!")) == 2
+    assert partial_match("", ("x",)) == 0

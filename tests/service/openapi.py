@@ -49,7 +49,7 @@ def _parsed() -> Iterator[tuple[str, type[schemas.WireModel]]]:
         module = importlib.import_module(f"{routes.__name__}.{info.name}")
         for route in module.router.routes:
             assert isinstance(route, APIRoute)
-            named = re.search(r"\bparse(?:_exact)?\((\w+), ", inspect.getsource(route.endpoint))
+            named = re.search(r"\b(?:parse(?:_exact)?\(|NewRequest\[)(\w+)[],]", inspect.getsource(route.endpoint))
             if named:
                 for prefix in ("/api/v1", "/v1", "/oai/api/v1", "/inference/v1", ""):
                     name = re.sub(r"\W", "_", f"{route.name}{prefix}{route.path}")

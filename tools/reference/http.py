@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from tinsmith.service.app import create_app
 from tools.reference.settings import values_of
 
-_PARSED = re.compile(r"\bparse(?:_exact)?\(\s*(\w+)")
+_PARSED = re.compile(r"\b(?:parse(?:_exact)?\(\s*|NewRequest\[)(\w+)")
 
 
 def routes() -> str:

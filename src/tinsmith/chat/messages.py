@@ -18,9 +18,7 @@ def parse_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> list[dict[st
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadRequest(f"tools[{number}] is not a function with a name.", "Send {type, function}.")
     if choice not in ("auto", "none"):
-        raise Unsupported(
-            "tool_choice must be 'auto' or 'none'.", "Request the tool call in the prompt."
-        )
+        raise Unsupported("tool_choice must be 'auto' or 'none'.", "Request the tool call in the prompt.")
     return [] if choice == "none" else [dict(tool) for tool in tools]
 
 

@@ -96,7 +96,9 @@ def error_code(error: TinsmithError) -> str | None:
 
 
 _NOT_IMPLEMENTED = "Remove the field: this server does not implement it."
-_CONSTRAINED = "Remove the field: decoding is not constrained here. Request the format in the prompt and check the reply."
+_CONSTRAINED = (
+    "Remove the field: decoding is not constrained here. Request the format in the prompt and check the reply."
+)
 _ANY_VALUE = object()
 """Marks a field whose value never affects a result of this server."""
 
@@ -130,7 +132,10 @@ NO_OP_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "verbosity": ((), _NOT_IMPLEMENTED),
     "web_search_options": ((), _NOT_IMPLEMENTED),
     "store": ((False,), "Responses are not stored."),
-    "chat_template": ((), "The model's own chat template is used; render the prompt yourself and call /v1/completions."),
+    "chat_template": (
+        (),
+        "The model's own chat template is used; render the prompt yourself and call /v1/completions.",
+    ),
     "documents": ((), "Put the documents into the messages."),
     "truncate_prompt_tokens": ((), "Truncate the prompt before sending it."),
     "prompt_logprobs": ((), "Use /v1/completions with echo and logprobs."),

@@ -43,7 +43,9 @@ class ToolCall:
         return {"id": call_id, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
-def tool_call_format(template: str, name: str, alternative: str = "serve a model trained to use them") -> ToolCallFormat:
+def tool_call_format(
+    template: str, name: str, alternative: str = "serve a model trained to use them"
+) -> ToolCallFormat:
     """The tool-call format of the model `name` with this chat template.
 
     Raises Unsupported if the template has no tools or an unknown format; `alternative` completes the error's hint.
@@ -69,7 +71,7 @@ def marker_texts(form: ToolCallFormat | None) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class ToolCallParser:
-    """Incremental parser of one reply: text is returned as soon as it cannot be part of a call, a call when complete."""
+    """Incremental parser of one reply: returns text once it cannot be part of a call, and calls once complete."""
 
     form: ToolCallFormat
     tools: Sequence[Mapping[str, Any]] = ()
@@ -177,7 +179,9 @@ def _call(value: Any) -> ToolCall | None:
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    return ToolCall(value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False))
+    return ToolCall(
+        value["name"], arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    )
 
 
 def _types(name: str, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""What routes are given: the service's parts, the tenant behind a key, bodies within their limits.
+"""FastAPI dependencies of the routes: the service, the authenticated key and tenant, the request's body.
 
-A route may touch only what its tenant owns: whatever is another's answers as if it did not exist.
+Routes reach only what their tenant owns; resources of other tenants answer as if they did not exist.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Annotated
 
 from fastapi import Depends, Header, Request
 
-from tinsmith.chat.tokenizer import TokenizerCache
+from tinsmith.chat.tokenizer import CHARACTERS, Tokenizer, TokenizerCache
+from tinsmith.engine.base import ModelCard
 from tinsmith.engine.validation import did_you_mean
 from tinsmith.errors import BadRequest, Forbidden, NotFound, TooLarge, Unauthorized
 from tinsmith.service.checkpoints import CheckpointCopies, Checkpoints
@@ -40,7 +41,7 @@ class Service:
 
     config: ServeConfig
     key: str | None
-    """The server's own; None where only keys of `tinsmith keys` open it."""
+    """The server's own key; None where only keys of `tinsmith keys` are valid."""
     tenants: Tenants
     quotas: QuotaEnforcer
     store: Store
@@ -58,90 +59,103 @@ class Service:
     drain: Drain
     tokenizers: TokenizerCache
     workers: dict[str, Worker]
-    """Served name -> the worker of its engine."""
+    """Worker of each base model, by served name."""
 
     def authenticate(self, credential: str) -> ApiKey:
-        """The record of a key, or of the key that a token stands for.
+        """The record of a key, or of the key that a token was issued for.
 
-        Raises Unauthorized if it is unknown, revoked or over its time.
+        Raises Unauthorized if it is unknown, revoked or expired.
         """
         key = self._find_key(credential)
         if key is None:
-            what = "The X-API-Key is not known here." if credential else "There is no X-API-Key."
-            raise Unauthorized(what, "Set TINKER_API_KEY to the server's key, or to one of `tinsmith keys create`.")
+            message = "The X-API-Key is not valid." if credential else "The request has no X-API-Key."
+            raise Unauthorized(message, "Set TINKER_API_KEY to the server's key, or to one of `tinsmith keys create`.")
         add_log_context(owner=key.owner)
         return key
 
-    def token(self, key: ApiKey) -> str:
-        """A token in place of a key."""
+    def issue_token(self, key: ApiKey) -> str:
+        """A token that authenticates in place of the key."""
         return self.signer.issue_token(key.owner, key.id, self._token_binding(key))
 
     def _find_key(self, credential: str) -> ApiKey | None:
         if not credential.startswith(TOKEN_PREFIX):
             return self.tenants.authenticate(credential)
-        number, bound = self.signer.read_token(credential) or (-1, "")
+        number, binding = self.signer.read_token(credential) or (-1, "")
         key = self.tenants.key_by_id(number)
-        return key if key is not None and bound == self._token_binding(key) else None
+        return key if key is not None and binding == self._token_binding(key) else None
 
     def _token_binding(self, key: ApiKey) -> str:
-        """The server's own key may be another one tomorrow, under the same number."""
+        """Ties tokens of the server's own key to its value: another value keeps the same id, 0."""
         return self.signer.fingerprint(self.key) if self.key is not None and key.id == 0 else ""
 
     def token_owner(self, token: str | None, path: str) -> str | None:
-        """Whose checkpoint a weights_access_token lets read: it is a loan, or a credential of the owner."""
+        """The owner whose checkpoint `path` a weights_access_token makes readable: a loan, or the owner's credential.
+
+        None without a token. Raises BadRequest for a token that is invalid for the path.
+        """
         if token is None:
             return None
         key = self._find_key(token)
         owner = key.owner if key is not None else self.signer.lender(token, path)
         if owner is None:
             raise BadRequest(
-                f"The weights_access_token opens nothing at {path}, or its time is over.", "Ask its owner for another."
+                f"The weights_access_token is not valid for {path}, or it has expired.",
+                "Get another one from the checkpoint's owner.",
             )
         return owner
 
     def signed_link(self, request: Request, path: str, expires: int) -> str:
-        """A link to one of this server's files."""
+        """A signed URL of one of this server's files."""
         base = self.config.public_url or str(request.base_url)
         return f"{base.rstrip('/')}/api/v1/files/{path}?{self.signer.link(path, expires)}"
 
     def is_broken(self, model: Model) -> bool:
-        """The engine cannot have the model, and why is in the log."""
+        """Whether the engine cannot load the model; the log has the reason."""
         worker = self.workers.get(model.base_model)
         return worker is not None and worker.is_broken(model.id)
 
     def worker(self, base_model: str) -> Worker:
-        """The worker of a base model. Raises NotFound with the nearest name."""
+        """The worker of a base model. Raises NotFound, with the closest served name."""
         if base_model not in self.workers:
             raise NotFound(f"Base model {base_model} is not served here.", did_you_mean(base_model, self.workers))
         return self.workers[base_model]
 
+    async def tokenizer(self, base_model: str, card: ModelCard) -> Tokenizer:
+        """The tokenizer of a base model. Raises Unsupported if it has none."""
+        source = card.tokenizer
+        if card.arch == "fake" and source == card.source and not source.startswith("/"):
+            source = f"{CHARACTERS}{card.vocab_size}"
+        return await self.tokenizers.get(base_model, source)
+
     def model(self, model_id: str, owner: str) -> Model:
-        """A model of this tenant, in whatever state. Raises NotFound."""
+        """A model of this tenant, in any state. Raises NotFound."""
         model = self.store.find(Model, model_id)
         if model is None or model.owner != owner:
-            raise NotFound(f"There is no model {model_id}.", "Create one, or load a checkpoint.")
+            raise NotFound(f"There is no model {model_id}.", "Create a model, or load a checkpoint.")
         return model
 
     def trainable_model(self, model_id: str, owner: str) -> Model:
-        """A model that can take requests; its session stays alive by this. Raises NotFound or BadRequest."""
+        """A model that accepts requests; keeps its session alive. Raises NotFound, or BadRequest if the model ended."""
         model = self.model(model_id, owner)
         self.sessions.touch(model.session_id, owner)
         if model.state in ("failed", "ended"):
-            raise BadRequest(f"Model {model_id} is {model.state}.", "Create another and load a checkpoint into it.")
+            raise BadRequest(
+                f"Model {model_id} is {model.state}.", "Create another model and load a checkpoint into it."
+            )
         return model
 
     def sampler(self, sampler_id: str, owner: str) -> SamplingSession:
         """A sampling session of this tenant. Raises NotFound."""
         sampler = self.store.find(SamplingSession, sampler_id)
         if sampler is None or sampler.owner != owner:
-            raise NotFound(f"There is no sampling session {sampler_id}.", "Create one.")
+            raise NotFound(f"There is no sampling session {sampler_id}.", "Create a sampling session.")
         return sampler
 
 
 def server_key(config: ServeConfig) -> tuple[str | None, bool]:
-    """(the server's own key, whether it was made just now): the given one, else the folder's, else a new one.
+    """(the server's own key, whether it was generated now): the configured key, else the data folder's, else a new one.
 
-    Where others can connect only keys open the server that were given or made for it: then there may be none.
+    A server that is not bound to localhost generates no key; its own key may then be None.
     """
     if config.api_key is not None or not config.is_loopback:
         return config.api_key, False
@@ -160,39 +174,35 @@ async def get_service(request: Request) -> Service:
 ServiceDep = Annotated[Service, Depends(get_service)]
 
 
-async def caller(service: ServiceDep, x_api_key: Annotated[str, Header()] = "") -> ApiKey:
-    """What is known of the key in the X-API-Key header. Raises Unauthorized."""
+async def get_api_key(service: ServiceDep, x_api_key: Annotated[str, Header()] = "") -> ApiKey:
+    """The record of the key in the X-API-Key header. Raises Unauthorized."""
     return service.authenticate(x_api_key)
 
 
-Caller = Annotated[ApiKey, Depends(caller)]
+CallerKey = Annotated[ApiKey, Depends(get_api_key)]
 
 
-async def tenant(key: Caller) -> str:
-    """The owner behind the key."""
+async def get_tenant(key: CallerKey) -> str:
+    """The owner of the key."""
     return key.owner
 
 
-Tenant = Annotated[str, Depends(tenant)]
+Tenant = Annotated[str, Depends(get_tenant)]
 
 
-async def admin(key: Caller) -> ApiKey:
-    """A key that may see what concerns all tenants. Raises Forbidden."""
+def require_admin(key: ApiKey) -> None:
+    """Raise Forbidden unless the key may read data of all tenants."""
     if not key.admin:
         raise Forbidden(
-            f"The key '{key.name}' is not an admin's.", "Use the server's own key, or one made with --admin."
+            f"The key '{key.name}' is not an admin key.", "Use the server's own key, or a key made with --admin."
         )
-    return key
-
-
-Admin = Annotated[ApiKey, Depends(admin)]
 
 
 async def read_body(request: Request) -> bytes:
-    """The body as it came. Raises TooLarge before it is read whole."""
+    """The request's body. Raises TooLarge as soon as it exceeds MAX_BODY_BYTES."""
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
+    async for chunk in request.stream():
+        body += chunk
         if len(body) > MAX_BODY_BYTES:
             raise TooLarge(f"The body is over {MAX_BODY_BYTES} bytes.", "Send fewer data per request.")
     return bytes(body)

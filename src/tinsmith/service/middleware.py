@@ -1,6 +1,6 @@
-"""Around every HTTP request: it is timed, its log lines know it, and while the server ends, new work is refused.
+"""Middleware of every HTTP request: timing, log context, and 503 for new work while the server drains.
 
-A refusal is 503 with retry-after, which the SDK and others' clients take as "ask again": they find the next server.
+The 503 carries retry-after, so that the SDK and other clients retry until they reach the next server.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.training.worker import Worker
 
-ANSWERED_TO_THE_END = (
+SERVED_WHILE_DRAINING = (
     "retrieve_future",
     "retrieve_futures",
     "session_heartbeat",
@@ -29,22 +29,22 @@ ANSWERED_TO_THE_END = (
     "telemetry",
     "get_info",
 )
-"""Last parts of paths: what fetches results, keeps sessions or ends them is no new work."""
+"""Last segments of paths that start no new work: they fetch results, keep sessions alive or end them."""
 
 METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"))
 
 
 class Drain:
-    """The end of a service's work: nothing new begins, what is under way is finished and written."""
+    """Shutdown of a service: no new work starts, running work is completed and written."""
 
     def __init__(self, workers: Iterable[Worker], sampling: Sampling) -> None:
         self._workers = list({id(worker): worker for worker in workers}.values())
         self._sampling = sampling
-        self.begun = False
+        self.started = False
 
     async def run(self, within_s: float) -> bool:
-        """Whether all that was under way ended in time. What did not is promised still: the next server takes it up."""
-        self.begun = True
+        """Drain; returns whether all running work completed in time. The next server resumes the rest."""
+        self.started = True
         waits = [*(worker.drain() for worker in self._workers), self._sampling.drain()]
         try:
             async with asyncio.timeout(within_s):
@@ -55,7 +55,7 @@ class Drain:
 
 
 class RequestMiddleware:
-    """ASGI middleware."""
+    """ASGI middleware: measures and logs requests, refuses new work while draining."""
 
     def __init__(self, app: ASGIApp, telemetry: Telemetry, drain: Drain) -> None:
         self._app = app
@@ -63,42 +63,41 @@ class RequestMiddleware:
         self._drain = drain
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.perf_counter(), 500
+        start, status = time.perf_counter(), 500
 
-        async def sent(message: Message) -> None:
+        async def record_status(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
             await send(message)
 
-        app = _ending if self._drain.begun and _is_new_work(scope) else self._app
+        app = _refuse if self._drain.started and _is_new_work(scope) else self._app
         try:
             with http_log_context():
-                await app(scope, receive, sent)
+                await app(scope, receive, record_status)
         finally:
-            self._telemetry.http_finished(_method_of(scope), route_of(scope), status, time.perf_counter() - began)
+            self._telemetry.http_finished(_method_of(scope), route_of(scope), status, time.perf_counter() - start)
 
 
 def route_of(scope: Scope) -> str:
-    """The route's pattern, never the path: that may hold ids, and signatures that open files."""
+    """The route's pattern. The path is never logged: it may hold ids, and signatures that open files."""
     route: Any = scope.get("route")
     return route.path if route is not None else "(none)"
 
 
 def _method_of(scope: Scope) -> str:
-    """One of a few: whoever makes up others makes no more to count."""
+    """The method as a metric label; unknown methods share one, so clients cannot create labels."""
     return scope["method"] if scope["method"] in METHODS else "(other)"
 
 
 def _is_new_work(scope: Scope) -> bool:
     last = scope["path"].rstrip("/").rpartition("/")[2]
-    return scope["method"] == "POST" and last not in ANSWERED_TO_THE_END
+    return scope["method"] == "POST" and last not in SERVED_WHILE_DRAINING
 
 
-async def _ending(scope: Scope, receive: Receive, send: Send) -> None:
-    detail = {"detail": "This server is ending and takes nothing new. Ask again.", "category": "server"}
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    detail = {"detail": "This server is shutting down and accepts no new work. Retry.", "category": "server"}
     await JSONResponse(detail, status_code=503, headers={"retry-after": "1"})(scope, receive, send)

@@ -1,4 +1,4 @@
-"""Records as the management API shows them. Times carry their zone: clients compare them with aware ones."""
+"""JSON of records in the management API. Times have a UTC offset: clients compare them with aware datetimes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tinsmith.service.storage.records import Checkpoint, Model
 from tinsmith.service.tenancy.signing import urn
 
 DEFAULT_PROJECT = "default"
-"""Where a session is that was put into no project."""
+"""Project of sessions that were assigned to none."""
 
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
@@ -20,12 +20,12 @@ def rfc3339(seconds: float) -> str:
 
 
 def metadata_texts(metadata: dict[str, Any] | None) -> dict[str, str] | None:
-    """Metadata as the protocol shows it: text for every key."""
+    """Metadata with its values as text, as the protocol has it."""
     return {key: value if isinstance(value, str) else str(value) for key, value in (metadata or {}).items()} or None
 
 
-def checkpoint_view(checkpoint: Checkpoint) -> dict[str, Any]:
-    """A Checkpoint of the protocol."""
+def checkpoint_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The protocol's Checkpoint."""
     return {
         "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
         "checkpoint_type": _TYPES[checkpoint.kind],
@@ -38,11 +38,11 @@ def checkpoint_view(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def run_view(
+def training_run_json(
     model: Model, checkpoints: list[Checkpoint], last_used: float, *, corrupted: bool, own: bool
 ) -> dict[str, Any]:
-    """A TrainingRun of the protocol; `checkpoints` are those that may be seen, newest first."""
-    newest = {one.kind: checkpoint_view(one) for one in reversed(checkpoints)}
+    """The protocol's TrainingRun; `checkpoints` are those visible to the caller, newest first."""
+    newest = {checkpoint.kind: checkpoint_json(checkpoint) for checkpoint in reversed(checkpoints)}
     return {
         "training_run_id": model.id,
         "base_model": model.base_model,

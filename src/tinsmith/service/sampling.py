@@ -208,7 +208,7 @@ class Sampling:
             body = await run_in_thread_if_large(_weight(request, sampled), encode_sampled, sampled, ask.layout)
             answer = FutureResult(body=body, media=PROTOBUF)
             lengths = [len(sequence.tokens) for sequence in sampled.sequences]
-            self._sequences.keep(request.request_id, len(request.prompt), lengths)
+            self._sequences.record(request.request_id, len(request.prompt), lengths)
         except EngineDied:
             answer = LOST
         except TinsmithError as error:

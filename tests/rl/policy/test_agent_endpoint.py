@@ -141,8 +141,8 @@ def test_a_stream_is_one_piece_and_its_end():
 @pytest.mark.parametrize(
     ("asked", "sentence"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format is not served here"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice other than"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice must be"),
         ({"extra_body": {"top_logprob": 1}}, "'top_logprob'"),
         ({"temperature": -1}, "'temperature'"),
         ({"top_logprobs": 3}, "'top_logprobs'"),
@@ -163,7 +163,9 @@ def test_tools_for_a_template_that_takes_none_are_refused_with_a_cure(monkeypatc
     monkeypatch.setattr(LetterCodec, "template", "{{ messages }}")
 
     async def use(client, line):
-        with pytest.raises(openai.BadRequestError, match=r"takes no tools\. Leave .* or set model\.chat_template"):
+        with pytest.raises(
+            openai.BadRequestError, match=r"does not support tools\. Remove .* or set model\.chat_template"
+        ):
             await client.chat.completions.create(model=line.model, messages=[USER], tools=TOOLS)
 
     served(use, "five")

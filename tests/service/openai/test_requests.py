@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.chat.test_tokenizer import card
-from tinsmith.chat.tokenizer import Words, load
+from tinsmith.chat.tokenizer import Tokenizer, load_tokenizer
 from tinsmith.errors import BadRequest, Unsupported
-from tinsmith.service.openai.requests import prompt_of
+from tinsmith.service.openai.requests import render_prompt
 from tinsmith.service.openai.schemas import ChatBody
 
 TEMPLATE = (
@@ -20,44 +19,44 @@ TEMPLATE = (
 
 
 @pytest.fixture
-def words() -> Words:
-    made = load("toy", card("toy"))
+def tokenizer() -> Tokenizer:
+    made = load_tokenizer("toy", "characters:512")
     made.tokenizer.chat_template = TEMPLATE
     return made
 
 
-def said(words: Words, *messages: dict[str, Any], **more: Any) -> str:
-    ids, _ = prompt_of(ChatBody(model="toy", messages=list(messages), **more), words)
-    return words.decode(ids)
+def said(tokenizer: Tokenizer, *messages: dict[str, Any], **more: Any) -> str:
+    ids, _ = render_prompt(ChatBody(model="toy", messages=list(messages), **more), tokenizer)
+    return tokenizer.decode(ids)
 
 
-def test_roles_parts_and_absent_texts(words: Words):
-    assert said(words, {"role": "user", "content": "hi"}) == "[user||hi|]>"
-    assert said(words, {"role": "developer", "content": "be brief"}) == "[system||be brief|]>"
+def test_roles_parts_and_absent_texts(tokenizer: Tokenizer):
+    assert said(tokenizer, {"role": "user", "content": "hi"}) == "[user||hi|]>"
+    assert said(tokenizer, {"role": "developer", "content": "be brief"}) == "[system||be brief|]>"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert said(words, {"role": "user", "content": parts}, add_generation_prompt=False) == "[user||a\nb|]"
-    assert said(words, {"role": "assistant", "content": None, "refusal": None}) == "[assistant|||]>"
+    assert said(tokenizer, {"role": "user", "content": parts}, add_generation_prompt=False) == "[user||a\nb|]"
+    assert said(tokenizer, {"role": "assistant", "content": None, "refusal": None}) == "[assistant|||]>"
 
 
-def test_calls_have_objects_and_answers_have_names(words: Words):
+def test_calls_have_objects_and_answers_have_names(tokenizer: Tokenizer):
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 39}'}}
     history = ({"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "52"})
-    assert said(words, *history) == "[assistant|||add:39][tool|add|52|]>"
+    assert said(tokenizer, *history) == "[assistant|||add:39][tool|add|52|]>"
 
 
-def test_an_answer_goes_on(words: Words):
+def test_an_answer_goes_on(tokenizer: Tokenizer):
     begun = {"role": "assistant", "content": "It is"}
-    assert said(words, begun, continue_final_message=True) == "[assistant||It is"
+    assert said(tokenizer, begun, continue_final_message=True) == "[assistant||It is"
     with pytest.raises(BadRequest, match="exclude each other"):
-        said(words, begun, continue_final_message=True, add_generation_prompt=True)
+        said(tokenizer, begun, continue_final_message=True, add_generation_prompt=True)
 
 
-def test_what_is_no_message_is_refused(words: Words):
+def test_what_is_no_message_is_refused(tokenizer: Tokenizer):
     with pytest.raises(BadRequest, match=r"messages\[0\].role"):
-        said(words, {"content": "hi"})
+        said(tokenizer, {"content": "hi"})
     with pytest.raises(Unsupported, match="part of type image_url"):
-        said(words, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
-    with pytest.raises(BadRequest, match="no function call"):
-        said(words, {"role": "assistant", "tool_calls": [{"id": 1}]})
+        said(tokenizer, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
+    with pytest.raises(BadRequest, match="not a function call"):
+        said(tokenizer, {"role": "assistant", "tool_calls": [{"id": 1}]})
     with pytest.raises(BadRequest, match=r"tools\[0\]"):
-        said(words, {"role": "user", "content": "hi"}, tools=({"type": "function"},))
+        said(tokenizer, {"role": "user", "content": "hi"}, tools=({"type": "function"},))

@@ -158,7 +158,7 @@ def test_saved_weights_are_called_by_path_by_model_and_by_session(ai: openai.Ope
         assert logprobs is not None
         return reply.system_fingerprint, logprobs.token_logprobs  # type: ignore[return-value]
 
-    with pytest.raises(openai.NotFoundError, match="has saved no weights yet"):
+    with pytest.raises(openai.NotFoundError, match="has no saved weights"):
         said(train.model_id)
     fresh = said("tiny")[1]
     steps = []
@@ -194,11 +194,14 @@ def test_saved_weights_are_called_by_path_by_model_and_by_session(ai: openai.Ope
         ({"extra_body": {"temprature": 1}}, "Did you mean 'temperature'"),
         ({"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}, "enable_thinking"),
         ({"temperature": -1}, "temperature is -1"),
-        ({"top_logprobs": 2}, "without logprobs"),
+        ({"top_logprobs": 2}, "requires logprobs"),
         ({"stream_options": {"include_usage": True}}, "only with stream: true"),
         ({"max_tokens": 40000}, "The context of tiny is 32768"),
-        ({"tools": [{"type": "function", "function": {"name": "add"}}]}, "takes no tools"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "text only"),
+        ({"tools": [{"type": "function", "function": {"name": "add"}}]}, "does not support tools"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "part of type image_url",
+        ),
         ({"messages": [{"role": "king", "content": "hi"}]}, "role is 'king'"),
     ],
 )

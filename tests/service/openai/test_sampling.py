@@ -6,22 +6,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.chat.test_tokenizer import card
-from tinsmith.chat.tokenizer import Words, load
-from tinsmith.chat.tool_calls import Reading
-from tinsmith.service.openai.sampling import Choice
+from tinsmith.chat.tokenizer import Tokenizer, load_tokenizer
+from tinsmith.chat.tool_calls import ToolCallParser
+from tinsmith.service.openai.sampling import ChoiceDecoder
 
 
 @pytest.fixture(scope="module")
-def words(tiny_llama: Path) -> Words:
-    return load("tiny", card(str(tiny_llama)))
+def tokenizer(tiny_llama: Path) -> Tokenizer:
+    return load_tokenizer("tiny", str(tiny_llama))
 
 
-def test_stop_strings_are_held_back_and_cut(words: Words):
+def test_stop_strings_are_held_back_and_cut(tokenizer: Tokenizer):
     def told(text: str, stops: tuple[str, ...], stay: bool = False) -> tuple[list[str], str]:
-        choice = Choice(growing=words.growing(words.special), stops=stops, stops_stay=stay)
-        pieces = [choice.feed([token]).text for token in words.encode(text, marked=False)]
-        return [*pieces, choice.end().text], choice.finish("length")
+        choice = ChoiceDecoder(detokenizer=tokenizer.detokenizer(tokenizer.special_ids), stops=stops, include_stop=stay)
+        pieces = [choice.feed([token]).text for token in tokenizer.encode(text, add_special_tokens=False)]
+        return [*pieces, choice.end().text], choice.finish_reason("length")
 
     pieces, finish = told("one STOP two", ("STOP",))
     assert ("".join(pieces), finish) == ("one ", "stop")
@@ -30,10 +29,14 @@ def test_stop_strings_are_held_back_and_cut(words: Words):
     assert "".join(told("one STO", ("STOP", "X"))[0]) == "one STO"
 
 
-def test_a_call_ends_a_choice_as_a_call_unless_it_was_too_long(words: Words):
+def test_a_call_ends_a_choice_as_a_call_unless_it_was_too_long(tokenizer: Tokenizer):
     for reason, finish in (("stop", "tool_calls"), ("length", "length")):
-        choice = Choice(growing=words.growing(words.special), reading=Reading("tagged"))
-        grown = choice.feed(words.encode('<tool_call>{"name": "add", "arguments": {}}</tool_call>', marked=False))
+        choice = ChoiceDecoder(
+            detokenizer=tokenizer.detokenizer(tokenizer.special_ids), parser=ToolCallParser("tagged")
+        )
+        grown = choice.feed(
+            tokenizer.encode('<tool_call>{"name": "add", "arguments": {}}</tool_call>', add_special_tokens=False)
+        )
         assert [call.name for call in grown.calls] == ["add"]
         assert choice.end().text == ""
-        assert choice.finish(reason) == finish  # type: ignore[arg-type]
+        assert choice.finish_reason(reason) == finish  # type: ignore[arg-type]

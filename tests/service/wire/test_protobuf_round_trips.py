@@ -121,7 +121,7 @@ test_many_results_are_what_the_sdk_reads = pytest.mark.slow(thorough(given(resul
 
 @st.composite
 def samples(draw: st.DrawFn) -> tuple[SampleResult, SparseLayout | None]:
-    """SequenceRegistry of any lengths, with or without each thing that can be asked about a prompt."""
+    """Sequences of any length, with or without each option of prompt logprobs."""
 
     def topk(length: int, k: int) -> TopK:
         found = draw(npst.arrays(np.int32, (length, k), elements=st.integers(0, 2**31 - 1)))

@@ -9,7 +9,7 @@ from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanc
 
 from tinsmith.errors import BadRequest
 from tinsmith.service.wire.protobuf import pb
-from tinsmith.service.wire.provenance import REMEMBERED, SequenceRegistry, parse_claims
+from tinsmith.service.wire.provenance import MAX_REQUESTS, SequenceRegistry, parse_claims
 
 
 def spanned(sequence: str, prompt: int, sampled: int) -> types.Datum:
@@ -42,9 +42,9 @@ def test_spans_of_what_was_sampled_are_taken_and_others_refused(
     for wrong, says in (
         (spanned(one.sequence_id, 4, 4), "prompt tokens"),
         (spanned(one.sequence_id, 3, 5), "sampled tokens"),
-        (spanned(f"{request}:2", 3, 4), "not known here"),
-        (spanned("somebody:sample:0:1:0", 3, 4), "not known here"),
-        (spanned("nonsense", 3, 4), "not known here"),
+        (spanned(f"{request}:2", 3, 4), "does not exist"),
+        (spanned("somebody:sample:0:1:0", 3, 4), "does not exist"),
+        (spanned("nonsense", 3, 4), "does not exist"),
     ):
         with pytest.raises(tinker.BadRequestError, match=says):
             train.forward_backward([wrong], "cross_entropy").result()
@@ -87,9 +87,9 @@ def test_what_is_forgotten_is_believed() -> None:
     sequences = SequenceRegistry()
     claims = parse_claims(message([(0, 3)], [(0, 3)]), [(3, 3)])
     sequences.check(claims, lambda sampler: sampler == "s:sample:0")
-    sequences.keep("s:sample:0:1", 9, [2])
+    sequences.record("s:sample:0:1", 9, [2])
     with pytest.raises(BadRequest):
         sequences.check(claims, lambda sampler: True)
-    for number in range(REMEMBERED):
-        sequences.keep(str(number), 1, [1])
+    for number in range(MAX_REQUESTS):
+        sequences.record(str(number), 1, [1])
     sequences.check(claims, lambda sampler: True)

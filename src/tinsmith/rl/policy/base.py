@@ -13,8 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 from pydantic import Field, field_validator, model_validator
 
+from tinsmith.chat.request import PromptTooLong
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.chat import Conversation, PromptTooLong
+from tinsmith.rl.policy.chat import Conversation
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.types import Message, Turn
 from tinsmith.settings import Settings

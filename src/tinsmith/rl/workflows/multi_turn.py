@@ -14,7 +14,7 @@ from pydantic import Field, model_validator
 
 from tinsmith.rl.plugins import await_if_needed, check_signature, import_object
 from tinsmith.rl.policy.base import Snapshot, request_seed
-from tinsmith.rl.policy.chat import PromptTooLong
+from tinsmith.chat.request import PromptTooLong
 from tinsmith.rl.types import Rollout, Task, Turn
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, score_turns
 from tinsmith.rl.workflows.custom import Conversation

@@ -1,1 +1,1 @@
-"""The OpenAI dialect: texts and conversations in, samples of the same engines out."""
+"""The OpenAI API over the served engines: chat completions, completions, and vLLM's tokens-in, tokens-out generate."""

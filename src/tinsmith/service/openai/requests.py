@@ -1,7 +1,8 @@
-"""A request of the OpenAI dialect, understood: what is to be sampled from which weights, and how it will be told."""
+"""Prepare requests of the OpenAI API: resolve the model's name, render the prompt, build the engine's requests."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -10,75 +11,49 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.chat.messages import plain_messages, plain_tools
-from tinsmith.chat.tokenizer import Words
-from tinsmith.chat.tool_calls import Form, Reading, form_of, marks_of
+from tinsmith.chat.request import PromptTooLong
+from tinsmith.chat.tokenizer import Tokenizer
+from tinsmith.chat.tool_calls import ToolCallFormat, ToolCallParser, marker_texts, tool_call_format
 from tinsmith.engine.base import ModelCard, SampleRequest
-from tinsmith.engine.validation import check_sample, did_you_mean
-from tinsmith.errors import BadRequest, NotFound
+from tinsmith.engine.validation import MAX_SAMPLES, check_sample, did_you_mean
+from tinsmith.errors import BadRequest, NotFound, Unsupported
 from tinsmith.service.dependencies import Service
-from tinsmith.service.openai.sampling import Calls, Choice
-from tinsmith.service.openai.schemas import ChatBody, Drawing, Telling, TooLong
+from tinsmith.service.openai.sampling import ChoiceDecoder, SampleCalls
+from tinsmith.service.openai.schemas import ChatBody, CompletionBody, OutputOptions, SamplingOptions
 from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession
 from tinsmith.service.training.worker import Worker
 
 
-def tools_of(asked: ChatBody) -> list[dict[str, Any]]:
-    """The tools that the model is told of. Raises BadRequest or Unsupported."""
-    return plain_tools(asked.tools, asked.tool_choice)
-
-
-def prompt_of(asked: ChatBody, words: Words) -> tuple[list[int], Form | None]:
-    """(the prompt's tokens, the form of the tool calls to look for). Takes milliseconds: not for the event loop."""
-    tools = tools_of(asked)
-    template = words.template(tools)
-    form = form_of(template, words.name) if tools else None
-    begins = asked.add_generation_prompt and "add_generation_prompt" in asked.model_fields_set
-    if asked.continue_final_message and begins:
-        raise BadRequest(
-            "continue_final_message and add_generation_prompt exclude each other.",
-            "Set add_generation_prompt to false, or leave it out.",
-        )
-    ids = words.render(
-        plain_messages(asked.messages, knows_developer="developer" in template),
-        tools,
-        begin=asked.add_generation_prompt and not asked.continue_final_message,
-        go_on=asked.continue_final_message,
-        values=asked.chat_template_kwargs,
-    )
-    return ids, form
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
-    """What answers under a name at this moment."""
+class ModelRef:
+    """The weights that a model name stands for at this moment."""
 
     base_model: str
     worker: Worker
     version: str | None
     """None: the base model itself."""
     weights: str
-    """What tells these weights from all others: a checkpoint's path, or the base model's name."""
+    """Unique name of the weights: a checkpoint's path, or the base model's name."""
 
 
-def named(service: Service, name: str, owner: str) -> Named:
-    """Raises NotFound for what is not there and for what is another's."""
+def resolve_model(service: Service, name: str, owner: str) -> ModelRef:
+    """The weights that `name` stands for. Raises NotFound for unknown names and for other tenants' weights.
+
+    A name is one of: a served base model; `tinker://RUN/KIND/NAME`, owned or published, alone or as
+    `BASE;tinker://…`; the id of a sampling session; the id of a model in training, `SESSION:train:N`, which stands for
+    the newest weights saved by save_weights_for_sampler or save_weights. Updates since then are not included, so every
+    response comes from weights that can be named again.
+    """
     if name in service.workers:
-        return _of(service, name, None)
+        return _model_ref(service, name, None)
     base_model, semicolon, path = name.partition(";")
     if not semicolon:
         base_model, path = "", name
     if path.startswith("tinker://"):
-        checkpoint = service.checkpoints.readable(path, owner)
-        if checkpoint.kind == "external_weights":
-            raise BadRequest(f"{path} is for use elsewhere.", "Give a tinker://RUN/sampler_weights/NAME path.")
-        found = _of(service, None, checkpoint)
-        if base_model and service.worker(base_model) is not found.worker:
-            raise BadRequest(f"{path} belongs to {found.base_model}, not to {base_model}.", "Give the path alone.")
-        return found
+        return _resolve_path(service, base_model, path, owner)
     sampler = service.store.find(SamplingSession, name)
     if sampler is not None and sampler.owner == owner:
-        return Named(
+        return ModelRef(
             base_model=sampler.base_model,
             worker=service.worker(sampler.base_model),
             version=service.sampling.current_version(sampler),
@@ -86,39 +61,26 @@ def named(service: Service, name: str, owner: str) -> Named:
         )
     model = service.store.find(Model, name)
     if model is not None and model.owner == owner:
-        return _of(service, None, newest(service, model))
+        return _model_ref(service, None, newest_weights(service, model))
     raise NotFound(
         f"There is no model {name}.",
-        f"{did_you_mean(name, service.workers)} Or give a tinker:// path, or the id of a model in training.",
+        f"{did_you_mean(name, service.workers)} A tinker:// path and the id of a model in training are names too.",
     )
 
 
-def callable_models(service: Service, owner: str) -> list[str]:
-    """Ids of the owner's models that `named` finds: their base model is served, and they have saved weights."""
-    mine = (one for one in service.store.all(Model) if one.owner == owner and one.base_model in service.workers)
-    return [one.id for one in mine if _saved(service, one)]
+def _resolve_path(service: Service, base_model: str, path: str, owner: str) -> ModelRef:
+    checkpoint = service.checkpoints.readable(path, owner)
+    if checkpoint.kind == "external_weights":
+        raise BadRequest(f"{path} holds external weights.", "Give a tinker://RUN/sampler_weights/NAME path.")
+    ref = _model_ref(service, None, checkpoint)
+    if base_model and service.worker(base_model) is not ref.worker:
+        raise BadRequest(f"{path} belongs to {ref.base_model}, not to {base_model}.", "Give the path alone.")
+    return ref
 
 
-def newest(service: Service, model: Model) -> Checkpoint:
-    """The weights that were saved last. Raises NotFound."""
-    saved = _saved(service, model)
-    if not saved:
-        raise NotFound(f"Model {model.id} has saved no weights yet.", "Call save_weights_for_sampler first.")
-    return max(saved, key=lambda one: one.created)
-
-
-def _saved(service: Service, model: Model) -> list[Checkpoint]:
-    made = service.store.checkpoints_of_run(model.id)
-    return [one for one in made if one.kind != "external_weights" and not one.deleted and _lasts(one)]
-
-
-def _lasts(checkpoint: Checkpoint) -> bool:
-    return checkpoint.expires is None or checkpoint.expires > time.time()
-
-
-def _of(service: Service, base_model: str | None, checkpoint: Checkpoint | None) -> Named:
+def _model_ref(service: Service, base_model: str | None, checkpoint: Checkpoint | None) -> ModelRef:
     name = base_model or (checkpoint.base_model if checkpoint else "")
-    return Named(
+    return ModelRef(
         base_model=name,
         worker=service.worker(name),
         version=checkpoint.id if checkpoint else None,
@@ -126,85 +88,207 @@ def _of(service: Service, base_model: str | None, checkpoint: Checkpoint | None)
     )
 
 
+def sampleable_models(service: Service, owner: str) -> list[str]:
+    """Ids of the owner's models in training that `resolve_model` accepts: served base model, saved weights."""
+    models = [model for model in service.store.all(Model) if model.owner == owner]
+    return [model.id for model in models if model.base_model in service.workers and _saved_weights(service, model)]
+
+
+def newest_weights(service: Service, model: Model) -> Checkpoint:
+    """The model's most recently saved weights. Raises NotFound if there are none."""
+    saved = _saved_weights(service, model)
+    if not saved:
+        raise NotFound(f"Model {model.id} has no saved weights.", "Call save_weights_for_sampler first.")
+    return max(saved, key=lambda checkpoint: checkpoint.created)
+
+
+def _saved_weights(service: Service, model: Model) -> list[Checkpoint]:
+    return [
+        checkpoint
+        for checkpoint in service.store.checkpoints_of_run(model.id)
+        if checkpoint.kind != "external_weights"
+        and not checkpoint.deleted
+        and (checkpoint.expires is None or checkpoint.expires > time.time())
+    ]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """One call: its prompts, each `n` times."""
+class PreparedRequest:
+    """A validated call: its prompts, each sampled `n` times."""
 
     id: str
     created: int
     owner: str
-    named: Named
+    model: ModelRef
     card: ModelCard
-    words: Words
-    body: Telling
+    tokenizer: Tokenizer
+    body: OutputOptions
     requests: tuple[SampleRequest, ...]
-    top: int | None
-    """Likeliest tokens to tell of beside each; None: no logprobs at all."""
-    form: Form | None = None
+    top_logprobs: int | None
+    """Most likely tokens to return for each position; None returns no logprobs at all."""
+    prompt_texts: tuple[str, ...] = ()
+    """Text of each prompt, where `echo` returns it."""
+    call_format: ToolCallFormat | None = None
     tools: Sequence[Mapping[str, Any]] = ()
 
     @property
-    def calls(self) -> Calls:
-        """What is to be sampled."""
-        return Calls(owner=self.owner, base_model=self.named.base_model, requests=self.requests)
+    def calls(self) -> SampleCalls:
+        """The engine's requests."""
+        return SampleCalls(owner=self.owner, base_model=self.model.base_model, requests=self.requests)
 
-    def choice(self) -> Choice:
-        """An answer that has not begun."""
-        hidden = self.words.special if self.body.skip_special_tokens else frozenset[int]()
+    def decoder(self) -> ChoiceDecoder:
+        """A decoder for one choice."""
+        hidden = self.tokenizer.special_ids if self.body.skip_special_tokens else frozenset[int]()
         if not self.body.include_stop_str_in_output:
-            hidden |= frozenset(_ends(self.body, self.card))
-        return Choice(
-            growing=self.words.growing(hidden - self.words.marks(marks_of(self.form))),
-            stops=self.body.stops,
-            stops_stay=self.body.include_stop_str_in_output,
-            reading=Reading(self.form, self.tools) if self.form else None,
+            hidden |= frozenset(_stop_tokens(self.body, self.card))
+        return ChoiceDecoder(
+            detokenizer=self.tokenizer.detokenizer(hidden - self.tokenizer.token_ids(marker_texts(self.call_format))),
+            stops=self.body.stop_strings,
+            include_stop=self.body.include_stop_str_in_output,
+            parser=ToolCallParser(self.call_format, self.tools) if self.call_format else None,
         )
 
 
 def new_id(kind: str) -> str:
-    """A name for a call."""
+    """A unique id that begins with `kind`."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 
-def now() -> int:
-    """Seconds since 1970."""
-    return int(time.time())
+async def prepare_chat(service: Service, owner: str, body: ChatBody) -> PreparedRequest:
+    """Validate a chat completion and render its prompt."""
+    if body.top_logprobs and not body.logprobs:
+        raise BadRequest("top_logprobs requires logprobs.", "Set logprobs to true.")
+    model, card, tokenizer = await _open_model(service, owner, body)
+    ids, call_format = await asyncio.to_thread(render_prompt, body, tokenizer)
+    longest = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return PreparedRequest(
+        id=new_id("chatcmpl"),
+        created=int(time.time()),
+        owner=owner,
+        model=model,
+        card=card,
+        tokenizer=tokenizer,
+        body=body,
+        requests=(build_sample_request(body, card, model, ids, longest, topk_sample_logprobs=body.top_logprobs),),
+        top_logprobs=body.top_logprobs if body.logprobs else None,
+        call_format=call_format,
+        tools=body.template_tools(),
+    )
 
 
-def request_of(
-    body: Drawing, card: ModelCard, named: Named, ids: Sequence[int], max_tokens: int | None, **asks: Any
+async def prepare_completion(service: Service, owner: str, body: CompletionBody) -> PreparedRequest:
+    """Validate a completion and encode its prompts."""
+    if body.max_tokens == 0 and not body.echo:
+        raise BadRequest("max_tokens is 0.", "Give at least 1, or set echo to score the prompt.")
+    if body.stream and body.echo and (body.logprobs is not None or not body.max_tokens):
+        raise Unsupported("Logprobs of the prompt are not streamed.", "Remove stream or echo.")
+    model, card, tokenizer = await _open_model(service, owner, body)
+    prompts = await asyncio.to_thread(_encode_prompts, body, tokenizer)
+    logprobs = {
+        "topk_sample_logprobs": body.logprobs or 0,
+        "prompt_logprobs": body.echo and body.logprobs is not None,
+        "topk_prompt_logprobs": body.logprobs or 0 if body.echo else 0,
+    }
+    return PreparedRequest(
+        id=new_id("cmpl"),
+        created=int(time.time()),
+        owner=owner,
+        model=model,
+        card=card,
+        tokenizer=tokenizer,
+        body=body,
+        requests=tuple(
+            build_sample_request(body, card, model, ids, body.max_tokens or 1, **logprobs) for ids, _ in prompts
+        ),
+        top_logprobs=body.logprobs,
+        prompt_texts=tuple(text for _, text in prompts),
+    )
+
+
+async def _open_model(service: Service, owner: str, body: OutputOptions) -> tuple[ModelRef, ModelCard, Tokenizer]:
+    service.sampling.check_capacity()
+    model = resolve_model(service, body.model, owner)
+    card = await model.worker.host.card()
+    return model, card, await service.tokenizer(model.base_model, card)
+
+
+def render_prompt(body: ChatBody, tokenizer: Tokenizer) -> tuple[list[int], ToolCallFormat | None]:
+    """(token ids of the prompt, format of the tool calls to parse). Takes milliseconds: run it in a thread."""
+    tools = body.template_tools()
+    template = tokenizer.template(tools)
+    call_format = tool_call_format(template, tokenizer.name) if tools else None
+    is_explicit = body.add_generation_prompt and "add_generation_prompt" in body.model_fields_set
+    if body.continue_final_message and is_explicit:
+        raise BadRequest(
+            "continue_final_message and add_generation_prompt exclude each other.",
+            "Set add_generation_prompt to false, or remove it.",
+        )
+    ids = tokenizer.render(
+        body.template_messages(template),
+        tools,
+        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
+        continue_final_message=body.continue_final_message,
+        values=body.chat_template_kwargs,
+    )
+    return ids, call_format
+
+
+def _encode_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[tuple[list[int], str]]:
+    """(token ids, text) of each prompt; the text of a prompt of tokens only where `echo` returns it."""
+    prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
+    if prompts and isinstance(prompts[0], int):
+        prompts = [prompts]
+    if not 1 <= len(prompts) <= MAX_SAMPLES:
+        raise BadRequest(f"There are {len(prompts)} prompts.", f"Give 1 to {MAX_SAMPLES}, of text or tokens.")
+    return [
+        (tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens), prompt)
+        if isinstance(prompt, str)
+        else (prompt, tokenizer.decode(prompt) if body.echo else "")
+        for prompt in prompts
+    ]
+
+
+def build_sample_request(
+    options: SamplingOptions,
+    card: ModelCard,
+    model: ModelRef,
+    ids: Sequence[int],
+    max_tokens: int | None,
+    **logprobs: Any,
 ) -> SampleRequest:
-    """One prompt's request. Raises BadRequest; TooLong if it does not fit the context."""
-    room = card.context_length
-    if len(ids) + (max_tokens or 1) - 1 > room:
-        raise TooLong(
-            f"The context of {named.base_model} is {room} tokens, the prompt has {len(ids)}; max_tokens: {max_tokens}.",
+    """The engine's request for one prompt. Raises BadRequest; PromptTooLong if the request exceeds the context."""
+    context = card.context_length
+    if len(ids) + (max_tokens or 1) - 1 > context:
+        raise PromptTooLong(
+            f"The context of {model.base_model} is {context} tokens, the prompt has {len(ids)}; "
+            f"max_tokens: {max_tokens}.",
             "Shorten the prompt or lower max_tokens.",
         )
-    if "" in body.stops:
+    if "" in options.stop_strings:
         raise BadRequest("A stop string is empty.", "Give text.")
     try:
         prompt = np.asarray(ids, dtype=np.int32)
     except OverflowError as error:
-        raise BadRequest("The prompt holds a number that is no token id.", "Use the model's own tokenizer.") from error
+        raise BadRequest(
+            "The prompt holds a number that is not a token id.", "Use the model's own tokenizer."
+        ) from error
     request = SampleRequest(
         request_id=new_id("direct"),
         prompt=prompt,
-        version=named.version,
-        num_samples=body.n,
+        version=model.version,
+        num_samples=options.n,
         max_tokens=max_tokens,
-        temperature=body.temperature,
-        top_k=body.top_k or -1,
-        top_p=body.top_p,
-        seed=body.seed,
-        stop_tokens=_ends(body, card),
-        stop_strings=body.stops,
-        **asks,
+        temperature=options.temperature,
+        top_k=options.top_k or -1,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop_tokens=_stop_tokens(options, card),
+        stop_strings=options.stop_strings,
+        **logprobs,
     )
     check_sample(request, card)
     return request
 
 
-def _ends(body: Drawing, card: ModelCard) -> tuple[int, ...]:
-    """Tokens that end an answer."""
-    return (*(() if body.ignore_eos else card.eos_token_ids), *body.stop_token_ids)
+def _stop_tokens(options: SamplingOptions, card: ModelCard) -> tuple[int, ...]:
+    return (*(() if options.ignore_eos else card.eos_token_ids), *options.stop_token_ids)

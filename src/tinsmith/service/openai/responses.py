@@ -1,4 +1,4 @@
-"""What clients of the OpenAI dialect are answered, whole or in chunks, with logprobs and token ids.
+"""Responses of the OpenAI API, whole or as server-sent events, with logprobs and token ids.
 
 `system_fingerprint` names the weights that answered.
 """
@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import uuid
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -14,242 +13,241 @@ from typing import Any
 
 import numpy as np
 
-from tinsmith.chat.tool_calls import Call
 from tinsmith.engine.base import SampledSequence, SampleResult, SequenceDelta, TopK
 from tinsmith.errors import TinsmithError
-from tinsmith.service.openai.requests import Asked
-from tinsmith.service.openai.sampling import Choice, Finish, Grown, New
-from tinsmith.service.openai.schemas import shape_of
+from tinsmith.service.openai.requests import PreparedRequest
+from tinsmith.service.openai.sampling import ChoiceDecoder, FinishReason, SampleEvent, TextDelta
+from tinsmith.service.openai.schemas import openai_error_of
 
-CALL_ID = 9
-"""Letters and digits of a tool call's id: Mistral's templates take nothing else back."""
+MIN_LOGPROB = -9999.0
+"""Stands for minus infinity, which JSON has no number for."""
 
-FLOOR = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
-
-Tops = Sequence[Sequence[tuple[int, float]]]
-"""The likeliest (token, logprob) pairs of each position."""
+TopLogprobs = Sequence[Sequence[tuple[int, float]]]
+"""The most likely (token, logprob) pairs of each position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
-    """A stretch of one choice: what it has grown by, and the tokens behind that."""
+class ChoiceDelta:
+    """New output of one choice, or a whole choice: text and tool calls, with the tokens that they come from."""
 
     index: int
-    grown: Grown
+    delta: TextDelta
     tokens: Sequence[int] = ()
     logprobs: Sequence[float | None] = ()
-    tops: Tops = ()
-    finish: Finish | None = None
+    top_logprobs: TopLogprobs = ()
+    finish: FinishReason | None = None
     first_call: int = 0
-    """Calls of this choice that were told before."""
+    """Tool calls of this choice in earlier deltas."""
     offset: int = 0
-    """Characters of its tokens that were told before."""
+    """Characters of this choice's tokens in earlier deltas."""
 
 
-def rows(topk: TopK | None) -> Tops:
-    """The cells of a TopK that are not empty."""
+def top_logprobs_of(topk: TopK | None) -> TopLogprobs:
+    """The non-empty cells of a TopK."""
     if topk is None:
         return ()
     pairs = zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)
     return [[(token, p) for token, p in zip(*row, strict=True) if p > -99999] for row in pairs]
 
 
-def finite(logprobs: np.ndarray) -> list[float | None]:
-    """As JSON can say them; None for no number."""
-    return [None if np.isnan(p) else max(float(p), FLOOR) for p in logprobs]
+def json_logprobs(logprobs: np.ndarray) -> list[float | None]:
+    """Logprobs as JSON numbers: None for NaN, MIN_LOGPROB for minus infinity."""
+    return [None if np.isnan(p) else max(float(p), MIN_LOGPROB) for p in logprobs]
 
 
-def head(asked: Asked, kind: str) -> dict[str, Any]:
-    """What every reply and every chunk begins with."""
+def response_head(call: PreparedRequest, kind: str) -> dict[str, Any]:
+    """Fields that every response and every chunk begins with."""
     return {
-        "id": asked.id,
+        "id": call.id,
         "object": kind,
-        "created": asked.created,
-        "model": asked.body.model,
-        "system_fingerprint": asked.named.weights,
+        "created": call.created,
+        "model": call.body.model,
+        "system_fingerprint": call.model.weights,
     }
 
 
-def usage(asked: Asked, sampled: Sequence[SampleResult], said: int) -> dict[str, Any]:
-    """Tokens of the prompts (each once), of the answers, and of the prompts those that were in the cache."""
-    prompt = sum(len(request.prompt) for request in asked.requests)
-    cached = sum(one.prompt_cache_hit_tokens for one in sampled)
+def usage(call: PreparedRequest, sampled: Sequence[SampleResult], completion_tokens: int) -> dict[str, Any]:
+    """Token counts; a prompt counts once, however often it is sampled."""
+    prompt = sum(len(request.prompt) for request in call.requests)
+    cached = sum(result.prompt_cache_hit_tokens for result in sampled)
     return {
         "prompt_tokens": prompt,
-        "completion_tokens": said,
-        "total_tokens": prompt + said,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt + completion_tokens,
         "prompt_tokens_details": {"cached_tokens": cached},
     }
 
 
-def chat_choice(asked: Asked, told: Told) -> dict[str, Any]:
+def sampled_tokens(sampled: Sequence[SampleResult]) -> int:
+    """Tokens of all sequences."""
+    return sum(len(sequence.tokens) for result in sampled for sequence in result.sequences)
+
+
+def chat_choice(call: PreparedRequest, choice: ChoiceDelta) -> dict[str, Any]:
     """A choice of a whole chat completion."""
-    message: dict[str, Any] = {"role": "assistant", "content": told.grown.text or None, "refusal": None}
-    if told.grown.calls:
-        message["tool_calls"] = [_call(call) for call in told.grown.calls]
+    delta = choice.delta
+    message: dict[str, Any] = {"role": "assistant", "content": delta.text or None, "refusal": None}
+    if delta.calls:
+        message["tool_calls"] = [tool_call.to_json() for tool_call in delta.calls]
     elif message["content"] is None:
         message["content"] = ""
-    return _with_ids(
-        asked, told, {"index": told.index, "message": message, "finish_reason": told.finish}, _chat_logprobs
+    return _with_tokens(
+        call, choice, {"index": choice.index, "message": message, "finish_reason": choice.finish}, _chat_logprobs
     )
 
 
-def chat_delta(asked: Asked, told: Told) -> dict[str, Any]:
+def chat_delta(call: PreparedRequest, choice: ChoiceDelta) -> dict[str, Any]:
     """A choice of a chunk of a chat completion."""
-    delta: dict[str, Any] = {"content": told.grown.text} if told.grown.text or not told.grown.calls else {}
-    if told.finish and not told.grown.text:
+    text, calls = choice.delta.text, choice.delta.calls
+    delta: dict[str, Any] = {"content": text} if text or not calls else {}
+    if choice.finish and not text:
         delta = {}
-    if told.grown.calls:
-        numbered = enumerate(told.grown.calls, told.first_call)
-        delta["tool_calls"] = [{"index": number, **_call(call)} for number, call in numbered]
-    return _with_ids(asked, told, {"index": told.index, "delta": delta, "finish_reason": told.finish}, _chat_logprobs)
+    if calls:
+        numbered = enumerate(calls, choice.first_call)
+        delta["tool_calls"] = [{"index": number, **tool_call.to_json()} for number, tool_call in numbered]
+    return _with_tokens(
+        call, choice, {"index": choice.index, "delta": delta, "finish_reason": choice.finish}, _chat_logprobs
+    )
 
 
-def text_choice(asked: Asked, told: Told) -> dict[str, Any]:
+def text_choice(call: PreparedRequest, choice: ChoiceDelta) -> dict[str, Any]:
     """A choice of a completion, whole or of a chunk."""
-    choice = {"index": told.index, "text": told.grown.text, "finish_reason": told.finish}
-    return _with_ids(asked, told, choice, _text_logprobs)
+    body = {"index": choice.index, "text": choice.delta.text, "finish_reason": choice.finish}
+    return _with_tokens(call, choice, body, _text_logprobs)
 
 
-def spelled(asked: Asked, token: int) -> str:
-    """A token as a text of its own, or as token_id:N."""
-    return f"token_id:{token}" if asked.body.return_tokens_as_token_ids else asked.words.spelled(token)[0]
+def token_text(call: PreparedRequest, token: int) -> str:
+    """A token as text, or as `token_id:N` if the request says so."""
+    return f"token_id:{token}" if call.body.return_tokens_as_token_ids else call.tokenizer.decode_token(token)[0]
 
 
-def _with_ids(asked: Asked, told: Told, choice: dict[str, Any], logprobs: Any) -> dict[str, Any]:
-    choice["logprobs"] = logprobs(asked, told) if asked.top is not None and told.tokens else None
-    if asked.body.return_token_ids:
-        choice["token_ids"] = list(told.tokens)
-    return choice
+def _with_tokens(call: PreparedRequest, choice: ChoiceDelta, body: dict[str, Any], logprobs: Any) -> dict[str, Any]:
+    body["logprobs"] = logprobs(call, choice) if call.top_logprobs is not None and choice.tokens else None
+    if call.body.return_token_ids:
+        body["token_ids"] = list(choice.tokens)
+    return body
 
 
-def _call(call: Call) -> dict[str, Any]:
-    function = {"name": call.name, "arguments": call.arguments}
-    return {"id": uuid.uuid4().hex[:CALL_ID], "type": "function", "function": function}
-
-
-def _chat_logprobs(asked: Asked, told: Told) -> dict[str, Any]:
-    tops = told.tops or [()] * len(told.tokens)
+def _chat_logprobs(call: PreparedRequest, choice: ChoiceDelta) -> dict[str, Any]:
+    tops = choice.top_logprobs or [()] * len(choice.tokens)
     content = [
-        {**_entry(asked, token, p), "top_logprobs": [_entry(asked, *pair) for pair in top]}
-        for token, p, top in zip(told.tokens, told.logprobs, tops, strict=True)
+        {**_entry(call, token, p), "top_logprobs": [_entry(call, *pair) for pair in top]}
+        for token, p, top in zip(choice.tokens, choice.logprobs, tops, strict=True)
     ]
     return {"content": content, "refusal": None}
 
 
-def _entry(asked: Asked, token: int, logprob: float | None) -> dict[str, Any]:
-    raw = asked.words.spelled(token)[1]
-    return {"token": spelled(asked, token), "logprob": logprob, "bytes": list(raw) if raw is not None else None}
+def _entry(call: PreparedRequest, token: int, logprob: float | None) -> dict[str, Any]:
+    raw = call.tokenizer.decode_token(token)[1]
+    return {"token": token_text(call, token), "logprob": logprob, "bytes": list(raw) if raw is not None else None}
 
 
-def _text_logprobs(asked: Asked, told: Told) -> dict[str, Any]:
-    """The token itself is always among the likeliest that are told."""
-    tops = told.tops or [()] * len(told.tokens)
-    texts = [asked.words.spelled(token)[0] for token in told.tokens]
-    ends = np.cumsum([told.offset, *map(len, texts)])
+def _text_logprobs(call: PreparedRequest, choice: ChoiceDelta) -> dict[str, Any]:
+    """The sampled token is always among the returned top logprobs."""
+    tops = choice.top_logprobs or [()] * len(choice.tokens)
+    texts = [call.tokenizer.decode_token(token)[0] for token in choice.tokens]
+    ends = np.cumsum([choice.offset, *map(len, texts)])
     return {
-        "tokens": [spelled(asked, token) for token in told.tokens],
-        "token_logprobs": list(told.logprobs),
+        "tokens": [token_text(call, token) for token in choice.tokens],
+        "token_logprobs": list(choice.logprobs),
         "top_logprobs": [
-            None if p is None else {spelled(asked, one): q for one, q in (*top, (token, p))}
-            for token, p, top in zip(told.tokens, told.logprobs, tops, strict=True)
+            None if p is None else {token_text(call, other): q for other, q in (*top, (token, p))}
+            for token, p, top in zip(choice.tokens, choice.logprobs, tops, strict=True)
         ],
         "text_offset": ends[:-1].tolist(),
     }
 
 
-Delta = Callable[[Asked, Told], dict[str, Any]]
+RenderChoice = Callable[[PreparedRequest, ChoiceDelta], dict[str, Any]]
 
 
-def whole_choice(asked: Asked, index: int, sequence: SampledSequence) -> Told:
+def whole_choice(call: PreparedRequest, index: int, sequence: SampledSequence) -> ChoiceDelta:
     """A finished sequence as a choice."""
-    choice, tokens = asked.choice(), sequence.tokens.tolist()
-    first, last = choice.feed(tokens), choice.end()
-    return Told(
+    decoder, tokens = call.decoder(), sequence.tokens.tolist()
+    first, last = decoder.feed(tokens), decoder.end()
+    return ChoiceDelta(
         index=index,
-        grown=Grown(text=first.text + last.text, calls=(*first.calls, *last.calls)),
+        delta=TextDelta(text=first.text + last.text, calls=(*first.calls, *last.calls)),
         tokens=tokens,
-        logprobs=finite(sequence.logprobs),
-        tops=rows(sequence.topk),
-        finish=choice.finish(sequence.stop_reason),
+        logprobs=json_logprobs(sequence.logprobs),
+        top_logprobs=top_logprobs_of(sequence.topk),
+        finish=decoder.finish_reason(sequence.stop_reason),
     )
 
 
 @dataclass(slots=True)
-class _Growing:
-    choice: Choice
+class _ChoiceState:
+    decoder: ChoiceDecoder
     calls: int = 0
     offset: int = 0
 
 
-async def events(
-    asked: Asked,
-    grown: AsyncGenerator[New],
+async def event_stream(
+    call: PreparedRequest,
+    samples: AsyncGenerator[SampleEvent],
     kind: str,
-    delta: Delta,
+    render: RenderChoice,
     opening: Sequence[Mapping[str, Any]],
-    more: Mapping[str, Any],
+    extra_fields: Mapping[str, Any],
 ) -> AsyncGenerator[str]:
-    """Chunks of `kind`, each choice told by `delta`; `opening` are choices that come first, the first of them with
-    `more` beside it. Always ends in [DONE]."""
-    extra = {"usage": None} if asked.body.stream_options.include_usage else {}
+    """Server-sent events with chunks of `kind`, choices rendered by `render`; ends with [DONE] in any case.
+
+    `opening` are choices sent first, the first of them with `extra_fields` in its chunk.
+    """
+    no_usage = {"usage": None} if call.body.stream_options.include_usage else {}
     for choice in opening:
-        yield _event({**head(asked, kind), "choices": [choice], **extra, **more})
-        more = {}
-    said, answers = 0, []
-    states = [_Growing(asked.choice()) for _ in range(len(asked.requests) * asked.body.n)]
+        yield _event({**response_head(call, kind), "choices": [choice], **no_usage, **extra_fields})
+        extra_fields = {}
+    tokens, results = 0, []
+    states = [_ChoiceState(call.decoder()) for _ in range(len(call.requests) * call.body.n)]
     try:
-        async with aclosing(grown):
-            async for request, new in grown:
-                first = request * asked.body.n
-                if isinstance(new, SequenceDelta):
-                    said += len(new.tokens)
-                    told = [_piece(asked, first + new.sample, states[first + new.sample], new)]
+        async with aclosing(samples):
+            async for request, event in samples:
+                first = request * call.body.n
+                if isinstance(event, SequenceDelta):
+                    tokens += len(event.tokens)
+                    deltas = [_next_delta(call, first + event.sample, states[first + event.sample], event)]
                 else:
-                    answers.append(new)
-                    told = [_last(first + at, states[first + at], one) for at, one in enumerate(new.sequences)]
-                for one in told:
-                    if _says_something(asked, one):
-                        yield _event({**head(asked, kind), "choices": [delta(asked, one)], **extra})
-        if extra:
-            yield _event({**head(asked, kind), "choices": [], "usage": usage(asked, answers, said)})
+                    results.append(event)
+                    sequences = enumerate(event.sequences, first)
+                    deltas = [_last_delta(index, states[index], sequence) for index, sequence in sequences]
+                for delta in deltas:
+                    if _has_output(call, delta):
+                        yield _event({**response_head(call, kind), "choices": [render(call, delta)], **no_usage})
+        if no_usage:
+            yield _event({**response_head(call, kind), "choices": [], "usage": usage(call, results, tokens)})
     except TinsmithError as error:
-        yield _event(shape_of(error))
+        yield _event(openai_error_of(error))
     yield "data: [DONE]\n\n"
 
 
-def _piece(asked: Asked, index: int, state: _Growing, piece: SequenceDelta) -> Told:
-    grown = state.choice.feed(piece.tokens)
-    told = Told(
+def _next_delta(call: PreparedRequest, index: int, state: _ChoiceState, piece: SequenceDelta) -> ChoiceDelta:
+    delta = state.decoder.feed(piece.tokens)
+    choice = ChoiceDelta(
         index=index,
-        grown=grown,
+        delta=delta,
         tokens=piece.tokens,
-        logprobs=finite(np.array(piece.logprobs)),
-        tops=rows(piece.topk),
+        logprobs=json_logprobs(np.array(piece.logprobs)),
+        top_logprobs=top_logprobs_of(piece.topk),
         first_call=state.calls,
         offset=state.offset,
     )
-    state.calls += len(grown.calls)
-    if asked.top is not None:
-        state.offset += sum(len(asked.words.spelled(token)[0]) for token in piece.tokens)
-    return told
+    state.calls += len(delta.calls)
+    if call.top_logprobs is not None:
+        state.offset += sum(len(call.tokenizer.decode_token(token)[0]) for token in piece.tokens)
+    return choice
 
 
-def _last(index: int, state: _Growing, sequence: SampledSequence) -> Told:
-    grown = state.choice.end()
-    return Told(index=index, grown=grown, finish=state.choice.finish(sequence.stop_reason), first_call=state.calls)
+def _last_delta(index: int, state: _ChoiceState, sequence: SampledSequence) -> ChoiceDelta:
+    delta = state.decoder.end()
+    finish = state.decoder.finish_reason(sequence.stop_reason)
+    return ChoiceDelta(index=index, delta=delta, finish=finish, first_call=state.calls)
 
 
-def _says_something(asked: Asked, told: Told) -> bool:
-    with_tokens = bool(told.tokens) and (asked.top is not None or asked.body.return_token_ids)
-    return bool(told.grown.text or told.grown.calls or told.finish or with_tokens)
+def _has_output(call: PreparedRequest, choice: ChoiceDelta) -> bool:
+    with_tokens = bool(choice.tokens) and (call.top_logprobs is not None or call.body.return_token_ids)
+    return bool(choice.delta.text or choice.delta.calls or choice.finish or with_tokens)
 
 
 def _event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False, separators=(',', ':'))}\n\n"
-
-
-def total(sampled: Sequence[SampleResult]) -> int:
-    """Tokens of all sequences."""
-    return sum(len(sequence.tokens) for one in sampled for sequence in one.sequences)

@@ -1,144 +1,244 @@
-"""The OpenAI dialect: models and chat/completions, under /oai/api/v1 and /v1.
+"""Routes of the OpenAI API, for agents and environments that do not use the Tinker SDK.
 
-For agents and environments that know nothing of the Tinker API. `service.named` says what `model` may be.
+`router` (models, chat/completions, completions) is mounted under /v1 and /oai/api/v1, `generate_router` under
+/inference/v1. `requests.resolve_model` lists the names that `model` may be.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Header, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from tinsmith.errors import BadRequest
+from tinsmith.engine.base import SampledSequence, SampleRequest, SampleResult
 from tinsmith.service.dependencies import RawBody, Service, ServiceDep
 from tinsmith.service.openai.requests import (
-    Asked,
-    Named,
-    callable_models,
-    named,
+    ModelRef,
+    PreparedRequest,
+    build_sample_request,
     new_id,
-    now,
-    prompt_of,
-    request_of,
-    tools_of,
+    prepare_chat,
+    prepare_completion,
+    resolve_model,
+    sampleable_models,
 )
-from tinsmith.service.openai.responses import Delta, chat_choice, chat_delta, events, head, total, usage, whole_choice
-from tinsmith.service.openai.sampling import begun, whole
-from tinsmith.service.openai.schemas import ChatBody, parse_exact
+from tinsmith.service.openai.responses import (
+    ChoiceDelta,
+    RenderChoice,
+    chat_choice,
+    chat_delta,
+    event_stream,
+    json_logprobs,
+    response_head,
+    sampled_tokens,
+    text_choice,
+    top_logprobs_of,
+    usage,
+    whole_choice,
+)
+from tinsmith.service.openai.sampling import SampleCalls, TextDelta, sample_all, stream_samples
+from tinsmith.service.openai.schemas import ChatBody, CompletionBody, GenerateBody, GenerateParams, parse_exact
 
 router = APIRouter()
+generate_router = APIRouter()
 
 
-async def owner_of(
+async def get_owner(
     service: ServiceDep, x_api_key: Annotated[str, Header()] = "", authorization: Annotated[str, Header()] = ""
 ) -> str:
-    """The owner behind `Authorization: Bearer tml-…` or X-API-Key. Raises Unauthorized."""
+    """The owner of the key in `Authorization: Bearer tml-…` or X-API-Key. Raises Unauthorized."""
     scheme, _, key = authorization.partition(" ")
     return service.authenticate(x_api_key or (key.strip() if scheme.lower() == "bearer" else "")).owner
 
 
-Owner = Annotated[str, Depends(owner_of)]
+Owner = Annotated[str, Depends(get_owner)]
 
 
 @router.get("/models")
 async def models(owner: Owner, service: ServiceDep) -> dict[str, Any]:
-    """What is served, and the caller's models in training that have saved weights."""
-    names = (*service.workers, *callable_models(service, owner))
-    found = {name: named(service, name, owner) for name in names}
-    return {"object": "list", "data": [await _card(name, one) for name, one in found.items()]}
+    """Served base models, and the caller's models in training that have saved weights."""
+    names = (*service.workers, *sampleable_models(service, owner))
+    refs = {name: resolve_model(service, name, owner) for name in names}
+    return {"object": "list", "data": [await _model_json(name, ref) for name, ref in refs.items()]}
 
 
 @router.get("/models/{name:path}")
 async def model(name: str, owner: Owner, service: ServiceDep) -> dict[str, Any]:
-    """Whatever `model` may be in a request."""
-    return await _card(name, named(service, name, owner))
+    """Any name that `model` may be in a request."""
+    return await _model_json(name, resolve_model(service, name, owner))
 
 
-@router.post("/chat/completions")
-async def chat(http: Request, owner: Owner, service: ServiceDep, body: RawBody) -> Response:
-    """An answer to a conversation, rendered by the model's own chat template."""
-    asked = await _asked(service, owner, parse_exact(ChatBody, body))
-    more = {"prompt_token_ids": asked.requests[0].prompt.tolist()} if asked.body.return_token_ids else {}
-    if asked.body.stream:
-        return await stream(http, asked, service, "chat.completion.chunk", chat_delta, _opening(asked), more)
-    sampled = await whole(http, service.sampling, asked.calls)
-    told = [whole_choice(asked, index, sequence) for index, sequence in enumerate(sampled[0].sequences)]
-    reply = {
-        **head(asked, "chat.completion"),
-        "choices": [chat_choice(asked, one) for one in told],
-        "usage": usage(asked, sampled, total(sampled)),
-    }
-    return JSONResponse(reply | more)
-
-
-async def stream(
-    http: Request,
-    asked: Asked,
-    service: Service,
-    kind: str,
-    delta: Delta,
-    opening: Sequence[Mapping[str, Any]],
-    more: Mapping[str, Any] | None = None,
-) -> Response:
-    """The answer as server-sent events, from its first token on; `more` is told in the first of them."""
-    grown = await begun(http, service.sampling, asked.calls)
-    return _Events(events(asked, grown, kind, delta, opening, more or {}))
-
-
-class _Events(StreamingResponse):
-    """Ends what makes the events when the client hangs up between two of them."""
-
-    def __init__(self, told: AsyncGenerator[str]) -> None:
-        super().__init__(told, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        self._told = told
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._told):
-            await super().__call__(scope, receive, send)
-
-
-async def _asked(service: Service, owner: str, body: ChatBody) -> Asked:
-    if body.top_logprobs and not body.logprobs:
-        raise BadRequest("top_logprobs is given without logprobs.", "Set logprobs to true.")
-    service.sampling.check_capacity()
-    found = named(service, body.model, owner)
-    card = await found.worker.host.card()
-    words = await service.tokenizers.get(found.base_model, card)
-    ids, form = await asyncio.to_thread(prompt_of, body, words)
-    longest = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return Asked(
-        id=new_id("chatcmpl"),
-        created=now(),
-        owner=owner,
-        named=found,
-        card=card,
-        words=words,
-        body=body,
-        requests=(request_of(body, card, found, ids, longest, topk_sample_logprobs=body.top_logprobs),),
-        top=body.top_logprobs if body.logprobs else None,
-        form=form,
-        tools=tools_of(body),
-    )
-
-
-def _opening(asked: Asked) -> list[dict[str, Any]]:
-    delta = {"role": "assistant", "content": ""}
-    return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(asked.body.n)]
-
-
-async def _card(name: str, found: Named) -> dict[str, Any]:
-    card = await found.worker.host.card()
+async def _model_json(name: str, ref: ModelRef) -> dict[str, Any]:
+    card = await ref.worker.host.card()
     return {
         "id": name,
         "object": "model",
         "created": 0,
         "owned_by": "tinsmith",
-        "root": found.weights,
-        "parent": None if found.version is None else found.base_model,
+        "root": ref.weights,
+        "parent": None if ref.version is None else ref.base_model,
         "max_model_len": card.context_length,
     }
+
+
+@router.post("/chat/completions")
+async def chat_completions(http: Request, owner: Owner, service: ServiceDep, body: RawBody) -> Response:
+    """Replies to a conversation, rendered by the model's own chat template."""
+    call = await prepare_chat(service, owner, parse_exact(ChatBody, body))
+    extra_fields = {"prompt_token_ids": call.requests[0].prompt.tolist()} if call.body.return_token_ids else {}
+    if call.body.stream:
+        opening = _chat_opening(call)
+        return await _stream(http, call, service, "chat.completion.chunk", chat_delta, opening, extra_fields)
+    sampled = await sample_all(http, service.sampling, call.calls)
+    choices = [whole_choice(call, index, sequence) for index, sequence in enumerate(sampled[0].sequences)]
+    response = {
+        **response_head(call, "chat.completion"),
+        "choices": [chat_choice(call, choice) for choice in choices],
+        "usage": usage(call, sampled, sampled_tokens(sampled)),
+    }
+    return JSONResponse(response | extra_fields)
+
+
+def _chat_opening(call: PreparedRequest) -> list[dict[str, Any]]:
+    delta = {"role": "assistant", "content": ""}
+    return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None} for index in range(call.body.n)]
+
+
+@router.post("/completions")
+async def completions(http: Request, owner: Owner, service: ServiceDep, body: RawBody) -> Response:
+    """Continuations of each prompt; `max_tokens` 0 with `echo` scores the prompt alone."""
+    text = parse_exact(CompletionBody, body)
+    call = await prepare_completion(service, owner, text)
+    if text.stream:
+        return await _stream(http, call, service, "text_completion", text_choice, _text_opening(call, text))
+    sampled = await sample_all(http, service.sampling, call.calls)
+    choices = []
+    for at, (request, result) in enumerate(zip(call.requests, sampled, strict=True)):
+        for number, sequence in enumerate(result.sequences):
+            choice = whole_choice(call, at * text.n + number, sequence)
+            if text.max_tokens == 0:
+                choice = ChoiceDelta(index=choice.index, delta=TextDelta(text=""), finish="length")
+            if text.echo:
+                choice = _with_prompt(call.prompt_texts[at], request, result, choice)
+            choices.append(text_choice(call, choice) | _prompt_ids(text, request))
+    counts = usage(call, sampled, sampled_tokens(sampled) if text.max_tokens else 0)
+    return JSONResponse({**response_head(call, "text_completion"), "choices": choices, "usage": counts})
+
+
+def _with_prompt(prompt_text: str, request: SampleRequest, result: SampleResult, choice: ChoiceDelta) -> ChoiceDelta:
+    """A choice with its prompt in front."""
+    scored = result.prompt_logprobs
+    tops = top_logprobs_of(result.topk_prompt) or [()] * len(request.prompt)
+    return replace(
+        choice,
+        delta=TextDelta(text=prompt_text + choice.delta.text),
+        tokens=[*request.prompt.tolist(), *choice.tokens],
+        logprobs=[*(json_logprobs(scored) if scored is not None else ()), *choice.logprobs],
+        top_logprobs=[*tops, *(choice.top_logprobs or [()] * len(choice.tokens))],
+    )
+
+
+def _text_opening(call: PreparedRequest, text: CompletionBody) -> list[dict[str, Any]]:
+    """The first choices of a stream: the prompts' text with `echo`, their tokens with `return_token_ids`."""
+    if not text.echo and not text.return_token_ids:
+        return []
+    choices = []
+    for at, request in enumerate(call.requests):
+        choice = {
+            "text": call.prompt_texts[at] if text.echo else "",
+            "logprobs": None,
+            "finish_reason": None,
+            **_prompt_ids(text, request),
+        }
+        choices += [{"index": at * text.n + number, **choice} for number in range(text.n)]
+    return choices
+
+
+def _prompt_ids(text: CompletionBody, request: SampleRequest) -> dict[str, Any]:
+    return {"prompt_token_ids": request.prompt.tolist()} if text.return_token_ids else {}
+
+
+async def _stream(
+    http: Request,
+    call: PreparedRequest,
+    service: Service,
+    kind: str,
+    render: RenderChoice,
+    opening: Sequence[Mapping[str, Any]],
+    extra_fields: Mapping[str, Any] | None = None,
+) -> Response:
+    """A streamed response, begun with the first token; `extra_fields` are in its first chunk."""
+    samples = await stream_samples(http, service.sampling, call.calls)
+    return _EventResponse(event_stream(call, samples, kind, render, opening, extra_fields or {}))
+
+
+class _EventResponse(StreamingResponse):
+    """Closes the generator of events when the client disconnects between two of them."""
+
+    def __init__(self, events: AsyncGenerator[str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+@generate_router.post("/generate")
+async def generate(http: Request, owner: Owner, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+    """vLLM's generate: `sampling_params.n` continuations of `token_ids`, as tokens and logprobs.
+
+    For clients that render prompts themselves, as verifiers and prime-rl do: sampled tokens are never re-encoded.
+    `weights` names the weights that answered.
+    """
+    request_body = parse_exact(GenerateBody, body)
+    params = parse_exact(GenerateParams, request_body.sampling_params, "sampling_params.")
+    service.sampling.check_capacity()
+    ref = resolve_model(service, request_body.model, owner)
+    card = await ref.worker.host.card()
+    top_logprobs = params.logprobs or 0
+    request = build_sample_request(
+        params, card, ref, request_body.token_ids, params.max_tokens, topk_sample_logprobs=top_logprobs
+    )
+    calls = SampleCalls(owner=owner, base_model=ref.base_model, requests=[request])
+    (sampled,) = await sample_all(http, service.sampling, calls)
+    tokens = sampled_tokens([sampled])
+    return {
+        "request_id": new_id("generate"),
+        "choices": [_generate_choice(at, sequence, params.logprobs) for at, sequence in enumerate(sampled.sequences)],
+        "prompt_token_ids": request_body.token_ids,
+        "weights": ref.weights,
+        "usage": {
+            "prompt_tokens": len(request.prompt),
+            "completion_tokens": tokens,
+            "total_tokens": len(request.prompt) + tokens,
+            "prompt_tokens_details": {"cached_tokens": sampled.prompt_cache_hit_tokens},
+        },
+    }
+
+
+def _generate_choice(index: int, sequence: SampledSequence, logprobs: int | None) -> dict[str, Any]:
+    return {
+        "index": index,
+        "token_ids": sequence.tokens.tolist(),
+        "finish_reason": sequence.stop_reason,
+        "logprobs": _generate_logprobs(sequence) if logprobs is not None else None,
+    }
+
+
+def _generate_logprobs(sequence: SampledSequence) -> dict[str, Any]:
+    tokens = sequence.tokens.tolist()
+    tops = top_logprobs_of(sequence.topk) or [()] * len(tokens)
+    entries = zip(tokens, json_logprobs(sequence.logprobs), tops, strict=True)
+    return {
+        "content": [{**_entry(token, p), "top_logprobs": [_entry(*pair) for pair in top]} for token, p, top in entries]
+    }
+
+
+def _entry(token: int, logprob: float | None) -> dict[str, Any]:
+    return {"token": f"token_id:{token}", "logprob": logprob}

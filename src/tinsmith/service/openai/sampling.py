@@ -1,6 +1,7 @@
-"""One choice of an answer as it grows: tokens in; out comes text that will not be taken back, and tool calls.
+"""Sample for a client that waits on the connection, and decode tokens to text and tool calls while they arrive.
 
-Held back are half characters, what may be the beginning of a stop string, and what may be a tool call.
+A client that disconnects stops the engine's work. A sample that is lost with its engine before any of it was sent is
+sampled again by the next engine.
 """
 
 from __future__ import annotations
@@ -13,88 +14,92 @@ from typing import Literal, TypeVar
 
 from starlette.requests import Request
 
-from tinsmith.chat.tokenizer import Growing
-from tinsmith.chat.tool_calls import Call, Reading, held_back
+from tinsmith.chat.tokenizer import Detokenizer
+from tinsmith.chat.tool_calls import ToolCall, ToolCallParser, partial_match
 from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult, SequenceDelta
 from tinsmith.errors import EngineDied, Gone
 from tinsmith.service.sampling import Sampling
 
-Finish = Literal["stop", "length", "tool_calls"]
+FinishReason = Literal["stop", "length", "tool_calls"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Grown:
-    """What a choice has grown by."""
+class TextDelta:
+    """New text and tool calls of a choice."""
 
     text: str
-    calls: tuple[Call, ...] = ()
+    calls: tuple[ToolCall, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
-class Choice:
-    """`stops` end the text, and are in it only if `stops_stay`."""
+class ChoiceDecoder:
+    """Decodes one choice incrementally: tokens in, text and tool calls that are final out.
 
-    growing: Growing
+    Incomplete characters, possible beginnings of a stop string and possible tool calls are held back. `stops` end the
+    text; `include_stop` keeps the stop string in it.
+    """
+
+    detokenizer: Detokenizer
     stops: Sequence[str] = ()
-    stops_stay: bool = False
-    reading: Reading | None = None
+    include_stop: bool = False
+    parser: ToolCallParser | None = None
     stopped: bool = False
     calls: int = 0
     _held: str = field(default="")
 
-    def feed(self, tokens: Iterable[int]) -> Grown:
-        """The next tokens."""
-        return self._read(self._cut(self.growing.feed(tokens)))
+    def feed(self, tokens: Iterable[int]) -> TextDelta:
+        """Add tokens."""
+        return self._parse(self._cut(self.detokenizer.feed(tokens)))
 
-    def end(self) -> Grown:
-        """No more tokens will come."""
-        text = self._cut(self.growing.end()) + self._held
+    def end(self) -> TextDelta:
+        """The remaining text and calls after the last token."""
+        text = self._cut(self.detokenizer.end()) + self._held
         self._held = ""
-        first = self._read(text)
-        if self.reading is None:
-            return first
-        rest, calls = self.reading.end()
+        delta = self._parse(text)
+        if self.parser is None:
+            return delta
+        rest, calls = self.parser.end()
         self.calls += len(calls)
-        return Grown(text=first.text + rest, calls=(*first.calls, *calls))
+        return TextDelta(text=delta.text + rest, calls=(*delta.calls, *calls))
 
-    def finish(self, stop_reason: Literal["stop", "length"]) -> Finish:
-        """Why it ended, once it has."""
+    def finish_reason(self, stop_reason: Literal["stop", "length"]) -> FinishReason:
+        """The choice's finish reason, after `end`."""
         reason = "stop" if self.stopped else stop_reason
         return "tool_calls" if self.calls and reason == "stop" else reason
 
     def _cut(self, text: str) -> str:
-        """Text up to a stop string; its possible beginning is held."""
+        """Text up to a stop string; the possible beginning of one is held back."""
         if self.stopped:
             return ""
         self._held += text
-        places = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
-        if places:
-            at, stop = min(places)
+        matches = [(at, stop) for stop in self.stops if (at := self._held.find(stop)) >= 0]
+        if matches:
+            at, stop = min(matches)
             self.stopped = True
-            text, self._held = self._held[: at + len(stop) * self.stops_stay], ""
+            text, self._held = self._held[: at + len(stop) * self.include_stop], ""
             return text
-        keep = held_back(self._held, self.stops)
-        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        cut = len(self._held) - partial_match(self._held, self.stops)
+        text, self._held = self._held[:cut], self._held[cut:]
         return text
 
-    def _read(self, text: str) -> Grown:
-        if self.reading is None:
-            return Grown(text=text)
-        said, calls = self.reading.feed(text)
+    def _parse(self, text: str) -> TextDelta:
+        if self.parser is None:
+            return TextDelta(text=text)
+        text, calls = self.parser.feed(text)
         self.calls += len(calls)
-        return Grown(text=said, calls=tuple(calls))
+        return TextDelta(text=text, calls=tuple(calls))
 
 
-TRIES = 3
-_ENDING = Gone("The server is ending.", "Ask again when it is back.")
+ATTEMPTS = 3
+_DRAINING = Gone("The server is shutting down.", "Retry when it is back.")
 
 T = TypeVar("T")
-New = tuple[int, SequenceDelta | SampleResult]
-"""Which request, and what is new of it; at last all of it."""
+SampleEvent = tuple[int, SequenceDelta | SampleResult]
+"""(index of the request, a delta of one of its sequences; at the end the whole result)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Calls:
+class SampleCalls:
     """Requests of one tenant to one base model."""
 
     owner: str
@@ -102,96 +107,100 @@ class Calls:
     requests: Sequence[SampleRequest]
 
 
-async def whole(http: Request, sampling: Sampling, calls: Calls) -> list[SampleResult]:
-    """Every answer, once all are complete. Raises Gone when the client has gone, Busy for a tenant over its quota."""
-    tasks = [asyncio.create_task(_sampled(sampling, calls, request)) for request in calls.requests]
+async def sample_all(http: Request, sampling: Sampling, calls: SampleCalls) -> list[SampleResult]:
+    """The result of each request, once all are complete.
+
+    Raises Gone when the client disconnects, Busy for a tenant over its quota.
+    """
+    tasks = [asyncio.create_task(_sample(sampling, calls, request)) for request in calls.requests]
     try:
-        return await _unless_gone(http, asyncio.gather(*tasks))
+        return await _unless_disconnected(http, asyncio.gather(*tasks))
     finally:
         for task in tasks:
             task.cancel()
 
 
-async def begun(http: Request, sampling: Sampling, calls: Calls) -> AsyncGenerator[New]:
-    """As it comes, from the first piece on, which is awaited here: what fails before it is raised as by `whole`.
+async def stream_samples(http: Request, sampling: Sampling, calls: SampleCalls) -> AsyncGenerator[SampleEvent]:
+    """Events of all requests as they arrive. The first is awaited here, so errors before it raise as in `sample_all`.
 
-    Closing the generator stops the work.
+    Closing the generator stops the engine's work.
     """
-    growing = _growing(sampling, calls)
-    first = await _unless_gone(http, anext(growing))
-    return _from(first, growing)
+    events = _events(sampling, calls)
+    first = await _unless_disconnected(http, anext(events))
+    return _chain(first, events)
 
 
-async def _from(first: New, others: AsyncGenerator[New]) -> AsyncGenerator[New]:
-    async with aclosing(others):
+async def _chain(first: SampleEvent, events: AsyncGenerator[SampleEvent]) -> AsyncGenerator[SampleEvent]:
+    async with aclosing(events):
         yield first
-        async for new in others:
-            yield new
+        async for event in events:
+            yield event
 
 
-async def _growing(sampling: Sampling, calls: Calls) -> AsyncGenerator[New]:
+async def _events(sampling: Sampling, calls: SampleCalls) -> AsyncGenerator[SampleEvent]:
     queue: asyncio.Queue[tuple[int, SequenceDelta | asyncio.Task[SampleResult]]] = asyncio.Queue()
 
-    def listening(index: int) -> OnDelta:
-        return lambda piece: queue.put_nowait((index, piece))
+    def listener(index: int) -> OnDelta:
+        return lambda delta: queue.put_nowait((index, delta))
 
     tasks = [
-        asyncio.create_task(_sampled(sampling, calls, request, listening(index)))
+        asyncio.create_task(_sample(sampling, calls, request, listener(index)))
         for index, request in enumerate(calls.requests)
     ]
     for index, task in enumerate(tasks):
         task.add_done_callback(lambda done, index=index: queue.put_nowait((index, done)))
     try:
-        left = len(tasks)
-        while left:
-            index, new = await queue.get()
-            if isinstance(new, SequenceDelta):
-                yield index, new
+        remaining = len(tasks)
+        while remaining:
+            index, event = await queue.get()
+            if isinstance(event, SequenceDelta):
+                yield index, event
                 continue
-            if new.cancelled():
-                raise _ENDING
-            left -= 1
-            yield index, new.result()
+            if event.cancelled():
+                raise _DRAINING
+            remaining -= 1
+            yield index, event.result()
     finally:
         for task in tasks:
             task.cancel()
 
 
-async def _sampled(
-    sampling: Sampling, calls: Calls, request: SampleRequest, on_delta: OnDelta | None = None
+async def _sample(
+    sampling: Sampling, calls: SampleCalls, request: SampleRequest, on_delta: OnDelta | None = None
 ) -> SampleResult:
-    told = False
+    """Sample; a request whose engine died is retried unless one of its deltas was sent."""
+    has_sent = False
 
-    def hear(piece: SequenceDelta) -> None:
-        nonlocal told
-        told = True
+    def send(delta: SequenceDelta) -> None:
+        nonlocal has_sent
+        has_sent = True
         if on_delta is not None:
-            on_delta(piece)
+            on_delta(delta)
 
-    for left in reversed(range(TRIES)):
+    for remaining in reversed(range(ATTEMPTS)):
         try:
-            return await sampling.start(calls.owner, calls.base_model, request, hear if on_delta else None)
+            return await sampling.start(calls.owner, calls.base_model, request, send if on_delta else None)
         except EngineDied:
-            if told or not left:
+            if has_sent or not remaining:
                 raise
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("the last attempt returns or raises")
 
 
-async def _unless_gone(http: Request, work: Awaitable[T]) -> T:
-    task, gone = asyncio.ensure_future(work), asyncio.create_task(_gone(http))
+async def _unless_disconnected(http: Request, work: Awaitable[T]) -> T:
+    task, disconnected = asyncio.ensure_future(work), asyncio.create_task(_disconnected(http))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise Gone("The client has gone.")
+            raise Gone("The client has disconnected.")
         if task.cancelled():
-            raise _ENDING
+            raise _DRAINING
         return task.result()
     finally:
-        gone.cancel()
+        disconnected.cancel()
         task.cancel()
 
 
-async def _gone(http: Request) -> None:
-    """Returns when the client hangs up; its body has been read."""
+async def _disconnected(http: Request) -> None:
+    """Return when the client disconnects; the request's body has been read."""
     while (await http.receive())["type"] != "http.disconnect":
         pass

@@ -1,7 +1,7 @@
-"""What clients of the OpenAI dialect send: chat, completions, and tokens in / tokens out as vLLM has it.
+"""Request bodies of the OpenAI API and of vLLM's /inference/v1/generate, and the API's error bodies.
 
-Every field that could change an answer is either done or refused by name; fields that could not (who asks, where to
-route) are let through.
+A field that could change the result is implemented or rejected by name; fields without effect on the result (user id,
+routing hints) are accepted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import ConfigDict, Field, model_validator
 
-from tinsmith.chat.messages import FIELDS, let_through
+from tinsmith.chat.request import ChatRequest, error_body, error_code, parse_json_object, select_fields
 from tinsmith.engine.validation import did_you_mean
 from tinsmith.errors import BadRequest, TinsmithError
 from tinsmith.service.wire.schemas import WireModel, parse
@@ -28,8 +28,8 @@ class StreamOptions(WireModel):
     continuous_usage_stats: Literal[False] = False
 
 
-class Drawing(WireModel):
-    """How tokens are drawn, and where they end."""
+class SamplingOptions(WireModel):
+    """How tokens are sampled, and what ends a sequence."""
 
     n: int = Field(1, ge=1)
     temperature: float = 1.0
@@ -43,13 +43,13 @@ class Drawing(WireModel):
     skip_special_tokens: bool = True
 
     @property
-    def stops(self) -> tuple[str, ...]:
+    def stop_strings(self) -> tuple[str, ...]:
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else self.stop
 
 
-class Telling(Drawing):
-    """How an answer is told."""
+class OutputOptions(SamplingOptions):
+    """The model to sample from, and the form of the response."""
 
     model: str
     stream: bool = False
@@ -58,28 +58,22 @@ class Telling(Drawing):
     return_tokens_as_token_ids: bool = False
 
     @model_validator(mode="after")
-    def _of_a_stream(self) -> Telling:
+    def _check_stream_options(self) -> OutputOptions:
         if self.stream_options.include_usage and not self.stream:
             raise ValueError("stream_options are read only with stream: true")
         return self
 
 
-class ChatBody(Telling):
+class ChatBody(ChatRequest, OutputOptions):
     """chat/completions."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool = False
     top_logprobs: int = Field(0, ge=0)
-    tools: tuple[dict[str, Any], ...] = ()
-    tool_choice: Any = "auto"
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
 
 
-class CompletionBody(Telling):
+class CompletionBody(OutputOptions):
     """completions."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
@@ -89,7 +83,7 @@ class CompletionBody(Telling):
     add_special_tokens: bool = True
 
 
-class GenerateParams(Drawing):
+class GenerateParams(SamplingOptions):
     """sampling_params of /inference/v1/generate."""
 
     max_tokens: int | None = 16
@@ -109,50 +103,33 @@ B = TypeVar("B", bound=WireModel)
 
 
 def parse_exact(kind: type[B], body: bytes | Mapping[str, Any], where: str = "") -> B:
-    """The body as `kind`, null being as good as absent. Raises BadRequest, or Unsupported for what is not done."""
-    values = json_object(body) if isinstance(body, bytes) else body
-    kept = {}
-    for key, value in values.items():
-        if key in kind.model_fields:
-            if value is not None:
-                kept[key] = value
-        elif key in FIELDS:
-            let_through(key, value, where)
-        elif value is not None:
-            raise BadRequest(f"{where}{key} is not known here.", did_you_mean(key, kind.model_fields))
-    return parse(kind, json.dumps(kept).encode())
+    """The body as `kind`; null counts as absent.
 
+    Raises BadRequest for invalid or unknown fields, Unsupported for fields that are not implemented. `where` prefixes
+    field names in errors.
+    """
 
-def json_object(body: bytes) -> dict[str, Any]:
-    """Raises BadRequest unless the body is one."""
-    try:
-        values = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise BadRequest(f"The body is not JSON: {error}", "Send a JSON object.") from error
-    if not isinstance(values, dict):
-        raise BadRequest("The body is no JSON object.", "Send one.")
-    return values
+    def unknown(key: str) -> BadRequest:
+        return BadRequest(f"{where}{key} is not a field of this request.", did_you_mean(key, kind.model_fields))
+
+    values = parse_json_object(body) if isinstance(body, bytes) else body
+    return parse(kind, json.dumps(select_fields(values, kind, unknown, where)).encode())
 
 
 PREFIXES = ("/v1/", "/oai/api/v1/", "/inference/v1/")
 _CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
 
-class TooLong(BadRequest):
-    """The prompt, or what is asked beyond it, is longer than the model's context."""
-
-
-def is_theirs(path: str) -> bool:
-    """Whether who asks for this path reads these errors."""
+def is_openai_path(path: str) -> bool:
+    """Whether clients of `path` expect errors in the OpenAI API's form."""
     return path.startswith(PREFIXES)
 
 
-def shaped(message: str, status: int, code: str | None = None) -> dict[str, Any]:
-    """The body of an error."""
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "code": code or _CODES.get(status), "param": None}}
+def openai_error(message: str, status: int, code: str | None = None) -> dict[str, Any]:
+    """JSON body of an error with the code that belongs to `status`, unless `code` is given."""
+    return error_body(message, status, code or _CODES.get(status))
 
 
-def shape_of(error: TinsmithError) -> dict[str, Any]:
-    """The body of one of our errors."""
-    return shaped(str(error), error.status, "context_length_exceeded" if isinstance(error, TooLong) else None)
+def openai_error_of(error: TinsmithError) -> dict[str, Any]:
+    """JSON body of one of Tinsmith's errors."""
+    return openai_error(str(error), error.status, error_code(error))

@@ -1,4 +1,9 @@
-"""Who is asking, what was done, and what was used: of the owner behind the key, nobody else's."""
+"""The caller's key, audit log and usage, and the metrics of the server.
+
+`metrics_router` is mounted at the root, where Prometheus scrapes by default. Metrics concern all tenants: they are open
+to this machine and to admin keys (X-API-Key or Bearer token). A proxied request comes from this machine on behalf of
+another one, so it needs a key.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +15,23 @@ from fastapi import APIRouter, Request, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from tinsmith.errors import BadRequest
-from tinsmith.service.dependencies import Caller, ServiceDep, Tenant, admin
+from tinsmith.service.dependencies import CallerKey, ServiceDep, Tenant, require_admin
 from tinsmith.service.responses import rfc3339
 from tinsmith.service.tenancy.keys import revoke_key
 
 router = APIRouter()
 metrics_router = APIRouter()
-"""Not under /api/v1."""
 
 
 @router.post("/auth/token")
-async def auth_token(key: Caller, service: ServiceDep) -> dict[str, str]:
-    """A token in place of the key; it says when it ends, or the client would ask before every request."""
-    return {"jwt": service.token(key)}
+async def auth_token(key: CallerKey, service: ServiceDep) -> dict[str, str]:
+    """Issue a token that replaces the key. It carries its expiry, so clients do not renew it for every request."""
+    return {"jwt": service.issue_token(key)}
 
 
 @router.get("/auth/apikey/me")
-async def get_key(key: Caller) -> dict[str, Any]:
-    """What `tinker auth login` shows and keeps."""
+async def get_key(key: CallerKey) -> dict[str, Any]:
+    """The key's record, which `tinker auth login` shows and stores."""
     return {
         "key_id": key.id,
         "name": key.name,
@@ -37,8 +41,8 @@ async def get_key(key: Caller) -> dict[str, Any]:
 
 
 @router.delete("/auth/apikey/me")
-async def delete_key(key: Caller, service: ServiceDep) -> Response:
-    """Revoke the key that is asking, and so its tokens; the server's own stays as long as the server."""
+async def delete_key(key: CallerKey, service: ServiceDep) -> Response:
+    """Revoke the caller's key and its tokens. The server's own key cannot be revoked."""
     if key.id == 0:
         raise BadRequest("This key is the server's own.", "Start the server with another --api-key.")
     await revoke_key(service.store.database, str(key.id), by=key.owner)
@@ -53,10 +57,11 @@ async def audit(
     event_type: Literal["all", "checkpoints", "projects", "teams", "organizations"] = "all",
     day: date | None = None,
 ) -> dict[str, Any]:
-    """What was done on one day in UTC, today if none is given, to what belongs to the owner of the key."""
-    found = await service.audit_log.entries(tenant, event_type, day or datetime.now(UTC).date())
+    """The audit log of one day in UTC (default: today) for the resources of the key's owner."""
+    events = await service.audit_log.entries(tenant, event_type, day or datetime.now(UTC).date())
     entries = [
-        {"timestamp": rfc3339(one["at"]), "event": one["event"], "event_details": one["details"]} for one in found
+        {"timestamp": rfc3339(event["at"]), "event": event["event"], "event_details": event["details"]}
+        for event in events
     ]
     return {"entries": entries}
 
@@ -65,31 +70,30 @@ async def audit(
 async def usage_events(
     tenant: Tenant, service: ServiceDep, starting_on: datetime, ending_before: datetime
 ) -> dict[str, Any]:
-    """Tokens trained, read and sampled, checkpoints saved and gigabyte-hours stored, by the hour."""
+    """Hourly usage: tokens trained, prefilled and sampled, checkpoints saved, gigabyte-hours stored."""
     return await service.usage.events(tenant, starting_on, ending_before)
 
 
 @router.get("/billing/usage/checkpoints/current")
-async def stored_now(tenant: Tenant, service: ServiceDep, project_id: str | None = None) -> dict[str, Any]:
-    """Checkpoints and their bytes of this moment, by project."""
+async def current_storage(tenant: Tenant, service: ServiceDep, project_id: str | None = None) -> dict[str, Any]:
+    """Current number and bytes of checkpoints by project."""
     return service.usage.stored(tenant, project_id)
 
 
-_OF_PROXIES = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+_PROXY_HEADERS = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 
 
 @metrics_router.get("/metrics")
 async def metrics(request: Request, service: ServiceDep) -> Response:
-    """Everything that is measured."""
+    """All metrics in Prometheus' text format."""
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-    given = request.headers.get("x-api-key", bearer)
     if not _is_local(request):
-        await admin(service.authenticate(given))
+        require_admin(service.authenticate(request.headers.get("x-api-key", bearer)))
     return Response(content=service.telemetry.scrape(), media_type=CONTENT_TYPE_LATEST)
 
 
 def _is_local(request: Request) -> bool:
-    if request.client is None or any(name in request.headers for name in _OF_PROXIES):
+    if request.client is None or any(name in request.headers for name in _PROXY_HEADERS):
         return False
     try:
         return ipaddress.ip_address(request.client.host).is_loopback

@@ -1,4 +1,7 @@
-"""What is done to one checkpoint: known, copied, deleted, published, lent, given an end, fetched."""
+"""Routes of one checkpoint: describe, copy, publish, expire, lend, download, delete.
+
+Files of external weights and traces are behind signed links: their signature and expiry replace a key.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ LOAN_RANGE = (60, 315_360_000)
 
 @router.post("/weights_info")
 async def weights_info(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
-    """What must be known to load a checkpoint."""
+    """Describe a checkpoint for loading: base model and adapter."""
     checkpoint = service.checkpoints.readable(parse(WeightsInfoBody, body).tinker_path, tenant)
     return {
         "base_model": checkpoint.base_model,
@@ -45,64 +48,64 @@ async def copy_weights(
     x_idempotency_key: Annotated[str | None, Header()] = None,
     x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
 ) -> dict[str, str]:
-    """A checkpoint of one's own from one that may be read; the same X-Idempotency-Key gives the same one."""
-    asked = parse(CopyBody, body)
-    check_ttl(asked.ttl_seconds)
-    token = x_tinker_weights_access_token or asked.weights_access_token
-    source = service.checkpoints.readable(asked.source_path, tenant, service.token_owner(token, asked.source_path))
+    """Copy a readable checkpoint into the caller's own; the same X-Idempotency-Key returns the same copy."""
+    request = parse(CopyBody, body)
+    check_ttl(request.ttl_seconds)
+    token = x_tinker_weights_access_token or request.weights_access_token
+    source = service.checkpoints.readable(request.source_path, tenant, service.token_owner(token, request.source_path))
     service.quotas.check_storage(tenant)
-    made, is_new = await service.copies.copy(source, tenant, asked, x_idempotency_key)
+    copy, is_new = await service.copies.copy(source, tenant, request, x_idempotency_key)
     if is_new:
         service.audit_log.checkpoint_read(source, tenant, "copy")
-        service.audit_log.checkpoint_created(made, tenant, copied_from=source.path)
+        service.audit_log.checkpoint_created(copy, tenant, copied_from=source.path)
         service.sessions.wake()
-    return {"tinker_path": made.path}
+    return {"tinker_path": copy.path}
 
 
 @router.post(f"{CHECKPOINT}/publish")
 async def publish(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep) -> Response:
-    """Whoever has a key may read it from now on; again and again is fine."""
+    """Make a checkpoint readable for every key. Idempotent."""
     return await _change(service, _own(service, tenant, run, kind, name), "checkpoint_published", public=True)
 
 
 @router.delete(f"{CHECKPOINT}/publish")
 async def unpublish(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep) -> Response:
-    """Its owner alone may read it from now on; sampling sessions that use it go on."""
+    """Make a checkpoint readable for its owner only; sampling sessions that use it continue."""
     return await _change(service, _own(service, tenant, run, kind, name), "checkpoint_unpublished", public=False)
 
 
 @router.put(f"{CHECKPOINT}/ttl")
 async def set_ttl(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep, body: RawBody) -> Response:
-    """Seconds from now until it is deleted; null keeps it."""
-    asked = parse(TtlBody, body)
-    check_ttl(asked.ttl_seconds)
+    """Set the seconds until a checkpoint is deleted; null keeps it."""
+    request = parse(TtlBody, body)
+    check_ttl(request.ttl_seconds)
     checkpoint = _own(service, tenant, run, kind, name)
-    answer = await _change(service, checkpoint, "checkpoint_ttl_set", expires=expiry(asked.ttl_seconds))
+    response = await _change(service, checkpoint, "checkpoint_ttl_set", expires=expiry(request.ttl_seconds))
     service.sessions.wake()
-    return answer
+    return response
 
 
 @router.post(f"{CHECKPOINT}/access_token")
 async def lend(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, str]:
-    """A weights_access_token that opens this checkpoint alone, for a day if nothing else is said."""
-    asked = parse(LoanBody, body or b"{}")
+    """Issue a weights_access_token for one checkpoint, valid for a day unless ttl_seconds says otherwise."""
+    request = parse(LoanBody, body or b"{}")
     low, high = LOAN_RANGE
-    if not low <= asked.ttl_seconds <= high:
-        raise BadRequest(f"ttl_seconds is {asked.ttl_seconds}.", f"Give {low} to {high}.")
+    if not low <= request.ttl_seconds <= high:
+        raise BadRequest(f"ttl_seconds is {request.ttl_seconds}.", f"Give {low} to {high}.")
     checkpoint = _own(service, tenant, run, kind, name)
-    token = service.signer.issue_loan(tenant, checkpoint.path, asked.ttl_seconds)
-    service.audit_log.checkpoint_changed(checkpoint, "checkpoint_lent", tenant, ttl_seconds=asked.ttl_seconds)
-    return {"weights_access_token": token, "expires_at": rfc3339(time.time() + asked.ttl_seconds)}
+    token = service.signer.issue_loan(tenant, checkpoint.path, request.ttl_seconds)
+    service.audit_log.checkpoint_changed(checkpoint, "checkpoint_lent", tenant, ttl_seconds=request.ttl_seconds)
+    return {"weights_access_token": token, "expires_at": rfc3339(time.time() + request.ttl_seconds)}
 
 
 @router.get(f"{CHECKPOINT}/external_weights_urls")
 async def external_weights_urls(
     run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep, request: Request
 ) -> dict[str, Any]:
-    """A link for each file, which needs no key and is good for an hour."""
+    """Signed links of the checkpoint's files, valid for an hour without a key."""
     checkpoint = service.checkpoints.readable(_path(run, kind, name), tenant)
     if checkpoint.kind != "external_weights":
-        raise BadRequest(f"{checkpoint.path} is not for use elsewhere.", "Save it with save_weights_external.")
+        raise BadRequest(f"{checkpoint.path} holds no external weights.", "Save it with save_weights_external.")
     expires = int(time.time()) + LINK_S
     files = sorted(file.name for file in service.checkpoints.folder(checkpoint.id).iterdir())
     urls = {file: service.signed_link(request, f"{checkpoint.id}/{file}", expires) for file in files}
@@ -112,7 +115,7 @@ async def external_weights_urls(
 
 @router.delete(CHECKPOINT)
 async def delete_checkpoint(run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep) -> Response:
-    """The name goes at once; sampling sessions that use the weights go on."""
+    """Delete a checkpoint; sampling sessions that use its weights continue."""
     checkpoint = _own(service, tenant, run, kind, name)
     await service.checkpoints.delete(checkpoint)
     service.audit_log.checkpoint_changed(checkpoint, "checkpoint_deleted", tenant)
@@ -135,12 +138,12 @@ async def _change(service: Service, checkpoint: Checkpoint, event: str, **change
 
 @router.get("/files/{folder}/{name}")
 async def get_file(folder: str, name: str, expires: int, signature: str, service: ServiceDep) -> FileResponse:
-    """One file of weights for use elsewhere, or a trace."""
+    """Download a file of external weights, or a trace, by its signed link."""
     if not service.signer.verify_link(f"{folder}/{name}", expires, signature):
-        raise NotFound("This link was not made here.", "Ask for links anew; they may not be changed.")
+        raise NotFound("The link's signature is not valid.", "Request new links; they must not be changed.")
     if expires <= time.time():
-        raise Gone("The time of this link is over.", "Ask for links anew.")
+        raise Gone("The link has expired.", "Request new links.")
     file = service.traces.file(name) if folder == "traces" else service.checkpoints.folder(folder) / name
     if not file.is_file():
-        raise NotFound(f"{name} is no longer here.", "It was deleted meanwhile.")
+        raise NotFound(f"{name} does not exist any more.", "It was deleted after the link was issued.")
     return FileResponse(file, filename=name, media_type="application/octet-stream")

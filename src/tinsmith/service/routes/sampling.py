@@ -1,4 +1,4 @@
-"""Sampling sessions and asample."""
+"""Sampling sessions, and asample, which samples from them."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ router = APIRouter()
 
 @router.post("/create_sampling_session")
 async def create_sampling_session(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, str]:
-    """A sampling session on a base model or on a checkpoint, training or sampler. It never changes afterwards."""
-    asked = parse(SamplingSessionBody, body)
-    session = service.sessions.touch(asked.session_id, tenant)
-    sampler_id = f"{session.id}:sample:{asked.sampling_session_seq_id}"
+    """Create a sampling session on a base model, or on a training or sampler checkpoint. Its weights never change."""
+    request = parse(SamplingSessionBody, body)
+    session = service.sessions.touch(request.session_id, tenant)
+    sampler_id = f"{session.id}:sample:{request.sampling_session_seq_id}"
     if service.store.find(SamplingSession, sampler_id) is None:
-        await service.store.put(_sampler(service, tenant, asked, sampler_id))
+        await service.store.put(_new_sampling_session(service, tenant, request, sampler_id))
     return {"sampling_session_id": sampler_id, "type": "create_sampling_session"}
 
 
-def _sampler(service: Service, tenant: str, asked: SamplingSessionBody, sampler_id: str) -> SamplingSession:
+def _new_sampling_session(
+    service: Service, tenant: str, request: SamplingSessionBody, sampler_id: str
+) -> SamplingSession:
     version = None
-    base_model = asked.base_model
-    if asked.model_path is not None:
-        checkpoint = service.checkpoints.readable(asked.model_path, tenant)
+    base_model = request.base_model
+    if request.model_path is not None:
+        checkpoint = service.checkpoints.readable(request.model_path, tenant)
         if checkpoint.kind == "external_weights":
             raise BadRequest(
-                f"{asked.model_path} is for use elsewhere.", "Give a tinker://RUN/sampler_weights/NAME path."
+                f"{request.model_path} holds external weights.", "Give a tinker://RUN/sampler_weights/NAME path."
             )
         version = checkpoint.id
         base_model = base_model or checkpoint.base_model
         if service.worker(base_model) is not service.worker(checkpoint.base_model):
             raise BadRequest(
-                f"{asked.model_path} belongs to {checkpoint.base_model}, not to {base_model}.", "Leave base_model out."
+                f"{request.model_path} belongs to {checkpoint.base_model}, not to {base_model}.", "Omit base_model."
             )
         service.audit_log.checkpoint_read(checkpoint, tenant, "sampling")
     if base_model is None:
@@ -52,30 +54,30 @@ def _sampler(service: Service, tenant: str, asked: SamplingSessionBody, sampler_
     return SamplingSession(
         id=sampler_id,
         owner=tenant,
-        session_id=asked.session_id,
+        session_id=request.session_id,
         base_model=base_model,
         created=time.time(),
-        model_path=asked.model_path,
+        model_path=request.model_path,
         version=version,
     )
 
 
 @router.get("/samplers/{sampler_id}")
 async def get_sampler(sampler_id: str, tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
-    """What a sampling session samples from; clients load a tokenizer by `base_model`."""
+    """The weights of a sampling session; clients load a tokenizer by `base_model`."""
     sampler = service.sampler(sampler_id, tenant)
     name = sampler.base_model
     card = await service.worker(name).host.card()
     if service.config.is_loopback and card.tokenizer.startswith("/"):
-        # A client of this machine can read the folder, while the name may be an alias that nothing else knows. The last
-        # part is for the SDK, which cuts names with exactly two slashes.
+        # A client of this machine can read the folder, while the name may be an alias known only to this server. The
+        # SDK truncates names with exactly two slashes, hence the last segment.
         name = f"{card.tokenizer}/."
     return {"sampler_id": sampler.id, "base_model": name, "model_path": sampler.model_path}
 
 
 @router.post("/join_sampling_session")
 async def join_sampling_session(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
-    """A number for a client that shares a sampling session; its seq_ids begin at 10^9 times it."""
+    """Number a client that shares a sampling session; its seq_ids begin at 10^9 times the number."""
     sampler = service.sampler(parse(JoinBody, body).sampling_session_id, tenant)
     service.sessions.touch(sampler.session_id, tenant)
     return {"client_counter": await service.sampling.join(sampler), "type": "join_sampling_session"}
@@ -83,14 +85,14 @@ async def join_sampling_session(tenant: Tenant, service: ServiceDep, body: RawBo
 
 @router.post("/asample")
 async def asample(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
-    """Begin sampling; the ids of the sequences are given now, one for each."""
+    """Start sampling; returns the promise and the id of each sequence."""
     service.sampling.check_capacity()
-    ask = await run_in_thread_if_large(len(body), decode_sample, body)
-    add_log_context(request_id=f"{ask.sampler_id}:{ask.seq}")
-    sampler = service.sampler(ask.sampler_id, tenant)
+    asample_request = await run_in_thread_if_large(len(body), decode_sample, body)
+    add_log_context(request_id=f"{asample_request.sampler_id}:{asample_request.seq}")
+    sampler = service.sampler(asample_request.sampler_id, tenant)
     service.sessions.touch(sampler.session_id, tenant)
-    check_sample(ask.request, await service.worker(sampler.base_model).host.card())
-    request_id = f"{sampler.id}:{ask.seq}"
-    service.sampling.submit(sampler, ask, request_id)
-    ids = [f"{request_id}:{index}" for index in range(ask.request.num_samples)]
+    check_sample(asample_request.request, await service.worker(sampler.base_model).host.card())
+    request_id = f"{sampler.id}:{asample_request.seq}"
+    service.sampling.submit(sampler, asample_request, request_id)
+    ids = [f"{request_id}:{index}" for index in range(asample_request.request.num_samples)]
     return {"request_id": request_id, "sample_sequence_ids": ids}

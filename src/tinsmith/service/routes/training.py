@@ -1,13 +1,17 @@
-"""Training requests: parse, refuse what is not in order, write it down, promise. The worker does the rest."""
+"""Routes of models in training: each validates a request, has the worker accept it, and returns a promise.
+
+An accepted request is stored before its promise is returned; the worker runs it afterwards.
+"""
 
 from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import replace
-from typing import Annotated, Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Generic, TypeVar
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter, Depends, Header, Request
+from fastapi.responses import JSONResponse
 
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass
 from tinsmith.engine.validation import check_adam, check_lora, check_pass
@@ -17,7 +21,7 @@ from tinsmith.service.concurrency import run_in_thread_if_large
 from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.encryption import recipients
 from tinsmith.service.observability.logs import add_log_context
-from tinsmith.service.routes.custom_losses import with_uploaded
+from tinsmith.service.routes.custom_losses import attach_custom_loss
 from tinsmith.service.storage.payloads import encode_operation
 from tinsmith.service.storage.records import (
     Checkpoint,
@@ -49,18 +53,77 @@ from tinsmith.service.wire.schemas import (
 
 router = APIRouter()
 
+B = TypeVar("B", StepBody, SaveBody, SaveExternalBody)
+
+
+class AlreadyAccepted(Exception):
+    """The request was accepted before: the client repeats it and gets the same promise."""
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+
+async def promise_again(_http: Request, error: Exception) -> JSONResponse:
+    """The response to a repeated request."""
+    assert isinstance(error, AlreadyAccepted)
+    return JSONResponse({"request_id": error.request_id})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NewRequest(Generic[B]):
+    """A training request that was not accepted before, and the model that it is for."""
+
+    body: B
+    model: Model
+    service: Service
+
+    async def accept(self, operation: Operation) -> dict[str, Any]:
+        """Accept the request as `operation`; returns its promise."""
+        payload = encode_operation(operation)
+        return await _accept(self.service, self.model, self.body.seq_id, operation, payload)
+
+
+class NewRequestOf(Generic[B]):
+    """Dependency: the request's body as `body_type`, and its model. Raises AlreadyAccepted for a repeated request."""
+
+    def __init__(self, body_type: type[B]) -> None:
+        self._body_type = body_type
+
+    async def __call__(self, tenant: Tenant, service: ServiceDep, body: RawBody) -> NewRequest[B]:
+        parsed = parse(self._body_type, body)
+        model = service.trainable_model(parsed.model_id, tenant)
+        await _check_new(service, model, parsed.seq_id)
+        return NewRequest(body=parsed, model=model, service=service)
+
+
+async def _check_new(service: Service, model: Model, seq: int) -> None:
+    """Raise AlreadyAccepted if the model's request `seq` was accepted, BadRequest if it is too late for it."""
+    add_log_context(request_id=request_id_of(model.id, seq))
+    if not 1 <= seq < 2**63:
+        raise BadRequest(f"seq_id is {seq}.", "Number a model's requests from 1.")
+    if await service.worker(model.base_model).is_accepted(model, seq):
+        raise AlreadyAccepted(request_id_of(model.id, seq))
+
+
+async def _accept(
+    service: Service, model: Model, seq: int, operation: Operation, payload: bytes, *, is_new: bool = False
+) -> dict[str, Any]:
+    worker = service.worker(model.base_model)
+    return {"request_id": await worker.accept(model, seq, operation, payload, is_new=is_new)}
+
 
 @router.post("/create_model")
 async def create_model(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
-    """A fresh adapter; a seed is drawn where the client gave none."""
-    asked = parse(CreateModelBody, body)
-    session = service.sessions.touch(asked.session_id, tenant)
-    model_id = _model_id(asked.session_id, asked.model_seq_id)
+    """Create a model with a fresh adapter. Without a seed from the client, the service draws one."""
+    request = parse(CreateModelBody, body)
+    session = service.sessions.touch(request.session_id, tenant)
+    model_id = _model_id(request.session_id, request.model_seq_id)
     if service.store.find(Model, model_id) is not None:
         return {"request_id": request_id_of(model_id, 0), "model_id": model_id}
-    service.worker(asked.base_model)
-    _only_adamw(asked.optimizer_config)
-    config = asked.lora_config or LoraBody(rank=32)
+    service.worker(request.base_model)
+    _check_adamw(request.optimizer_config)
+    config = request.lora_config or LoraBody(rank=32)
     lora = LoraSpec(
         rank=config.rank,
         seed=config.seed if config.seed is not None else secrets.randbits(63),
@@ -69,15 +132,17 @@ async def create_model(tenant: Tenant, service: ServiceDep, body: RawBody) -> di
         train_unembed=config.train_unembed,
     )
     check_lora(lora)
-    model = _model(model_id, session.id, asked.base_model, lora, tenant, asked.user_metadata)
-    promise = await _promise(service, model, 0, CreateModel(), encode_operation(CreateModel()), new=True)
+    model = _new_model(model_id, session.id, request.base_model, lora, tenant, request.user_metadata)
+    promise = await _accept(service, model, 0, CreateModel(), encode_operation(CreateModel()), is_new=True)
     return {**promise, "model_id": model_id}
 
 
 @router.post("/get_info")
 async def get_info(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
-    """What a model is. `tokenizer_id` is what loads on this machine, whatever name it is served under; a client that
-    may be elsewhere is not told a folder, and goes by the name."""
+    """Describe a model. `tokenizer_id` is the tokenizer's hub id, or its folder for clients of this machine.
+
+    Clients of other machines get no folder, and load the tokenizer by the model's name.
+    """
     model = service.model(parse(GetInfoBody, body).model_id, tenant)
     card = await service.worker(model.base_model).host.card()
     tokenizer = card.tokenizer if service.config.is_loopback or not card.tokenizer.startswith("/") else None
@@ -96,186 +161,156 @@ async def get_info(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[s
 async def forward_backward(
     tenant: Tenant, service: ServiceDep, body: RawBody, content_encoding: Annotated[str | None, Header()] = None
 ) -> dict[str, Any]:
-    """A pass, with or without gradients; the body is kept as it came."""
-    plain, seq, work, claims = await run_in_thread_if_large(
-        MAX_BODY_BYTES if content_encoding else len(body), _read, body, content_encoding
+    """Run a forward pass, or forward and backward. The journal keeps the body as it was sent."""
+    plain, seq, operation, claims = await run_in_thread_if_large(
+        MAX_BODY_BYTES if content_encoding else len(body), _decode_pass, body, content_encoding
     )
-    model = service.trainable_model(work.model_id, tenant)
-    if await _promised(service, model, seq):
-        return _promise_of(model, seq)
+    model = service.trainable_model(operation.model_id, tenant)
+    await _check_new(service, model, seq)
     service.sampling.check(claims, tenant)
-    work, kept = with_uploaded(service, model, work, plain)
-    await run_in_thread_if_large(len(plain), check_pass, work, await service.worker(model.base_model).host.card())
-    return await _promise(service, model, seq, work, kept)
+    operation, payload = attach_custom_loss(service, model, operation, plain)
+    card = await service.worker(model.base_model).host.card()
+    await run_in_thread_if_large(len(plain), check_pass, operation, card)
+    return await _accept(service, model, seq, operation, payload)
 
 
-def _read(body: bytes, content_encoding: str | None) -> tuple[bytes, int, Pass, list[Claim]]:
+def _decode_pass(body: bytes, content_encoding: str | None) -> tuple[bytes, int, Pass, list[Claim]]:
+    """(decompressed body, seq_id, pass, provenance claims)."""
     plain = decompress(body, content_encoding)
     message = parse_pass(plain)
-    seq, work = pass_from_message(message)
-    return plain, seq, work, parse_claims(message, [(len(datum.tokens), len(datum.targets)) for datum in work.data])
+    seq, operation = pass_from_message(message)
+    lengths = [(len(datum.tokens), len(datum.targets)) for datum in operation.data]
+    return plain, seq, operation, parse_claims(message, lengths)
 
 
 @router.post("/optim_step")
-async def optim_step(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
-    """One AdamW step."""
-    asked = parse(StepBody, body)
-    model = service.trainable_model(asked.model_id, tenant)
-    if await _promised(service, model, asked.seq_id):
-        return _promise_of(model, asked.seq_id)
-    _only_adamw(asked.optimizer_params)
-    if asked.adam_params is None:
+async def optim_step(new: Annotated[NewRequest[StepBody], Depends(NewRequestOf(StepBody))]) -> dict[str, Any]:
+    """Update the model with one AdamW step."""
+    _check_adamw(new.body.optimizer_params)
+    if new.body.adam_params is None:
         raise BadRequest("optim_step has no adam_params.", "Send all six, or {} for the defaults.")
-    adam = AdamParams(**asked.adam_params.model_dump())
+    adam = AdamParams(**new.body.adam_params.model_dump())
     check_adam(adam)
-    work = OptimStep(adam=adam)
-    return await _promise(service, model, asked.seq_id, work, encode_operation(work))
+    return await new.accept(OptimStep(adam=adam))
 
 
 @router.post("/save_weights")
-async def save_weights(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
-    """Weights and optimizer into a named checkpoint."""
-    asked = parse(SaveBody, body)
-    model = service.trainable_model(asked.model_id, tenant)
-    if await _promised(service, model, asked.seq_id):
-        return _promise_of(model, asked.seq_id)
-    name = asked.path if asked.path is not None else f"{asked.seq_id:06d}"
+async def save_weights(new: Annotated[NewRequest[SaveBody], Depends(NewRequestOf(SaveBody))]) -> dict[str, Any]:
+    """Save weights and optimizer state as a named checkpoint."""
+    request = new.body
+    name = request.path if request.path is not None else f"{request.seq_id:06d}"
     check_name(name)
-    check_ttl(asked.ttl_seconds)
-    standing = service.checkpoints.by_name(model.id, "weights", name)
-    if standing is not None and not asked.overwrite:
-        raise BadRequest(f"{standing.path} exists.", "Choose another name or pass overwrite=True.")
-    work = SaveState(name=name, overwrite=asked.overwrite, ttl_seconds=asked.ttl_seconds, metadata=asked.user_metadata)
-    return await _promise(service, model, asked.seq_id, work, encode_operation(work))
+    check_ttl(request.ttl_seconds)
+    existing = new.service.checkpoints.by_name(new.model.id, "weights", name)
+    if existing is not None and not request.overwrite:
+        raise BadRequest(f"{existing.path} exists.", "Choose another name or pass overwrite=True.")
+    ttl, metadata = request.ttl_seconds, request.user_metadata
+    return await new.accept(SaveState(name=name, overwrite=request.overwrite, ttl_seconds=ttl, metadata=metadata))
 
 
 @router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
-    """Weights for sampling: into a named checkpoint, or unnamed into a sampling session, which keeps them (snapshot)
-    or goes on with those of later inflight saves (inflight)."""
-    asked = parse(SaveBody, body)
-    model = service.trainable_model(asked.model_id, tenant)
-    if await _promised(service, model, asked.seq_id):
-        return _promise_of(model, asked.seq_id)
-    check_ttl(asked.ttl_seconds)
-    kinds = ("snapshot", "inflight") if asked.path is None else ("snapshot",)
-    if asked.kind not in kinds:
-        raise BadRequest(f"kind is '{asked.kind}'.", "Give snapshot or, without a path, inflight.")
-    if asked.path is not None:
-        _check_new_name(service, model, "sampler_weights", asked.path)
-        work = SaveSampler(name=asked.path, ttl_seconds=asked.ttl_seconds, metadata=asked.user_metadata)
-    elif asked.sampling_session_seq_id is not None:
-        sampler_id = f"{model.session_id}:sample:{asked.sampling_session_seq_id}"
-        kept = {"ttl_seconds": asked.ttl_seconds, "metadata": asked.user_metadata}
-        work = SaveSampler(sampler_id=sampler_id, inflight=asked.kind == "inflight", **kept)
-    else:
+async def save_weights_for_sampler(
+    new: Annotated[NewRequest[SaveBody], Depends(NewRequestOf(SaveBody))],
+) -> dict[str, Any]:
+    """Save weights for sampling: as a named checkpoint, or without a name into a sampling session.
+
+    A `snapshot` session keeps these weights; an `inflight` session switches to those of later inflight saves.
+    """
+    request = new.body
+    check_ttl(request.ttl_seconds)
+    kinds = ("snapshot", "inflight") if request.path is None else ("snapshot",)
+    if request.kind not in kinds:
+        raise BadRequest(f"kind is '{request.kind}'.", "Give snapshot or, without a path, inflight.")
+    ttl, metadata = request.ttl_seconds, request.user_metadata
+    if request.path is not None:
+        _check_new_name(new.service, new.model, "sampler_weights", request.path)
+        return await new.accept(SaveSampler(name=request.path, ttl_seconds=ttl, metadata=metadata))
+    if request.sampling_session_seq_id is None:
         raise BadRequest("save_weights_for_sampler has neither path nor sampling_session_seq_id.", "Give one of them.")
-    return await _promise(service, model, asked.seq_id, work, encode_operation(work))
+    sampler_id = f"{new.model.session_id}:sample:{request.sampling_session_seq_id}"
+    inflight = request.kind == "inflight"
+    return await new.accept(SaveSampler(sampler_id=sampler_id, inflight=inflight, ttl_seconds=ttl, metadata=metadata))
 
 
 @router.post("/save_weights_external")
-async def save_weights_external(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
-    """Weights for use elsewhere: PEFT's files behind links, encrypted if there are recipients."""
-    asked = parse(SaveExternalBody, body)
-    model = service.trainable_model(asked.model_id, tenant)
-    if await _promised(service, model, asked.seq_id):
-        return _promise_of(model, asked.seq_id)
-    check_ttl(asked.ttl_seconds)
-    given = asked.age_encryption_recipients or []
-    recipients(given)
-    _check_new_name(service, model, "external_weights", asked.path)
-    work = SaveExternal(name=asked.path, ttl_seconds=asked.ttl_seconds, recipients=given)
-    return await _promise(service, model, asked.seq_id, work, encode_operation(work))
+async def save_weights_external(
+    new: Annotated[NewRequest[SaveExternalBody], Depends(NewRequestOf(SaveExternalBody))],
+) -> dict[str, Any]:
+    """Export weights as PEFT files behind signed links, encrypted if there are recipients."""
+    request = new.body
+    check_ttl(request.ttl_seconds)
+    public_keys = request.age_encryption_recipients or []
+    recipients(public_keys)
+    _check_new_name(new.service, new.model, "external_weights", request.path)
+    return await new.accept(SaveExternal(name=request.path, ttl_seconds=request.ttl_seconds, recipients=public_keys))
 
 
 @router.post("/load_weights")
 async def load_weights(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
-    """A checkpoint into a model: a new one (session_id, model_seq_id) or one that is there (model_id, seq_id)."""
-    asked = parse(LoadBody, body)
-    if asked.model_id is None:
-        return await _create_by_load(service, tenant, asked)
-    model = service.trainable_model(asked.model_id, tenant)
-    if asked.seq_id is None:
-        raise BadRequest("load_weights with model_id has no seq_id.", "Send the next one.")
-    if await _promised(service, model, asked.seq_id):
-        return _promise_of(model, asked.seq_id)
-    checkpoint = _loadable(service, tenant, asked, model.base_model)
+    """Load a checkpoint into a new model (session_id, model_seq_id) or an existing one (model_id, seq_id)."""
+    request = parse(LoadBody, body)
+    if request.model_id is None:
+        return await _create_by_load(service, tenant, request)
+    model = service.trainable_model(request.model_id, tenant)
+    if request.seq_id is None:
+        raise BadRequest("load_weights with model_id has no seq_id.", "Send the model's next seq_id.")
+    await _check_new(service, model, request.seq_id)
+    checkpoint = _loadable_checkpoint(service, tenant, request, model.base_model)
     if replace(checkpoint.lora, seed=model.lora.seed) != model.lora:
         raise BadRequest(
-            f"{asked.path} holds {checkpoint.lora}; the model has {model.lora}.", "Create a model from it."
+            f"{request.path} holds {checkpoint.lora}; the model has {model.lora}.", "Create a model from it."
         )
-    work = LoadWeights(path=asked.path, checkpoint=checkpoint.id, optimizer=asked.optimizer)
-    return await _promise(service, model, asked.seq_id, work, encode_operation(work))
+    operation = LoadWeights(path=request.path, checkpoint=checkpoint.id, optimizer=request.optimizer)
+    return await _accept(service, model, request.seq_id, operation, encode_operation(operation))
 
 
-async def _create_by_load(service: Service, tenant: str, asked: LoadBody) -> dict[str, Any]:
-    if asked.session_id is None or asked.model_seq_id is None:
-        raise BadRequest("load_weights says no model.", "Send session_id and model_seq_id, or model_id and seq_id.")
-    session = service.sessions.touch(asked.session_id, tenant)
-    model_id = _model_id(asked.session_id, asked.model_seq_id)
+async def _create_by_load(service: Service, tenant: str, request: LoadBody) -> dict[str, Any]:
+    if request.session_id is None or request.model_seq_id is None:
+        raise BadRequest("load_weights names no model.", "Send session_id and model_seq_id, or model_id and seq_id.")
+    session = service.sessions.touch(request.session_id, tenant)
+    model_id = _model_id(request.session_id, request.model_seq_id)
     if service.store.find(Model, model_id) is not None:
         return {"request_id": request_id_of(model_id, 0), "model_id": model_id}
-    checkpoint = _loadable(service, tenant, asked, asked.base_model)
-    base_model = asked.base_model or checkpoint.base_model
-    model = _model(model_id, session.id, base_model, checkpoint.lora, tenant, asked.user_metadata)
-    work = LoadWeights(path=asked.path, checkpoint=checkpoint.id, optimizer=asked.optimizer, creates=True)
-    promise = await _promise(service, model, 0, work, encode_operation(work), new=True)
+    checkpoint = _loadable_checkpoint(service, tenant, request, request.base_model)
+    base_model = request.base_model or checkpoint.base_model
+    model = _new_model(model_id, session.id, base_model, checkpoint.lora, tenant, request.user_metadata)
+    operation = LoadWeights(path=request.path, checkpoint=checkpoint.id, optimizer=request.optimizer, creates=True)
+    promise = await _accept(service, model, 0, operation, encode_operation(operation), is_new=True)
     return {**promise, "model_id": model_id}
 
 
-def _loadable(service: Service, tenant: str, asked: LoadBody, base_model: str | None) -> Checkpoint:
-    """The checkpoint, if it fits the base model and holds what is asked of it."""
-    _only_adamw(asked.optimizer_config)
-    lender = service.token_owner(asked.weights_access_token, asked.path)
-    checkpoint = service.checkpoints.readable(asked.path, tenant, lender)
+def _loadable_checkpoint(service: Service, tenant: str, request: LoadBody, base_model: str | None) -> Checkpoint:
+    """The checkpoint to load. Raises BadRequest if it does not fit the base model or lacks the optimizer state."""
+    _check_adamw(request.optimizer_config)
+    lender = service.token_owner(request.weights_access_token, request.path)
+    checkpoint = service.checkpoints.readable(request.path, tenant, lender)
     if checkpoint.kind == "external_weights":
-        raise BadRequest(f"{asked.path} is for use elsewhere.", "Load a tinker://RUN/weights/NAME path.")
-    if asked.optimizer and not checkpoint.optimizer:
-        raise BadRequest(f"{asked.path} holds no optimizer state.", "Load it without, or load one of save_state.")
-    wanted = base_model or checkpoint.base_model
-    if service.worker(wanted) is not service.worker(checkpoint.base_model):
-        raise BadRequest(f"{asked.path} belongs to {checkpoint.base_model}, not to {wanted}.", "Leave base_model out.")
+        raise BadRequest(f"{request.path} holds external weights.", "Load a tinker://RUN/weights/NAME path.")
+    if request.optimizer and not checkpoint.optimizer:
+        raise BadRequest(
+            f"{request.path} holds no optimizer state.", "Load it without, or load a checkpoint of save_state."
+        )
+    expected = base_model or checkpoint.base_model
+    if service.worker(expected) is not service.worker(checkpoint.base_model):
+        raise BadRequest(f"{request.path} belongs to {checkpoint.base_model}, not to {expected}.", "Omit base_model.")
     service.audit_log.checkpoint_read(checkpoint, tenant, "training")
     return checkpoint
 
 
 def _check_new_name(service: Service, model: Model, kind: str, name: str) -> None:
-    """Raises BadRequest unless it is a name, and not yet one of the model's checkpoints of this kind."""
+    """Raise BadRequest unless `name` is valid and not yet one of the model's checkpoints of this kind."""
     check_name(name)
-    standing = service.checkpoints.by_name(model.id, kind, name)
-    if standing is not None:
-        raise BadRequest(f"{standing.path} exists.", "Choose another name or delete it first.")
-
-
-async def _promised(service: Service, model: Model, seq: int) -> bool:
-    """Whether this number was accepted before: a client that repeats itself must not train twice.
-
-    Payloads are not compared: a repeated save carries a new sampling_session_seq_id.
-    """
-    add_log_context(request_id=request_id_of(model.id, seq))
-    if not 1 <= seq < 2**63:
-        raise BadRequest(f"seq_id is {seq}.", "The first request of a model has 1.")
-    return await service.worker(model.base_model).is_accepted(model, seq)
-
-
-async def _promise(
-    service: Service, model: Model, seq: int, work: Operation, payload: bytes, *, new: bool = False
-) -> dict[str, Any]:
-    """Accept a request and return the promise of its result."""
-    worker = service.worker(model.base_model)
-    return {"request_id": await worker.accept(model, seq, work, payload, is_new=new)}
-
-
-def _promise_of(model: Model, seq: int) -> dict[str, Any]:
-    return {"request_id": request_id_of(model.id, seq)}
+    existing = service.checkpoints.by_name(model.id, kind, name)
+    if existing is not None:
+        raise BadRequest(f"{existing.path} exists.", "Choose another name or delete it first.")
 
 
 def _model_id(session_id: str, number: int) -> str:
-    """The client computes the same string by itself."""
+    """A model's id, which the client computes in the same way."""
     return f"{session_id}:train:{number}"
 
 
-def _model(
+def _new_model(
     model_id: str, session_id: str, base_model: str, lora: LoraSpec, owner: str, metadata: dict[str, Any] | None
 ) -> Model:
     return Model(
@@ -289,14 +324,14 @@ def _model(
     )
 
 
-def _only_adamw(optimizer: OptimizerBody | None) -> None:
+def _check_adamw(optimizer: OptimizerBody | None) -> None:
     if optimizer is not None and optimizer.type != "adamw":
-        raise Unsupported(f"Optimizer '{optimizer.type}' is not served here.", "Use adamw: AdamParams in optim_step.")
+        raise Unsupported(f"Optimizer '{optimizer.type}' is not supported.", "Use adamw: AdamParams in optim_step.")
 
 
 @router.post("/unload_model")
 async def unload_model(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
-    """End a model after all that waits for it; its checkpoints stay."""
+    """End a model after its queued requests; its checkpoints stay. Only SDKs before 0.26 call this route."""
     model = service.model(parse(UnloadBody, body).model_id, tenant)
     if model.state != "ended":
         service.worker(model.base_model).unload(model)

@@ -1,7 +1,8 @@
-"""Bytes of the Tinker protocol <-> records: the one file that knows protobuf, CSR tensors and zstd.
+"""Protobuf messages of the Tinker protocol: bodies of forward_backward in, results of it and of asample out.
 
-In: the forward_backward body. Out: the results of forward_backward and asample, both protobuf. Field names are those of
-SDK 0.38's schema. What this server does not do is refused by name. The JSON bodies are in `bodies` and `asample`.
+The only module that reads protobuf, CSR tensors and zstd. Field names are those of SDK 0.38's schema, which is loaded
+from the SDK's file without importing `tinker`: that would import torch, seconds and hundreds of megabytes for the API
+process. Features that are not implemented are rejected by name. JSON bodies are in `schemas` and `sample_request`.
 """
 
 from __future__ import annotations
@@ -46,41 +47,43 @@ __all__ = ["pb"]
 
 
 GRAPH = "graph"
-"""The key under which `append_graph` puts an uploaded loss; a client that sends it is refused."""
+"""Key of a custom loss that `append_graph` adds; bodies that contain it are rejected."""
 MAX_BODY_BYTES = 256 * 2**20
-"""Bytes of a body after decompression."""
+"""Largest body after decompression."""
 MAX_DENSE_CELLS = 16 * 2**20
-"""Cells of one tensor after densifying: a CSR tensor of a few bytes may declare any shape."""
+"""Largest dense size of one tensor: a CSR tensor of a few bytes may declare any shape."""
 MAX_BODY_CELLS = 2 * MAX_DENSE_CELLS
-"""The same of all sparse tensors of a body together: room for the largest targets and their weights."""
+"""Largest dense size of all sparse tensors of a body: enough for the largest targets and their weights."""
 MAX_COLUMNS = 2**20
-"""Columns of a sparse tensor: no vocabulary has more."""
-_PIECE = 2**10
-"""Bytes of a zstd body at a time: four of them may stand for 128 KiB."""
+"""Largest number of columns of a sparse tensor; no vocabulary has more."""
+_CHUNK = 2**10
+"""Bytes of a zstd body decompressed at a time: four bytes may expand to 128 KiB."""
 
 _DTYPES = {pb.DTYPE_FLOAT32: np.dtype("<f4"), pb.DTYPE_INT64: np.dtype("<i8"), pb.DTYPE_INT32: np.dtype("<i4")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseLayout:
-    """Where the cells of a sparse target_prompt_logprobs lie: CSR row pointers and columns, int64."""
+    """CSR row pointers and columns of a sparse target_prompt_logprobs, int64."""
 
     crow: np.ndarray
     col: np.ndarray
 
 
 def decompress(body: bytes, encoding: str | None) -> bytes:
-    """The body without its Content-Encoding: one whole zstd frame. Whatever size the frame declares, it is read a
-    piece at a time, and a piece is so small that it cannot grow to more than 32 MiB beyond the cap."""
+    """Undo the body's Content-Encoding, one whole zstd frame. Raises Unsupported, BadRequest or TooLarge.
+
+    The frame is read in chunks that cannot expand to more than 32 MiB beyond the limit, whatever size it declares.
+    """
     if not encoding or encoding == "identity":
         return body
     if encoding != "zstd":
-        raise Unsupported(f"Content-Encoding {encoding} is not read here.", "Send zstd or plain bytes.")
+        raise Unsupported(f"Content-Encoding {encoding} is not supported.", "Send zstd or plain bytes.")
     frame, out, at = zstandard.ZstdDecompressor().decompressobj(), bytearray(), 0
     try:
         while at < len(body) and not frame.eof:
-            out += frame.decompress(body[at : at + _PIECE])
-            at += _PIECE
+            out += frame.decompress(body[at : at + _CHUNK])
+            at += _CHUNK
             if len(out) > MAX_BODY_BYTES:
                 raise TooLarge(
                     f"The body is over {MAX_BODY_BYTES} bytes when decompressed.", "Send fewer data per request."
@@ -88,17 +91,17 @@ def decompress(body: bytes, encoding: str | None) -> bytes:
     except zstandard.ZstdError as error:
         raise BadRequest(f"The body is not zstd: {error}") from error
     if not frame.eof or frame.unused_data or at < len(body):
-        raise BadRequest("The body is not one whole zstd frame.", "Compress it anew, in one piece.")
+        raise BadRequest("The body is not one whole zstd frame.", "Compress the body as a single frame.")
     return bytes(out)
 
 
 def decode_pass(body: bytes) -> tuple[int, Pass]:
-    """(seq_id, request) of a ForwardBackwardRequest, its tensors dense."""
+    """(seq_id, request) of a ForwardBackwardRequest's bytes, with dense tensors."""
     return pass_from_message(parse_pass(body))
 
 
 def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
-    """The message as it came, well-formed and no more."""
+    """Parse a message without validating its content. Raises BadRequest."""
     message = pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
@@ -108,10 +111,10 @@ def parse_pass(body: bytes) -> pb.ForwardBackwardRequest:
 
 
 def pass_from_message(message: pb.ForwardBackwardRequest) -> tuple[int, Pass]:
-    """(seq_id, request) of a message, its tensors dense."""
-    _check_room(message)
-    own = message.loss_fn == CUSTOM
-    data = tuple(_datum(f"data[{index}]", datum, as_sent=own) for index, datum in enumerate(message.data))
+    """(seq_id, request) of a message, with dense tensors."""
+    _check_dense_size(message)
+    is_custom = message.loss_fn == CUSTOM
+    data = tuple(_datum(f"data[{index}]", datum, as_sent=is_custom) for index, datum in enumerate(message.data))
     request = Pass(
         model_id=message.model_id,
         data=data,
@@ -131,10 +134,10 @@ def _loss_config(message: pb.ForwardBackwardRequest) -> dict[str, float | str]:
     }
 
 
-def _check_room(message: pb.ForwardBackwardRequest) -> None:
-    """Raises TooLarge, before anything is made dense, if all of it would take too much."""
+def _check_dense_size(message: pb.ForwardBackwardRequest) -> None:
+    """Raise TooLarge, before anything is made dense, if all sparse tensors together exceed MAX_BODY_CELLS."""
     tensors = (tensor for datum in message.data for tensor in datum.loss_fn_inputs.values())
-    cells = sum(prod(max(side, 0) for side in one.shape) for one in tensors if one.HasField("sparse_csr"))
+    cells = sum(prod(max(side, 0) for side in tensor.shape) for tensor in tensors if tensor.HasField("sparse_csr"))
     if cells > MAX_BODY_CELLS:
         raise TooLarge(
             f"The sparse tensors of the body, its target_tokens and others, have {cells} cells when dense.",
@@ -143,13 +146,15 @@ def _check_room(message: pb.ForwardBackwardRequest) -> None:
 
 
 def _datum(where: str, datum: pb.Datum, *, as_sent: bool) -> Datum:
-    """Inputs are float32, or `as_sent`: an uploaded loss may read whole numbers."""
-    pieces = [np.zeros(0, dtype="<i4")]
+    """A datum. Inputs become float32 unless `as_sent`: a custom loss may read integers."""
+    chunks = [np.zeros(0, dtype="<i4")]
     for chunk in datum.model_input:
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
-            raise Unsupported(f"{where}.model_input holds {kind or 'an empty'} chunk.", "This server takes text only.")
-        pieces.append(_array(f"{where}.model_input", chunk.encoded_text.tokens, np.dtype("<i4")))
+            raise Unsupported(
+                f"{where}.model_input holds {kind or 'an empty'} chunk.", "Send encoded_text chunks only."
+            )
+        chunks.append(_array(f"{where}.model_input", chunk.encoded_text.tokens, np.dtype("<i4")))
     tensors = {name: _tensor(f"{where}.{name}", value) for name, value in datum.loss_fn_inputs.items()}
     targets = tensors.pop("target_tokens", None)
     if targets is None:
@@ -157,9 +162,9 @@ def _datum(where: str, datum: pb.Datum, *, as_sent: bool) -> Datum:
     if targets.dtype.kind != "i":
         raise BadRequest(f"{where}.target_tokens is {targets.dtype.name}.", "Send int64 token ids.")
     return Datum(
-        tokens=np.concatenate(pieces),
+        tokens=np.concatenate(chunks),
         targets=targets.astype(np.int64, copy=False),
-        inputs=tensors if as_sent else {name: one.astype(np.float32, copy=False) for name, one in tensors.items()},
+        inputs=tensors if as_sent else {name: value.astype(np.float32, copy=False) for name, value in tensors.items()},
     )
 
 
@@ -182,20 +187,22 @@ def _tensor(where: str, tensor: pb.Tensor) -> np.ndarray:
         )
         return densify(where, shape, values, crow, col, 0)
     values = _array(where, tensor.dense, dtype)
-    return shaped(where, values, shape or (len(values),))
+    return reshape_checked(where, values, shape or (len(values),))
 
 
-def shaped(where: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Flat values in their declared shape. Raises BadRequest if they do not fill it."""
+def reshape_checked(where: str, values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """Flat values in their declared shape. Raises BadRequest if the sizes differ."""
     if min(shape, default=0) < 0 or int(np.prod(shape, dtype=object)) != values.size:
-        raise BadRequest(f"{where} has {values.size} values for shape {list(shape)}.", "Make both agree.")
+        raise BadRequest(
+            f"{where} has {values.size} values for shape {list(shape)}.", "Send values that fill the shape."
+        )
     return values.reshape(shape)
 
 
 def densify(
     where: str, shape: tuple[int, ...], values: np.ndarray, crow: np.ndarray, col: np.ndarray, fill: int
 ) -> np.ndarray:
-    """A CSR tensor with `fill` in the cells that are not listed."""
+    """A CSR tensor as a dense array, `fill` in its empty cells. Raises BadRequest or TooLarge."""
     if len(shape) != 2 or min(shape) < 0:
         raise BadRequest(f"{where} is sparse with shape {list(shape)}.", "CSR tensors have two dimensions.")
     if shape[1] > MAX_COLUMNS or shape[0] * shape[1] > MAX_DENSE_CELLS:
@@ -203,8 +210,8 @@ def densify(
             f"{where} has shape {list(shape)}.", f"At most {MAX_COLUMNS} columns, and {MAX_DENSE_CELLS} cells."
         )
     steps = np.diff(crow)
-    sound = len(crow) == shape[0] + 1 and crow[0] == 0 and (steps >= 0).all() and crow[-1] == len(col) == len(values)
-    if not sound or (len(col) and not (col.min() >= 0 and col.max() < shape[1])):
+    is_valid = len(crow) == shape[0] + 1 and crow[0] == 0 and (steps >= 0).all() and crow[-1] == len(col) == len(values)
+    if not is_valid or (len(col) and not (col.min() >= 0 and col.max() < shape[1])):
         raise BadRequest(f"{where} is not a CSR tensor of shape {list(shape)}.", "Check its crow and col indices.")
     dense = np.full(shape, fill, dtype=values.dtype)
     dense[np.repeat(np.arange(shape[0]), steps), col] = values
@@ -212,20 +219,20 @@ def densify(
 
 
 def append_graph(body: bytes, text: str) -> bytes:
-    """A ForwardBackwardRequest and, beside its loss_id, the loss itself: so that a replay needs nothing else.
+    """A ForwardBackwardRequest's bytes with the definition of its custom loss, so that a replay needs no lookup.
 
-    Messages that follow each other are one, and the later entry of a map counts.
+    Protobuf merges concatenated messages, and the last entry of a map wins.
     """
-    more = pb.ForwardBackwardRequest()
-    more.loss_fn_config_v2[GRAPH].text = text
-    return body + more.SerializeToString()
+    addition = pb.ForwardBackwardRequest()
+    addition.loss_fn_config_v2[GRAPH].text = text
+    return body + addition.SerializeToString()
 
 
 def encode_pass(result: PassResult) -> bytes:
-    """A ForwardBackwardOutput: one ArrayRecord for each run of data whose logprobs have the same trailing shape."""
+    """A ForwardBackwardOutput's bytes: one ArrayRecord for consecutive data with the same trailing shape."""
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(result.metrics))
     numbered = enumerate(result.logprobs)
-    for trailing, group in groupby(numbered, key=lambda one: one[1].shape[1:]):
+    for trailing, group in groupby(numbered, key=lambda item: item[1].shape[1:]):
         places = [place for place, _ in group]
         record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(places))
         _fill(record.fields["logprobs"], [result.logprobs[place] for place in places], trailing)
@@ -243,23 +250,23 @@ def _fill(field: pb.BatchedTensor, arrays: Sequence[np.ndarray], trailing: tuple
 
 
 def encode_sampled(sampled: SampleResult, layout: SparseLayout | None) -> bytes:
-    """A SampleResponse; targets come back in the layout that they were asked in, 0 where nothing was."""
+    """A SampleResponse's bytes; target logprobs have the layout of the requested targets, 0 elsewhere."""
     message = pb.SampleResponse(prompt_cache_hit_tokens=sampled.prompt_cache_hit_tokens)
     for sequence in sampled.sequences:
         stopped = sequence.stop_reason == "stop"
-        one = message.sequences.add(
+        added = message.sequences.add(
             stop_reason=pb.STOP_REASON_STOP if stopped else pb.STOP_REASON_LENGTH,
             tokens=sequence.tokens.astype("<i4", copy=False).tobytes(),
             logprobs=sequence.logprobs.astype("<f4", copy=False).tobytes(),
         )
         if sequence.topk is not None:
-            one.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk))
+            added.topk_sampled_logprobs.CopyFrom(_topk(sequence.topk))
     if sampled.prompt_logprobs is not None:
         message.prompt_logprobs = sampled.prompt_logprobs.astype("<f4", copy=False).tobytes()
     if sampled.topk_prompt is not None:
         message.topk_prompt_logprobs.CopyFrom(_topk(sampled.topk_prompt))
     if sampled.target_prompt_logprobs is not None:
-        message.target_prompt_logprobs.CopyFrom(_target_answer(sampled.target_prompt_logprobs, layout))
+        message.target_prompt_logprobs.CopyFrom(_target_logprobs(sampled.target_prompt_logprobs, layout))
     if sampled.prompt_alt is not None:
         alt = sampled.prompt_alt
         message.prompt_alt_tokens.tokens.CopyFrom(_dense(alt.token_ids.astype("<i8"), pb.DTYPE_INT64))
@@ -267,8 +274,8 @@ def encode_sampled(sampled: SampleResult, layout: SparseLayout | None) -> bytes:
     return message.SerializeToString()
 
 
-def _target_answer(found: np.ndarray, layout: SparseLayout | None) -> pb.Tensor:
-    values = np.nan_to_num(found.astype("<f4"), nan=0.0)
+def _target_logprobs(logprobs: np.ndarray, layout: SparseLayout | None) -> pb.Tensor:
+    values = np.nan_to_num(logprobs.astype("<f4"), nan=0.0)
     if layout is None:
         return _dense(values, pb.DTYPE_FLOAT32)
     tensor = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=values.shape)

@@ -1,9 +1,9 @@
-"""Provenance spans of a datum: claims about which sampled sequences its tokens come from, read and checked.
+"""Provenance spans: a datum's claims about the sampled sequences that its tokens come from.
 
-A span covers the next `length` positions of the model input, or of the targets, and says: these are positions offset,
-offset + 1, … of that sequence's prompt, or of its sampled tokens. Spans tile their field. No loss that is served here
-reads them, but a client that sends them is told when they are wrong: where they do not tile, where a sequence is not
-this tenant's, and, while the sample is remembered, where they reach beyond it.
+A span covers the next `length` positions of the model input, or of the targets, and claims that they are positions
+offset, offset + 1, … of a sequence's prompt, or of its sampled tokens. Spans tile their field. No loss reads them, but
+wrong spans are rejected: spans that do not tile, sequences of other tenants, and, while a sample's lengths are known,
+spans that exceed it.
 """
 
 from __future__ import annotations
@@ -15,38 +15,38 @@ from dataclasses import dataclass
 from tinsmith.errors import BadRequest
 from tinsmith.service.wire.protobuf import pb
 
-REMEMBERED = 50_000
-"""Sampling requests whose lengths are known; beyond them the oldest are forgotten."""
+MAX_REQUESTS = 50_000
+"""Sampling requests whose lengths are stored; the oldest are dropped first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """One span; `where` names it to the client."""
+    """One span; `where` names it in errors."""
 
     where: str
     sequence_id: str
     offset: int
     length: int
     sampled: bool
-    """Of the sampled tokens; else of the prompt."""
+    """Positions of the sampled tokens, not of the prompt."""
 
     @property
     def request_id(self) -> str:
-        """The sampling request that the sequence is of."""
+        """Id of the sampling request that produced the sequence."""
         return self.sequence_id.rpartition(":")[0]
 
 
 def parse_claims(message: pb.ForwardBackwardRequest, lengths: Iterable[tuple[int, int]]) -> list[Claim]:
-    """The spans of all data, whose positions and targets are as many as `lengths` says. Raises BadRequest."""
-    found: list[Claim] = []
+    """The claims of all data; `lengths` are (positions, targets) of each datum. Raises BadRequest."""
+    claims: list[Claim] = []
     for index, (datum, (positions, targets)) in enumerate(zip(message.data, lengths, strict=True)):
         where = f"data[{index}]"
         if bool(datum.model_input_spans) != bool(datum.loss_fn_input_spans):
             raise BadRequest(f"{where} has spans for one of model_input and loss_fn_inputs.", "Give both or neither.")
         if datum.model_input_spans:
-            found += _tiles(f"{where}.model_input_spans", datum.model_input_spans, positions)
-            found += _tiles(f"{where}.loss_fn_input_spans", datum.loss_fn_input_spans, targets)
-    return found
+            claims += _parse_spans(f"{where}.model_input_spans", datum.model_input_spans, positions)
+            claims += _parse_spans(f"{where}.loss_fn_input_spans", datum.loss_fn_input_spans, targets)
+    return claims
 
 
 class SequenceRegistry:
@@ -55,20 +55,20 @@ class SequenceRegistry:
     def __init__(self) -> None:
         self._lengths: OrderedDict[str, tuple[int, Sequence[int]]] = OrderedDict()
 
-    def keep(self, request_id: str, prompt: int, sampled: Sequence[int]) -> None:
-        """Remember a request."""
+    def record(self, request_id: str, prompt: int, sampled: Sequence[int]) -> None:
+        """Record the lengths of a request's prompt and sampled sequences."""
         self._lengths[request_id] = (prompt, sampled)
-        if len(self._lengths) > REMEMBERED:
+        if len(self._lengths) > MAX_REQUESTS:
             self._lengths.popitem(last=False)
 
     def check(self, claims: Iterable[Claim], is_owned: Callable[[str], bool]) -> None:
-        """Raises BadRequest for a claim that cannot be. `is_owned` knows the tenant's sampling sessions."""
+        """Raise BadRequest for a claim that cannot be true. `is_owned` recognizes the tenant's sampling sessions."""
         for claim in claims:
             request_id, _, number = claim.sequence_id.rpartition(":")
             if not number.isdecimal() or not is_owned(request_id.rpartition(":")[0]):
                 raise _unknown(claim)
             if claim.request_id not in self._lengths:
-                continue  # before a restart, or long ago
+                continue  # sampled before a restart, or too long ago
             prompt, sampled = self._lengths[claim.request_id]
             if int(number) >= len(sampled):
                 raise _unknown(claim)
@@ -77,33 +77,34 @@ class SequenceRegistry:
                 raise BadRequest(
                     f"{claim.where} covers {claim.offset} to {claim.offset + claim.length} of the {kind} tokens of "
                     f"{claim.sequence_id}, which are {length}.",
-                    "Count again.",
+                    "Correct the span.",
                 )
 
 
-def _tiles(where: str, spans: Sequence[pb.ProvenanceSpan], positions: int) -> Iterator[Claim]:
+def _parse_spans(where: str, spans: Sequence[pb.ProvenanceSpan], positions: int) -> Iterator[Claim]:
     covered = 0
     for index, span in enumerate(spans):
         kind = span.WhichOneof("span")
         if kind is None:
             raise BadRequest(f"{where}[{index}] is empty.", "Give prompt_tokens or sampled_tokens.")
-        one = span.sampled_tokens if kind == "sampled_tokens" else span.prompt_tokens
-        if one.offset < 0 or one.length < 0 or not one.sequence_id:
+        source = span.sampled_tokens if kind == "sampled_tokens" else span.prompt_tokens
+        if source.offset < 0 or source.length < 0 or not source.sequence_id:
             raise BadRequest(
-                f"{where}[{index}] has sequence_id '{one.sequence_id}', offset {one.offset}, length {one.length}.",
-                "Name a sequence; neither number may be negative.",
+                f"{where}[{index}] has sequence_id '{source.sequence_id}', offset {source.offset}, "
+                f"length {source.length}.",
+                "Name a sequence; the numbers must not be negative.",
             )
-        covered += one.length
+        covered += source.length
         yield Claim(
             where=f"{where}[{index}]",
-            sequence_id=one.sequence_id,
-            offset=one.offset,
-            length=one.length,
+            sequence_id=source.sequence_id,
+            offset=source.offset,
+            length=source.length,
             sampled=kind == "sampled_tokens",
         )
     if covered != positions:
-        raise BadRequest(f"{where} cover {covered} positions of {positions}.", "Spans tile their field exactly.")
+        raise BadRequest(f"{where} cover {covered} positions of {positions}.", "Spans must tile their field exactly.")
 
 
 def _unknown(claim: Claim) -> BadRequest:
-    return BadRequest(f"{claim.where} names sequence {claim.sequence_id}, which is not known here.", "Sample it first.")
+    return BadRequest(f"{claim.where} names sequence {claim.sequence_id}, which does not exist.", "Sample it first.")

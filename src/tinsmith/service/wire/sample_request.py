@@ -1,4 +1,4 @@
-"""The JSON of asample -> SampleRequest. What this server does not do is refused by name, never dropped."""
+"""Decode asample bodies. Options that are not implemented are rejected by name."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import numpy as np
 
 from tinsmith.engine.base import SampleRequest
 from tinsmith.errors import BadRequest, Unsupported
-from tinsmith.service.wire.protobuf import SparseLayout, densify, shaped
+from tinsmith.service.wire.protobuf import SparseLayout, densify, reshape_checked
 from tinsmith.service.wire.schemas import Prompt, SampleBody, SamplingParams, Tensor, parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AsampleRequest:
-    """An asample body: what to sample, for which sampling session, and the layout of the answer's targets."""
+    """A decoded asample body: the engine's request, its sampling session, and the layout of sparse targets."""
 
     sampler_id: str
     seq: int
@@ -25,35 +25,37 @@ class AsampleRequest:
 
 
 def decode_sample(body: bytes) -> AsampleRequest:
-    """An asample body; the request's id is still empty."""
-    asked = parse(SampleBody, body)
-    if asked.sampling_session_id is None or asked.seq_id is None:
-        raise Unsupported("asample without sampling_session_id and seq_id is not served.", "Create a sampling session.")
-    if not 0 <= asked.seq_id < 2**63:
-        raise BadRequest(f"seq_id is {asked.seq_id}.", "Count a sampling session's requests from 0.")
-    if asked.record_stability_info:
+    """Decode an asample body; the request's id is left empty. Raises BadRequest or Unsupported."""
+    parsed = parse(SampleBody, body)
+    if parsed.sampling_session_id is None or parsed.seq_id is None:
         raise Unsupported(
-            "record_stability_info is not served here: stable_reinforce's objective is not published.",
+            "asample without sampling_session_id and seq_id is not supported.", "Create a sampling session."
+        )
+    if not 0 <= parsed.seq_id < 2**63:
+        raise BadRequest(f"seq_id is {parsed.seq_id}.", "Number a sampling session's requests from 0.")
+    if parsed.record_stability_info:
+        raise Unsupported(
+            "record_stability_info is not supported: the objective of stable_reinforce is not published.",
             "Train with loss_fn=importance_sampling (or ppo, cispo).",
         )
-    targets, layout = _targets(asked.target_prompt_logprobs)
+    targets, layout = _targets(parsed.target_prompt_logprobs)
     request = SampleRequest(
         request_id="",
-        prompt=_prompt(asked.prompt),
-        num_samples=asked.num_samples,
-        prompt_logprobs=bool(asked.prompt_logprobs),
-        prompt_logprobs_last_n=asked.prompt_logprobs_last_n,
-        topk_prompt_logprobs=asked.topk_prompt_logprobs,
-        topk_sample_logprobs=asked.topk_sample_logprobs,
+        prompt=_prompt(parsed.prompt),
+        num_samples=parsed.num_samples,
+        prompt_logprobs=bool(parsed.prompt_logprobs),
+        prompt_logprobs_last_n=parsed.prompt_logprobs_last_n,
+        topk_prompt_logprobs=parsed.topk_prompt_logprobs,
+        topk_sample_logprobs=parsed.topk_sample_logprobs,
         target_prompt_logprobs=targets,
-        prompt_alt_tokens_k=asked.prompt_alt_tokens_k,
-        **_params(asked.sampling_params),
+        prompt_alt_tokens_k=parsed.prompt_alt_tokens_k,
+        **_params(parsed.sampling_params),
     )
-    return AsampleRequest(sampler_id=asked.sampling_session_id, seq=asked.seq_id, request=request, layout=layout)
+    return AsampleRequest(sampler_id=parsed.sampling_session_id, seq=parsed.seq_id, request=request, layout=layout)
 
 
 def _params(params: SamplingParams) -> dict[str, Any]:
-    """A list of token ids, even an empty one, takes the place of end-of-sequence; strings stop beside it."""
+    """Sampling options. Stop token ids, even an empty list, replace the end-of-sequence tokens; stop strings do not."""
     tokens: tuple[int, ...] | None = None
     strings: tuple[str, ...] = ()
     if isinstance(params.stop, str):
@@ -62,7 +64,7 @@ def _params(params: SamplingParams) -> dict[str, Any]:
         strings = tuple(stop for stop in params.stop if isinstance(stop, str))
         tokens = None if strings else tuple(stop for stop in params.stop if isinstance(stop, int))
     if "" in strings:
-        raise BadRequest("A stop string is empty.", "Give text, or stop=[] to stop at nothing.")
+        raise BadRequest("A stop string is empty.", "Give text, or stop=[] for no stop.")
     return {
         "max_tokens": params.max_tokens,
         "seed": params.seed,
@@ -77,7 +79,7 @@ def _params(params: SamplingParams) -> dict[str, Any]:
 def _prompt(prompt: Prompt) -> np.ndarray:
     for chunk in prompt.chunks:
         if chunk.type != "encoded_text":
-            raise Unsupported(f"The prompt holds a chunk of type {chunk.type}.", "This server takes text only.")
+            raise Unsupported(f"The prompt holds a chunk of type {chunk.type}.", "Send encoded_text chunks only.")
     return _ids("prompt", [token for chunk in prompt.chunks for token in chunk.tokens]).astype(np.int32)
 
 
@@ -85,7 +87,7 @@ def _ids(where: str, values: Iterable[int]) -> np.ndarray:
     try:
         return np.asarray(values, dtype=np.int32).astype(np.int64)
     except OverflowError as error:
-        raise BadRequest(f"{where} holds a number that is no token id.", "Use the model's own tokenizer.") from error
+        raise BadRequest(f"{where} holds a number that is not a token id.", "Use the model's own tokenizer.") from error
 
 
 def _targets(tensor: Tensor | None) -> tuple[np.ndarray | None, SparseLayout | None]:
@@ -96,6 +98,6 @@ def _targets(tensor: Tensor | None) -> tuple[np.ndarray | None, SparseLayout | N
         raise BadRequest(f"{where} is {tensor.dtype}.", "Send int64 token ids.")
     values, shape = _ids(where, tensor.data), tuple(tensor.shape)
     if tensor.sparse_crow_indices is None or tensor.sparse_col_indices is None:
-        return shaped(where, values, shape), None
+        return reshape_checked(where, values, shape), None
     layout = SparseLayout(crow=_ids(where, tensor.sparse_crow_indices), col=_ids(where, tensor.sparse_col_indices))
     return densify(where, shape, values, layout.crow, layout.col, -1), layout

@@ -1,20 +1,20 @@
-"""The JSON bodies of the protocol, as shapes only.
+"""JSON bodies of the Tinker protocol and its management API, without further validation.
 
-Unknown fields are ignored everywhere: a newer SDK always sends its new fields, and the SDK's own classes refuse them.
+Unknown fields are ignored: a newer SDK sends its new fields to every server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any, Literal, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
+from tinsmith.chat.request import describe_errors
 from tinsmith.errors import BadRequest
 
 
 class WireModel(BaseModel):
-    """A body, or a part of one."""
+    """A JSON body, or a part of one."""
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
@@ -23,20 +23,11 @@ B = TypeVar("B", bound=WireModel)
 
 
 def parse(kind: type[B], body: bytes) -> B:
-    """The body as `kind`. Raises BadRequest that names the fields at fault."""
+    """The body as `kind`. Raises BadRequest with the invalid fields."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise BadRequest(f"The body is not in order: {sentence(error.errors())}") from error
-
-
-def sentence(faults: Iterable[Any]) -> str:
-    """Pydantic's list of faults as one sentence."""
-    parts = []
-    for fault in faults:
-        place = ".".join(str(part) for part in fault["loc"] if part != "body")
-        parts.append(f"'{place}': {fault['msg']}" if place else str(fault["msg"]))
-    return "; ".join(parts) + "."
+        raise BadRequest(f"The body is invalid: {describe_errors(error.errors())}") from error
 
 
 class LoraBody(WireModel):
@@ -50,7 +41,7 @@ class LoraBody(WireModel):
 
 
 class OptimizerBody(WireModel):
-    """OptimizerConfig: only its family counts."""
+    """OptimizerConfig; only its type is read."""
 
     type: str = "adamw"
 
@@ -107,7 +98,7 @@ class GetInfoBody(WireModel):
 
 
 class UnloadBody(WireModel):
-    """unload_model, of SDKs before 0.26."""
+    """unload_model, called by SDKs before 0.26."""
 
     model_id: str
 
@@ -171,7 +162,7 @@ class LoadBody(WireModel):
 
 
 class CustomLossInput(WireModel):
-    """An input of an uploaded loss."""
+    """Input of an uploaded loss."""
 
     name: str
     rank: int
@@ -188,7 +179,7 @@ class CustomLossNode(WireModel):
 
 
 class CustomLossGraph(WireModel):
-    """Format 1 is the only one."""
+    """An uploaded loss; 1 is the only format."""
 
     format: Literal[1] = 1
     nodes: list[CustomLossNode]
@@ -221,7 +212,7 @@ class FutureBody(WireModel):
 
 
 class FuturesTarget(WireModel):
-    """Whose log of completions."""
+    """The completion log to read."""
 
     sampling_session_id: str
     cloned_sampler_id: int = 0
@@ -243,7 +234,7 @@ class JoinBody(WireModel):
 
 
 class Chunk(WireModel):
-    """A piece of a prompt."""
+    """Part of a prompt."""
 
     type: str = "encoded_text"
     tokens: list[int] = []
@@ -256,7 +247,7 @@ class Prompt(WireModel):
 
 
 class SamplingParams(WireModel):
-    """SamplingParams; absent fields are None."""
+    """SamplingParams."""
 
     max_tokens: int | None = None
     seed: int | None = None
@@ -300,7 +291,7 @@ class WeightsInfoBody(WireModel):
 
 
 class CopyBody(WireModel):
-    """copy_weights, into a project or into a place in a session."""
+    """copy_weights, into a project or as a model of a session."""
 
     source_path: str
     destination_project_id: str | None = None
@@ -311,7 +302,7 @@ class CopyBody(WireModel):
 
 
 class TtlBody(WireModel):
-    """checkpoints/…/ttl: null, which must be said, takes the end away."""
+    """checkpoints/…/ttl; an explicit null removes the expiry."""
 
     ttl_seconds: int | None
 
@@ -329,21 +320,21 @@ class ProjectBody(WireModel):
 
 
 class SearchOwner(WireModel):
-    """Whose sessions to search."""
+    """The owners whose sessions to search."""
 
     type: Literal["own", "accessible", "user"] = "own"
     owner_urns: list[str] = Field(default_factory=list)
 
 
 class StatusQuery(WireModel):
-    """One way a session may stand."""
+    """A session status to match."""
 
     type: Literal["active", "cancelled", "failed", "client_finished"]
     reasons: list[str] | None = None
 
 
 class SearchCursor(WireModel):
-    """Where the next page begins."""
+    """Start of the next page."""
 
     last_created_at: AwareDatetime
     last_session_id: str
