@@ -167,7 +167,7 @@ def server_key(config: ServeConfig) -> tuple[str | None, bool]:
 
 
 async def get_service(request: Request) -> Service:
-    """The service behind the app."""
+    """The service of the app."""
     return request.app.state.service
 
 

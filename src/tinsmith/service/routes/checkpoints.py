@@ -1,6 +1,6 @@
 """Routes of one checkpoint: describe, copy, publish, expire, lend, download, delete.
 
-Files of external weights and traces are behind signed links: their signature and expiry replace a key.
+Files of external weights and traces have signed links, whose signature and expiry replace a key.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ async def save_weights_for_sampler(
 async def save_weights_external(
     new: Annotated[NewRequest[SaveExternalBody], Depends(NewRequestOf(SaveExternalBody))],
 ) -> dict[str, Any]:
-    """Export weights as PEFT files behind signed links, encrypted if there are recipients."""
+    """Export weights as PEFT files with signed links, encrypted if there are recipients."""
     request = new.body
     check_ttl(request.ttl_seconds)
     public_keys = request.age_encryption_recipients or []

@@ -50,7 +50,7 @@ def parse_claims(message: pb.ForwardBackwardRequest, lengths: Iterable[tuple[int
 
 
 class SequenceRegistry:
-    """Lengths of what was sampled: request -> (its prompt's, each sequence's)."""
+    """Lengths of recent samples, to check claims against: request -> (prompt, each sequence)."""
 
     def __init__(self) -> None:
         self._lengths: OrderedDict[str, tuple[int, Sequence[int]]] = OrderedDict()
