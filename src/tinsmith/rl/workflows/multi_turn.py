@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from tinsmith.chat.request import PromptTooLong
 from tinsmith.rl.plugins import await_if_needed, check_signature, import_object
 from tinsmith.rl.policy.base import Snapshot, request_seed
-from tinsmith.chat.request import PromptTooLong
 from tinsmith.rl.types import Rollout, Task, Turn
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, score_turns
 from tinsmith.rl.workflows.custom import Conversation
