@@ -136,9 +136,9 @@ def combine(parts: Iterable[Translation]) -> Translation:
     return sum(parts, NOTHING)
 
 
-def did_you_mean(name: str, known: Iterable[Any]) -> str:
+def did_you_mean(name: str, candidates: Iterable[Any]) -> str:
     """The fix for an unknown name: the nearest known one, or else all of them."""
-    names = [str(candidate) for candidate in known]
+    names = [str(candidate) for candidate in candidates]
     matches = get_close_matches(name, names, n=1)
     return f"Did you mean '{matches[0]}'?" if matches else f"Known here: {', '.join(names) or 'none'}."
 

@@ -1,4 +1,4 @@
-"""A served model of arithmetic under the name that the published files have, and data where they look for it."""
+"""A fake server for the model of the published files, and data files at the paths they name."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Server = tuple[str, str]
 @pytest.fixture(scope="package")
 def server(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[Server]:
     config = ServeConfig(models=(f"{NAME}={tiny_llama}",), engine="fake", data=tmp_path_factory.mktemp("served"))
-    with embedded(config) as found:
-        yield found
+    with embedded(config) as address:
+        yield address
 
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """Where the data lies as the files name it."""
+    """A folder with the data files."""
     folder = tmp_path / "openai" / "gsm8k"
     folder.mkdir(parents=True)
     rows = [{"question": f"What is {a} + 3?", "answer": f"It is {a + 3}.\n#### {a + 3}"} for a in range(9)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "test.jsonl").write_text(json.dumps(rows[0]))
-    said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
-    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"message": said})] * 9))
+    messages = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    (tmp_path / "chats.jsonl").write_text("\n".join([json.dumps({"message": messages})] * 9))
     (tmp_path / "texts.jsonl").write_text("\n".join([json.dumps({"prompt": "Two and two are four."})] * 9))
-    pair = {"prompt": said[:1], "chosen": "4", "rejected": "5"}
+    pair = {"prompt": messages[:1], "chosen": "4", "rejected": "5"}
     (tmp_path / "pairs.jsonl").write_text("\n".join([json.dumps(pair)] * 9))
     return tmp_path

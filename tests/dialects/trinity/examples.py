@@ -1,4 +1,4 @@
-"""For every key that is taken over: a value that it does not have by itself, and what must stand beside it."""
+"""For every copied or translated key: a value other than the default, and the keys that must be set with it."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ EXAMPLES: dict[str, tuple[Any, Pairs]] = {
     f"{EVAL}.repeat_times": (4, EVALUATED),
     f"{EVAL}.default_reward_fn_type": ("accuracy_reward", EVALUATED),
 }
-"""By key; tasksets' own keys are below, once for each place."""
+"""By key. Keys of tasksets are added below, for each place of a taskset."""
 
 _TASKSET: dict[str, tuple[Any, Pairs]] = {
     "path": ("other/data", ()),
@@ -196,7 +196,7 @@ _TRAINED: dict[str, tuple[Any, Pairs]] = {
 
 def _at(place: str, examples: dict[str, tuple[Any, Pairs]], beside: Pairs) -> dict[str, tuple[Any, Pairs]]:
     return {
-        f"{place}.{key}": (value, (*beside, *((f"{place}.{name}", one) for name, one in more)))
+        f"{place}.{key}": (value, (*beside, *((f"{place}.{name}", entry) for name, entry in more)))
         for key, (value, more) in examples.items()
     }
 
@@ -257,7 +257,7 @@ REFUSES: dict[str, tuple[Any, Pairs]] = {
     "model.lora_configs[].lora_alpha": (16, NO_TINKER),
     "model.lora_configs[].target_modules": ("q_proj", NO_TINKER),
 }
-"""Keys whose one value here is the default: others are refused by name."""
+"""Keys that support only their default."""
 
 NOTED: dict[str, tuple[Any, Pairs]] = {
     f"{OTHER}.format.chosen_key": ("reply", BESIDE),
@@ -269,4 +269,4 @@ NOTED: dict[str, tuple[Any, Pairs]] = {
     f"{OTHER}.replay_buffer.reuse_cooldown_time": (5.0, BESIDE),
     f"{OTHER}.replay_buffer.priority_fn_args": ({"decay": 3.0}, BESIDE),
 }
-"""Keys that count in other places where the same section stands, and are noted here."""
+"""Keys that have no effect at this place of their section, with a note."""

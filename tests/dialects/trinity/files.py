@@ -1,4 +1,4 @@
-"""Files of Trinity-RFT as tests write them: a small whole one, and values laid into it at dotted keys."""
+"""Files of Trinity-RFT for tests: a small complete one, and helpers that set dotted keys in it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ SMALL: dict[str, Any] = {
         "explorer_input": {"taskset": {"path": "openai/gsm8k"}, "default_workflow_type": "math_workflow"},
     },
 }
-"""A whole file: every test changes a little of it."""
+"""A complete file, which tests modify."""
 
 LISTS = ("lora_configs", "tasksets", "eval_tasksets", "auxiliary_models", "operators")
 
 
-def laid(values: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
-    """A copy with the value at a dotted key; [] after a part is the first place of a list, * any name."""
-    found = copy.deepcopy(values)
-    place: Any = found
+def with_key(values: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
+    """A copy with a dotted key set; [] stands for the first entry of a list, * for any name."""
+    values = copy.deepcopy(values)
+    place: Any = values
     *parts, last = key.split(".")
     for part in parts:
         if part.endswith("[]"):
@@ -43,19 +43,19 @@ def laid(values: dict[str, Any], key: str, value: Any) -> dict[str, Any]:
         else:
             place = place.setdefault("some" if part == "*" else part, {})
     place[last] = value
-    return found
+    return values
 
 
-def wrote(folder: Path, values: dict[str, Any], name: str = "file.yaml") -> Path:
-    """The file."""
+def write(folder: Path, values: dict[str, Any], name: str = "file.yaml") -> Path:
+    """Write a file."""
     file = folder / name
     file.write_text(yaml.safe_dump(values, sort_keys=False))
     return file
 
 
 def read(folder: Path, *pairs: tuple[str, Any], values: dict[str, Any] | None = None) -> RunFile:
-    """The small file with these keys, as it is read."""
-    found = SMALL if values is None else values
+    """Read the small file with these keys set."""
+    values = SMALL if values is None else values
     for key, value in pairs:
-        found = laid(found, key, value)
-    return read_run(wrote(folder, found))
+        values = with_key(values, key, value)
+    return read_run(write(folder, values))

@@ -1,4 +1,4 @@
-"""Trinity's algorithms by their names: each becomes ours, with Trinity's defaults under what a file gives."""
+"""Trinity's algorithms by name, with arguments merged over Trinity's defaults."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ WANTS: dict[str, Pairs] = {
 
 def algorithm(folder: Path, name: str, **arguments: Any) -> AlgorithmConfig:
     pairs = [(f"algorithm.{key}", value) for key, value in arguments.items()]
-    found = read(folder, *WANTS.get(name, ()), ("algorithm.algorithm_type", name), *pairs)
-    return found.settings.algorithm
+    run_file = read(folder, *WANTS.get(name, ()), ("algorithm.algorithm_type", name), *pairs)
+    return run_file.settings.algorithm
 
 
 CHORD = {
@@ -52,60 +52,60 @@ CHORD = {
     "train_batch_size_expert": 64,
     "train_batch_size_usual": 256,
 }
-"""Of Trinity's published file."""
+"""Arguments of mix_chord in Trinity's published file."""
 
 
-def test_how_trinity_cuts_a_mixed_batch_has_no_meaning(tmp_path: Path):
+def test_mixed_batch_split_arguments_are_ignored(tmp_path: Path):
     pairs = (*BESIDE, ("algorithm.algorithm_type", "mix_chord"), ("algorithm.policy_loss_fn_args", CHORD))
-    found = read(tmp_path, *pairs)
-    loss = found.settings.algorithm.loss
+    run_file = read(tmp_path, *pairs)
+    loss = run_file.settings.algorithm.loss
     assert isinstance(loss, MixChordLoss)
     assert (loss.warmup_steps, loss.decay_steps, loss.peak, loss.valley, loss.phi) == (200, 400, 0.5, 0.02, True)
-    told = [note for note in found.notes if "policy_loss_fn_args" in note]
-    assert len(told) == 2
-    assert all(any(name in note for note in told) for name in list(CHORD)[7:])
+    notes = [note for note in run_file.notes if "policy_loss_fn_args" in note]
+    assert len(notes) == 2
+    assert all(any(name in note for note in notes) for name in list(CHORD)[7:])
 
 
-def test_all_of_trinitys_names_are_known():
+def test_every_algorithm_of_trinity_is_known():
     assert set(ALGORITHMS) == {*NAMES} - {"grpo_std"}
     assert len(ALGORITHMS) == 24
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_name_alone_is_our_preset_of_that_name(name: str, tmp_path: Path):
-    found = algorithm(tmp_path, name)
+def test_algorithm_name_selects_our_preset(name: str, tmp_path: Path):
+    config = algorithm(tmp_path, name)
     ours = "grpo_std" if name == "grpo" else name
-    assert found.type == ours
-    if name == "gigpo":  # one turn has no states: below
+    assert config.type == ours
+    if name == "gigpo":  # single turns have no states; tested below
         return
-    given = {"teacher": "teacher"} if found.teacher else {}
-    preset = AlgorithmConfig.model_validate({"type": ours, **given})
-    assert found.kl == preset.kl
-    assert found.aggregate == preset.aggregate
-    assert type(found.advantage) is type(preset.advantage)
-    assert type(found.loss) is type(preset.loss)
-    assert (found.critic is None) == (preset.critic is None)
+    teacher = {"teacher": "teacher"} if config.teacher else {}
+    preset = AlgorithmConfig.model_validate({"type": ours, **teacher})
+    assert config.kl == preset.kl
+    assert config.aggregate == preset.aggregate
+    assert type(config.advantage) is type(preset.advantage)
+    assert type(config.loss) is type(preset.loss)
+    assert (config.critic is None) == (preset.critic is None)
 
 
-def test_arguments_lie_over_defaults(tmp_path: Path):
-    found = algorithm(tmp_path, "grpo", policy_loss_fn_args={"clip_range_high": 0.3}, kl_loss_fn_args={})
-    assert found.loss == PpoLoss(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
-    assert found.kl.coef == 0.001
-    both = algorithm(tmp_path, "grpo", policy_loss_fn_args={"clip_range_high": 0.28, "clip_range": 0.1})
-    assert both.loss == PpoLoss(clip_low=0.1, clip_high=0.28)
+def test_arguments_are_merged_over_defaults(tmp_path: Path):
+    config = algorithm(tmp_path, "grpo", policy_loss_fn_args={"clip_range_high": 0.3}, kl_loss_fn_args={})
+    assert config.loss == PpoLoss(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+    assert config.kl.coef == 0.001
+    two = algorithm(tmp_path, "grpo", policy_loss_fn_args={"clip_range_high": 0.28, "clip_range": 0.1})
+    assert two.loss == PpoLoss(clip_low=0.1, clip_high=0.28)
 
 
-def test_an_advantage_takes_its_arguments(tmp_path: Path):
+def test_advantage_arguments_are_translated(tmp_path: Path):
     args = {"std_threshold": 0.0, "std_cal_level": "batch", "rank_penalty": 0.25, "duplicate_experiences": True}
-    found = algorithm(tmp_path, "dapo", advantage_fn_args=args)
-    assert found.advantage == GrpoAdvantage(normalize="batch", std_threshold=0.0, rank_penalty=0.25)
-    assert found.refill
+    config = algorithm(tmp_path, "dapo", advantage_fn_args=args)
+    assert config.advantage == GrpoAdvantage(normalize="batch", std_threshold=0.0, rank_penalty=0.25)
+    assert config.refill
     assert algorithm(tmp_path, "asymre", advantage_fn_args={"baseline_shift": -0.3}).advantage == OpmdAdvantage(
         shift=0.3
     )
 
 
-def test_where_trinitys_defaults_are_not_ours_they_are_written_out(tmp_path: Path):
+def test_differing_defaults_are_written_out(tmp_path: Path):
     assert algorithm(tmp_path, "opmd").loss.model_dump()["tau"] == 1.0
     assert algorithm(tmp_path, "rec").loss == RecLoss(clip="none")
     chord = algorithm(tmp_path, "mix_chord").loss.model_dump()
@@ -117,28 +117,28 @@ async def looking(task: Task, conversation: Conversation) -> None:
     await conversation.say(*task.messages, state="here")
 
 
-def test_gigpo_compares_whole_rollouts_alone_where_turns_have_no_states(tmp_path: Path):
+def test_gigpo_without_states_compares_whole_rollouts(tmp_path: Path):
     for fnorm, normalize in (("none", "none"), ("std", "group")):
         pairs = (("algorithm.algorithm_type", "gigpo"), ("algorithm.advantage_fn_args", {"fnorm": fnorm}))
-        found = read(tmp_path, *pairs)
-        assert found.settings.algorithm.advantage == StepWiseGrpoAdvantage(normalize=normalize)
-        assert any("turns of this workflow have no states" in note for note in found.notes)
-        asked = ("buffer.explorer_input.default_workflow_type", f"{__name__}.looking")
-        assert read(tmp_path, *pairs, asked).settings.algorithm.advantage == GigpoAdvantage(
+        run_file = read(tmp_path, *pairs)
+        assert run_file.settings.algorithm.advantage == StepWiseGrpoAdvantage(normalize=normalize)
+        assert any("turns of this workflow have no states" in note for note in run_file.notes)
+        workflow = ("buffer.explorer_input.default_workflow_type", f"{__name__}.looking")
+        assert read(tmp_path, *pairs, workflow).settings.algorithm.advantage == GigpoAdvantage(
             gamma=1.0, normalize=fnorm == "std"
         )
 
 
-def test_rec_counts_its_square_whole(tmp_path: Path):
-    found = algorithm(tmp_path, "rec", policy_loss_fn_args={"regularizer": "k2", "regularizer_coef": 0.5})
-    assert found.loss == RecLoss(clip="none", regularizer="k2", regularizer_coef=1.0)
+def test_rec_doubles_the_k2_coefficient(tmp_path: Path):
+    config = algorithm(tmp_path, "rec", policy_loss_fn_args={"regularizer": "k2", "regularizer_coef": 0.5})
+    assert config.loss == RecLoss(clip="none", regularizer="k2", regularizer_coef=1.0)
     sequence = algorithm(tmp_path, "rec", policy_loss_fn_args={"clip_mode": "gspo-one-side"})
     assert sequence.aggregate == "seq_mean_token_mean"
 
 
-def test_terms(tmp_path: Path):
+def test_divergences_and_entropy_are_translated(tmp_path: Path):
     adaptive = {"kl_coef": 0.1, "adaptive": True, "target_kl": 6.0, "horizon": 100}
-    found = algorithm(
+    config = algorithm(
         tmp_path,
         "rloo",
         kl_loss_fn="low_var_kl",
@@ -147,19 +147,19 @@ def test_terms(tmp_path: Path):
         entropy_loss_fn_args={"entropy_coef": 0.02},
         loss_agg_mode="seq-mean-token-sum-norm",
     )
-    assert (found.kl.type, found.kl.coef, found.entropy.coef) == ("low_var_kl", 0.001, 0.02)
-    assert (found.kl_penalty.coef, found.kl_penalty.target, found.kl_penalty.horizon) == (0.1, 6.0, 100)
-    assert found.aggregate == "seq_mean_token_sum_norm"
+    assert (config.kl.type, config.kl.coef, config.entropy.coef) == ("low_var_kl", 0.001, 0.02)
+    assert (config.kl_penalty.coef, config.kl_penalty.target, config.kl_penalty.horizon) == (0.1, 6.0, 100)
+    assert config.aggregate == "seq_mean_token_sum_norm"
 
 
-def test_a_group_of_one_is_allowed_and_an_unset_size_is_the_documented_one(tmp_path: Path):
+def test_group_size_may_be_one_and_defaults_as_documented(tmp_path: Path):
     assert read(tmp_path, ("algorithm.repeat_times", 1)).settings.group_size == 1
     unset = read(tmp_path, ("algorithm", {"algorithm_type": "gigpo"}))
     assert unset.settings.group_size == 8
     assert any("algorithm.repeat_times is not set: 8" in note for note in unset.notes)
 
 
-def test_warm_up_by_steps_or_by_share(tmp_path: Path):
+def test_warmup_by_steps_overrides_ratio(tmp_path: Path):
     steps = read(tmp_path, ("algorithm.optimizer", {"lr_warmup_steps": 2, "lr_warmup_steps_ratio": 0.5})).settings
     assert (steps.optimizer.warmup_steps, steps.optimizer.warmup_ratio) == (2, 0.0)
     share = read(tmp_path, ("algorithm.optimizer", {"lr_warmup_steps_ratio": 0.5})).settings
@@ -188,24 +188,24 @@ def test_warm_up_by_steps_or_by_share(tmp_path: Path):
         ("sample_strategy", "mixx", "there is no 'mixx'"),
     ],
 )
-def test_what_is_not_there_is_refused_by_name(key: str, value: Any, says: str, tmp_path: Path):
+def test_unknown_names_are_refused(key: str, value: Any, says: str, tmp_path: Path):
     with pytest.raises(ConfigError) as refusal:
         read(tmp_path, (f"algorithm.{key}", value))
     assert f"'algorithm.{key}" in str(refusal.value)
     assert says in str(refusal.value)
 
 
-def test_two_ways_to_add_up_are_a_contradiction(tmp_path: Path):
+def test_two_aggregation_modes_are_refused(tmp_path: Path):
     args = {"loss_agg_mode": "token-mean"}
     with pytest.raises(ConfigError, match="Set it once"):
         algorithm(tmp_path, "grpo", policy_loss_fn_args=args, loss_agg_mode="seq-mean-token-sum")
 
 
 @pytest.mark.parametrize("name", sorted({*ADVANTAGES} - {"ppo", "on_policy_distill", "jsd", "gigpo"}))
-def test_every_advantage_goes_with_every_critic_less_algorithm(name: str, tmp_path: Path):
+def test_grpo_accepts_every_critic_free_advantage(name: str, tmp_path: Path):
     assert algorithm(tmp_path, "grpo", advantage_fn=name).advantage.type == ADVANTAGES[name].type
 
 
 @pytest.mark.parametrize("name", sorted({*LOSSES} - {"mix", "mix_chord", "dpo", "sft"}))
-def test_every_loss_can_be_chosen(name: str, tmp_path: Path):
+def test_grpo_accepts_every_policy_loss(name: str, tmp_path: Path):
     assert algorithm(tmp_path, "grpo", policy_loss_fn=name).loss.type == LOSSES[name].type

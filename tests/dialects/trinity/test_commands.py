@@ -1,4 +1,4 @@
-"""check, config show and config convert as a user meets them; and the keys of a server from the environment."""
+"""The commands check, config show and config convert on files of Trinity, and API keys from the environment."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.dialects.trinity.files import SMALL, TINKER, VERL, laid, wrote
+from tests.dialects.trinity.files import SMALL, TINKER, VERL, with_key, write
 from tinsmith import cli
 from tinsmith.cli.runner import api_key
 from tinsmith.dialects import read_run
@@ -29,7 +29,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *wo
     return printed.out, " ".join(printed.err.split()), status
 
 
-def test_check_says_what_a_file_is_and_what_of_it_means_nothing(capsys, monkeypatch):
+def test_check_prints_a_summary_and_notes(capsys, monkeypatch):
     out, err, status = run(capsys, monkeypatch, "check", str(VERL))
     assert status == 0
     assert "a file of Trinity-RFT, is valid: grpo_std on meta-llama/Llama-3.2-3B, 1 epochs" in out
@@ -37,9 +37,9 @@ def test_check_says_what_a_file_is_and_what_of_it_means_nothing(capsys, monkeypa
     assert run(capsys, monkeypatch, "check", str(OURS))[2] == 0
 
 
-def test_check_starts_nothing_and_tells_every_fault(capsys, monkeypatch, tmp_path):
+def test_check_reports_every_fault_and_writes_nothing(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    file = wrote(tmp_path, laid(laid(SMALL, "algorithm.algorithm_type", "grop"), "mode", "serve"))
+    file = write(tmp_path, with_key(with_key(SMALL, "algorithm.algorithm_type", "grop"), "mode", "serve"))
     out, err, status = run(capsys, monkeypatch, "check", str(file))
     assert (out, status) == ("", 2)
     assert "Did you mean 'grpo'?" in err
@@ -47,8 +47,8 @@ def test_check_starts_nothing_and_tells_every_fault(capsys, monkeypatch, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file.yaml"]
 
 
-def test_check_reads_files_of_ours_as_strictly(capsys, monkeypatch, tmp_path):
-    file = wrote(tmp_path, {"model": {"name": "m", "rnk": 8}, "tasks": {"train": {"type": "addition"}}, "steps": 1})
+def test_check_is_strict_on_tinsmith_files(capsys, monkeypatch, tmp_path):
+    file = write(tmp_path, {"model": {"name": "m", "rnk": 8}, "tasks": {"train": {"type": "addition"}}, "steps": 1})
     _, err, status = run(capsys, monkeypatch, "check", str(file))
     assert status == 2
     assert "Did you mean 'model.rank'?" in err
@@ -63,7 +63,7 @@ def test_show_prints_every_setting(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("file", [TINKER, VERL, OURS], ids=lambda file: file.stem)
-def test_a_converted_file_is_the_same_run(file, capsys, monkeypatch, tmp_path):
+def test_converted_file_is_the_same_run(file, capsys, monkeypatch, tmp_path):
     out = tmp_path / "ours.yaml"
     assert run(capsys, monkeypatch, "config", "convert", str(file), "--out", str(out))[2] == 0
     again = read_run(out)
@@ -72,16 +72,16 @@ def test_a_converted_file_is_the_same_run(file, capsys, monkeypatch, tmp_path):
     assert "already exists" in run(capsys, monkeypatch, "config", "convert", str(file), "--out", str(out))[1]
 
 
-def test_what_looks_like_a_reference_stays_as_it_stands(capsys, monkeypatch, tmp_path):
+def test_convert_escapes_dollar_braces(capsys, monkeypatch, tmp_path):
     template = tmp_path / "template.jinja"
     template.write_text("{{ messages }} costs ${price}")
-    file = wrote(tmp_path, laid(SMALL, "model.chat_template_path", str(template)))
+    file = write(tmp_path, with_key(SMALL, "model.chat_template_path", str(template)))
     out = tmp_path / "ours.yaml"
     run(capsys, monkeypatch, "config", "convert", str(file), "--out", str(out))
     assert read_run(out).settings.model.chat_template == "{{ messages }} costs ${price}"
 
 
-def test_either_name_of_a_key_counts(monkeypatch, capsys):
+def test_api_key_has_two_environment_names(monkeypatch, capsys):
     for name in ("TINKER_API_KEY", "TRINITY_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="There is no API key"):

@@ -1,4 +1,4 @@
-"""The two published files with each algorithm in turn, and nothing else changed but what it needs: two steps each."""
+"""The two published files with every algorithm, for two steps each; only required keys are changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.dialects.trinity.conftest import NAME, Server
 from tests.dialects.trinity.examples import Pairs
-from tests.dialects.trinity.files import TINKER, VERL, laid
+from tests.dialects.trinity.files import TINKER, VERL, with_key
 from tinsmith.dialects import read_run
 from tinsmith.dialects.trinity.name_tables import ALGORITHMS
 from tinsmith.rl.config import RunConfig
@@ -26,7 +26,7 @@ SHORT = (
     "steps=2", "groups_per_step=4", "group_size=8", "sampling.max_tokens=2", "sampling.max_prompt_tokens=4000",
     "monitors=[]", "rewards=[{type: format, pattern: '[^aeiou]*'}]",
 )  # fmt: skip
-"""Laid on top, so that a step is quick, and an untrained model's replies differ in worth."""
+"""Overrides that make a step fast and give the replies of an untrained model different rewards."""
 
 OWN, OTHER = "buffer.trainer_input.experience_buffer", "buffer.trainer_input.auxiliary_buffers.sft_dataset"
 TEACHER: Pairs = (("explorer.auxiliary_models", [{"model_path": NAME}]),)
@@ -42,9 +42,9 @@ NEEDS: dict[str, Pairs] = {
     "jsd": TEACHER,
 }
 QUICK = ("grpo", "ppo", "gspo", "reinforceplusplus", "jsd", "mix", "dpo", "sft")
-"""Each another way through the harness: the others of the table are tried by test-all."""
+"""Algorithms that take different paths through the harness; `make test-all` runs the others."""
 
-pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")  # the SDK's way to delete
+pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")  # raised when the SDK deletes a session
 
 CASES = [
     pytest.param(
@@ -56,39 +56,41 @@ CASES = [
 
 
 def changed(file: Path, name: str) -> str:
-    """The file's text with another algorithm."""
+    """The text of the file with another algorithm."""
     text = file.read_text()
     assert text.count("algorithm_type: grpo\n") == 1
     text = text.replace("algorithm_type: grpo\n", f"algorithm_type: {name}\n")
     values = yaml.safe_load(text)
     for key, value in NEEDS.get(name, ()):
-        values = laid(values, key, value)
+        values = with_key(values, key, value)
     return yaml.safe_dump(values, sort_keys=False) if name in NEEDS else text
 
 
 def connecting(server: Server):
-    def one(config: RunConfig) -> Connect:
+    def for_stage(config: RunConfig) -> Connect:
         async def connect(state: str, version: int) -> Policy:
             url, key = server
             return await TinkerPolicy.connect(config.model, url, key, seed=config.seed, state=state, version=version)
 
         return connect
 
-    return one
+    return for_stage
 
 
 @pytest.mark.parametrize(("file", "name"), CASES)
-def test_it_takes_two_steps(file: Path, name: str, place: Path, server: Server, monkeypatch: pytest.MonkeyPatch):
+def test_published_file_trains_two_steps(
+    file: Path, name: str, place: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(place)
     for offline in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
         monkeypatch.setenv(offline, "1")
     (place / "run.yaml").write_text(changed(file, name))
-    found = read_run(place / "run.yaml", SHORT)
-    told = io.StringIO()
-    _, state = asyncio.run(run_stages(found.settings, connecting(server), Console(file=told, width=200)))
-    assert (state.step, state.version) == (2, 2), told.getvalue()
-    assert found.settings.algorithm.type == ("grpo_std" if name == "grpo" else name)
-    folder = Path(found.settings.folder)
+    run_file = read_run(place / "run.yaml", SHORT)
+    output = io.StringIO()
+    _, state = asyncio.run(run_stages(run_file.settings, connecting(server), Console(file=output, width=200)))
+    assert (state.step, state.version) == (2, 2), output.getvalue()
+    assert run_file.settings.algorithm.type == ("grpo_std" if name == "grpo" else name)
+    folder = Path(run_file.settings.folder)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
     assert not any("optim/skipped" in row for row in rows)

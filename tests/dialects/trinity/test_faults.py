@@ -1,4 +1,4 @@
-"""What Trinity itself refuses, and what can be no run here: each is told with its key and its cure, nothing started."""
+"""Faults in files of Trinity: each error names the key and the fix, and nothing starts."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.dialects.trinity.examples import LORA, NO_TINKER, Pairs
-from tests.dialects.trinity.files import SMALL, laid, read
+from tests.dialects.trinity.files import SMALL, read, with_key
 from tinsmith.errors import ConfigError
 
 TASKSET, TASKSETS = "buffer.explorer_input.taskset", "buffer.explorer_input.tasksets"
 BUFFER = "buffer.trainer_input.experience_buffer"
 NO_TASKSET: Pairs = ((TASKSET, None),)
 
-CONTRADICTIONS: list[tuple[str, Pairs, str, str]] = [
+FAULTS: list[tuple[str, Pairs, str, str]] = [
     ("an unknown mode", (("mode", "foo"),), "mode", "'both', 'explore', 'train'"),
     (
         "a run that serves",
@@ -225,19 +225,17 @@ CONTRADICTIONS: list[tuple[str, Pairs, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("pairs", "key", "cure"), [one[1:] for one in CONTRADICTIONS], ids=[c[0] for c in CONTRADICTIONS]
-)
-def test_it_is_told_with_its_cure(pairs: Pairs, key: str, cure: str, tmp_path: Path):
+@pytest.mark.parametrize(("pairs", "key", "fix"), [fault[1:] for fault in FAULTS], ids=[c[0] for c in FAULTS])
+def test_fault_names_its_key_and_fix(pairs: Pairs, key: str, fix: str, tmp_path: Path):
     with pytest.raises(ConfigError) as refusal:
         read(tmp_path, *pairs)
-    told = [line for line in str(refusal.value).splitlines() if cure in line]
-    assert told, str(refusal.value)
-    assert f"'{key}'" in told[0] or key in told[0]
-    assert "file.yaml" in told[0]
+    lines = [line for line in str(refusal.value).splitlines() if fix in line]
+    assert lines, str(refusal.value)
+    assert f"'{key}'" in lines[0] or key in lines[0]
+    assert "file.yaml" in lines[0]
 
 
-def test_what_trinity_refuses_and_can_be_run_is_run(tmp_path: Path):
+def test_files_only_trinity_refuses_are_accepted(tmp_path: Path):
     ppo = read(tmp_path, ("algorithm.algorithm_type", "ppo"), ("model.critic_model_path", "tiny")).settings
     assert ppo.algorithm.critic is not None
     style, held = (
@@ -247,19 +245,19 @@ def test_what_trinity_refuses_and_can_be_run_is_run(tmp_path: Path):
     assert read(tmp_path, style, held).settings.evaluates
 
 
-def test_several_are_told_at_once(tmp_path: Path):
-    values: dict[str, Any] = laid(laid(SMALL, "mode", "serve"), "model.max_model_len", 70)
+def test_all_faults_are_reported_together(tmp_path: Path):
+    values: dict[str, Any] = with_key(with_key(SMALL, "mode", "serve"), "model.max_model_len", 70)
     with pytest.raises(ConfigError) as refusal:
         read(tmp_path, ("synchronizer.sync_interval", 0), values=values)
     assert len(str(refusal.value).splitlines()) >= 3
 
 
-def test_a_variable_that_is_not_set_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_unset_variable_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv("NOPE", raising=False)
     with pytest.raises(ConfigError, match="NOPE"):
         read(tmp_path, ("name", "${oc.env:NOPE}"))
 
 
-def test_references_find_what_the_file_says_and_what_it_leaves_out(tmp_path: Path):
-    found = read(tmp_path, ("group", "${model.model_path}-${mode}-${explorer.rollout_model.seed}")).settings
-    assert found.folder == "out/Trinity-RFT/tiny-both-42/small"
+def test_references_resolve_to_values_and_defaults(tmp_path: Path):
+    settings = read(tmp_path, ("group", "${model.model_path}-${mode}-${explorer.rollout_model.seed}")).settings
+    assert settings.folder == "out/Trinity-RFT/tiny-both-42/small"

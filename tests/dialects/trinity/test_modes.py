@@ -1,4 +1,4 @@
-"""Modes, and where rollouts wait: in memory, or in a folder or a database where two processes meet."""
+"""Modes, and buffers of rollouts: memory, or a folder or a database that two processes share."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ TASKSET = "buffer.explorer_input.taskset"
 
 
 @pytest.mark.parametrize(("mode", "ours"), [("both", "both"), ("colocate", "both"), ("explore", "explore")])
-def test_modes(mode: str, ours: str, tmp_path: Path):
+def test_mode_is_translated(mode: str, ours: str, tmp_path: Path):
     assert read(tmp_path, ("mode", mode)).settings.mode == ours
 
 
-def test_training_alone_needs_no_tasks(tmp_path: Path):
+def test_mode_train_needs_no_tasks(tmp_path: Path):
     run = read(tmp_path, *LEARNED, NO_TASKSET, ("trainer.total_steps", 7)).settings
     assert (run.mode, run.tasks.sources, run.steps, run.epochs) == ("train", (), 6, None)
     assert (run.groups_per_step, run.group_size) == (2, 4)
@@ -32,8 +32,8 @@ def test_training_alone_needs_no_tasks(tmp_path: Path):
     assert (run.steps, run.epochs) == (7, None)
 
 
-def test_two_processes_meet_in_the_runs_folder_or_in_a_database(tmp_path: Path):
-    where: list[tuple[dict[str, Any], Any]] = [
+def test_two_processes_share_a_folder_or_a_database(tmp_path: Path):
+    buffers: list[tuple[dict[str, Any], Any]] = [
         ({}, FileConfig()),
         ({"storage_type": "file"}, FileConfig()),
         ({"storage_type": "file", "path": "some/rollouts.jsonl"}, FileConfig(path="some/rollouts")),
@@ -43,14 +43,14 @@ def test_two_processes_meet_in_the_runs_folder_or_in_a_database(tmp_path: Path):
             SqlConfig(url="sqlite:///out/Trinity-RFT/small/buffer.db", run="meet"),
         ),
     ]
-    for given, ours in where:
-        explore = read(tmp_path, ("mode", "explore"), (OWN, given)).settings
-        train = read(tmp_path, *LEARNED, (OWN, given)).settings
+    for buffer, ours in buffers:
+        explore = read(tmp_path, ("mode", "explore"), (OWN, buffer)).settings
+        train = read(tmp_path, *LEARNED, (OWN, buffer)).settings
         assert explore.buffer == train.buffer == ours
         assert explore.folder == train.folder
 
 
-def test_one_process_keeps_them_in_memory_unless_told_otherwise(tmp_path: Path):
+def test_single_process_buffers_in_memory_by_default(tmp_path: Path):
     assert read(tmp_path, (OWN, {"name": "queue", "storage_type": "queue"})).settings.buffer == MemoryConfig()
     queue = read(tmp_path, (OWN, {"path": "sqlite:///queue.db"}))
     assert queue.settings.buffer == MemoryConfig()
@@ -58,9 +58,9 @@ def test_one_process_keeps_them_in_memory_unless_told_otherwise(tmp_path: Path):
     assert isinstance(read(tmp_path, (OWN, {"storage_type": "file"})).settings.buffer, FileConfig)
 
 
-def test_replay(tmp_path: Path):
-    given = {"enable": True, "reuse_cooldown_time": 5, "priority_fn_args": {"decay": 1.5}}
-    plain = read(tmp_path, (OWN, {"replay_buffer": given, "capacity": 9})).settings.buffer.replay
+def test_replay_buffer_is_translated(tmp_path: Path):
+    options = {"enable": True, "reuse_cooldown_time": 5, "priority_fn_args": {"decay": 1.5}}
+    plain = read(tmp_path, (OWN, {"replay_buffer": options, "capacity": 9})).settings.buffer.replay
     assert (plain.enable, plain.priority, plain.decay, plain.cooldown, plain.size) == (
         True,
         "linear_decay",
@@ -69,14 +69,14 @@ def test_replay(tmp_path: Path):
         9,
     )
     for name in ("decay_limit_randomization", "linear_decay_use_count_control_randomization"):
-        limited = {**given, "priority_fn": name, "priority_fn_args": {"use_count_limit": 2, "sigma": 0.5}}
-        found = read(tmp_path, (OWN, {"replay_buffer": limited})).settings.buffer.replay
-        assert (found.priority, found.decay, found.limit, found.sigma) == ("linear_decay_limited", 2.0, 2, 0.5)
+        limited = {**options, "priority_fn": name, "priority_fn_args": {"use_count_limit": 2, "sigma": 0.5}}
+        replay = read(tmp_path, (OWN, {"replay_buffer": limited})).settings.buffer.replay
+        assert (replay.priority, replay.decay, replay.limit, replay.sigma) == ("linear_decay_limited", 2.0, 2, 0.5)
     off = read(tmp_path, (OWN, {"replay_buffer": {"enable": False, "priority_fn": "x"}}))
     assert any("it has an effect only with enable: true" in note for note in off.notes)
 
 
-def test_the_age_of_what_is_learned_from(tmp_path: Path):
+def test_max_staleness_is_translated(tmp_path: Path):
     bounded = (
         ("algorithm.sample_strategy", "staleness_control"),
         ("algorithm.sample_strategy_args", {"max_staleness": 2}),
@@ -87,34 +87,34 @@ def test_the_age_of_what_is_learned_from(tmp_path: Path):
         read(tmp_path, *bounded, ("algorithm.sample_strategy_args", {"max_staleness": -1}))
 
 
-def test_waiting(tmp_path: Path):
+def test_read_timeout_applies_in_mode_train(tmp_path: Path):
     train = read(tmp_path, *LEARNED, (OWN, {"max_read_timeout": 60}), ("synchronizer.sync_timeout", 5))
     assert train.settings.sync.timeout == 60
-    both = read(tmp_path, (OWN, {"max_read_timeout": 60, "capacity": 5}), ("synchronizer.sync_timeout", 7))
-    assert both.settings.sync.timeout == 7
-    assert sum("max_read_timeout: it has an effect in mode train" in note for note in both.notes) == 1
-    assert sum("with sync_style fixed" in note for note in both.notes) == 1
+    synchronous = read(tmp_path, (OWN, {"max_read_timeout": 60, "capacity": 5}), ("synchronizer.sync_timeout", 7))
+    assert synchronous.settings.sync.timeout == 7
+    assert sum("max_read_timeout: it has an effect in mode train" in note for note in synchronous.notes) == 1
+    assert sum("with sync_style fixed" in note for note in synchronous.notes) == 1
 
 
-def test_bench_tries_checkpoints_of_the_run_and_the_base(tmp_path: Path):
-    found = read(tmp_path, *EVALUATED, ("mode", "bench"), NO_TASKSET).settings
-    assert (found.mode, found.bench.of_run, found.bench.base) == ("bench", "all", True)
-    assert found.eval.workflow is not None
+def test_bench_evaluates_base_model_and_checkpoints(tmp_path: Path):
+    settings = read(tmp_path, *EVALUATED, ("mode", "bench"), NO_TASKSET).settings
+    assert (settings.mode, settings.bench.of_run, settings.bench.base) == ("bench", "all", True)
+    assert settings.eval.workflow is not None
     latest = {"bench_on_latest_checkpoint": True, "eval_on_startup": False}
-    found = read(tmp_path, *EVALUATED, ("mode", "bench"), ("explorer", latest)).settings
-    assert (found.bench.of_run, found.bench.base) == ("last", False)
+    settings = read(tmp_path, *EVALUATED, ("mode", "bench"), ("explorer", latest)).settings
+    assert (settings.bench.of_run, settings.bench.base) == ("last", False)
     learned = read(tmp_path, *EVALUATED, ("mode", "bench"), ("algorithm.algorithm_type", "sft")).settings
     assert learned.mode == "bench"
 
 
-def test_a_process_that_samples_does_not_evaluate_and_says_so(tmp_path: Path):
-    found = read(tmp_path, *EVALUATED, ("mode", "explore"))
-    assert not found.settings.evaluates
-    assert any("the process of mode train evaluates" in note for note in found.notes)
+def test_mode_explore_ignores_eval_tasksets_with_a_note(tmp_path: Path):
+    run_file = read(tmp_path, *EVALUATED, ("mode", "explore"))
+    assert not run_file.settings.evaluates
+    assert any("the process of mode train evaluates" in note for note in run_file.notes)
 
 
-def test_a_table_of_a_database_is_read_by_the_driver_that_is_here(tmp_path: Path):
-    asked = {"storage_type": "sql", "name": "rows", "path": "postgresql://me@here/tasks"}
-    (source,) = read(tmp_path, (TASKSET, asked)).settings.tasks.sources
+def test_database_urls_use_the_installed_driver(tmp_path: Path):
+    taskset = {"storage_type": "sql", "name": "rows", "path": "postgresql://me@here/tasks"}
+    (source,) = read(tmp_path, (TASKSET, taskset)).settings.tasks.sources
     assert isinstance(source, Sql)
     assert (source.url, source.table) == ("postgresql+psycopg://me@here/tasks", "rows")

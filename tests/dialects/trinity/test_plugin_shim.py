@@ -1,4 +1,4 @@
-"""Reward functions written for Trinity run from a plugin folder, where Trinity is not; what else it has is refused."""
+"""Reward functions written for Trinity run from a plugin folder without Trinity; its other names are refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from tests.dialects.trinity.files import SMALL, laid, wrote
+from tests.dialects.trinity.files import SMALL, with_key, write
 from tinsmith.dialects import RunFile, read_run
 from tinsmith.errors import ConfigError
 from tinsmith.rl.policy.base import Snapshot
@@ -30,7 +30,7 @@ class Short(RewardFn):
         self.most = most
 
     def __call__(self, response: str, prompt: Optional[str] = None, truth: Optional[str] = None, **kwargs):
-        logger.info("asked")
+        logger.info("called")
         return {"short": float(len(response) <= self.most), "right": float(response == truth)}
 
 @REWARD_FUNCTIONS.register_module("kinder")
@@ -54,45 +54,45 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 def read(folder: Path, *pairs: tuple[str, Any]) -> RunFile:
     values = SMALL
     for key, value in pairs:
-        values = laid(values, key, value)
-    return read_run(wrote(folder.parent, values), [f"plugins={folder}"])
+        values = with_key(values, key, value)
+    return read_run(write(folder.parent, values), [f"plugins={folder}"])
 
 
-def worth(found: RunFile, reply: str) -> Any:
+def reward_of(values: RunFile, reply: str) -> Any:
     task = Task(id="t", messages=(Message(role="user", content="2+2?"),), answer="4")
-    said = Turn(prompt=(), tokens=(), logprobs=(), text=reply, stop="stop")
-    return asyncio.run(found.settings.rewards[0].judge(task, Rollout(turns=(said,)), cast(Snapshot, None)))
+    turn = Turn(prompt=(), tokens=(), logprobs=(), text=reply, stop="stop")
+    return asyncio.run(values.settings.rewards[0].judge(task, Rollout(turns=(turn,)), cast(Snapshot, None)))
 
 
-def test_a_registered_class_is_a_reward_with_arguments(folder: Path):
-    assert worth(read(folder, (REWARD, "short")), "4") == {"short": 1.0, "right": 1.0}
-    assert worth(read(folder, (REWARD, "short"), (ARGS, {"most": 0})), "5") == {"short": 0.0, "right": 0.0}
+def test_registered_class_becomes_a_reward(folder: Path):
+    assert reward_of(read(folder, (REWARD, "short")), "4") == {"short": 1.0, "right": 1.0}
+    assert reward_of(read(folder, (REWARD, "short"), (ARGS, {"most": 0})), "5") == {"short": 0.0, "right": 0.0}
 
 
-def test_a_class_may_derive_from_a_registered_one(folder: Path):
-    assert worth(read(folder, (REWARD, "kinder")), "no") == 2.0
+def test_registered_class_can_be_subclassed(folder: Path):
+    assert reward_of(read(folder, (REWARD, "kinder")), "no") == 2.0
 
 
-def test_it_is_a_type_in_a_file_of_ours_too(folder: Path):
-    ours = wrote(
+def test_registered_class_works_in_tinsmith_files(folder: Path):
+    ours = write(
         folder.parent,
         {"model": {"name": "m"}, "tasks": {"train": {"type": "addition"}}, "steps": 1, "plugins": str(folder)}
         | {"rewards": [{"type": "short", "most": 1}]},
     )
-    assert worth(read_run(ours), "4") == {"short": 1.0, "right": 1.0}
+    assert reward_of(read_run(ours), "4") == {"short": 1.0, "right": 1.0}
 
 
-def test_trinity_is_not_there_afterwards(folder: Path):
+def test_shim_is_removed_after_reading(folder: Path):
     read(folder, (REWARD, "short"))
     assert not [name for name in sys.modules if name.partition(".")[0] == "trinity"]
 
 
-def test_wrong_arguments_are_told(folder: Path):
+def test_wrong_arguments_are_named(folder: Path):
     with pytest.raises(ConfigError, match="mots"):
         read(folder, (REWARD, "short"), (ARGS, {"mots": 1}))
 
 
-def test_what_has_no_stand_in_is_refused_by_name(folder: Path):
+def test_other_names_of_trinity_are_refused(folder: Path):
     (folder / "flow_for_trinity.py").write_text("from trinity.common.workflows import WORKFLOWS")
     with pytest.raises(ConfigError, match=r"flow_for_trinity\.py .* trinity\.common\.workflows\.WORKFLOWS is not"):
         read(folder, (REWARD, "short"))

@@ -1,4 +1,4 @@
-"""The two published files, byte for byte: one for the Tinker backend, one for LoRA by another trainer."""
+"""The two published files, unchanged: one for the Tinker backend, one for LoRA with verl."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def no_root(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("file", [TINKER, VERL], ids=lambda file: file.stem)
-def test_it_is_the_run_that_it_describes(file: Path):
-    found = read_run(file)
-    run = found.settings
-    assert found.dialect == "Trinity-RFT"
+def test_published_file_is_translated(file: Path):
+    run_file = read_run(file)
+    run = run_file.settings
+    assert run_file.dialect == "Trinity-RFT"
     assert run.model.name == "meta-llama/Llama-3.2-3B"
     assert run.model.rank == 32
     assert run.model.chat_template.startswith("{{- bos_token }}")
@@ -42,31 +42,31 @@ def test_it_is_the_run_that_it_describes(file: Path):
     assert (source.name, source.subset, source.split) == ("openai/gsm8k", "main", "train")
     assert (source.prompt, source.answer, run.tasks.order.type) == ("{question}", "{answer}", "sequential")
     assert run.workflow.type == "math"
-    assert [one.type for one in run.rewards] == ["math"]
+    assert [reward.type for reward in run.rewards] == ["math"]
     assert run.folder == f"checkpoints/Trinity-RFT-gsm8k/alignment-tinker/{run.name}"
 
 
-def test_they_differ_in_who_makes_the_adapter():
+def test_published_files_differ_in_their_adapter():
     by_tinker, by_lora = read_run(TINKER).settings, read_run(VERL).settings
     assert by_tinker.model.train_unembed
     assert not by_lora.model.train_unembed
     assert (by_tinker.optimizer.eps, by_lora.optimizer.eps) == (1e-12, 1e-8)
-    assert [one.type for one in by_tinker.monitors] == ["console", "report", "wandb"]
+    assert [monitor.type for monitor in by_tinker.monitors] == ["console", "report", "wandb"]
     different = {key for key, value in by_tinker if value != getattr(by_lora, key)}
     assert different == {"model", "optimizer", "name", "folder", "monitors"}
 
 
-def test_the_checkpoint_folder_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch):
+def test_checkpoint_folder_reads_the_environment(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRINITY_CHECKPOINT_ROOT_DIR", "/tmp/kept")
     assert read_run(TINKER).settings.folder.startswith("/tmp/kept/Trinity-RFT-gsm8k/")
 
 
-def test_keys_of_ours_lie_on_top():
+def test_overrides_set_keys_of_tinsmith():
     run = read_run(TINKER, ["steps=2", "groups_per_step=4", "model.rank=8", "service.source=tiny"]).settings
     assert (run.steps, run.groups_per_step, run.model.rank, run.service.source) == (2, 4, 8, "tiny")
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda file: file.stem)
-def test_files_of_ours_are_ours(file: Path):
+def test_example_files_are_recognized(file: Path):
     assert (find_dialect(parse_file(file)) is None) == (read_run(file).dialect == "")
     assert isinstance(read_run(file).settings, RunConfig)

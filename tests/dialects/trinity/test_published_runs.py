@@ -1,4 +1,4 @@
-"""The two published files, unchanged, run against a server: some steps, a checkpoint, and on from there."""
+"""The two published files run unchanged against a server, save a checkpoint and resume."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def tinsmith(place: Path, server: Server, *words: str) -> subprocess.CompletedPr
     clean = {
         name: value for name, value in os.environ.items() if not name.startswith(("TINKER_", "TRINITY_", "WANDB_"))
     }
-    about = {"TINKER_BASE_URL": url, "TRINITY_API_KEY": key, "HF_HOME": str(place / "hf"), "HF_HUB_OFFLINE": "1"}
-    about |= {"COLUMNS": "100", "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_DATASETS_OFFLINE": "1"}
+    variables = {"TINKER_BASE_URL": url, "TRINITY_API_KEY": key, "HF_HOME": str(place / "hf"), "HF_HUB_OFFLINE": "1"}
+    variables |= {"COLUMNS": "100", "OMP_NUM_THREADS": "1", "WANDB_MODE": "offline", "HF_DATASETS_OFFLINE": "1"}
     command = [sys.executable, "-m", "tinsmith", *words]
     return subprocess.run(
-        command, cwd=place, env={**clean, **about}, capture_output=True, text=True, timeout=200, check=False
+        command, cwd=place, env={**clean, **variables}, capture_output=True, text=True, timeout=200, check=False
     )
 
 
 @pytest.mark.parametrize("file", [TINKER, VERL], ids=lambda file: file.stem)
-def test_a_published_file_trains_saves_and_goes_on(file: Path, place: Path, server: Server):
+def test_published_file_trains_saves_and_resumes(file: Path, place: Path, server: Server):
     before = file.read_bytes()
     done = tinsmith(place, server, "run", "--config", str(file), *SHORT, "steps=2", "checkpoint.every=1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -45,7 +45,7 @@ def test_a_published_file_trains_saves_and_goes_on(file: Path, place: Path, serv
     assert file.read_bytes() == before
     if file == VERL:
         return
-    on = tinsmith(place, server, "run", "--config", str(file), *SHORT, "steps=3", "checkpoint.every=1")
-    assert on.returncode == 0, on.stdout + on.stderr
+    resumed = tinsmith(place, server, "run", "--config", str(file), *SHORT, "steps=3", "checkpoint.every=1")
+    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert steps == [1, 2, 3]

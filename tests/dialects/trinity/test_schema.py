@@ -1,4 +1,4 @@
-"""The table of Trinity's keys: each is taken over with an effect, or noted, or refused; none is silently ignored."""
+"""Every key of Trinity's files is copied, translated, noted or refused; none is ignored silently."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 
 from tests.dialects.trinity.examples import EXAMPLES, NOTED, ONE_LIST, REFUSES, TASKSETS, Pairs
-from tests.dialects.trinity.files import SMALL, laid, read
+from tests.dialects.trinity.files import SMALL, read, with_key
 from tinsmith.dialects import find_dialect
 from tinsmith.dialects.base import Copied, Ignored, Key, Refused, Translated
 from tinsmith.dialects.trinity.translate import file_keys
 from tinsmith.errors import ConfigError
 
 KEYS = list(file_keys())
-TAKEN = [key for key in KEYS if isinstance(key.fate, Copied | Translated)]
-SAID = [key for key in KEYS if isinstance(key.fate, Ignored)]
+TRANSLATED = [key for key in KEYS if isinstance(key.fate, Copied | Translated)]
+IGNORED = [key for key in KEYS if isinstance(key.fate, Ignored)]
 REFUSED = [key for key in KEYS if isinstance(key.fate, Refused)]
 
 
-def each(found: list[Key]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("key", found, ids=lambda key: key.path)
+def each(entries: list[Key]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("key", entries, ids=lambda key: key.path)
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def another(key: Key) -> Any:
-    """A value that is not the default."""
+    """A value other than the default."""
     match key.default:
         case bool():
             return not key.default
@@ -47,15 +47,15 @@ def another(key: Key) -> Any:
         return {"some": 1}
     if "Literal" in key.type:
         return next(
-            one
-            for one in ("explorer_driven", "memory", "tinker", "asynchronous", "plaintext", "sql")
-            if one in key.type
+            choice
+            for choice in ("explorer_driven", "memory", "tinker", "asynchronous", "plaintext", "sql")
+            if choice in key.type
         )
     return 3 if "int" in key.type or "float" in key.type else key.type == "bool" or "some"
 
 
-def beside(key: Key) -> Pairs:
-    """What a key's own list entry wants."""
+def required_with(key: Key) -> Pairs:
+    """Keys that the entry of a list needs for this key to be read."""
     if key.path.startswith(TASKSETS):
         return (*ONE_LIST, (f"{TASKSETS}.path", "some/data"))
     if key.path.startswith("buffer.explorer_input.eval_tasksets[]"):
@@ -63,15 +63,15 @@ def beside(key: Key) -> Pairs:
     return (("explorer.auxiliary_models[].model_path", "one"),) if "auxiliary_models" in key.path else ()
 
 
-def test_the_table_has_every_fate_and_no_key_twice():
+def test_keys_are_unique_and_cover_every_fate():
     paths = [key.path for key in KEYS]
     assert len(paths) == len(set(paths))
-    assert all((TAKEN, SAID, REFUSED))
+    assert all((TRANSLATED, IGNORED, REFUSED))
     assert {"model.tinker.rank", "algorithm.kl_loss_fn_args", "synchronizer.sync_offset"} <= set(paths)
 
 
-@each(TAKEN)
-def test_what_is_taken_over_changes_the_run(key: Key, tmp_path: Path):
+@each(TRANSLATED)
+def test_translated_key_changes_the_run(key: Key, tmp_path: Path):
     value, pairs = REFUSES.get(key.path) or NOTED.get(key.path) or EXAMPLES[key.path]
     if key.path in NOTED:
         assert [note for note in read(tmp_path, *pairs, (key.path, value)).notes if place(key) in note]
@@ -84,11 +84,11 @@ def test_what_is_taken_over_changes_the_run(key: Key, tmp_path: Path):
     assert without.settings.model_dump() != with_it.settings.model_dump()
 
 
-def contexts(found: list[Key]) -> dict[Pairs, list[Key]]:
-    """Keys that can stand in one file, by what must stand there beside them."""
+def contexts(entries: list[Key]) -> dict[Pairs, list[Key]]:
+    """Keys grouped by the other keys that must be set with them."""
     kinds: dict[Pairs, list[Key]] = {}
-    for key in found:
-        kinds.setdefault(beside(key), []).append(key)
+    for key in entries:
+        kinds.setdefault(required_with(key), []).append(key)
     return kinds
 
 
@@ -96,39 +96,39 @@ def place(key: Key) -> str:
     return key.path.replace("[]", "[0]").replace("*", "some")
 
 
-def test_what_has_no_meaning_is_said_once(tmp_path: Path):
-    for pairs, found in contexts(SAID).items():
-        notes = read(tmp_path, *pairs, *((key.path, another(key)) for key in found)).notes
-        for key in found:
-            told = [note for note in notes if place(key) in note.partition(":")[0].split(", ")]
-            assert len(told) == 1, key
+def test_ignored_key_is_noted_once(tmp_path: Path):
+    for pairs, values in contexts(IGNORED).items():
+        notes = read(tmp_path, *pairs, *((key.path, another(key)) for key in values)).notes
+        for key in values:
+            matches = [note for note in notes if place(key) in note.partition(":")[0].split(", ")]
+            assert len(matches) == 1, key
             assert isinstance(key.fate, Ignored)
-            assert key.fate.why in told[0]
+            assert key.fate.why in matches[0]
 
 
-def test_what_is_not_set_is_not_said(tmp_path: Path):
+def test_unset_key_is_not_noted(tmp_path: Path):
     assert [note for note in read(tmp_path).notes if "rank is not set" not in note] == []
 
 
-def test_what_is_refused_says_why_and_what_to_do(tmp_path: Path):
-    for pairs, found in contexts(REFUSED).items():
+def test_refused_key_names_reason_and_fix(tmp_path: Path):
+    for pairs, values in contexts(REFUSED).items():
         with pytest.raises(ConfigError) as refusal:
-            read(tmp_path, *pairs, *((key.path, another(key)) for key in found))
-        for key in found:
+            read(tmp_path, *pairs, *((key.path, another(key)) for key in values))
+        for key in values:
             assert isinstance(key.fate, Refused)
             assert f"'{place(key)}': {key.fate.reason} {key.fate.fix}" in str(refusal.value)
 
 
-def test_what_is_refused_may_have_its_default(tmp_path: Path):
-    for pairs, found in contexts([key for key in REFUSED if key.default is not None]).items():
-        read(tmp_path, *pairs, *((key.path, plain(key.default)) for key in found))
+def test_refused_key_may_have_its_default(tmp_path: Path):
+    for pairs, values in contexts([key for key in REFUSED if key.default is not None]).items():
+        read(tmp_path, *pairs, *((key.path, plain(key.default)) for key in values))
 
 
 def plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def test_a_misspelt_key_is_refused_with_the_right_one(tmp_path: Path):
+def test_misspelt_key_is_refused_with_the_nearest(tmp_path: Path):
     with pytest.raises(ConfigError, match="there is no key") as refusal:
         read(tmp_path, *((f"{key.path}x", 1) for key in KEYS if not key.path.startswith(TASKSETS)))
     faults = str(refusal.value).splitlines()
@@ -138,8 +138,8 @@ def test_a_misspelt_key_is_refused_with_the_right_one(tmp_path: Path):
             assert any(wrong in fault and "Did you mean" in fault for fault in faults), key
 
 
-def test_faults_are_told_together(tmp_path: Path):
-    values = laid(laid(SMALL, "buffer.batch_size", "abc"), "modell", {})
+def test_schema_faults_are_reported_together(tmp_path: Path):
+    values = with_key(with_key(SMALL, "buffer.batch_size", "abc"), "modell", {})
     with pytest.raises(ConfigError) as refusal:
         read(tmp_path, values=values)
     assert "'buffer.batch_size'" in str(refusal.value)
@@ -147,7 +147,7 @@ def test_faults_are_told_together(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("values", "whose"),
+    ("values", "name"),
     [
         ({"buffer": {"type": "file"}, "sync": {"style": "live"}}, None),
         ({"buffer": {"replay": {"enable": True}}}, None),
@@ -156,6 +156,6 @@ def test_faults_are_told_together(tmp_path: Path):
         ({"model": {"model_path": "m"}}, "Trinity-RFT"),
     ],
 )
-def test_a_buffer_is_trinity_s_by_what_it_says(values: dict[str, Any], whose: str | None):
-    found = find_dialect(values)
-    assert (found and found.name) == whose
+def test_dialect_is_recognized_by_its_keys(values: dict[str, Any], name: str | None):
+    dialect = find_dialect(values)
+    assert (dialect and dialect.name) == name

@@ -1,4 +1,4 @@
-"""How long a run is, by which weights it samples, and its stages."""
+"""Steps, synchronisation, stages and notes of translated files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.dialects.trinity.files import SMALL, laid, read
+from tests.dialects.trinity.files import SMALL, read, with_key
 from tinsmith.dialects import read_run
 from tinsmith.errors import ConfigError
 
 
-def test_epochs_or_steps_whichever_is_told(tmp_path: Path):
+def test_length_is_set_by_steps_or_epochs(tmp_path: Path):
     by_steps = read(tmp_path, ("buffer.total_steps", 5), ("buffer.total_epochs", 2)).settings
     assert (by_steps.steps, by_steps.epochs) == (5, None)
     by_epochs = read(tmp_path, ("buffer.total_steps", None), ("buffer.total_epochs", 2)).settings
@@ -22,7 +22,7 @@ def test_epochs_or_steps_whichever_is_told(tmp_path: Path):
     assert read(tmp_path, ("buffer.total_steps", 5), ("trainer.total_steps", 2)).settings.steps == 2
 
 
-def test_a_training_batch_of_its_own_makes_fewer_or_more_steps(tmp_path: Path):
+def test_train_batch_size_changes_the_number_of_steps(tmp_path: Path):
     run = read(tmp_path, ("buffer.total_steps", 6), ("buffer.train_batch_size", 32)).settings
     assert (run.groups_per_step, run.group_size, run.steps) == (8, 4, 3)
 
@@ -37,22 +37,20 @@ class Room(Environment):
 
 
 @pytest.mark.parametrize("name", ["multi_step_grpo", "gigpo"])
-def test_a_training_batch_of_turns_is_the_rollouts_of_one_batch_of_tasks(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_train_batch_size_of_turns_has_no_effect(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "trinity_room.py").write_text(WORLD)
     monkeypatch.syspath_prepend(str(tmp_path))
     batches = (("buffer.batch_size", 16), ("algorithm.repeat_times", 16), ("buffer.train_batch_size", 7680))
     workflow = "buffer.explorer_input.default_workflow_type"
-    found = read(tmp_path, *batches, ("algorithm.algorithm_type", name), (workflow, "trinity_room.Room"))
-    assert (found.settings.groups_per_step, found.settings.steps) == (16, 3)
-    assert any("buffer.train_batch_size: it counts turns" in note for note in found.notes)
+    run_file = read(tmp_path, *batches, ("algorithm.algorithm_type", name), (workflow, "trinity_room.Room"))
+    assert (run_file.settings.groups_per_step, run_file.settings.steps) == (16, 3)
+    assert any("buffer.train_batch_size: it counts turns" in note for note in run_file.notes)
     single = read(tmp_path, ("algorithm.algorithm_type", name), ("buffer.train_batch_size", 8)).settings
     assert (single.groups_per_step, single.steps) == (2, 6)
 
 
 @pytest.mark.parametrize(
-    ("given", "becomes"),
+    ("section", "expected"),
     [
         ({"sync_interval": 10}, ("fixed", 10, None)),
         ({"sync_style": "EXPLORER_DRIVEN", "sync_interval": 2}, ("on_demand", 2, None)),
@@ -61,12 +59,12 @@ def test_a_training_batch_of_turns_is_the_rollouts_of_one_batch_of_tasks(
         ({"sync_style": "fully_async", "explorer_sync_interval": 1, "trainer_sync_interval": 4}, ("live", 1, 4)),
     ],
 )
-def test_styles_and_intervals(given: dict[str, Any], becomes: tuple[Any, ...], tmp_path: Path):
-    sync = read(tmp_path, ("synchronizer", given)).settings.sync
-    assert (sync.style, sync.interval, sync.publish_every) == becomes
+def test_sync_style_and_intervals_are_translated(section: dict[str, Any], expected: tuple[Any, ...], tmp_path: Path):
+    sync = read(tmp_path, ("synchronizer", section)).settings.sync
+    assert (sync.style, sync.interval, sync.publish_every) == expected
 
 
-def test_methods_are_two(tmp_path: Path):
+def test_sync_method_is_translated(tmp_path: Path):
     methods = {
         word: read(tmp_path, ("synchronizer.sync_method", word)).settings.sync.method
         for word in ("nccl", "online", "memory", "checkpoint", "Offline")
@@ -80,18 +78,18 @@ def test_methods_are_two(tmp_path: Path):
     }
 
 
-def test_intervals_of_both_sides_are_alike_in_style_fixed(tmp_path: Path):
+def test_fixed_style_refuses_different_intervals(tmp_path: Path):
     with pytest.raises(ConfigError, match="Make them alike"):
         read(tmp_path, ("synchronizer", {"sync_interval": 1, "trainer_sync_interval": 2}))
 
 
-def test_attempts_are_those_that_the_file_says(tmp_path: Path):
+def test_rollout_timeouts_and_retries_are_translated(tmp_path: Path):
     explorer = {"max_timeout": 60, "max_retry_times": 1, "dynamic_timeout": {"enable": True, "ratio": 2.0}}
     rollout = read(tmp_path, ("explorer", explorer)).settings.rollout
     assert (rollout.timeout, rollout.retries, rollout.timeout_ratio, rollout.partial) == (60.0, 1, 2.0, "drop")
 
 
-def test_stages_are_whole_files_with_sections_of_their_own(tmp_path: Path):
+def test_stages_replace_whole_sections(tmp_path: Path):
     learn = {
         "mode": "train",
         "algorithm": {"algorithm_type": "sft", "optimizer": {"lr": 1e-4}},
@@ -101,8 +99,8 @@ def test_stages_are_whole_files_with_sections_of_their_own(tmp_path: Path):
             "trainer_input": {"experience_buffer": {"storage_type": "file", "path": "chats.jsonl"}},
         },
     }
-    found = read(tmp_path, ("stages", [{"stage_name": "warm", **learn}, {"stage_name": "rl"}]))
-    first, second = found.settings.stage_config(1), found.settings.stage_config(2)
+    run_file = read(tmp_path, ("stages", [{"stage_name": "warm", **learn}, {"stage_name": "rl"}]))
+    first, second = run_file.settings.stage_config(1), run_file.settings.stage_config(2)
     assert (first.algorithm.type, first.steps, first.optimizer.learning_rate) == ("sft", 2, 1e-4)
     assert first.demonstrations is not None
     assert first.demonstrations.per_step == 8
@@ -127,27 +125,30 @@ DTYPE = "explorer.rollout_model.dtype"
 LORA = (("model.tinker.enable", False), ("model.lora_configs", [{"lora_rank": 8}]))
 
 
-def test_stages_have_one_chat_template_and_one_precision(tmp_path: Path):
-    warm = laid(WARM, f"{OWN_FORMAT}.enable_thinking", False)
-    found = read(tmp_path, *LORA, ("stages", [warm, laid({"stage_name": "rl"}, DTYPE, "float32")]))
+def test_stages_share_chat_template_and_dtype(tmp_path: Path):
+    warm = with_key(WARM, f"{OWN_FORMAT}.enable_thinking", False)
+    run_file = read(tmp_path, *LORA, ("stages", [warm, with_key({"stage_name": "rl"}, DTYPE, "float32")]))
     for number in (1, 2):
-        stage = found.settings.stage_config(number)
+        stage = run_file.settings.stage_config(number)
         assert stage.model.chat_template_values == {"enable_thinking": False}
         assert stage.service.dtype == "float32"
-    assert any("enable_thinking: all stages use that of stage warm" in note for note in found.notes)
-    assert any("explorer.rollout_model.dtype: all stages use that of stage rl" in note for note in found.notes)
+    assert any("enable_thinking: all stages use that of stage warm" in note for note in run_file.notes)
+    assert any("explorer.rollout_model.dtype: all stages use that of stage rl" in note for note in run_file.notes)
 
 
-def test_stages_that_want_two_are_refused_by_trinitys_names(tmp_path: Path):
+def test_stages_with_different_dtypes_are_refused(tmp_path: Path):
     rollout = {"rollout_model": {"enable_thinking": True, "dtype": "float32"}}
-    warm = {**laid(WARM, f"{OWN_FORMAT}.enable_thinking", False), "explorer": {"rollout_model": {"dtype": "bfloat16"}}}
+    warm = {
+        **with_key(WARM, f"{OWN_FORMAT}.enable_thinking", False),
+        "explorer": {"rollout_model": {"dtype": "bfloat16"}},
+    }
     with pytest.raises(ConfigError) as refusal:
         read(tmp_path, *LORA, ("stages", [warm, {"stage_name": "rl", "explorer": rollout}]))
     assert "stage rl: 'enable_thinking': the stages differ." in str(refusal.value)
     assert "stage rl: 'explorer.rollout_model.dtype': the stages differ." in str(refusal.value)
 
 
-def test_faults_of_stages_name_them(tmp_path: Path):
+def test_faults_of_stages_name_the_stage(tmp_path: Path):
     stages = [{"stage_name": "one", "algorithm": {"algorithm_type": "grop"}}, {"mod": "both"}]
     with pytest.raises(ConfigError) as refusal:
         read(tmp_path, ("stages", stages))
@@ -156,14 +157,14 @@ def test_faults_of_stages_name_them(tmp_path: Path):
     assert "Did you mean 'mode'?" in str(refusal.value)
 
 
-def test_a_file_in_stages_is_the_same_when_converted(tmp_path: Path):
+def test_converted_stages_are_the_same_run(tmp_path: Path):
     from tinsmith.cli.run_file import _plain, _yaml
 
     stages = [{"stage_name": "one", "buffer": {**SMALL["buffer"], "total_steps": 1}}, {"stage_name": "two"}]
-    found = read(tmp_path, ("stages", stages)).settings
+    settings = read(tmp_path, ("stages", stages)).settings
     ours = tmp_path / "ours.yaml"
-    ours.write_text(_yaml(_plain(found)))
-    assert read_run(ours).settings.model_dump() == found.model_dump()
+    ours.write_text(_yaml(_plain(settings)))
+    assert read_run(ours).settings.model_dump() == settings.model_dump()
 
 
 @pytest.mark.parametrize(
@@ -175,20 +176,20 @@ def test_a_file_in_stages_is_the_same_when_converted(tmp_path: Path):
         ("explorer.max_inflight_batches", 5, "only with sync_style fully_async"),
     ],
 )
-def test_what_counts_only_beside_another_key_is_told(tmp_path, key, value, words):
+def test_key_without_its_switch_is_noted(tmp_path, key, value, words):
     assert any(key.rpartition(".")[0] in note and words in note for note in read(tmp_path, (key, value)).notes)
 
 
-def test_of_two_ways_to_say_one_thing_the_one_that_does_not_count_is_told(tmp_path):
+def test_unused_of_two_equivalent_keys_is_noted(tmp_path):
     optimizer = "algorithm.optimizer"
-    given = read(tmp_path, (f"{optimizer}.lr_warmup_steps", 3), (f"{optimizer}.lr_warmup_steps_ratio", 0.5))
-    assert any("_ratio: it has an effect only where lr_warmup_steps is -1" in note for note in given.notes)
-    given = read(tmp_path, (f"{optimizer}.warmup_style", "cosine"), (f"{optimizer}.lr_scheduler_type", "linear"))
-    assert given.settings.optimizer.schedule == "cosine"
-    assert any("lr_scheduler_type: warmup_style" in note for note in given.notes)
+    run_file = read(tmp_path, (f"{optimizer}.lr_warmup_steps", 3), (f"{optimizer}.lr_warmup_steps_ratio", 0.5))
+    assert any("_ratio: it has an effect only where lr_warmup_steps is -1" in note for note in run_file.notes)
+    run_file = read(tmp_path, (f"{optimizer}.warmup_style", "cosine"), (f"{optimizer}.lr_scheduler_type", "linear"))
+    assert run_file.settings.optimizer.schedule == "cosine"
+    assert any("lr_scheduler_type: warmup_style" in note for note in run_file.notes)
 
 
-def test_all_of_it_counts_beside_its_key(tmp_path):
+def test_keys_with_their_switch_are_translated(tmp_path):
     explorer = "explorer"
     run = read(
         tmp_path,
@@ -205,18 +206,18 @@ def test_all_of_it_counts_beside_its_key(tmp_path):
     assert (run.rollout.timeout_warmup, run.sync.in_flight) == (7, 5)
 
 
-LESSONS = "buffer.trainer_input.experience_buffer"
-TAUGHT = (
+DEMONSTRATIONS = "buffer.trainer_input.experience_buffer"
+SUPERVISED = (
     ("algorithm.algorithm_type", "sft"),
     ("mode", "train"),
     ("buffer.train_batch_size", 8),
-    (f"{LESSONS}.storage_type", "file"),
-    (f"{LESSONS}.path", "chats.jsonl"),
+    (f"{DEMONSTRATIONS}.storage_type", "file"),
+    (f"{DEMONSTRATIONS}.path", "chats.jsonl"),
 )
 
 
-def test_tools_of_rows_are_before_a_lesson_as_in_trinity(tmp_path):
-    run = read(tmp_path, *TAUGHT).settings
+def test_demonstrations_use_tools_of_the_row(tmp_path):
+    run = read(tmp_path, *SUPERVISED).settings
     assert run.demonstrations is not None
     assert run.demonstrations.data.tools_key == "tools"
 
@@ -224,8 +225,10 @@ def test_tools_of_rows_are_before_a_lesson_as_in_trinity(tmp_path):
 @pytest.mark.parametrize(
     ("kind", "key"), [("sft", "response_key"), ("sft", "chosen_key"), ("cpt", "messages_key"), ("dpo", "tools_key")]
 )
-def test_a_field_that_these_lessons_have_not_is_told(tmp_path, kind, key):
-    notes = read(tmp_path, *TAUGHT, ("algorithm.algorithm_type", kind), (f"{LESSONS}.format.{key}", "some")).notes
+def test_unused_format_key_is_noted(tmp_path, kind, key):
+    notes = read(
+        tmp_path, *SUPERVISED, ("algorithm.algorithm_type", kind), (f"{DEMONSTRATIONS}.format.{key}", "some")
+    ).notes
     assert any(f"{key}: {kind} does not use it with prompt_type messages" in note for note in notes)
 
 
@@ -241,5 +244,5 @@ TASKS = "buffer.explorer_input.taskset"
         ((*LORA, ("model.lora_configs[].path", "tinker://a/weights/b"), ("model.lora_configs[].lora_rank", 8)), "own"),
     ],
 )
-def test_what_is_near_or_read_elsewhere_is_told(tmp_path, pairs, words):
+def test_keys_without_effect_are_noted(tmp_path, pairs, words):
     assert any(words in note for note in read(tmp_path, *pairs).notes)

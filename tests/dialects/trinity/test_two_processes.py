@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from tests.dialects.trinity.conftest import NAME, Server
-from tests.dialects.trinity.files import wrote
+from tests.dialects.trinity.files import write
 from tests.dialects.trinity.test_every_algorithm import connecting
 from tinsmith.dialects import read_run
 from tinsmith.rl.bench import bench
@@ -32,12 +32,12 @@ SAME: dict[str, Any] = {
     "synchronizer": {"sync_method": "checkpoint", "sync_interval": 1, "sync_offset": 1, "sync_timeout": 300},
 }
 ROWS = {"path": "rows.jsonl", "format": {"prompt_key": "question", "response_key": "answer"}}
-ASKED = {"taskset": ROWS, "default_workflow_type": "simple_workflow", "default_reward_fn_type": "format_reward"}
+TASKS = {"taskset": ROWS, "default_workflow_type": "simple_workflow", "default_reward_fn_type": "format_reward"}
 PATTERN = {"reward_fn_args": {"pattern": "[^aeiou]*"}}
 EXPLORE: dict[str, Any] = {
     **SAME,
     "mode": "explore",
-    "buffer": {"batch_size": 3, "total_steps": 3, "explorer_input": {**ASKED, "taskset": {**ROWS, **PATTERN}}},
+    "buffer": {"batch_size": 3, "total_steps": 3, "explorer_input": {**TASKS, "taskset": {**ROWS, **PATTERN}}},
 }
 TRAIN: dict[str, Any] = {
     **SAME,
@@ -51,7 +51,7 @@ BENCH: dict[str, Any] = {
     "mode": "bench",
     "buffer": {
         "explorer_input": {
-            **ASKED,
+            **TASKS,
             "taskset": None,
             "eval_tasksets": [
                 {"name": "greedy", **ROWS, "rollout_args": {"temperature": 0.0}},
@@ -78,11 +78,11 @@ def peers(config: RunConfig, server: Server):
 
 
 def run_of(place: Path, values: dict[str, Any]) -> RunConfig:
-    return read_run(wrote(place, values, f"{values['mode']}.yaml"), ["monitors=[]"]).settings
+    return read_run(write(place, values, f"{values['mode']}.yaml"), ["monitors=[]"]).settings
 
 
 @pytest.mark.parametrize("kind", ["queue", "sql"])
-def test_two_files_make_one_run_and_a_third_tries_what_it_saved(
+def test_two_files_share_a_run_and_a_third_benchmarks_it(
     kind: str, place: Path, server: Server, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(place)
@@ -103,7 +103,7 @@ def test_two_files_make_one_run_and_a_third_tries_what_it_saved(
     if kind == "sql":
         return
     trying = run_of(place, BENCH)
-    found = asyncio.run(bench(trying, peers(trying, server), quiet()))
-    assert found[0]["checkpoint"] == NAME
-    assert len(found) == 1 + 3
-    assert all({"eval/greedy/pass@1", "eval/drawn/pass@2"} <= row.keys() for row in found)
+    settings = asyncio.run(bench(trying, peers(trying, server), quiet()))
+    assert settings[0]["checkpoint"] == NAME
+    assert len(settings) == 1 + 3
+    assert all({"eval/greedy/pass@1", "eval/drawn/pass@2"} <= row.keys() for row in settings)

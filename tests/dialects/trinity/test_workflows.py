@@ -1,4 +1,4 @@
-"""Workflows and rewards by Trinity's names, by those of a plugin folder, and by dotted paths; and evaluation."""
+"""Workflows and rewards by Trinity's names, by names of a plugin folder and by dotted paths; and evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.dialects.trinity.examples import EVAL, Pairs
-from tests.dialects.trinity.files import SMALL, laid, read, wrote
+from tests.dialects.trinity.files import SMALL, read, with_key, write
 from tinsmith.dialects import read_run
 from tinsmith.dialects.trinity.name_tables import REWARDS, THINK_BOXED, WORKFLOWS
 from tinsmith.errors import ConfigError
@@ -57,12 +57,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def run(tmp_path: Path, *pairs: tuple[str, Any], words: tuple[str, ...] = ()) -> RunConfig:
     values = SMALL
     for key, value in pairs:
-        values = laid(values, key, value)
-    return read_run(wrote(tmp_path, values), words).settings
+        values = with_key(values, key, value)
+    return read_run(write(tmp_path, values), words).settings
 
 
 @pytest.mark.parametrize("name", WORKFLOWS)
-def test_every_workflow_of_the_table_is_a_run_of_its_own_or_with_a_reward(name: str, tmp_path: Path):
+def test_every_known_workflow_can_be_chosen(name: str, tmp_path: Path):
     judged = () if WORKFLOWS[name].reward else ((REWARD, "math_reward"),)
     plain, concurrent = (run(tmp_path, *JUDGE, *judged, (WORKFLOW, word)) for word in (name, f"async_{name}"))
     assert plain == concurrent
@@ -71,66 +71,66 @@ def test_every_workflow_of_the_table_is_a_run_of_its_own_or_with_a_reward(name: 
 
 
 @pytest.mark.parametrize("name", REWARDS)
-def test_every_reward_of_the_table_can_be_chosen(name: str, tmp_path: Path):
+def test_every_known_reward_can_be_chosen(name: str, tmp_path: Path):
     assert run(tmp_path, (REWARD, name)).rewards[0].type == REWARDS[name].type
 
 
 @pytest.mark.parametrize("name", ["on_policy_distill", "jsd"])
-def test_what_a_teacher_says_wants_no_reward(name: str, tmp_path: Path):
+def test_distillation_needs_no_reward(name: str, tmp_path: Path):
     teacher = (*JUDGE, ("algorithm.algorithm_type", name))
     assert run(tmp_path, *teacher, (WORKFLOW, "on_policy_distill_workflow")).rewards == ()
     judged = run(tmp_path, *teacher, (WORKFLOW, "on_policy_distill_math_workflow"))
-    assert [one.type for one in judged.rewards] == ["math"]
+    assert [reward.type for reward in judged.rewards] == ["math"]
     with pytest.raises(ConfigError, match="there is no reward"):
         run(tmp_path, (WORKFLOW, "on_policy_distill_workflow"))
 
 
-def test_arguments_of_a_workflow_reach_its_reward(tmp_path: Path):
+def test_workflow_arguments_reach_the_reward(tmp_path: Path):
     args = {"with_think": True, "format_score_coef": 0.3, "use_base": False}
-    found = run(tmp_path, (WORKFLOW, "math_boxed_workflow"), (f"{TASKSET}.workflow_args", args))
-    assert found.workflow.model_dump()["system"] == THINK_BOXED
-    assert found.rewards[0].model_dump(include={"think", "form"}) == {"think": True, "form": 0.3}
+    settings = run(tmp_path, (WORKFLOW, "math_boxed_workflow"), (f"{TASKSET}.workflow_args", args))
+    assert settings.workflow.model_dump()["system"] == THINK_BOXED
+    assert settings.rewards[0].model_dump(include={"think", "form"}) == {"think": True, "form": 0.3}
 
 
-def test_length_costs_where_the_file_says_so(tmp_path: Path):
+def test_length_penalty_is_a_reward_of_its_own(tmp_path: Path):
     args = {"enable_overlong_penalty": True, "max_response_length": 16, "cache_length": 4, "penalty_factor": 0.5}
-    found = run(tmp_path, (REWARD, "math_dapo_reward"), (f"{TASKSET}.reward_fn_args", args))
-    assert [one.type for one in found.rewards] == ["math_boxed", "overlong"]
-    assert found.rewards[1].model_dump(exclude={"name", "type"}) == {"max_tokens": 16, "margin": 4, "weight": 0.5}
+    settings = run(tmp_path, (REWARD, "math_dapo_reward"), (f"{TASKSET}.reward_fn_args", args))
+    assert [reward.type for reward in settings.rewards] == ["math_boxed", "overlong"]
+    assert settings.rewards[1].model_dump(exclude={"name", "type"}) == {"max_tokens": 16, "margin": 4, "weight": 0.5}
 
 
-def test_another_model_judges_by_a_rubric_of_each_row(tmp_path: Path):
+def test_judge_reads_the_rubric_of_the_row(tmp_path: Path):
     words = ("explorer.auxiliary_models[].max_response_tokens", 64)
-    found = run(tmp_path, *JUDGE, words, (WORKFLOW, "rubric_judge_workflow"))
-    told = found.rewards[0].model_dump(include={"model", "max_tokens", "rubric_key"})
-    assert told == {"model": "judge", "max_tokens": 64, "rubric_key": "rubric"}
-    assert found.tasks.sources[0].model_dump()["extra"] == ("rubric",)
+    settings = run(tmp_path, *JUDGE, words, (WORKFLOW, "rubric_judge_workflow"))
+    judge = settings.rewards[0].model_dump(include={"model", "max_tokens", "rubric_key"})
+    assert judge == {"model": "judge", "max_tokens": 64, "rubric_key": "rubric"}
+    assert settings.tasks.sources[0].model_dump()["extra"] == ("rubric",)
     assert not any(
         "this run does not use it" in note for note in read(tmp_path, *JUDGE, (WORKFLOW, "math_rm_workflow")).notes
     )
 
 
-def test_a_judge_thinks_or_not_as_the_file_says(tmp_path: Path):
+def test_judge_takes_enable_thinking(tmp_path: Path):
     silent = ("explorer.auxiliary_models[].enable_thinking", False)
-    found = run(tmp_path, *JUDGE, silent, (WORKFLOW, "rubric_judge_workflow"))
-    assert found.rewards[0].model_dump()["chat_template_values"] == {"enable_thinking": False}
+    settings = run(tmp_path, *JUDGE, silent, (WORKFLOW, "rubric_judge_workflow"))
+    assert settings.rewards[0].model_dump()["chat_template_values"] == {"enable_thinking": False}
 
 
-def test_a_judge_may_be_at_another_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_judge_may_be_an_external_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     external = {"enable": True, "base_url_env": "JUDGE_URL", "api_key_env": "JUDGE_KEY", "model_name": "grader"}
-    given = ("explorer.auxiliary_models", [{"model_path": "some", "external_model_config": external}])
+    external_judge = ("explorer.auxiliary_models", [{"model_path": "some", "external_model_config": external}])
     monkeypatch.setenv("JUDGE_URL", "http://there/v1")
-    told = run(tmp_path, given, (WORKFLOW, "math_rm_workflow")).rewards[0].model_dump()
-    assert (told["model"], told["base_url"], told["key_env"]) == ("grader", "http://there/v1", "JUDGE_KEY")
+    judge = run(tmp_path, external_judge, (WORKFLOW, "math_rm_workflow")).rewards[0].model_dump()
+    assert (judge["model"], judge["base_url"], judge["key_env"]) == ("grader", "http://there/v1", "JUDGE_KEY")
     monkeypatch.delenv("JUDGE_URL")
     with pytest.raises(ConfigError, match="JUDGE_URL is not set"):
-        run(tmp_path, given, (WORKFLOW, "math_rm_workflow"))
+        run(tmp_path, external_judge, (WORKFLOW, "math_rm_workflow"))
     with pytest.raises(ConfigError, match="a teacher must return logprobs"):
-        run(tmp_path, given, ("algorithm.algorithm_type", "jsd"))
+        run(tmp_path, external_judge, ("algorithm.algorithm_type", "jsd"))
 
 
-def test_names_of_a_plugin_folder_are_types_with_arguments(folder: Path, tmp_path: Path):
-    found = run(
+def test_plugin_names_take_arguments(folder: Path, tmp_path: Path):
+    settings = run(
         tmp_path,
         (WORKFLOW, "twice"),
         (REWARD, "brief"),
@@ -138,40 +138,40 @@ def test_names_of_a_plugin_folder_are_types_with_arguments(folder: Path, tmp_pat
         (f"{TASKSET}.reward_fn_args", {"most": 5}),
         words=(f"plugins={folder}",),
     )
-    assert found.workflow.model_dump(exclude={"type"}) == {
+    assert settings.workflow.model_dump(exclude={"type"}) == {
         "path": "trinity_works:twice",
         "args": {"question": "Really?"},
     }
-    assert found.rewards[0].model_dump()["args"] == {"most": 5}
-    assert found.tasks.sources[0].model_dump()["extra"] == ("*",)
+    assert settings.rewards[0].model_dump()["args"] == {"most": 5}
+    assert settings.tasks.sources[0].model_dump()["extra"] == ("*",)
     alone = run(tmp_path, (WORKFLOW, "twice"), words=(f"plugins={folder}",))
     assert alone.rewards == ()
 
 
 @pytest.mark.parametrize(("path", "kind"), [("twice", "custom"), ("agent", "agent"), ("World", "multi_turn")])
-def test_a_dotted_path_is_what_stands_there(path: str, kind: str, folder: Path, tmp_path: Path):
-    found = run(tmp_path, (WORKFLOW, f"trinity_works.{path}"), words=(f"plugins={folder}",))
-    assert (found.workflow.type, found.workflow.model_dump()["path"]) == (kind, f"trinity_works:{path}")
+def test_dotted_path_selects_the_workflow_type(path: str, kind: str, folder: Path, tmp_path: Path):
+    settings = run(tmp_path, (WORKFLOW, f"trinity_works.{path}"), words=(f"plugins={folder}",))
+    assert (settings.workflow.type, settings.workflow.model_dump()["path"]) == (kind, f"trinity_works:{path}")
 
 
-def test_a_dotted_path_judges_too(folder: Path, tmp_path: Path):
-    found = run(tmp_path, (REWARD, "trinity_works.brief"), words=(f"plugins={folder}",))
-    assert found.rewards[0].model_dump()["path"] == "trinity_works:brief"
+def test_dotted_path_can_name_a_reward(folder: Path, tmp_path: Path):
+    settings = run(tmp_path, (REWARD, "trinity_works.brief"), words=(f"plugins={folder}",))
+    assert settings.rewards[0].model_dump()["path"] == "trinity_works:brief"
 
 
-def test_a_misspelt_name_of_a_plugin_is_told(folder: Path, tmp_path: Path):
+def test_misspelt_plugin_name_suggests_the_nearest(folder: Path, tmp_path: Path):
     with pytest.raises(Exception, match="Did you mean 'twice'"):
         run(tmp_path, (WORKFLOW, "twise"), words=(f"plugins={folder}",))
 
 
 def first(tmp_path: Path, row: dict[str, Any], *pairs: tuple[str, Any], words: tuple[str, ...] = ()) -> Task:
-    """The first task of a file of nine such rows."""
+    """The first task of a file with nine copies of the row."""
     (tmp_path / "rows.jsonl").write_text("\n".join([json.dumps(row)] * 9))
-    found = run(tmp_path, (f"{TASKSET}.path", str(tmp_path / "rows.jsonl")), *pairs, words=words)
-    return found.tasks.sources[0].load()[0]
+    settings = run(tmp_path, (f"{TASKSET}.path", str(tmp_path / "rows.jsonl")), *pairs, words=words)
+    return settings.tasks.sources[0].load()[0]
 
 
-def test_rows_of_a_world_need_no_answer(folder: Path, tmp_path: Path):
+def test_environment_rows_need_no_answer(folder: Path, tmp_path: Path):
     world = ((WORKFLOW, "trinity_works.World"), (f"{TASKSET}.format.prompt_key", "game_file"))
     words = (f"plugins={folder}",)
     task = first(tmp_path, {"game_file": "a.tw"}, *world, words=words)
@@ -181,43 +181,43 @@ def test_rows_of_a_world_need_no_answer(folder: Path, tmp_path: Path):
         first(tmp_path, {"game_file": "a.tw"}, *world, (f"{TASKSET}.format.response_key", "response"), words=words)
 
 
-def test_rows_whose_answer_a_reward_reads_need_one(tmp_path: Path):
+def test_rows_need_the_answer_a_reward_reads(tmp_path: Path):
     with pytest.raises(ConfigError, match="Its fields are: prompt"):
         first(tmp_path, {"prompt": "1 + 1?"})
     assert first(tmp_path, {"prompt": "1 + 1?"}, (REWARD, "format_reward")).answer == ""
 
 
 def held(*tasksets: dict[str, Any]) -> tuple[str, Any]:
-    named = [{"name": f"set{at}", "path": f"held{at}.jsonl", **one} for at, one in enumerate(tasksets)]
+    named = [{"name": f"set{at}", "path": f"held{at}.jsonl", **taskset} for at, taskset in enumerate(tasksets)]
     return (EVAL.removesuffix("[]"), named)
 
 
-def test_what_evaluations_have_alike_stands_once_and_what_differs_by_name(tmp_path: Path):
+def test_shared_eval_settings_are_set_once(tmp_path: Path):
     sampled = {"repeat_times": 4, "rollout_args": {"temperature": 0.6, "top_p": 0.9}}
     other = {"rollout_args": {"temperature": 0.0, "max_tokens": 4}, "default_workflow_type": "math_boxed_workflow"}
-    found = run(tmp_path, held(sampled, other)).eval
-    first, second = found.of("set0"), found.of("set1")
+    evaluation = run(tmp_path, held(sampled, other)).eval
+    first, second = evaluation.of("set0"), evaluation.of("set1")
     assert (first.num_samples, first.temperature, first.top_p, first.max_tokens) == (4, 0.6, 0.9, None)
     assert (second.num_samples, second.temperature, second.top_p, second.max_tokens) == (1, 0.0, None, 4)
     assert first.workflow is None
     assert second.workflow is not None
-    assert [one.type for one in second.rewards] == ["math_boxed"]
-    assert (found.every, found.before, found.after) == (100, True, False)
+    assert [reward.type for reward in second.rewards] == ["math_boxed"]
+    assert (evaluation.every, evaluation.before, evaluation.after) == (100, True, False)
 
 
-def test_evaluations_that_are_alike_need_no_names(tmp_path: Path):
-    found = run(tmp_path, held({"repeat_times": 2}, {"repeat_times": 2})).eval
-    assert (found.num_samples, found.temperature, dict(found.sources)) == (2, 1.0, {})
+def test_equal_evaluations_have_no_own_settings(tmp_path: Path):
+    evaluation = run(tmp_path, held({"repeat_times": 2}, {"repeat_times": 2})).eval
+    assert (evaluation.num_samples, evaluation.temperature, dict(evaluation.sources)) == (2, 1.0, {})
 
 
 @pytest.mark.parametrize(("steps", "due"), [(8, [0, 4, 8]), (10, [0, 4, 8])])
-def test_the_last_step_is_evaluated_where_it_is_a_multiple_of_the_interval(steps: int, due: list[int], tmp_path: Path):
-    found = run(tmp_path, held({}), ("explorer.eval_interval", 4), ("buffer.total_steps", steps))
-    assert [step for step in range(steps + 1) if found.eval.due(step, found.steps)] == due
+def test_last_step_is_evaluated_on_the_interval(steps: int, due: list[int], tmp_path: Path):
+    settings = run(tmp_path, held({}), ("explorer.eval_interval", 4), ("buffer.total_steps", steps))
+    assert [step for step in range(steps + 1) if settings.eval.due(step, settings.steps)] == due
 
 
-def test_evaluation_has_the_models_settings_and_not_those_of_training(tmp_path: Path):
+def test_evaluation_uses_the_models_sampling_settings(tmp_path: Path):
     trained = (f"{TASKSET}.rollout_args", {"temperature": 0.5, "top_p": 0.5, "max_tokens": 3})
-    found = run(tmp_path, trained, held({}))
-    assert (found.sampling.temperature, found.sampling.top_p, found.sampling.max_tokens) == (0.5, 0.5, 3)
-    assert (found.eval.temperature, found.eval.top_p, found.eval.max_tokens) == (1.0, 1.0, 16)
+    settings = run(tmp_path, trained, held({}))
+    assert (settings.sampling.temperature, settings.sampling.top_p, settings.sampling.max_tokens) == (0.5, 0.5, 3)
+    assert (settings.eval.temperature, settings.eval.top_p, settings.eval.max_tokens) == (1.0, 1.0, 16)

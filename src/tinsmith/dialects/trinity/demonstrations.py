@@ -1,4 +1,4 @@
-"""Trinity's sample strategies and buffers of demonstrations: `experts`, and the staleness bound of rollouts.
+"""Trinity's sample strategies and buffers of demonstrations: `demonstrations`, and the staleness bound.
 
 The algorithms sft, cpt and dpo train on demonstrations only; mix and mix_chord on demonstrations and rollouts.
 """
@@ -48,7 +48,7 @@ def demonstration_share(file: TrinityFile) -> float:
     sample_strategy_args="with sample_strategy",
 )
 def sample_strategy(file: TrinityFile) -> SampleStrategy:
-    """`experts`, or the bound on the staleness of rollouts."""
+    """`demonstrations`, or the bound on the staleness of rollouts."""
     name, strategy = file.algorithm.algorithm_type, file.algorithm.sample_strategy or "default"
     if file.mode == "bench":
         return SampleStrategy(NOTHING)

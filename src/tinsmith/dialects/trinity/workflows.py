@@ -113,8 +113,8 @@ def _own_workflow(name: str, key: str, taskset: TasksetBase, plugins: Names) -> 
         return {"type": name, **taskset.workflow_args}, NOTHING
     module, dot, attribute = name.rpartition(".")
     if not dot:
-        known = [*WORKFLOWS, *(plugin for kind, plugin in plugins if kind == "workflow")]
-        fix = unsupported_workflow(name) or f"{did_you_mean(name, known)} {_OWN_CODE}"
+        candidates = [*WORKFLOWS, *(plugin for kind, plugin in plugins if kind == "workflow")]
+        fix = unsupported_workflow(name) or f"{did_you_mean(name, candidates)} {_OWN_CODE}"
         return None, fault(key, f"there is no workflow '{name}' here.", fix)
     path = f"{module}:{attribute}"
     try:
@@ -161,8 +161,8 @@ def _rewards(
             return None, fault(place, f"{error}.", _IMPORT_FIX)
         return [{"type": "custom", "path": path, "args": dict(arguments)}], NOTHING
     if name:
-        known = [*REWARDS, *(plugin for kind, plugin in plugins if kind == "reward")]
-        fix = f"{did_you_mean(name, known)} {_OWN_CODE}"
+        candidates = [*REWARDS, *(plugin for kind, plugin in plugins if kind == "reward")]
+        fix = f"{did_you_mean(name, candidates)} {_OWN_CODE}"
         return None, fault(place, f"there is no reward '{name}' here.", fix)
     if trinity is None:
         return [], NOTHING
