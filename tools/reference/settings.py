@@ -26,7 +26,7 @@ ALGORITHM_PAGE = "algorithms.md"
 def run_file() -> str:
     """Every settings class of a run file but those of `algorithm`, one section for each key at the top."""
     places = _places(RunConfig)
-    parts = [_table(RunConfig, places)]
+    parts = [_table(RunConfig, places, "", RunConfig.model_fields)]
     for key in RunConfig.model_fields:
         if kinds := _classes_of(key, places):
             parts.append(f"## {key}")
@@ -96,14 +96,39 @@ def _classes_of(key: str, places: Mapping[Kind, list[str]]) -> list[Kind]:
 
 
 def _sections(kinds: list[Kind], places: Mapping[Kind, list[str]], page: str = "") -> str:
-    return "\n\n".join(_section(kind, places, page) for kind in kinds)
+    """A section for each class; a base class with keys that several share stands before the first of them."""
+    ordered = dict.fromkeys(part for kind in kinds for part in (*_bases(kind)[::-1], kind))
+    return "\n\n".join(_section(kind, kinds, places, page) for kind in ordered)
 
 
-def _section(kind: Kind, places: Mapping[Kind, list[str]], page: str) -> str:
-    keys = ", ".join(f"`{key}`" for key in places[kind])
-    choice = f", with `type: {tag_of(kind)}`" if tag_of(kind) else ""
+def _bases(kind: Kind) -> list[Kind]:
+    """Base classes with keys of their own, the nearest first."""
+    parents = [base for base in kind.__mro__[1:] if issubclass(base, Settings) and base is not Settings]
+    return [base for base in parents if base.model_fields and not base.__name__.startswith("_")]
+
+
+def _section(kind: Kind, kinds: list[Kind], places: Mapping[Kind, list[str]], page: str) -> str:
+    if kind in places:
+        choice = f", with `type: {tag_of(kind)}`" if tag_of(kind) else ""
+        where = f"At {', '.join(f'`{key}`' for key in places[kind])}{choice}."
+    else:
+        where = f"Keys of {', '.join(_link(heir, places, page) for heir in kinds if issubclass(heir, kind))}."
     about = " ".join((inspect.getdoc(kind) or "").split())
-    return "\n\n".join(filter(None, [f"### {heading(kind)}", f"At {keys}{choice}.", about, _table(kind, places, page)]))
+    shared = " and ".join(f"[{heading(base)}](#{_anchor(base)})" for base in _bases(kind))
+    also = f"Also the keys of {shared}." if shared else ""
+    table = _table(kind, places, page, _own_fields(kind))
+    return "\n\n".join(filter(None, [f"### {heading(kind)}", where, about, table, also]))
+
+
+def _own_fields(kind: Kind) -> dict[str, FieldInfo]:
+    """The fields that no base class has, or has with another default or meaning."""
+    inherited = {name: field for base in reversed(_bases(kind)) for name, field in base.model_fields.items()}
+
+    def is_same(name: str, field: FieldInfo) -> bool:
+        base = inherited.get(name)
+        return base is not None and (base.default, base.description) == (field.default, field.description)
+
+    return {name: field for name, field in kind.model_fields.items() if not is_same(name, field)}
 
 
 def heading(kind: Kind) -> str:
@@ -113,14 +138,17 @@ def heading(kind: Kind) -> str:
 
 
 def _link(kind: Kind, places: Mapping[Kind, list[str]], page: str) -> str:
-    anchor = "".join(letter for letter in heading(kind).lower().replace(" ", "-") if letter.isalnum() or letter in "-_")
     elsewhere = ALGORITHM_PAGE if places[kind][0].partition(".")[0] == "algorithm" else "run-file.md"
     target = "" if (page or "run-file.md") == elsewhere else elsewhere
-    return f"[{tag_of(kind) or kind.__name__}]({target}#{anchor})"
+    return f"[{tag_of(kind) or kind.__name__}]({target}#{_anchor(kind)})"
 
 
-def _table(kind: Kind, places: Mapping[Kind, list[str]], page: str = "") -> str:
-    fields = {name: field for name, field in kind.model_fields.items() if name != "type" or not tag_of(kind)}
+def _anchor(kind: Kind) -> str:
+    return "".join(letter for letter in heading(kind).lower().replace(" ", "-") if letter.isalnum() or letter in "-_")
+
+
+def _table(kind: Kind, places: Mapping[Kind, list[str]], page: str, own: Mapping[str, FieldInfo]) -> str:
+    fields = {name: field for name, field in own.items() if name != "type" or not tag_of(kind)}
     if not fields:
         return ""
     lines = ["| key | values | default | meaning |", "| --- | --- | --- | --- |"]
@@ -159,7 +187,7 @@ def vars_of(constraint: Any) -> Mapping[str, Any]:
 def _values(annotation: Any) -> str:
     origin, args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
-        return " · ".join(f"`{value}`" for value in args)
+        return " · ".join(f"`{value}`" if value != "" else "empty" for value in args)
     if origin is typing.Annotated:
         return _values(args[0])
     if origin in (list, tuple):
