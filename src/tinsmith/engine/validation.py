@@ -197,8 +197,10 @@ def _check_inputs(where: str, datum: Datum, request: Pass, spec: LossSpec) -> No
 def _check_values(where: str, name: str, values: np.ndarray, datum: Datum) -> None:
     shape = datum.tokens.shape if name in MASKS else datum.targets.shape
     if values.shape != shape:
-        like = "model_input" if name in MASKS else "target_tokens"
-        raise BadRequest(f"{where}: {name} has shape {values.shape}, {like} has {shape}.", "Give both the same shape.")
+        reference = "model_input" if name in MASKS else "target_tokens"
+        raise BadRequest(
+            f"{where}: {name} has shape {values.shape}, {reference} has {shape}.", "Give both the same shape."
+        )
     if not np.isfinite(values).all():
         raise BadRequest(f"{where}: {name} contains NaN or infinity.", "Give finite numbers.")
 

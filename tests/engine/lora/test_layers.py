@@ -36,18 +36,18 @@ def test_modules_of_supported_models_are_replaced(kind: str, tiny: Callable[[str
     base = loaded(tiny(kind))
     with torch.no_grad():
         before = loading.probe(base)
-        ours = layers.replace_layers(base)
-        torch.testing.assert_close(loading.probe(ours), before, rtol=1e-4, atol=1e-4)
-    assert ours.float32_residual
-    assert kinds_of(ours) == {"tinsmith.engine.lora.layers"}
+        replaced = layers.replace_layers(base)
+        torch.testing.assert_close(loading.probe(replaced), before, rtol=1e-4, atol=1e-4)
+    assert replaced.float32_residual
+    assert kinds_of(replaced) == {"tinsmith.engine.lora.layers"}
 
 
 def test_replaced_modules_are_closer_to_float32_in_bfloat16(tiny_llama: Path) -> None:
     with torch.no_grad():
         exact, base = loading.probe(loaded(tiny_llama)), loaded(tiny_llama, "bfloat16")
-        theirs = (loading.probe(base) - exact).abs().mean()
-        ours = (loading.probe(layers.replace_layers(base)) - exact).abs().mean()
-    assert ours < theirs
+        original = (loading.probe(base) - exact).abs().mean()
+        replaced = (loading.probe(layers.replace_layers(base)) - exact).abs().mean()
+    assert replaced < original
 
 
 @pytest.mark.parametrize("part", ["input_layernorm", "mlp", "self_attn"])
@@ -113,16 +113,16 @@ CASES: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], list[Tensor
 
 @pytest.mark.parametrize("name", CASES)
 def test_values_and_gradients_match_formula(name: str) -> None:
-    ours, plain, inputs = CASES[name]
+    engine_function, plain, inputs = CASES[name]
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     single = [tensor.float().requires_grad_() for tensor in inputs]
-    wanted, actual = plain(*leaves), ours(*single)
+    wanted, actual = plain(*leaves), engine_function(*single)
     output_grad = drawn(*wanted.shape, seed=3)
     wanted.backward(output_grad)
     actual.backward(output_grad.float())
     torch.testing.assert_close(actual.double(), wanted, rtol=1e-5, atol=1e-5)
     with torch.no_grad():
-        torch.testing.assert_close(ours(*single), actual, rtol=0, atol=0)
+        torch.testing.assert_close(engine_function(*single), actual, rtol=0, atol=0)
     for left, leaf in zip(single, leaves, strict=True):
         assert left.grad is not None
         torch.testing.assert_close(left.grad.double(), leaf.grad, rtol=1e-4, atol=1e-5)

@@ -90,8 +90,8 @@ def test_training_resumes_exactly_with_optimizer(engine: Any, wait: Any, model_i
     wait(engine.load(resumed, tmp_path / "saved", optimizer=True))
     for name in (model_id, resumed):
         train(engine, name, wait, 3, 4)
-    ours, theirs = (weights_of(engine, name, wait, tmp_path / name) for name in (model_id, resumed))
-    assert_same(theirs, ours, tolerance=0)
+    continued, reloaded = (weights_of(engine, name, wait, tmp_path / name) for name in (model_id, resumed))
+    assert_same(reloaded, continued, tolerance=0)
 
 
 def test_moments_start_at_zero_without_optimizer(engine: Any, wait: Any, model_id: str, tmp_path: Path):

@@ -161,7 +161,7 @@ def test_head_bias_is_refused(saved: Any) -> None:
     model.lm_head = torch.nn.Linear(96, 512, bias=True)
     torch.nn.init.normal_(model.lm_head.bias, std=1e-4)
     with pytest.raises(Unsupported, match="bias"):
-        prepare(model, None, "mine", "mine")
+        prepare(model, None, "model", "model")
 
 
 OTHER_LAYERS = {

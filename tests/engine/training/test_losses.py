@@ -18,7 +18,7 @@ CLIPPED = ("ppo", "cispo", "gspo")
 Config = Mapping[str, float]
 
 
-def ours(p: list[np.ndarray], data: list[Datum], loss_fn: str, config: Config) -> tuple[float, list[np.ndarray]]:
+def engine_loss(p: list[np.ndarray], data: list[Datum], loss_fn: str, config: Config) -> tuple[float, list[np.ndarray]]:
     """The engine's loss over the concatenated data, and its gradient for each datum."""
     flat = torch.tensor(np.concatenate([row.ravel() for row in p]), dtype=torch.float64, requires_grad=True)
     names = data[0].inputs
@@ -46,7 +46,7 @@ def oracle(p: list[np.ndarray], data: list[Datum], loss_fn: str, config: Config)
 
 
 def assert_agree(p: list[np.ndarray], data: list[Datum], loss_fn: str, config: Config | None = None) -> None:
-    loss, gradients = ours(p, data, loss_fn, config or {})
+    loss, gradients = engine_loss(p, data, loss_fn, config or {})
     wanted, wanted_gradients = oracle(p, data, loss_fn, config or {})
     assert np.isfinite(loss)
     assert loss == pytest.approx(wanted, rel=1e-6)
@@ -74,7 +74,7 @@ def test_clips_of_request_are_used(loss_fn: str) -> None:
 def test_dual_clip_bounds_cost_of_bad_token() -> None:
     p, data = example("ppo")
     assert_agree(p, data, "ppo", {"dual_clip": 1.5})
-    assert ours(p, data, "ppo", {"dual_clip": 1.5})[0] < ours(p, data, "ppo", {})[0]
+    assert engine_loss(p, data, "ppo", {"dual_clip": 1.5})[0] < engine_loss(p, data, "ppo", {})[0]
 
 
 @pytest.mark.parametrize("loss_fn", CLIPPED)
@@ -109,7 +109,7 @@ def test_several_targets_per_position_have_own_weights() -> None:
     datum = Datum(tokens=tokens, targets=draw.integers(0, 512, (6, 3)), inputs={"weights": weights})
     p = draw.normal(-4, 1, (6, 3))
     assert_agree([p], [datum], "cross_entropy")
-    loss, (gradient,) = ours([p], [datum], "cross_entropy", {})
+    loss, (gradient,) = engine_loss([p], [datum], "cross_entropy", {})
     assert loss == pytest.approx(-(weights * p).sum(), rel=1e-6)
     np.testing.assert_allclose(gradient, -weights, rtol=1e-6)
 
@@ -125,8 +125,8 @@ def test_position_without_advantage_has_no_effect(loss_fn: str, absurd: float) -
         )
         for datum in data
     ]
-    clean, clean_gradients = ours(p, data, loss_fn, {})
-    loss, gradients = ours(p, masked, loss_fn, {})
+    clean, clean_gradients = engine_loss(p, data, loss_fn, {})
+    loss, gradients = engine_loss(p, masked, loss_fn, {})
     assert loss == clean
     for gradient, target in zip(gradients, clean_gradients, strict=True):
         np.testing.assert_array_equal(gradient, target)
@@ -136,15 +136,15 @@ def test_sequence_without_advantage_has_no_gradient() -> None:
     for loss_fn in ("importance_sampling", "ppo", "cispo", "gspo"):
         p, data = example(loss_fn)
         zeros = [replace_inputs(datum, advantages=np.zeros(len(datum.tokens), np.float32)) for datum in data]
-        loss, gradients = ours(p, zeros, loss_fn, {})
+        loss, gradients = engine_loss(p, zeros, loss_fn, {})
         assert loss == 0.0
         assert all((gradient == 0).all() for gradient in gradients)
 
 
 def test_gspo_ratio_is_per_sequence() -> None:
     p, data = example("gspo")
-    together, _ = ours(p, data, "gspo", {})
-    alone = [ours([row], [datum], "gspo", {})[0] for row, datum in zip(p, data, strict=True)]
+    together, _ = engine_loss(p, data, "gspo", {})
+    alone = [engine_loss([row], [datum], "gspo", {})[0] for row, datum in zip(p, data, strict=True)]
     assert together == pytest.approx(sum(alone), rel=1e-9)
 
 
@@ -157,6 +157,6 @@ def test_gspo_with_empty_mask_is_finite() -> None:
 @pytest.mark.parametrize("loss_fn", LOSSES)
 def test_losses_are_sums_over_datums(loss_fn: str) -> None:
     p, data = example(loss_fn)
-    once, _ = ours(p, data, loss_fn, {})
-    twice, _ = ours(p + p, data + data, loss_fn, {})
+    once, _ = engine_loss(p, data, loss_fn, {})
+    twice, _ = engine_loss(p + p, data + data, loss_fn, {})
     assert twice == pytest.approx(2 * once, rel=1e-12)

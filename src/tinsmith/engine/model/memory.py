@@ -3,7 +3,7 @@
 A training pass allocates and frees a gigabyte of activations in pieces of every size, micro-batch after micro-batch.
 Returning memory and taking it again costs a page fault for each 4 kB, up to a third of a short pass, so glibc is
 configured to keep freed memory while there is work. Long-lived tensors between freed pieces fragment the heap: an
-engine of 1.5 GB grew to 3 GB in a hundred steps. So all free memory is returned when more lies free than a pass
+engine of 1.5 GB grew to 3 GB in a hundred steps. So all free memory is returned when more of it is free than a pass
 needs, and when the engine is idle. With another C library than glibc nothing is done.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 MIN_FREE_BYTES, FREE_GROWTH = 1 << 30, 1.5
-"""The heap is trimmed if more than this many bytes, and more than this many times what the first pass left, lie
+"""The heap is trimmed if more than this many bytes, and more than this many times what the first pass left, are
 free."""
 IDLE_SECONDS = 60.0
 """The heap is trimmed this long after the last pass."""
@@ -58,7 +58,7 @@ class HeapTrimmer:
             library.mallopt(_M_TRIM_THRESHOLD, NEVER_TRIM)
 
     def after_work(self) -> None:
-        """Trim if too much lies free, else once the engine is idle. Must be called from an event loop."""
+        """Trim if too much is free, else once the engine is idle. Must be called from an event loop."""
         if self._idle is not None:
             self._idle.cancel()
         self._idle = asyncio.get_running_loop().call_later(IDLE_SECONDS, self.trim)

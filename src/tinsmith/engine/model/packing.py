@@ -1,4 +1,4 @@
-"""Packs rows of tokens into one tree in which every shared prefix stands once.
+"""Packs rows of tokens into one tree that holds every shared prefix once.
 
 Rows of one adapter are sorted, so that a row's longest common prefix with any earlier row is its common prefix with the
 previous row. Only the new tokens are appended to the packed tokens; `index` maps each position of a row to its packed

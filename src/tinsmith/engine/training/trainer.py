@@ -8,7 +8,7 @@ A call of `run` packs the rows of all its passes into micro-batches. For each mi
     backward    through head and body, into a gradient buffer for each model
 
 The buffers are added to the models' gradients only when the whole run succeeded. If it failed, its passes run again one
-by one, so that only the faulty pass returns an error. Between micro-batches the device goes to whoever is next.
+by one, so that only the faulty pass returns an error. Between micro-batches the sampler can take the device.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ class TorchTrainer:
         )
 
     def _recomputes(self, tokens: int) -> bool:
-        """Whether layers recompute their activations in the backward of a micro-batch of so many tokens."""
+        """Whether layers recompute their activations in the backward of a micro-batch of this many tokens."""
         too_long = tokens > RECOMPUTE_FACTOR * self._pass_tokens
         return self._recompute == "always" or (self._recompute == "auto" and too_long)
 
