@@ -1,4 +1,4 @@
-"""What `make check` runs besides tests/test_gates.py: style, types and the walls between folders."""
+"""The checks of `make check` apart from tests/test_gates.py: style, types and import contracts."""
 
 import subprocess
 import sys
@@ -21,6 +21,6 @@ CODE = ["src", "tests", "benchmarks", "examples"]
     ],
     ids=lambda command: " ".join(command[:2]),
 )
-def test_is_clean(command: list[str]) -> None:
+def test_check_passes(command: list[str]) -> None:
     done = subprocess.run([BIN / command[0], *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -56,7 +56,7 @@ def test_overrides_reach_into_stages(tmp_path: Path):
     assert [foreign.stage_config(number).algorithm.type for number in (1, 2)] == ["grpo_std", "rloo"]
 
 
-def test_overrides_replace_values_behind_references():
+def test_overrides_replace_referenced_values():
     assert read_run(TINKER, ["name=other", "buffer.batch_size=8"]).settings.groups_per_step == 8
 
 

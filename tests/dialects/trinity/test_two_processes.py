@@ -1,4 +1,4 @@
-"""Trinity's files of modes explore, train and bench, run: two processes make one run, and its checkpoints are tried."""
+"""Files of modes explore, train and bench: two of them share a run, and the third evaluates its checkpoints."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tinsmith.rl.explore import explore
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
 from tinsmith.rl.train import train
 
-pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")  # the SDK's way to delete
+pytestmark = pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")  # raised when the SDK deletes a session
 
-SAME: dict[str, Any] = {
+SHARED: dict[str, Any] = {
     "project": "two",
     "name": "processes",
     "checkpoint_root_dir": "out",
@@ -35,19 +35,19 @@ ROWS = {"path": "rows.jsonl", "format": {"prompt_key": "question", "response_key
 TASKS = {"taskset": ROWS, "default_workflow_type": "simple_workflow", "default_reward_fn_type": "format_reward"}
 PATTERN = {"reward_fn_args": {"pattern": "[^aeiou]*"}}
 EXPLORE: dict[str, Any] = {
-    **SAME,
+    **SHARED,
     "mode": "explore",
     "buffer": {"batch_size": 3, "total_steps": 3, "explorer_input": {**TASKS, "taskset": {**ROWS, **PATTERN}}},
 }
 TRAIN: dict[str, Any] = {
-    **SAME,
+    **SHARED,
     "mode": "train",
-    "algorithm": {**SAME["algorithm"], "optimizer": {"lr": 1e-4}},
+    "algorithm": {**SHARED["algorithm"], "optimizer": {"lr": 1e-4}},
     "buffer": {"train_batch_size": 12},
     "trainer": {"total_steps": 3, "save_interval": 1},
 }
 BENCH: dict[str, Any] = {
-    **SAME,
+    **SHARED,
     "mode": "bench",
     "buffer": {
         "explorer_input": {
@@ -62,7 +62,7 @@ BENCH: dict[str, Any] = {
 }
 
 
-def buffered(values: dict[str, Any], buffer: dict[str, Any]) -> dict[str, Any]:
+def with_buffer(values: dict[str, Any], buffer: dict[str, Any]) -> dict[str, Any]:
     return {**values, "buffer": {**values["buffer"], "trainer_input": {"experience_buffer": buffer}}}
 
 
@@ -70,7 +70,7 @@ def quiet() -> Console:
     return Console(file=io.StringIO(), width=200)
 
 
-def peers(config: RunConfig, server: Server):
+def sampling_clients(config: RunConfig, server: Server):
     async def connect() -> TinkerSamplingClients:
         return await TinkerSamplingClients.connect(config.model, *server)
 
@@ -88,22 +88,22 @@ def test_two_files_share_a_run_and_a_third_benchmarks_it(
     monkeypatch.chdir(place)
     (place / "rows.jsonl").write_text((place / "openai" / "gsm8k" / "train.jsonl").read_text())
     buffer = {"name": "meet", "storage_type": kind, **({"path": f"sqlite:///{place}/meet.db"} if kind == "sql" else {})}
-    asking, teaching = run_of(place, buffered(EXPLORE, buffer)), run_of(place, buffered(TRAIN, buffer))
+    sampler, trainer = run_of(place, with_buffer(EXPLORE, buffer)), run_of(place, with_buffer(TRAIN, buffer))
 
-    async def both() -> tuple[int, Any]:
+    async def run_processes() -> tuple[int, Any]:
         async with asyncio.timeout(300):
-            learned = train(teaching, connecting(server)(teaching), quiet())
-            return tuple(await asyncio.gather(explore(asking, peers(asking, server), quiet()), learned))
+            training = train(trainer, connecting(server)(trainer), quiet())
+            return tuple(await asyncio.gather(explore(sampler, sampling_clients(sampler, server), quiet()), training))
 
-    sampled, state = asyncio.run(both())
+    sampled, state = asyncio.run(run_processes())
     assert (sampled, state.step) == (3, 3)
     folder = place / "out" / "two" / "processes"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["sync/weights"] for row in rows] == [0, 0, 1]
     if kind == "sql":
         return
-    trying = run_of(place, BENCH)
-    settings = asyncio.run(bench(trying, peers(trying, server), quiet()))
-    assert settings[0]["checkpoint"] == NAME
-    assert len(settings) == 1 + 3
-    assert all({"eval/greedy/pass@1", "eval/drawn/pass@2"} <= row.keys() for row in settings)
+    benchmark = run_of(place, BENCH)
+    results = asyncio.run(bench(benchmark, sampling_clients(benchmark, server), quiet()))
+    assert results[0]["checkpoint"] == NAME
+    assert len(results) == 1 + 3
+    assert all({"eval/greedy/pass@1", "eval/drawn/pass@2"} <= row.keys() for row in results)
