@@ -58,7 +58,7 @@ class Algorithm(Section):
     entropy_loss_fn_args: Arguments | None = None
     loss_agg_mode: str | None = None
     enable_router_replay: Annotated[
-        bool, Refused("the Tinker API does not return the routing of mixture-of-experts layers.", "Leave it out.")
+        bool, Refused("the Tinker API does not return the routing of MoE layers.", "Leave it out.")
     ] = False
     bypass_old_logprobs: Annotated[
         bool, Refused("old logprobs are the sampler's; they are not recomputed.", "Leave it out, or write true.")
