@@ -89,14 +89,14 @@ def test_environment_variables_are_read_with_their_defaults(run_file, monkeypatc
         ("more: [{type: sums, siz: 2}]", "run.yaml: there is no key 'more.0.siz'. Did you mean 'more.0.size'?"),
         (
             "source: {type: jsonl, path: a, size: 2}",
-            "run.yaml: there is no key 'source.size'. It belongs to another type; this one knows: path, type.",
+            "run.yaml: there is no key 'source.size'. It belongs to another type; this type has: path, type.",
         ),
         ("source: {type: jsonl}", "run.yaml: 'source.path' is missing."),
         ("source: {type: jsnl}", "run.yaml: 'source' has no type 'jsnl'. Did you mean 'jsonl'?"),
         ("source: {size: 3}", "run.yaml: 'source' has no type. Add type: one of jsonl, sums."),
         ("more: [{size: 3}]", "run.yaml: 'more.0' has no type. Add type: one of jsonl, sums."),
         ("model: {rank: 0}", "run.yaml: 'model.rank': Input should be greater than or equal to 1 (got 0)."),
-        ("- 1", "run.yaml holds a list, not keys and values. Write key: value lines."),
+        ("- 1", "run.yaml contains a list instead of keys and values. Write `key: value` lines."),
     ],
 )
 def test_a_fault_names_the_file_the_key_and_the_cure(run_file, text, sentence):
@@ -112,7 +112,7 @@ def test_every_fault_has_its_line(run_file):
 def test_a_fault_in_an_override_names_the_command_line(run_file):
     file = run_file("steps: 3")
     assert fault(file, "model.rnk=5") == ("the command line: there is no key 'model.rnk'. Did you mean 'model.rank'?")
-    assert fault(file, "steps") == "the command line: 'steps' is no override. Write key=value, as in steps=20."
+    assert fault(file, "steps") == "the command line: 'steps' is not an override. Write key=value, as in steps=20."
     assert fault(file, "more.5.size=1").startswith("the command line: ")
 
 

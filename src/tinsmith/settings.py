@@ -1,14 +1,14 @@
-"""The strict ground of every configuration, and how a file becomes one.
+"""Base class of all configuration, and how a YAML or TOML file becomes one.
 
-A settings class is frozen and forbids what it does not know; the docstring under a field is its help. `read` takes a
-YAML or TOML file, resolves `${oc.env:NAME,default}`, lays `key=value` overrides on top and answers a misspelt key with
-the file, the key and the nearest right one.
+A settings class is frozen and rejects unknown keys; the docstring under a field is its help text, and `Needs` on a
+field names the setting without which the field has no effect. `read` parses a file, resolves `${oc.env:NAME,default}` and
+applies `key=value` overrides. Errors name the file, the key and the nearest existing key.
 
 Example:
 
     class RunConfig(Settings):
         steps: int = 10
-        \"\"\"Optimizer steps to take.\"\"\"
+        \"\"\"Optimizer steps.\"\"\"
 
     read(RunConfig, Path("run.yaml"), ["steps=20"])
 """
@@ -19,14 +19,16 @@ import tempfile
 import tomllib
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from tinsmith.errors import ConfigError
@@ -34,100 +36,163 @@ from tinsmith.errors import ConfigError
 COMMAND_LINE = "the command line"
 
 SINGLE_TAG, SEVERAL_TAG = "(one)", "(several)"
-"""Tags of the two forms of a key that takes one thing or several; no part of the key's name."""
+"""Union tags of a key that takes one value or several; they are not part of the key's name."""
+
+_OFF = (None, False, "none", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Needs:
+    """Declares that a settings field has an effect only together with another setting.
+
+    A value other than the default is an error without that setting. `setting` is an attribute of the same settings
+    class, dots select nested ones; it must have one of `values`, none of `unless`, or, without both, any value but
+    null, false, 0, "none" and empty.
+
+    Example: tau: Annotated[float, Needs("baseline", ("logavgexp",))] = 1.0
+    """
+
+    setting: str
+    values: tuple[Any, ...] = ()
+    unless: tuple[Any, ...] = ()
+    key: str = ""
+    """The part of the field's value that is meant; empty: the whole value."""
+    reason: str = ""
+    """Words in place of "with SETTING: VALUE"; "{0}" is the settings object."""
+    hint: str = ""
+    """What to do, in place of "set SETTING"."""
+
+    def fault(self, settings: BaseModel, field: str) -> str:
+        """Message about `field` of `settings` if the other setting is missing, else empty."""
+        *parents, name = [field, *self.key.split(".")] if self.key else [field]
+        owner = attrgetter(".".join(parents))(settings) if parents else settings
+        value = attrgetter(self.setting)(settings)
+        if name not in changed_keys(owner) or self._fits(value):
+            return ""
+        key = ".".join([*parents, name])
+        present = (value not in _OFF[:3] and bool(value)) or value == "none"
+        where = f"with {self.setting}: {_shown(value)}" if present or value is False else f"without {self.setting}"
+        values = f" to {' or '.join(map(_shown, self.values))}" if self.values else ""
+        cure = self.hint or f"set {self.setting}{values}, or leave out {key}"
+        return f"{key} is not used {self.reason.format(settings) or where}; {cure}"
+
+    def _fits(self, value: Any) -> bool:
+        if self.values or self.unless:
+            return (not self.values or value in self.values) and value not in self.unless
+        return bool(value) and value != "none"
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 class Settings(BaseModel):
-    """Frozen, strict about names, documented field by field."""
+    """A frozen configuration section that rejects unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, protected_namespaces=())
+
+    def checks_needs(self) -> bool:
+        """Whether fields marked with `Needs` are checked."""
+        return True
+
+    @model_validator(mode="after")
+    def _check_needs(self) -> Self:
+        for name, field in type(self).model_fields.items() if self.checks_needs() else ():
+            for needs in field.metadata:
+                if isinstance(needs, Needs) and (fault := needs.fault(self, name)):
+                    raise ValueError(fault)
+        return self
 
 
 S = TypeVar("S", bound=BaseModel)
 
 
 def changed_keys(settings: BaseModel) -> tuple[str, ...]:
-    """The keys that say something other than their defaults."""
+    """The keys whose values are not the defaults."""
     fields = type(settings).model_fields
     return tuple(name for name, value in settings if value != fields[name].get_default(call_default_factory=True))
 
 
-def unread(settings: BaseModel, *names: str, without: str) -> None:
-    """For a check of a settings class: raises ValueError if one of these keys says something other than its default.
+def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The most similar of `known`; empty if none is similar."""
+    return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), "")
 
-    They are read with `without` alone, which is not there.
-    """
-    if given := [name for name in changed_keys(settings) if name in names]:
-        raise ValueError(f"{given[0]} means nothing without {without}; give both, or leave it out")
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The question "Did you mean 'x'?" with the most similar of `known`; empty if none is similar."""
+    nearest = nearest_name(name, known)
+    return f"Did you mean '{nearest}'?" if nearest else ""
 
 
 def read(kind: type[S], file: Path | None = None, overrides: Sequence[str] = ()) -> S:
-    """A validated configuration. Raises ConfigError that names the file (or the override), the key and the cure."""
+    """Read and validate a configuration. Raises ConfigError that names the file or override, the key and a fix."""
     return build(kind, read_values(file, overrides), str(file) if file else COMMAND_LINE, overrides)
 
 
 def read_values(file: Path | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The file's mapping with overrides laid on and `${…}` resolved, not yet validated."""
+    """The file's values with overrides applied and `${…}` resolved, not validated."""
     place = str(file) if file else COMMAND_LINE
     return resolve_interpolations(apply_overrides(parse_file(file) if file else {}, overrides), place)
 
 
 def parse_file(file: Path) -> dict[str, Any]:
-    """The file's mapping as it is written."""
+    """The values of a YAML or TOML file as written."""
     values = _parse(file)
     if not isinstance(values, dict):
-        raise ConfigError(f"{file} holds a {type(values).__name__}, not keys and values.", "Write key: value lines.")
+        raise ConfigError(
+            f"{file} contains a {type(values).__name__} instead of keys and values.", "Write `key: value` lines."
+        )
     return values
 
 
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
-    """The same with `key=value` words laid on; `${…}` stays as it is."""
+    """`values` with `key=value` overrides applied; `${…}` stays unresolved."""
     if not overrides:
         return dict(values)
     tree = OmegaConf.create(dict(values))
     for override in overrides:
-        _lay(tree, override)
+        _apply_override(tree, override)
     return typing.cast(dict[str, Any], OmegaConf.to_container(tree))
 
 
 def resolve_interpolations(
-    values: Mapping[str, Any], place: str, beneath: Mapping[str, Any] | None = None
+    values: Mapping[str, Any], place: str, defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The same with `${…}` put in; what they name may stand in `beneath` only, which adds nothing else."""
+    """`values` with `${…}` resolved. References may name keys of `defaults`, which are not part of the result."""
     tree = OmegaConf.create(dict(values))
-    whole = OmegaConf.merge(OmegaConf.create(dict(beneath)), tree) if beneath else tree
+    merged = OmegaConf.merge(OmegaConf.create(dict(defaults)), tree) if defaults else tree
     try:
-        found = typing.cast(dict[str, Any], OmegaConf.to_container(whole, resolve=True))
+        resolved = typing.cast(dict[str, Any], OmegaConf.to_container(merged, resolve=True))
     except OmegaConfBaseException as error:
         fault = str(error).splitlines()[0].rpartition("interpolation: ")[2]
         raise ConfigError(
             f"{place}: {fault}.", "Set the variable or give a default: ${oc.env:NAME,default}."
         ) from error
-    return _only(found, values) if beneath else found
+    return _restrict(resolved, values) if defaults else resolved
 
 
-def _only(found: Any, written: Any) -> Any:
-    """What of `found` stands at a place that `written` has."""
-    if not (isinstance(found, dict) and isinstance(written, dict)):
-        return found
-    return {key: _only(found[key], value) for key, value in written.items()}
+def _restrict(values: Any, shape: Any) -> Any:
+    """`values` without the keys that `shape` does not have."""
+    if not (isinstance(values, dict) and isinstance(shape, dict)):
+        return values
+    return {key: _restrict(values[key], value) for key, value in shape.items()}
 
 
 def build(kind: type[S], values: Mapping[str, Any], place: str, overrides: Sequence[str] = ()) -> S:
-    """`kind` from plain values; every fault found is told, a line each, at the place where it was written."""
+    """Validate plain values as `kind`. Raises ConfigError with one line for each fault, at the place of its key."""
     try:
         return kind.model_validate(values)
     except ValidationError as error:
-        given = [override.partition("=")[0] for override in overrides]
+        overridden = [override.partition("=")[0] for override in overrides]
         lines = []
         for fault in error.errors():
             key, sentence = _sentence(kind, fault)
-            lines.append(f"{COMMAND_LINE if _within(key, given) else place}: {sentence}")
+            lines.append(f"{COMMAND_LINE if _within(key, overridden) else place}: {sentence}")
         raise ConfigError("\n".join(lines)) from error
 
 
 def explicit_values(value: Any) -> Any:
-    """Plain values as somebody would write these settings: the keys that were set, and what tells types apart."""
+    """Settings as plain values: only the keys that were set, and `type` tags."""
     if isinstance(value, BaseModel):
         names = value.model_fields_set | ({"type"} & type(value).model_fields.keys())
         return {name: explicit_values(part) for name, part in value if name in names}
@@ -137,13 +202,13 @@ def explicit_values(value: Any) -> Any:
 
 
 def writable_folder(folder: Path, key: str) -> Path:
-    """The folder that a setting names: there, and written to. Raises ConfigError that says why it cannot be."""
+    """Create the folder that the setting `key` names. Raises ConfigError if it cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
     except OSError as error:
         raise ConfigError(
-            f"The folder {folder} cannot be written: {error.strerror}.", f"Give another {key}."
+            f"The folder {folder} cannot be written: {error.strerror}.", f"Set {key} to another folder."
         ) from error
     return folder
 
@@ -155,29 +220,31 @@ def _parse(file: Path) -> Any:
         if file.suffix == ".toml":
             return tomllib.loads(file.read_text())
         return OmegaConf.to_container(OmegaConf.load(file))
-    except Exception as error:  # each parser has its own tree; all mean: not readable
-        raise ConfigError(f"{file} cannot be read: {error}", "Mend the file; .toml is TOML, all else YAML.") from error
+    except Exception as error:  # each parser has its own exception types
+        raise ConfigError(
+            f"{file} cannot be read: {error}", "Fix the file. Files ending in .toml are read as TOML, others as YAML."
+        ) from error
 
 
-def _lay(tree: DictConfig, override: str) -> None:
+def _apply_override(tree: DictConfig, override: str) -> None:
     key, equals, _ = override.partition("=")
     if not (key and equals):
-        raise ConfigError(f"{COMMAND_LINE}: '{override}' is no override.", "Write key=value, as in steps=20.")
+        raise ConfigError(f"{COMMAND_LINE}: '{override}' is not an override.", "Write key=value, as in steps=20.")
     try:
         value = OmegaConf.from_dotlist([f"value={override.partition('=')[2]}"])["value"]
         OmegaConf.update(tree, key, value, force_add=True)
     except (OmegaConfBaseException, TypeError, ValueError, IndexError) as error:
         fault = str(error).splitlines()[0]
-        raise ConfigError(f"{COMMAND_LINE}: '{override}' cannot be laid on: {fault}.", "Check the key.") from error
+        raise ConfigError(f"{COMMAND_LINE}: '{override}' cannot be applied: {fault}.", "Check the key.") from error
 
 
-def _within(key: str, given: Sequence[str]) -> bool:
-    """Whether the value at `key` came from one of the overrides."""
-    return any(key == one or key.startswith(f"{one}.") or one.startswith(f"{key}.") for one in given)
+def _within(key: str, overridden: Sequence[str]) -> bool:
+    """Whether the value at `key` comes from an override of one of these keys."""
+    return any(key == name or key.startswith(f"{name}.") or name.startswith(f"{key}.") for name in overridden)
 
 
 def _sentence(kind: type[BaseModel], fault: ErrorDetails) -> tuple[str, str]:
-    """The key at fault as one would write it, and what is wrong with it."""
+    """The key at fault as the user writes it, and a sentence about the fault."""
     parts, parents = _walk(kind, [str(part) for part in fault["loc"]])
     key = ".".join(parts)
     match fault["type"]:
@@ -186,11 +253,11 @@ def _sentence(kind: type[BaseModel], fault: ErrorDetails) -> tuple[str, str]:
         case "extra_forbidden":
             return key, f"there is no key '{key}'. {_cure(kind, parts, parents)}"
         case "union_tag_not_found":
-            choices = [model for one in parents for model in _models_under(one, parts[-1])] or parents
-            return key, f"'{key}' has no type. Add type: one of {', '.join(_tag(one) for one in choices)}."
+            choices = [model for parent in parents for model in _models_under(parent, parts[-1])] or parents
+            return key, f"'{key}' has no type. Add type: one of {', '.join(map(_tag, choices))}."
         case "union_tag_invalid":
             return key, _no_such_type(key, fault)
-        case "value_error":  # a check of ours: it speaks for itself, and the input may hold a key
+        case "value_error":  # raised by a validator here: the message is complete, and the input may hold a secret
             return key, (f"'{key}': " if key else "") + fault["msg"].removeprefix("Value error, ") + "."
         case _:
             return key, f"'{key}': {fault['msg']} (got {fault['input']!r})."
@@ -198,39 +265,37 @@ def _sentence(kind: type[BaseModel], fault: ErrorDetails) -> tuple[str, str]:
 
 def _no_such_type(key: str, fault: ErrorDetails) -> str:
     context = fault.get("ctx", {})
-    known = [tag.strip(" '") for tag in str(context.get("expected_tags", "")).split(",")]
-    near = get_close_matches(str(context.get("tag")), known, n=1)
-    cure = f"Did you mean '{near[0]}'?" if near else f"Known here: {', '.join(known)}."
+    tags = [tag.strip(" '") for tag in str(context.get("expected_tags", "")).split(",")]
+    cure = did_you_mean(str(context.get("tag")), tags) or f"Known here: {', '.join(tags)}."
     return f"'{key}' has no type '{context.get('tag')}'. {cure}"
 
 
 def _cure(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[BaseModel]]) -> str:
-    """The nearest name beside the misspelt one; else the nearest at another place; else all that is known."""
-    known = sorted({name for one in parents for name in one.model_fields})
-    near = get_close_matches(parts[-1], known, n=1)
-    if near:
-        return f"Did you mean '{'.'.join([*parts[:-1], near[0]])}'?"
-    known_paths = list(paths(kind))
-    if ".".join(parts) in known_paths:
-        return f"It belongs to another type; this one knows: {', '.join(known)}."
-    elsewhere = {path.rpartition(".")[2]: path for path in sorted(known_paths, key=lambda path: path.count("."))[::-1]}
-    if far := get_close_matches(parts[-1], elsewhere, n=1, cutoff=0.8):
-        return f"Did you mean '{elsewhere[far[0]]}'?"
-    return f"Known here: {', '.join(known)}."
+    """The nearest key of the same section, else the nearest of another section, else all keys of the section."""
+    names = sorted({name for parent in parents for name in parent.model_fields})
+    if near := nearest_name(parts[-1], names):
+        return f"Did you mean '{'.'.join([*parts[:-1], near])}'?"
+    known = list(paths(kind))
+    if ".".join(parts) in known:
+        return f"It belongs to another type; this type has: {', '.join(names)}."
+    elsewhere = {path.rpartition(".")[2]: path for path in sorted(known, key=lambda path: path.count("."))[::-1]}
+    if far := nearest_name(parts[-1], elsewhere, cutoff=0.8):
+        return f"Did you mean '{elsewhere[far]}'?"
+    return f"Known here: {', '.join(names)}."
 
 
 def _walk(kind: type[BaseModel], path: Sequence[str]) -> tuple[list[str], list[type[BaseModel]]]:
-    """The path without the union tags that pydantic puts in, and the models that own its last key."""
+    """The path without pydantic's union tags, and the models that own its last key."""
     models, parts = [kind], []
     path = [part for part in path if part not in (SINGLE_TAG, SEVERAL_TAG)]
     for index, part in enumerate(path):
         last = index == len(path) - 1
-        found = [model for one in models for model in _models_under(one, part)]
-        tagged = [one for one in models if part == _tag(one)]
-        if any(part in one.model_fields for one in models) or last or not tagged:
+        below = [child for model in models for child in _models_under(model, part)]
+        tagged = [model for model in models if part == _tag(model)]
+        if any(part in model.model_fields for model in models) or last or not tagged:
             parts.append(part)
         if not last:
-            models = found or tagged or models
+            models = below or tagged or models
     return parts, models
 
 

@@ -38,25 +38,53 @@ def refused(values, words, **changes):
 @pytest.mark.parametrize(
     ("section", "values", "words"),
     [
-        ("buffer", {"type": "memory", "replay": {"cooldown": 1.0}}, "cooldown means nothing without enable: true"),
+        (
+            "buffer",
+            {"type": "memory", "replay": {"cooldown": 1.0}},
+            "cooldown is not used with enable: false; set enable to true",
+        ),
         (
             "buffer",
             {"type": "memory", "replay": {"enable": True, "sigma": 1.0}},
-            "sigma means nothing without priority",
+            "sigma is not used with priority: linear_decay; set priority to",
         ),
-        ("rollout", {"timeout_warmup": 5}, "timeout_warmup means nothing without a timeout_ratio"),
-        ("rollout", {"over": {"wait": 5.0}}, "wait means nothing without a ratio"),
-        ("optimizer", {"min_ratio": 0.1}, "min_ratio means nothing without schedule"),
+        ("rollout", {"timeout_warmup": 5}, "timeout_warmup is not used without timeout_ratio"),
+        ("rollout", {"over": {"wait": 5.0}}, "wait is not used without ratio"),
+        (
+            "optimizer",
+            {"min_ratio": 0.1},
+            "min_ratio is not used with schedule: constant; set schedule to linear or cosine",
+        ),
         ("algorithm", {"type": "grpo_std", "kl": {"type": "k3"}}, "type k3 wants a coef beside it"),
-        ("algorithm", {"kl": {"type": "k3", "coef": 0.1, "horizon": 9}}, "horizon means nothing without target"),
-        ("algorithm", {"type": "opmd", "advantage": {"tau": 5.0}}, "tau means nothing without baseline logavgexp"),
-        ("algorithm", {"type": "rec", "loss": {"ring_low": 0.5}}, "ring_low means nothing without clip ring"),
-        ("algorithm", {"type": "rec", "loss": {"clip": "none", "clip_low": 0.1}}, "clip_low means nothing without"),
-        ("algorithm", {"type": "rec", "loss": {"temperature": 2.0}}, "temperature means nothing without weight"),
-        ("algorithm", {"type": "rec", "loss": {"regularizer_coef": 2.0}}, "regularizer_coef means nothing without"),
-        ("eval", {"before": False, "baseline": 3}, "baseline means nothing without before: true"),
+        ("algorithm", {"kl": {"type": "k3", "coef": 0.1, "horizon": 9}}, "horizon is not used without target"),
+        (
+            "algorithm",
+            {"type": "opmd", "advantage": {"tau": 5.0}},
+            "tau is not used with baseline: mean; set baseline to logavgexp",
+        ),
+        (
+            "algorithm",
+            {"type": "rec", "loss": {"ring_low": 0.5}},
+            "ring_low is not used with clip: one_side; set clip to ring",
+        ),
+        (
+            "algorithm",
+            {"type": "rec", "loss": {"clip": "none", "clip_low": 0.1}},
+            "clip_low is not used with clip: none",
+        ),
+        (
+            "algorithm",
+            {"type": "rec", "loss": {"temperature": 2.0}},
+            "temperature is not used with weight: none; set weight to advantage",
+        ),
+        (
+            "algorithm",
+            {"type": "rec", "loss": {"regularizer_coef": 2.0}},
+            "regularizer_coef is not used with regularizer: none",
+        ),
+        ("eval", {"before": False, "baseline": 3}, "baseline is not used with before: false; set before to true"),
         ("bench", {"checkpoints": ["tinker://a/b"], "of_run": "all"}, "leave out one"),
-        ("rewards", [{"type": "math_boxed", "form": 0.5}], "form means nothing without think: true"),
+        ("rewards", [{"type": "math_boxed", "form": 0.5}], "form is not used with think: false; set think to true"),
     ],
 )
 def test_a_key_without_the_one_that_it_goes_with_is_refused(section, values, words):
@@ -65,7 +93,7 @@ def test_a_key_without_the_one_that_it_goes_with_is_refused(section, values, wor
 
 def test_an_order_by_guesses_wants_the_fields_to_guess_by():
     tasks = {"train": {"type": "addition"}, "order": {"type": "difficulty", "rho": 0.5}}
-    refused(ASKED, "rho means nothing without by", tasks=tasks)
+    refused(ASKED, "rho is not used without by", tasks=tasks)
 
 
 def test_a_default_may_be_written_down():
@@ -110,23 +138,25 @@ def test_how_many_lessons_a_step_has_is_said_once():
     ],
 )
 def test_a_run_on_data_alone_has_no_keys_of_rollouts(key, value):
-    refused(TAUGHT, f"{key} is about rollouts, and sft learns from data alone", **{key: value})
+    refused(TAUGHT, f"{key} is not used with algorithm.type: sft, which samples no rollouts", **{key: value})
     learned = {"name": "sft", "algorithm": {"type": "sft"}, "demonstrations": TAUGHT["demonstrations"]}
     stages = [learned, {"name": "grpo"}]
     asked = {**ASKED, key: value}
     assert key not in read(asked, stages=stages).stage_config(1, "").model_fields_set
-    refused(ASKED, f"stage sft: {key} is about rollouts", stages=[{**stages[0], key: value}, stages[1]])
+    refused(
+        ASKED, f"stage sft: {key} is not used with algorithm.type: sft", stages=[{**stages[0], key: value}, stages[1]]
+    )
 
 
 @pytest.mark.parametrize(
     ("kind", "part", "words"),
     [
-        ("sft", {"kl": {"type": "k2", "coef": 0.1}}, "kl means nothing to sft"),
-        ("cpt", {"entropy": {"coef": 0.1}}, "entropy means nothing to cpt"),
-        ("sft", {"kl_penalty": {"type": "k1", "coef": 0.1}}, "kl_penalty means nothing to sft"),
-        ("dpo", {"advantage": {"type": "rloo"}}, "advantage means nothing to dpo"),
-        ("dpo", {"aggregate": "token_sum"}, "aggregate means nothing to dpo"),
-        ("sft", {"refill": True}, "refill means nothing without rollouts"),
+        ("sft", {"kl": {"type": "k2", "coef": 0.1}}, "kl is not used with algorithm.type: sft"),
+        ("cpt", {"entropy": {"coef": 0.1}}, "entropy is not used with algorithm.type: cpt"),
+        ("sft", {"kl_penalty": {"type": "k1", "coef": 0.1}}, "kl_penalty is not used with algorithm.type: sft"),
+        ("dpo", {"advantage": {"type": "rloo"}}, "advantage is not used with algorithm.type: dpo"),
+        ("dpo", {"aggregate": "token_sum"}, "aggregate is not used with algorithm.type: dpo"),
+        ("sft", {"refill": True}, "refill is not used with algorithm.type: sft, which samples no rollouts"),
         ("sft", {"loss": {"type": "ppo"}}, "sft wants a loss of likelihoods"),
     ],
 )
@@ -143,10 +173,16 @@ def test_lessons_may_have_another_loss_and_pairs_a_divergence():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"sync": {"style": "live"}, "staleness": 2}, "staleness means nothing with sync.style live"),
-        ({"buffer": {"type": "memory", "capacity": 2}}, "buffer.capacity means nothing with sync.style fixed"),
-        ({"sync": {"in_flight": 3}}, "in_flight means nothing without style live"),
-        ({"sync": {"method": "memory", "keep": 5}}, "keep means nothing without method checkpoint"),
+        (
+            {"sync": {"style": "live"}, "staleness": 2},
+            "staleness is not used with sync.style: live; set buffer.capacity",
+        ),
+        (
+            {"buffer": {"type": "memory", "capacity": 2}},
+            "buffer.capacity is not used with sync.style: fixed; set staleness",
+        ),
+        ({"sync": {"in_flight": 3}}, "in_flight is not used with style: fixed; set style to live"),
+        ({"sync": {"method": "memory", "keep": 5}}, "keep is not used with method: memory"),
     ],
 )
 def test_how_far_sampling_runs_ahead_is_said_where_it_counts(changes, words):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,15 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl import plugins
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.plugins import Names
-from tinsmith.settings import COMMAND_LINE, apply_overrides, build, parse_file, paths, resolve_interpolations
+from tinsmith.settings import (
+    COMMAND_LINE,
+    apply_overrides,
+    build,
+    nearest_name,
+    parse_file,
+    paths,
+    resolve_interpolations,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,9 +120,9 @@ def _check_key(dialect: Dialect, key: str) -> None:
     if name in own:
         return
     foreign = {_without_indices(entry.path.replace("[]", ".0")): entry.path for entry in keys(dialect.schema)}
-    nearest = get_close_matches(name, [*own, *foreign], n=1, cutoff=0.75)
-    if nearest and nearest[0] not in own:
-        suggestion = foreign[nearest[0]].replace("[]", ".0").replace("*", "NAME")
+    nearest = nearest_name(name, [*own, *foreign], cutoff=0.75)
+    if nearest and nearest not in own:
+        suggestion = foreign[nearest].replace("[]", ".0").replace("*", "NAME")
         raise ConfigError(f"{COMMAND_LINE}: there is no key '{key}'.", f"Did you mean '{suggestion}'?")
 
 

@@ -7,13 +7,13 @@ inputs of each loss are listed in `training.loss_specs`; uploaded losses are che
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 
 import numpy as np
 
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, ModelCard, Pass, SampleRequest
 from tinsmith.engine.training.loss_specs import CUSTOM, LOSSES, MASKS, LossSpec
 from tinsmith.errors import BadRequest, Unsupported
+from tinsmith.settings import nearest_name
 
 MAX_SAMPLES = 1024
 MAX_RANK = 512
@@ -32,8 +32,8 @@ _REFUSED_LOSSES = {
 def did_you_mean(name: str, names: Iterable[str]) -> str:
     """A hint with the most similar of `names`, or with all of them if none is similar."""
     names = sorted(names)
-    if close := get_close_matches(name, names, n=1):
-        return f"Did you mean '{close[0]}'?"
+    if nearest := nearest_name(name, names):
+        return f"Did you mean '{nearest}'?"
     return f"Known: {', '.join(names)}." if names else "There are none."
 
 

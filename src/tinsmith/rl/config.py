@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field, model_validator
+from typing_extensions import override
 
 from tinsmith.engine_options import DeviceOptions
 from tinsmith.errors import ConfigError
@@ -41,39 +42,17 @@ from tinsmith.rl.rollouts.weight_sync import SyncConfig
 from tinsmith.rl.run_folder import CheckpointConfig
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.single_turn import SingleTurnConfig
-from tinsmith.settings import Settings, build, changed_keys, explicit_values
+from tinsmith.settings import Needs, Settings, build, explicit_values
 
-_OF_ROLLOUTS = ("group_size", "staleness", "sync", "buffer", "filters", "filter_refills")
-
-
-def check(run: RunConfig) -> None:
-    """Raises ValueError for the first such key of a run without stages."""
-    given = changed_keys(run)
-    if not run.uses_rollouts and (idle := [name for name in _OF_ROLLOUTS if name in given]):
-        raise ValueError(f"{idle[0]} is about rollouts, and {run.algorithm.type} learns from data alone; leave it out")
-    if run.filter_refills and not run.filters:
-        raise ValueError("filter_refills refills what filters leave out; give filters, as {type: reward_std}")
-    _check_style(run)
+_ROLLOUTS = Needs(
+    "uses_rollouts", reason="with algorithm.type: {0.algorithm.type}, which samples no rollouts", hint="leave it out"
+)
+_OF_THE_RUN = ("model", "service", "stages", "folder", "resume")
+"""Keys that a stage cannot set."""
 
 
-def _check_style(run: RunConfig) -> None:
-    if run.sync.style == "fixed" and run.rollout.over.ratio:
-        raise ValueError("rollout.over wants another sync.style than fixed, whose batches are the same in every run")
-    if run.sync.publish_every is not None and run.sync.style not in ("on_publish", "live"):
-        raise ValueError(f"sync.publish_every means nothing with sync.style {run.sync.style}; set sync.interval")
-    if run.sync.style == "live" and run.staleness:
-        raise ValueError(
-            "staleness means nothing with sync.style live, which takes newer weights at once; "
-            "set buffer.capacity for how far sampling may run ahead"
-        )
-    if run.sync.style == "fixed" and "capacity" in changed_keys(run.buffer):
-        raise ValueError(
-            "buffer.capacity means nothing with sync.style fixed, where staleness says how far sampling runs ahead"
-        )
-
-
-def check_stages(stages: Sequence[Stage], modes: Sequence[str]) -> None:
-    """Raises ValueError for a stage that would keep moments that there are none of."""
+def _check_kept_optimizers(stages: Sequence[Stage], modes: Sequence[str]) -> None:
+    """Raises ValueError for a stage with keep_optimizer that no training stage precedes."""
     trains = [mode != "bench" for mode in modes]
     for at, stage in enumerate(stages):
         if stage.keep_optimizer and not (trains[at] and any(trains[:at])):
@@ -81,11 +60,14 @@ def check_stages(stages: Sequence[Stage], modes: Sequence[str]) -> None:
             raise ValueError(f"stage {stage.name}: {why}, so there is no optimizer to keep; leave out keep_optimizer")
 
 
-def of_stage(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """What the whole run says to a stage that has `own` beside: of rollouts nothing, where the stage has none."""
+def _inherited(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """The run's keys for a stage with the keys `own`, without keys of rollouts if the stage samples none."""
     algorithm = own.get("algorithm", values.get("algorithm"))
     kind = algorithm.get("type") if isinstance(algorithm, Mapping) else None
-    return {name: part for name, part in values.items() if not (kind in DATA_ONLY and name in _OF_ROLLOUTS)}
+    if kind not in DATA_ONLY:
+        return dict(values)
+    fields = RunConfig.model_fields
+    return {name: part for name, part in values.items() if _ROLLOUTS not in fields[name].metadata}
 
 
 def _current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,9 +101,6 @@ class Stage(Settings):
     """Go on with the moments of the stage before; not set: a fresh optimizer."""
 
 
-_OF_THE_RUN = ("model", "service", "stages", "folder", "resume")
-
-
 class RunConfig(Settings):
     """One run, from tasks to better weights."""
 
@@ -145,16 +124,31 @@ class RunConfig(Settings):
     floor(lessons x epochs / demonstrations.per_step). Of both, the fewer steps."""
     groups_per_step: int = Field(default=16, ge=1)
     """Tasks asked in each step."""
-    group_size: int = Field(default=8, ge=1)
+    group_size: Annotated[int, _ROLLOUTS] = Field(default=8, ge=1)
     """Answers to each task, to be compared with each other."""
-    staleness: int = Field(default=0, ge=0)
+    staleness: Annotated[
+        int,
+        _ROLLOUTS,
+        Needs("sync.style", unless=("live",), hint="set buffer.capacity for how far sampling may run ahead"),
+    ] = Field(default=0, ge=0)
     """Batches that are sampled ahead of the one in training: 0 is synchronous, 1 overlaps sampling and training."""
-    sync: SyncConfig = SyncConfig()
-    buffer: BufferConfig = MemoryConfig()
-    rollout: RolloutConfig = RolloutConfig()
-    filters: tuple[FilterConfig, ...] = ()
+    sync: Annotated[
+        SyncConfig,
+        _ROLLOUTS,
+        Needs("sync.style", ("on_publish", "live"), key="publish_every", hint="set sync.interval"),
+    ] = SyncConfig()
+    buffer: Annotated[
+        BufferConfig,
+        _ROLLOUTS,
+        Needs("sync.style", unless=("fixed",), key="capacity", hint="set staleness for how far sampling runs ahead"),
+    ] = MemoryConfig()
+    rollout: Annotated[
+        RolloutConfig,
+        Needs("sync.style", unless=("fixed",), key="over.ratio", hint="choose another sync.style"),
+    ] = RolloutConfig()
+    filters: Annotated[tuple[FilterConfig, ...], _ROLLOUTS] = ()
     """Which rollouts and groups are learned from: what each filter leaves, in turn."""
-    filter_refills: int = Field(default=0, ge=0)
+    filter_refills: Annotated[int, _ROLLOUTS, Needs("filters")] = Field(default=0, ge=0)
     """Sample further tasks until filters leave groups_per_step groups, at most so many batches more; then the run ends.
     0 learns from what they leave."""
     sampling: SamplingConfig = SamplingConfig()
@@ -192,7 +186,7 @@ class RunConfig(Settings):
         modes = [self.stage_config(number).mode for number in range(1, len(self.stages) + 1)]
         if modes and set(modes) == {"bench"}:
             raise ValueError("no stage trains; take mode bench for the whole run, without stages")
-        check_stages(self.stages, modes)
+        _check_kept_optimizers(self.stages, modes)
         return self
 
     def stage_config(self, number: int, state: str = "tinker://the/stage/before") -> RunConfig:
@@ -217,7 +211,7 @@ class RunConfig(Settings):
             values["model"] = {**model, "load_from": state}
         values["folder"] = str(Path(self.folder or f"runs/{self.name}") / f"{number:02}-{stage.name}")
         values["name"] = f"{self.name} {stage.name}".strip()
-        return build(RunConfig, {**of_stage(values, own), **own}, f"stage {stage.name}")
+        return build(RunConfig, {**_inherited(values, own), **own}, f"stage {stage.name}")
 
     @property
     def uses_rollouts(self) -> bool:
@@ -262,11 +256,9 @@ class RunConfig(Settings):
             raise ValueError(f"{kind} compares replies to a chat; leave out demonstrations.learn: text")
         return self
 
-    @model_validator(mode="after")
-    def _reads_what_it_says(self) -> RunConfig:
-        if not self.stages and self.mode != "bench":
-            check(self)
-        return self
+    @override
+    def checks_needs(self) -> bool:
+        return not self.stages and self.mode != "bench"
 
     @model_validator(mode="after")
     def _has_an_end(self) -> RunConfig:

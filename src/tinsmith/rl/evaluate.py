@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -25,7 +25,7 @@ from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.base import Workflow
-from tinsmith.settings import Settings, unread
+from tinsmith.settings import Needs, Settings
 
 _EVALUATION = 1
 """Keeps an evaluation's seeds apart from a step's."""
@@ -79,7 +79,7 @@ class EvalConfig(Settings):
     """By names of tasks.eval: what is otherwise there."""
     threshold: float = 1.0
     """An answer is right where its reward is at least this."""
-    baseline: int = Field(default=0, ge=0)
+    baseline: Annotated[int, Needs("before", (True,))] = Field(default=0, ge=0)
     """Tell what always giving one answer would score: how many right answers to try so, the commonest first."""
 
     @model_validator(mode="after")
@@ -87,12 +87,6 @@ class EvalConfig(Settings):
         for one in (self, *map(self.of, self.sources)):
             if one.num_samples > 1 and one.temperature == 0:
                 raise ValueError("num_samples above 1 wants a temperature above 0; greedy answers are all the same")
-        return self
-
-    @model_validator(mode="after")
-    def _read_together(self) -> EvalConfig:
-        if not self.before:
-            unread(self, "baseline", without="before: true, when it is told")
         return self
 
     def of(self, name: str) -> EvalConfig:

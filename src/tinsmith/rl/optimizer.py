@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from tinsmith.settings import Settings, unread
+from tinsmith.settings import Needs, Settings
 
 
 class OptimizerConfig(Settings):
@@ -17,7 +17,7 @@ class OptimizerConfig(Settings):
     """At its highest."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After warm-up: level, or falling to `min_ratio` of its height at the end of the run."""
-    min_ratio: float = Field(default=0.0, ge=0, le=1)
+    min_ratio: Annotated[float, Needs("schedule", ("linear", "cosine"))] = Field(default=0.0, ge=0, le=1)
     """How much of it is left at the end of a schedule that falls."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which it rises from 0."""
@@ -38,12 +38,6 @@ class OptimizerConfig(Settings):
     def _one_warmup(self) -> OptimizerConfig:
         if self.warmup_steps and self.warmup_ratio:
             raise ValueError("warmup_steps and warmup_ratio are two ways to say one thing; leave out one")
-        return self
-
-    @model_validator(mode="after")
-    def _read_together(self) -> OptimizerConfig:
-        if self.schedule == "constant":
-            unread(self, "min_ratio", without="schedule linear or cosine")
         return self
 
     def learning_rate_at(self, step: int, steps: int) -> float:

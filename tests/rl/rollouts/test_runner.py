@@ -152,7 +152,7 @@ def test_the_limit_follows_the_mean_after_warm_up():
 
 
 def test_styles_and_rollouts_that_do_not_go_together_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"rollout\.over wants another sync\.style than fixed"):
+    with pytest.raises(ValueError, match=r"rollout\.over\.ratio is not used with sync\.style: fixed"):
         settings(tmp_path, rollout={"over": {"ratio": 0.5}})
-    with pytest.raises(ValueError, match=r"sync\.publish_every means nothing with sync\.style fixed"):
+    with pytest.raises(ValueError, match=r"sync\.publish_every is not used with sync\.style: fixed"):
         settings(tmp_path, sync={"publish_every": 2})

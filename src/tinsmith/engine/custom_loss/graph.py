@@ -10,13 +10,13 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import Any
 
 import numpy as np
 
 from tinsmith.engine.custom_loss.ops import ATTRIBUTES, DTYPES, FORBIDDEN, METHODS, MODULES
 from tinsmith.errors import BadRequest, TooLarge, Unsupported
+from tinsmith.settings import nearest_name
 
 MAX_BYTES = 256 * 1024
 """Of the whole definition as JSON."""
@@ -202,8 +202,8 @@ def _check_function(where: str, node: Node) -> None:
 
 
 def _hint(name: str, allowed: frozenset[str]) -> str:
-    if close := get_close_matches(name, sorted(allowed), n=1):
-        return f"Did you mean '{close[0]}'? {_IN_THE_CLIENT}"
+    if nearest := nearest_name(name, sorted(allowed)):
+        return f"Did you mean '{nearest}'? {_IN_THE_CLIENT}"
     return f"It is not among the pure functions that are supported. {_IN_THE_CLIENT}"
 
 

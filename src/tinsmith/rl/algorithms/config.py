@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, model_validator
 
@@ -16,7 +16,7 @@ from tinsmith.rl.algorithms.losses.policy_gradient import ImportanceSamplingLoss
 from tinsmith.rl.algorithms.losses.preference import DpoLoss
 from tinsmith.rl.algorithms.losses.supervised import MixChordLoss, MixLoss, SftIsLoss, SftLoss, SftPhiLoss
 from tinsmith.rl.algorithms.regularizers import EntropyConfig, KlConfig
-from tinsmith.settings import Settings, unread
+from tinsmith.settings import Needs, Settings
 
 Name = Literal[
     "grpo", "grpo_std", "ppo", "dapo", "reinforceplusplus", "rloo", "opmd", "asymre", "dpo", "topr", "cispo", "gspo",
@@ -89,6 +89,14 @@ def filled(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     return parts
 
 
+_ROLLOUTS = Needs(
+    "learns_from",
+    ("rollouts", "both"),
+    reason="with algorithm.type: {0.type}, which samples no rollouts",
+    hint="leave it out",
+)
+
+
 class AlgorithmConfig(Settings):
     """Advantage, policy loss and terms. loss = sum w (policy loss + kl.coef k - entropy.coef H), w by `aggregate`."""
 
@@ -110,11 +118,11 @@ class AlgorithmConfig(Settings):
     """Whose logprobs divergences are taken from: the bare base model, or the weights of model.load_from."""
     teacher: str = ""
     """Of advantages that compare with one: a base model by the name that the server has for it, or a tinker:// path."""
-    merge_replies: bool = True
+    merge_replies: Annotated[bool, _ROLLOUTS] = True
     """Train on equal replies of a group once, with their advantages summed, where that is the same gradient."""
-    refill: bool = False
+    refill: Annotated[bool, _ROLLOUTS] = False
     """Put copies of kept replies, drawn at random, in the place of those that were dropped."""
-    mask_truncated: bool = False
+    mask_truncated: Annotated[bool, _ROLLOUTS] = False
     """Rollouts with a turn that met max_tokens count in comparisons, and are not learned from."""
     critic: CriticConfig | None = None
     """Of an advantage that reads values: a second adapter, which tells them."""
@@ -148,7 +156,6 @@ class AlgorithmConfig(Settings):
         usual = PRESETS[self.type]
         if self.learns_from not in ("demonstrations", "pairs"):
             return self
-        unread(self, "merge_replies", "refill", "mask_truncated", without="rollouts")
         terms = {"advantage": self.advantage.type != usual["advantage"]["type"], "kl_penalty": self.kl_penalty.enabled}
         if self.learns_from == "demonstrations":
             if not isinstance(self.loss, SftLoss | SftIsLoss | SftPhiLoss):
@@ -158,8 +165,10 @@ class AlgorithmConfig(Settings):
             terms |= {"kl": self.kl.enabled, "entropy": bool(self.entropy.coef)}
         elif not (self.kl.enabled or self.entropy.coef):
             terms["aggregate"] = self.aggregate != usual["aggregate"]
-        if idle := [name for name, given in terms.items() if given]:
-            raise ValueError(f"{idle[0]} means nothing to {self.type}, which learns from data alone; leave it out")
+        if unused := [name for name, given in terms.items() if given]:
+            raise ValueError(
+                f"{unused[0]} is not used with algorithm.type: {self.type}, which samples no rollouts; leave it out"
+            )
         return self
 
     @property

@@ -7,13 +7,13 @@ and k3 are not, and k1's is zero on average. In the reward there is no gradient,
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from tinsmith.rl.algorithms.losses.base import LOG_RATIO_LIMIT, Tokens
-from tinsmith.settings import Settings, unread
+from tinsmith.settings import Needs, Settings
 
 Estimator = Literal["none", "k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3"]
 
@@ -27,7 +27,7 @@ class KlConfig(Settings):
     """0 asks nobody for the reference's logprobs."""
     target: float | None = Field(default=None, gt=0)
     """Move the coefficient so that the mean divergence comes near this (arXiv 1909.08593)."""
-    horizon: float = Field(default=10_000.0, gt=0)
+    horizon: Annotated[float, Needs("target")] = Field(default=10_000.0, gt=0)
     """With `target`: replies over which the coefficient may move by a fifth."""
 
     @model_validator(mode="after")
@@ -42,8 +42,6 @@ class KlConfig(Settings):
     def _read_together(self) -> KlConfig:
         if self.type != "none" and "type" in self.model_fields_set and "coef" not in self.model_fields_set:
             raise ValueError(f"type {self.type} wants a coef beside it; without one there is no divergence")
-        if self.target is None:
-            unread(self, "horizon", without="target")
         return self
 
     @property

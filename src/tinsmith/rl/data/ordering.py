@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
-from tinsmith.settings import Settings, unread
+from tinsmith.settings import Needs, Settings
 
 Feature = Callable[[str], np.ndarray]
 """Maps a field name to float64 [M]: the field's value in every row of the source."""
@@ -134,7 +134,7 @@ class Difficulty(Settings):
     """Number of observations that one update counts as."""
     lamb: float = Field(default=0.2, ge=0, le=1)
     """Share of the old belief that each update discards."""
-    rho: float = Field(default=0.2, ge=0)
+    rho: Annotated[float, Needs("by")] = Field(default=0.2, ge=0)
     """Weight of the estimates for tasks that were not rolled out; used with `by`."""
     target_reward: float = Field(default=1.0, ge=0, le=1)
     """Expected reward to prefer."""
@@ -142,12 +142,6 @@ class Difficulty(Settings):
     """Temperature of the draw, exp(-|target - expected| / tau); 0 takes the nearest task."""
     sample: bool = False
     """Draw the expected reward from the belief instead of using its mean."""
-
-    @model_validator(mode="after")
-    def _check_unused_keys(self) -> Difficulty:
-        if self.by is None:
-            unread(self, "rho", without="by")
-        return self
 
     def row_order(self, rows: np.ndarray, feature: Feature, seed: tuple[int, ...]) -> RowOrder:
         """Order of one source."""

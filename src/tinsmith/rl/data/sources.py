@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from difflib import get_close_matches
 from random import Random
 from typing import Annotated, Any, Literal
 
@@ -22,7 +21,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.data.row_mapping import LazySequence, RowMapping, fill_template, user_task
 from tinsmith.rl.data.row_sources import Files, Hub, Jsonl, LearnFrom, Sql
 from tinsmith.rl.types import Demonstration, Message, Task
-from tinsmith.settings import SEVERAL_TAG, SINGLE_TAG, Settings, changed_keys
+from tinsmith.settings import SEVERAL_TAG, SINGLE_TAG, Settings, changed_keys, did_you_mean
 
 
 class GeneratedSource(Settings):
@@ -116,8 +115,7 @@ class ReasoningGym(GeneratedSource):
         from reasoning_gym.factory import DATASETS, create_dataset
 
         if self.dataset not in DATASETS:
-            near = get_close_matches(self.dataset, DATASETS, n=1)
-            cure = f"Did you mean '{near[0]}'?" if near else f"It has {len(DATASETS)}, as basic_arithmetic."
+            cure = did_you_mean(self.dataset, DATASETS) or f"It has {len(DATASETS)}, as basic_arithmetic."
             raise ConfigError(f"reasoning-gym has no dataset '{self.dataset}'.", cure)
         try:
             entries = create_dataset(self.dataset, seed=self.seed, size=self.size, **self.config)

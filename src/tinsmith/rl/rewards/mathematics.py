@@ -8,15 +8,15 @@ import operator
 import re
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tinsmith.rl.rewards.base import Reward
 from tinsmith.rl.rewards.format import THINK_ANSWER
 from tinsmith.rl.rewards.numbers import MARK
 from tinsmith.rl.types import Task
-from tinsmith.settings import unread
+from tinsmith.settings import Needs
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 _OPERATORS: Mapping[type, Callable[[float, float], float]] = {
@@ -67,16 +67,10 @@ class MathBoxed(Reward):
     type: Literal["math_boxed"] = "math_boxed"
     think: bool = False
     """Want exactly one <think> before exactly one </think>."""
-    form: float = 0.1
+    form: Annotated[float, Needs("think", (True,))] = 0.1
     """What is taken off where `think` finds none."""
     timeout: int = Field(default=5, ge=1)
     """Seconds for one comparison."""
-
-    @model_validator(mode="after")
-    def _read_together(self) -> MathBoxed:
-        if not self.think:
-            unread(self, "form", without="think: true")
-        return self
 
     def score(self, task: Task, text: str) -> dict[str, float]:
         """As `accuracy` and `format`."""

@@ -10,14 +10,14 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.types import Group, Rollout, Task
 from tinsmith.rl.workflows.base import Workflow, fail_if_not_finite
-from tinsmith.settings import Settings, unread
+from tinsmith.settings import Needs, Settings
 
 CANCELLED = "broken off: enough other groups were done"
 
@@ -27,16 +27,10 @@ class Oversampling(Settings):
 
     ratio: float = Field(default=0.0, ge=0, lt=1)
     """Share of groups that a batch can do without; 0 waits for all."""
-    wait: float = Field(default=30.0, ge=0)
+    wait: Annotated[float, Needs("ratio")] = Field(default=30.0, ge=0)
     """Seconds that the others have once enough groups are there; then they are broken off."""
-    partial: bool = False
+    partial: Annotated[bool, Needs("ratio")] = False
     """Keep what was done of a group broken off; else all of it counts as failed. With `split`, there is something."""
-
-    @model_validator(mode="after")
-    def _read_together(self) -> Oversampling:
-        if not self.ratio:
-            unread(self, "wait", "partial", without="a ratio above 0")
-        return self
 
 
 class RolloutConfig(Settings):
@@ -46,7 +40,7 @@ class RolloutConfig(Settings):
     """Seconds for one attempt."""
     timeout_ratio: float = Field(default=0.0, ge=0)
     """Break an attempt off after so many times the mean seconds of those that went well; 0 is only `timeout`."""
-    timeout_warmup: int = Field(default=1, ge=1)
+    timeout_warmup: Annotated[int, Needs("timeout_ratio")] = Field(default=1, ge=1)
     """Batches before `timeout_ratio` counts."""
     retries: int = Field(default=0, ge=0)
     """Further attempts at what failed of a group."""
@@ -57,12 +51,6 @@ class RolloutConfig(Settings):
     over: Oversampling = Oversampling()
     refills: int = Field(default=1, ge=0)
     """How often a batch in which every rollout failed is sampled anew, from other tasks, before the run ends."""
-
-    @model_validator(mode="after")
-    def _read_together(self) -> RolloutConfig:
-        if not self.timeout_ratio:
-            unread(self, "timeout_warmup", without="a timeout_ratio above 0")
-        return self
 
 
 @dataclass

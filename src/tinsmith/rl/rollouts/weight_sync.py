@@ -12,15 +12,15 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.policy.base import ChatCodec, Policy, Prompt, SamplingConfig, Snapshot
 from tinsmith.rl.types import Turn
-from tinsmith.settings import Settings, unread
+from tinsmith.settings import Needs, Settings
 
 
 class SyncConfig(Settings):
@@ -38,20 +38,12 @@ class SyncConfig(Settings):
     method: Literal["memory", "checkpoint"] | None = None
     """How weights are published: as a version without a name, or as a named sampler checkpoint that other processes can
     open. Not set: memory in one process, checkpoint in two."""
-    keep: int = Field(default=3, ge=1)
+    keep: Annotated[int, Needs("method", unless=("memory",))] = Field(default=3, ge=1)
     """Checkpoints so published that are kept; older ones are deleted."""
     timeout: float = Field(default=3600.0, gt=0)
     """Seconds to wait for newer weights, or for a batch of another process, before the run ends with an error."""
-    in_flight: int = Field(default=2, ge=1)
+    in_flight: Annotated[int, Needs("style", ("live",))] = Field(default=2, ge=1)
     """In `live`: batches under way at a time."""
-
-    @model_validator(mode="after")
-    def _read_together(self) -> SyncConfig:
-        if self.style != "live":
-            unread(self, "in_flight", without="style live")
-        if self.method == "memory":
-            unread(self, "keep", without="method checkpoint")
-        return self
 
     @property
     def period(self) -> int:

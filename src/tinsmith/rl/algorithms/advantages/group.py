@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tinsmith.rl.algorithms.advantages.base import (
     Advantage,
@@ -21,7 +21,7 @@ from tinsmith.rl.algorithms.advantages.base import (
     net_rewards,
     sample_std,
 )
-from tinsmith.settings import unread
+from tinsmith.settings import Needs
 
 _FLOOR = 1e-6
 
@@ -67,16 +67,10 @@ class OpmdAdvantage(Advantage):
     type: Literal["opmd"] = "opmd"
     baseline: Literal["mean", "logavgexp"] = "mean"
     """Of a group."""
-    tau: float = Field(default=1.0, gt=0)
+    tau: Annotated[float, Needs("baseline", ("logavgexp",))] = Field(default=1.0, gt=0)
     """Temperature of logavgexp."""
     shift: float = 0.0
     """Taken off the baseline: 0.1 is AsymRE's (arXiv 2506.20520)."""
-
-    @model_validator(mode="after")
-    def _read_together(self) -> OpmdAdvantage:
-        if self.baseline == "mean":
-            unread(self, "tau", without="baseline logavgexp")
-        return self
 
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """A group of one has baseline 0, less the shift."""

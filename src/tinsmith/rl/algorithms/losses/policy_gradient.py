@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor
 
 from tinsmith.rl.algorithms.losses.base import PolicyLoss, Tokens, log_ratio, token_fraction
-from tinsmith.settings import unread
+from tinsmith.settings import Needs
 
 
 class ImportanceSamplingLoss(PolicyLoss):
@@ -193,34 +193,22 @@ class RecLoss(PolicyLoss):
     clip: Literal["none", "one_side", "two_side", "ring", "gspo_one_side"] = "one_side"
     """Which tokens count: those that PPO would not clip, those inside both bounds, the same and those far outside that
     come back, or one_side by the ratio of the reply."""
-    clip_low: float = Field(default=0.2, ge=0)
+    clip_low: Annotated[float, Needs("clip")] = Field(default=0.2, ge=0)
     """The ratio may fall this far below 1."""
-    clip_high: float = Field(default=0.2, ge=0)
+    clip_high: Annotated[float, Needs("clip")] = Field(default=0.2, ge=0)
     """The ratio may rise this far above 1."""
-    ring_low: float = Field(default=0.6, ge=0)
+    ring_low: Annotated[float, Needs("clip", ("ring",))] = Field(default=0.6, ge=0)
     """ring: A > 0 counts again further below 1 than this."""
-    ring_high: float = Field(default=2.0, ge=0)
+    ring_high: Annotated[float, Needs("clip", ("ring",))] = Field(default=2.0, ge=0)
     """ring: A < 0 counts again further above 1 than this."""
     weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = "none"
     """w: 1, sg(r), the reply's ratio, or exp(A / temperature)."""
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: Annotated[float, Needs("weight", ("advantage",))] = Field(default=1.0, gt=0)
     """Of the weight `advantage`."""
     regularizer: Literal["none", "k2", "forward_kl"] = "none"
     """Adds (p - q)^2 / 2 or q - p."""
-    regularizer_coef: float = Field(default=0.0, ge=0)
+    regularizer_coef: Annotated[float, Needs("regularizer")] = Field(default=0.0, ge=0)
     """Its weight."""
-
-    @model_validator(mode="after")
-    def _read_together(self) -> RecLoss:
-        if self.clip == "none":
-            unread(self, "clip_low", "clip_high", without="a clip")
-        if self.clip != "ring":
-            unread(self, "ring_low", "ring_high", without="clip ring")
-        if self.weight != "advantage":
-            unread(self, "temperature", without="weight advantage")
-        if self.regularizer == "none":
-            unread(self, "regularizer_coef", without="a regularizer")
-        return self
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         """[T]."""

@@ -8,15 +8,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tinsmith.rl.policy.base import request_seed
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.producer import Batch
-from tinsmith.settings import Settings, unread
+from tinsmith.settings import Needs, Settings
+
+_ENABLED = Needs("enable", (True,))
+_LIMITED = Needs("priority", ("linear_decay_limited",))
 
 
 class ReplayConfig(Settings):
@@ -24,27 +27,19 @@ class ReplayConfig(Settings):
 
     enable: bool = False
     """By priority, in place of oldest first and once."""
-    priority: Literal["linear_decay", "linear_decay_limited"] = "linear_decay"
+    priority: Annotated[Literal["linear_decay", "linear_decay_limited"], _ENABLED] = "linear_decay"
     """`linear_decay`: the weights' version less `decay` for each use. `linear_decay_limited`: the same with some noise,
     and never after `limit` uses."""
-    decay: float = Field(default=2.0, ge=0)
+    decay: Annotated[float, _ENABLED] = Field(default=2.0, ge=0)
     """What one use counts, in versions."""
-    limit: int = Field(default=3, ge=1)
+    limit: Annotated[int, _ENABLED, _LIMITED] = Field(default=3, ge=1)
     """Uses of a batch, in `linear_decay_limited`."""
-    sigma: float = Field(default=0.0, ge=0)
+    sigma: Annotated[float, _ENABLED, _LIMITED] = Field(default=0.0, ge=0)
     """Deviation of the noise in `linear_decay_limited`, in versions."""
-    cooldown: float | None = Field(default=None, ge=0)
+    cooldown: Annotated[float | None, _ENABLED] = Field(default=None, ge=0)
     """Seconds after a use until the batch may be used again; null is never."""
-    size: int = Field(default=64, ge=1)
+    size: Annotated[int, _ENABLED] = Field(default=64, ge=1)
     """Batches kept; those of the lowest priority go first."""
-
-    @model_validator(mode="after")
-    def _read_together(self) -> ReplayConfig:
-        if not self.enable:
-            unread(self, "priority", "decay", "limit", "sigma", "cooldown", "size", without="enable: true")
-        if self.priority == "linear_decay":
-            unread(self, "limit", "sigma", without="priority linear_decay_limited")
-        return self
 
     def value(self, version: int, uses: int, number: int, seed: int) -> float:
         """The priority of batch `number`, by weights of `version`, used so often; -inf: not again."""
