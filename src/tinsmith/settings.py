@@ -1,7 +1,7 @@
 """Base class of all configuration, and how a YAML or TOML file becomes one.
 
-A settings class is frozen and rejects unknown keys; the docstring under a field is its help text, and `Needs` on a
-field names the setting without which the field has no effect. `read` parses a file, resolves `${oc.env:NAME,default}` and
+A settings class is frozen and rejects unknown keys. The docstring under a field is its help text; `Needs` on a field
+names the setting without which the field has no effect. `read` parses a file, resolves `${oc.env:NAME,default}` and
 applies `key=value` overrides. Errors name the file, the key and the nearest existing key.
 
 Example:
