@@ -26,6 +26,8 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
+from tinsmith.settings import nearest_name
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -138,8 +140,8 @@ def combine(parts: Iterable[Translation]) -> Translation:
 def did_you_mean(name: str, candidates: Iterable[Any]) -> str:
     """The fix for an unknown name: the nearest known one, or else all of them."""
     names = [str(candidate) for candidate in candidates]
-    matches = get_close_matches(name, names, n=1)
-    return f"Did you mean '{matches[0]}'?" if matches else f"Known here: {', '.join(names) or 'none'}."
+    nearest = nearest_name(name, names)
+    return f"Did you mean '{nearest}'?" if nearest else f"Known here: {', '.join(names) or 'none'}."
 
 
 _TRANSLATED: dict[tuple[type[Section], str], str] = {}
