@@ -1,4 +1,4 @@
-"""Text and tokens agree with transformers; a growing text never shows half a character."""
+"""Tokenizer, chat template and detokenizer agree with transformers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def theirs(tiny_llama: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny_llama)
 
 
-def test_prompts_are_those_of_transformers(tokenizer: Tokenizer, theirs: Any):
+def test_rendered_prompts_equal_transformers(tokenizer: Tokenizer, theirs: Any):
     for begin, go_on in ((True, False), (False, False), (False, True)):
         ids = tokenizer.render(MESSAGES, None, add_generation_prompt=begin, continue_final_message=go_on, values={})
         wanted = theirs.apply_chat_template(
@@ -38,37 +38,37 @@ def test_prompts_are_those_of_transformers(tokenizer: Tokenizer, theirs: Any):
     assert tokenizer.encode(TEXT, add_special_tokens=True) == theirs(TEXT).input_ids
 
 
-def test_a_growing_text_is_whole_characters(tokenizer: Tokenizer):
-    growing, told = tokenizer.detokenizer(tokenizer.special_ids), []
+def test_detokenizer_never_splits_a_character(tokenizer: Tokenizer):
+    growing, pieces = tokenizer.detokenizer(tokenizer.special_ids), []
     ids = tokenizer.encode(TEXT, add_special_tokens=False)
     for token in [1, *ids, 2]:
-        told.append(growing.feed([token]))
-    assert "".join(told) == TEXT
+        pieces.append(growing.feed([token]))
+    assert "".join(pieces) == TEXT
     assert growing.end() == ""
-    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in told)
-    assert sum(bool(piece) for piece in told) > 5  # it grew
+    assert not any("\N{REPLACEMENT CHARACTER}" in piece for piece in pieces)
+    assert sum(bool(piece) for piece in pieces) > 5  # it grew
 
 
-def test_half_a_character_shows_at_the_end_alone(tokenizer: Tokenizer):
+def test_detokenizer_end_shows_an_incomplete_character(tokenizer: Tokenizer):
     ids = tokenizer.encode("ab😀", add_special_tokens=False)
     growing = tokenizer.detokenizer(tokenizer.special_ids)
     assert growing.feed(ids[:-1]) == "ab"
     assert growing.end() == "\N{REPLACEMENT CHARACTER}"
 
 
-def test_tokens_add_up_to_the_bytes_of_the_text(tokenizer: Tokenizer):
+def test_token_bytes_add_up_to_the_text(tokenizer: Tokenizer):
     spelled = [tokenizer.decode_token(token)[1] for token in tokenizer.encode(TEXT, add_special_tokens=False)]
     assert b"".join(raw or b"?" for raw in spelled) == TEXT.encode()
 
 
-def test_a_model_without_tokenizer_spells_letters():
+def test_character_tokenizer_maps_ids_to_code_points():
     letters = load_tokenizer("toy", "characters:512")
     assert letters.encode("hé", add_special_tokens=True) == [ord("h"), ord("é")]
     assert letters.decode([104, 233]) == "hé"
     assert letters.special_ids == {2}
 
 
-def test_what_the_template_does_not_take_is_refused(tokenizer: Tokenizer, tmp_path: Path):
+def test_rejects_what_the_template_does_not_accept(tokenizer: Tokenizer, tmp_path: Path):
     with pytest.raises(BadRequest, match=r"chat_template_kwargs\.thinking is not read"):
         tokenizer.render(
             MESSAGES, None, add_generation_prompt=True, continue_final_message=False, values={"thinking": True}

@@ -1,4 +1,4 @@
-"""Calls are found in each form however the text is cut into pieces, and what is no call stays text."""
+"""Tool calls are parsed in each format, independent of chunking; other text stays text."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ TOOLS: tuple[dict[str, Any], ...] = (
 def read(form: ToolCallFormat, *pieces: str) -> tuple[str, list[ToolCall]]:
     reading, text, calls = ToolCallParser(form, TOOLS), "", []
     for piece in pieces:
-        said, found = reading.feed(piece)
-        text, calls = text + said, calls + found
-    said, found = reading.end()
-    return text + said, calls + found
+        said, new_calls = reading.feed(piece)
+        text, calls = text + said, calls + new_calls
+    said, new_calls = reading.end()
+    return text + said, calls + new_calls
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def read(form: ToolCallFormat, *pieces: str) -> tuple[str, list[ToolCall]]:
         ("mistral", "[1, 2]", "[1, 2]", []),
     ],
 )
-def test_each_form_is_read_whole_and_letter_by_letter(
+def test_parses_each_format_whole_and_by_character(
     form: ToolCallFormat, text: str, said: str, calls: list[ToolCall] | None
 ):
     wanted = [ToolCall("add", "{}"), ToolCall("sub", "{}")] if calls is None else calls
@@ -77,19 +77,19 @@ def test_each_form_is_read_whole_and_letter_by_letter(
     st.lists(st.sampled_from([CALL, "<tool_call>", "</tool_call>", "{", "}", " ", "\n", "word", "<"]), max_size=8),
     st.data(),
 )
-def test_pieces_make_no_difference(parts: list[str], data: st.DataObject):
+def test_parsing_does_not_depend_on_chunking(parts: list[str], data: st.DataObject):
     text = "".join(parts)
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=6)))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     assert read("tagged", *pieces) == read("tagged", text)
 
 
-def test_arguments_are_json():
+def test_call_arguments_are_json():
     (call,) = read("tagged", CALL)[1]
     assert json.loads(call.arguments) == {"a": 1, "b": "é"}
 
 
-def test_the_template_says_the_form():
+def test_tool_call_format_of_a_template():
     assert tool_call_format("{{ tools }} <tool_call>", "m") == "tagged"
     assert tool_call_format("{{ tools }} [TOOL_CALLS]", "m") == "mistral"
     assert tool_call_format('{{ tools }} {"name": function, "parameters": {}}', "m") == "bare"
@@ -98,7 +98,7 @@ def test_the_template_says_the_form():
             tool_call_format(template, "m")
 
 
-def test_only_what_may_become_wanted_is_held_back():
+def test_partial_match_is_the_longest_possible_prefix():
     assert partial_match("abc<too", ("<tool_call>",)) == 4
     assert partial_match("abc<tool_call>", ("<tool_call>",)) == 0
     assert partial_match("aab", ("abX", "b!")) == 2

@@ -40,14 +40,14 @@ def from_state(world: World) -> None:
 
 @case("ServiceClient.create_training_client_from_state_with_optimizer")
 def from_state_with_optimizer(world: World) -> None:
-    """A step after loading moves the model as a step without a break does: the moments came along."""
+    """A step after loading equals a step without interruption: the moments were restored."""
     model, path = world.saved()
     other = world.call(world.service.create_training_client_from_state_with_optimizer, path)
     after = []
-    for one in (model, other):
-        one.forward_backward([datum([8, 7, 6, 5])], "cross_entropy").result()
-        one.optim_step(types.AdamParams(learning_rate=0.02)).result()
-        after.append(logprobs(one.forward([datum([5, 6, 7, 8])], "cross_entropy").result()))
+    for item in (model, other):
+        item.forward_backward([datum([8, 7, 6, 5])], "cross_entropy").result()
+        item.optim_step(types.AdamParams(learning_rate=0.02)).result()
+        after.append(logprobs(item.forward([datum([5, 6, 7, 8])], "cross_entropy").result()))
     assert after[0] == pytest.approx(after[1], abs=1e-4)
 
 
@@ -55,9 +55,9 @@ def from_state_with_optimizer(world: World) -> None:
 def sampling_client(world: World) -> None:
     model, state = world.saved()
     saved = model.save_weights_for_sampler(fresh("s")).result().path
-    asks = [{"base_model": world.model}, {"model_path": saved}, {"model_path": state}]
-    for asked in asks:
-        made = world.plain().call(world.service.create_sampling_client, **asked)
+    requests = [{"base_model": world.model}, {"model_path": saved}, {"model_path": state}]
+    for request in requests:
+        made = world.plain().call(world.service.create_sampling_client, **request)
         assert len(made.sample(prompt(), 1, params()).result().sequences[0].tokens) == 4
     maker = model if world.through_future or world.is_async else world.service
     made = world.call(maker.create_sampling_client, model_path=saved)
@@ -80,9 +80,9 @@ def custom_loss(world: World) -> None:
     handle = world.call(world.service.create_custom_loss, neg_ll, input_ranks={"logprobs": 1, "weights": 1})
     model = world.plain().train()
     data = [datum([5, 6, 7, 8], weights=[1.0, 0.5, 0.0])]
-    found = model.forward_backward_custom(data, handle).result()
+    result = model.forward_backward_custom(data, handle).result()
     plain = model.forward_backward(data, "cross_entropy").result()
-    assert found.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"], rel=1e-4)
+    assert result.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"], rel=1e-4)
 
 
 @case("ServiceClient.copy_weights", "RestClient.copy_weights")
@@ -99,10 +99,10 @@ def copy_weights(world: World) -> None:
 
 @case("ServiceClient.get_server_capabilities", "RestClient.get_server_capabilities")
 def capabilities(world: World) -> None:
-    for asked in (world.service.get_server_capabilities, world.rest.get_server_capabilities):
-        found = world.call(asked)
-        assert world.model in [one.model_name for one in found.supported_models]
-        assert all(one.max_context_length > 0 for one in found.supported_models)
+    for request in (world.service.get_server_capabilities, world.rest.get_server_capabilities):
+        result = world.call(request)
+        assert world.model in [model.model_name for model in result.supported_models]
+        assert all(model.max_context_length > 0 for model in result.supported_models)
 
 
 @case("ServiceClient.close")
@@ -110,8 +110,8 @@ def close(world: World) -> None:
     client = tinker.ServiceClient(base_url=world.url, api_key=world.key)
     session = client.holder.get_session_id()
     world.call(client.close, "errored", "the test said so")
-    told = {"session_id": session, "type": "session_heartbeat"}
-    answer = httpx.post(f"{world.url}/api/v1/session_heartbeat", json=told, headers={"X-API-Key": world.key})
+    body = {"session_id": session, "type": "session_heartbeat"}
+    answer = httpx.post(f"{world.url}/api/v1/session_heartbeat", json=body, headers={"X-API-Key": world.key})
     assert answer.status_code == 410
 
 
@@ -124,9 +124,9 @@ def console_url(world: World) -> None:
 @case("ServiceClient.get_telemetry", "TrainingClient.get_telemetry", "SamplingClient.get_telemetry",
       "RestClient.get_telemetry", "AdminClient.get_telemetry")  # fmt: skip
 def telemetry(world: World) -> None:
-    told = world.service.get_telemetry()
-    if told is not None:
-        assert told.log("conformance", {"a": 1})
+    recorder = world.service.get_telemetry()
+    if recorder is not None:
+        assert recorder.log("conformance", {"a": 1})
     for client in (world.rest, world.admin, world.train(), world.sampler()):
         client.get_telemetry()
 
@@ -146,10 +146,10 @@ def result(world: World) -> None:
 def result_async(world: World) -> None:
     future = world.train().optim_step(types.AdamParams())
 
-    async def both() -> tuple[object, object, object]:
+    async def in_parallel() -> tuple[object, object, object]:
         return await future, await future.result_async(timeout=60), await future.coroutine()
 
-    first, second, third = asyncio.run(both())
+    first, second, third = asyncio.run(in_parallel())
     assert first == second == third
 
 
@@ -166,8 +166,8 @@ def handle(world: World) -> None:
         tinker.SamplingClient.from_sampler_handle(sampler.get_sampler_handle(), api_key=world.key),
         pickle.loads(pickle.dumps(sampler)),
     ):
-        asked = [client.sample(prompt(), 1, params()) for client in (sampler, other)]
-        assert asked[0].result().sequences[0].tokens == asked[1].result().sequences[0].tokens
+        futures = [client.sample(prompt(), 1, params()) for client in (sampler, other)]
+        assert futures[0].result().sequences[0].tokens == futures[1].result().sequences[0].tokens
 
 
 @case("SamplingClient.create")
@@ -178,7 +178,7 @@ def create_sampler(world: World) -> None:
 
 @case("SamplingClient.on_queue_state_change")
 def queue_state(world: World) -> None:
-    """Called by the SDK's own polls; a sampler that was told to wait goes on sampling."""
+    """Called by the SDK's own polls; a sampler that has to wait continues."""
     from tinker.lib.api_future_impl import QueueState
 
     sampler = world.sampler()

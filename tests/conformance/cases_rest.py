@@ -47,10 +47,10 @@ def list_checkpoints(world: World) -> None:
     model, path = world.saved()
     sampler = model.save_weights_for_sampler(fresh("s")).result().path
     of_run = world.call(world.rest.list_checkpoints, split(path)[0]).checkpoints
-    assert {one.tinker_path for one in of_run} == {path, sampler}
+    assert {item.tinker_path for item in of_run} == {path, sampler}
     everywhere = world.call(world.rest.list_user_checkpoints, 2, 0).checkpoints
-    assert [one.tinker_path for one in everywhere] == [sampler, path]  # newest first
-    assert all(one.time.tzinfo is not None for one in everywhere)
+    assert [checkpoint.tinker_path for checkpoint in everywhere] == [sampler, path]  # newest first
+    assert all(checkpoint.time.tzinfo is not None for checkpoint in everywhere)
 
 
 @case("RestClient.delete_checkpoint", "RestClient.delete_checkpoint_from_tinker_path")
@@ -69,8 +69,8 @@ def publish(world: World) -> None:
     _, path = world.saved()
 
     def public() -> bool:
-        [found] = world.rest.list_checkpoints(split(path)[0]).result().checkpoints
-        return found.public
+        [row] = world.rest.list_checkpoints(split(path)[0]).result().checkpoints
+        return row.public
 
     for method, state in (
         (world.rest.publish_checkpoint_from_tinker_path, True),
@@ -85,8 +85,8 @@ def publish(world: World) -> None:
 def ttl(world: World) -> None:
     _, path = world.saved()
     world.call(world.rest.set_checkpoint_ttl_from_tinker_path, path, 7200)
-    [found] = world.rest.list_checkpoints(split(path)[0]).result().checkpoints
-    assert timedelta(hours=1) < found.expires_at - datetime.now(UTC) < timedelta(hours=3)
+    [row] = world.rest.list_checkpoints(split(path)[0]).result().checkpoints
+    assert timedelta(hours=1) < row.expires_at - datetime.now(UTC) < timedelta(hours=3)
     world.call(world.rest.set_checkpoint_ttl_from_tinker_path, path, None)
     assert world.rest.list_checkpoints(split(path)[0]).result().checkpoints[0].expires_at is None
     with pytest.raises(tinker.BadRequestError):
@@ -106,9 +106,9 @@ def sessions(world: World) -> None:
     session = world.session()
     assert session in world.call(world.rest.list_sessions, 1000).sessions
     assert model.get_info().model_id in world.call(world.rest.get_session, session).training_run_ids
-    asked = types.SessionSearchRequest(session_id=session)
-    [found] = world.call(world.rest.search_sessions, asked).sessions
-    assert found.session_id == session
+    request = types.SessionSearchRequest(session_id=session)
+    [row] = world.call(world.rest.search_sessions, request).sessions
+    assert row.session_id == session
     with pytest.raises(tinker.NotFoundError):
         world.rest.get_session("nobody").result()
 
@@ -137,9 +137,9 @@ def get_sampler(world: World) -> None:
     path = model.save_weights_for_sampler(fresh("s")).result().path
     sampler = world.plain().sampler(base_model=None, model_path=path)
     assert sampler.sample(prompt(), 1, params()).result().sequences
-    known = world.rest.get_session(world.session()).result().sampler_ids
-    assert world.call(world.rest.get_sampler, known[-1]).sampler_id == known[-1]
-    assert path in [world.rest.get_sampler(one).result().model_path for one in known]
+    samplers = world.rest.get_session(world.session()).result().sampler_ids
+    assert world.call(world.rest.get_sampler, samplers[-1]).sampler_id == samplers[-1]
+    assert path in [world.rest.get_sampler(item).result().model_path for item in samplers]
 
 
 @case("RestClient.whoami")
@@ -159,8 +159,8 @@ def audit(world: World) -> None:
 def billing(world: World) -> None:
     now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     for client in (world.admin, world.rest):
-        found = world.call(client.get_billing_usage, now - timedelta(days=1), now + timedelta(days=1))
-        assert isinstance(found.data, list)
+        row = world.call(client.get_billing_usage, now - timedelta(days=1), now + timedelta(days=1))
+        assert isinstance(row.data, list)
 
 
 @case("AdminClient.get_current_checkpoint_storage_usage", "RestClient.get_current_checkpoint_storage_usage")

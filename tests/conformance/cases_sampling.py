@@ -17,13 +17,15 @@ from tests.conformance.world import World, fresh, params, prompt
 @case("SamplingClient.sample")
 def sample(world: World) -> None:
     sampler = world.sampler()
-    found = settled(world, sampler.sample, prompt(), 3, params())
-    assert len(found.sequences) == 3
-    for one in found.sequences:
-        assert (len(one.tokens), len(one.logprobs), one.stop_reason) == (4, 4, "length")
-        assert all(lp <= 0 for lp in one.logprobs)
+    result = settled(world, sampler.sample, prompt(), 3, params())
+    assert len(result.sequences) == 3
+    for sequence in result.sequences:
+        assert (len(sequence.tokens), len(sequence.logprobs), sequence.stop_reason) == (4, 4, "length")
+        assert all(lp <= 0 for lp in sequence.logprobs)
     again = settled(world.plain(), sampler.sample, prompt(), 3, params())
-    assert [one.tokens for one in again.sequences] == [one.tokens for one in found.sequences]  # the seed decides
+    assert [sequence.tokens for sequence in again.sequences] == [
+        sequence.tokens for sequence in result.sequences
+    ]  # the seed decides
     stops(world, sampler)
     about_the_prompt(world, sampler)
     for bad in ({"temperature": -1.0}, {"top_p": 0.0}, {"max_tokens": 0}):
@@ -44,16 +46,16 @@ def stops(world: World, sampler) -> None:  # type: ignore[no-untyped-def]
 
 
 def about_the_prompt(world: World, sampler) -> None:  # type: ignore[no-untyped-def]
-    asked = np.array([[6, 7], [7, 8]], np.int64)
-    found = settled(
+    targets = np.array([[6, 7], [7, 8]], np.int64)
+    result = settled(
         world.plain(), lambda *args: sampler.sample(*args, include_prompt_logprobs=True, topk_prompt_logprobs=2,
-        topk_sample_logprobs=2, target_prompt_logprobs=types.TensorData.from_numpy(asked)), prompt(), 1, params(),
+        topk_sample_logprobs=2, target_prompt_logprobs=types.TensorData.from_numpy(targets)), prompt(), 1, params(),
     )  # fmt: skip
-    assert len(found.prompt_logprobs) == 3
-    assert found.prompt_logprobs[0] is None or math.isnan(found.prompt_logprobs[0])
-    assert len(found.topk_prompt_logprobs) == 3
-    targets = found.target_prompt_logprobs.to_numpy()
-    assert targets[:, 0] == pytest.approx(found.prompt_logprobs[1:], abs=1e-4)
+    assert len(result.prompt_logprobs) == 3
+    assert result.prompt_logprobs[0] is None or math.isnan(result.prompt_logprobs[0])
+    assert len(result.topk_prompt_logprobs) == 3
+    targets = result.target_prompt_logprobs.to_numpy()
+    assert targets[:, 0] == pytest.approx(result.prompt_logprobs[1:], abs=1e-4)
 
 
 @case("SamplingClient.compute_logprobs")

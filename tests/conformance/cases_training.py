@@ -28,16 +28,16 @@ def losses() -> dict[str, list[types.Datum]]:
 def forward_backward(world: World) -> None:
     model = world.train()
     for method in (model.forward, model.forward_backward):
-        found = settled(world, method, DATA, "cross_entropy")
-        shapes = [one["logprobs"].shape for one in found.loss_fn_outputs]
+        result = settled(world, method, DATA, "cross_entropy")
+        shapes = [output["logprobs"].shape for output in result.loss_fn_outputs]
         assert shapes == [[3], [2]]
         expected = -sum(
             float(w) * lp
-            for one, given in zip(found.loss_fn_outputs, DATA, strict=True)
-            for w, lp in zip(given.loss_fn_inputs["weights"].data, one["logprobs"].data, strict=True)
+            for output, original in zip(result.loss_fn_outputs, DATA, strict=True)
+            for w, lp in zip(original.loss_fn_inputs["weights"].data, output["logprobs"].data, strict=True)
         )
-        assert found.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4)  # a sum, and weights of any sign
-        assert all(key.count(":") == 1 for key in found.metrics)
+        assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4)  # a sum, and weights of any sign
+        assert all(key.count(":") == 1 for key in result.metrics)
         for loss_fn, data in losses().items():
             assert math.isfinite(settled(world, method, data, loss_fn).metrics["loss:sum"]), loss_fn
         clips = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}
@@ -60,34 +60,34 @@ def several(world: World, method) -> None:  # type: ignore[no-untyped-def]
         model_input=prompt(),
         loss_fn_inputs={"target_tokens": np.array([[6, 1], [7, 2], [8, 3]]), "weights": np.ones((3, 2), np.float32)},
     )
-    found = settled(world, method, [sparse, datum([5, 6, 7, 8]), dense], "cross_entropy")
-    assert [one["logprobs"].shape for one in found.loss_fn_outputs] == [[3, 40], [3], [3, 2]]
-    first = [one["logprobs"].to_numpy() for one in found.loss_fn_outputs]
+    result = settled(world, method, [sparse, datum([5, 6, 7, 8]), dense], "cross_entropy")
+    assert [output["logprobs"].shape for output in result.loss_fn_outputs] == [[3, 40], [3], [3, 2]]
+    first = [output["logprobs"].to_numpy() for output in result.loss_fn_outputs]
     np.testing.assert_allclose(first[0][0, 0], first[1][0], rtol=1e-3, atol=1e-3)
     np.testing.assert_allclose(first[2][:, 0], first[1], rtol=1e-3, atol=1e-3)
 
 
 def settled(world: World, method, *args):  # type: ignore[no-untyped-def]
-    """The result itself: called through a future, a method still answers a future."""
+    """The result itself: through a future, a method still returns a future."""
     made = world.call(method, *args)
     return made.result(timeout=120) if isinstance(made, tinker.APIFuture) else made
 
 
 @case("TrainingClient.forward_backward_custom")
 def custom(world: World) -> None:
-    def loss(data: list[types.Datum], found: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
-        total = sum((one**2).sum() for one in found)
+    def loss(data: list[types.Datum], logprobs_by_datum: list[torch.Tensor]) -> tuple[torch.Tensor, dict[str, float]]:
+        total = sum((item**2).sum() for item in logprobs_by_datum)
         assert isinstance(total, torch.Tensor)
         return total, {"mine:sum": float(total)}
 
     model = world.train()
     data = [datum([5, 6, 7, 8]), datum([9, 10, 11])]
-    found = settled(world, model.forward_backward_custom, data, loss)
-    assert found.metrics["mine:sum"] == pytest.approx(found.metrics["loss:sum"])
+    result = settled(world, model.forward_backward_custom, data, loss)
+    assert result.metrics["mine:sum"] == pytest.approx(result.metrics["loss:sum"])
     step = settled(world, model.optim_step, types.AdamParams(learning_rate=1e-2))
     assert step is not None
     after = settled(world, model.forward_backward_custom, data, loss)
-    assert after.metrics["mine:sum"] < found.metrics["mine:sum"]
+    assert after.metrics["mine:sum"] < result.metrics["mine:sum"]
 
 
 @case("TrainingClient.optim_step")
@@ -124,7 +124,11 @@ def save_state(world: World) -> None:
     with pytest.raises((tinker.BadRequestError, tinker.RequestFailedError)):
         settled(world.plain(), model.save_state, name)
     assert settled(world.plain(), model.save_state, name, None, True).path == first
-    [listed] = [one for one in world.rest.list_user_checkpoints(1000).result().checkpoints if one.tinker_path == first]
+    [listed] = [
+        checkpoint
+        for checkpoint in world.rest.list_user_checkpoints(1000).result().checkpoints
+        if checkpoint.tinker_path == first
+    ]
     assert (listed.checkpoint_type, listed.expires_at, listed.user_metadata) == ("training", None, None)
 
 
@@ -137,8 +141,8 @@ def load_state(world: World) -> None:
         for name in ("load_state", "load_state_with_optimizer"):
             model = world.train()
             settled(world, getattr(model, name), path)
-            found = logprobs(settled(world.plain(), model.forward, DATA[:1], "cross_entropy"))
-            assert found == pytest.approx(expected, abs=1e-4)
+            result = logprobs(settled(world.plain(), model.forward, DATA[:1], "cross_entropy"))
+            assert result == pytest.approx(expected, abs=1e-4)
         with pytest.raises((tinker.NotFoundError, tinker.RequestFailedError)):
             settled(world.plain(), world.train().load_state, f"{path}-not")
 
@@ -153,7 +157,7 @@ def save_for_sampler(world: World) -> None:
 
 @case("TrainingClient.save_weights_and_get_sampling_client")
 def save_and_sample(world: World) -> None:
-    """A snapshot stays what it was; inflight clients go on working when newer weights are saved."""
+    """A snapshot does not change; inflight clients keep working when newer weights are saved."""
     model = world.train()
     adam = types.AdamParams(learning_rate=0.05)
     snapshot = world.call(model.save_weights_and_get_sampling_client)

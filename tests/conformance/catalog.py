@@ -1,4 +1,4 @@
-"""The public methods of the SDK's clients, found by reflection, and which case is whose.
+"""The public methods of the SDK's clients, found by reflection, and their cases.
 
 A case belongs to `Class.method`. An `_async` form runs the case of the plain one; a future that stands for a client
 runs the client's. A method without a case is a failure of the suite: so a new SDK method shows up.
@@ -27,7 +27,7 @@ CASES: dict[str, Case] = {}
 
 
 def case(*methods: str) -> Callable[[Case], Case]:
-    """This function is the case of these methods."""
+    """Register a function as the case of these methods."""
 
     def keep(made: Case) -> Case:
         for method in methods:
@@ -52,9 +52,9 @@ def case_of(method: str) -> tuple[Case | None, bool, bool]:
     """(the method's case, whether it is called in its async form, whether through a future)."""
     kind, name = method.split(".")
     through = {future.__name__: client for future, client in FUTURES.items()}.get(kind)
-    if any(kind == one.__name__ for one in PLAIN_FUTURES) or (through and name in public(tinker.APIFuture)):
+    if any(kind == item.__name__ for item in PLAIN_FUTURES) or (through and name in public(tinker.APIFuture)):
         return CASES.get(f"APIFuture.{name}"), False, False
     base = name.removesuffix("_async")
     holder = through.__name__ if through else kind
-    found = CASES.get(f"{holder}.{base}")
-    return found, name != base, through is not None
+    case = CASES.get(f"{holder}.{base}")
+    return case, name != base, through is not None

@@ -60,11 +60,11 @@ def _world(url: str, key: str, model: str | None, *, is_ours: bool = False) -> W
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         service = tinker.ServiceClient(base_url=url, api_key=key)
-        known = service.get_server_capabilities().supported_models
+        models = service.get_server_capabilities().supported_models
         return World(
             url=url,
             key=key,
-            model=model or str(known[0].model_name),
+            model=model or str(models[0].model_name),
             is_ours=is_ours,
             service=service,
             rest=tinker.RestClient(base_url=url, api_key=key),

@@ -1,4 +1,4 @@
-"""At the end of a run: which methods of the Tinker API are supported, and which were refused for what reason.
+"""Terminal summary: supported methods of the Tinker API, and rejected ones with the reason.
 
 A plugin of tests/conftest.py: under pytest-xdist the process that prints collects nothing, so it would not find this by
 itself, and knows only what the workers hand over.
@@ -26,8 +26,8 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    told = vars(node).get("workeroutput", {})  # a worker that crashed leaves none
-    node.config.stash[OUTCOMES].update(told.get(_HANDED_OVER, {}))
+    output = vars(node).get("workeroutput", {})  # a worker that crashed leaves none
+    node.config.stash[OUTCOMES].update(output.get(_HANDED_OVER, {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

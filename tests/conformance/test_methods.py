@@ -1,4 +1,4 @@
-"""Every public method of every client class, each in all its forms."""
+"""Every public method of every client class, in all its forms."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ REAL = (
 
 @pytest.mark.parametrize("method", methods())
 def test_method(method: str, world: World, outcomes: dict[str, str]) -> None:
-    found, is_async, through_future = case_of(method)
-    assert found is not None, f"{method} is new in this SDK: write a case for it"
+    case, is_async, through_future = case_of(method)
+    assert case is not None, f"{method} is new in this SDK: write a case for it"
     try:
-        found(replace(world, is_async=is_async, through_future=through_future))
+        case(replace(world, is_async=is_async, through_future=through_future))
     except (tinker.BadRequestError, tinker.NotFoundError, tinker.UnprocessableEntityError) as error:
         refused = str(error)
     except tinker.RequestFailedError as error:
@@ -39,14 +39,14 @@ def test_method(method: str, world: World, outcomes: dict[str, str]) -> None:
     assert not (world.is_ours and refused)
 
 
-def test_every_case_is_of_a_method() -> None:
-    known = set(methods())
-    assert {name for name in CASES if name not in known} == set()
+def test_every_case_has_a_method() -> None:
+    public = set(methods())
+    assert {name for name in CASES if name not in public} == set()
     assert all(room.__doc__ for room in ROOMS)
 
 
 @pytest.mark.parametrize("method", REAL)
 def test_method_with_a_real_model(method: str, real: World) -> None:
-    found, _, _ = case_of(method)
-    assert found is not None
-    found(real)
+    case, _, _ = case_of(method)
+    assert case is not None
+    case(real)

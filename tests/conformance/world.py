@@ -1,4 +1,4 @@
-"""What a case works with: a server, clients to it, and one way to call a method in each of its forms."""
+"""World: a server, its clients, and a way to call a method in each of its forms."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class World:
     key: str
     model: str
     is_ours: bool = False
-    """Ours, with its fake engine: what is said of the engine's numbers need not hold."""
+    """Our fake engine: assertions about the engine's numbers are skipped."""
     is_async: bool = False
     """Methods are called in their deprecated `_async` form where they have one, and futures are awaited."""
     through_future: bool = False
-    """Training and sampling clients are given as futures, which pass calls on to the client that they become."""
+    """Training and sampling clients are futures, which forward calls to the client that they become."""
     service: tinker.ServiceClient = field(repr=False)
     rest: tinker.RestClient = field(repr=False)
     admin: tinker.AdminClient = field(repr=False)
@@ -60,7 +60,7 @@ class World:
         return made if self.through_future else made.result()
 
     def plain(self) -> World:
-        """For what is not the case's own matter: clients, called in the usual way."""
+        """The same world with plain clients, for setup."""
         return replace(self, is_async=False, through_future=False)
 
     def saved(self, **options: Any) -> tuple[tinker.TrainingClient, str]:
@@ -93,12 +93,12 @@ def prompt(*tokens: int) -> types.ModelInput:
 
 
 def params(**options: Any) -> types.SamplingParams:
-    """Four tokens, whatever they are."""
+    """Options for four tokens."""
     return types.SamplingParams(**{"max_tokens": 4, "seed": 7, "stop": [], **options})
 
 
 def fresh(name: str) -> str:
-    """A name that no other case gives."""
+    """A name that no other case uses."""
     return f"{name}-{next(_NUMBERS)}"
 
 

@@ -1,1 +1,1 @@
-"""Whole programs: servers in processes of their own, unmodified clients, real models."""
+"""End-to-end tests: servers in their own processes, unmodified clients, real models."""

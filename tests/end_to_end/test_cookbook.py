@@ -53,17 +53,17 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The interpreter of a venv with the cookbook."""
     folder = tmp_path_factory.mktemp("cookbook") / "venv"
     venv.create(folder, with_pip=True)
-    found = folder / "bin" / "python"
+    python = folder / "bin" / "python"
     inside = subprocess.run(
-        [found, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
+        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
         capture_output=True,
         text=True,
         check=True,
     )
     (Path(inside.stdout.strip()) / "ours.pth").write_text(sysconfig.get_path("purelib"))
-    for asked in (["--no-deps", COOKBOOK], [*ITS_NEEDS]):
-        subprocess.run([found, "-m", "pip", "install", "--quiet", *asked], check=True)
-    return found
+    for arguments in (["--no-deps", COOKBOOK], [*ITS_NEEDS]):
+        subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], check=True)
+    return python
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ RL = {"env": "arithmetic", "groups_per_batch": 4, "group_size": 4, "max_tokens":
 
 
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "cispo"])
-def test_reinforcement_learning_on_arithmetic(loss_fn: str, recipe: Recipe) -> None:
+def test_cookbook_rl_on_arithmetic(loss_fn: str, recipe: Recipe) -> None:
     lines = recipe("math_rl", "rl", loss_fn=loss_fn, learning_rate=1e-3, **RL)
     steps = [line for line in lines if "env/all/reward/total" in line]
     assert len(steps) == 2
@@ -137,12 +137,12 @@ def test_reinforcement_learning_on_arithmetic(loss_fn: str, recipe: Recipe) -> N
         assert step["tokens/sampled"] > 0
 
 
-def test_a_loss_that_is_not_published_is_refused_with_the_cure(recipe: Recipe) -> None:
+def test_unpublished_loss_is_rejected_with_a_hint(recipe: Recipe) -> None:
     with pytest.raises(AssertionError, match="loss_fn=importance_sampling"):
         recipe("math_rl", "refused", loss_fn="stable_reinforce", **RL)
 
 
-def test_fine_tuning_on_chats_and_going_on_from_a_checkpoint(recipe: Recipe, python: Path, tmp_path: Path) -> None:
+def test_cookbook_sft_resumes_from_a_checkpoint(recipe: Recipe, python: Path, tmp_path: Path) -> None:
     chats = next(python.parent.parent.rglob("tinker_cookbook/example_data/conversations.jsonl"))
     settings = {"dataset": chats, "batch_size": 16, "max_length": 256, "lora_rank": 8, "learning_rate": 5e-4}
     first = recipe("chat_sl", "sl", max_steps=2, save_every=1, behavior_if_log_dir_exists="raise", **settings)
@@ -157,7 +157,7 @@ def test_fine_tuning_on_chats_and_going_on_from_a_checkpoint(recipe: Recipe, pyt
     assert losses[3] < 0.7 * losses[0]
 
 
-def test_weights_are_downloaded_sealed_and_merged(python: Path, tiny: Callable[[str], Path], tmp_path: Path) -> None:
+def test_weights_are_downloaded_decrypted_and_merged(python: Path, tiny: Callable[[str], Path], tmp_path: Path) -> None:
     """The cookbook asks for files that only it can open, opens them, and merges them into a model that thinks alike."""
     base, tokens = tiny("untied"), [5, 6, 7, 8, 9, 10]
     script = "import sys; from tinker_cookbook import weights as w; path, base, out, merged = sys.argv[1:]"

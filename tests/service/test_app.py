@@ -1,4 +1,4 @@
-"""How the server starts and ends."""
+"""Start and shutdown of the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def config(data: Path, **changes) -> ServeConfig:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_cleanly_with_polls_open(tmp_path: Path, number: int) -> None:
+def test_signal_ends_the_server_with_open_polls(tmp_path: Path, number: int) -> None:
     with (
         child(config(tmp_path), delay=60) as running,
         httpx.Client(base_url=f"{running.url}/api/v1", headers={"X-API-Key": "tml-x"}, timeout=40) as http,
@@ -39,23 +39,23 @@ def test_a_signal_ends_it_cleanly_with_polls_open(tmp_path: Path, number: int) -
         ]
         answers: list[int] = []
 
-        def poll(one: dict) -> None:
-            answers.append(http.post("/retrieve_future", json=one).status_code)
+        def poll(promise: dict) -> None:
+            answers.append(http.post("/retrieve_future", json=promise).status_code)
 
-        polls = [threading.Thread(target=poll, args=(one,)) for one in promises * 5]
-        for one in polls:
-            one.start()
+        polls = [threading.Thread(target=poll, args=(item,)) for item in promises * 5]
+        for thread in polls:
+            thread.start()
         time.sleep(0.5)
         began = time.monotonic()
         running.popen.send_signal(number)
         assert running.popen.wait(10) == 0
         assert time.monotonic() - began < 10
-        for one in polls:
-            one.join()
+        for thread in polls:
+            thread.join()
         assert answers == [408] * 10
 
 
-def test_healthz_tells_when_models_are_ready(tmp_path: Path) -> None:
+def test_healthz_is_503_while_models_load(tmp_path: Path) -> None:
     settings = config(tmp_path)
     with child(settings, boot=1.0, wait=False) as running:
         url = f"http://127.0.0.1:{settings.port}/api/v1"
@@ -70,7 +70,7 @@ def test_healthz_tells_when_models_are_ready(tmp_path: Path) -> None:
         assert running.popen.stdout.readline()
 
 
-def test_a_request_that_needs_a_loading_model_waits_for_it(tmp_path: Path) -> None:
+def test_request_waits_for_a_loading_model(tmp_path: Path) -> None:
     settings = config(tmp_path)
     with child(settings, boot=1.0, wait=False):
         with httpx.Client(base_url=f"http://127.0.0.1:{settings.port}/api/v1", timeout=20) as http:
@@ -84,7 +84,7 @@ def test_a_request_that_needs_a_loading_model_waits_for_it(tmp_path: Path) -> No
         assert answer.json()["supported_models"][0]["max_context_length"] == 32768
 
 
-def test_one_folder_and_one_port_serve_one_server(tmp_path: Path) -> None:
+def test_data_folder_and_port_are_exclusive(tmp_path: Path) -> None:
     first = config(tmp_path)
     with child(first):
         same_folder = config(tmp_path)
@@ -100,32 +100,32 @@ for told in sys.argv[1:]:
     except ConfigError as error:
         print(error)
 """
-        told = [one.model_dump_json() for one in (same_folder, same_port)]
-        done = subprocess.run([sys.executable, "-c", code, *told], capture_output=True, text=True, timeout=30)
+        configs = [item.model_dump_json() for item in (same_folder, same_port)]
+        done = subprocess.run([sys.executable, "-c", code, *configs], capture_output=True, text=True, timeout=30)
         assert done.returncode == 0, done.stderr
         folder, port = done.stdout.splitlines()
         assert "Another server uses" in folder
         assert "Cannot listen on" in port
 
 
-def test_the_api_process_never_loads_torch_or_the_sdk() -> None:
+def test_api_process_imports_neither_torch_nor_sdk() -> None:
     code = "import sys, tinsmith.service.server as a; print([m for m in ('torch', 'tinker') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 
-def test_a_key_is_made_once_and_kept_for_its_owner_alone(tmp_path: Path) -> None:
+def test_generated_key_is_stable_and_private(tmp_path: Path) -> None:
     settings = config(tmp_path).model_copy(update={"api_key": None})
     keys = []
     for _ in range(2):
         with child(settings) as running:
-            kept = tmp_path / "api-key"
-            keys.append(kept.read_text().strip())
-            assert kept.stat().st_mode & 0o777 == 0o600
+            key_file = tmp_path / "api-key"
+            keys.append(key_file.read_text().strip())
+            assert key_file.stat().st_mode & 0o777 == 0o600
             answer = httpx.post(f"{running.url}/api/v1/create_session", json={}, headers={"X-API-Key": keys[-1]})
             assert answer.status_code == 200
     assert keys[0] == keys[1]
     assert keys[0].startswith("tml-")
     log = (tmp_path / "log").read_text()
-    assert log.count(f'export TINKER_API_KEY="$(cat {kept})"') == 1
+    assert log.count(f'export TINKER_API_KEY="$(cat {key_file})"') == 1
     assert keys[0] not in log

@@ -47,7 +47,7 @@ def sampler(service: tinker.ServiceClient) -> tinker.SamplingClient:
 
 
 def scattered(fill: int) -> torch.Tensor:
-    """Few ids in a wide tensor, so that it is sent as CSR; one row names nothing."""
+    """A wide tensor with few ids, so that it is sent as CSR; one row is empty."""
     draw = np.random.default_rng(3)
     ids = torch.full((N, K), fill, dtype=torch.int64)
     for row in range(N):
@@ -57,17 +57,17 @@ def scattered(fill: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-def test_targets_beside_the_prompt(sampler: tinker.SamplingClient, wanted: np.ndarray, sparse: bool) -> None:
+def test_prompt_targets_equal_full_logits(sampler: tinker.SamplingClient, wanted: np.ndarray, sparse: bool) -> None:
     ids = scattered(-1)
-    asked = types.TensorData.from_torch_sparse(ids, pad_value=-1) if sparse else types.TensorData.from_torch(ids)
-    assert (asked.sparse_crow_indices is not None) == sparse
-    found = sampler.sample(PROMPT, 1, ONE, target_prompt_logprobs=asked).result().target_prompt_logprobs
-    assert found.sparse_col_indices == asked.sparse_col_indices
+    targets = types.TensorData.from_torch_sparse(ids, pad_value=-1) if sparse else types.TensorData.from_torch(ids)
+    assert (targets.sparse_crow_indices is not None) == sparse
+    logprobs = sampler.sample(PROMPT, 1, ONE, target_prompt_logprobs=targets).result().target_prompt_logprobs
+    assert logprobs.sparse_col_indices == targets.sparse_col_indices
     expected = np.where(ids >= 0, np.take_along_axis(wanted, ids.clamp(min=0).numpy(), axis=1), 0.0)
-    np.testing.assert_allclose(found.to_numpy(), expected, atol=1e-5)
+    np.testing.assert_allclose(logprobs.to_numpy(), expected, atol=1e-5)
 
 
-def test_draws_beside_the_prompt(sampler: tinker.SamplingClient, wanted: np.ndarray) -> None:
+def test_prompt_alt_tokens_equal_full_logits(sampler: tinker.SamplingClient, wanted: np.ndarray) -> None:
     params = types.SamplingParams(max_tokens=1, temperature=0.7)
     drawn = sampler.sample(PROMPT, 1, params, prompt_alt_tokens_k=5).result().prompt_alt_tokens
     tempered = torch.log_softmax(torch.as_tensor(wanted) / 0.7, dim=1).numpy()
@@ -78,7 +78,7 @@ def test_draws_beside_the_prompt(sampler: tinker.SamplingClient, wanted: np.ndar
     assert bare.prompt_alt_tokens.tokens.shape == [0, 5]
 
 
-def test_the_likeliest_beside_prompt_and_samples(sampler: tinker.SamplingClient, wanted: np.ndarray) -> None:
+def test_topk_logprobs_equal_full_logits(sampler: tinker.SamplingClient, wanted: np.ndarray) -> None:
     answer = sampler.sample(PROMPT, 1, ONE, topk_prompt_logprobs=3, topk_sample_logprobs=4).result()
     best = np.sort(wanted, axis=1)[:, ::-1]
     np.testing.assert_allclose(answer.topk_prompt_logprobs_np.logprobs[1:], best[:, :3], atol=1e-5)
@@ -90,7 +90,7 @@ def test_the_likeliest_beside_prompt_and_samples(sampler: tinker.SamplingClient,
     np.testing.assert_allclose(again[1:-1], np.take_along_axis(wanted, np.array(TOKENS)[1:, None], 1)[:, 0], atol=1e-5)
 
 
-def test_several_targets_of_a_position_in_training(service: tinker.ServiceClient, wanted: np.ndarray) -> None:
+def test_training_targets_equal_full_logits(service: tinker.ServiceClient, wanted: np.ndarray) -> None:
     """Dense and sparse, targets and weights each with their own pattern; then the gradient, by a step along it."""
     ids = scattered(0)
     weights = torch.zeros((N, K))
@@ -103,7 +103,7 @@ def test_several_targets_of_a_position_in_training(service: tinker.ServiceClient
         types.Datum(model_input=types.ModelInput.from_ints(TOKENS[:-1]), loss_fn_inputs=inputs)
         for inputs in (dense, as_torch)
     ]
-    assert [one.loss_fn_inputs["weights"].sparse_crow_indices is not None for one in data] == [False, True]
+    assert [datum.loss_fn_inputs["weights"].sparse_crow_indices is not None for datum in data] == [False, True]
     model = service.create_lora_training_client("tiny", rank=4, seed=1).result()
     expected = np.take_along_axis(wanted, ids.numpy(), axis=1)
     answer = model.forward_backward(data, "cross_entropy").result()

@@ -1,4 +1,4 @@
-"""Whatever is sent, nothing answers 5xx, and the next good request works."""
+"""Fuzzing: no request gets a 5xx response, and the next valid request works."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Fuzzed:
         return answer
 
     def works(self) -> None:
-        """The next good requests do what they should."""
+        """Check that the next valid requests succeed."""
         answer = self.result(self.post("forward_backward", pass_body(self.model, next(self.seqs))))
         assert answer.status_code == 200
         assert answer.headers["content-type"] == "application/x-protobuf", answer.text
@@ -72,8 +72,8 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
         session = http.post("create_session", json={}).json()["session_id"]
         made = Fuzzed(http, url, session, f"{session}:train:0", f"{session}:sample:0", count(1))
         made.result(made.post("create_model", {"session_id": session, "model_seq_id": 0, "base_model": "toy"}))
-        asked = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
-        assert made.post("create_sampling_session", asked).status_code == 200
+        request = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+        assert made.post("create_sampling_session", request).status_code == 200
         for path in ("save_weights", "save_weights_for_sampler"):
             made.result(made.post(path, {"model_id": made.model, "seq_id": next(made.seqs), "path": "kept"}))
         made.works()
@@ -84,24 +84,24 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
 
 def fuzz_by_schema(fuzzed: Fuzzed, examples: int) -> None:
     """Every operation of the OpenAPI schema with generated parameters and bodies."""
-    known = {
+    ids = {
         "session_id": fuzzed.session, "model_id": fuzzed.model, "sampling_session_id": fuzzed.sampler,
         "run": fuzzed.model,
         "sampler_id": fuzzed.sampler, "base_model": "toy", "model": "toy", "kind": "weights", "name": "kept",
         "path": f"tinker://{fuzzed.model}/weights/kept", "tinker_path": f"tinker://{fuzzed.model}/weights/kept",
         "request_id": f"{fuzzed.model}:1", "source_path": f"tinker://{fuzzed.model}/weights/kept",
     }  # fmt: skip
-    told = openapi.schema(known)
-    told["paths"].pop("/api/v1/sessions/{session_id}/finish")  # would end what the others work on
-    told["paths"]["/api/v1/auth/apikey/me"].pop("delete")
-    found = [one.ok() for one in schemathesis.openapi.from_dict(told).get_all_operations()]
-    assert len(found) > 30
-    failed = {operation.label: fault for operation in found if (fault := fault_of(fuzzed, operation, examples))}
+    spec = openapi.schema(ids)
+    spec["paths"].pop("/api/v1/sessions/{session_id}/finish")  # would end what the others work on
+    spec["paths"]["/api/v1/auth/apikey/me"].pop("delete")
+    operations = [operation.ok() for operation in schemathesis.openapi.from_dict(spec).get_all_operations()]
+    assert len(operations) > 30
+    failed = {operation.label: fault for operation in operations if (fault := fault_of(fuzzed, operation, examples))}
     assert failed == {}
 
 
 def fault_of(fuzzed: Fuzzed, operation: schemathesis.APIOperation, examples: int) -> str:
-    """What made this operation answer 5xx; nothing if nothing did."""
+    """The request that made this operation return 5xx; empty if none did."""
     faults = []
 
     @settings(
@@ -122,20 +122,20 @@ def fault_of(fuzzed: Fuzzed, operation: schemathesis.APIOperation, examples: int
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_nothing_that_the_schema_allows_is_answered_with_5xx(fuzzed: Fuzzed) -> None:
+def test_schema_conforming_requests_never_return_5xx(fuzzed: Fuzzed) -> None:
     fuzz_by_schema(fuzzed, 15)
     fuzzed.works()
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_nothing_in_a_long_search_is_answered_with_5xx(fuzzed: Fuzzed) -> None:
+def test_long_search_never_returns_5xx(fuzzed: Fuzzed) -> None:
     fuzz_by_schema(fuzzed, 200)
     fuzzed.works()
 
 
 def frame(size: int, declared: int | None = None) -> bytes:
-    """A zstd frame of zeros that says nothing of its size, or `declared` bytes."""
+    """A zstd frame of zeros without a declared size, or with `declared` bytes."""
     out = io.BytesIO()
     with zstandard.ZstdCompressor().stream_writer(out, closefd=False) as writer:
         for _ in range(size // MIB):
@@ -159,7 +159,7 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_a_body_that_is_none_is_refused(fuzzed: Fuzzed, name: str) -> None:
+def test_rejects_missing_bodies(fuzzed: Fuzzed, name: str) -> None:
     body, headers = BODIES[name]
     began = time.monotonic()
     answer = fuzzed.post("forward_backward", body, headers=headers)
@@ -170,7 +170,7 @@ def test_a_body_that_is_none_is_refused(fuzzed: Fuzzed, name: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_body_over_the_limit_is_refused(fuzzed: Fuzzed) -> None:
+def test_rejects_bodies_over_the_limit(fuzzed: Fuzzed) -> None:
     assert fuzzed.post("forward_backward", bytes(257 * MIB)).status_code == 413
     fuzzed.works()
 
@@ -180,54 +180,54 @@ def message(fuzzed: Fuzzed) -> pb.ForwardBackwardRequest:
 
 
 def damaged(fuzzed: Fuzzed) -> Iterator[tuple[str, pb.ForwardBackwardRequest]]:
-    """Messages that are well formed and not in order."""
+    """Well-formed but invalid messages."""
     targets = "target_tokens"
     for name, shape in {
         "huge": [2**40, 2**40], "negative": [-3], "too long": [4], "too short": [2], "zero": [0], "deep": [3, 1, 1, 1],
     }.items():  # fmt: skip
-        one = message(fuzzed)
-        one.data[0].loss_fn_inputs[targets].shape[:] = shape
-        yield f"shape {name}", one
+        bad = message(fuzzed)
+        bad.data[0].loss_fn_inputs[targets].shape[:] = shape
+        yield f"shape {name}", bad
     for dtype in (0, 3, 4, 9):
-        one = message(fuzzed)
-        one.data[0].loss_fn_inputs[targets].dtype = dtype  # type: ignore[assignment]
-        yield f"dtype {dtype}", one
-    one = message(fuzzed)
-    one.data[0].loss_fn_inputs[targets].dtype = pb.DTYPE_FLOAT32
-    yield "float targets", one
-    one = message(fuzzed)
-    one.data[0].loss_fn_inputs[targets].dense = b"abc"
-    yield "bytes that are no numbers", one
-    one = message(fuzzed)
-    csr = one.data[0].loss_fn_inputs[targets].sparse_csr
+        bad = message(fuzzed)
+        bad.data[0].loss_fn_inputs[targets].dtype = dtype  # type: ignore[assignment]
+        yield f"dtype {dtype}", bad
+    bad = message(fuzzed)
+    bad.data[0].loss_fn_inputs[targets].dtype = pb.DTYPE_FLOAT32
+    yield "float targets", bad
+    bad = message(fuzzed)
+    bad.data[0].loss_fn_inputs[targets].dense = b"abc"
+    yield "bytes that are no numbers", bad
+    bad = message(fuzzed)
+    csr = bad.data[0].loss_fn_inputs[targets].sparse_csr
     csr.values, csr.crow_indices, csr.col_indices = (np.array(v, "<i8").tobytes() for v in ([1], [0, 1], [2**40]))
-    one.data[0].loss_fn_inputs[targets].shape[:] = [2**31, 2**31]
-    yield "sparse and huge", one
+    bad.data[0].loss_fn_inputs[targets].shape[:] = [2**31, 2**31]
+    yield "sparse and huge", bad
     for value in (np.nan, np.inf, -np.inf):
-        one = message(fuzzed)
-        weights = one.data[0].loss_fn_inputs["weights"]
+        bad = message(fuzzed)
+        weights = bad.data[0].loss_fn_inputs["weights"]
         weights.dtype, weights.dense = pb.DTYPE_FLOAT32, np.full(3, value, "<f4").tobytes()
         weights.shape.append(3)
-        yield f"weights {value}", one
+        yield f"weights {value}", bad
     for token in (-1, 2**31 - 1):
-        one = message(fuzzed)
-        one.data[0].model_input[0].encoded_text.tokens = np.full(3, token, "<i4").tobytes()
-        yield f"token {token}", one
+        bad = message(fuzzed)
+        bad.data[0].model_input[0].encoded_text.tokens = np.full(3, token, "<i4").tobytes()
+        yield f"token {token}", bad
     for name, change in {
         "no data": lambda m: m.ClearField("data"), "no chunk": lambda m: m.data[0].ClearField("model_input"),
         "unknown loss": lambda m: setattr(m, "loss_fn", "zap"), "seq 0": lambda m: setattr(m, "seq_id", 0),
         "no model": lambda m: setattr(m, "model_id", "nobody"), "seq -7": lambda m: setattr(m, "seq_id", -7),
         "NaN in the config": lambda m: m.loss_fn_config.update({"beta": np.nan}),
     }.items():  # fmt: skip
-        one = message(fuzzed)
-        change(one)
-        yield name, one
+        bad = message(fuzzed)
+        change(bad)
+        yield name, bad
 
 
-def test_each_message_that_is_not_in_order_is_refused_by_name(fuzzed: Fuzzed) -> None:
+def test_rejects_each_invalid_message_by_name(fuzzed: Fuzzed) -> None:
     accepted = {}
-    for name, one in damaged(fuzzed):
-        answer = fuzzed.post("forward_backward", one.SerializeToString())
+    for name, item in damaged(fuzzed):
+        answer = fuzzed.post("forward_backward", item.SerializeToString())
         if not 400 <= answer.status_code < 500 or len(answer.json()["detail"]) < 10:
             accepted[name] = answer.status_code
     assert accepted == {}
@@ -236,11 +236,11 @@ def test_each_message_that_is_not_in_order_is_refused_by_name(fuzzed: Fuzzed) ->
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
-def test_a_damaged_body_is_refused_or_runs(fuzzed: Fuzzed, draws: st.DataObject) -> None:
-    """On a model of its own: what was damaged may be its seq_id."""
+def test_damaged_body_is_rejected_or_runs(fuzzed: Fuzzed, draws: st.DataObject) -> None:
+    """Uses a model of its own: the damage may be in its seq_id."""
     number = next(fuzzed.seqs)
-    asked = {"session_id": fuzzed.session, "model_seq_id": number, "base_model": "toy"}
-    fuzzed.result(fuzzed.post("create_model", asked))
+    request = {"session_id": fuzzed.session, "model_seq_id": number, "base_model": "toy"}
+    fuzzed.result(fuzzed.post("create_model", request))
     body, places = bytearray(pass_body(f"{fuzzed.session}:train:{number}", 1)), st.integers(0, 2**16)
     for _ in range(draws.draw(st.integers(0, 3))):
         body[draws.draw(places) % len(body)] = draws.draw(st.integers(0, 255))
@@ -257,7 +257,7 @@ def test_a_damaged_body_is_refused_or_runs(fuzzed: Fuzzed, draws: st.DataObject)
         b'{"model_id": "x", "seq_id": 1e400}', b'{"model_id": ["x"], "seq_id": {}}',
     ],
 )  # fmt: skip
-def test_json_that_is_none_or_of_another_shape_is_refused(fuzzed: Fuzzed, text: bytes) -> None:
+def test_rejects_invalid_json_and_wrong_shapes(fuzzed: Fuzzed, text: bytes) -> None:
     for path in ("optim_step", "create_model", "asample", "retrieve_future", "save_weights", "get_info"):
         answer = fuzzed.post(path, text)
         assert 400 <= answer.status_code < 500, path
@@ -265,15 +265,15 @@ def test_json_that_is_none_or_of_another_shape_is_refused(fuzzed: Fuzzed, text: 
 
 
 @pytest.mark.parametrize("seq", [2**31, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**30])
-def test_numbers_beyond_64_bits_are_refused_and_those_within_are_not(fuzzed: Fuzzed, seq: int) -> None:
+def test_rejects_numbers_beyond_64_bits(fuzzed: Fuzzed, seq: int) -> None:
     number = next(fuzzed.seqs)
-    asked = {"session_id": fuzzed.session, "model_seq_id": number, "base_model": "toy"}
-    made = fuzzed.result(fuzzed.post("create_model", asked)).json()
+    request = {"session_id": fuzzed.session, "model_seq_id": number, "base_model": "toy"}
+    made = fuzzed.result(fuzzed.post("create_model", request)).json()
     answer = fuzzed.post("optim_step", {"model_id": made["model_id"], "seq_id": seq, "adam_params": {}})
     assert answer.status_code == (200 if 0 < seq < 2**63 else 400), answer.text
     ask = {"sampling_session_id": fuzzed.sampler, "seq_id": seq, "prompt": {"chunks": [{"tokens": [1]}]}}
-    asked = fuzzed.post("asample", {**ask, "sampling_params": {"max_tokens": 1, "seed": seq}})
-    assert asked.status_code == (200 if 0 <= seq < 2**63 else 400)
+    request = fuzzed.post("asample", {**ask, "sampling_params": {"max_tokens": 1, "seed": seq}})
+    assert request.status_code == (200 if 0 <= seq < 2**63 else 400)
     odd = {
         "session_id": fuzzed.session,
         "model_seq_id": seq,

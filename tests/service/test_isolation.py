@@ -1,4 +1,4 @@
-"""Two tenants, every route, each trying the other's ids: nothing leaks, nothing breaks.
+"""Tenant isolation: two tenants send each other's ids to every route.
 
 The routes come from the routers themselves, so a new one fails here until it has a line in CASES. A try is made twice:
 with another tenant's ids, and with ids that nobody has. The two answers must be the same but for the ids.
@@ -23,12 +23,12 @@ from tests.service.inprocess import Api, api, loss_in, pass_body
 from tinsmith.service.storage.records import Checkpoint, CustomLoss, Model, SamplingSession, Session
 
 SECRET = "opensesame"
-"""In everything that a tenant may name."""
+"""Part of every name that a tenant chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ids:
-    """What one tenant has, or what nobody has."""
+    """Ids of one tenant, or of nobody."""
 
     session: str
     number: str
@@ -59,18 +59,18 @@ Body = Callable[[Ids], object]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Bodies to try at a route, and what it answers to whoever does not own what they name."""
+    """Bodies to send to a route, and its response to a tenant that does not own the ids in them."""
 
     bodies: tuple[Body, ...] = (lambda ids: {},)
     status: int = 404
     query: str = ""
     headers: dict[str, str] = field(default_factory=dict)
     once: bool = False
-    """It can be asked once only."""
+    """The request can be sent only once."""
 
 
 def unknown(*bodies: Body) -> Case:
-    """Names another's object: refused as if it did not exist."""
+    """Names an object of another tenant: refused as if it did not exist."""
     return Case(bodies=bodies or (lambda ids: {},))
 
 
@@ -80,7 +80,7 @@ def of_path() -> Case:
 
 
 def silent(*bodies: Body, status: int = 200) -> Case:
-    """Names nothing, or answers everyone alike: nothing of another tenant is in the answer."""
+    """Names no object, or returns the same to everyone: the response holds nothing of another tenant."""
     return Case(bodies=bodies or (lambda ids: {},), status=status)
 
 
@@ -89,7 +89,7 @@ def training(**more: object) -> Case:
 
 
 def of_model(**more: object) -> Case:
-    """The OpenAI dialect: weights by whatever names them."""
+    """The OpenAI API: every name of weights."""
     return unknown(
         lambda ids: {"model": ids.path, **more},
         lambda ids: {"model": f"toy;{ids.path}", **more},
@@ -207,13 +207,13 @@ ELSEWHERE = {"metrics": "", "openai": "/v1", "completions": "/v1", "generate": "
 
 def routes() -> list[str]:
     """METHOD /path of every route; /api/v1 is left out."""
-    found = []
+    routes_ = []
     for module in pkgutil.iter_modules(tinsmith.service.routes.__path__):
         router = vars(importlib.import_module(f"tinsmith.service.routes.{module.name}")).get("router")
         prefix = ELSEWHERE.get(module.name, "")
         for route in router.routes if router is not None else ():
-            found += [f"{method} {prefix}{route.path}" for method in route.methods]
-    return found
+            routes_ += [f"{method} {prefix}{route.path}" for method in route.methods]
+    return routes_
 
 
 def test_every_route_has_a_case() -> None:
@@ -225,17 +225,17 @@ def test_every_route_has_a_case() -> None:
 def records(on: Api) -> list:
     store = on.service.store
     return [
-        one
+        item
         for kind in (Session, Model, SamplingSession, Checkpoint, CustomLoss)
-        for one in store.all(kind)
-        if one.owner == "alice"
+        for item in store.all(kind)
+        if item.owner == "alice"
     ]
 
 
 async def furnished(alice: Api) -> Ids:
     """One of everything, all of it named SECRET where a tenant may name something; and requests without a result."""
-    told = {"tags": [SECRET], "user_metadata": {"k": SECRET}, "display_name": SECRET, "project_id": SECRET}
-    session = (await alice.post("create_session", told)).json()["session_id"]
+    fields = {"tags": [SECRET], "user_metadata": {"k": SECRET}, "display_name": SECRET, "project_id": SECRET}
+    session = (await alice.post("create_session", fields)).json()["session_id"]
     model = await alice.model(session, 0)
     sampling = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
     sampler = (await alice.post("create_sampling_session", sampling)).json()["sampling_session_id"]
@@ -247,7 +247,7 @@ async def furnished(alice: Api) -> Ids:
         await alice.call(call, {"model_id": model, "seq_id": seq, "path": SECRET, "user_metadata": {"k": SECRET}})
     loss = CustomLoss(id=f"{session}:loss:0", owner="alice", session_id=session, created=1.0, graph=SECRET)
     await alice.service.store.put(loss)
-    [made] = [one for one in alice.service.store.all(Checkpoint) if one.kind == "weights"]
+    [made] = [item for item in alice.service.store.all(Checkpoint) if item.kind == "weights"]
     return Ids(
         session=session, number="0", name=SECRET, request=trained["request_id"], sample=sample["request_id"],
         folder=made.id,
@@ -255,7 +255,7 @@ async def furnished(alice: Api) -> Ids:
 
 
 def nobodys(ids: Ids) -> Ids:
-    """The same shapes, of what does not exist."""
+    """Ids of the same form that do not exist."""
     session = "0" * 8 + ids.session[8:]
     return replace(
         ids, session=session, name="nothing", request=f"{session}:train:0:1", sample=f"{session}:sample:0:0",
@@ -265,26 +265,26 @@ def nobodys(ids: Ids) -> Ids:
 
 def places(route: str, ids: Ids) -> list[str]:
     """The route's path with the ids in it, once for each kind of checkpoint."""
-    known = {
+    parameters = {
         "session_id": ids.session, "sampler_id": ids.sampler, "run": ids.model, "name": ids.name, "folder": ids.folder,
     }  # fmt: skip
     path = route.partition(" ")[2]
     path = path if path.startswith(("/metrics", "/v1", "/inference")) else f"/api/v1{path}"
     if path.startswith("/v1/models/"):
-        known["name"] = ids.model
+        parameters["name"] = ids.model
     kinds = ("weights", "sampler_weights", "external_weights") if "{kind}" in path else ("",)
-    return [path.replace(":path", "").format(kind=kind, **known) for kind in kinds]
+    return [path.replace(":path", "").format(kind=kind, **parameters) for kind in kinds]
 
 
 def bare(text: str, ids: Ids) -> str:
-    """An answer without what makes it different for everyone: ids, and the time."""
+    """A response without the parts that always differ: ids, and the time."""
     for word in (ids.request, ids.sample, ids.path, ids.model, ids.sampler, ids.session, ids.folder, ids.name):
         text = text.replace(word, "*")
     return re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|eyJ[\w.-]+", "*", text)
 
 
 @pytest.mark.parametrize("route", sorted(CASES))
-def test_another_tenants_ids_open_nothing(tmp_path: Path, route: str) -> None:
+def test_ids_of_another_tenant_are_unknown(tmp_path: Path, route: str) -> None:
     async def main() -> None:
         case, method = CASES[route], route.partition(" ")[0]
         async with api(tmp_path, custom_losses=True) as on:
@@ -294,17 +294,17 @@ def test_another_tenants_ids_open_nothing(tmp_path: Path, route: str) -> None:
             hers = replace(hers, own_session=own)
             before, result = records(on), (await alice.result({"request_id": hers.request})).content
             for body in case.bodies:
-                told: list[list[str]] = []
+                fields: list[list[str]] = []
                 for ids in (hers, nobodys(hers))[: 1 if case.once else 2]:
-                    told.append([])
+                    fields.append([])
                     for place in places(route, ids):
                         answer = await bob.send(method, f"{place}{case.query}", body(ids), **case.headers)
                         assert answer.status_code == case.status, (place, answer.text)
-                        told[-1].append(bare(answer.text, ids))
+                        fields[-1].append(bare(answer.text, ids))
                         sent = json.dumps(str(body(ids))) + place
                         assert SECRET in sent or SECRET not in answer.text
                         assert hers.session in sent or hers.session not in answer.text
-                assert told[0] == told[-1], "the answer tells what exists from what does not"
+                assert fields[0] == fields[-1], "the response reveals which ids exist"
             assert records(on) == before
             assert (await alice.result({"request_id": hers.request})).content == result
             assert (await alice.result({"request_id": hers.sample})).status_code == 200
@@ -315,7 +315,7 @@ def test_another_tenants_ids_open_nothing(tmp_path: Path, route: str) -> None:
     asyncio.run(main())
 
 
-def test_an_idempotency_key_is_its_tenants_own(tmp_path: Path) -> None:
+def test_idempotency_keys_are_per_tenant(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             alice, bob = await on.tenant("alice"), await on.tenant("bob")
@@ -331,7 +331,7 @@ def test_an_idempotency_key_is_its_tenants_own(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_key_of_the_same_tenant_opens_the_same(tmp_path: Path) -> None:
+def test_keys_of_one_tenant_share_resources(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             alice, ci = await on.tenant("alice"), await on.tenant("ci", "alice")

@@ -1,4 +1,4 @@
-"""The end of a server: what is under way finishes and is written, new work is refused in a way that clients retry."""
+"""Draining: running work completes, new work is refused with a status that clients retry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def config(data: Path) -> ServeConfig:
     return ServeConfig(models=("toy",), engine="fake", data=data, api_key=KEY, port=free_port())
 
 
-def test_what_is_under_way_ends_and_new_work_is_refused_with_a_time_to_come_back(tmp_path: Path) -> None:
+def test_drain_completes_running_work_and_refuses_new_work(tmp_path: Path) -> None:
     settings = config(tmp_path)
     with (
         child(settings, delay=1.5) as running,
@@ -47,7 +47,7 @@ def test_what_is_under_way_ends_and_new_work_is_refused_with_a_time_to_come_back
         assert "metrics" in http.post("/retrieve_future", json=second).json()
 
 
-def test_an_sdk_client_notices_nothing_of_a_server_that_is_replaced(tmp_path: Path) -> None:
+def test_sdk_client_survives_a_server_replacement(tmp_path: Path) -> None:
     settings = config(tmp_path)
     with child(settings, delay=0.5) as running:
         client = tinker.ServiceClient(base_url=running.url, api_key=KEY)
@@ -57,12 +57,12 @@ def test_an_sdk_client_notices_nothing_of_a_server_that_is_replaced(tmp_path: Pa
         running.popen.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         done = []
-        asked = threading.Thread(target=lambda: done.append(model.optim_step(tinker.types.AdamParams()).result()))
-        asked.start()
+        waiting = threading.Thread(target=lambda: done.append(model.optim_step(tinker.types.AdamParams()).result()))
+        waiting.start()
         assert under_way.result().metrics["loss:sum"] > 0
         assert running.popen.wait(10) == 0
     with child(settings):
-        asked.join(60)
+        waiting.join(60)
         assert len(done) == 1
         assert model.forward([datum([5, 6, 7])], "cross_entropy").result().metrics["loss:sum"] > 0
         client.close("success").result()

@@ -1,4 +1,4 @@
-"""Another owner: nothing of one's is seen, nothing is changed by trying, and what is shared is shared."""
+"""Checkpoints of another owner: hidden unless published or lent, and never writable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tinsmith.service.tenancy.keys import create_key
 
 @dataclass(frozen=True)
 class Both:
-    """The service, one's own checkpoint in it, and a stranger's calls."""
+    """A service with a checkpoint of one tenant, and calls of another."""
 
     on: Api
     model: str
@@ -39,7 +39,7 @@ class Both:
 
 
 @asynccontextmanager
-async def both(data: Path) -> AsyncIterator[Both]:
+async def two_tenants(data: Path) -> AsyncIterator[Both]:
     async with api(data) as on:
         model = await on.model()
         path = (await on.call("save_weights", {"model_id": model, "seq_id": 1, "path": "a"}))["path"]
@@ -54,12 +54,12 @@ def records(on: Api) -> list:
     return [*on.service.store.all(Model), *on.service.store.all(Checkpoint), *on.service.store.all(Session)]
 
 
-def test_what_is_not_published_is_unknown_and_stays_as_it_is(tmp_path: Path) -> None:
+def test_unpublished_checkpoint_is_unknown_to_others(tmp_path: Path) -> None:
     async def main() -> None:
-        async with both(tmp_path) as two:
+        async with two_tenants(tmp_path) as two:
             session = two.model.rpartition(":train:")[0]
             before = records(two.on)
-            tries = [
+            calls = [
                 ("GET", f"training_runs/{two.model}", None),
                 ("GET", f"training_runs/{two.model}?access_scope=accessible", None),
                 ("GET", f"training_runs/{two.model}/checkpoints", None),
@@ -76,7 +76,7 @@ def test_what_is_not_published_is_unknown_and_stays_as_it_is(tmp_path: Path) -> 
                 ("POST", f"sessions/{session}/finish", {}),
                 ("POST", "copy_weights", {"source_path": two.path, "session_id": session, "model_seq_id": 5}),
             ]
-            for method, url, body in tries:
+            for method, url, body in calls:
                 answer = await two.stranger.request(method, url, json=body)
                 assert answer.status_code == 404, (method, url, answer.text)
                 assert two.path in answer.text or "There is no" in answer.text
@@ -90,9 +90,9 @@ def test_what_is_not_published_is_unknown_and_stays_as_it_is(tmp_path: Path) -> 
     asyncio.run(main())
 
 
-def test_published_may_be_read_by_all_and_changed_by_none(tmp_path: Path) -> None:
+def test_published_checkpoint_is_readable_but_not_writable(tmp_path: Path) -> None:
     async def main() -> None:
-        async with both(tmp_path) as two:
+        async with two_tenants(tmp_path) as two:
             assert (await two.on.post(f"{two.at}/publish", {})).status_code == 204
             assert (await two.load()).status_code == 200
             assert (await two.stranger.post("weights_info", json={"tinker_path": two.path})).status_code == 200
@@ -101,7 +101,7 @@ def test_published_may_be_read_by_all_and_changed_by_none(tmp_path: Path) -> Non
             )
             assert copied.status_code == 200
             seen = (await two.stranger.get(f"training_runs/{two.model}/checkpoints")).json()["checkpoints"]
-            assert [one["tinker_path"] for one in seen] == [two.path]
+            assert [checkpoint["tinker_path"] for checkpoint in seen] == [two.path]
             for scope, status in (("accessible", 200), ("owned", 404)):
                 run = await two.stranger.get(f"training_runs/{two.model}?access_scope={scope}")
                 assert run.status_code == status
@@ -111,15 +111,15 @@ def test_published_may_be_read_by_all_and_changed_by_none(tmp_path: Path) -> Non
                 assert (await two.stranger.request(method, url)).status_code == 404
             assert (await two.on.http.delete(f"/api/v1/{two.at}/publish")).status_code == 204
             assert (await two.load()).status_code == 404
-            mine = (await two.stranger.get("checkpoints")).json()["checkpoints"]
-            assert [one["tinker_path"] for one in mine] == [copied.json()["tinker_path"]]
+            own = (await two.stranger.get("checkpoints")).json()["checkpoints"]
+            assert [item["tinker_path"] for item in own] == [copied.json()["tinker_path"]]
 
     asyncio.run(main())
 
 
-def test_a_loan_opens_one_checkpoint_to_whoever_holds_it(tmp_path: Path) -> None:
+def test_access_token_is_valid_for_one_checkpoint(tmp_path: Path) -> None:
     async def main() -> None:
-        async with both(tmp_path) as two:
+        async with two_tenants(tmp_path) as two:
             await two.on.call("save_weights", {"model_id": two.model, "seq_id": 2, "path": "b"})
             loan = (await two.on.post(f"{two.at}/access_token", {"ttl_seconds": 60})).json()["weights_access_token"]
             assert (await two.load(weights_access_token=loan)).status_code == 200
@@ -138,9 +138,9 @@ def test_a_loan_opens_one_checkpoint_to_whoever_holds_it(tmp_path: Path) -> None
     asyncio.run(main())
 
 
-def test_a_copy_is_made_once_for_a_key(tmp_path: Path) -> None:
+def test_copy_is_idempotent_by_key(tmp_path: Path) -> None:
     async def main() -> None:
-        async with both(tmp_path) as two:
+        async with two_tenants(tmp_path) as two:
             body = {"source_path": two.path, "destination_project_id": "p"}
 
             async def copy(key: str) -> str:
@@ -153,9 +153,9 @@ def test_a_copy_is_made_once_for_a_key(tmp_path: Path) -> None:
         async with api(tmp_path) as on:
             again = await on.http.post("/api/v1/copy_weights", json=body, headers={"X-Idempotency-Key": "one"})
             assert again.json()["tinker_path"] == same[0]
-            assert len([one for one in on.service.store.all(Checkpoint) if one.name == "a"]) == 3
-            told = (await on.http.get("/api/v1/audit")).json()["entries"]
-            assert [one["event"] for one in told if "copied_from" in str(one)] == ["checkpoint_created"] * 2
+            assert len([item for item in on.service.store.all(Checkpoint) if item.name == "a"]) == 3
+            events = (await on.http.get("/api/v1/audit")).json()["entries"]
+            assert [item["event"] for item in events if "copied_from" in str(item)] == ["checkpoint_created"] * 2
             run = same[0].split("/")[2]
             refused = await on.post("optim_step", {"model_id": run, "seq_id": 1, "adam_params": {}})
             assert refused.status_code == 400
@@ -163,9 +163,9 @@ def test_a_copy_is_made_once_for_a_key(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_copy_into_a_place_of_a_session(tmp_path: Path) -> None:
+def test_copy_becomes_a_model_of_a_session(tmp_path: Path) -> None:
     async def main() -> None:
-        async with both(tmp_path) as two:
+        async with two_tenants(tmp_path) as two:
             session = two.model.rpartition(":train:")[0]
             body = {"source_path": two.path, "session_id": session, "model_seq_id": 7}
             for _ in range(2):
@@ -178,7 +178,7 @@ def test_a_copy_into_a_place_of_a_session(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_tokens_end_with_the_key(tmp_path: Path) -> None:
+def test_tokens_expire_with_their_key(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             token = (await on.post("auth/token", {})).json()["jwt"]
@@ -194,7 +194,7 @@ def test_tokens_end_with_the_key(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_link_is_over_when_its_time_is(tmp_path: Path) -> None:
+def test_signed_link_expires(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path, public_url="https://front.example/tinker/") as on:
             model = await on.model()
@@ -211,9 +211,9 @@ def test_a_link_is_over_when_its_time_is(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_key_revokes_itself_and_its_tokens(tmp_path: Path) -> None:
+def test_key_revokes_itself_and_its_tokens(tmp_path: Path) -> None:
     async def main() -> None:
-        async with both(tmp_path) as two:
+        async with two_tenants(tmp_path) as two:
             me = (await two.stranger.get("auth/apikey/me")).json()
             assert (me["name"], me["details"]["user_details"]["email"]) == ("theirs", "stranger")
             token = {"X-API-Key": (await two.stranger.post("auth/token")).json()["jwt"]}
@@ -222,8 +222,8 @@ def test_a_key_revokes_itself_and_its_tokens(tmp_path: Path) -> None:
             for headers in (None, token):
                 assert (await two.stranger.get("sessions", headers=headers)).status_code == 401
             entries = await two.on.service.audit_log.entries("stranger", "organizations", datetime.now(UTC).date())
-            told = [(one["event"], one["details"]) for one in entries]
-            assert told == [
+            events = [(entry["event"], entry["details"]) for entry in entries]
+            assert events == [
                 ("organization_key_created", {"actor": "tinsmith keys", "key": "theirs"}),
                 ("organization_key_revoked", {"actor": "stranger", "key": "theirs"}),
             ]

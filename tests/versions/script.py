@@ -60,7 +60,7 @@ class Script:
         return settled(model.forward(DATA, "cross_entropy")).metrics["loss:sum"]
 
     def capabilities(self) -> None:
-        assert "tiny" in [one.model_name for one in self.client.get_server_capabilities().supported_models]
+        assert "tiny" in [model.model_name for model in self.client.get_server_capabilities().supported_models]
 
     def create(self) -> None:
         self.model = settled(self.client.create_lora_training_client("tiny", rank=4, seed=1))
@@ -82,7 +82,7 @@ class Script:
 
     def custom(self) -> None:
         def loss(_data: Any, logprobs: Any) -> Any:
-            return sum((one**2).sum() for one in logprobs), {"mine": 1.0}
+            return sum((entry**2).sum() for entry in logprobs), {"mine": 1.0}
 
         assert settled(self.model.forward_backward_custom(DATA, loss)).metrics
         settled(self.model.optim_step(types.AdamParams()))
@@ -107,9 +107,9 @@ class Script:
 
     def resume_with_optimizer(self) -> None:
         made = settled(self.client.create_training_client_from_state_with_optimizer(self.path))
-        for one in (made, self.model):
-            settled(one.forward_backward(DATA, "cross_entropy"))
-            settled(one.optim_step(types.AdamParams(learning_rate=0.02)))
+        for item in (made, self.model):
+            settled(item.forward_backward(DATA, "cross_entropy"))
+            settled(item.optim_step(types.AdamParams(learning_rate=0.02)))
         assert abs(self.loss(made) - self.loss(self.model)) < 1e-3
 
     def load(self) -> None:
@@ -124,8 +124,8 @@ class Script:
         assert settled(rest.get_weights_info_by_tinker_path(self.path)).base_model == "tiny"
         settled(rest.publish_checkpoint_from_tinker_path(self.path))
         settled(rest.unpublish_checkpoint_from_tinker_path(self.path))
-        assert self.path in [one.tinker_path for one in settled(rest.list_user_checkpoints()).checkpoints]
-        assert run in [one.training_run_id for one in settled(rest.list_training_runs()).training_runs]
+        assert self.path in [checkpoint.tinker_path for checkpoint in settled(rest.list_user_checkpoints()).checkpoints]
+        assert run in [run.training_run_id for run in settled(rest.list_training_runs()).training_runs]
         settled(rest.delete_checkpoint_from_tinker_path(self.path))
 
     def unload(self) -> None:

@@ -1,4 +1,4 @@
-"""Each SDK from 0.23 on runs the same script against our service; docs/reference/compatibility.md says how that went.
+"""Run one script with each SDK from 0.23 on; docs/reference/compatibility.md holds the results.
 
 A venv for each version, with the SDK alone in it; what it depends on is lent by the venv that runs the tests. They are
 made once, in the cache folder. `python -m tests.versions.test_versions` writes the page anew.
@@ -56,12 +56,15 @@ def outcomes(version: str, url: str, key: str) -> dict[str, str]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def table(found: dict[str, dict[str, str]]) -> str:
+def table(outcomes_by_version: dict[str, dict[str, str]]) -> str:
     """Rows are steps, columns are SDKs."""
-    steps = list(dict.fromkeys(step for one in found.values() for step in one))
-    lines = [f"| step | {' | '.join(found)} |", f"|---|{'---|' * len(found)}"]
+    steps = list(dict.fromkeys(step for item in outcomes_by_version.values() for step in item))
+    lines = [f"| step | {' | '.join(outcomes_by_version)} |", f"|---|{'---|' * len(outcomes_by_version)}"]
     for step in steps:
-        cells = ["–" if step not in one else "yes" if one[step] == "ok" else "**no**" for one in found.values()]
+        cells = [
+            "–" if step not in item else "yes" if item[step] == "ok" else "**no**"
+            for item in outcomes_by_version.values()
+        ]
         lines.append(f"| {step} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -81,29 +84,31 @@ def address(tiny_llama: Path) -> Iterator[tuple[str, str]]:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, dict[str, str]]:
+def outcomes_by_version() -> dict[str, dict[str, str]]:
     return {}
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_the_script_runs_with(version: str, address: tuple[str, str], found: dict[str, dict[str, str]]) -> None:
-    found[version] = outcomes(version, *address)
-    assert {step: why for step, why in found[version].items() if why != "ok"} == {}
+def test_script_runs_with_each_sdk(
+    version: str, address: tuple[str, str], outcomes_by_version: dict[str, dict[str, str]]
+) -> None:
+    outcomes_by_version[version] = outcomes(version, *address)
+    assert {step: why for step, why in outcomes_by_version[version].items() if why != "ok"} == {}
 
 
-def test_the_page_says_what_was_found(found: dict[str, dict[str, str]]) -> None:
-    assert tuple(found) == VERSIONS
-    assert PAGE.read_text().split(BEGIN)[1].split(END)[0].strip() == table(found)
+def test_compatibility_page_is_current(outcomes_by_version: dict[str, dict[str, str]]) -> None:
+    assert tuple(outcomes_by_version) == VERSIONS
+    assert PAGE.read_text().split(BEGIN)[1].split(END)[0].strip() == table(outcomes_by_version)
 
 
 def main() -> None:
     from tests.models import save_model
 
     with tempfile.TemporaryDirectory() as folder, serving(save_model("llama", Path(folder))) as (url, key):
-        found = {version: outcomes(version, url, key) for version in VERSIONS}
+        outcomes_by_version = {version: outcomes(version, url, key) for version in VERSIONS}
     before, _, after = PAGE.read_text().partition(BEGIN)
-    PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{after.partition(END)[2]}")
-    print(json.dumps(found, indent=1))
+    PAGE.write_text(f"{before}{BEGIN}\n{table(outcomes_by_version)}\n{END}{after.partition(END)[2]}")
+    print(json.dumps(outcomes_by_version, indent=1))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""An unmodified OpenAI client drives the policy, and every reply is kept as it was sampled."""
+"""The agent endpoint with an unmodified OpenAI client: replies are recorded as they were sampled."""
 
 from __future__ import annotations
 
@@ -28,92 +28,94 @@ Use = Callable[[openai.AsyncOpenAI, AgentSession], Awaitable[object]]
 
 
 def served(use: Use, *replies: str, sampling: SamplingConfig | None = None) -> tuple[object, AgentSession]:
-    """What `use` returns, and the line that it used."""
+    """(result of `use`, the session that it used)."""
 
     async def main() -> tuple[object, AgentSession]:
         agent_endpoint = AgentEndpoint()
         try:
-            async with agent_endpoint.session(policy(*replies), sampling or SamplingConfig(max_tokens=99), 7) as line:
-                client = openai.AsyncOpenAI(base_url=line.base_url, api_key=line.api_key, max_retries=0)
+            async with agent_endpoint.session(
+                policy(*replies), sampling or SamplingConfig(max_tokens=99), 7
+            ) as session:
+                client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
                 async with client:
-                    return await use(client, line), line
+                    return await use(client, session), session
         finally:
             await agent_endpoint.close()
 
     return asyncio.run(main())
 
 
-def test_a_completion_is_a_turn_with_its_tokens_and_logprobs():
-    async def use(client, line):
+def test_completion_is_recorded_as_a_turn():
+    async def use(client, session):
         return await client.chat.completions.create(
-            model=line.model, messages=[USER], logprobs=True, extra_body={"return_token_ids": True}
+            model=session.model, messages=[USER], logprobs=True, extra_body={"return_token_ids": True}
         )
 
-    answer, line = served(use, "five")
-    (turn,) = line.turns
+    answer, session = served(use, "five")
+    (turn,) = session.turns
     assert turn.tokens == (*map(ord, "five"), END)
     assert turn.version == 3
     choice = answer.choices[0]
     assert (choice.message.content, choice.finish_reason) == ("five", "stop")
     assert choice.token_ids == list(turn.tokens)
-    assert [one.logprob for one in choice.logprobs.content] == list(turn.logprobs)
+    assert [entry.logprob for entry in choice.logprobs.content] == list(turn.logprobs)
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(turn.prompt), 5)
 
 
-def test_a_conversation_that_goes_on_is_one_row():
-    async def use(client, line):
+def test_continued_conversation_is_one_training_row():
+    async def use(client, session):
         said = [USER]
         for more in ("sure?", "really?", None):
-            answer = await client.chat.completions.create(model=line.model, messages=said)
+            answer = await client.chat.completions.create(model=session.model, messages=said)
             said.append(answer.choices[0].message.model_dump())
             said.append({"role": "user", "content": more})
 
-    _, line = served(use, "five")
-    (row,) = rows_from_rollout(Rollout(turns=line.turns))
+    _, session = served(use, "five")
+    (row,) = rows_from_rollout(Rollout(turns=session.turns))
     assert "".join(map(chr, row.targets[row.mask])) == "five\0five\0five\0"
 
 
-def test_tools_are_called_and_answered_within_one_row():
-    async def use(client, line):
+def test_tool_calls_stay_within_one_training_row():
+    async def use(client, session):
         said = [USER]
-        first = await client.chat.completions.create(model=line.model, messages=said, tools=TOOLS)
+        first = await client.chat.completions.create(model=session.model, messages=said, tools=TOOLS)
         (call,) = first.choices[0].message.tool_calls
         said.append(first.choices[0].message.model_dump(exclude_none=True))
         said.append({"role": "tool", "tool_call_id": call.id, "content": "5"})
-        await client.chat.completions.create(model=line.model, messages=said, tools=TOOLS)
+        await client.chat.completions.create(model=session.model, messages=said, tools=TOOLS)
         return first.choices[0], call
 
-    (choice, call), line = served(use, CALL)
+    (choice, call), session = served(use, CALL)
     assert choice.finish_reason == "tool_calls"
     assert choice.message.content is None
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2})
-    assert len(line.turns) == 2
-    assert len(rows_from_rollout(Rollout(turns=line.turns))) == 1
+    assert len(session.turns) == 2
+    assert len(rows_from_rollout(Rollout(turns=session.turns))) == 1
 
 
-def test_two_conversations_side_by_side_are_two_rows():
-    async def use(client, line):
-        async def one(name: str) -> None:
+def test_interleaved_conversations_are_two_rows():
+    async def use(client, session):
+        async def converse(name: str) -> None:
             said = [{"role": "user", "content": name}]
             for _ in range(3):
-                answer = await client.chat.completions.create(model=line.model, messages=said)
+                answer = await client.chat.completions.create(model=session.model, messages=said)
                 said += [{"role": "assistant", "content": answer.choices[0].message.content}, USER]
                 await asyncio.sleep(0)
 
-        await asyncio.gather(one("left"), one("right"))
+        await asyncio.gather(converse("left"), converse("right"))
 
-    _, line = served(use, "five")
-    assert len(line.turns) == 6
-    assert len(rows_from_rollout(Rollout(turns=line.turns))) == 2
+    _, session = served(use, "five")
+    assert len(session.turns) == 6
+    assert len(rows_from_rollout(Rollout(turns=session.turns))) == 2
 
 
-def test_n_stop_length_seed_and_temperature_are_heard():
-    async def use(client, line):
+def test_request_options_override_the_run():
+    async def use(client, session):
         async def ask(**more):
             return await client.chat.completions.create(model="any", messages=[USER], **more)
 
-        drawn = [[one.message.content for one in (await ask(n=16, seed=seed)).choices] for seed in (1, 1, 2)]
-        greedy = {one.message.content for one in (await ask(n=16, temperature=0)).choices}
+        drawn = [[choice.message.content for choice in (await ask(n=16, seed=seed)).choices] for seed in (1, 1, 2)]
+        greedy = {choice.message.content for choice in (await ask(n=16, temperature=0)).choices}
         cut = (await ask(max_completion_tokens=1)).choices[0].finish_reason
         unseeded = [(await ask()).choices[0].message.content for _ in range(12)]
         return drawn, greedy, cut, unseeded
@@ -125,21 +127,21 @@ def test_n_stop_length_seed_and_temperature_are_heard():
     assert set(unseeded) == {"five", "six"}
 
 
-def test_a_stream_is_one_piece_and_its_end():
-    async def use(client, line):
+def test_stream_has_one_chunk_and_its_end():
+    async def use(client, session):
         stream = await client.chat.completions.create(
-            model=line.model, messages=[USER], tools=TOOLS, stream=True, stream_options={"include_usage": True}
+            model=session.model, messages=[USER], tools=TOOLS, stream=True, stream_options={"include_usage": True}
         )
         return [chunk async for chunk in stream]
 
-    chunks, line = served(use, CALL)
+    chunks, session = served(use, CALL)
     assert chunks[0].choices[0].delta.tool_calls[0].function.name == "add"
     assert chunks[1].choices[0].finish_reason == "tool_calls"
-    assert chunks[2].usage.completion_tokens == len(line.turns[0].tokens)
+    assert chunks[2].usage.completion_tokens == len(session.turns[0].tokens)
 
 
 @pytest.mark.parametrize(
-    ("asked", "sentence"),
+    ("fields", "sentence"),
     [
         ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
         ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice must be"),
@@ -149,29 +151,29 @@ def test_a_stream_is_one_piece_and_its_end():
         ({"messages": [{"role": "user", "content": "x" * 200}]}, "max_prompt_tokens is 100"),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(asked, sentence):
-    async def use(client, line):
+def test_rejects_unsupported_options_by_name(fields, sentence):
+    async def use(client, session):
         with pytest.raises(openai.BadRequestError, match=sentence):
-            await client.chat.completions.create(**{"model": line.model, "messages": [USER], **asked})
-        assert [one.id async for one in client.models.list()] == ["policy"]
+            await client.chat.completions.create(**{"model": session.model, "messages": [USER], **fields})
+        assert [item.id async for item in client.models.list()] == ["policy"]
 
-    _, line = served(use, "five", sampling=SamplingConfig(max_prompt_tokens=100))
-    assert line.turns == ()
+    _, session = served(use, "five", sampling=SamplingConfig(max_prompt_tokens=100))
+    assert session.turns == ()
 
 
-def test_tools_for_a_template_that_takes_none_are_refused_with_a_cure(monkeypatch):
+def test_tools_require_a_template_that_supports_them(monkeypatch):
     monkeypatch.setattr(LetterCodec, "template", "{{ messages }}")
 
-    async def use(client, line):
+    async def use(client, session):
         with pytest.raises(
             openai.BadRequestError, match=r"does not support tools\. Remove .* or set model\.chat_template"
         ):
-            await client.chat.completions.create(model=line.model, messages=[USER], tools=TOOLS)
+            await client.chat.completions.create(model=session.model, messages=[USER], tools=TOOLS)
 
     served(use, "five")
 
 
-def test_a_line_has_a_key_of_its_own_and_ends_with_its_rollout():
+def test_session_has_its_own_key_and_ends_with_its_rollout():
     async def main() -> None:
         agent_endpoint = AgentEndpoint()
         async with agent_endpoint.session(policy("five"), SamplingConfig(), 1) as first:
@@ -192,34 +194,36 @@ def test_a_line_has_a_key_of_its_own_and_ends_with_its_rollout():
     asyncio.run(main())
 
 
-async def asks(task: Task, client: openai.AsyncOpenAI, model: str, fails: bool = False) -> dict[str, float] | None:
+async def yes_or_no_agent(
+    task: Task, client: openai.AsyncOpenAI, model: str, fails: bool = False
+) -> dict[str, float] | None:
     answer = await client.chat.completions.create(
-        model=model, messages=[{"role": one.role, "content": one.content} for one in task.messages]
+        model=model, messages=[{"role": message.role, "content": message.content} for message in task.messages]
     )
     if fails:
         raise RuntimeError("lost the thread")
-    return {"tries": 0.5} if answer.choices[0].message.content == "yes" else None
+    return {"bonus": 0.5} if answer.choices[0].message.content == "yes" else None
 
 
-def test_an_agent_is_a_function_of_task_client_and_model():
+def test_agent_function_gets_task_client_and_model():
     task = Task(id="t", messages=(Message(role="user", content="yes or no?"),))
 
     async def main(**args) -> tuple[Rollout, ...]:
         agent_endpoint = AgentEndpoint()
         parts = WorkflowContext(sampling=SamplingConfig(), rewards=YES, agent_endpoint=agent_endpoint)
-        config = AgentConfig(path=f"{HERE}:asks", args=args)
+        config = AgentConfig(path=f"{HERE}:yes_or_no_agent", args=args)
         try:
             return await config.make(parts).run(task, policy("yes", "no"), count=16, seed=3)
         finally:
             await agent_endpoint.close()
 
-    worth = {one.text: one.reward for one in asyncio.run(main())}
+    worth = {item.text: item.reward for item in asyncio.run(main())}
     assert worth == {"yes": 1.5, "no": 0.0}
-    assert {one.error for one in asyncio.run(main(fails=True))} == {"RuntimeError: lost the thread"}
+    assert {item.error for item in asyncio.run(main(fails=True))} == {"RuntimeError: lost the thread"}
 
 
-def test_a_whole_run_of_agents(tmp_path):
-    workflow = {"type": "agent", "path": f"{HERE}:asks"}
+def test_run_with_agents_improves_reward(tmp_path):
+    workflow = {"type": "agent", "path": f"{HERE}:yes_or_no_agent"}
     assert run(settings(tmp_path, workflow=workflow, steps=12, optimizer={"learning_rate": 0.3})).step == 12
     reward = [row["reward/mean"] for row in rows(tmp_path) if "reward/mean" in row]
     assert np.mean(reward[-3:]) > np.mean(reward[:3])

@@ -1,4 +1,4 @@
-"""Chats become tokens by the template alone, and what was sampled stays as it was sampled."""
+"""Chat: templates, prompts that extend sampled turns, and loss masks."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ def spell(tokenizer, text: str) -> tuple[int, ...]:
 
 
 def turn(chat: Chat, tokenizer, reply: str, *conversation, stop="stop") -> Turn:
-    """A reply spelled letter by letter, as no tokenizer would spell it."""
-    tokens = tuple(one for letter in reply for one in spell(tokenizer, letter))
+    """A reply encoded character by character, as no tokenizer would encode it."""
+    tokens = tuple(item for letter in reply for item in spell(tokenizer, letter))
     tokens += spell(tokenizer, "<|im_end|>") if stop == "stop" else ()
     return Turn(
         prompt=tuple(chat.prompt(conversation)), tokens=tokens, logprobs=(0.0,) * len(tokens), text=reply, stop=stop
     )
 
 
-def test_a_prompt_is_what_the_template_writes(tokenizer):
+def test_prompt_equals_the_rendered_template(tokenizer):
     chat = Chat(tokenizer)
     assert (
         tokenizer.decode(chat.prompt([ASK]))
@@ -45,34 +45,34 @@ def test_a_prompt_is_what_the_template_writes(tokenizer):
     )
 
 
-def test_a_template_that_begins_a_text_does_it_once(tokenizer):
+def test_template_with_bos_token_writes_it_once(tokenizer):
     own = "{{ bos_token }}{% for message in messages %}{{ message.content }}{% endfor %}"
     ids = Chat(tokenizer, own).prompt([ASK])
     assert ids.count(tokenizer.bos_token_id) == 1
     assert tokenizer.decode(ids) == tokenizer.bos_token + ASK.content
 
 
-def test_values_and_tools_reach_the_template(tokenizer):
+def test_template_receives_values_and_tools(tokenizer):
     own = "{{ enable_thinking }} {{ messages[0].content }} {% if tools %}{{ tools[0].function.name }}{% endif %}"
     chat = Chat(tokenizer, own, {"enable_thinking": False})
     tools = [{"type": "function", "function": {"name": "add"}}]
     assert tokenizer.decode(chat.prompt([ASK], tools)) == f"False {ASK.content} add"
 
 
-def test_values_may_be_added_for_another_reader(tokenizer):
+def test_with_template_values_returns_a_copy(tokenizer):
     template = "{{ messages[0].content }}{% if enable_thinking %}<think>{% endif %}{{ mood }}"
     chat = Chat(tokenizer, template, {"enable_thinking": True, "mood": "!"})
-    asked = [Message(role="user", content="Hi")]
-    assert tokenizer.decode(chat.with_template_values({"enable_thinking": False}).prompt(asked)) == "Hi!"
-    assert tokenizer.decode(chat.prompt(asked)) == "Hi<think>!"
+    conversation = [Message(role="user", content="Hi")]
+    assert tokenizer.decode(chat.with_template_values({"enable_thinking": False}).prompt(conversation)) == "Hi!"
+    assert tokenizer.decode(chat.prompt(conversation)) == "Hi<think>!"
 
 
-def test_a_last_message_of_the_assistant_is_gone_on_with(tokenizer):
+def test_final_assistant_message_begins_the_reply(tokenizer):
     ids = Chat(tokenizer).prompt([ASK, Message(role="assistant", content="<think>")])
     assert tokenizer.decode(ids).endswith("<|im_start|>assistant\n<think>")
 
 
-def test_the_next_prompt_extends_prompt_and_reply_token_by_token(tokenizer):
+def test_next_prompt_extends_the_turn_token_by_token(tokenizer):
     chat = Chat(tokenizer)
     first = turn(chat, tokenizer, "it is 52", ASK)
     ids = chat.prompt([ASK, first, MORE])
@@ -82,7 +82,7 @@ def test_the_next_prompt_extends_prompt_and_reply_token_by_token(tokenizer):
     assert chat.prompt([ASK, first]) == said
 
 
-def test_a_reply_that_was_cut_is_ended_before_the_next_message(tokenizer):
+def test_truncated_reply_is_ended_before_the_next_message(tokenizer):
     chat = Chat(tokenizer)
     first = turn(chat, tokenizer, "it is", ASK, stop="length")
     ids = chat.prompt([ASK, first, MORE])
@@ -91,13 +91,13 @@ def test_a_reply_that_was_cut_is_ended_before_the_next_message(tokenizer):
     assert chat.prompt([ASK, first, MORE, second, MORE])[: len(second.prompt)] == ids
 
 
-def test_a_template_that_forgets_replies_is_spelled_anew(tokenizer):
+def test_template_that_omits_replies_is_rendered_whole(tokenizer):
     chat = Chat(tokenizer, "{% for m in messages if m.role == 'user' %}{{ m.content }}\n{% endfor %}")
     first = turn(chat, tokenizer, "52", ASK)
     assert tokenizer.decode(chat.prompt([ASK, first, MORE])) == f"{ASK.content}\n{MORE.content}\n"
 
 
-def test_without_a_template_texts_stand_as_they_are(tokenizer):
+def test_without_a_template_messages_are_joined(tokenizer):
     bare = type(tokenizer).from_pretrained(tokenizer.name_or_path)
     bare.chat_template = None
     chat = Chat(bare)
@@ -106,13 +106,13 @@ def test_without_a_template_texts_stand_as_they_are(tokenizer):
     assert tokenizer.decode(chat.prompt([ASK, first, MORE])) == f"{ASK.content}52<|im_end|>\n\n{MORE.content}"
 
 
-def test_what_is_taught_is_the_assistants_last_message_or_every_one(tokenizer):
+def test_loss_mask_covers_the_last_or_every_reply(tokenizer):
     chat = Chat(tokenizer)
     answers = [Message(role="assistant", content="52"), Message(role="assistant", content="yes, 52")]
     talk = [ASK, answers[0], MORE, answers[1]]
     tokens, mask = chat.encode_with_loss_mask(talk)
     assert tokens == spell_all(tokenizer, talk)
-    assert tokenizer.decode([one for one, m in zip(tokens, mask, strict=True) if m]) == "yes, 52<|im_end|>"
+    assert tokenizer.decode([token for token, m in zip(tokens, mask, strict=True) if m]) == "yes, 52<|im_end|>"
     tokens, mask = chat.encode_with_loss_mask(talk, every=True)
     assert tokens == spell_all(tokenizer, talk)
     assert tokenizer.decode([t for t, m in zip(tokens, mask, strict=True) if m]) == "52<|im_end|>yes, 52<|im_end|>"
@@ -121,11 +121,11 @@ def test_what_is_taught_is_the_assistants_last_message_or_every_one(tokenizer):
 
 
 def spell_all(tokenizer, messages) -> list[int]:
-    chat = [{"role": one.role, "content": one.content} for one in messages]
+    chat = [{"role": message.role, "content": message.content} for message in messages]
     return tokenizer.apply_chat_template(chat, return_dict=False)
 
 
-def test_a_reply_ends_before_its_stop_string_and_shows_no_marks(tokenizer):
+def test_reply_text_excludes_stop_and_special_tokens(tokenizer):
     chat = Chat(tokenizer)
     tokens = tokenizer.encode("one\nUser: two<|im_end|>")
     assert chat.text(tokens, ("\nUser:",)) == "one"
@@ -133,12 +133,12 @@ def test_a_reply_ends_before_its_stop_string_and_shows_no_marks(tokenizer):
     assert chat.text(tokens, None, keep=("<|im_end|>",)) == "one\nUser: two<|im_end|>"
 
 
-def test_what_a_template_does_not_take_is_the_users_error(tokenizer):
+def test_template_errors_are_user_errors(tokenizer):
     with pytest.raises(UserError, match="no system here"):
         Chat(tokenizer, "{{ raise_exception('no system here') }}").prompt([ASK])
 
 
-def test_a_template_is_text_or_a_file(tmp_path):
+def test_reads_a_template_from_text_or_file(tmp_path):
     (tmp_path / "own.jinja").write_text("{{ messages }}")
     assert read_template(str(tmp_path / "own.jinja")) == read_template("{{ messages }}") == "{{ messages }}"
     with pytest.raises(ConfigError, match="there is no file"):
@@ -155,18 +155,18 @@ MARKED = (
 
 
 def learned(tokenizer, tokens: list[int], mask: list[bool]) -> list[str]:
-    """The texts under the mask, run by run."""
+    """Texts of the masked spans."""
     runs: list[list[int]] = []
-    for at, (token, one) in enumerate(zip(tokens, mask, strict=True)):
-        if one and (at == 0 or not mask[at - 1]):
+    for at, (token, item) in enumerate(zip(tokens, mask, strict=True)):
+        if item and (at == 0 or not mask[at - 1]):
             runs.append([])
-        if one:
+        if item:
             runs[-1].append(token)
     return [tokenizer.decode(run) for run in runs]
 
 
 @pytest.mark.parametrize("template", [CHATML, MARKED])
-def test_a_chat_to_learn_has_the_assistants_words_with_their_end(tokenizer, template):
+def test_loss_mask_includes_the_end_of_sequence_token(tokenizer, template):
     chat = Chat(tokenizer, template)
     tokens, mask = chat.encode_with_loss_mask(TOLD)
     assert learned(tokenizer, tokens, mask) == ["It is 52<|im_end|>"]
@@ -174,12 +174,12 @@ def test_a_chat_to_learn_has_the_assistants_words_with_their_end(tokenizer, temp
     assert learned(tokenizer, tokens, mask) == ["51<|im_end|>", "It is 52<|im_end|>"]
 
 
-def test_what_comes_before_a_reply_to_learn_is_its_prompt(tokenizer):
+def test_tokens_before_the_loss_mask_are_the_prompt(tokenizer):
     chat = Chat(tokenizer)
     tokens, mask = chat.encode_with_loss_mask(TOLD[:2])
     assert tokens[: mask.index(True)] == chat.prompt(TOLD[:1])
 
 
-def test_a_chat_to_learn_ends_with_the_assistant(tokenizer):
+def test_loss_mask_requires_a_final_assistant_message(tokenizer):
     with pytest.raises(UserError, match="must end with the assistant"):
         Chat(tokenizer).encode_with_loss_mask([ASK])

@@ -1,4 +1,4 @@
-"""Which names are listed: those that can be called, whatever else a tenant has made."""
+"""GET /v1/models lists the names that can be sampled from."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from tests.service.inprocess import Api, api
 async def listed(on: Api) -> list[str]:
     answer = await on.http.get("/v1/models")
     assert answer.status_code == 200, answer.text
-    return [one["id"] for one in answer.json()["data"]]
+    return [datum["id"] for datum in answer.json()["data"]]
 
 
-def test_models_that_cannot_be_called_hide_none_that_can(tmp_path: Path) -> None:
+def test_models_without_sampleable_weights_are_not_listed(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             model, elsewhere = await on.model(), await on.model()

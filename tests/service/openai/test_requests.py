@@ -1,4 +1,4 @@
-"""Messages of the API become what chat templates want."""
+"""Chat messages are rendered with the chat template."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def said(tokenizer: Tokenizer, *messages: dict[str, Any], **more: Any) -> str:
     return tokenizer.decode(ids)
 
 
-def test_roles_parts_and_absent_texts(tokenizer: Tokenizer):
+def test_renders_roles_content_parts_and_missing_content(tokenizer: Tokenizer):
     assert said(tokenizer, {"role": "user", "content": "hi"}) == "[user||hi|]>"
     assert said(tokenizer, {"role": "developer", "content": "be brief"}) == "[system||be brief|]>"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
@@ -38,20 +38,20 @@ def test_roles_parts_and_absent_texts(tokenizer: Tokenizer):
     assert said(tokenizer, {"role": "assistant", "content": None, "refusal": None}) == "[assistant|||]>"
 
 
-def test_calls_have_objects_and_answers_have_names(tokenizer: Tokenizer):
+def test_tool_calls_get_object_arguments_and_results_get_names(tokenizer: Tokenizer):
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 39}'}}
     history = ({"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "52"})
     assert said(tokenizer, *history) == "[assistant|||add:39][tool|add|52|]>"
 
 
-def test_an_answer_goes_on(tokenizer: Tokenizer):
+def test_continue_final_message_continues_the_reply(tokenizer: Tokenizer):
     begun = {"role": "assistant", "content": "It is"}
     assert said(tokenizer, begun, continue_final_message=True) == "[assistant||It is"
     with pytest.raises(BadRequest, match="exclude each other"):
         said(tokenizer, begun, continue_final_message=True, add_generation_prompt=True)
 
 
-def test_what_is_no_message_is_refused(tokenizer: Tokenizer):
+def test_rejects_invalid_messages_and_tools(tokenizer: Tokenizer):
     with pytest.raises(BadRequest, match=r"messages\[0\].role"):
         said(tokenizer, {"content": "hi"})
     with pytest.raises(Unsupported, match="part of type image_url"):

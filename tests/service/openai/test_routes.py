@@ -1,4 +1,4 @@
-"""The OpenAI dialect through the unmodified openai client, against a served fake engine with a real tokenizer."""
+"""The OpenAI API through the unmodified openai client, against a served fake engine with a real tokenizer."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def tokenizer(tiny_llama: Path) -> Any:
     return AutoTokenizer.from_pretrained(tiny_llama)
 
 
-def test_models_are_listed_and_found(ai: openai.OpenAI):
-    assert [one.id for one in ai.models.list()][:2] == ["tiny", "toy"]
+def test_lists_and_gets_models(ai: openai.OpenAI):
+    assert [item.id for item in ai.models.list()][:2] == ["tiny", "toy"]
     assert ai.models.retrieve("tiny").model_extra["max_model_len"] == 32768  # type: ignore[index]
     with pytest.raises(openai.NotFoundError, match="Did you mean 'tiny'"):
         ai.models.retrieve("tinny")
 
 
-def test_a_chat_is_answered_with_ids_and_logprobs(ai: openai.OpenAI, tokenizer: Any):
+def test_chat_returns_token_ids_and_logprobs(ai: openai.OpenAI, tokenizer: Any):
     reply = ai.chat.completions.create(
         model="tiny",
         messages=HI,
@@ -73,8 +73,8 @@ def test_a_chat_is_answered_with_ids_and_logprobs(ai: openai.OpenAI, tokenizer: 
         assert choice.finish_reason == ("stop" if ids[-1] == 2 else "length")
         assert choice.logprobs is not None
         assert choice.logprobs.content is not None
-        assert [len(one.top_logprobs) for one in choice.logprobs.content] == [3] * len(ids)
-        text = b"".join(bytes(one.bytes or ()) for one in choice.logprobs.content)
+        assert [len(entry.top_logprobs) for entry in choice.logprobs.content] == [3] * len(ids)
+        text = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content)
         assert (
             text == tokenizer.backend_tokenizer.decode(ids, skip_special_tokens=False).encode() or b"\xef" not in text
         )
@@ -82,12 +82,19 @@ def test_a_chat_is_answered_with_ids_and_logprobs(ai: openai.OpenAI, tokenizer: 
     assert (reply.usage.prompt_tokens, reply.usage.completion_tokens) == (len(prompt), said)
 
 
-def test_a_stream_is_the_whole_answer_in_pieces(ai: openai.OpenAI):
-    asked: dict[str, Any] = {"model": "tiny", "messages": HI, "max_tokens": 24, "seed": 5, "n": 2, "logprobs": True}
-    whole = ai.chat.completions.create(**asked)
+def test_streamed_chunks_add_up_to_the_whole_response(ai: openai.OpenAI):
+    call_options: dict[str, Any] = {
+        "model": "tiny",
+        "messages": HI,
+        "max_tokens": 24,
+        "seed": 5,
+        "n": 2,
+        "logprobs": True,
+    }
+    whole = ai.chat.completions.create(**call_options)
     texts, logprobs, ends, usage, pieces = ["", ""], [[], []], [None, None], None, 0
     options: Any = {"include_usage": True}
-    for chunk in ai.chat.completions.create(**asked, stream=True, stream_options=options):
+    for chunk in ai.chat.completions.create(**call_options, stream=True, stream_options=options):
         usage = chunk.usage or usage
         for choice in chunk.choices:
             pieces += bool(choice.delta.content)
@@ -101,30 +108,32 @@ def test_a_stream_is_the_whole_answer_in_pieces(ai: openai.OpenAI):
     assert pieces > 20  # token by token
 
 
-def test_stop_strings_end_the_text_and_are_not_in_it(ai: openai.OpenAI):
-    asked: dict[str, Any] = {"model": "toy", "prompt": "ab", "max_tokens": 40, "seed": 1}
-    free = ai.completions.create(**asked).choices[0].text
+def test_stop_strings_end_the_text_and_are_excluded(ai: openai.OpenAI):
+    call_options: dict[str, Any] = {"model": "toy", "prompt": "ab", "max_tokens": 40, "seed": 1}
+    free = ai.completions.create(**call_options).choices[0].text
     stop = free[10:12]
-    cut = ai.completions.create(**asked, stop=[stop, "never"]).choices[0]
+    cut = ai.completions.create(**call_options, stop=[stop, "never"]).choices[0]
     assert (cut.text, cut.finish_reason) == (free[: free.index(stop)], "stop")
-    kept = ai.completions.create(**asked, stop=stop, extra_body={"include_stop_str_in_output": True}).choices[0]
-    assert kept.text == free[: free.index(stop) + 2]
-    streamed = ai.completions.create(**asked, stop=stop, stream=True)
+    with_stop = ai.completions.create(
+        **call_options, stop=stop, extra_body={"include_stop_str_in_output": True}
+    ).choices[0]
+    assert with_stop.text == free[: free.index(stop) + 2]
+    streamed = ai.completions.create(**call_options, stop=stop, stream=True)
     assert "".join(chunk.choices[0].text for chunk in streamed) == cut.text
 
 
-def test_prompts_come_as_text_texts_or_tokens(ai: openai.OpenAI, tokenizer: Any):
+def test_completions_accept_text_lists_and_tokens(ai: openai.OpenAI, tokenizer: Any):
     ids = tokenizer("The quick fox").input_ids
-    asked: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "temperature": 0}
-    text = ai.completions.create(**asked, prompt="The quick fox").choices[0].text
-    assert ai.completions.create(**asked, prompt=ids).choices[0].text == text
-    many = ai.completions.create(**asked, prompt=["The quick fox", "The quick fox"], n=2)
-    assert [(one.index, one.text) for one in many.choices] == [(at, text) for at in range(4)]
+    call_options: dict[str, Any] = {"model": "tiny", "max_tokens": 4, "temperature": 0}
+    text = ai.completions.create(**call_options, prompt="The quick fox").choices[0].text
+    assert ai.completions.create(**call_options, prompt=ids).choices[0].text == text
+    many = ai.completions.create(**call_options, prompt=["The quick fox", "The quick fox"], n=2)
+    assert [(choice.index, choice.text) for choice in many.choices] == [(at, text) for at in range(4)]
     assert many.usage is not None
     assert many.usage.prompt_tokens == 2 * len(ids)
 
 
-def test_a_prompt_is_echoed_and_scored(ai: openai.OpenAI, tokenizer: Any):
+def test_echo_returns_prompt_logprobs(ai: openai.OpenAI, tokenizer: Any):
     ids = tokenizer("The quick fox").input_ids
     scored = ai.completions.create(
         model="tiny",
@@ -147,13 +156,13 @@ def test_a_prompt_is_echoed_and_scored(ai: openai.OpenAI, tokenizer: Any):
     assert more.choices[0].text.startswith("The quick fox")
 
 
-def test_saved_weights_are_called_by_path_by_model_and_by_session(ai: openai.OpenAI, worded: Served):
+def test_samples_saved_weights_by_path_model_and_session(ai: openai.OpenAI, worded: Served):
     service = tinker.ServiceClient(base_url=worded.url, api_key=worded.key)
     train = service.create_lora_training_client("tiny", rank=4, seed=1).result()
-    asked: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "logprobs": 0}
+    call_options: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "logprobs": 0}
 
     def said(model: str) -> tuple[str | None, list[float]]:
-        reply = ai.completions.create(model=model, **asked)
+        reply = ai.completions.create(model=model, **call_options)
         logprobs = reply.choices[0].logprobs
         assert logprobs is not None
         return reply.system_fingerprint, logprobs.token_logprobs  # type: ignore[return-value]
@@ -178,14 +187,14 @@ def test_saved_weights_are_called_by_path_by_model_and_by_session(ai: openai.Ope
     params = types.SamplingParams(max_tokens=8, temperature=0.0)
     sdk = sampler.sample(types.ModelInput.from_ints([5, 6, 7]), num_samples=1, sampling_params=params).result()
     np.testing.assert_allclose(said(train.model_id)[1], sdk.sequences[0].logprobs, rtol=1e-6)
-    assert train.model_id in [one.id for one in ai.models.list()]
+    assert train.model_id in [item.id for item in ai.models.list()]
     with pytest.raises(openai.BadRequestError, match="belongs to tiny"):
         said(f"toy;{steps[0][0]}")
     service.close("success").result()
 
 
 @pytest.mark.parametrize(
-    ("more", "told"),
+    ("more", "says"),
     [
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
@@ -205,14 +214,14 @@ def test_saved_weights_are_called_by_path_by_model_and_by_session(ai: openai.Ope
         ({"messages": [{"role": "king", "content": "hi"}]}, "role is 'king'"),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(ai: openai.OpenAI, more: dict[str, Any], told: str):
-    with pytest.raises(openai.BadRequestError, match=told) as error:
+def test_rejects_unsupported_options_by_name(ai: openai.OpenAI, more: dict[str, Any], says: str):
+    with pytest.raises(openai.BadRequestError, match=says) as error:
         ai.chat.completions.create(**{"model": "tiny", "messages": HI, "max_tokens": 4, **more})
     assert error.value.type == "invalid_request_error"
-    assert (error.value.code == "context_length_exceeded") == ("context" in told)
+    assert (error.value.code == "context_length_exceeded") == ("context" in says)
 
 
-def test_values_that_change_nothing_are_let_through(ai: openai.OpenAI):
+def test_accepts_fields_without_effect(ai: openai.OpenAI):
     reply = ai.chat.completions.create(
         model="tiny",
         messages=[{"role": "developer", "content": [{"type": "text", "text": "Be brief."}]}, *HI],
@@ -228,7 +237,7 @@ def test_values_that_change_nothing_are_let_through(ai: openai.OpenAI):
     assert reply.usage.completion_tokens <= 2
 
 
-def test_a_wrong_key_is_told_in_their_words(worded: Served):
+def test_wrong_key_returns_an_openai_error(worded: Served):
     with (
         openai.OpenAI(base_url=f"{worded.url}/v1", api_key="tml-wrong") as client,
         pytest.raises(openai.AuthenticationError) as error,
@@ -241,17 +250,17 @@ def test_a_wrong_key_is_told_in_their_words(worded: Served):
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_served")
 
 
-def test_many_at_once_with_the_async_client(worded: Served):
+def test_concurrent_async_requests_keep_their_seeds(worded: Served):
     async def ask_all() -> list[str]:
         async with openai.AsyncOpenAI(base_url=f"{worded.url}/v1", api_key=worded.key) as client:
 
-            async def one(seed: int) -> str:
+            async def sample(seed: int) -> str:
                 chunks = await client.chat.completions.create(
                     model="tiny", messages=HI, max_tokens=10, seed=seed % 4, stream=True
                 )
                 return "".join([chunk.choices[0].delta.content or "" async for chunk in chunks if chunk.choices])
 
-            return await asyncio.gather(*(one(seed) for seed in range(16)))
+            return await asyncio.gather(*(sample(seed) for seed in range(16)))
 
     texts = asyncio.run(ask_all())
     assert texts[:4] == texts[4:8] == texts[12:]
@@ -259,8 +268,8 @@ def test_many_at_once_with_the_async_client(worded: Served):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_hanging_up_stops_the_work(worded: Served, stream: bool):
-    """20,000 tokens take the fake engine several seconds; given up, they are a failed completion at once."""
+def test_disconnect_cancels_sampling(worded: Served, stream: bool):
+    """20,000 tokens take the fake engine several seconds; a disconnect makes them a failed completion at once."""
 
     def failed() -> float:
         lines = httpx.get(f"{worded.url}/metrics", headers={"X-API-Key": worded.key}).text.splitlines()
@@ -268,14 +277,14 @@ def test_hanging_up_stops_the_work(worded: Served, stream: bool):
         return sum(float(line.split()[-1]) for line in counts if 'outcome="failed"' in line)
 
     before = failed()
-    asked = {"model": "toy", "prompt": "abc", "max_tokens": 20_000, "ignore_eos": True, "stream": stream}
+    call_options = {"model": "toy", "prompt": "abc", "max_tokens": 20_000, "ignore_eos": True, "stream": stream}
     with httpx.Client(base_url=worded.url, headers={"X-API-Key": worded.key}) as http:
         if stream:
-            with http.stream("POST", "/v1/completions", json=asked) as answer:
+            with http.stream("POST", "/v1/completions", json=call_options) as answer:
                 next(answer.iter_lines())
         else:
             with pytest.raises(httpx.ReadTimeout):
-                http.post("/v1/completions", json=asked, timeout=0.5)
+                http.post("/v1/completions", json=call_options, timeout=0.5)
     until = time.monotonic() + 2
     while failed() == before and time.monotonic() < until:
         time.sleep(0.05)

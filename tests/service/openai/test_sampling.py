@@ -1,4 +1,4 @@
-"""What a choice shows while it grows is never taken back, and ends before its stop string."""
+"""ChoiceDecoder: text is final once it is returned, and ends before a stop string."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ def tokenizer(tiny_llama: Path) -> Tokenizer:
     return load_tokenizer("tiny", str(tiny_llama))
 
 
-def test_stop_strings_are_held_back_and_cut(tokenizer: Tokenizer):
-    def told(text: str, stops: tuple[str, ...], stay: bool = False) -> tuple[list[str], str]:
+def test_choice_decoder_holds_back_and_cuts_stop_strings(tokenizer: Tokenizer):
+    def decode(text: str, stops: tuple[str, ...], stay: bool = False) -> tuple[list[str], str]:
         choice = ChoiceDecoder(detokenizer=tokenizer.detokenizer(tokenizer.special_ids), stops=stops, include_stop=stay)
         pieces = [choice.feed([token]).text for token in tokenizer.encode(text, add_special_tokens=False)]
         return [*pieces, choice.end().text], choice.finish_reason("length")
 
-    pieces, finish = told("one STOP two", ("STOP",))
+    pieces, finish = decode("one STOP two", ("STOP",))
     assert ("".join(pieces), finish) == ("one ", "stop")
     assert not any("S" in piece for piece in pieces)
-    assert "".join(told("one STOP two", ("STOP",), stay=True)[0]) == "one STOP"
-    assert "".join(told("one STO", ("STOP", "X"))[0]) == "one STO"
+    assert "".join(decode("one STOP two", ("STOP",), stay=True)[0]) == "one STOP"
+    assert "".join(decode("one STO", ("STOP", "X"))[0]) == "one STO"
 
 
-def test_a_call_ends_a_choice_as_a_call_unless_it_was_too_long(tokenizer: Tokenizer):
+def test_finish_reason_is_tool_calls_unless_truncated(tokenizer: Tokenizer):
     for reason, finish in (("stop", "tool_calls"), ("length", "length")):
         choice = ChoiceDecoder(
             detokenizer=tokenizer.detokenizer(tokenizer.special_ids), parser=ToolCallParser("tagged")

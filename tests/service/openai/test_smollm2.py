@@ -1,4 +1,4 @@
-"""SmolLM2 through the openai client: the text of transformers' greedy generate, the logprobs of the Tinker SDK."""
+"""SmolLM2 through the openai client: text of transformers' greedy generate, logprobs of the Tinker SDK."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def served_smollm2(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> I
         yield Served(url, key, data)
 
 
-def test_greedy_chat_is_that_of_transformers(served_smollm2: Served, smollm2: Path):
+def test_greedy_chat_equals_transformers(served_smollm2: Served, smollm2: Path):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -43,13 +43,13 @@ def test_greedy_chat_is_that_of_transformers(served_smollm2: Served, smollm2: Pa
             length = inputs["input_ids"].shape[1]
             written = model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, length:]
             wanted = tokenizer.decode(written, skip_special_tokens=True)
-            asked: dict[str, Any] = {"model": "smol", "messages": messages, "max_tokens": 40, "temperature": 0}
-            assert ai.chat.completions.create(**asked).choices[0].message.content == wanted
-            chunks = ai.chat.completions.create(**asked, stream=True)
+            options: dict[str, Any] = {"model": "smol", "messages": messages, "max_tokens": 40, "temperature": 0}
+            assert ai.chat.completions.create(**options).choices[0].message.content == wanted
+            chunks = ai.chat.completions.create(**options, stream=True)
             assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted
 
 
-def test_logprobs_are_those_of_the_sdk(served_smollm2: Served):
+def test_logprobs_equal_the_tinker_sdk(served_smollm2: Served):
     service = tinker.ServiceClient(base_url=served_smollm2.url, api_key=served_smollm2.key)
     sampler = service.create_sampling_client(base_model="smol").result()
     with openai.OpenAI(base_url=f"{served_smollm2.url}/v1", api_key=served_smollm2.key) as ai:
@@ -69,5 +69,5 @@ def test_logprobs_are_those_of_the_sdk(served_smollm2: Served):
     assert choice.model_extra["token_ids"] == theirs.tokens  # type: ignore[index]
     assert choice.logprobs is not None
     assert choice.logprobs.content is not None
-    np.testing.assert_allclose([one.logprob for one in choice.logprobs.content], theirs.logprobs, atol=1e-4)
+    np.testing.assert_allclose([entry.logprob for entry in choice.logprobs.content], theirs.logprobs, atol=1e-4)
     service.close("success").result()

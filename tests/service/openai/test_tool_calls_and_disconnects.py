@@ -1,4 +1,4 @@
-"""Tool calls, clients that go away, engines that die: the OpenAI dialect over an engine that says what a test wants."""
+"""Tool calls, disconnects and engine deaths in the OpenAI API, over an engine with scripted replies."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HI: Any = [{"role": "user", "content": "What is 39 + 13?"}]
 
 
 class Actor(FakeEngine):
-    """Says its lines, a letter a token, one line for each request; waits where a line is None."""
+    """Replies with one line for each request, a character per token; never replies where the line is None."""
 
     def __init__(self, config: EngineConfig, lines: list[str | None]) -> None:
         super().__init__(config)
@@ -73,7 +73,7 @@ async def acted(data: Path, lines: Sequence[str | None]) -> AsyncIterator[tuple[
         yield served, actors[0], client
 
 
-def test_a_tool_is_called_and_its_answer_is_read(tmp_path: Path):
+def test_tool_call_round_trip(tmp_path: Path):
     async def play() -> None:
         async with acted(tmp_path, [f"Let me see. {CALL}", "It is 52."]) as (_, actor, ai):
             first = await ai.chat.completions.create(model="toy", messages=HI, tools=TOOLS)
@@ -89,13 +89,13 @@ def test_a_tool_is_called_and_its_answer_is_read(tmp_path: Path):
             assert (second.choices[0].finish_reason, second.choices[0].message.content) == ("stop", "It is 52.")
             prompt = "".join(map(chr, actor.requests[1].prompt))
             assert prompt.endswith("tool: 52\nassistant:")
-            assert '"name": "add"' in prompt  # the template was told of the tool
+            assert '"name": "add"' in prompt  # the template rendered the tool
             assert call.id.isalnum()
 
     asyncio.run(play())
 
 
-def test_streamed_calls_come_whole_and_only_text_is_text(tmp_path: Path):
+def test_streams_tool_calls_whole_and_text_separately(tmp_path: Path):
     async def play() -> None:
         async with acted(tmp_path, [f"See: {CALL}\n{CALL}"]) as (_, _, ai):
             text, calls, finish = "", [], None
@@ -105,7 +105,7 @@ def test_streamed_calls_come_whole_and_only_text_is_text(tmp_path: Path):
                 calls += [(call.index, call.function) for call in delta.tool_calls or ()]
                 finish = chunk.choices[0].finish_reason or finish
             assert (text, finish) == ("See: ", "tool_calls")
-            assert [(index, one.name, json.loads(one.arguments)) for index, one in calls] == [  # type: ignore[union-attr]
+            assert [(index, call.name, json.loads(call.arguments)) for index, call in calls] == [  # type: ignore[union-attr]
                 (0, "add", {"a": 39, "b": 13}),
                 (1, "add", {"a": 39, "b": 13}),
             ]
@@ -113,7 +113,7 @@ def test_streamed_calls_come_whole_and_only_text_is_text(tmp_path: Path):
     asyncio.run(play())
 
 
-def test_without_tools_the_same_words_are_text(tmp_path: Path):
+def test_without_tools_a_call_is_text(tmp_path: Path):
     async def play() -> None:
         async with acted(tmp_path, [CALL, CALL]) as (_, actor, ai):
             for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
@@ -127,8 +127,8 @@ def test_without_tools_the_same_words_are_text(tmp_path: Path):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_stops_the_engine(tmp_path: Path, stream: bool):
-    """Called as the server calls the app: httpx's own transport cannot hang up."""
+def test_disconnect_cancels_the_engine_request(tmp_path: Path, stream: bool):
+    """Calls the ASGI app directly: httpx's transport cannot disconnect."""
 
     async def play() -> None:
         async with acted(tmp_path, [None]) as (served, actor, _):
@@ -159,7 +159,7 @@ def test_a_client_that_goes_away_stops_the_engine(tmp_path: Path, stream: bool):
     asyncio.run(play())
 
 
-def test_what_was_lost_with_an_engine_is_drawn_again(tmp_path: Path):
+def test_sample_is_retried_after_an_engine_death(tmp_path: Path):
     async def play() -> None:
         async with acted(tmp_path, ["die", "fine", "die", "die", "die"]) as (_, _, ai):
             said = await ai.chat.completions.create(model="toy", messages=HI)
@@ -170,7 +170,7 @@ def test_what_was_lost_with_an_engine_is_drawn_again(tmp_path: Path):
     asyncio.run(play())
 
 
-def test_an_error_in_a_stream_is_told_in_it(tmp_path: Path):
+def test_stream_reports_an_engine_error_as_event(tmp_path: Path):
     async def play() -> None:
         async with acted(tmp_path, ["die", "die", "die"]) as (_, _, ai):
             with pytest.raises(openai.APIError, match="dead"):
@@ -180,7 +180,7 @@ def test_an_error_in_a_stream_is_told_in_it(tmp_path: Path):
     asyncio.run(play())
 
 
-def test_tokens_in_tokens_out(tmp_path: Path):
+def test_generate_takes_and_returns_tokens(tmp_path: Path):
     async def play() -> None:
         async with api(tmp_path) as served:
             params = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 5, "stop_token_ids": [9], "seed": 1}
@@ -193,11 +193,11 @@ def test_tokens_in_tokens_out(tmp_path: Path):
             reply = (await ask(served, body)).json()
             (choice,) = reply["choices"]
             entries = choice["logprobs"]["content"]
-            assert [one["token"] for one in entries] == [f"token_id:{token}" for token in choice["token_ids"]]
-            assert all(np.isfinite(one["logprob"]) for one in entries)
+            assert [entry["token"] for entry in entries] == [f"token_id:{token}" for token in choice["token_ids"]]
+            assert all(np.isfinite(entry["logprob"]) for entry in entries)
             assert (reply["prompt_token_ids"], reply["weights"]) == ([5, 6, 7], "toy")
             assert choice["finish_reason"] in ("stop", "length")
-            for wrong, told in (
+            for wrong, prompt_ids in (
                 ({"features": {}}, "features"),
                 ({"token_ids": []}, "prompt is empty"),
                 ({"token_ids": [2**40]}, "no token id"),
@@ -206,7 +206,7 @@ def test_tokens_in_tokens_out(tmp_path: Path):
             ):
                 refused = await ask(served, {**body, **wrong})
                 assert refused.status_code == 400
-                assert told in refused.json()["error"]["message"]
+                assert prompt_ids in refused.json()["error"]["message"]
 
     asyncio.run(play())
 
@@ -215,7 +215,7 @@ async def ask(served: Api, body: object) -> httpx.Response:
     return await served.http.post("/inference/v1/generate", json=body)
 
 
-def test_published_weights_are_for_everyone(tmp_path: Path):
+def test_published_weights_are_sampleable_by_all_tenants(tmp_path: Path):
     async def play() -> None:
         async with api(tmp_path) as served:
             alice, bob = await served.tenant("alice"), await served.tenant("bob")

@@ -1,4 +1,4 @@
-"""Uploaded losses through the unmodified SDK: the server's numbers are those of the client evaluating them itself."""
+"""Custom losses through the unmodified SDK: server and client evaluation give equal numbers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LENGTHS = (9, 5, 14)
 
 @pytest.fixture(scope="module", params=["fake", "torch"])
 def willing(request: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """A server that runs uploaded losses."""
+    """A server with custom losses enabled."""
     data = tmp_path_factory.mktemp("willing")
     source = "toy" if request.param == "fake" else f"toy={tiny_llama}"
     config = ServeConfig(
@@ -50,7 +50,7 @@ def client(willing: Served) -> Iterator[tinker.ServiceClient]:
 
 def data_of(lengths: tuple[int, ...] = LENGTHS) -> list[types.Datum]:
     draw = np.random.default_rng(1)
-    found = []
+    outputs = []
     for length in lengths:
         tokens = draw.integers(3, 500, length + 1)
         inputs = {
@@ -59,25 +59,25 @@ def data_of(lengths: tuple[int, ...] = LENGTHS) -> list[types.Datum]:
             "mask": (np.arange(length) % 3 != 0).astype(np.float32),
             "logprobs": np.full(length, -1, np.float32),  # not read by the loss, and no harm
         }
-        found.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs))
-    return found
+        outputs.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs))
+    return outputs
 
 
 def both_ways(
     client: tinker.ServiceClient, fn: Callable[..., Any], ranks: dict[str, Any], data: list[types.Datum]
 ) -> list[tuple[types.ForwardBackwardOutput, float]]:
-    """The answer and the gradient's norm, run by the server and run by the SDK as it does without the server's flag."""
+    """(result, gradient norm), evaluated by the server and evaluated by the SDK."""
     uploaded = client.create_custom_loss(fn, ranks).result()
     assert uploaded.loss_id is not None
     local = traced(fn, ranks)
-    found = []
+    outputs = []
     for loss in (uploaded, lambda data, logprobs: _locally(local, data, logprobs)):
         model = client.create_lora_training_client("toy", rank=4, seed=1).result()
-        model.forward_backward([_plain(one) for one in data], "cross_entropy").result()
+        model.forward_backward([_plain(datum) for datum in data], "cross_entropy").result()
         model.optim_step(ADAM).result()
         answer = model.forward_backward_custom(data, loss).result()
-        found.append((answer, model.optim_step(ADAM).result().metrics["grad_norm"]))
-    return found
+        outputs.append((answer, model.optim_step(ADAM).result().metrics["grad_norm"]))
+    return outputs
 
 
 def _locally(handle: Any, data: list[types.Datum], logprobs: list[Any]) -> Any:
@@ -91,23 +91,23 @@ def _plain(datum: types.Datum) -> types.Datum:
     return types.Datum(model_input=datum.model_input, loss_fn_inputs=inputs)
 
 
-def assert_alike(found: list[tuple[types.ForwardBackwardOutput, float]]) -> None:
-    (ours, our_norm), (theirs, their_norm) = found
+def assert_alike(outputs: list[tuple[types.ForwardBackwardOutput, float]]) -> None:
+    (ours, our_norm), (theirs, their_norm) = outputs
     metrics = {name: value for name, value in theirs.metrics.items() if name != "surrogate_loss:sum"}
     assert ours.metrics == pytest.approx(metrics, rel=2e-5, abs=1e-6)
     assert our_norm == pytest.approx(their_norm, rel=1e-4)
     assert our_norm > 0
-    for one, other in zip(ours.loss_fn_outputs, theirs.loss_fn_outputs, strict=True):
-        np.testing.assert_allclose(one["logprobs"].to_numpy(), other["logprobs"].to_numpy(), atol=1e-5)
-        assert one["logprobs"].shape == other["logprobs"].shape
+    for output, other in zip(ours.loss_fn_outputs, theirs.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(output["logprobs"].to_numpy(), other["logprobs"].to_numpy(), atol=1e-5)
+        assert output["logprobs"].shape == other["logprobs"].shape
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_server_runs_what_the_client_would(client: tinker.ServiceClient, name: str) -> None:
+def test_custom_loss_equals_the_client_evaluation(client: tinker.ServiceClient, name: str) -> None:
     assert_alike(both_ways(client, LOSSES[name], RANKS, data_of()))
 
 
-def test_several_targets_and_scalars(client: tinker.ServiceClient) -> None:
+def test_custom_loss_with_several_targets_and_scalars(client: tinker.ServiceClient) -> None:
     draw = np.random.default_rng(2)
     data = []
     for length in LENGTHS:
@@ -121,12 +121,12 @@ def test_several_targets_and_scalars(client: tinker.ServiceClient) -> None:
     assert_alike(both_ways(client, distilled, DISTILLED_RANKS, data))
 
 
-def test_chunks_add_up(client: tinker.ServiceClient) -> None:
-    """1,100 data are two requests; sums add up and means are of all of them."""
+def test_chunks_of_a_custom_loss_add_up(client: tinker.ServiceClient) -> None:
+    """1,100 data are sent as two requests; sums add up, and means cover both."""
     assert_alike(both_ways(client, LOSSES["clipped"], RANKS, data_of((4,) * 1100)))
 
 
-def test_forward_only_and_data_without_an_input(client: tinker.ServiceClient) -> None:
+def test_custom_loss_forward_only_and_missing_input(client: tinker.ServiceClient) -> None:
     model = client.create_lora_training_client("toy", rank=4, seed=1).result()
     handle = client.create_custom_loss(LOSSES["reinforce"], RANKS).result()
     data = data_of()
@@ -134,12 +134,12 @@ def test_forward_only_and_data_without_an_input(client: tinker.ServiceClient) ->
     assert model.optim_step(ADAM).result().metrics["grad_norm"] == 0
     assert looked.metrics == model.forward_backward_custom(data, handle).result().metrics
     with pytest.raises(tinker.BadRequestError, match="advantages"):
-        model.forward_backward([_plain(one) for one in data], "custom", {"loss_id": handle.loss_id}).result()
+        model.forward_backward([_plain(datum) for datum in data], "custom", {"loss_id": handle.loss_id}).result()
     with pytest.raises(tinker.BadRequestError, match="entropy_coef"):
         model.forward_backward(data, "custom", {"loss_id": handle.loss_id, "entropy_coef": 1.0}).result()
 
 
-def test_a_loss_that_fails_fails_alone(client: tinker.ServiceClient) -> None:
+def test_failing_custom_loss_fails_alone(client: tinker.ServiceClient) -> None:
     def outside(logprobs, mask):
         return logprobs[(mask * 1000).long() + 1000].sum(), {}
 
@@ -155,7 +155,7 @@ def _good(client: tinker.ServiceClient) -> str:
     return client.create_custom_loss(LOSSES["reinforce"], RANKS).result().loss_id or ""
 
 
-def test_einsum_is_refused_by_name(client: tinker.ServiceClient) -> None:
+def test_rejects_einsum_by_name(client: tinker.ServiceClient) -> None:
     import torch
 
     def summed(logprobs):
@@ -172,7 +172,7 @@ def definition(session: str, number: int = 0, **changes: Any) -> dict[str, Any]:
         "session_id": session,
         "custom_loss_seq_id": number,
         "name": handle.name,
-        "inputs": [one.model_dump() for one in handle.inputs],
+        "inputs": [item.model_dump() for item in handle.inputs],
         "graph": encode_graph(handle).model_dump(),
         "type": "create_custom_loss",
     }
@@ -186,12 +186,12 @@ def changed(session: str, change: Callable[[list[dict[str, Any]]], None]) -> dic
 
 
 def with_first_kwarg(session: str, value: str) -> bytes:
-    """A body with an argument by keyword that is the given JSON."""
+    """A body with a keyword argument of this JSON value."""
     return json.dumps(definition(session)).replace('"kwargs": {}', f'"kwargs": {{"x": {value}}}', 1).encode()
 
 
 def with_step(session: str, **changes: Any) -> dict[str, Any]:
-    """A body whose first step is another."""
+    """A body with another first node."""
     return changed(session, lambda nodes: nodes[3].update(changes))
 
 
@@ -215,7 +215,7 @@ HOSTILE: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_uploads_are_refused(willing: Served, case: str) -> None:
+def test_rejects_hostile_uploads(willing: Served, case: str) -> None:
     with willing.raw() as call:
         session = call("create_session", {"tags": []}).json()["session_id"]
         refused = call("create_custom_loss", HOSTILE[case](session))
@@ -224,10 +224,10 @@ def test_hostile_uploads_are_refused(willing: Served, case: str) -> None:
         assert call("create_custom_loss", definition(session)).status_code == 200
 
 
-def test_uploads_repeat_and_belong_to_their_session(willing: Served) -> None:
+def test_upload_is_idempotent_and_bound_to_its_session(willing: Served) -> None:
     with willing.raw() as call:
-        one, other = (call("create_session", {"tags": []}).json()["session_id"] for _ in range(2))
-        first, again = (call("create_custom_loss", definition(one)).json() for _ in range(2))
+        single, other = (call("create_session", {"tags": []}).json()["session_id"] for _ in range(2))
+        first, again = (call("create_custom_loss", definition(single)).json() for _ in range(2))
         assert first == again
         answer = call("retrieve_future", first).json()
         assert answer == {"loss_id": first["request_id"], "type": "create_custom_loss"}
@@ -239,10 +239,10 @@ def test_uploads_repeat_and_belong_to_their_session(willing: Served) -> None:
         for config in ({}, {"loss_id": 3.0}, {"graph": "{}"}):
             with pytest.raises(tinker.APIStatusError):
                 model.forward_backward(data_of(), "custom", config).result()
-    assert one != other
+    assert single != other
 
 
-def test_without_the_setting_the_client_evaluates(served: Served) -> None:
+def test_disabled_custom_losses_are_evaluated_by_the_client(served: Served) -> None:
     with tinker.ServiceClient(base_url=served.url, api_key=served.key) as client:
         handle = client.create_custom_loss(LOSSES["clipped"], RANKS).result()
         assert handle.loss_id is None
@@ -255,7 +255,7 @@ def test_without_the_setting_the_client_evaluates(served: Served) -> None:
         assert (refused.status_code, "forward_backward_custom" in refused.text) == (400, True)
 
 
-def test_a_killed_server_knows_its_losses_and_replays_with_them(tmp_path: Path) -> None:
+def test_custom_losses_survive_kill_and_replay(tmp_path: Path) -> None:
     config = ServeConfig(models=("toy",), engine="fake", custom_losses=True, api_key="tml-k", data=tmp_path)
     norms = []
     for kill in (False, True):
@@ -274,9 +274,9 @@ def test_a_killed_server_knows_its_losses_and_replays_with_them(tmp_path: Path) 
 
 def _finish(model: tinker.TrainingClient, handle: Any, config: ServeConfig, again: bool) -> list[float]:
     def more() -> list[float]:
-        one = model.optim_step(ADAM).result().metrics["grad_norm"]
+        single = model.optim_step(ADAM).result().metrics["grad_norm"]
         loss = model.forward_backward_custom(data_of(), handle).result().metrics["loss:sum"]
-        return [one, loss, model.optim_step(ADAM).result().metrics["grad_norm"]]
+        return [single, loss, model.optim_step(ADAM).result().metrics["grad_norm"]]
 
     if not again:
         return more()
@@ -284,7 +284,7 @@ def _finish(model: tinker.TrainingClient, handle: Any, config: ServeConfig, agai
         return more()
 
 
-def test_losses_end_with_their_session(tmp_path: Path) -> None:
+def test_custom_losses_end_with_their_session(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path, Factory(), custom_losses=True) as raw:
             session = (await raw.post("create_session", {"tags": []})).json()["session_id"]
@@ -297,7 +297,7 @@ def test_losses_end_with_their_session(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_another_tenant_s_loss_is_unknown(tmp_path: Path) -> None:
+def test_custom_loss_of_another_tenant_is_not_found(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path, Factory(), custom_losses=True) as raw:
             session = (await raw.post("create_session", {"tags": []})).json()["session_id"]
@@ -319,7 +319,7 @@ def test_another_tenant_s_loss_is_unknown(tmp_path: Path) -> None:
 
 
 def with_loss(body: bytes, loss_id: str) -> bytes:
-    """A forward_backward body that names an uploaded loss."""
+    """A forward_backward body that names a custom loss."""
     more = pb.ForwardBackwardRequest()
     more.loss_fn_config_v2["loss_id"].text = loss_id
     return body + more.SerializeToString()

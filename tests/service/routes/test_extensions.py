@@ -1,4 +1,4 @@
-"""What this server adds to the protocol, through the unmodified SDK."""
+"""Extensions of the protocol, through the unmodified SDK."""
 
 from __future__ import annotations
 
@@ -46,21 +46,21 @@ def floats(*values: float) -> np.ndarray:
 RL = {"logprobs": np.full(N, -4, np.float32), "advantages": floats(0, 0, 1, -1, 0.5, 2)}
 
 
-def test_the_capabilities_name_them(served: Served) -> None:
+def test_capabilities_list_the_extensions(served: Served) -> None:
     answer = httpx.get(f"{served.url}/api/v1/get_server_capabilities", headers={"X-API-Key": served.key}).json()
     assert answer["extensions"] == {place: list(names) for place, names in EXTENSIONS.items()}
     rest = tinker.RestClient(base_url=served.url, api_key=served.key)
-    assert [one.model_name for one in rest.get_server_capabilities().result().supported_models] == ["toy"]
+    assert [model.model_name for model in rest.get_server_capabilities().result().supported_models] == ["toy"]
 
 
-def test_entropies_come_back_and_are_a_term(train: tinker.TrainingClient) -> None:
+def test_returns_entropies_and_their_loss_term(train: tinker.TrainingClient) -> None:
     data = [datum(1, **RL), datum(2, **RL, entropy_mask=torch.ones(N))]
     config = {"entropy_coef": 0.5, "return_entropy": 1}
     plain = train.forward(data[:1], "ppo", {"return_entropy": 1}).result()
     answer = train.forward_backward(data, "ppo", config).result()
-    entropies = [one["entropy"].to_numpy() for one in answer.loss_fn_outputs]
-    assert [one.shape for one in entropies] == [(N,), (N,)]
-    assert all((one > 0).all() and (one < np.log(512)).all() for one in entropies)
+    entropies = [output["entropy"].to_numpy() for output in answer.loss_fn_outputs]
+    assert [entropy.shape for entropy in entropies] == [(N,), (N,)]
+    assert all((entropy > 0).all() and (entropy < np.log(512)).all() for entropy in entropies)
     np.testing.assert_allclose(plain.loss_fn_outputs[0]["entropy"].to_numpy(), entropies[0], rtol=1e-4)
     assert answer.metrics["entropy:sum"] == pytest.approx(entropies[0][2:].sum() + entropies[1].sum(), rel=1e-5)
     without = train.forward([datum(1, **RL), datum(2, **RL)], "ppo").result()
@@ -70,7 +70,7 @@ def test_entropies_come_back_and_are_a_term(train: tinker.TrainingClient) -> Non
     )
 
 
-def test_an_entropy_bonus_alone_raises_the_entropy(train: tinker.TrainingClient) -> None:
+def test_entropy_bonus_raises_the_entropy(train: tinker.TrainingClient) -> None:
     data = [datum(1, weights=np.zeros(N, np.float32), entropy_mask=np.ones(N, np.float32))]
     sums = []
     for _ in range(4):
@@ -82,7 +82,7 @@ def test_an_entropy_bonus_alone_raises_the_entropy(train: tinker.TrainingClient)
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-def test_a_kl_term_by_an_estimator_that_travels_as_text(train: tinker.TrainingClient, estimator: str) -> None:
+def test_kl_estimator_is_sent_as_text(train: tinker.TrainingClient, estimator: str) -> None:
     reference = np.full(N, -5, np.float32)
     data = [datum(1, **RL, ref_logprobs=torch.tensor(reference), kl_mask=floats(0, 1, 1, 1, 1, 0.5))]
     plain = train.forward([datum(1, **RL)], "importance_sampling").result()
@@ -94,16 +94,16 @@ def test_a_kl_term_by_an_estimator_that_travels_as_text(train: tinker.TrainingCl
     assert answer.metrics["loss:sum"] == pytest.approx(plain.metrics["loss:sum"] + 0.1 * wanted, rel=1e-4)
 
 
-def test_trinity_ppo_in_two_chunks_is_one(train: tinker.TrainingClient) -> None:
+def test_trinity_ppo_chunks_add_up(train: tinker.TrainingClient) -> None:
     """1,100 data travel as two requests; Trinity divides by all of them."""
     inputs = {**RL, "weights": floats(0, 0, 1, 1, 1, 1), "ref_logprobs": np.full(N, -5, np.float32)}
     config = {"clip_range": 0.2, "clip_ratio_c": 3.0, "kl_coef": 0.1, "num_total_datums": 1100}
     whole = train.forward([datum(1, **inputs)] * 1100, "trinity_ppo", config).result().metrics
-    one = train.forward([datum(1, **inputs)], "trinity_ppo", {**config, "num_total_datums": 1}).result().metrics
-    assert whole["loss:sum"] == pytest.approx(one["loss:sum"], rel=1e-4)
+    single = train.forward([datum(1, **inputs)], "trinity_ppo", {**config, "num_total_datums": 1}).result().metrics
+    assert whole["loss:sum"] == pytest.approx(single["loss:sum"], rel=1e-4)
     assert whole["trinity/response_tokens:sum"] == 4400
-    assert whole.keys() == one.keys()
-    assert one.keys() == {"loss:sum"} | {
+    assert whole.keys() == single.keys()
+    assert single.keys() == {"loss:sum"} | {
         f"trinity/{name}:sum"
         for name in ("response_tokens", "ratio_sum", "ratio_squared_sum", "clipped_tokens", "kl_sum")
     }
@@ -135,14 +135,14 @@ WRONG: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_not_in_order_is_refused_by_name(train: tinker.TrainingClient, case: str) -> None:
+def test_rejects_invalid_extension_fields(train: tinker.TrainingClient, case: str) -> None:
     loss_fn, config, inputs, says = WRONG[case]
     with pytest.raises(tinker.BadRequestError, match=says):
         train.forward_backward([datum(1, **RL, **inputs)], loss_fn, config).result()
 
 
 @pytest.mark.parametrize("loss_fn", [name for name in LOSSES if name != "cross_entropy"])
-def test_several_targets_are_refused_by_the_other_losses(train: tinker.TrainingClient, loss_fn: str) -> None:
+def test_other_losses_reject_several_targets(train: tinker.TrainingClient, loss_fn: str) -> None:
     spec = LOSSES[loss_fn]
     inputs: dict[str, Any] = {name: np.ones((N, 2), np.float32) for name in spec.required}
     config = {key: 1.0 for key, default in spec.config.items() if default is None}
@@ -151,7 +151,7 @@ def test_several_targets_are_refused_by_the_other_losses(train: tinker.TrainingC
         train.forward_backward(data, loss_fn, config).result()
 
 
-def test_several_targets_have_an_entropy_and_no_kl(train: tinker.TrainingClient) -> None:
+def test_several_targets_support_entropy_but_not_kl(train: tinker.TrainingClient) -> None:
     wide = {"target_tokens": np.ones((N, 2), np.int64), "weights": np.ones((N, 2), np.float32)}
     answer = train.forward([datum(1, **wide)], "cross_entropy", {"entropy_coef": 1.0, "return_entropy": 1}).result()
     assert answer.loss_fn_outputs[0]["entropy"].to_numpy().shape == (N,)

@@ -1,4 +1,4 @@
-"""retrieve_future and retrieve_futures: holds, failures, what was forgotten and what never was."""
+"""retrieve_future and retrieve_futures: waiting polls, failures, dropped and unknown results."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def base_sampler(on: Api) -> str:
     return (await on.post("create_sampling_session", body)).json()["sampling_session_id"]
 
 
-def test_a_poll_is_held_and_woken(tmp_path: Path) -> None:
+def test_poll_waits_until_the_result(tmp_path: Path) -> None:
     async def main() -> None:
         start, gate = Factory(), asyncio.Event()
         start.hook = lambda call, argument: gate.wait() if call == "step" else None
@@ -51,7 +51,7 @@ def test_a_poll_is_held_and_woken(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_what_is_forgotten_is_gone_and_what_never_was_is_not_found(tmp_path: Path) -> None:
+def test_dropped_result_is_gone_and_unknown_is_not_found(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             sampler = await base_sampler(on)
@@ -73,7 +73,7 @@ def test_what_is_forgotten_is_gone_and_what_never_was_is_not_found(tmp_path: Pat
     asyncio.run(main())
 
 
-def test_a_repeated_sample_runs_once_and_stays_for_a_while(tmp_path: Path) -> None:
+def test_repeated_sample_runs_once(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
         async with api(tmp_path, start) as on:
@@ -87,7 +87,7 @@ def test_a_repeated_sample_runs_once_and_stays_for_a_while(tmp_path: Path) -> No
     asyncio.run(main())
 
 
-def test_a_cancelled_sample_fails(tmp_path: Path) -> None:
+def test_cancelled_sample_fails(tmp_path: Path) -> None:
     async def main() -> None:
         start, gate = Factory(), asyncio.Event()
         start.hook = lambda call, argument: gate.wait() if call == "sample" else None
@@ -105,7 +105,7 @@ def test_a_cancelled_sample_fails(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_store_that_cannot_be_read_is_an_error_and_no_loop(tmp_path: Path, monkeypatch) -> None:
+def test_unreadable_store_returns_an_error_result(tmp_path: Path, monkeypatch) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
 
@@ -124,7 +124,7 @@ def test_a_store_that_cannot_be_read_is_an_error_and_no_loop(tmp_path: Path, mon
     asyncio.run(main())
 
 
-def test_closing_sends_polls_home(tmp_path: Path) -> None:
+def test_close_ends_waiting_polls(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
         start.hook = lambda call, argument: asyncio.sleep(60) if call == "step" else None
@@ -139,7 +139,7 @@ def test_closing_sends_polls_home(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_request_whose_base_model_is_no_longer_served_says_so(tmp_path: Path) -> None:
+def test_request_of_an_unserved_base_model_fails(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
         start.hook = lambda call, argument: asyncio.sleep(60) if call == "step" else None
@@ -162,7 +162,7 @@ async def poll(on: Api, sampler: str, cursor: int = 0, **changes) -> httpx.Respo
     return await on.post("retrieve_futures", {"target": target, "prev_cursor": cursor, **changes})
 
 
-def test_one_poll_tells_what_ended_of_a_session(tmp_path: Path) -> None:
+def test_session_poll_lists_finished_samples(tmp_path: Path) -> None:
     async def main() -> None:
         start, gate = Factory(), asyncio.Event()
         start.hook = lambda call, argument: gate.wait() if call == "sample" else None
@@ -176,36 +176,36 @@ def test_one_poll_tells_what_ended_of_a_session(tmp_path: Path) -> None:
             answer = (await waiting).json()
             while len(answer["completions"]) < 2:
                 answer = (await poll(on, sampler)).json()
-            for told, promise in zip(answer["completions"], promises, strict=False):
+            for listed, promise in zip(answer["completions"], promises, strict=False):
                 size = len((await on.result(promise)).content)
                 expected = {"state": "finished", "request_id": promise["request_id"]}
-                assert told == {**expected, "response_payload_uncompressed_size": size}
+                assert listed == {**expected, "response_payload_uncompressed_size": size}
             began = time.monotonic()
             empty = (await poll(on, sampler, answer["cursor"], timeout=0)).json()
             assert empty == {"completions": [], "cursor": answer["cursor"]}
             assert time.monotonic() - began < 1
             clone = (await poll(on, sampler, clone=10**9)).json()
-            assert [one["request_id"] for one in clone["completions"]] == [f"{sampler}:{10**18}"]
+            assert [completion["request_id"] for completion in clone["completions"]] == [f"{sampler}:{10**18}"]
 
     asyncio.run(main())
 
 
-def test_what_the_client_has_is_not_kept(tmp_path: Path) -> None:
+def test_acknowledged_results_are_dropped(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             sampler = await base_sampler(on)
-            mine, kept = [(await on.post("asample", sample_body(sampler, seq))).json() for seq in (0, 1)]
-            assert (await on.result(mine)).status_code == 200
-            ids = [mine["request_id"], "another:sample:0:1", "x"]
+            own, path = [(await on.post("asample", sample_body(sampler, seq))).json() for seq in (0, 1)]
+            assert (await on.result(own)).status_code == 200
+            ids = [own["request_id"], "another:sample:0:1", "x"]
             assert (await poll(on, sampler, timeout=0, retrieved_request_ids=ids)).status_code == 200
-            assert (await on.result(mine)).status_code == 410
-            assert (await on.result(kept)).status_code == 200
+            assert (await on.result(own)).status_code == 410
+            assert (await on.result(path)).status_code == 200
             assert (await poll(on, "nobody:sample:0")).status_code == 404
 
     asyncio.run(main())
 
 
-def test_a_full_disk_stops_no_sample(tmp_path: Path, monkeypatch) -> None:
+def test_sampling_survives_a_full_disk(tmp_path: Path, monkeypatch) -> None:
     def full(out: int, lines: list[str]) -> None:
         raise OSError(28, "No space left on device")
 
@@ -220,7 +220,7 @@ def test_a_full_disk_stops_no_sample(tmp_path: Path, monkeypatch) -> None:
     asyncio.run(main())
 
 
-def test_what_is_not_done_cannot_be_given_back(tmp_path: Path) -> None:
+def test_unfinished_samples_cannot_be_acknowledged(tmp_path: Path) -> None:
     async def main() -> None:
         start, gate = Factory(), asyncio.Event()
         start.hook = lambda call, argument: gate.wait() if call == "sample" else None
@@ -236,7 +236,7 @@ def test_what_is_not_done_cannot_be_given_back(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_samples_of_a_process_that_died_are_told_as_failed_until_they_are_fetched(tmp_path: Path) -> None:
+def test_samples_lost_in_a_crash_are_listed_as_failed(tmp_path: Path) -> None:
     async def main() -> None:
         start, gate = Factory(), asyncio.Event()
         start.hook = lambda call, argument: gate.wait() if call == "sample" and argument.max_tokens == 9 else None
@@ -250,8 +250,8 @@ def test_samples_of_a_process_that_died_are_told_as_failed_until_they_are_fetche
             [_], cursor = (await poll(on, sampler)).json().values()
         for _ in range(2):  # nobody asked the second process
             async with api(tmp_path) as on:
-                told = (await poll(on, sampler, cursor)).json()["completions"]
-                assert told == [{"state": "failed", "request_id": one["request_id"]} for one in (ended, running)]
+                listed = (await poll(on, sampler, cursor)).json()["completions"]
+                assert listed == [{"state": "failed", "request_id": item["request_id"]} for item in (ended, running)]
         async with api(tmp_path) as on:
             assert (await on.result(ended)).status_code == 410
             again = await on.post(
@@ -265,7 +265,7 @@ def test_samples_of_a_process_that_died_are_told_as_failed_until_they_are_fetche
     asyncio.run(main())
 
 
-def test_closing_answers_session_polls_with_a_pause(tmp_path: Path) -> None:
+def test_close_answers_session_polls_with_408(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path, hold_s=30) as on:
             sampler = await base_sampler(on)
@@ -277,23 +277,23 @@ def test_closing_answers_session_polls_with_a_pause(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_large_result_is_announced_by_its_size_if_the_client_allows_it(tmp_path: Path, monkeypatch) -> None:
+def test_large_result_announces_its_size_first(tmp_path: Path, monkeypatch) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             sampler = await base_sampler(on)
             promise = (await on.post("asample", sample_body(sampler, 0))).json()
             size = len((await on.result(promise)).content)
-            asked = {"request_id": promise["request_id"], "allow_metadata_only": True}
-            assert len((await on.post("retrieve_future", asked)).content) == size  # small: at once
+            request = {"request_id": promise["request_id"], "allow_metadata_only": True}
+            assert len((await on.post("retrieve_future", request)).content) == size  # small: at once
             monkeypatch.setattr("tinsmith.service.routes.futures.INLINE", 10)
-            announced = (await on.post("retrieve_future", asked)).json()
+            announced = (await on.post("retrieve_future", request)).json()
             assert announced == {"status": "complete_metadata", "response_payload_size": size}
             assert len((await on.result(promise)).content) == size
 
     asyncio.run(main())
 
 
-def test_a_pending_poll_tells_why_nothing_happens(tmp_path: Path) -> None:
+def test_pending_poll_has_the_reason_of_a_pause(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
         start.hook = lambda call, argument: asyncio.sleep(60)
@@ -314,24 +314,24 @@ def test_a_pending_poll_tells_why_nothing_happens(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_too_many_samples_are_told_to_come_later(tmp_path: Path) -> None:
+def test_too_many_samples_return_429(tmp_path: Path) -> None:
     async def main() -> None:
         start, gate = Factory(), asyncio.Event()
         start.hook = lambda call, argument: gate.wait() if call == "sample" else None
         async with api(tmp_path, start, queued_samples=2) as on:
             sampler = await base_sampler(on)
             answers = [await on.post("asample", sample_body(sampler, seq)) for seq in range(3)]
-            assert [one.status_code for one in answers] == [200, 200, 429]
+            assert [answer.status_code for answer in answers] == [200, 200, 429]
             assert answers[2].headers["retry-after-ms"] == "1000"
             gate.set()
-            for one in answers[:2]:
-                assert (await on.result(one.json())).status_code == 200
+            for answer in answers[:2]:
+                assert (await on.result(answer.json())).status_code == 200
             assert (await on.post("asample", sample_body(sampler, 2))).status_code == 200
 
     asyncio.run(main())
 
 
-def test_a_cancelled_sample_leaves_the_engine(tmp_path: Path) -> None:
+def test_cancelled_sample_is_cancelled_in_the_engine(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
         async with api(tmp_path, start) as on:
@@ -363,17 +363,17 @@ def test_training_requests_are_not_cancelled(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_the_end_of_a_session_stops_its_samples_and_no_others(tmp_path: Path) -> None:
+def test_session_end_cancels_only_its_samples(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
         async with api(tmp_path, start) as on:
-            mine, other = await base_sampler(on), await base_sampler(on)
+            own, other = await base_sampler(on), await base_sampler(on)
             endless = {"sampling_params": {"max_tokens": 32000, "stop": []}}
             stopped, running = [
-                (await on.post("asample", sample_body(one, 0, **endless))).json() for one in (mine, other)
+                (await on.post("asample", sample_body(item, 0, **endless))).json() for item in (own, other)
             ]
             await asyncio.sleep(0.05)
-            assert (await on.post(f"sessions/{mine.split(':')[0]}/finish", {})).status_code == 204
+            assert (await on.post(f"sessions/{own.split(':')[0]}/finish", {})).status_code == 204
             await asyncio.sleep(0.05)
             assert start.made[0].engine._sampling == {running["request_id"]}  # type: ignore[attr-defined]
             assert "cancelled" in (await on.result(stopped)).json()["error"]

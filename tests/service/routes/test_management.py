@@ -1,4 +1,4 @@
-"""Ten thousand checkpoints in one list, whole and in pages, and what a client makes of them."""
+"""The management API with ten thousand checkpoints, whole and in pages."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ async def fastest(call: Callable) -> tuple[float, object]:
     return best, answer
 
 
-def test_ten_thousand_checkpoints_are_listed_at_once(tmp_path: Path) -> None:
+def test_lists_ten_thousand_checkpoints(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             run = await filled(on)
             for path in (f"training_runs/{run}/checkpoints", f"checkpoints?limit={MANY}"):
                 spent, answer = await fastest(lambda path=path: on.http.get(f"/api/v1/{path}"))
-                found = answer.json()["checkpoints"]
-                assert [one["checkpoint_id"] for one in found] == [f"weights/{n:05d}" for n in range(MANY)][::-1]
-                assert all(datetime.fromisoformat(one["time"]).tzinfo for one in found)
+                listed = answer.json()["checkpoints"]
+                assert [item["checkpoint_id"] for item in listed] == [f"weights/{n:05d}" for n in range(MANY)][::-1]
+                assert all(datetime.fromisoformat(item["time"]).tzinfo for item in listed)
                 begun = time.perf_counter()
-                json.dumps(found)
+                json.dumps(listed)
                 plain = time.perf_counter() - begun
                 print(f"{path}: {spent * 1e3:.0f} ms, {spent / plain:.1f} times a plain dump")
                 assert spent < max(LIMIT_S, 5 * plain)  # where other work slows both down
@@ -73,7 +73,7 @@ def test_ten_thousand_checkpoints_are_listed_at_once(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_pages_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_rejects_invalid_paging(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             for query in ("limit=-1", "offset=-1", "limit=x", "access_scope=all"):
@@ -86,7 +86,7 @@ def test_pages_that_cannot_be_are_refused(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_run_that_could_not_be_made_is_corrupted_and_one_that_ended_is_remembered(tmp_path: Path) -> None:
+def test_failed_run_is_corrupted_and_ended_run_is_listed(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             run = await on.model()

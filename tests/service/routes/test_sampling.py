@@ -15,14 +15,14 @@ from tests.service.routes.test_futures import base_sampler, sample_body
 from tinsmith.service.config import ServeConfig
 
 
-def test_a_sampling_session_is_made_once_and_told(tmp_path: Path) -> None:
+def test_sampling_session_is_created_once(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             sampler = await base_sampler(on)
             body = {"session_id": sampler.split(":")[0], "sampling_session_seq_id": 0, "base_model": "toy"}
             assert (await on.post("create_sampling_session", body)).json()["sampling_session_id"] == sampler
-            told = (await on.http.get(f"/api/v1/samplers/{sampler}")).json()
-            assert told == {"sampler_id": sampler, "base_model": "toy", "model_path": None}
+            info = (await on.http.get(f"/api/v1/samplers/{sampler}")).json()
+            assert info == {"sampler_id": sampler, "base_model": "toy", "model_path": None}
             assert (await on.http.get("/api/v1/samplers/no")).status_code == 404
             refused = await on.post(
                 "create_sampling_session", {**body, "sampling_session_seq_id": 1, "base_model": None}
@@ -32,7 +32,7 @@ def test_a_sampling_session_is_made_once_and_told(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_tokenizer_that_is_a_folder_is_told_as_one_the_sdk_can_load(tmp_path: Path) -> None:
+def test_local_client_gets_the_tokenizer_folder(tmp_path: Path) -> None:
     async def main() -> None:
         source = tmp_path / "m"
         source.mkdir()
@@ -48,7 +48,7 @@ def test_a_tokenizer_that_is_a_folder_is_told_as_one_the_sdk_can_load(tmp_path: 
     asyncio.run(main())
 
 
-def test_a_client_elsewhere_loads_the_tokenizer_by_the_served_name(tmp_path: Path, monkeypatch) -> None:
+def test_remote_client_gets_the_served_name(tmp_path: Path, monkeypatch) -> None:
     for folder in (tmp_path / "server" / "m", tmp_path / "client" / "Org" / "Name"):
         folder.mkdir(parents=True)
         save_tokenizer(folder)
@@ -69,7 +69,7 @@ def test_a_client_elsewhere_loads_the_tokenizer_by_the_served_name(tmp_path: Pat
         client.close("success").result()
 
 
-def test_asample_refuses_what_it_cannot_do(tmp_path: Path) -> None:
+def test_asample_rejects_invalid_requests(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             sampler = await base_sampler(on)

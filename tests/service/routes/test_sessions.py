@@ -1,4 +1,4 @@
-"""Bootstrap, sessions, keys, and what is not served."""
+"""Client configuration, sessions, keys and unknown routes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from tests.service.inprocess import Factory, api
 
 
-def test_client_config_makes_the_client_send_chunks_in_order(tmp_path: Path) -> None:
+def test_client_config_disables_parallel_chunks(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             flags = (await on.post("client/config", {"sdk_version": "0.38.0"})).json()
@@ -20,7 +20,7 @@ def test_client_config_makes_the_client_send_chunks_in_order(tmp_path: Path) -> 
     asyncio.run(main())
 
 
-def test_every_route_but_healthz_needs_the_key(tmp_path: Path) -> None:
+def test_every_route_except_healthz_needs_a_key(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             on.http.headers["X-API-Key"] = "tml-other"
@@ -35,7 +35,7 @@ def test_every_route_but_healthz_needs_the_key(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_unknown_routes_are_json(tmp_path: Path) -> None:
+def test_unknown_routes_return_json_errors(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             for answer in (await on.post("archive_weights", {}), await on.http.get("/api/v1/create_session")):
@@ -45,7 +45,7 @@ def test_unknown_routes_are_json(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_an_idempotency_key_gives_one_session(tmp_path: Path) -> None:
+def test_idempotency_key_returns_the_same_session(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             headers = {"X-Idempotency-Key": "k"}
@@ -58,7 +58,7 @@ def test_an_idempotency_key_gives_one_session(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_heartbeats_and_the_end(tmp_path: Path) -> None:
+def test_heartbeat_fails_after_the_end(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             session = (await on.post("create_session", {"tags": ["a"], "user_metadata": None})).json()["session_id"]
@@ -73,7 +73,7 @@ def test_heartbeats_and_the_end(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_silent_session_ends_and_its_model_leaves_the_engine(tmp_path: Path) -> None:
+def test_silent_session_ends_and_unloads_its_model(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
         async with api(tmp_path, start, session_timeout_s=0.3) as on:
@@ -99,7 +99,7 @@ def _ask(sampler: str) -> dict:
     return {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [1]}]}}
 
 
-def test_a_session_that_beats_lives(tmp_path: Path) -> None:
+def test_heartbeats_keep_a_session_alive(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path, session_timeout_s=0.4) as on:
             session = (await on.post("create_session", {})).json()["session_id"]

@@ -1,4 +1,4 @@
-"""Training requests over raw HTTP: what the SDK repeats, leaves out or sends in its own order."""
+"""Training requests over raw HTTP: repeats, gaps and order of seq_ids, invalid bodies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run(coroutine) -> None:
     asyncio.run(coroutine)
 
 
-def test_a_repeated_request_runs_once(tmp_path: Path) -> None:
+def test_repeated_request_runs_once(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
         async with api(tmp_path, start) as on:
@@ -41,7 +41,7 @@ def test_a_repeated_request_runs_once(tmp_path: Path) -> None:
     run(main())
 
 
-def test_repeats_that_cross_each_other_run_once(tmp_path: Path) -> None:
+def test_concurrent_repeats_run_once(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
         async with api(tmp_path, start) as on:
@@ -55,7 +55,7 @@ def test_repeats_that_cross_each_other_run_once(tmp_path: Path) -> None:
     run(main())
 
 
-def test_a_repeat_after_a_restart_runs_once(tmp_path: Path) -> None:
+def test_repeat_after_a_restart_runs_once(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             model = await on.model()
@@ -75,7 +75,7 @@ def test_a_repeat_after_a_restart_runs_once(tmp_path: Path) -> None:
     run(main())
 
 
-def test_gaps_in_seq_id_block_nothing_and_stragglers_are_refused(tmp_path: Path) -> None:
+def test_seq_id_gaps_are_allowed_and_late_requests_rejected(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             model = await on.model()
@@ -90,7 +90,7 @@ def test_gaps_in_seq_id_block_nothing_and_stragglers_are_refused(tmp_path: Path)
     run(main())
 
 
-def test_bodies_may_be_compressed_and_never_explode(tmp_path: Path) -> None:
+def test_accepts_compressed_bodies_and_rejects_bombs(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             model = await on.model()
@@ -110,7 +110,7 @@ def test_bodies_may_be_compressed_and_never_explode(tmp_path: Path) -> None:
     run(main())
 
 
-def test_more_targets_than_there_are_tokens_are_refused(tmp_path: Path) -> None:
+def test_rejects_more_targets_than_vocabulary(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             message = pb.ForwardBackwardRequest.FromString(pass_body(await on.model(), 1, (5, 6)))
@@ -125,7 +125,7 @@ def test_more_targets_than_there_are_tokens_are_refused(tmp_path: Path) -> None:
     run(main())
 
 
-def test_unknown_fields_are_ignored_and_known_ones_checked(tmp_path: Path) -> None:
+def test_ignores_unknown_fields_and_validates_known_fields(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             model = await on.model(new_lora_option=3)
@@ -156,7 +156,7 @@ def test_unknown_models_are_not_found(tmp_path: Path, path: str) -> None:
     run(main())
 
 
-def test_info_tells_the_served_name_and_a_tokenizer(tmp_path: Path) -> None:
+def test_get_info_returns_the_name_and_tokenizer(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             model = await on.model()
@@ -171,7 +171,7 @@ async def _ended(on: Api, model: str) -> None:
     await on.post(f"sessions/{model.split(':')[0]}/finish", {"reason": {"type": "success"}, "detail": None})
 
 
-def test_a_finished_session_does_what_it_promised_and_takes_nothing_more(tmp_path: Path) -> None:
+def test_finished_session_runs_accepted_requests_only(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             model = await on.model()

@@ -1,4 +1,4 @@
-"""What only older SDKs ask for."""
+"""unload_model, called by SDKs before 0.26."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 from tests.service.inprocess import api
 
 
-def test_a_model_is_ended_by_its_client_after_what_waits(tmp_path: Path) -> None:
+def test_unload_ends_a_model_after_queued_requests(tmp_path: Path) -> None:
     async def story() -> None:
         async with api(tmp_path) as app:
             model = await app.model()
             waiting = await app.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
             for _ in range(2):  # a client may repeat itself
-                told = await app.call("unload_model", {"model_id": model, "type": "unload_model"})
-                assert told == {"model_id": model, "type": "unload_model"}
+                promise = await app.call("unload_model", {"model_id": model, "type": "unload_model"})
+                assert promise == {"model_id": model, "type": "unload_model"}
             assert "metrics" in (await app.result(waiting.json())).json()
             refused = await app.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
             while refused.status_code == 200:  # it ends a moment later

@@ -1,4 +1,4 @@
-"""As much of the Hugging Face hub as `tinker checkpoint push-hf` talks to: it keeps what is committed to it."""
+"""A stub of the Hugging Face hub for `tinker checkpoint push-hf`: stores committed files in memory."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ class _Answers(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self._body()
         if self.path == "/api/repos/create":
-            asked = json.loads(body)
-            self.server.repos[asked["name"]] = asked
-            self._say({"url": f"{self.server.url}/smith/{asked['name']}"})
+            request = json.loads(body)
+            self.server.repos[request["name"]] = request
+            self._say({"url": f"{self.server.url}/smith/{request['name']}"})
         elif "/preupload/" in self.path:
             names = [file["path"] for file in json.loads(body)["files"]]
             self._say({"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]})

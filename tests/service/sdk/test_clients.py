@@ -1,4 +1,4 @@
-"""The unmodified SDK against a served fake engine: each call returns what the protocol says."""
+"""Training and sampling clients of the unmodified SDK against a served fake engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ADAM = types.AdamParams(learning_rate=0.02)
 
 
 def logprobs_of(output: types.ForwardBackwardOutput) -> list[np.ndarray]:
-    return [one["logprobs"].to_numpy() for one in output.loss_fn_outputs]
+    return [item["logprobs"].to_numpy() for item in output.loss_fn_outputs]
 
 
 def step(train: tinker.TrainingClient, times: int = 1) -> float:
@@ -40,18 +40,18 @@ def step(train: tinker.TrainingClient, times: int = 1) -> float:
 
 
 @pytest.mark.parametrize("loss_fn", sorted(INPUTS))
-def test_every_loss_returns_logprobs_and_a_sum(train: tinker.TrainingClient, loss_fn: str) -> None:
+def test_each_loss_returns_logprobs_and_a_sum(train: tinker.TrainingClient, loss_fn: str) -> None:
     data = [datum(TOKENS, **INPUTS[loss_fn]), datum(TOKENS[::-1], **INPUTS[loss_fn])]
-    both = train.forward_backward(data, loss_fn).result()
-    assert [p.shape for p in logprobs_of(both)] == [(N,), (N,)]
-    one, other = (train.forward([d], loss_fn).result().metrics["loss:sum"] for d in data)
-    assert both.metrics["loss:sum"] == pytest.approx(one + other)
-    p = logprobs_of(both)[0].astype(np.float64)
+    whole = train.forward_backward(data, loss_fn).result()
+    assert [p.shape for p in logprobs_of(whole)] == [(N,), (N,)]
+    first, second = (train.forward([d], loss_fn).result().metrics["loss:sum"] for d in data)
+    assert whole.metrics["loss:sum"] == pytest.approx(first + second)
+    p = logprobs_of(whole)[0].astype(np.float64)
     inputs = {k: np.asarray(v) for k, v in INPUTS[loss_fn].items()}
     if loss_fn == "cross_entropy":
-        assert one == pytest.approx(-(inputs["weights"] * p).sum(), rel=1e-5)
+        assert first == pytest.approx(-(inputs["weights"] * p).sum(), rel=1e-5)
     if loss_fn == "importance_sampling":
-        assert one == pytest.approx(-(np.exp(p + 1) * inputs["advantages"]).sum(), rel=1e-5)
+        assert first == pytest.approx(-(np.exp(p + 1) * inputs["advantages"]).sum(), rel=1e-5)
 
 
 def test_training_lowers_the_loss_and_forward_does_not_train(train: tinker.TrainingClient) -> None:
@@ -107,7 +107,7 @@ def test_custom_loss_has_the_surrogate_of_its_gradient(train: tinker.TrainingCli
     assert train.optim_step(ADAM).result().metrics["grad_norm"] > 0
 
 
-def test_a_sampling_client_is_a_snapshot(client: tinker.ServiceClient, train: tinker.TrainingClient) -> None:
+def test_sampling_client_is_a_snapshot(client: tinker.ServiceClient, train: tinker.TrainingClient) -> None:
     prompt = types.ModelInput.from_ints(TOKENS)
     base = client.create_sampling_client(base_model="toy").result()
     fresh = train.save_weights_and_get_sampling_client().result()
@@ -125,7 +125,7 @@ def test_a_sampling_client_is_a_snapshot(client: tinker.ServiceClient, train: ti
     assert fresh.compute_logprobs(prompt).result() == base.compute_logprobs(prompt).result()
 
 
-def test_samples_have_ids_seeds_and_stops(client: tinker.ServiceClient) -> None:
+def test_samples_have_ids_and_obey_seed_and_stop(client: tinker.ServiceClient) -> None:
     sampler = client.create_sampling_client(base_model="toy").result()
     prompt = types.ModelInput.from_ints(TOKENS)
 
@@ -146,14 +146,14 @@ def test_samples_have_ids_seeds_and_stops(client: tinker.ServiceClient) -> None:
     assert listed.tokens == stopped.tokens
 
 
-def test_prompt_answers(client: tinker.ServiceClient) -> None:
+def test_sample_returns_prompt_logprobs(client: tinker.ServiceClient) -> None:
     sampler = client.create_sampling_client(base_model="toy").result()
     prompt, params = types.ModelInput.from_ints(TOKENS), types.SamplingParams(max_tokens=2)
     ids = torch.full((N, 6), -1, dtype=torch.int64)
     ids[1, 0], ids[3, 2] = TOKENS[2], TOKENS[4]
-    asks = (types.TensorData.from_torch(ids), types.TensorData.from_torch_sparse(ids, pad_value=-1))
-    assert asks[1].sparse_crow_indices is not None
-    for asked in asks:
+    target_forms = (types.TensorData.from_torch(ids), types.TensorData.from_torch_sparse(ids, pad_value=-1))
+    assert target_forms[1].sparse_crow_indices is not None
+    for targets in target_forms:
         answer = sampler.sample(
             prompt,
             1,
@@ -161,14 +161,14 @@ def test_prompt_answers(client: tinker.ServiceClient) -> None:
             include_prompt_logprobs=True,
             topk_prompt_logprobs=3,
             topk_sample_logprobs=2,
-            target_prompt_logprobs=asked,
+            target_prompt_logprobs=targets,
         ).result()
         own = answer.prompt_logprobs
-        found = answer.target_prompt_logprobs
-        assert found.sparse_col_indices == asked.sparse_col_indices
-        assert found.to_numpy()[1, 0] == pytest.approx(own[2])
-        assert found.to_numpy()[3, 2] == pytest.approx(own[4])
-        assert found.to_numpy()[0, 0] == 0.0
+        result = answer.target_prompt_logprobs
+        assert result.sparse_col_indices == targets.sparse_col_indices
+        assert result.to_numpy()[1, 0] == pytest.approx(own[2])
+        assert result.to_numpy()[3, 2] == pytest.approx(own[4])
+        assert result.to_numpy()[0, 0] == 0.0
         assert answer.topk_prompt_logprobs_np.logprobs.shape == (N + 1, 3)
         assert answer.topk_prompt_logprobs_np.logprobs[0, 0] == -99999.0
         assert answer.sequences[0].topk_logprobs_np.token_ids.shape == (2, 2)
@@ -193,7 +193,7 @@ def test_resume_with_and_without_optimizer(client: tinker.ServiceClient, train: 
 
 
 @pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")
-def test_load_state_into_a_model_that_is_there(client: tinker.ServiceClient, train: tinker.TrainingClient) -> None:
+def test_load_state_into_an_existing_model(client: tinker.ServiceClient, train: tinker.TrainingClient) -> None:
     path = train.save_state("start").result().path
     first = step(train)
     step(train, 2)
@@ -204,7 +204,7 @@ def test_load_state_into_a_model_that_is_there(client: tinker.ServiceClient, tra
         wide.load_state(path).result()
 
 
-def test_checkpoints_have_names_that_are_given_once(train: tinker.TrainingClient) -> None:
+def test_checkpoint_names_are_unique(train: tinker.TrainingClient) -> None:
     first = step(train)
     train.save_state("x").result()
     with pytest.raises(tinker.BadRequestError, match="exists"):
@@ -229,7 +229,7 @@ def test_sampling_from_named_checkpoints(client: tinker.ServiceClient, train: ti
         assert sampler.get_base_model() == "toy"
 
 
-def test_seeds_make_adapters(client: tinker.ServiceClient) -> None:
+def test_seed_determines_the_adapter(client: tinker.ServiceClient) -> None:
     def trained(**options) -> float:
         model = client.create_lora_training_client("toy", rank=4, **options).result()
         step(model, 2)
@@ -240,18 +240,18 @@ def test_seeds_make_adapters(client: tinker.ServiceClient) -> None:
     assert trained() != trained()
 
 
-def test_two_sessions_at_once_do_not_touch_each_other(served: Served, train: tinker.TrainingClient) -> None:
+def test_concurrent_sessions_are_independent(served: Served, train: tinker.TrainingClient) -> None:
     other = tinker.ServiceClient(base_url=served.url, api_key=served.key)
-    mine = other.create_lora_training_client("alias", rank=4, seed=1).result()
+    own = other.create_lora_training_client("alias", rank=4, seed=1).result()
     futures = []
     for _ in range(5):
-        for model in (train, mine):
+        for model in (train, own):
             futures.append((model, model.forward_backward([datum(TOKENS)], "cross_entropy"), model.optim_step(ADAM)))
-    losses = {train: [], mine: []}
+    losses = {train: [], own: []}
     for model, passed, stepped in futures:
         losses[model].append(passed.result().metrics["loss:sum"])
         stepped.result()
-    assert losses[train] == losses[mine]
+    assert losses[train] == losses[own]
     assert losses[train][-1] < losses[train][0]
     other.close("success").result()
     assert step(train) < losses[train][-1]
@@ -265,19 +265,21 @@ def test_management_calls(served: Served, train: tinker.TrainingClient) -> None:
     run = rest.get_training_run(train.model_id).result()
     assert (run.base_model, run.lora_rank, run.last_checkpoint.tinker_path) == ("toy", 4, path)
     listed = rest.list_checkpoints(train.model_id).result().checkpoints
-    assert [one.checkpoint_id for one in listed] == ["sampler_weights/gone", "weights/kept"]
+    assert [checkpoint.checkpoint_id for checkpoint in listed] == ["sampler_weights/gone", "weights/kept"]
     assert listed[1].user_metadata == {"a": "b"}
     assert listed[1].size_bytes > 0
     assert 7000 < (listed[1].expires_at - listed[1].time).total_seconds() < 7300
     info = rest.get_weights_info_by_tinker_path(path).result()
     assert (info.base_model, info.lora_rank, info.train_mlp) == ("toy", 4, True)
     rest.delete_checkpoint(train.model_id, "sampler_weights/gone").result()
-    assert [one.checkpoint_id for one in rest.list_checkpoints(train.model_id).result().checkpoints] == ["weights/kept"]
-    names = [one.model_name for one in rest.get_server_capabilities().result().supported_models]
+    assert [checkpoint.checkpoint_id for checkpoint in rest.list_checkpoints(train.model_id).result().checkpoints] == [
+        "weights/kept"
+    ]
+    names = [model.model_name for model in rest.get_server_capabilities().result().supported_models]
     assert names == ["toy", "alias", "other/model"]
 
 
-def test_deleting_a_checkpoint_leaves_its_sampling_session(
+def test_deleted_checkpoint_keeps_its_sampling_session(
     served: Served, client: tinker.ServiceClient, train: tinker.TrainingClient
 ) -> None:
     path = train.save_weights_for_sampler("short").result().path
@@ -307,7 +309,7 @@ BAD_DATA = {
 
 
 @pytest.mark.parametrize("case", sorted(BAD_DATA))
-def test_bad_data_is_refused_and_the_model_goes_on(train: tinker.TrainingClient, case: str) -> None:
+def test_rejects_bad_data_and_keeps_the_model(train: tinker.TrainingClient, case: str) -> None:
     data, loss_fn, config, says = BAD_DATA[case]
     reference = train.forward([datum(TOKENS)], "cross_entropy").result().metrics
     with pytest.raises(tinker.APIStatusError, match=says) as refused:
@@ -318,7 +320,7 @@ def test_bad_data_is_refused_and_the_model_goes_on(train: tinker.TrainingClient,
     assert train.optim_step(types.AdamParams(learning_rate=0.0)).result().metrics["grad_norm"] == 0
 
 
-def test_bad_calls_are_refused(client: tinker.ServiceClient, train: tinker.TrainingClient) -> None:
+def test_rejects_bad_calls(client: tinker.ServiceClient, train: tinker.TrainingClient) -> None:
     refusals = [
         ("rank", lambda: client.create_lora_training_client("toy", rank=0)),
         ("nearest|mean|served", lambda: client.create_lora_training_client("toi", rank=4)),
@@ -339,7 +341,7 @@ def test_bad_calls_are_refused(client: tinker.ServiceClient, train: tinker.Train
     step(train)
 
 
-def test_bad_samples_are_refused(client: tinker.ServiceClient) -> None:
+def test_rejects_bad_sampling_requests(client: tinker.ServiceClient) -> None:
     sampler = client.create_sampling_client(base_model="toy").result()
     good, params = types.ModelInput.from_ints([1, 2]), types.SamplingParams(max_tokens=2)
     image = types.ModelInput(chunks=[types.ImageChunk(data=b"x", format="png")])
@@ -363,6 +365,6 @@ def test_bad_samples_are_refused(client: tinker.ServiceClient) -> None:
     assert len(sampler.sample(good, 1, params).result().sequences) == 1
 
 
-def test_a_wrong_key_is_told_so(served: Served) -> None:
+def test_wrong_key_raises_authentication_error(served: Served) -> None:
     with pytest.raises(tinker.AuthenticationError, match="X-API-Key"):
         tinker.ServiceClient(base_url=served.url, api_key="tml-wrong").create_lora_training_client("toy")

@@ -1,4 +1,4 @@
-"""What other servers of this protocol got wrong, each asked of this one through the SDK."""
+"""Known pitfalls of servers of this protocol, checked through the SDK."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tinsmith.settings import build
 TOKENS = [5, 6, 7, 8, 9]
 PROMPT = types.ModelInput.from_ints(TOKENS)
 CALLED_PERMANENT_BUT_RETRIED = {402, 408, 409}
-"""The client repeats a request that is answered with one of these, for minutes or hours."""
+"""Statuses after which the client repeats a request for minutes or hours."""
 
 
 @pytest.fixture
@@ -30,17 +30,17 @@ def sampler(client: tinker.ServiceClient) -> tinker.SamplingClient:
 
 
 def sampled(sampler: tinker.SamplingClient, prompt: types.ModelInput = PROMPT, **params) -> types.SampledSequence:
-    asked = types.SamplingParams(**{"max_tokens": 12, "seed": 3, "stop": [], **params})
-    return sampler.sample(prompt, 1, asked).result().sequences[0]
+    options = types.SamplingParams(**{"max_tokens": 12, "seed": 3, "stop": [], **params})
+    return sampler.sample(prompt, 1, options).result().sequences[0]
 
 
-def test_no_refusal_looks_like_a_pause() -> None:
+def test_no_error_status_makes_the_sdk_wait() -> None:
     kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, TinsmithError)]
     assert len(kinds) > 8
     assert [kind for kind in kinds if kind.status in CALLED_PERMANENT_BUT_RETRIED] == []
 
 
-def test_a_refusal_that_stands_is_told_at_once(train: tinker.TrainingClient) -> None:
+def test_permanent_errors_are_raised_at_once(train: tinker.TrainingClient) -> None:
     train.save_state("once").result()
     train.save_weights_for_sampler("once").result()
     began = time.monotonic()
@@ -51,22 +51,24 @@ def test_a_refusal_that_stands_is_told_at_once(train: tinker.TrainingClient) -> 
 
 
 @pytest.mark.parametrize("hold_s", [0, 45, 120])
-def test_no_poll_is_held_shorter_or_longer_than_clients_bear(hold_s: float) -> None:
+def test_hold_time_is_limited_to_what_clients_support(hold_s: float) -> None:
     with pytest.raises(errors.ConfigError, match="hold_s"):
         build(ServeConfig, {"hold_s": hold_s}, "here")
 
 
-def test_a_client_that_waits_polls_seldom(served: Served, sampler: tinker.SamplingClient, caplog) -> None:
-    """One open poll and no more, for as long as a sample takes."""
+def test_waiting_client_polls_rarely(served: Served, sampler: tinker.SamplingClient, caplog) -> None:
+    """A single open poll for the duration of a sample."""
     caplog.set_level(logging.DEBUG)
     futures = [sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=400, stop=[])) for _ in range(20)]
     for future in futures:
         assert len(future.result().sequences[0].tokens) == 400
-    polls = [one for one in caplog.records if "retrieve_future" in one.getMessage() and "HTTP Request" in one.msg]
+    polls = [
+        record for record in caplog.records if "retrieve_future" in record.getMessage() and "HTTP Request" in record.msg
+    ]
     assert len(futures) <= len(polls) < 3 * len(futures)  # a fetch of each, and few polls for all of them
 
 
-def test_abandoned_numbers_block_nothing(train: tinker.TrainingClient) -> None:
+def test_abandoned_seq_ids_block_nothing(train: tinker.TrainingClient) -> None:
     asset = types.ModelInput(chunks=[types.ImageAssetPointerChunk(location="x", format="png")])
     broken = types.Datum(model_input=asset, loss_fn_inputs={"target_tokens": [1]})
     with pytest.raises(ValueError, match="ImageAssetPointer"):
@@ -85,7 +87,7 @@ def test_logprobs_are_of_the_tempered_distribution(sampler: tinker.SamplingClien
         assert one.logprobs[0] == pytest.approx(expected, abs=1e-4)
 
 
-def test_each_sampling_parameter_counts(sampler: tinker.SamplingClient) -> None:
+def test_each_sampling_parameter_has_an_effect(sampler: tinker.SamplingClient) -> None:
     greedy = sampled(sampler, temperature=0.0).tokens
     assert sampled(sampler, top_k=1).tokens == greedy
     assert sampled(sampler, top_p=1e-6).tokens == greedy
@@ -94,31 +96,31 @@ def test_each_sampling_parameter_counts(sampler: tinker.SamplingClient) -> None:
     assert sampled(sampler, seed=2**63 + 5).tokens  # any 64 bits
 
 
-def test_every_chunk_of_a_prompt_counts(sampler: tinker.SamplingClient) -> None:
+def test_each_chunk_of_a_prompt_is_used(sampler: tinker.SamplingClient) -> None:
     chunks = [types.EncodedTextChunk(tokens=piece) for piece in (TOKENS[:2], [], TOKENS[2:])]
     assert sampler.compute_logprobs(types.ModelInput(chunks=chunks)).result() == (
         sampler.compute_logprobs(PROMPT).result()
     )
 
 
-def test_a_sample_is_never_empty(sampler: tinker.SamplingClient) -> None:
+def test_sample_is_never_empty(sampler: tinker.SamplingClient) -> None:
     one = sampled(sampler, stop=list(range(512)))
     assert (len(one.tokens), len(one.logprobs), one.stop_reason) == (1, 1, "stop")
 
 
-def test_old_sampling_sessions_outlive_many_newer_ones(train: tinker.TrainingClient) -> None:
-    kept = []
+def test_old_sampling_sessions_stay_valid(train: tinker.TrainingClient) -> None:
+    clients = []
     for _ in range(8):
         train.forward_backward([datum(TOKENS)], "cross_entropy").result()
         train.optim_step(types.AdamParams(learning_rate=0.02)).result()
         sampler = train.save_weights_and_get_sampling_client().result()
-        kept.append((sampler, sampler.compute_logprobs(PROMPT).result()))
-    assert len({tuple(found[1:]) for _, found in kept}) == 8
-    for sampler, found in kept:
-        assert sampler.compute_logprobs(PROMPT).result() == found
+        clients.append((sampler, sampler.compute_logprobs(PROMPT).result()))
+    assert len({tuple(logprobs[1:]) for _, logprobs in clients}) == 8
+    for sampler, logprobs in clients:
+        assert sampler.compute_logprobs(PROMPT).result() == logprobs
 
 
-def test_clipping_counts(client: tinker.ServiceClient) -> None:
+def test_gradient_clipping_has_an_effect(client: tinker.ServiceClient) -> None:
     """With a large eps AdamW's first step is as long as the gradient."""
 
     def loss_after(clip: float) -> float:
@@ -131,7 +133,7 @@ def test_clipping_counts(client: tinker.ServiceClient) -> None:
     assert free < clipped - 0.1
 
 
-def test_a_future_that_is_dropped_stops_its_sample(served: Served, sampler: tinker.SamplingClient) -> None:
+def test_dropped_future_cancels_its_sample(served: Served, sampler: tinker.SamplingClient) -> None:
     future = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=32000, stop=[])).future()
     assert sampled(sampler).tokens  # the one before it is under way
     future.cancel()
@@ -140,7 +142,7 @@ def test_a_future_that_is_dropped_stops_its_sample(served: Served, sampler: tink
     assert "cancelled" in answer.json()["error"]
 
 
-def test_bodies_are_compressed_when_the_server_asks_for_it(tmp_path: Path) -> None:
+def test_client_compresses_bodies_if_configured(tmp_path: Path) -> None:
     config = ServeConfig(models=("toy",), engine="fake", data=tmp_path, compress=True)
     with embedded(config) as (url, key):
         client = tinker.ServiceClient(base_url=url, api_key=key)

@@ -1,4 +1,4 @@
-"""The SDK's RestClient and the calls beside it, unmodified, against a served fake engine."""
+"""RestClient and AdminClient of the unmodified SDK against a served fake engine."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def step(train: tinker.TrainingClient) -> None:
     train.optim_step(types.AdamParams(learning_rate=0.02)).result()
 
 
-def test_runs_are_paged_newest_first(rest: tinker.RestClient, client: tinker.ServiceClient) -> None:
+def test_pages_training_runs_newest_first(rest: tinker.RestClient, client: tinker.ServiceClient) -> None:
     made = [
         client.create_lora_training_client("toy", rank=rank, user_metadata={"rank": str(rank)}).result()
         for rank in (1, 2, 3)
     ]
-    ids = [one.get_info().model_id for one in made]
+    ids = [item.get_info().model_id for item in made]
     page = rest.list_training_runs(limit=2).result()
     assert [run.training_run_id for run in page.training_runs] == ids[:0:-1]
     assert page.cursor.limit == 2
@@ -63,7 +63,7 @@ def test_runs_are_paged_newest_first(rest: tinker.RestClient, client: tinker.Ser
     assert rest.list_training_runs(limit=5, offset=total).result().training_runs == []
 
 
-def test_a_run_shows_its_last_checkpoints(rest: tinker.RestClient, train: tinker.TrainingClient) -> None:
+def test_run_has_its_last_checkpoints(rest: tinker.RestClient, train: tinker.TrainingClient) -> None:
     before = datetime.now(UTC)
     paths = [train.save_state(name).result().path for name in ("first", "last")]
     sampler = train.save_weights_for_sampler("s").result().path
@@ -74,26 +74,24 @@ def test_a_run_shows_its_last_checkpoints(rest: tinker.RestClient, train: tinker
     assert not run.corrupted
     assert (run.is_lora, run.lora_rank, run.base_model) == (True, 4, "toy")
     listed = rest.list_checkpoints(run.training_run_id).result().checkpoints
-    assert [one.tinker_path for one in listed] == [sampler, *paths[::-1]]
-    assert all(one.time.tzinfo is not None and one.size_bytes > 0 for one in listed)
+    assert [checkpoint.tinker_path for checkpoint in listed] == [sampler, *paths[::-1]]
+    assert all(checkpoint.time.tzinfo is not None and checkpoint.size_bytes > 0 for checkpoint in listed)
 
 
-def test_checkpoints_of_all_runs_are_paged_newest_first(rest: tinker.RestClient, client: tinker.ServiceClient) -> None:
+def test_pages_checkpoints_of_all_runs_newest_first(rest: tinker.RestClient, client: tinker.ServiceClient) -> None:
     paths = []
     for _ in range(2):
         train = client.create_lora_training_client("toy", rank=2).result()
         paths += [train.save_state(name, user_metadata={"n": name}).result().path for name in ("a=1", "b.2")]
     page = rest.list_user_checkpoints(limit=3).result()
-    assert [one.tinker_path for one in page.checkpoints] == paths[:0:-1]
+    assert [checkpoint.tinker_path for checkpoint in page.checkpoints] == paths[:0:-1]
     assert page.checkpoints[0].user_metadata == {"n": "b.2"}
     more = rest.list_user_checkpoints(limit=1000, offset=3).result()
     assert more.checkpoints[0].tinker_path == paths[0]
     assert more.cursor.total_count == 3 + len(more.checkpoints)
 
 
-def test_publish_and_unpublish_do_the_same_again_and_delete_nothing(
-    rest: tinker.RestClient, train: tinker.TrainingClient
-) -> None:
+def test_publish_and_unpublish_are_idempotent(rest: tinker.RestClient, train: tinker.TrainingClient) -> None:
     path = train.save_state("shared").result().path
     run = run_of(path)
 
@@ -110,7 +108,7 @@ def test_publish_and_unpublish_do_the_same_again_and_delete_nothing(
         assert not public()
 
 
-def test_an_end_is_set_and_taken_away(rest: tinker.RestClient, train: tinker.TrainingClient, raw) -> None:
+def test_ttl_is_set_and_removed(rest: tinker.RestClient, train: tinker.TrainingClient, raw) -> None:
     path = train.save_state("timed", ttl_seconds=3600).result().path
     run = run_of(path)
 
@@ -144,7 +142,7 @@ def test_weights_info_of_every_kind(rest: tinker.RestClient, client: tinker.Serv
         assert (info.base_model, info.lora_rank, info.train_mlp, info.train_attn) == ("toy", 3, False, True)
 
 
-def test_external_weights_are_fetched_without_a_key(rest: tinker.RestClient, train: tinker.TrainingClient) -> None:
+def test_external_weights_download_without_a_key(rest: tinker.RestClient, train: tinker.TrainingClient) -> None:
     step(train)
     saved = train.save_weights_external("out", ttl_seconds=3600).result()
     assert saved.path.endswith("/external_weights/out")
@@ -168,7 +166,7 @@ def test_external_weights_are_fetched_without_a_key(rest: tinker.RestClient, tra
 
 
 @pytest.mark.parametrize("change", ["name", "expires", "signature"])
-def test_links_cannot_be_made_up(rest: tinker.RestClient, train: tinker.TrainingClient, change: str) -> None:
+def test_rejects_forged_links(rest: tinker.RestClient, train: tinker.TrainingClient, change: str) -> None:
     path = train.save_weights_external("out").result().path
     url = httpx.URL(rest.get_external_weights_urls(path).result().urls["adapter_config.json"])
     changed = {
@@ -180,7 +178,7 @@ def test_links_cannot_be_made_up(rest: tinker.RestClient, train: tinker.Training
     assert httpx.get(changed).status_code == 404
 
 
-def test_external_weights_are_encrypted_for_their_readers(
+def test_external_weights_are_encrypted_for_recipients(
     rest: tinker.RestClient, train: tinker.TrainingClient, served: Served
 ) -> None:
     reader = pyrage.x25519.Identity.generate()
@@ -196,7 +194,7 @@ def test_external_weights_are_encrypted_for_their_readers(
         train.save_weights_external("sealed").result()
 
 
-def test_external_weights_are_not_loaded_back(client: tinker.ServiceClient, train: tinker.TrainingClient) -> None:
+def test_external_weights_cannot_be_loaded(client: tinker.ServiceClient, train: tinker.TrainingClient) -> None:
     path = train.save_weights_external("out").result().path
     with pytest.raises(tinker.BadRequestError, match="holds external weights"):
         client.create_training_client_from_state(path).result()
@@ -204,7 +202,7 @@ def test_external_weights_are_not_loaded_back(client: tinker.ServiceClient, trai
         client.create_sampling_client(model_path=path).result()
 
 
-def test_copies_have_the_bytes_and_a_run_of_their_own(
+def test_copy_has_the_same_bytes_and_its_own_run(
     rest: tinker.RestClient, client: tinker.ServiceClient, train: tinker.TrainingClient, served: Served
 ) -> None:
     step(train)
@@ -220,8 +218,8 @@ def test_copies_have_the_bytes_and_a_run_of_their_own(
     inherited = client.create_training_client_from_state_with_optimizer(copies[0]).result()
     prompt = types.ModelInput.from_ints([5, 6, 7])
     ours, theirs = (
-        one.compute_logprobs(prompt).result()
-        for one in (
+        item.compute_logprobs(prompt).result()
+        for item in (
             inherited.save_weights_and_get_sampling_client().result(),
             client.create_sampling_client(model_path=copies[1]).result(),
         )
@@ -231,7 +229,7 @@ def test_copies_have_the_bytes_and_a_run_of_their_own(
     assert {run.training_run_id for run in archived} == {run_of(path) for path in copies}
 
 
-def test_sessions_are_listed_and_hold_what_they_made(rest: tinker.RestClient, served: Served) -> None:
+def test_lists_sessions_with_their_resources(rest: tinker.RestClient, served: Served) -> None:
     made = tinker.ServiceClient(
         base_url=served.url, api_key=served.key, user_metadata={"team": "x"}, display_name="Nightly sweep 3"
     )
@@ -251,27 +249,27 @@ def test_sessions_are_listed_and_hold_what_they_made(rest: tinker.RestClient, se
     train.save_state("a").result()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        [found] = rest.search_sessions(types.SessionSearchRequest(display_name="sweep NIGHT")).result().sessions
-    assert (found.session_id, found.project_id, found.checkpoints_count) == (session, "night", 1)
-    assert found.checkpoint_storage_bytes > 0
-    assert found.status.type == "active"
+        [match] = rest.search_sessions(types.SessionSearchRequest(display_name="sweep NIGHT")).result().sessions
+    assert (match.session_id, match.project_id, match.checkpoints_count) == (session, "night", 1)
+    assert match.checkpoint_storage_bytes > 0
+    assert match.status.type == "active"
     made.close("errored", "out of ideas").result()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        [found] = rest.search_sessions(types.SessionSearchRequest(session_id=session)).result().sessions
-    assert (found.status.type, found.status.reason.type, found.status.detail) == (
+        [match] = rest.search_sessions(types.SessionSearchRequest(session_id=session)).result().sessions
+    assert (match.status.type, match.status.reason.type, match.status.detail) == (
         "client_finished",
         "errored",
         "out of ideas",
     )
 
 
-def test_whoami_is_in_the_token(rest: tinker.RestClient) -> None:
+def test_whoami_reads_the_token(rest: tinker.RestClient) -> None:
     who = rest.whoami().result()
     assert (who.user_urn, who.org_urn, who.email) == ("tml:user:local", "tml:organization:local", None)
 
 
-def test_the_admin_client(served: Served, train: tinker.TrainingClient) -> None:
+def test_admin_client_methods(served: Served, train: tinker.TrainingClient) -> None:
     admin = tinker.AdminClient(base_url=served.url, api_key=served.key)
     step(train)
     path = train.save_state("audited").result().path
@@ -282,9 +280,9 @@ def test_the_admin_client(served: Served, train: tinker.TrainingClient) -> None:
     usage = admin.get_billing_usage(hour - timedelta(hours=1), hour + timedelta(hours=1)).result()
     session = run_of(path).partition(":")[0]
     [trained] = [
-        one
-        for one in usage.data
-        if one.session_id == session and isinstance(one.event_info, types.TrainingBillingEvent)
+        datum
+        for datum in usage.data
+        if datum.session_id == session and isinstance(datum.event_info, types.TrainingBillingEvent)
     ]
     assert trained.event_info.token_count == 2
     assert trained.bucket_end - trained.bucket_start == timedelta(hours=1)
@@ -293,8 +291,8 @@ def test_the_admin_client(served: Served, train: tinker.TrainingClient) -> None:
     assert stored[0].size_bytes > 0
 
 
-def test_a_token_is_asked_for_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token that did not say when it ends would be asked for before every request."""
+def test_client_requests_a_token_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token without an expiry would be requested before every call."""
     fetched: list[str] = []
     fetch = JwtAuthProvider._fetch
 
@@ -311,7 +309,7 @@ def test_a_token_is_asked_for_once(served: Served, monkeypatch: pytest.MonkeyPat
     assert len(fetched) == 1
 
 
-def test_without_tokens_the_key_itself_is_sent(tmp_path: Path) -> None:
+def test_disabled_tokens_make_the_client_send_the_key(tmp_path: Path) -> None:
     config = ServeConfig(models=("toy",), engine="fake", data=tmp_path, tokens=False)
     with embedded(config) as (url, key):
         rest = tinker.RestClient(base_url=url, api_key=key)
@@ -320,9 +318,7 @@ def test_without_tokens_the_key_itself_is_sent(tmp_path: Path) -> None:
             rest.whoami().result()
 
 
-def test_the_first_end_of_a_session_counts_and_nothing_comes_after_it(
-    served: Served, raw: Callable[..., httpx.Response]
-) -> None:
+def test_first_session_end_is_final(served: Served, raw: Callable[..., httpx.Response]) -> None:
     client = tinker.ServiceClient(base_url=served.url, api_key=served.key)
     train = client.create_lora_training_client("toy", rank=2).result()
     queued = raw("optim_step", {"model_id": train.model_id, "seq_id": 1, "adam_params": {}}).json()
@@ -331,8 +327,8 @@ def test_the_first_end_of_a_session_counts_and_nothing_comes_after_it(
     ran = raw("retrieve_future", {"request_id": queued["request_id"]})
     assert "metrics" in ran.json()
     assert raw(f"sessions/{session}/finish", {"reason": {"type": "success"}, "detail": None}).status_code == 204
-    [found] = raw("sessions/search", {"session_id": session}).json()["sessions"]
-    assert found["status"] == {
+    [match] = raw("sessions/search", {"session_id": session}).json()["sessions"]
+    assert match["status"] == {
         "type": "client_finished",
         "reason": {"type": "interrupted"},
         "detail": "enough",
@@ -343,16 +339,16 @@ def test_the_first_end_of_a_session_counts_and_nothing_comes_after_it(
     assert raw("sessions/none/finish", {}).status_code == 404
 
 
-def test_search_pages_and_filters(served: Served, raw: Callable[..., httpx.Response]) -> None:
+def test_session_search_pages_and_filters(served: Served, raw: Callable[..., httpx.Response]) -> None:
     names = [f"Sweep number {number}" for number in range(5)]
     for number, name in enumerate(names):
-        told = {"tags": [], "display_name": name, "user_metadata": {"n": number % 2, "of": "search"}}
-        raw("create_session", told)
+        fields = {"tags": [], "display_name": name, "user_metadata": {"n": number % 2, "of": "search"}}
+        raw("create_session", fields)
     seen, cursor = [], None
     while True:
         body = {"user_metadata": {"of": "search"}, "limit": 2, **({"cursor": cursor} if cursor else {})}
         page = raw("sessions/search", body).json()
-        seen += [one["display_name"] for one in page["sessions"]]
+        seen += [session["display_name"] for session in page["sessions"]]
         cursor = page["next_cursor"]
         if cursor is None:
             break
@@ -375,7 +371,7 @@ def test_search_pages_and_filters(served: Served, raw: Callable[..., httpx.Respo
         assert raw("sessions/search", wrong).status_code == 400
 
 
-def test_a_loan_and_a_key_let_another_load(served: Served, client: tinker.ServiceClient, train, raw) -> None:
+def test_access_token_and_key_allow_loading(served: Served, client: tinker.ServiceClient, train, raw) -> None:
     """With one key they are one's own; that a stranger may is in test_tenants."""
     path = train.save_state("lent").result().path
     url = f"training_runs/{run_of(path)}/checkpoints/weights/lent/access_token"
@@ -386,7 +382,7 @@ def test_a_loan_and_a_key_let_another_load(served: Served, client: tinker.Servic
         client.create_training_client_from_state(path, weights_access_token="tml-no").result()
 
 
-def test_checkpoints_are_found_in_the_folder_once_deleted(rest, train: tinker.TrainingClient, served: Served) -> None:
+def test_deleted_checkpoint_removes_its_folder(rest, train: tinker.TrainingClient, served: Served) -> None:
     folders = set((served.data / "checkpoints").iterdir())
     path = train.save_state("gone").result().path
     [folder] = set((served.data / "checkpoints").iterdir()) - folders

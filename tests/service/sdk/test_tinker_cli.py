@@ -55,7 +55,7 @@ def saved(served: Served) -> dict[str, str]:
 
 @pytest.fixture
 def state(served: Served) -> Iterator[str]:
-    """A state to be changed or deleted."""
+    """A state checkpoint to change or delete."""
     client = tinker.ServiceClient(base_url=served.url, api_key=served.key)
     yield client.create_lora_training_client("toy", rank=2).result().save_state("s").result().path
     client.close("success").result()
@@ -65,7 +65,7 @@ def run_of(path: str) -> str:
     return path.split("/")[2]
 
 
-def test_version_status_and_who_is_asking(cli: Tinker) -> None:
+def test_version_status_and_whoami(cli: Tinker) -> None:
     assert "0.38.0" in cli("version").out
     assert "Tinker accessible: yes" in cli("auth", "status").out
     assert cli.json("auth", "whoami") == {
@@ -83,7 +83,7 @@ def test_models(cli: Tinker) -> None:
 
 def test_runs(cli: Tinker, saved: dict[str, str]) -> None:
     run = run_of(saved["state"])
-    assert run in [one["training_run_id"] for one in cli.json("run", "list", "--limit", "0")["runs"]]
+    assert run in [run["training_run_id"] for run in cli.json("run", "list", "--limit", "0")["runs"]]
     info = cli.json("run", "info", run)
     assert info["training_run_id"] == run
     assert info["last_checkpoint"]["tinker_path"] == saved["state"]
@@ -92,20 +92,20 @@ def test_runs(cli: Tinker, saved: dict[str, str]) -> None:
 
 def test_lists_of_checkpoints(cli: Tinker, saved: dict[str, str]) -> None:
     of_run = cli.json("checkpoint", "list", "--run-id", run_of(saved["state"]))["checkpoints"]
-    assert [one["tinker_path"] for one in of_run] == [saved[kind] for kind in ("external", "sampler", "state")]
+    assert [item["tinker_path"] for item in of_run] == [saved[kind] for kind in ("external", "sampler", "state")]
     listed = cli.json("checkpoint", "list", "--limit", "0")["checkpoints"]
-    assert set(saved.values()) <= {one["tinker_path"] for one in listed}
+    assert set(saved.values()) <= {checkpoint["tinker_path"] for checkpoint in listed}
     assert len(cli.json("checkpoint", "list", "--limit", "1")["checkpoints"]) == 1
 
 
-def test_what_a_checkpoint_is(cli: Tinker, saved: dict[str, str]) -> None:
+def test_checkpoint_info(cli: Tinker, saved: dict[str, str]) -> None:
     info = cli.json("checkpoint", "info", saved["sampler"])
     assert (info["checkpoint_type"], info["lora_rank"], info["public"]) == ("sampler", 4, False)
     missing = cli("checkpoint", "info", saved["sampler"] + "x")
     assert (missing.status, "Checkpoint not found" in missing.err) == (1, True)
 
 
-def test_publish_and_set_an_end(cli: Tinker, state: str) -> None:
+def test_publish_and_set_ttl(cli: Tinker, state: str) -> None:
     for command, public in (("publish", True), ("publish", True), ("unpublish", False), ("unpublish", False)):
         assert cli("checkpoint", command, state).status == 0
         assert cli.json("checkpoint", "info", state)["public"] is public
@@ -122,16 +122,16 @@ def test_delete_by_path_and_by_run(cli: Tinker, served: Served) -> None:
     client = tinker.ServiceClient(base_url=served.url, api_key=served.key)
     train = client.create_lora_training_client("toy", rank=2).result()
     paths = [train.save_state(f"s{number}").result().path for number in range(3)]
-    kept = train.save_weights_for_sampler("kept").result().path
+    path = train.save_weights_for_sampler("kept").result().path
     assert cli.json("checkpoint", "delete", "-y", paths[0]) == {"deleted_count": 1, "failed": []}
-    run = run_of(kept)
+    run = run_of(path)
     tomorrow = (datetime.now(UTC) + timedelta(days=1)).date().isoformat()
     none = cli("checkpoint", "delete", "-y", "--run-id", run, "--after", tomorrow)
     assert "No checkpoints found" in none.out
-    asked = cli("checkpoint", "delete", "--run-id", run, "--type", "weights", "--before", tomorrow, told="y\n")
-    assert (asked.status, "Deleted 2 checkpoint(s)" in asked.out) == (0, True)
+    answer = cli("checkpoint", "delete", "--run-id", run, "--type", "weights", "--before", tomorrow, stdin="y\n")
+    assert (answer.status, "Deleted 2 checkpoint(s)" in answer.out) == (0, True)
     [left] = cli.json("checkpoint", "list", "--run-id", run)["checkpoints"]
-    assert left["tinker_path"] == kept
+    assert left["tinker_path"] == path
     again = cli.json("checkpoint", "delete", "-y", paths[0])
     assert (again["deleted_count"], again["failed"][0]["tinker_path"]) == (0, paths[0])
     client.close("success").result()
@@ -140,10 +140,10 @@ def test_delete_by_path_and_by_run(cli: Tinker, served: Served) -> None:
 @pytest.mark.parametrize("kind", ["state", "external"])
 def test_download(cli: Tinker, saved: dict[str, str], kind: str, tmp_path: Path) -> None:
     before = cli.json("checkpoint", "list", "--limit", "0")["checkpoints"]
-    told = cli.json("checkpoint", "download", saved[kind], "--output", str(tmp_path))
-    folder = Path(told["destination"])
+    report = cli.json("checkpoint", "download", saved[kind], "--output", str(tmp_path))
+    folder = Path(report["destination"])
     assert sorted(file.name for file in folder.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    assert told["file_size_bytes"] == sum(file.stat().st_size for file in folder.iterdir())
+    assert report["file_size_bytes"] == sum(file.stat().st_size for file in folder.iterdir())
     assert json.loads((folder / "adapter_config.json").read_text())["r"] == 4
     tensors = load_file(folder / "adapter_model.safetensors")
     assert any(np.any(tensor) for name, tensor in tensors.items() if "lora_B" in name)
@@ -168,44 +168,46 @@ def test_push_to_the_hub(cli: Tinker, saved: dict[str, str], pushed: Hub) -> Non
 def test_the_trace_of_a_session(cli: Tinker, saved: dict[str, str], tmp_path: Path) -> None:
     session = run_of(saved["state"]).partition(":")[0]
     file = tmp_path / "trace.pftrace"
-    told = cli.json("session", "export-trace", session, "--output", str(file))
-    assert told["file_size_bytes"] == file.stat().st_size
+    report = cli.json("session", "export-trace", session, "--output", str(file))
+    assert report["file_size_bytes"] == file.stat().st_size
     events = json.loads(file.read_text())["traceEvents"]
-    ran = [one["name"] for one in events if one["ph"] == "X"]
+    ran = [event["name"] for event in events if event["ph"] == "X"]
     assert ran == ["create", "forward_backward", "step", "save_state", "save_sampler", "save_external"]
-    [sample] = [one for one in events if one["ph"] == "b" and one["name"] == "sample"]
+    [sample] = [event for event in events if event["ph"] == "b" and event["name"] == "sample"]
     assert (sample["args"]["prompt_tokens"], sample["args"]["tokens"]) == (3, 8)
-    names = [one["args"]["name"] for one in events if one["name"] == "thread_name"]
+    names = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert names == ["train:0", "sample:0"]
-    times = [one["ts"] for one in events if one["ph"] == "X"]
+    times = [event["ts"] for event in events if event["ph"] == "X"]
     assert times == sorted(times)
     assert cli("session", "export-trace", session, "--url-only").out.startswith("http://127.0.0.1")
     assert cli("session", "export-trace", "no-such").status == 1
 
 
-def test_what_was_used(cli: Tinker, saved: dict[str, str]) -> None:
+def test_billing_usage(cli: Tinker, saved: dict[str, str]) -> None:
     session = run_of(saved["state"]).partition(":")[0]
     now = datetime.now(UTC).replace(minute=0, second=0, microsecond=0)
     window = [(now + timedelta(hours=hours)).isoformat() for hours in (-1, 1)]
-    told = cli.json("billing", "usage", *window)
-    mine = {}
-    for event in told["data"]:
+    report = cli.json("billing", "usage", *window)
+    counts = {}
+    for event in report["data"]:
         if event["session_id"] == session:
             info = event["event_info"]
-            mine[info["type"]] = mine.get(info["type"], 0) + (info.get("token_count") or info.get("count"))
-    assert mine["training"] == 3
-    assert mine["sampling_prefill"] == 3
-    assert mine["sampling_sample"] == 8
-    assert mine["checkpoint"] == 3
-    assert told["sessions"][session]["user_metadata"] == {"who": "cli"}
-    assert any(one["event_info"]["type"] == "storage" for one in told["data"])
+            counts[info["type"]] = counts.get(info["type"], 0) + (info.get("token_count") or info.get("count"))
+    assert counts["training"] == 3
+    assert counts["sampling_prefill"] == 3
+    assert counts["sampling_sample"] == 8
+    assert counts["checkpoint"] == 3
+    assert report["sessions"][session]["user_metadata"] == {"who": "cli"}
+    assert any(datum["event_info"]["type"] == "storage" for datum in report["data"])
     assert "training" in cli("billing", "usage", *window, "--csv", "-").out
     wrong = cli("billing", "usage", window[1], window[0])
     assert (wrong.status, "empty or too long" in wrong.err) == (1, True)
     listed = cli.json("checkpoint", "list", "--limit", "0")["checkpoints"]
-    [stored] = [one for one in cli.json("billing", "checkpoint-storage")["data"] if one["project_id"] == "default"]
+    [stored] = [
+        datum for datum in cli.json("billing", "checkpoint-storage")["data"] if datum["project_id"] == "default"
+    ]
     assert stored["checkpoint_count"] == len(listed)
-    assert stored["size_bytes"] == sum(one["size_bytes"] for one in listed)
+    assert stored["size_bytes"] == sum(checkpoint["size_bytes"] for checkpoint in listed)
     assert cli.json("billing", "checkpoint-storage", "--project-id", "none")["data"] == []
 
 
@@ -213,9 +215,9 @@ def test_login_and_logout(served: Served, tmp_path: Path) -> None:
     places = {"TINKER_BASE_URL": served.url, "TINKER_API_KEY": "", "HOME": str(tmp_path)}
     with tinker_command(**places) as cli:
         assert cli("auth", "status").status == 1
-        wrong = cli("auth", "login", told="tml-wrong\n")
+        wrong = cli("auth", "login", stdin="tml-wrong\n")
         assert (wrong.status, "HTTP 401" in wrong.err) == (1, True)
-        assert "Logged in as local" in cli("auth", "login", told=f"{served.key}\n").out
+        assert "Logged in as local" in cli("auth", "login", stdin=f"{served.key}\n").out
         assert "Tinker accessible: yes" in cli("auth", "status").out
         assert cli("run", "list").status == 0
         assert "Removed credential" in cli("auth", "logout").out
@@ -223,8 +225,8 @@ def test_login_and_logout(served: Served, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
-def test_a_download_loads_in_peft(tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    """Its logprobs there are those of the service."""
+def test_download_loads_in_peft(tiny: Callable[[str], Path], tmp_path: Path) -> None:
+    """PEFT computes the logprobs of the service."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

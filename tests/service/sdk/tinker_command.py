@@ -38,10 +38,10 @@ class Tinker:
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def __call__(self, *words: str, cwd: Path | None = None, told: str = "") -> Said:
+    def __call__(self, *words: str, cwd: Path | None = None, stdin: str = "") -> Said:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        call = {"words": words, "cwd": str(cwd or "."), "told": told}
+        call = {"words": words, "cwd": str(cwd or "."), "stdin": stdin}
         self._process.stdin.write(json.dumps(call) + "\n")
         self._process.stdin.flush()
         return Said(**json.loads(self._process.stdout.readline()))
@@ -76,12 +76,12 @@ def main() -> None:
 
     for line in sys.stdin:
         call = json.loads(line)
-        with tempfile.TemporaryFile() as told, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-            told.write(call["told"].encode())
-            told.seek(0)
+        with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+            stdin.write(call["stdin"].encode())
+            stdin.seek(0)
             child = os.fork()
             if child == 0:
-                for number, file in enumerate((told, out, err)):
+                for number, file in enumerate((stdin, out, err)):
                     os.dup2(file.fileno(), number)
                 os.chdir(call["cwd"])
                 sys.argv = ["tinker", *call["words"]]

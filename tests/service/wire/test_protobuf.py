@@ -1,4 +1,4 @@
-"""What leaves here is what the SDK's own decoder reads, and what the SDK sends is read whole."""
+"""Protobuf bodies: the SDK's encoder and decoder against ours."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def text(*chunks: list[int]) -> types.ModelInput:
     return types.ModelInput(chunks=[types.EncodedTextChunk(tokens=chunk) for chunk in chunks])
 
 
-def test_a_pass_is_read_whole() -> None:
+def test_decodes_a_forward_backward_body() -> None:
     inputs = {"target_tokens": [2, 3, 4], "weights": [1.0, -2.5, 0.0]}
     seq, request = decode_pass(body([types.Datum(model_input=text([1], [2, 3]), loss_fn_inputs=inputs)]))
     assert (seq, request.model_id, request.loss_fn, request.forward_only) == (3, "s:train:0", "cross_entropy", False)
@@ -50,7 +50,7 @@ def test_a_pass_is_read_whole() -> None:
     assert datum.inputs["weights"].dtype == np.float32
 
 
-def test_sparse_tensors_are_made_dense_each_by_its_own_pattern() -> None:
+def test_densifies_each_sparse_tensor_by_its_own_pattern() -> None:
     targets = torch.zeros((4, 9), dtype=torch.int64)
     weights = torch.zeros((4, 9))
     targets[1, 2], targets[3, 8], weights[2, 1] = 7, 9, 0.5
@@ -61,7 +61,7 @@ def test_sparse_tensors_are_made_dense_each_by_its_own_pattern() -> None:
     np.testing.assert_array_equal(read.inputs["weights"], weights.numpy())
 
 
-def test_config_prefers_the_second_map_and_reads_the_first() -> None:
+def test_loss_config_prefers_v2_and_falls_back_to_v1() -> None:
     datum = types.Datum(model_input=text([1]), loss_fn_inputs={"target_tokens": [2]})
     sent = pb.ForwardBackwardRequest.FromString(body([datum], "ppo", {"clip_low_threshold": 0.7}))
     assert decode_pass(sent.SerializeToString())[1].loss_config == {"clip_low_threshold": 0.7}
@@ -72,7 +72,7 @@ def test_config_prefers_the_second_map_and_reads_the_first() -> None:
 
 
 @pytest.mark.parametrize("kind", ["image", "dmel"])
-def test_chunks_that_are_no_text_are_refused_by_name(kind: str) -> None:
+def test_rejects_chunks_that_are_not_text(kind: str) -> None:
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     chunk = message.data.add().model_input.add()
     getattr(chunk, kind).SetInParent()
@@ -80,7 +80,7 @@ def test_chunks_that_are_no_text_are_refused_by_name(kind: str) -> None:
         decode_pass(message.SerializeToString())
 
 
-def test_zstd_is_read_as_the_sdk_writes_it() -> None:
+def test_decompresses_zstd_of_the_sdk() -> None:
     plain = bytes(range(256)) * 1000
     assert decompress(zstandard.ZstdCompressor().compress(plain), "zstd") == plain
     unsized = zstandard.ZstdCompressor(write_content_size=False).compress(plain)
@@ -88,7 +88,7 @@ def test_zstd_is_read_as_the_sdk_writes_it() -> None:
     assert decompress(plain, None) == plain
 
 
-def test_bodies_that_are_no_whole_zstd_frame_are_refused() -> None:
+def test_rejects_incomplete_zstd_frames() -> None:
     whole = zstandard.ZstdCompressor().compress(bytes(10_000) + b"end")
     for broken in (b"", whole[:-1], whole[: len(whole) // 2], whole + b"x", whole + whole, b"no zstd at all"):
         with pytest.raises(BadRequest, match="zstd"):
@@ -97,7 +97,7 @@ def test_bodies_that_are_no_whole_zstd_frame_are_refused() -> None:
         decompress(whole, "gzip")
 
 
-def test_a_zstd_bomb_is_stopped_on_the_way_whatever_it_says_of_itself() -> None:
+def test_zstd_bomb_is_stopped_during_decompression() -> None:
     bomb = zstandard.ZstdCompressor(level=1, write_content_size=False)
     frame = bomb.compressobj()
     zeros = bytes(2**22)
@@ -144,7 +144,7 @@ def tensor_message(**changes) -> bytes:
         ({"csr": ([], [0] * 3, []), "shape": [2, 2**40]}, TooLarge),
     ],
 )
-def test_tensors_that_are_not_in_order_are_refused(changes: dict, error: type[Exception]) -> None:
+def test_rejects_invalid_tensors(changes: dict, error: type[Exception]) -> None:
     with pytest.raises(error, match="target_tokens"):
         decode_pass(tensor_message(**changes))
 
@@ -166,7 +166,7 @@ def sparse_body(shapes: list[tuple[int, int]]) -> bytes:
     "shapes",
     [[(1, 2**24)], [(1, 2**24)] * 12, [(16, 2**20)] * 12, [(1, 2**20)] * 1000, [(-1, 2**60)] + [(16, 2**20)] * 3],
 )
-def test_a_sparse_bomb_is_refused_before_anything_is_dense(shapes: list[tuple[int, int]]) -> None:
+def test_sparse_bomb_is_rejected_before_densifying(shapes: list[tuple[int, int]]) -> None:
     body = sparse_body(shapes)
     tracemalloc.start()
     with pytest.raises(TooLarge, match="target_tokens"):
@@ -175,7 +175,7 @@ def test_a_sparse_bomb_is_refused_before_anything_is_dense(shapes: list[tuple[in
     tracemalloc.stop()
 
 
-def test_the_sdk_reads_a_result_of_mixed_ranks() -> None:
+def test_sdk_decodes_a_result_of_mixed_ranks() -> None:
     arrays = [np.arange(3.0), np.arange(2.0), np.arange(6.0).reshape(3, 2), np.arange(4.0)]
     result = PassResult(logprobs=tuple(a.astype(np.float32) for a in arrays), metrics={"loss:sum": 2.5})
     read = deserialize_forward_backward_output(encode_pass(result))
@@ -189,34 +189,34 @@ def test_the_sdk_reads_a_result_of_mixed_ranks() -> None:
 
 def sampled(**changes) -> SampleResult:
     top = TopK(token_ids=np.asarray([[1, 2], [3, 4]], np.int32), logprobs=np.asarray([[-1, -2], [-3, -4]], np.float32))
-    one = SampledSequence(
+    sequence = SampledSequence(
         tokens=np.asarray([4, 2], np.int32), logprobs=np.asarray([-0.5, -1], np.float32), stop_reason="stop", topk=top
     )
-    return SampleResult(sequences=(one,), prompt_cache_hit_tokens=3, **changes)
+    return SampleResult(sequences=(sequence,), prompt_cache_hit_tokens=3, **changes)
 
 
-def test_the_sdk_reads_a_sample() -> None:
+def test_sdk_decodes_a_sample() -> None:
     prompt = np.asarray([np.nan, -2.0, -3.0], np.float32)
     read = deserialize_sample_response(encode_sampled(sampled(prompt_logprobs=prompt), None))
-    [one] = read.sequences
-    assert (one.tokens, one.logprobs, one.stop_reason) == ([4, 2], [-0.5, -1.0], "stop")
-    assert one.topk_logprobs_np.token_ids.tolist() == [[1, 2], [3, 4]]
+    [sequence] = read.sequences
+    assert (sequence.tokens, sequence.logprobs, sequence.stop_reason) == ([4, 2], [-0.5, -1.0], "stop")
+    assert sequence.topk_logprobs_np.token_ids.tolist() == [[1, 2], [3, 4]]
     assert read.prompt_logprobs == [None, -2.0, -3.0]
     assert read.prompt_cache_hit_tokens == 3
     assert read.target_prompt_logprobs is None
 
 
-def test_targets_come_back_in_the_layout_of_the_question() -> None:
-    found = np.asarray([[-1.0, np.nan], [np.nan, -4.0]], np.float32)
-    dense = deserialize_sample_response(encode_sampled(sampled(target_prompt_logprobs=found), None))
+def test_target_logprobs_keep_the_requested_layout() -> None:
+    logprobs = np.asarray([[-1.0, np.nan], [np.nan, -4.0]], np.float32)
+    dense = deserialize_sample_response(encode_sampled(sampled(target_prompt_logprobs=logprobs), None))
     assert dense.target_prompt_logprobs.to_numpy().tolist() == [[-1.0, 0.0], [0.0, -4.0]]
     layout = SparseLayout(crow=np.asarray([0, 1, 2]), col=np.asarray([0, 1]))
-    sparse = deserialize_sample_response(encode_sampled(sampled(target_prompt_logprobs=found), layout))
+    sparse = deserialize_sample_response(encode_sampled(sampled(target_prompt_logprobs=logprobs), layout))
     tensor = sparse.target_prompt_logprobs
     assert (tensor.data, tensor.sparse_crow_indices, tensor.sparse_col_indices) == ([-1.0, -4.0], [0, 1, 2], [0, 1])
 
 
-def test_the_sdk_reads_draws_beside_the_prompt() -> None:
+def test_sdk_decodes_prompt_alt_tokens() -> None:
     drawn = TopK(
         token_ids=np.asarray([[1, 2], [3, 4]], np.int32), logprobs=np.asarray([[-1, -2], [-3, -4]], np.float32)
     )

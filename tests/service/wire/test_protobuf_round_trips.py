@@ -42,9 +42,9 @@ def tensors(draw: st.DrawFn, shape: tuple[int, ...], kind: str) -> tuple[types.T
     elements = ids if kind == "int64" else floats
     dense = draw(npst.arrays(dtype, shape, elements=elements))
     if len(shape) == 2 and draw(st.booleans()):
-        kept = draw(npst.arrays(np.bool_, shape))
-        dense = np.where(kept, dense, 0).astype(dtype)
-        rows, columns = np.nonzero(kept)
+        mask = draw(npst.arrays(np.bool_, shape))
+        dense = np.where(mask, dense, 0).astype(dtype)
+        rows, columns = np.nonzero(mask)
         crow = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=shape[0]))])
         sent = types.TensorData(
             data=dense[rows, columns].tolist(),
@@ -73,7 +73,7 @@ def data(draw: st.DrawFn) -> tuple[types.Datum, dict[str, np.ndarray]]:
 
 def check_request(made: list[tuple[types.Datum, dict[str, np.ndarray]]], seq: int, forward_only: bool) -> None:
     request = types.ForwardBackwardRequest(
-        forward_backward_input=types.ForwardBackwardInput(data=[one for one, _ in made], loss_fn="cross_entropy"),
+        forward_backward_input=types.ForwardBackwardInput(data=[item for item, _ in made], loss_fn="cross_entropy"),
         model_id="s:train:0",
         seq_id=seq,
     )
@@ -98,7 +98,9 @@ test_many_requests_are_read_as_they_were_meant = pytest.mark.slow(thorough(reque
 def results(draw: st.DrawFn) -> PassResult:
     """Mixed ranks and lengths, empty ones and none at all."""
     shape = st.one_of(st.tuples(st.integers(0, 5)), st.tuples(st.integers(0, 5), st.integers(1, 3)))
-    arrays = draw(st.lists(shape.flatmap(lambda one: npst.arrays(np.float32, one, elements=floats)), max_size=6))
+    arrays = draw(
+        st.lists(shape.flatmap(lambda array_shape: npst.arrays(np.float32, array_shape, elements=floats)), max_size=6)
+    )
     metrics = draw(st.dictionaries(st.sampled_from(["a:sum", "b:max", "c:mean"]), st.floats(allow_nan=True)))
     return PassResult(logprobs=tuple(arrays), metrics={"loss:sum": 0.5, **metrics})
 
@@ -124,9 +126,10 @@ def samples(draw: st.DrawFn) -> tuple[SampleResult, SparseLayout | None]:
     """Sequences of any length, with or without each option of prompt logprobs."""
 
     def topk(length: int, k: int) -> TopK:
-        found = draw(npst.arrays(np.int32, (length, k), elements=st.integers(0, 2**31 - 1)))
+        token_ids = draw(npst.arrays(np.int32, (length, k), elements=st.integers(0, 2**31 - 1)))
         return TopK(
-            token_ids=found, logprobs=draw(npst.arrays(np.float32, (length, k), elements=st.floats(-9, 0, width=32)))
+            token_ids=token_ids,
+            logprobs=draw(npst.arrays(np.float32, (length, k), elements=st.floats(-9, 0, width=32))),
         )
 
     def sequence() -> SampledSequence:
@@ -144,10 +147,10 @@ def samples(draw: st.DrawFn) -> tuple[SampleResult, SparseLayout | None]:
         width = draw(st.integers(1, 3))
         targets = draw(npst.arrays(np.float32, (prompt - 1, width), elements=st.floats(-9, -1, width=32)))
         if draw(st.booleans()):
-            kept = draw(npst.arrays(np.bool_, targets.shape))
-            rows, columns = np.nonzero(kept)
+            mask = draw(npst.arrays(np.bool_, targets.shape))
+            rows, columns = np.nonzero(mask)
             crow = np.concatenate([[0], np.cumsum(np.bincount(rows, minlength=prompt - 1))])
-            layout, targets = SparseLayout(crow=crow, col=columns), np.where(kept, targets, np.nan).astype(np.float32)
+            layout, targets = SparseLayout(crow=crow, col=columns), np.where(mask, targets, np.nan).astype(np.float32)
     sampled = SampleResult(
         sequences=tuple(sequence() for _ in range(draw(st.integers(1, 3)))),
         prompt_logprobs=draw(st.none() | npst.arrays(np.float32, prompt, elements=floats)),
@@ -160,7 +163,7 @@ def samples(draw: st.DrawFn) -> tuple[SampleResult, SparseLayout | None]:
 
 @quick
 @given(samples())
-def test_samples_are_what_the_sdk_reads(made: tuple[SampleResult, SparseLayout | None]) -> None:
+def test_sdk_decodes_any_sample_result(made: tuple[SampleResult, SparseLayout | None]) -> None:
     sampled, layout = made
     read = deserialize_sample_response(encode_sampled(sampled, layout))
     for got, meant in zip(read.sequences, sampled.sequences, strict=True):
@@ -183,7 +186,7 @@ def test_samples_are_what_the_sdk_reads(made: tuple[SampleResult, SparseLayout |
 
 @quick
 @given(st.binary(max_size=300))
-def test_any_bytes_are_read_or_refused_and_nothing_else(body: bytes) -> None:
+def test_any_bytes_are_decoded_or_rejected(body: bytes) -> None:
     for read in (decode_pass, lambda raw: decompress(raw, "zstd")):
         with suppress(UserError):  # 4xx, each of them; anything else fails the test
             read(body)
@@ -191,7 +194,7 @@ def test_any_bytes_are_read_or_refused_and_nothing_else(body: bytes) -> None:
 
 @quick
 @given(data(), st.data())
-def test_any_damage_to_a_body_is_read_or_refused_and_nothing_else(
+def test_damaged_bodies_are_decoded_or_rejected(
     made: tuple[types.Datum, dict[str, np.ndarray]], draws: st.DataObject
 ) -> None:
     request = types.ForwardBackwardRequest(
@@ -215,7 +218,7 @@ def test_any_damage_to_a_body_is_read_or_refused_and_nothing_else(
     st.booleans(),
     st.lists(st.integers(-(2**63), 2**63 - 1), max_size=4),
 )
-def test_any_declared_shape_and_dtype_is_read_or_refused(
+def test_any_declared_shape_is_decoded_or_rejected(
     shape: list[int], dtype: int, sparse: bool, indices: list[int]
 ) -> None:
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")

@@ -1,4 +1,4 @@
-"""Provenance spans: claims that cannot be are refused, through the SDK's own encoder."""
+"""Provenance spans, through the SDK's own encoder."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ def spanned(sequence: str, prompt: int, sampled: int) -> types.Datum:
     )
 
 
-def test_spans_of_what_was_sampled_are_taken_and_others_refused(
+def test_accepts_spans_of_samples_and_rejects_others(
     client: tinker.ServiceClient, train: tinker.TrainingClient
 ) -> None:
     sampler = client.create_sampling_client(base_model="toy").result()
     prompt, params = types.ModelInput.from_ints([5, 5, 5]), types.SamplingParams(max_tokens=4, stop=[])
-    one, two = sampler.sample(prompt, 2, params).result().sequences
-    for sequence in (one, two):
+    first, two = sampler.sample(prompt, 2, params).result().sequences
+    for sequence in (first, two):
         answer = train.forward_backward([spanned(sequence.sequence_id, 3, 4)], "cross_entropy").result()
         assert len(answer.loss_fn_outputs) == 1
-    request = one.sequence_id.rpartition(":")[0]
+    request = first.sequence_id.rpartition(":")[0]
     for wrong, says in (
-        (spanned(one.sequence_id, 4, 4), "prompt tokens"),
-        (spanned(one.sequence_id, 3, 5), "sampled tokens"),
+        (spanned(first.sequence_id, 4, 4), "prompt tokens"),
+        (spanned(first.sequence_id, 3, 5), "sampled tokens"),
         (spanned(f"{request}:2", 3, 4), "does not exist"),
         (spanned("somebody:sample:0:1:0", 3, 4), "does not exist"),
         (spanned("nonsense", 3, 4), "does not exist"),
@@ -55,8 +55,8 @@ def message(inputs: list[tuple[int, int]], targets: list[tuple[int, int]]) -> pb
     datum = made.data.add()
     for spans, values in ((datum.model_input_spans, inputs), (datum.loss_fn_input_spans, targets)):
         for offset, length in values:
-            one = spans.add().sampled_tokens
-            one.sequence_id, one.offset, one.length = "s:sample:0:1:0", offset, length
+            first = spans.add().sampled_tokens
+            first.sequence_id, first.offset, first.length = "s:sample:0:1:0", offset, length
     return made
 
 
@@ -70,12 +70,12 @@ def message(inputs: list[tuple[int, int]], targets: list[tuple[int, int]]) -> pb
         ([(0, 4), (0, -1)], [(0, 3)], "length -1"),
     ],
 )
-def test_spans_tile_their_field(inputs: list, targets: list, says: str) -> None:
+def test_rejects_spans_that_do_not_tile(inputs: list, targets: list, says: str) -> None:
     with pytest.raises(BadRequest, match=says):
         parse_claims(message(inputs, targets), [(3, 3)])
 
 
-def test_a_span_says_of_what_it_is() -> None:
+def test_rejects_an_empty_span() -> None:
     made = message([(0, 3)], [(0, 3)])
     made.data[0].model_input_spans.add()
     with pytest.raises(BadRequest, match=r"model_input_spans\[1\] is empty"):
@@ -83,7 +83,7 @@ def test_a_span_says_of_what_it_is() -> None:
     assert parse_claims(pb.ForwardBackwardRequest(data=[pb.Datum()]), [(3, 3)]) == []
 
 
-def test_what_is_forgotten_is_believed() -> None:
+def test_accepts_claims_about_dropped_samples() -> None:
     sequences = SequenceRegistry()
     claims = parse_claims(message([(0, 3)], [(0, 3)]), [(3, 3)])
     sequences.check(claims, lambda sampler: sampler == "s:sample:0")

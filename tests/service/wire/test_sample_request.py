@@ -1,4 +1,4 @@
-"""What an asample body asks for."""
+"""Decoding of asample bodies."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def body(**changes) -> bytes:
         ([2, 5], (2, 5), ()),
     ],
 )
-def test_stop_has_five_shapes(stop: object, tokens: object, strings: object) -> None:
+def test_stop_accepts_five_shapes(stop: object, tokens: object, strings: object) -> None:
     request = decode_sample(body(sampling_params={"stop": stop})).request
     assert (request.stop_tokens, request.stop_strings) == (tokens, strings)
 
 
-def test_defaults_are_the_protocols() -> None:
+def test_defaults_are_those_of_the_protocol() -> None:
     ask = decode_sample(body())
     assert (ask.sampler_id, ask.seq, ask.layout) == ("s:sample:0", 10**18, None)
     request = ask.request
@@ -44,7 +44,7 @@ def test_defaults_are_the_protocols() -> None:
     assert (request.temperature, request.top_k, request.top_p) == (1.0, -1, 1.0)
 
 
-def test_sparse_targets_are_dense_inside() -> None:
+def test_sparse_targets_are_densified() -> None:
     tensor = {
         "data": [7, 8], "dtype": "int64", "shape": [2, 3],
         "sparse_crow_indices": [0, 0, 2], "sparse_col_indices": [0, 2],
@@ -72,6 +72,6 @@ def test_sparse_targets_are_dense_inside() -> None:
         ({"num_samples": "x"}, BadRequest, "num_samples"),
     ],
 )
-def test_what_is_not_done_is_refused_by_name(changes: dict, error: type[Exception], says: str) -> None:
+def test_rejects_unsupported_options_by_name(changes: dict, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         decode_sample(body(**changes))
