@@ -158,7 +158,7 @@ def test_cookbook_sft_resumes_from_a_checkpoint(recipe: Recipe, python: Path, tm
 
 
 def test_weights_are_downloaded_decrypted_and_merged(python: Path, tiny: Callable[[str], Path], tmp_path: Path) -> None:
-    """The cookbook asks for files that only it can open, opens them, and merges them into a model that thinks alike."""
+    """The cookbook downloads encrypted files, decrypts them, and merges them into an equivalent model."""
     base, tokens = tiny("untied"), [5, 6, 7, 8, 9, 10]
     script = "import sys; from tinker_cookbook import weights as w; path, base, out, merged = sys.argv[1:]"
     script += "; w.download(tinker_path=path, output_dir=out); w.build_hf_model(base_model=base, adapter_path=out, "

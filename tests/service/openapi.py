@@ -18,6 +18,7 @@ from fastapi.routing import APIRoute
 
 from tinsmith.service import routes
 from tinsmith.service.app import create_app
+from tinsmith.service.openai import routes as openai
 from tinsmith.service.wire import schemas
 
 REF = "#/components/schemas/{model}"
@@ -45,9 +46,12 @@ def schema(ids: Mapping[str, str]) -> dict[str, Any]:
 
 def _parsed() -> Iterator[tuple[str, type[schemas.WireModel]]]:
     """(prefix of an operation's id, body type of its route)."""
-    for info in pkgutil.iter_modules(routes.__path__):
-        module = importlib.import_module(f"{routes.__name__}.{info.name}")
-        for route in module.router.routes:
+    routers = [
+        importlib.import_module(f"{routes.__name__}.{info.name}").router
+        for info in pkgutil.iter_modules(routes.__path__)
+    ]
+    for router in (*routers, openai.router, openai.generate_router):
+        for route in router.routes:
             assert isinstance(route, APIRoute)
             named = re.search(r"\b(?:parse(?:_exact)?\(|NewRequest\[)(\w+)[],]", inspect.getsource(route.endpoint))
             if named:

@@ -94,9 +94,9 @@ import sys
 from tinsmith.errors import ConfigError
 from tinsmith.service.server import serve
 from tinsmith.service.config import ServeConfig
-for told in sys.argv[1:]:
+for config in sys.argv[1:]:
     try:
-        serve(ServeConfig.model_validate_json(told))
+        serve(ServeConfig.model_validate_json(config))
     except ConfigError as error:
         print(error)
 """

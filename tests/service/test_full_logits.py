@@ -1,6 +1,6 @@
 """Everything that names tokens on the wire, (N, K) or sparse, against the full logits of plain transformers.
 
-A served torch engine on a tiny Llama with random weights, asked through the SDK.
+A served torch engine on a tiny Llama with random weights, called through the SDK.
 """
 
 from __future__ import annotations

@@ -20,6 +20,8 @@ import pytest
 
 import tinsmith.service.routes
 from tests.service.inprocess import Api, api, loss_in, pass_body
+from tinsmith.service.openai import routes as openai
+from tinsmith.service.routes import admin
 from tinsmith.service.storage.records import Checkpoint, CustomLoss, Model, SamplingSession, Session
 
 SECRET = "opensesame"
@@ -39,7 +41,7 @@ class Ids:
     sample: str
     folder: str
     own_session: str = ""
-    """Of the tenant that tries."""
+    """A session of the calling tenant."""
 
     @property
     def model(self) -> str:
@@ -201,19 +203,20 @@ CASES = {
 }
 
 
-ELSEWHERE = {"metrics": "", "openai": "/v1", "completions": "/v1", "generate": "/inference/v1"}
-"""Files of routes that are not under /api/v1, and where they are."""
-
-
 def routes() -> list[str]:
     """METHOD /path of every route; /api/v1 is left out."""
-    routes_ = []
-    for module in pkgutil.iter_modules(tinsmith.service.routes.__path__):
-        router = vars(importlib.import_module(f"tinsmith.service.routes.{module.name}")).get("router")
-        prefix = ELSEWHERE.get(module.name, "")
-        for route in router.routes if router is not None else ():
-            routes_ += [f"{method} {prefix}{route.path}" for method in route.methods]
-    return routes_
+    modules = [
+        importlib.import_module(f"tinsmith.service.routes.{module.name}")
+        for module in pkgutil.iter_modules(tinsmith.service.routes.__path__)
+    ]
+    routers = [("", vars(module)["router"]) for module in modules]
+    routers += [("", admin.metrics_router), ("/v1", openai.router), ("/inference/v1", openai.generate_router)]
+    return [
+        f"{method} {prefix}{route.path}"
+        for prefix, router in routers
+        for route in router.routes
+        for method in route.methods
+    ]
 
 
 def test_every_route_has_a_case() -> None:

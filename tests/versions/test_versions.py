@@ -1,7 +1,7 @@
 """Run one script with each SDK from 0.23 on; docs/reference/compatibility.md holds the results.
 
 A venv for each version, with the SDK alone in it; what it depends on is lent by the venv that runs the tests. They are
-made once, in the cache folder. `python -m tests.versions.test_versions` writes the page anew.
+made once, in the cache folder. `python -m tests.versions.test_versions` rewrites the page.
 """
 
 from __future__ import annotations

@@ -200,7 +200,7 @@ def test_generate_takes_and_returns_tokens(tmp_path: Path):
             for wrong, prompt_ids in (
                 ({"features": {}}, "features"),
                 ({"token_ids": []}, "prompt is empty"),
-                ({"token_ids": [2**40]}, "no token id"),
+                ({"token_ids": [2**40]}, "not a token id"),
                 ({"token_ids": [5000]}, "contains token id 5000"),
                 ({"sampling_params": {"min_p": 0.1}}, r"sampling_params.min_p"),
             ):

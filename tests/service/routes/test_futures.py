@@ -116,7 +116,7 @@ def test_unreadable_store_returns_an_error_result(tmp_path: Path, monkeypatch) -
                 raise EngineError("It is dead.")
 
             for fault in (broken, dead):
-                monkeypatch.setattr(on.service.store, "answer", fault)
+                monkeypatch.setattr(on.service.store, "result", fault)
                 answer = await on.result({"request_id": "x:train:0:1"})
                 assert answer.status_code == 200
                 assert answer.json()["category"] == "server"
@@ -248,7 +248,7 @@ def test_samples_lost_in_a_crash_are_listed_as_failed(tmp_path: Path) -> None:
             ]
             assert (await on.result(fetched)).status_code == 200
             [_], cursor = (await poll(on, sampler)).json().values()
-        for _ in range(2):  # nobody asked the second process
+        for _ in range(2):  # nobody polled the second process
             async with api(tmp_path) as on:
                 listed = (await poll(on, sampler, cursor)).json()["completions"]
                 assert listed == [{"state": "failed", "request_id": item["request_id"]} for item in (ended, running)]
