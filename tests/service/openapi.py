@@ -57,7 +57,7 @@ def _parsed() -> Iterator[tuple[str, type[schemas.WireModel]]]:
             if named:
                 for prefix in ("/api/v1", "/v1", "/oai/api/v1", "/inference/v1", ""):
                     name = re.sub(r"\W", "_", f"{route.name}{prefix}{route.path}")
-                    yield name, route.endpoint.__globals__[named[1]]
+                    yield name, vars(inspect.getmodule(route.endpoint))[named[1]]
 
 
 def _by_path(path: str) -> type[schemas.WireModel] | None:
