@@ -10,12 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tinsmith.rl.config import RunConfig
+    from tinsmith.rl.monitors.jsonl import read_metrics
     from tinsmith.rl.plugins import reward, workflow
     from tinsmith.rl.rewards.base import Reward
+    from tinsmith.rl.run import Run
     from tinsmith.rl.types import Group, Message, Rollout, Task, Turn
     from tinsmith.rl.workflows.base import WorkflowOptions
     from tinsmith.rl.workflows.custom import Conversation
     from tinsmith.rl.workflows.multi_turn import Answer, Environment
+    from tinsmith.runner import TrainResult, open_run, train
     from tinsmith.service.config import ServeConfig
     from tinsmith.service.embedded import embedded
 
@@ -27,12 +31,18 @@ __all__ = [
     "Message",
     "Reward",
     "Rollout",
+    "Run",
+    "RunConfig",
     "ServeConfig",
     "Task",
+    "TrainResult",
     "Turn",
     "WorkflowOptions",
     "embedded",
+    "open_run",
+    "read_metrics",
     "reward",
+    "train",
     "workflow",
 ]
 
@@ -44,12 +54,18 @@ _MODULES = {
     "Message": "tinsmith.rl.types",
     "Reward": "tinsmith.rl.rewards.base",
     "Rollout": "tinsmith.rl.types",
+    "Run": "tinsmith.rl.run",
+    "RunConfig": "tinsmith.rl.config",
     "ServeConfig": "tinsmith.service.config",
     "Task": "tinsmith.rl.types",
+    "TrainResult": "tinsmith.runner",
     "Turn": "tinsmith.rl.types",
     "WorkflowOptions": "tinsmith.rl.workflows.base",
     "embedded": "tinsmith.service.embedded",
+    "open_run": "tinsmith.runner",
+    "read_metrics": "tinsmith.rl.monitors.jsonl",
     "reward": "tinsmith.rl.plugins",
+    "train": "tinsmith.runner",
     "workflow": "tinsmith.rl.plugins",
 }
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tinsmith.cli.runner import server
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
+from tinsmith.runner import server
 from tinsmith.settings import build
 
 ASKED = {

@@ -77,9 +77,9 @@ def debug(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir
 
     from rich.console import Console
 
-    from tinsmith.cli.runner import connecting_to
     from tinsmith.dialects import read_run
     from tinsmith.rl import debug as single_task
+    from tinsmith.runner import connecting_to
 
     file, overrides = file_and_overrides("debug", words, config)
     console = Console()
@@ -154,8 +154,8 @@ def _print_error(error: TinsmithError, console: Console) -> None:
 
 def _print_results(settings: RunConfig, state: State, console: Console) -> None:
     """Print where the report, the metrics and the weights are, and how to serve them."""
-    from tinsmith.cli.runner import own_service
     from tinsmith.rl.run import folder_path
+    from tinsmith.runner import own_service
 
     folder, service = folder_path(settings), own_service(settings)
     places: list[tuple[str, Any]] = [("report", folder / "report.html"), ("metrics", folder / "metrics.jsonl")]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
 import numpy as np
 from rich.console import Console
@@ -261,24 +261,42 @@ log = logging.getLogger(__name__)
 
 
 async def train(config: RunConfig, connect: Connect, console: Console) -> State:
-    """Begins the run, or goes on with the one in its folder; returns where it ended. A finished run is left alone."""
+    """Start a run, or resume the one in its folder, and return its final state. A finished run is left as it is."""
     config = resolve_steps(with_fresh_folder(config))
-    folder = RunFolder.open(folder_path(config), config.model_dump(mode="json"), resume=config.resume)
-    try:
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(_opened(config))
         if folder.state is not None and folder.state.step >= config.steps:
             return folder.state
-        with logs.log_to_folder(folder.path, config.log_level):
-            return await _logged(config, folder, connect, console)
+        run = await stack.enter_async_context(_started(config, folder, connect, console))
+        state = await loop(run)
+        log.info("Finished: %d steps; weights to go on from: %s", state.step, state.path)
+        return state
+
+
+@asynccontextmanager
+async def open_run(config: RunConfig, connect: Connect, console: Console) -> AsyncIterator[Run]:
+    """A run that is ready for its next step, for a training loop of one's own; `loop` is the built-in loop."""
+    config = resolve_steps(with_fresh_folder(config))
+    with _opened(config) as folder:
+        async with _started(config, folder, connect, console) as run:
+            yield run
+
+
+@contextmanager
+def _opened(config: RunConfig) -> Iterator[RunFolder]:
+    folder = RunFolder.open(folder_path(config), config.model_dump(mode="json"), resume=config.resume)
+    try:
+        yield folder
     finally:
         folder.close()
 
 
-async def _logged(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> State:
-    async with assemble(config, folder, connect, console) as run:
-        log.info("%s: step %d of %d is next, in %s", config.name, run.steps().start, config.steps, folder.path)
-        state = await loop(run)
-    log.info("Finished: %d steps; weights to go on from: %s", state.step, state.path)
-    return state
+@asynccontextmanager
+async def _started(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> AsyncIterator[Run]:
+    with logs.log_to_folder(folder.path, config.log_level):
+        async with assemble(config, folder, connect, console) as run:
+            log.info("%s: step %d of %d is next, in %s", config.name, run.steps().start, config.steps, folder.path)
+            yield run
 
 
 async def loop(run: Run) -> State:

@@ -9,10 +9,10 @@ import yaml
 
 from tests.dialects.trinity.files import SMALL, TINKER, VERL, with_key, write
 from tinsmith import cli
-from tinsmith.cli.runner import api_key
 from tinsmith.dialects import read_run
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
+from tinsmith.runner import api_key
 
 OURS = Path(__file__).parents[3] / "examples" / "addition.yaml"
 

@@ -1,0 +1,163 @@
+"""Runs from Python: train a run file, or open a run for a training loop of one's own.
+
+A run uses the server that it names (`model.base_url` or TINKER_BASE_URL), or starts a service that ends with the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+
+from tinsmith.dialects import read_run
+from tinsmith.engine_options import DeviceOptions
+from tinsmith.errors import ConfigError
+from tinsmith.rl import train as training
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.policy.tinker import TinkerPolicy
+from tinsmith.rl.run import Connect, Run, folder_path, with_fresh_folder
+from tinsmith.rl.stages import run_stages
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+from tinsmith.settings import changed_keys
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainResult:
+    """Where a run ended.
+
+    Example: TrainResult(folder=Path("runs/addition"), step=80, state_path="tinker://…/weights/final", …)
+    """
+
+    folder: Path
+    """The run folder: metrics, rollouts, report; of a run in stages, the last stage's."""
+    step: int
+    state_path: str
+    """Checkpoint with optimizer state, to continue training from."""
+    sampling_path: str
+    """Checkpoint to sample from."""
+
+
+def train(run: RunConfig | Path | str, *overrides: str) -> TrainResult:
+    """Train a run file to its end, or resume it, as `tinsmith run` does.
+
+    `run` is a file in any supported format, or a RunConfig; `overrides` are settings such as "steps=20". Raises
+    TinsmithError.
+
+    Example: train("addition.yaml", "steps=20").sampling_path
+    """
+    config, console = with_fresh_folder(_config(run, overrides)), _console()
+    with ExitStack() as stack:
+        config, state = asyncio.run(run_stages(config, connecting_to(config, stack, console), console))
+    return TrainResult(
+        folder=folder_path(config), step=state.step, state_path=state.path, sampling_path=state.sampling_path
+    )
+
+
+@asynccontextmanager
+async def open_run(run: RunConfig | Path | str, *overrides: str) -> AsyncIterator[Run]:
+    """A run that is ready for its next step, for a training loop of one's own. Arguments as of `train`; a run in stages
+    has no single loop and is refused.
+
+    Example: async with open_run("addition.yaml") as run: ...
+    """
+    config, console = with_fresh_folder(_config(run, overrides)), _console()
+    if config.stages:
+        raise ConfigError("A run in stages cannot be opened as one run.", "Use train, or a file without stages.")
+    with ExitStack() as stack:
+        connect = connecting_to(config, stack, console)(config)
+        async with training.open_run(config, connect, console) as opened:
+            yield opened
+
+
+def _config(run: RunConfig | Path | str, overrides: tuple[str, ...]) -> RunConfig:
+    if isinstance(run, RunConfig):
+        if overrides:
+            raise ConfigError(
+                "Overrides apply to a run file, not to a RunConfig.", "Use RunConfig.model_copy(update=…)."
+            )
+        config = run if run.name else run.model_copy(update={"name": "run"})
+    else:
+        config = read_run(Path(run), overrides).settings
+    if config.mode in ("explore", "bench"):
+        raise ConfigError(f"mode {config.mode} does not train.", "Use tinsmith run.")
+    return config
+
+
+def _console() -> Console:
+    """A console that stays silent unless it writes to a terminal."""
+    return Console(quiet=not sys.stdout.isatty())
+
+
+def connecting_to(settings: RunConfig, stack: ExitStack, console: Console) -> Callable[[RunConfig], Connect]:
+    """A function from the settings of a stage to its connection. All stages share one server.
+
+    A server that is started for the run stops when the stack closes.
+    """
+    addresses: list[tuple[str, str]] = []
+
+    def connecting(stage: RunConfig) -> Connect:
+        async def connect(state: str, version: int) -> TinkerPolicy:
+            with console.status(f"Connecting to {stage.model.name}"):
+                if not addresses:
+                    addresses.append(await asyncio.to_thread(stack.enter_context, server(settings)))
+                base_url, api_key = addresses[0]
+                return await TinkerPolicy.connect(
+                    stage.model, base_url, api_key, seed=stage.seed, state=state, version=version
+                )
+
+        return connect
+
+    return connecting
+
+
+@contextmanager
+def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
+    """The base URL and API key of the server to use; started here if no URL is set."""
+    base_url = settings.model.base_url or os.environ.get("TINKER_BASE_URL", "")
+    if base_url:
+        if unused := changed_keys(settings.service):
+            keys = f"service.{', service.'.join(unused)}"
+            sys.stderr.write(f"note: {keys}: not used, because the run connects to {base_url}\n")
+        yield base_url, api_key(base_url)
+        return
+    if settings.shares_a_run:
+        raise ConfigError(
+            f"mode {settings.mode} is one of two processes and needs a server that both can reach.",
+            "Start one with tinsmith serve, and set TINKER_BASE_URL and TINKER_API_KEY for both.",
+        )
+    with embedded(own_service(settings)) as (url, key):
+        yield url, key
+
+
+def own_service(settings: RunConfig) -> ServeConfig:
+    """The service that a run starts where no server is named; its data folder is in the run folder."""
+    service = settings.service
+    return ServeConfig(
+        models=(f"{settings.model.name}={service.source}" if service.source else settings.model.name,),
+        data=folder_path(settings) / "service",
+        engine=service.engine,
+        **{name: service.__dict__[name] for name in DeviceOptions.model_fields},
+    )
+
+
+def api_key(base_url: str) -> str:
+    """The API key in the environment: TINKER_API_KEY, or else TRINITY_API_KEY, as Trinity-RFT documents it."""
+    tinker, trinity = os.environ.get("TINKER_API_KEY", ""), os.environ.get("TRINITY_API_KEY", "")
+    if not (tinker or trinity):
+        raise ConfigError(f"There is no API key for {base_url}.", "Set TINKER_API_KEY.")
+    if tinker and trinity and tinker != trinity:
+        sys.stderr.write("note: TINKER_API_KEY and TRINITY_API_KEY differ; TINKER_API_KEY is used\n")
+    key = tinker or trinity
+    if not key.startswith("tml-"):
+        raise ConfigError(
+            f"The API key for {base_url} does not begin with tml-, and the SDK sends no other.",
+            "Set TINKER_API_KEY to a key of that server.",
+        )
+    return key
