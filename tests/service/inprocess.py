@@ -19,7 +19,7 @@ from tinsmith.service.app import create_app
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.dependencies import Service
 from tinsmith.service.engines.host import EngineFactory, RunningEngine
-from tinsmith.service.server import running
+from tinsmith.service.server import run_service
 from tinsmith.service.tenancy.keys import create_key
 
 KEY = "tml-test"
@@ -135,7 +135,7 @@ async def api(data: Path, start: EngineFactory | None = None, **config) -> Async
     config = {"engine": "fake", "models": ("toy",), "hold_s": 5.0, "database": url_of(data), "api_key": KEY, **config}
     settings = ServeConfig(data=data, **config)
     loaded = asyncio.Event()
-    async with running(settings, start or Factory(), lambda error: loaded.set()) as service:
+    async with run_service(settings, start or Factory(), lambda error: loaded.set()) as service:
         await loaded.wait()
         transport = httpx.ASGITransport(create_app(service))
         headers = {"X-API-Key": KEY}

@@ -33,6 +33,7 @@ from tinsmith.service.tenancy.signing import TOKEN_PREFIX, Signer, write_private
 from tinsmith.service.training.journal import Journal
 from tinsmith.service.training.worker import Worker
 from tinsmith.service.wire.protobuf import MAX_BODY_BYTES
+from tinsmith.service.wire.provenance import SequenceRegistry
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,7 @@ class Service:
     journal: Journal
     sessions: Sessions
     sampling: Sampling
+    sequences: SequenceRegistry
     signer: Signer
     audit_log: AuditLog
     usage: Usage

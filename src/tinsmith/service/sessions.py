@@ -1,6 +1,7 @@
-"""Sessions: how they begin, what they hold, how they end. And the clock of everything that ends by itself.
+"""Sessions: creation, heartbeats, expiry, and the cleanup of what ended sessions hold.
 
-A session ends when its client finishes it or falls silent for long; named checkpoints stay, all else is cleared away.
+A session ends when its client finishes it or is silent for too long. Named checkpoints stay; everything else that the
+session made is removed.
 """
 
 from __future__ import annotations
@@ -22,9 +23,22 @@ from tinsmith.service.training.journal import Journal
 from tinsmith.service.training.worker import Worker
 from tinsmith.service.wire.schemas import SessionBody
 
+SEEN_WRITE_S = 60.0
+"""Least time between two stored heartbeats of a session: clients send one every 10 s."""
+PRUNE_S = 600.0
+"""Time between two removals of old results."""
+CLEANUP_S = 60.0
+"""Time between two cleanups of ended sessions."""
+RETURN_S = 600.0
+"""Time that clients have to return after a restart of the server, if the session timeout is not shorter."""
+
 
 class SessionCleanup:
-    """Of all sessions of one store."""
+    """Removes what ended sessions hold.
+
+    Each run finds it in the store, so it does not matter when a record was made (a queued save, a model that was being
+    created) or what used it until now.
+    """
 
     def __init__(
         self,
@@ -39,37 +53,39 @@ class SessionCleanup:
         self._journal = journal
         self._futures = futures
         self._workers = workers
-        self._leaving: dict[str, Model] = {}
-        """Models that were told to leave, as they were then: one that changed since is told again."""
+        self._unloading: dict[str, Model] = {}
+        """Models that are queued for unloading, as they were then: a model that changed since is queued again."""
 
     async def run(self) -> None:
-        """Models leave once all that they promised is done; unnamed versions, losses and untold samples go."""
+        """Remove models whose requests have run, unnamed versions, custom losses and completion logs."""
         await self._end_models()
-        if losses := [one for one in self._store.all(CustomLoss) if self._is_over(one.session_id)]:
+        if losses := [loss for loss in self._store.all(CustomLoss) if self._has_ended(loss.session_id)]:
             await self._store.remove(*losses)
-        self._futures.drop_ended(self._has_ended)
-        for one in self._store.all(Checkpoint):
-            if one.deleted or (one.kind == "ephemeral" and self._is_orphan(one)):
-                await self._release(one.id, one.base_model)
+        self._futures.drop_ended(self._sampler_has_ended)
+        for checkpoint in self._store.all(Checkpoint):
+            if checkpoint.deleted or (checkpoint.kind == "ephemeral" and self._is_orphan(checkpoint)):
+                await self._release(checkpoint.id, checkpoint.base_model)
 
     async def release_versions(self, session: Session) -> None:
-        """The versions that its sampling sessions used leave the engine, unless others use them."""
+        """Detach the versions of the session's sampling sessions from the engine, unless others use them."""
         for sampler in self._store.all(SamplingSession):
             if sampler.session_id == session.id and sampler.version is not None:
                 await self._release(sampler.version, sampler.base_model)
 
     async def _end_models(self) -> None:
-        left = [one for one in self._store.all(Model) if one.state != "ended" and self._is_over(one.session_id)]
-        for model in (one for one in left if one.base_model in self._workers):
-            if self._leaving.get(model.id) is not model:
+        ending = [
+            model for model in self._store.all(Model) if model.state != "ended" and self._has_ended(model.session_id)
+        ]
+        for model in (model for model in ending if model.base_model in self._workers):
+            if self._unloading.get(model.id) is not model:
                 self._workers[model.base_model].unload(model)
-        self._leaving = {model.id: model for model in left}
-        unserved = [one for one in left if one.base_model not in self._workers]
+        self._unloading = {model.id: model for model in ending}
+        unserved = [model for model in ending if model.base_model not in self._workers]
         if unserved:
-            highest = await self._store.highest_seqs()
+            seqs = await self._store.highest_seqs()
             for model in unserved:
-                accepted, finished = highest.get(model.id, (0, 0))
-                if accepted <= finished:  # what is promised still runs when its base model is served again
+                accepted, finished = seqs.get(model.id, (0, 0))
+                if accepted <= finished:  # pending requests run once the base model is served again
                     await self._journal.forget(model)
 
     async def _release(self, version: str, base_model: str) -> None:
@@ -77,32 +93,24 @@ class SessionCleanup:
             return
         worker = self._workers.get(base_model)
         if worker is not None:
-            with suppress(EngineDied):  # which has forgotten all of them
+            with suppress(EngineDied):  # a new engine has no versions
                 await worker.host.detach(version)
 
-    def _is_over(self, session_id: str) -> bool:
+    def _has_ended(self, session_id: str) -> bool:
         session = self._store.find(Session, session_id)
         return session is None or session.ended is not None
 
     def _is_orphan(self, version: Checkpoint) -> bool:
         model = self._store.find(Model, version.run)
-        return model is None or self._is_over(model.session_id)
+        return model is None or self._has_ended(model.session_id)
 
-    def _has_ended(self, sampler_id: str) -> bool:
+    def _sampler_has_ended(self, sampler_id: str) -> bool:
         sampler = self._store.find(SamplingSession, sampler_id)
-        return sampler is None or self._is_over(sampler.session_id)
-
-
-SEEN_WRITE_S = 60.0
-"""A heartbeat comes every 10 s; writing each down would be noise."""
-PRUNE_S = 600.0
-CLEAR_S = 60.0
-"""Between two looks at what sessions that have ended hold, or came to hold since."""
-RETURN_S = 600.0
+        return sampler is None or self._has_ended(sampler.session_id)
 
 
 class Sessions:
-    """The sessions of one store."""
+    """The sessions of a store, and the loop that ends what is over."""
 
     def __init__(
         self,
@@ -119,19 +127,21 @@ class Sessions:
         self._timeout_s = timeout_s
         self._retention_s = retention_s
         self._audit_log = audit_log
-        # After a restart clients get a while to come back, however long this server was down.
-        back_by = time.time() - timeout_s + min(timeout_s, RETURN_S)
-        self._seen = {one.id: back_by for one in store.all(Session) if one.ended is None}
+        # After a restart clients have RETURN_S to return, however long the server was down.
+        seen = time.time() - timeout_s + min(timeout_s, RETURN_S)
+        self._seen = {session.id: seen for session in store.all(Session) if session.ended is None}
         self._by_idempotency = {
-            (one.owner, one.idempotency_key): one.id for one in store.all(Session) if one.idempotency_key
+            (session.owner, session.idempotency_key): session.id
+            for session in store.all(Session)
+            if session.idempotency_key
         }
-        self._changed = asyncio.Event()
+        self._wake = asyncio.Event()
 
-    async def begin(self, owner: str, idempotency_key: str | None, told: SessionBody) -> Session:
-        """A new session, or the one that the same key made before."""
-        known = self._store.find(Session, self._by_idempotency.get((owner, idempotency_key or ""), ""))
-        if known is not None:
-            return known
+    async def begin(self, owner: str, idempotency_key: str | None, body: SessionBody) -> Session:
+        """Create a session. The same idempotency key returns the session that it made before."""
+        existing = self._store.find(Session, self._by_idempotency.get((owner, idempotency_key or ""), ""))
+        if existing is not None:
+            return existing
         now = time.time()
         session = Session(
             id=str(uuid.uuid4()),
@@ -139,19 +149,19 @@ class Sessions:
             created=now,
             seen=now,
             idempotency_key=idempotency_key,
-            tags=told.tags,
-            metadata=told.user_metadata or {},
-            project_id=told.project_id,
-            display_name=told.display_name,
+            tags=body.tags,
+            metadata=body.user_metadata or {},
+            project_id=body.project_id,
+            display_name=body.display_name,
         )
         await self._store.put(session)
         if idempotency_key:
             self._by_idempotency[owner, idempotency_key] = session.id
-        self._changed.set()
+        self.wake()
         return session
 
     def find(self, session_id: str, owner: str) -> Session:
-        """The session, ended or not. Raises NotFound."""
+        """Return the owner's session, ended or not. Raises NotFound."""
         session = self._store.find(Session, session_id)
         if session is None or session.owner != owner:
             raise NotFound(f"There is no session {session_id}.", "Create one.")
@@ -159,7 +169,7 @@ class Sessions:
         return session
 
     def touch(self, session_id: str, owner: str) -> Session:
-        """The session, which this call keeps alive. Raises BadRequest if it has ended."""
+        """Return the session and restart its timeout. Raises BadRequest if the session has ended."""
         session = self.find(session_id, owner)
         if session.ended is not None:
             raise BadRequest(
@@ -169,27 +179,27 @@ class Sessions:
         return session
 
     async def heartbeat(self, session_id: str, owner: str) -> None:
-        """As `alive`; now and then it is written down, for the case of a restart."""
+        """Restart the session's timeout; the time is stored at most every SEEN_WRITE_S seconds."""
         session = self.touch(session_id, owner)
         if time.time() - session.seen > SEEN_WRITE_S:
             await self._store.update(Session, session_id, seen=time.time())
 
     async def end(self, session: Session, reason: str, detail: str | None = None) -> None:
-        """The first reason counts."""
+        """End a session. Only the first reason is stored."""
         if session.ended is not None:
             return
         await self._store.update(Session, session.id, ended=reason, detail=detail)
         self._seen.pop(session.id, None)
-        self._changed.set()
+        self.wake()
         await self._cleanup.release_versions(session)
 
     async def run(self) -> None:
-        """For ever: end what is silent, delete what is over, forget what is old; sleep until the next of these."""
+        """Forever: end silent sessions, delete expired checkpoints, clean up, prune old results."""
         pruned = time.time()
         while True:
-            self._changed.clear()
-            for one in await self._checkpoints.expire():
-                self._audit_log.checkpoint_changed(one, "checkpoint_expired", "tinsmith")
+            self._wake.clear()
+            for checkpoint in await self._checkpoints.expire():
+                self._audit_log.checkpoint_changed(checkpoint, "checkpoint_expired", "tinsmith")
             now = time.time()
             for session in self._store.all(Session):
                 if session.ended is None and self._last_seen(session) + self._timeout_s <= now:
@@ -199,23 +209,22 @@ class Sessions:
                 pruned = now
                 ended = [model.id for model in self._store.all(Model) if model.state == "ended"]
                 await self._store.prune(now - self._retention_s, ended)
-            await self._sleep(min(pruned + PRUNE_S, now + CLEAR_S))
+            await self._sleep(min(pruned + PRUNE_S, now + CLEANUP_S))
+
+    def wake(self) -> None:
+        """Run the loop now: something may end sooner than the loop expects."""
+        self._wake.set()
 
     async def _sleep(self, until: float) -> None:
-        ends: list[float] = [
+        """Sleep until the next session or checkpoint ends, `until` at the latest."""
+        ends = [
             self._last_seen(session) + self._timeout_s for session in self._store.all(Session) if session.ended is None
         ]
         expiry = self._checkpoints.next_expiry()
-        wake = min([until, *ends, until if expiry is None else expiry])
+        end = min([until, *ends, until if expiry is None else expiry])
         with suppress(TimeoutError):
-            async with asyncio.timeout(
-                max(wake - time.time(), 0.01)
-            ):  # wait_for of Python 3.11 may lose a cancellation
-                await self._changed.wait()
-
-    def wake(self) -> None:
-        """Something may end sooner than was known."""
-        self._changed.set()
+            async with asyncio.timeout(max(end - time.time(), 0.01)):  # wait_for may lose a cancellation in Python 3.11
+                await self._wake.wait()
 
     def _last_seen(self, session: Session) -> float:
         return max(session.seen, self._seen.get(session.id, 0.0))

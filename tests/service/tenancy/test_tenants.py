@@ -16,7 +16,7 @@ from tests.service.inprocess import Factory
 from tests.service.process import child, free_port
 from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.server import running
+from tinsmith.service.server import run_service
 from tinsmith.service.tenancy.keys import create_key, open_key_database
 
 NOTICED_S = 5.0
@@ -63,7 +63,7 @@ def test_a_public_address_wants_a_key_that_was_given_or_made_for_it(tmp_path: Pa
 
     async def serve(**changes) -> str | None:
         options = {"models": ("toy",), "engine": "fake", "data": tmp_path, "database": url_of(tmp_path), **changes}
-        async with running(ServeConfig(**options), Factory(), lambda error: None) as service:
+        async with run_service(ServeConfig(**options), Factory(), lambda error: None) as service:
             return service.key
 
     async def make() -> None:

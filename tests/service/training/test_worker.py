@@ -11,7 +11,7 @@ from tests.service.inprocess import Api, Factory, api, loss_in, pass_body
 from tinsmith.engine.base import Pass
 from tinsmith.errors import BadRequest, EngineError
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.server import running
+from tinsmith.service.server import run_service
 
 
 async def train(on: Api, model: str, seq: int, steps: int) -> list[float]:
@@ -262,7 +262,7 @@ def test_an_engine_that_does_not_start_is_reported(tmp_path: Path) -> None:
     async def main() -> None:
         told = asyncio.get_running_loop().create_future()
         config = ServeConfig(models=("toy",), engine="fake", data=tmp_path)
-        async with running(config, refuse, told.set_result):
+        async with run_service(config, refuse, told.set_result):
             assert "No memory" in str(await told)
 
     asyncio.run(main())

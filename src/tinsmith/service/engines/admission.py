@@ -1,8 +1,8 @@
-"""Sampling requests on their way into an engine: as many as it can run, in turns by tenant. No I/O.
+"""Admission of sampling requests to an engine: as many as it can run, tenants in turn. No I/O.
 
-An engine serves what it is given in the order of arrival, so what it cannot run yet waits here, in a line for each
-tenant, and whenever something ends the next tenant's oldest goes in: a thousand requests of one tenant delay the
-single one of another only until the engine has room for it.
+An engine serves its requests in the order of arrival. What it cannot run yet waits here, in one queue per tenant;
+whenever a request ends, the next tenant's oldest is admitted. A thousand requests of one tenant delay the single
+request of another only until the engine has capacity for it.
 """
 
 from __future__ import annotations
@@ -16,74 +16,74 @@ from dataclasses import dataclass, field
 from tinsmith.engine.base import SampleRequest
 from tinsmith.engine.sampling.capacity import MAX_SEQUENCES, cache_reserve
 
-AT_HAND = 8
-"""One part in so many beyond what the engine can run: it takes the next at once when something ends."""
+EXTRA_FRACTION = 8
+"""One part in EXTRA_FRACTION is admitted beyond the engine's capacity, so that it can start the next at once."""
 
 
 @dataclass(eq=False, slots=True)
-class _Place:
+class _Ticket:
     owner: str
-    answers: int
+    sequences: int
     tokens: int
     turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
-    inside: bool = False
+    admitted: bool = False
 
 
 class AdmissionQueue:
-    """Of one engine."""
+    """The waiting and running sampling requests of one engine."""
 
     def __init__(self, cache_tokens: int) -> None:
-        self._most_tokens = cache_tokens + cache_tokens // AT_HAND
-        self._most_answers = MAX_SEQUENCES + MAX_SEQUENCES // AT_HAND
-        self._tokens = self._answers = 0
-        self._lines: dict[str, deque[_Place]] = {}
-        """The tenant whose turn it is comes first."""
+        self._max_tokens = cache_tokens + cache_tokens // EXTRA_FRACTION
+        self._max_sequences = MAX_SEQUENCES + MAX_SEQUENCES // EXTRA_FRACTION
+        self._tokens = self._sequences = 0
+        self._queues: dict[str, deque[_Ticket]] = {}
+        """Waiting requests by tenant; the tenant whose turn it is comes first."""
 
     @asynccontextmanager
     async def admit(self, owner: str, request: SampleRequest) -> AsyncIterator[None]:
-        """Wait for the request's turn; inside, it is the engine's."""
-        place = _Place(owner, request.num_samples, cache_reserve(request))
-        self._lines.setdefault(owner, deque()).append(place)
-        self._let_in()
+        """Wait until the request is admitted. It counts as running for the duration of the block."""
+        ticket = _Ticket(owner, request.num_samples, cache_reserve(request))
+        self._queues.setdefault(owner, deque()).append(ticket)
+        self._admit_waiting()
         try:
-            await place.turn
+            await ticket.turn
             yield
         finally:
-            self._leave(place)
-            self._let_in()
+            self._leave(ticket)
+            self._admit_waiting()
 
     def waiting(self) -> dict[str, int]:
-        """How many wait here, by tenant."""
-        return {owner: len(line) for owner, line in self._lines.items()}
+        """Number of waiting requests by tenant."""
+        return {owner: len(queue) for owner, queue in self._queues.items()}
 
-    def _let_in(self) -> None:
-        while self._lines:
-            owner = next(iter(self._lines))
-            if not self._has_room(self._lines[owner][0]):
-                return  # nobody overtakes: the one whose turn it is would wait for ever behind smaller ones
-            self._enter(owner)
+    def _admit_waiting(self) -> None:
+        while self._queues:
+            owner = next(iter(self._queues))
+            if not self._fits(self._queues[owner][0]):
+                return  # no overtaking: a large request would wait forever while smaller ones pass it
+            self._admit_oldest(owner)
 
-    def _has_room(self, place: _Place) -> bool:
-        tokens, answers = self._tokens + place.tokens, self._answers + place.answers
-        return not self._answers or (tokens <= self._most_tokens and answers <= self._most_answers)
+    def _fits(self, ticket: _Ticket) -> bool:
+        tokens, sequences = self._tokens + ticket.tokens, self._sequences + ticket.sequences
+        return not self._sequences or (tokens <= self._max_tokens and sequences <= self._max_sequences)
 
-    def _enter(self, owner: str) -> None:
-        """The owner's oldest goes in, and its next one stands behind all other tenants'."""
-        line = self._lines.pop(owner)
-        place = line.popleft()
-        if line:
-            self._lines[owner] = line
-        if place.turn.cancelled():  # given up a moment ago
+    def _admit_oldest(self, owner: str) -> None:
+        """Admit the owner's oldest request and put the owner's queue last."""
+        queue = self._queues.pop(owner)
+        ticket = queue.popleft()
+        if queue:
+            self._queues[owner] = queue
+        if ticket.turn.cancelled():  # cancelled a moment ago
             return
-        self._tokens, self._answers = self._tokens + place.tokens, self._answers + place.answers
-        place.inside = True
-        place.turn.set_result(None)
+        self._tokens, self._sequences = self._tokens + ticket.tokens, self._sequences + ticket.sequences
+        ticket.admitted = True
+        ticket.turn.set_result(None)
 
-    def _leave(self, place: _Place) -> None:
-        line = self._lines.get(place.owner, deque())
-        if place.inside:
-            self._tokens, self._answers = self._tokens - place.tokens, self._answers - place.answers
-        elif place in line:  # given up while it waited
-            line.remove(place)
-            if not line:
-                del self._lines[place.owner]
+    def _leave(self, ticket: _Ticket) -> None:
+        queue = self._queues.get(ticket.owner, deque())
+        if ticket.admitted:
+            self._tokens, self._sequences = self._tokens - ticket.tokens, self._sequences - ticket.sequences
+        elif ticket in queue:  # cancelled while it waited
+            queue.remove(ticket)
+            if not queue:
+                del self._queues[ticket.owner]

@@ -167,7 +167,7 @@ async def forward_backward(
     )
     model = service.trainable_model(operation.model_id, tenant)
     await _check_new(service, model, seq)
-    service.sampling.check(claims, tenant)
+    service.sequences.check(claims, tenant)
     operation, payload = attach_custom_loss(service, model, operation, plain)
     card = await service.worker(model.base_model).host.card()
     await run_in_thread_if_large(len(plain), check_pass, operation, card)

@@ -52,7 +52,9 @@ def parse_claims(message: pb.ForwardBackwardRequest, lengths: Iterable[tuple[int
 class SequenceRegistry:
     """Lengths of recent samples, to check claims against: request -> (prompt, each sequence)."""
 
-    def __init__(self) -> None:
+    def __init__(self, owner_of: Callable[[str], str | None]) -> None:
+        self._owner_of = owner_of
+        """Tenant of a sampling session, by its id."""
         self._lengths: OrderedDict[str, tuple[int, Sequence[int]]] = OrderedDict()
 
     def record(self, request_id: str, prompt: int, sampled: Sequence[int]) -> None:
@@ -61,11 +63,11 @@ class SequenceRegistry:
         if len(self._lengths) > MAX_REQUESTS:
             self._lengths.popitem(last=False)
 
-    def check(self, claims: Iterable[Claim], is_owned: Callable[[str], bool]) -> None:
-        """Raise BadRequest for a claim that cannot be true. `is_owned` recognizes the tenant's sampling sessions."""
+    def check(self, claims: Iterable[Claim], owner: str) -> None:
+        """Raise BadRequest for a claim about a sequence that is not the owner's, or that exceeds its sequence."""
         for claim in claims:
             request_id, _, number = claim.sequence_id.rpartition(":")
-            if not number.isdecimal() or not is_owned(request_id.rpartition(":")[0]):
+            if not number.isdecimal() or self._owner_of(request_id.rpartition(":")[0]) != owner:
                 raise _unknown(claim)
             if claim.request_id not in self._lengths:
                 continue  # sampled before a restart, or too long ago
