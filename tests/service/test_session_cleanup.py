@@ -120,7 +120,9 @@ def test_models_whose_base_model_is_no_longer_served_end_with_their_session(tmp_
             for model in (ended, promised):
                 await finish(on, model.split(":")[0])
             await until(lambda: on.service.model(ended, "local").state == "ended")
-            await until(lambda: not list(tmp_path.glob("journal/*/*")))  # the folder is removed after the record changed
+            await until(
+                lambda: not list(tmp_path.glob("journal/*/*"))
+            )  # the folder is removed after the record changed
             assert on.service.model(promised, "local").state == "live", "its save is promised still"
             told = {"base_model": "other", "lora_config": {"rank": 4}, "model_seq_id": 0}
             session = (await on.post("create_session", {"tags": []})).json()["session_id"]

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,14 +18,17 @@ from sqlalchemy import create_engine, text
 
 import tinsmith.service.storage.database as database_module
 from tests.service.databases import beside, url_of
+from tests.service.inprocess import until
 from tests.service.storage.test_store import CHECKPOINT, MODEL, SAMPLER, SESSION, WORKS
 from tinsmith.errors import ConfigError
-from tinsmith.service.storage.database import MIGRATIONS, migrate, open_engine
+from tinsmith.service.storage.database import MIGRATIONS, SQUASHED_REVISIONS, migrate, open_engine
 from tinsmith.service.storage.payloads import encode_operation, queued_request
-from tinsmith.service.storage.records import Checkpoint, FutureResult, Model, SamplingSession, Session
+from tinsmith.service.storage.records import Checkpoint, CustomLoss, FutureResult, Model, SamplingSession, Session
 from tinsmith.service.storage.store import FinishedRequest, exclusive_store, open_store
 from tinsmith.service.storage.tables import META
 
+REVISION_0005 = Path(__file__).parent / "revision_0005.sql"
+"""The same, of the last development version."""
 BEFORE_MIGRATIONS = Path(__file__).parent / "before_migrations.sql"
 """What `tinsmith serve` of the time before migrations wrote: a session, a model, a sampler, a checkpoint, requests."""
 
@@ -54,7 +58,7 @@ def test_migrations_are_one_line() -> None:
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
     numbers = [one.revision for one in ScriptDirectory.from_config(config).walk_revisions()]
-    assert numbers == [f"{number:04d}" for number in range(len(numbers), 0, -1)]
+    assert numbers == [f"{number:04d}" for number in range(4 + len(numbers), 4, -1)]
 
 
 def test_starts_at_the_same_moment_migrate_once(tmp_path: Path) -> None:
@@ -120,9 +124,11 @@ def test_the_lock_is_taken_anew_after_the_database_was_away(tmp_path: Path, monk
                 async with exclusive_store(tmp_path, url):
                     pass
             assert ended == []
-            monkeypatch.setattr(database_module._Lock, "release", give_up(database_module._Lock.release, url))
+            monkeypatch.setattr(
+                database_module._ServerLock, "release", give_up(database_module._ServerLock.release, url)
+            )
             await asyncio.to_thread(cut)
-            await asyncio.sleep(0.7)
+            await until(lambda: bool(ended))
             assert ended == [(os.getpid(), signal.SIGTERM)]
 
     asyncio.run(main())
@@ -136,7 +142,7 @@ def give_up(release, url):
         await release(self)
         if not taken:
             taken.append(create_engine(url).connect())
-            taken[0].execute(text(f"select pg_advisory_lock({database_module._SERVING})"))
+            taken[0].execute(text(f"select pg_advisory_lock({database_module._SERVER_LOCK})"))
         else:
             taken[0].close()
             taken[0].engine.dispose()
@@ -155,7 +161,46 @@ def test_a_database_that_is_not_there_is_told_without_its_password(tmp_path: Pat
 
 
 @pytest.mark.only_on("sqlite")
-def test_a_folder_from_before_migrations_is_taken_over(tmp_path: Path) -> None:
+def test_revision_0005_opens_without_a_migration(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "tinsmith.db") as old:
+        old.executescript(REVISION_0005.read_text())
+    old.close()
+
+    async def main() -> None:
+        engine = open_engine(tmp_path, None)
+        await migrate(engine, upgrade=False)
+        await engine.dispose()
+        store = await open_store(tmp_path)
+        assert store.all(Session) == [SESSION]
+        assert store.all(Model) == [replace(MODEL, inflight="v", used=3.0)]
+        assert store.all(SamplingSession) == [replace(SAMPLER, inflight_of=MODEL.id, joined=2)]
+        assert store.all(Checkpoint) == [replace(CHECKPOINT, public=True)]
+        assert [loss.id for loss in store.all(CustomLoss)] == ["s:loss:0"]
+        assert await store.result(f"{MODEL.id}:1", "o") == ("done", FutureResult(body=b"x"))
+        assert tuple(request.operation for request in await store.pending_requests()) == WORKS[1:]
+        [replayed] = await store.requests_to_replay(MODEL)
+        assert (replayed.kind, replayed.batch) == ("step", 7)
+        await store.close()
+
+    asyncio.run(main())
+    assert differences(tmp_path) == []
+
+
+@pytest.mark.only_on("sqlite")
+@pytest.mark.parametrize("revision", SQUASHED_REVISIONS)
+def test_squashed_revisions_get_missing_columns(tmp_path: Path, revision: str) -> None:
+    with sqlite3.connect(tmp_path / "tinsmith.db") as old:
+        old.executescript(BEFORE_MIGRATIONS.read_text())
+        old.executescript("create table alembic_version (version_num varchar(32) not null primary key)")
+        old.execute("insert into alembic_version values (?)", [revision])
+        old.execute("pragma user_version = 0")
+    old.close()
+    migrated(tmp_path)
+    assert differences(tmp_path) == []
+
+
+@pytest.mark.only_on("sqlite")
+def test_folder_from_before_migrations_is_upgraded(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "tinsmith.db") as old:
         old.executescript(BEFORE_MIGRATIONS.read_text())
     old.close()

@@ -198,7 +198,7 @@ def test_a_commit_is_on_the_disk(tmp_path: Path) -> None:
 
     async def main() -> None:
         store = await open_store(tmp_path)
-        with store._direct.connect() as db:
+        with store._sync_engine.connect() as db:
             assert db.exec_driver_sql("PRAGMA synchronous").scalar_one() == 2, "FULL"
         await store.close()
 
@@ -220,7 +220,7 @@ def test_a_database_file_that_cannot_be_written_is_waited_for(tmp_path: Path, fa
 
     async def main() -> None:
         store = await open_store(tmp_path)
-        with store._direct.connect() as db:
+        with store._sync_engine.connect() as db:
             db.exec_driver_sql("PRAGMA busy_timeout=10")
         await store.put(SESSION, MODEL)
         row = queued_request("r1", "o", MODEL.id, 1, 1, WORKS[0])
@@ -245,7 +245,7 @@ def test_a_database_file_that_cannot_be_written_is_waited_for(tmp_path: Path, fa
 def test_a_fault_of_the_database_that_no_waiting_mends_is_told(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path)
-        with store._direct.begin() as db:
+        with store._sync_engine.begin() as db:
             db.exec_driver_sql("drop table models")
         with pytest.raises(OperationalError, match="no such table"):
             await store.put(MODEL)
@@ -288,7 +288,7 @@ def test_what_postgresql_cannot_hold_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))
         for bad in ({"display_name": "a\0b"}, {"metadata": {"a": float("nan")}}, {"project_id": "\0"}):
-            with pytest.raises(BadRequest, match="cannot hold"):
+            with pytest.raises(BadRequest, match="cannot store"):
                 await store.put(replace(SESSION, **bad))
         with pytest.raises(BadRequest):
             await store.result("a\0", "o")

@@ -1,7 +1,8 @@
-"""Promises and those who wait for them. Results of training are also in the store; of sampling, only here.
+"""Futures: results that were promised to clients, and the polls that wait for them.
 
-Nothing polls: a waiter sleeps on the promise until it is kept, its hold is over, or the server closes. Samples are in
-the log of completions as well, and in the ledger until their client knows that they ended.
+Results of training are also in the store; results of samples are only here. A poll sleeps until the future is resolved,
+the hold time is over, or the server closes. Samples also appear in the completion log, and in the file of unfinished
+samples until their client knows that they ended.
 """
 
 from __future__ import annotations
@@ -16,123 +17,125 @@ from tinsmith.service.results.unfinished_samples import UnfinishedSamples
 from tinsmith.service.storage.records import FutureResult
 
 FETCHED_S = 300.0
-"""A sample that was fetched stays this long: the response may have been lost on its way."""
+"""Time that a fetched sample stays: the response may have been lost on its way."""
 STORED_S = 60.0
-"""A training result stays in memory this long; after that it is read from the store."""
+"""Time that a training result stays in memory; later it is read from the store."""
 
 
 @dataclass(slots=True, kw_only=True)
-class _Promise:
+class _Future:
     owner: str
-    kept: asyncio.Future[FutureResult]
+    result: asyncio.Future[FutureResult]
     stored: bool
     fetched: bool = False
-    timer: asyncio.TimerHandle | None = None
-    """When it is forgotten."""
+    expiry: asyncio.TimerHandle | None = None
 
 
 class Futures:
-    """Open promises by request id, and kept ones for a while. Belongs to one event loop."""
+    """Open and recently resolved futures by request id. Belongs to one event loop."""
 
     def __init__(self, hold_s: float, retention_s: float, unfinished: UnfinishedSamples) -> None:
         self._hold_s = hold_s
         self._retention_s = retention_s
-        self._promises: dict[str, _Promise] = {}
-        self._waiting: Counter[str] = Counter()
+        self._futures: dict[str, _Future] = {}
+        self._pending: Counter[str] = Counter()
+        """Futures without a result, by owner."""
         self._loop = asyncio.get_running_loop()
         self._closing: asyncio.Future[None] = self._loop.create_future()
         self._unfinished = unfinished
         self.completions = CompletionLog(unfinished.remove)
 
     def open(self, request_id: str, owner: str, *, stored: bool) -> bool:
-        """Promise a result; False if it is promised already. `stored`: the store will have it as well."""
-        if request_id in self._promises:
+        """Promise a result, which the store will have too if `stored`. False if it is promised already."""
+        if request_id in self._futures:
             return False
         if not stored:
             self._unfinished.add(request_id)
-        self._promises[request_id] = _Promise(owner=owner, kept=self._loop.create_future(), stored=stored)
-        self._waiting[owner] += 1
+        self._futures[request_id] = _Future(owner=owner, result=self._loop.create_future(), stored=stored)
+        self._pending[owner] += 1
         return True
 
-    def resolve(self, request_id: str, answer: FutureResult) -> None:
-        """The result, once; later ones are ignored. Wakes everyone who waits for it."""
-        promise = self._promises.get(request_id)
-        if promise is None or promise.kept.done():
+    def resolve(self, request_id: str, result: FutureResult) -> None:
+        """Set the result and wake the polls that wait for it. Only the first result counts."""
+        future = self._futures.get(request_id)
+        if future is None or future.result.done():
             return
-        promise.kept.set_result(answer)
-        self._waiting[promise.owner] -= 1
-        if not promise.stored:
-            ended = answer.status == 200 and not answer.failed
-            self.completions.add(Completion(request_id=request_id, size=len(answer.body) if ended else None))
-        self._forget_in(STORED_S if promise.stored else self._retention_s, request_id, promise)
+        future.result.set_result(result)
+        self._pending[future.owner] -= 1
+        if not future.stored:
+            succeeded = result.status == 200 and not result.failed
+            self.completions.add(Completion(request_id=request_id, size=len(result.body) if succeeded else None))
+        self._forget_in(STORED_S if future.stored else self._retention_s, request_id, future)
 
     def pending(self, owner: str) -> int:
-        """How many of a tenant's requests have no result."""
-        return self._waiting[owner]
+        """Number of the owner's requests without a result."""
+        return self._pending[owner]
 
     def knows(self, request_id: str, owner: str) -> bool:
-        """Whether `wait` can be asked about it."""
-        promise = self._promises.get(request_id)
-        return promise is not None and promise.owner == owner
+        """Whether `wait` accepts this request of this owner."""
+        future = self._futures.get(request_id)
+        return future is not None and future.owner == owner
 
     async def wait(self, request_id: str) -> FutureResult | None:
-        """The result; None if it is not there when the hold is over or the server closes."""
-        promise = self._promises[request_id]
-        if not promise.kept.done():
-            await asyncio.wait({promise.kept, self._closing}, timeout=self._hold_s, return_when=asyncio.FIRST_COMPLETED)
-            if not promise.kept.done():
+        """The result; None if the hold time is over, or the server closes, before there is one."""
+        future = self._futures[request_id]
+        if not future.result.done():
+            await asyncio.wait(
+                {future.result, self._closing}, timeout=self._hold_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not future.result.done():
                 return None
-        return promise.kept.result()
+        return future.result.result()
 
     def mark_fetched(self, request_id: str) -> None:
-        """The whole result of a sample is on its way to the client; it stays a while, should it be lost there."""
-        promise = self._promises.get(request_id)
-        if promise is None or promise.stored or promise.fetched:
+        """The result of a sample is on its way to the client; it stays for FETCHED_S in case it is lost."""
+        future = self._futures.get(request_id)
+        if future is None or future.stored or future.fetched:
             return
-        promise.fetched = True
+        future.fetched = True
         self.completions.acknowledge([request_id])
-        self._forget_in(min(FETCHED_S, self._retention_s), request_id, promise)
+        self._forget_in(min(FETCHED_S, self._retention_s), request_id, future)
 
     def acknowledge(self, request_ids: Iterable[str], owner: str) -> None:
-        """The client has these samples: nothing of them needs to stay. One that is not done stays: nobody has it."""
-        known = ((one, self._promises[one]) for one in request_ids if self.knows(one, owner))
-        mine = [one for one, promise in known if promise.kept.done() and not promise.stored]
-        self.completions.acknowledge(mine)
-        for request_id in mine:
+        """Forget samples that the client has received; unfinished ids are ignored."""
+        owned = ((request_id, self._futures[request_id]) for request_id in request_ids if self.knows(request_id, owner))
+        received = [request_id for request_id, future in owned if future.result.done() and not future.stored]
+        self.completions.acknowledge(received)
+        for request_id in received:
             self._forget(request_id)
 
-    def drop_ended(self, over: Callable[[str], bool]) -> None:
-        """What is forgotten here, of sampling sessions that are over, is told to nobody any more."""
-        self.completions.drop_ended(over, lambda one: one not in self._promises)
+    def drop_ended(self, has_ended: Callable[[str], bool]) -> None:
+        """Drop log entries of ended sampling sessions whose results are forgotten."""
+        self.completions.drop_ended(has_ended, lambda request_id: request_id not in self._futures)
 
-    def restore_lost(self, wanted: Callable[[str], bool]) -> None:
-        """Samples that an earlier process promised are lost: who waits for them hears so."""
+    def restore_lost(self, is_wanted: Callable[[str], bool]) -> None:
+        """Announce the samples that an earlier process lost, if they are wanted; forget the others."""
         for request_id in self._unfinished.lost:
-            if wanted(request_id):
+            if is_wanted(request_id):
                 self.completions.add(Completion(request_id=request_id, size=None))
-        self._unfinished.remove(one for one in self._unfinished.lost if not wanted(one))
+        self._unfinished.remove(request_id for request_id in self._unfinished.lost if not is_wanted(request_id))
 
     def acknowledge_lost(self, request_id: str) -> None:
-        """The client heard that a lost sample is lost."""
+        """The client knows that a sample is lost."""
         self.completions.acknowledge([request_id])
 
     def wake_waiters(self) -> None:
-        """Send every waiter home; the client asks again."""
+        """Answer every poll now; the clients poll again."""
         self.completions.wake_waiters()
         if not self._closing.done():
             self._closing.set_result(None)
 
     def close(self) -> None:
-        """After everything has ended."""
+        """Close the file of unfinished samples, once everything has ended."""
         self.wake_waiters()
         self._unfinished.close()
 
-    def _forget_in(self, seconds: float, request_id: str, promise: _Promise) -> None:
-        if promise.timer is not None:
-            promise.timer.cancel()
-        promise.timer = self._loop.call_later(seconds, self._forget, request_id)
+    def _forget_in(self, seconds: float, request_id: str, future: _Future) -> None:
+        if future.expiry is not None:
+            future.expiry.cancel()
+        future.expiry = self._loop.call_later(seconds, self._forget, request_id)
 
     def _forget(self, request_id: str) -> None:
-        promise = self._promises.pop(request_id, None)
-        if promise is not None and promise.timer is not None:
-            promise.timer.cancel()
+        future = self._futures.pop(request_id, None)
+        if future is not None and future.expiry is not None:
+            future.expiry.cancel()

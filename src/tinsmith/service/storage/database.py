@@ -1,7 +1,8 @@
-"""The database behind the store: SQLite in the data folder, or PostgreSQL by its URL. What differs is here alone.
+"""The database under the store: SQLite in the data folder, or PostgreSQL by its URL. All differences are handled here.
 
-Its tables come from `migrations/`, run at every start. One server owns a database: SQLite's by the lock on its folder,
-PostgreSQL's by an advisory lock that goes with the connection that holds it.
+The tables come from `migrations/`, which run at every start. One server owns a database: SQLite's by the lock on its
+folder, PostgreSQL's by an advisory lock that lives as long as the connection that holds it. SQLite runs in WAL mode
+with synchronous=FULL: what is committed survives the death of any process and a power cut.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ from tinsmith.service.storage.tables import META
 log = logging.getLogger(__name__)
 
 MIGRATIONS = Path(__file__).parent / "migrations"
-FIRST_REVISION = "0001"
-"""What a folder holds that was written before there were migrations: SQLite's user_version 1."""
-_SERVING, _MIGRATING = 0x74696E73, 0x74696E74
-"""Advisory locks of PostgreSQL are numbers, the same for everyone who means the same thing."""
+SQUASHED_REVISIONS = ("0001", "0002", "0003", "0004")
+"""Revisions of development versions, whose migrations are part of the initial one now."""
+_SERVER_LOCK, _MIGRATION_LOCK = 0x74696E73, 0x74696E74
+"""Keys of PostgreSQL's advisory locks."""
 _PING_S = 5.0
-_AWAY_S = 0.5
-_AWAY = {
+_RETRY_S = 0.5
+_TRANSIENT_SQLITE_ERRORS = {
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL),
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY),
 }
-"""What SQLite says of a file that is locked, or of a disk that is full or away: the low byte of its code."""
+"""Primary error codes for a locked file, and for a full or missing disk."""
 R = TypeVar("R")
 
 
 def open_engine(data: Path, url: str | None) -> AsyncEngine:
-    """Connections to the database; none is opened yet. Raises ConfigError if PostgreSQL's driver is missing.
+    """Connections to the database, none of them open yet. Raises ConfigError if PostgreSQL's driver is missing.
 
-    Errors do not tell the values of their statement: they are tenants' data.
+    Error messages hide the values of their statement, which are tenants' data.
     """
     if url is None:
         engine = create_async_engine(f"sqlite+aiosqlite:///{data / 'tinsmith.db'}", hide_parameters=True)
@@ -62,46 +63,51 @@ def open_engine(data: Path, url: str | None) -> AsyncEngine:
 
 
 def sync_engine_of(engine: AsyncEngine) -> Engine:
-    """The same database for a thread that may wait for it: a transaction goes there and back once, where the asyncio
-    engine goes once for each statement, and that takes most of a small transaction's time."""
+    """Connections to the same database for use in a thread.
+
+    A transaction in a thread switches between threads once, one on the asyncio engine once per statement, which is most
+    of the time of a small transaction.
+    """
     if engine.dialect.name == "postgresql":
         return create_engine(engine.url, pool_pre_ping=True, hide_parameters=True)
-    direct = create_engine(f"sqlite:///{engine.url.database}", hide_parameters=True)
-    event.listen(direct, "connect", _configure_sqlite)
-    event.listen(direct, "begin", _begin_sqlite)
-    return direct
+    sync_engine = create_engine(f"sqlite:///{engine.url.database}", hide_parameters=True)
+    event.listen(sync_engine, "connect", _configure_sqlite)
+    event.listen(sync_engine, "begin", _begin_sqlite)
+    return sync_engine
 
 
 async def retry_while_unavailable(engine: AsyncEngine, work: Callable[[], Awaitable[R]]) -> R:
-    """The work's result. A database that is away is waited for (a restart of PostgreSQL, a fault of the network, a lock
-    of somebody else's on SQLite's file, a full disk): what an engine has done must be written down, and who asks
-    meanwhile sees a pause. The work may run more than once.
+    """Return the work's result, and retry while the database is unavailable.
 
-    Raises BadRequest for a value that the database cannot hold.
+    It may be restarting, unreachable, locked by another process, or on a full disk. What an engine has done must be
+    stored, so callers see a pause in place of an error. The work may run more than once. Raises BadRequest for a value
+    that the database cannot store.
     """
     while True:
         try:
             return await work()
         except DataError as error:
-            told = str(error.orig).partition("\n")[0]
-            raise BadRequest(f"The database cannot hold this: {told}.", "Leave out NUL characters and NaN.") from error
+            reason = str(error.orig).partition("\n")[0]
+            raise BadRequest(
+                f"The database cannot store this: {reason}.", "Leave out NUL characters and NaN."
+            ) from error
         except DBAPIError as error:
-            if not _passes(engine, error):
+            if not _is_transient(engine, error):
                 raise
             log.warning("%s does not answer; waiting for it: %s", display_url(engine), error.orig)
-        await asyncio.sleep(_AWAY_S)
+        await asyncio.sleep(_RETRY_S)
 
 
-def _passes(engine: AsyncEngine, error: DBAPIError) -> bool:
-    """Whether the same work may go through later."""
+def _is_transient(engine: AsyncEngine, error: DBAPIError) -> bool:
+    """Whether the same work may succeed later."""
     if engine.dialect.name == "postgresql":
         return isinstance(error, OperationalError) or error.connection_invalidated
-    code = vars(error.orig).get("sqlite_errorcode", 0)  # errors that Python's own layer makes have none
-    return code & 0xFF in _AWAY
+    code = vars(error.orig).get("sqlite_errorcode", 0)  # errors raised by Python's own layer have none
+    return code & 0xFF in _TRANSIENT_SQLITE_ERRORS
 
 
 async def uninterrupted(work: Awaitable[R]) -> R:
-    """The work's result. Nothing cancels the work: who is cancelled waits until it has given its connection back."""
+    """Return the work's result. A cancelled caller waits until the work has ended and released its connection."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -111,37 +117,39 @@ async def uninterrupted(work: Awaitable[R]) -> R:
 
 
 def display_url(engine: AsyncEngine) -> str:
-    """The database's URL as people may read it, without its password."""
+    """The database's URL without its password."""
     return engine.url.render_as_string(hide_password=True)
 
 
 async def migrate(engine: AsyncEngine, *, upgrade: bool = True) -> None:
-    """Bring the tables to what this version of the code expects; all of it, or none.
+    """Create or upgrade the tables, in one transaction.
 
-    Raises ConfigError if the database cannot be reached, is newer than the code, or is not this service's; without
-    `upgrade` also if it is older, since a server may be using it.
+    Without `upgrade`, an older database is refused, since a server may be using it. Raises ConfigError if the database
+    is refused, cannot be reached, is newer than the code, or holds tables of another program.
     """
     try:
         with translate_connection_errors(engine):
-            async with engine.execution_options(alone=True).begin() as db:
+            async with engine.execution_options(exclusive=True).begin() as db:
                 if db.dialect.name == "postgresql":
-                    await db.execute(text(f"select pg_advisory_xact_lock({_MIGRATING})"))
+                    await db.execute(text(f"select pg_advisory_xact_lock({_MIGRATION_LOCK})"))
                 await db.run_sync(_migrate, upgrade)
     except CommandError as error:
-        what = f"The database {display_url(engine)} is of another version: {error}."
-        raise ConfigError(what, "Use the tinsmith that wrote it, or another --data or --database.") from error
+        raise ConfigError(
+            f"The database {display_url(engine)} is of another version: {error}.",
+            "Use the tinsmith that wrote it, or another --data or --database.",
+        ) from error
 
 
 @asynccontextmanager
 async def exclusive_access(engine: AsyncEngine) -> AsyncIterator[None]:
-    """Refuses a second server on one PostgreSQL database, for as long as the block runs. Raises ConfigError."""
+    """Keep other servers off a PostgreSQL database for the duration of the block. Raises ConfigError if one uses it."""
     if engine.dialect.name != "postgresql":
         yield
         return
-    lock = _Lock(engine)
+    lock = _ServerLock(engine)
     with translate_connection_errors(engine):
-        await lock.take()
-    watch = asyncio.create_task(lock.keep())
+        await lock.acquire()
+    watch = asyncio.create_task(lock.watch())
     try:
         yield
     finally:
@@ -150,101 +158,106 @@ async def exclusive_access(engine: AsyncEngine) -> AsyncIterator[None]:
         await lock.release()
 
 
-class _Lock:
-    """An advisory lock lives as long as the connection that took it."""
+class _ServerLock:
+    """An advisory lock, and the connection that holds it."""
 
     def __init__(self, engine: AsyncEngine) -> None:
         self._engine = engine
-        self._holder: AsyncConnection | None = None
+        self._connection: AsyncConnection | None = None
 
-    async def take(self) -> None:
-        """Raises ConfigError if another server has it."""
-        self._holder = await self._engine.connect()
-        await self._holder.execution_options(isolation_level="AUTOCOMMIT")
-        if not (await self._holder.execute(text(f"select pg_try_advisory_lock({_SERVING})"))).scalar_one():
+    async def acquire(self) -> None:
+        """Raises ConfigError if another server holds the lock."""
+        self._connection = await self._engine.connect()
+        await self._connection.execution_options(isolation_level="AUTOCOMMIT")
+        if not (await self._connection.execute(text(f"select pg_try_advisory_lock({_SERVER_LOCK})"))).scalar_one():
             await self.release()
-            what = f"Another server uses {display_url(self._engine)}."
-            raise ConfigError(what, "End it, or give this one its own --database.")
+            raise ConfigError(
+                f"Another server uses {display_url(self._engine)}.", "End it, or give this one its own --database."
+            )
 
     async def release(self) -> None:
-        """Ends the connection: in the pool the lock would live on."""
-        holder, self._holder = self._holder, None
-        if holder is not None:
-            await holder.invalidate()
-            await holder.close()
+        """Close the connection: in the pool it would keep the lock."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            await connection.invalidate()
+            await connection.close()
 
-    async def keep(self) -> None:
-        """For ever: after a restart of the database take it anew; if another server was faster, end this one."""
+    async def watch(self) -> None:
+        """Forever: acquire the lock again after a restart of the database; stop this server if another was faster."""
         while True:
             await asyncio.sleep(_PING_S)
             try:
-                if self._holder is None:
-                    await self.take()
+                if self._connection is None:
+                    await self.acquire()
                     log.info("Connected to %s again.", display_url(self._engine))
                 else:
-                    await self._holder.execute(text("select 1"))
+                    await self._connection.execute(text("select 1"))
             except DBAPIError as error:
                 log.warning("%s does not answer: %s", display_url(self._engine), error.orig)
                 await self.release()
             except ConfigError as error:
-                log.critical("%s It began while the database was away; this one ends.", error.message)
+                log.critical("%s It started while the database was unavailable; this server stops.", error.message)
                 os.kill(os.getpid(), signal.SIGTERM)
                 return
 
 
 @contextmanager
 def translate_connection_errors(engine: AsyncEngine) -> Iterator[None]:
-    """Raises ConfigError where the database does not answer."""
+    """Raise ConfigError in place of SQLAlchemy's error if the database does not answer."""
     try:
         yield
     except OperationalError as error:
-        told = str(error.orig).strip().partition("\n")[0]
-        what = f"The database {display_url(engine)} does not answer: {told}."
-        raise ConfigError(what, "Start it, or correct --database.") from error
+        reason = str(error.orig).strip().partition("\n")[0]
+        raise ConfigError(
+            f"The database {display_url(engine)} does not answer: {reason}.", "Start it, or correct --database."
+        ) from error
 
 
 def _migrate(db: Connection, upgrade: bool) -> None:
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
     config.attributes["connection"] = db
-    found = _version_of(db)
-    if found is not None and found != ScriptDirectory.from_config(config).get_current_head():
+    revision = _revision_of(db)
+    if revision is not None and revision != ScriptDirectory.from_config(config).get_current_head():
         if not upgrade:
-            what = f"The database {db.engine.url.render_as_string()} is of version {found}."
-            raise ConfigError(what, "Start this tinsmith's server on it: it brings the database up to date.")
-        log.info("Upgrading the database from version %s.", found)
-    if found == FIRST_REVISION:
-        command.stamp(config, FIRST_REVISION)
+            raise ConfigError(
+                f"The database {db.engine.url.render_as_string()} is of version {revision}.",
+                "Start this tinsmith's server on it: it brings the database up to date.",
+            )
+        log.info("Upgrading the database from version %s.", revision)
+    if revision in SQUASHED_REVISIONS:
+        command.stamp(config, "base", purge=True)
     command.upgrade(config, "head")
 
 
-def _version_of(db: Connection) -> str | None:
-    """None for an empty database. Raises ConfigError for tables that are not this service's."""
+def _revision_of(db: Connection) -> str | None:
+    """The database's revision; None if it is empty. Raises ConfigError for tables of another program."""
     tables = set(inspect(db).get_table_names())
     if "alembic_version" in tables:
         return db.execute(text("select version_num from alembic_version")).scalar()
     schema = db.exec_driver_sql("PRAGMA user_version").scalar_one() if db.dialect.name == "sqlite" else 0
-    if schema == 1:
-        return FIRST_REVISION
+    if schema == 1:  # from before the first migration
+        return SQUASHED_REVISIONS[0]
     if schema or tables & set(META.tables):
-        what = f"The database {db.engine.url.render_as_string()} holds tables of something else (schema {schema})."
-        raise ConfigError(what, "Use another --data or --database.")
+        raise ConfigError(
+            f"The database {db.engine.url.render_as_string()} holds tables of something else (schema {schema}).",
+            "Use another --data or --database.",
+        )
     return None
 
 
 def _configure_sqlite(connection: Any, _record: Any) -> None:
-    """Transactions are begun by `_begin_sqlite`: the driver itself would leave changes of tables outside of them."""
-    connection.isolation_level = None
+    connection.isolation_level = None  # `_begin_sqlite` begins transactions: the driver leaves DDL outside of them
     cursor = connection.cursor()
     for pragma in ("busy_timeout=10000", "synchronous=FULL"):
         cursor.execute(f"PRAGMA {pragma}")
-    _write_ahead(cursor)
+    _enable_wal(cursor)
     cursor.close()
 
 
-def _write_ahead(cursor: Any, within_s: float = 10.0) -> None:
-    """WAL, a property of the file. SQLite waits for no lock here, so of several first starts all but one try again."""
-    deadline = time.monotonic() + within_s
+def _enable_wal(cursor: Any, timeout_s: float = 10.0) -> None:
+    """Switch the file to WAL mode. SQLite does not wait for a lock here, so concurrent first starts retry."""
+    deadline = time.monotonic() + timeout_s
     while True:
         try:
             cursor.execute("PRAGMA journal_mode=WAL")
@@ -257,5 +270,5 @@ def _write_ahead(cursor: Any, within_s: float = 10.0) -> None:
 
 
 def _begin_sqlite(connection: Connection) -> None:
-    alone = connection.get_execution_options().get("alone", False)
-    connection.exec_driver_sql("BEGIN IMMEDIATE" if alone else "BEGIN")
+    exclusive = connection.get_execution_options().get("exclusive", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if exclusive else "BEGIN")

@@ -1,4 +1,4 @@
-"""Training requests as the store keeps them: a forward_backward body as it came, all else as JSON of its record."""
+"""Payloads of training requests in the store: a forward_backward body as received, any other operation as JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tinsmith.service.storage.records import (
 )
 from tinsmith.service.wire.protobuf import GRAPH, decode_pass
 
-_STORED: dict[str, type[CreateModel | LoadWeights | SaveState | SaveSampler | SaveExternal]] = {
+_KINDS: dict[str, type[CreateModel | LoadWeights | SaveState | SaveSampler | SaveExternal]] = {
     "create": CreateModel,
     "load": LoadWeights,
     "save_state": SaveState,
@@ -29,39 +29,41 @@ _STORED: dict[str, type[CreateModel | LoadWeights | SaveState | SaveSampler | Sa
 }
 
 
-def kind_of(work: Operation) -> str:
-    """The name under which the store keeps a request's kind."""
-    if isinstance(work, Pass):
-        return "forward" if work.forward_only else "forward_backward"
-    return (
-        "step"
-        if isinstance(work, OptimStep)
-        else next(kind for kind, made in _STORED.items() if isinstance(work, made))
-    )
+def kind_of(operation: Operation) -> str:
+    """The kind of an operation, as it is stored."""
+    if isinstance(operation, Pass):
+        return "forward" if operation.forward_only else "forward_backward"
+    if isinstance(operation, OptimStep):
+        return "step"
+    return next(kind for kind, operation_type in _KINDS.items() if isinstance(operation, operation_type))
 
 
-def encode_operation(work: Operation) -> bytes:
-    """The payload of any request but forward_backward, whose body is kept as it came."""
-    if isinstance(work, OptimStep):
-        return json.dumps(asdict(work.adam)).encode()
-    if isinstance(work, CreateModel | LoadWeights | SaveState | SaveSampler | SaveExternal):
-        return json.dumps(asdict(work)).encode()
-    raise TypeError(f"{type(work).__name__} is not stored")
+def encode_operation(operation: Operation) -> bytes:
+    """The payload of any operation except a pass, whose body is stored as received."""
+    if isinstance(operation, OptimStep):
+        return json.dumps(asdict(operation.adam)).encode()
+    if isinstance(operation, CreateModel | LoadWeights | SaveState | SaveSampler | SaveExternal):
+        return json.dumps(asdict(operation)).encode()
+    raise TypeError(f"{type(operation).__name__} is not stored")
 
 
 def decode_operation(kind: str, model_id: str, payload: bytes) -> Operation:
-    """The request that `stored` (or a forward_backward body) holds."""
+    """The operation in a payload."""
     if kind in ("forward", "forward_backward"):
-        work = replace(decode_pass(payload)[1], model_id=model_id)
-        graph = work.loss_config.get(GRAPH)  # put there by `append_graph` when the request was accepted
-        return replace(work, graph=read_text(graph)) if work.loss_fn == CUSTOM and isinstance(graph, str) else work
+        operation = replace(decode_pass(payload)[1], model_id=model_id)
+        graph = operation.loss_config.get(GRAPH)  # `append_graph` put it there when the request was accepted
+        if operation.loss_fn == CUSTOM and isinstance(graph, str):
+            return replace(operation, graph=read_text(graph))
+        return operation
     values = json.loads(payload)
-    return OptimStep(adam=AdamParams(**values)) if kind == "step" else _STORED[kind](**values)
+    return OptimStep(adam=AdamParams(**values)) if kind == "step" else _KINDS[kind](**values)
 
 
-def queued_request(request_id: str, owner: str, model_id: str, seq: int, order: int, work: Operation) -> QueuedRequest:
-    """The request as the scheduler weighs it."""
-    tokens = sum(len(datum.tokens) for datum in work.data) if isinstance(work, Pass) else 0
+def queued_request(
+    request_id: str, owner: str, model_id: str, seq: int, order: int, operation: Operation
+) -> QueuedRequest:
+    """A request with the number of its tokens, for the scheduler."""
+    tokens = sum(len(datum.tokens) for datum in operation.data) if isinstance(operation, Pass) else 0
     return QueuedRequest(
-        id=request_id, owner=owner, model_id=model_id, seq=seq, order=order, operation=work, tokens=tokens
+        id=request_id, owner=owner, model_id=model_id, seq=seq, order=order, operation=operation, tokens=tokens
     )

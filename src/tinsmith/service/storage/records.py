@@ -1,8 +1,8 @@
-"""What the service remembers: frozen records, each with its owner. No I/O here.
+"""The service's records: frozen, each with its owner. No I/O.
 
-Session > Model (an adapter in training) > Request (one call on it); Session > Sampler (a sampling session) > version.
-A Checkpoint is a saved adapter; its `id` is also the name of its folder and of its version in the engine.
-Times are seconds since 1970, UTC.
+A Session has Models (adapters in training), which have requests, and SamplingSessions, which sample from versions. A
+Checkpoint is a saved adapter; its `id` is also the name of its folder and of its version in the engine. Times are
+seconds since 1970, UTC.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ JSON = "application/json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """One client's connection; everything it made ends with it, but for named checkpoints."""
+    """A client's session. Everything that it made ends with it, except named checkpoints."""
 
     id: str
     owner: str
@@ -35,12 +35,12 @@ class Session:
     ended: str | None = None
     """Why it ended: success, errored, interrupted, silence; None while it lives."""
     detail: str | None = None
-    """What its client said at the end."""
+    """The detail that the client gave at the end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """An adapter in training; `id` is `{session}:train:{n}`, which the client computes by itself."""
+    """An adapter in training. `id` is `{session}:train:{n}`, which the client computes too."""
 
     id: str
     owner: str
@@ -51,19 +51,19 @@ class Model:
     metadata: dict[str, Any] | None = None
     state: Literal["pending", "live", "failed", "ended"] = "pending"
     captured: str | None = None
-    """Folder (under the journal) of its last captured state; None: it is made anew from `lora`."""
+    """Folder, under the journal, of the last captured state; None if the model is created from `lora` again."""
     captured_optimizer: bool = False
     covered: int = 0
     """The captured state holds the effect of every request up to this seq_id."""
     used: float | None = None
-    """When its last request came; set when it ends, since its requests are forgotten after that."""
+    """When its last request came; set when the model ends, since its requests are deleted after that."""
     inflight: str | None = None
-    """The version that its inflight sampling sessions share; each inflight save puts a newer one here."""
+    """The version that its inflight sampling sessions use; each inflight save replaces it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingSession:
-    """A sampling session; `version` is the checkpoint it samples from for ever, None for the base model."""
+    """A sampling session. `version` is the checkpoint that it samples from, None for the base model."""
 
     id: str
     owner: str
@@ -73,14 +73,14 @@ class SamplingSession:
     model_path: str | None = None
     version: str | None = None
     inflight_of: str | None = None
-    """The model whose `inflight` version it samples from, whichever that is at the moment."""
+    """The model whose current `inflight` version it samples from, in place of a fixed one."""
     joined: int = 0
-    """Clients that were given a number of their own."""
+    """Number of clients that joined it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
-    """A saved adapter. Unnamed ones (kind `ephemeral`) live as long as their session and are not listed."""
+    """A saved adapter. Unnamed ones (kind `ephemeral`) live as long as their session and are never listed."""
 
     id: str
     owner: str
@@ -94,24 +94,24 @@ class Checkpoint:
     """The request that saved it."""
     optimizer: bool = False
     ready: bool = True
-    """Its folder is on disk; False while an unnamed version is still only in the engine's memory."""
+    """Whether its folder is on disk; False while an unnamed version is only in the engine's memory."""
     deleted: bool = False
-    """No longer to be had by its path; the folder stays while a living sampling session uses it."""
+    """Whether its path is free again. The folder stays while a living sampling session uses it."""
     public: bool = False
-    """Whoever has a key may read it."""
+    """Whether all tenants may read it."""
     size_bytes: int = 0
     expires: float | None = None
     metadata: dict[str, str] | None = None
 
     @property
     def path(self) -> str:
-        """Its tinker:// name."""
+        """Its tinker:// path."""
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CustomLoss:
-    """A loss that a client uploaded; `graph` is what `engine.graph` reads. It ends with its session."""
+    """A loss that a client uploaded, as the text of its graph. It ends with its session."""
 
     id: str
     owner: str
@@ -122,12 +122,12 @@ class CustomLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateModel:
-    """Make the model from its LoraSpec."""
+    """create_model: initialize the model from its LoraSpec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadWeights:
-    """Put a checkpoint into the model; `creates` when it takes the place of Create."""
+    """load_weights: load a checkpoint into the model, which it also creates if `creates`."""
 
     path: str
     checkpoint: str
@@ -154,19 +154,19 @@ class SaveState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSampler:
-    """save_weights_for_sampler: named into a checkpoint, unnamed into a sampling session."""
+    """save_weights_for_sampler: into a named checkpoint, or into a sampling session."""
 
     name: str | None = None
     sampler_id: str | None = None
     inflight: bool = False
-    """The sampling session samples from what the model's inflight clients share, not from these weights for ever."""
+    """Whether the sampling session follows the model's inflight version, in place of keeping these weights."""
     ttl_seconds: int | None = None
     metadata: dict[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveExternal:
-    """save_weights_external: weights for use elsewhere, encrypted if there are recipients."""
+    """save_weights_external: weights in PEFT's layout, encrypted if there are recipients."""
 
     name: str
     ttl_seconds: int | None = None
@@ -175,12 +175,12 @@ class SaveExternal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnloadModel:
-    """The end of a model, queued behind what is still waiting. Never stored."""
+    """End a model, after all of its queued requests. Never stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreModel:
-    """Have the model in the engine again, for a version that only its replay can bring back. Never stored."""
+    """Restore the model in the engine, for a version that only a replay can make again. Never stored."""
 
 
 Operation = (
@@ -195,28 +195,28 @@ def request_id_of(model_id: str, seq: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueuedRequest:
-    """A request waiting for its engine, as the scheduler sees it."""
+    """A training request that waits for its engine."""
 
     id: str
     owner: str
     model_id: str
     seq: int
     order: int
-    """Arrival: larger is later."""
+    """Order of arrival: larger is later."""
     operation: Operation
     tokens: int = 0
     alone: bool = False
-    """An engine died while it ran: run it by itself, so that it can take no other down."""
+    """Run it in a batch of its own: an engine died while it ran."""
 
     @property
     def packs(self) -> bool:
-        """Rows that pack share a pass; all others are barriers for their own model."""
+        """Whether it can share a batch; all other requests are barriers for their model."""
         return isinstance(self.operation, Pass)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayedRequest:
-    """A finished request as the journal replays it."""
+    """A finished request that the journal replays."""
 
     id: str
     seq: int
@@ -227,7 +227,7 @@ class ReplayedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FutureResult:
-    """The final body of a future."""
+    """The response to a poll for a request's result."""
 
     body: bytes
     media: str = JSON
@@ -236,11 +236,11 @@ class FutureResult:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> FutureResult:
-        """A JSON result."""
+        """A successful result with a JSON body."""
         return cls(body=json.dumps(values).encode())
 
     @classmethod
     def failure(cls, error: TinsmithError) -> FutureResult:
-        """How the protocol fails a request: 200 with the error and its category, which no client retries."""
+        """A failed request in the protocol: status 200 with the error and its category. No client retries it."""
         body = json.dumps({"error": str(error), "category": error.category}).encode()
         return cls(body=body, failed=True)

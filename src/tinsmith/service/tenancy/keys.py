@@ -148,7 +148,7 @@ async def read_keys(engine: AsyncEngine) -> tuple[dict[str, ApiKey], dict[str, Q
 @asynccontextmanager
 async def _writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
     """What is read inside is still so when it is written."""
-    async with engine.execution_options(alone=True).begin() as db:
+    async with engine.execution_options(exclusive=True).begin() as db:
         if db.dialect.name == "postgresql":
             await db.exec_driver_sql("lock table keys, quotas in exclusive mode")
         yield db

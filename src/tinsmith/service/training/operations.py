@@ -1,6 +1,8 @@
-"""What each training request but forward_backward does: to the engine, to the records, and what it answers.
+"""Operations: what each training request except forward_backward does to the engine and the records.
 
-Raises TinsmithError when the request fails; then nothing changed. The worker calls this in each model's order.
+`Operations` runs a request and describes its outcome; a request that fails has changed nothing. `PostCommit` does what
+follows once the outcome is stored: versions are written, replaced checkpoints deleted, states captured. Nothing in it
+can undo the request; what fails is logged, and the next step or the next start makes up for it.
 """
 
 from __future__ import annotations
@@ -44,21 +46,27 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperationResult:
-    """A request that succeeded: its answer, the records that it made or changed, and what is still to be done."""
+    """The outcome of a successful request."""
 
     result: FutureResult
     records: tuple[StoredRecord, ...] = ()
+    """Records that the request created or changed."""
     replaced: Checkpoint | None = None
-    """A checkpoint whose name was given anew, or an inflight version that has a successor."""
+    """A checkpoint that was overwritten, or an inflight version that has a successor."""
     unwritten: Checkpoint | None = None
-    """A version that the background writer writes after the result is published."""
+    """A version that is to be written in the background."""
 
 
 class Operations:
-    """Carries requests out on an engine and describes what came of it."""
+    """Runs requests on an engine."""
 
     def __init__(
-        self, store: Store, checkpoints: Checkpoints, journal: Journal, quotas: QuotaEnforcer, writer: BackgroundWriter
+        self,
+        store: Store,
+        checkpoints: Checkpoints,
+        journal: Journal,
+        quotas: QuotaEnforcer,
+        writer: BackgroundWriter,
     ) -> None:
         self._store = store
         self._checkpoints = checkpoints
@@ -66,160 +74,172 @@ class Operations:
         self._quota = quotas
         self._writer = writer
 
-    async def perform(self, row: QueuedRequest, model: Model, engine: Engine) -> OperationResult:
-        """Run one barrier row. Raises TinsmithError if it fails."""
+    async def perform(self, request: QueuedRequest, model: Model, engine: Engine) -> OperationResult:
+        """Run a barrier request. Raises TinsmithError if it fails."""
         try:
-            return await self._perform(row, model, engine)
+            return await self._perform(request, model, engine)
         except OSError as error:
-            log.exception("Request %s failed.", row.id)
-            told = f"The server's data folder failed: {error.strerror or 'files could not be copied'}."
-            raise EngineError(told, "Its operator finds more in the server's log.") from error
+            log.exception("Request %s failed.", request.id)
+            raise EngineError(
+                f"The server's data folder failed: {error.strerror or 'files could not be copied'}.",
+                "The server's log has details for its operator.",
+            ) from error
 
-    async def _perform(self, row: QueuedRequest, model: Model, engine: Engine) -> OperationResult:
-        work = row.operation
-        if isinstance(work, CreateModel):
+    async def _perform(self, request: QueuedRequest, model: Model, engine: Engine) -> OperationResult:
+        operation = request.operation
+        if isinstance(operation, CreateModel):
             await engine.create(model.id, model.lora)
-            return OperationResult(
-                result=FutureResult.of({"model_id": model.id, "type": "create_model"}),
-                records=(replace(model, state="live"),),
-            )
-        if isinstance(work, OptimStep):
-            return OperationResult(result=FutureResult.of({"metrics": await engine.step(model.id, work.adam)}))
-        if isinstance(work, LoadWeights):
-            return await self._load(row, work, model, engine)
-        self._quota.check_storage(row.owner)  # again: those queued before this one have been written meanwhile
-        if isinstance(work, SaveState):
-            return await self._save_state(row, work, model, engine)
-        if isinstance(work, SaveSampler):
-            return await self._save_sampler(row, work, model, engine)
-        if isinstance(work, SaveExternal):
-            return await self._save_external(row, work, model, engine)
-        raise TypeError(f"{type(work).__name__} is no barrier")
+            result = FutureResult.of({"model_id": model.id, "type": "create_model"})
+            return OperationResult(result=result, records=(replace(model, state="live"),))
+        if isinstance(operation, OptimStep):
+            metrics = await engine.step(model.id, operation.adam)
+            return OperationResult(result=FutureResult.of({"metrics": metrics}))
+        if isinstance(operation, LoadWeights):
+            return await self._load(request, operation, model, engine)
+        self._quota.check_storage(request.owner)  # again: earlier saves have been written since it was accepted
+        if isinstance(operation, SaveState):
+            return await self._save_state(request, operation, model, engine)
+        if isinstance(operation, SaveSampler):
+            return await self._save_sampler(request, operation, model, engine)
+        if isinstance(operation, SaveExternal):
+            return await self._save_external(request, operation, model, engine)
+        raise TypeError(f"{type(operation).__name__} is not a barrier")
 
-    async def _load(self, row: QueuedRequest, work: LoadWeights, model: Model, engine: Engine) -> OperationResult:
-        """The loaded folder is the model's captured state from here on, and is so before the engine has it: its owner
-        may delete the checkpoint meanwhile."""
-        checkpoint = self._store.find(Checkpoint, work.checkpoint)
+    async def _load(
+        self, request: QueuedRequest, operation: LoadWeights, model: Model, engine: Engine
+    ) -> OperationResult:
+        """Load a checkpoint.
+
+        Its files are linked as the model's captured state before the engine has them, since the checkpoint's owner may
+        delete the checkpoint meanwhile.
+        """
+        checkpoint = self._store.find(Checkpoint, operation.checkpoint)
         if checkpoint is None:
-            raise NotFound(f"Checkpoint {work.path} was deleted before it could be loaded.", "Load another.")
-        await self._writer.flush(model)  # nothing replays the requests before a load, nor makes their versions again
-        captured = await self._journal.link(model, self._checkpoints.folder(checkpoint.id), row.seq)
+            raise NotFound(f"Checkpoint {operation.path} was deleted before it could be loaded.", "Load another.")
+        await self._writer.flush(model)  # a replay starts at the load, so it cannot make earlier versions again
+        captured = await self._journal.link(model, self._checkpoints.folder(checkpoint.id), request.seq)
         folder = self._journal.folder(captured)
         try:
-            await engine.load(model.id, folder, optimizer=work.optimizer)
+            await engine.load(model.id, folder, optimizer=operation.optimizer)
         except (TinsmithError, OSError):
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
-        answer = FutureResult.of({"path": work.path, "model_id": model.id, "type": "load_weights"})
-        model = replace(model, state="live", captured=captured, captured_optimizer=work.optimizer, covered=row.seq)
-        return OperationResult(result=answer, records=(model,))
+        result = FutureResult.of({"path": operation.path, "model_id": model.id, "type": "load_weights"})
+        model = replace(
+            model, state="live", captured=captured, captured_optimizer=operation.optimizer, covered=request.seq
+        )
+        return OperationResult(result=result, records=(model,))
 
-    async def _save_state(self, row: QueuedRequest, work: SaveState, model: Model, engine: Engine) -> OperationResult:
-        standing = self._checkpoints.by_name(model.id, "weights", work.name)
-        if standing is not None and not work.overwrite:
-            raise BadRequest(f"{standing.path} exists.", "Choose another name or pass overwrite=True.")
-        made = _checkpoint(row, model, kind="weights", name=work.name, optimizer=True, **_kept(work))
-        size = await engine.save(model.id, self._checkpoints.folder(made.id), optimizer=True)
-        made = replace(made, size_bytes=size)
-        answer = FutureResult.of({"path": made.path, "type": "save_weights"})
-        if standing is None:
-            return OperationResult(result=answer, records=(made,))
-        standing = replace(standing, deleted=True)  # in one transaction: a name means one checkpoint at any time
-        return OperationResult(result=answer, records=(standing, made), replaced=standing)
+    async def _save_state(
+        self, request: QueuedRequest, operation: SaveState, model: Model, engine: Engine
+    ) -> OperationResult:
+        existing = self._checkpoints.by_name(model.id, "weights", operation.name)
+        if existing is not None and not operation.overwrite:
+            raise BadRequest(f"{existing.path} exists.", "Choose another name or pass overwrite=True.")
+        checkpoint = _checkpoint(
+            request, model, kind="weights", name=operation.name, optimizer=True, **_options(operation)
+        )
+        size = await engine.save(model.id, self._checkpoints.folder(checkpoint.id), optimizer=True)
+        checkpoint = replace(checkpoint, size_bytes=size)
+        result = FutureResult.of({"path": checkpoint.path, "type": "save_weights"})
+        if existing is None:
+            return OperationResult(result=result, records=(checkpoint,))
+        existing = replace(existing, deleted=True)  # in the same transaction: a name means one checkpoint at any time
+        return OperationResult(result=result, records=(existing, checkpoint), replaced=existing)
 
     async def _save_sampler(
-        self, row: QueuedRequest, work: SaveSampler, model: Model, engine: Engine
+        self, request: QueuedRequest, operation: SaveSampler, model: Model, engine: Engine
     ) -> OperationResult:
-        if work.name is None:
-            return await self._save_unnamed(row, work, model, engine)
-        standing = self._checkpoints.by_name(model.id, "sampler_weights", work.name)
-        if standing is not None:
-            raise BadRequest(f"{standing.path} exists.", "Choose another name or delete it first.")
-        made = _checkpoint(row, model, kind="sampler_weights", name=work.name, **_kept(work))
-        await engine.capture(model.id, made.id)
+        if operation.name is None:
+            return await self._save_unnamed(request, operation, model, engine)
+        self._check_new_name(model, "sampler_weights", operation.name)
+        checkpoint = _checkpoint(request, model, kind="sampler_weights", name=operation.name, **_options(operation))
+        await engine.capture(model.id, checkpoint.id)
         try:
-            size = await engine.persist(made.id, self._checkpoints.folder(made.id))
+            size = await engine.persist(checkpoint.id, self._checkpoints.folder(checkpoint.id))
         except EngineDied:
             raise
         except (TinsmithError, OSError):
-            await engine.detach(made.id)
+            await engine.detach(checkpoint.id)
             raise
-        made = replace(made, size_bytes=size)
-        answer = FutureResult.of({"path": made.path, "type": "save_weights_for_sampler"})
-        return OperationResult(result=answer, records=(made,))
+        checkpoint = replace(checkpoint, size_bytes=size)
+        result = FutureResult.of({"path": checkpoint.path, "type": "save_weights_for_sampler"})
+        return OperationResult(result=result, records=(checkpoint,))
+
+    async def _save_unnamed(
+        self, request: QueuedRequest, operation: SaveSampler, model: Model, engine: Engine
+    ) -> OperationResult:
+        """Create a sampling session on the current weights, which the engine holds until they are on disk.
+
+        An inflight version replaces the version that the model's inflight sampling sessions used so far.
+        """
+        sampler_id = operation.sampler_id or ""
+        if self._store.find(SamplingSession, sampler_id) is not None:
+            raise BadRequest(f"Sampling session {sampler_id} exists.", "Give each its own sampling_session_seq_id.")
+        version = _checkpoint(request, model, kind="ephemeral", name=sampler_id, ready=False, **_options(operation))
+        await engine.capture(model.id, version.id)
+        sampler = SamplingSession(
+            id=sampler_id,
+            owner=request.owner,
+            session_id=model.session_id,
+            base_model=model.base_model,
+            created=time.time(),
+            version=None if operation.inflight else version.id,
+            inflight_of=model.id if operation.inflight else None,
+        )
+        result = FutureResult.of({"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"})
+        if not operation.inflight:
+            return OperationResult(result=result, records=(version, sampler), unwritten=version)
+        records = (version, sampler, replace(model, inflight=version.id))
+        replaced = self._store.find(Checkpoint, model.inflight) if model.inflight is not None else None
+        return OperationResult(result=result, records=records, unwritten=version, replaced=replaced)
 
     async def _save_external(
-        self, row: QueuedRequest, work: SaveExternal, model: Model, engine: Engine
+        self, request: QueuedRequest, operation: SaveExternal, model: Model, engine: Engine
     ) -> OperationResult:
-        """Weights alone, in PEFT's layout. What is to be encrypted is in the clear only beside its place."""
-        standing = self._checkpoints.by_name(model.id, "external_weights", work.name)
-        if standing is not None:
-            raise BadRequest(f"{standing.path} exists.", "Choose another name or delete it first.")
-        made = _checkpoint(row, model, kind="external_weights", name=work.name, expires=expiry(work.ttl_seconds))
-        folder = self._checkpoints.folder(made.id)
-        if work.recipients:
-            plain = folder.with_name(f".{made.id}.plain")
+        """Save the weights in PEFT's layout. What is to be encrypted is in the clear only in an incomplete folder."""
+        self._check_new_name(model, "external_weights", operation.name)
+        expires = expiry(operation.ttl_seconds)
+        checkpoint = _checkpoint(request, model, kind="external_weights", name=operation.name, expires=expires)
+        folder = self._checkpoints.folder(checkpoint.id)
+        if operation.recipients:
+            plain = folder.with_name(f".{checkpoint.id}.plain")
             try:
                 await engine.save(model.id, plain, optimizer=False)
-                size = await asyncio.to_thread(encrypt, plain, folder, work.recipients)
+                size = await asyncio.to_thread(encrypt, plain, folder, operation.recipients)
             finally:
                 await asyncio.to_thread(shutil.rmtree, plain, ignore_errors=True)
         else:
             size = await engine.save(model.id, folder, optimizer=False)
-        made = replace(made, size_bytes=size)
-        answer = FutureResult.of({"path": made.path, "size_bytes": size, "type": "save_weights_external"})
-        return OperationResult(result=answer, records=(made,))
+        checkpoint = replace(checkpoint, size_bytes=size)
+        result = FutureResult.of({"path": checkpoint.path, "size_bytes": size, "type": "save_weights_external"})
+        return OperationResult(result=result, records=(checkpoint,))
 
-    async def _save_unnamed(
-        self, row: QueuedRequest, work: SaveSampler, model: Model, engine: Engine
-    ) -> OperationResult:
-        """Usable at once from the engine's memory; the folder follows.
-
-        An inflight one takes the place of the version that the model's inflight sessions used so far.
-        """
-        sampler_id = work.sampler_id or ""
-        if self._store.find(SamplingSession, sampler_id) is not None:
-            raise BadRequest(f"Sampling session {sampler_id} exists.", "Give each its own sampling_session_seq_id.")
-        made = _checkpoint(row, model, kind="ephemeral", name=sampler_id, ready=False, **_kept(work))
-        await engine.capture(model.id, made.id)
-        sampler = SamplingSession(
-            id=sampler_id,
-            owner=row.owner,
-            session_id=model.session_id,
-            base_model=model.base_model,
-            created=time.time(),
-            version=None if work.inflight else made.id,
-            inflight_of=model.id if work.inflight else None,
-        )
-        answer = FutureResult.of({"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"})
-        if not work.inflight:
-            return OperationResult(result=answer, records=(made, sampler), unwritten=made)
-        records = (made, sampler, replace(model, inflight=made.id))
-        return OperationResult(result=answer, records=records, unwritten=made, replaced=self._standing(model))
-
-    def _standing(self, model: Model) -> Checkpoint | None:
-        return self._store.find(Checkpoint, model.inflight) if model.inflight is not None else None
+    def _check_new_name(self, model: Model, kind: str, name: str) -> None:
+        existing = self._checkpoints.by_name(model.id, kind, name)
+        if existing is not None:
+            raise BadRequest(f"{existing.path} exists.", "Choose another name or delete it first.")
 
 
-def _kept(work: SaveState | SaveSampler) -> dict[str, Any]:
-    return {"expires": expiry(work.ttl_seconds), "metadata": work.metadata}
+def _options(operation: SaveState | SaveSampler) -> dict[str, Any]:
+    return {"expires": expiry(operation.ttl_seconds), "metadata": operation.metadata}
 
 
-def _checkpoint(row: QueuedRequest, model: Model, **values: Any) -> Checkpoint:
+def _checkpoint(request: QueuedRequest, model: Model, **values: Any) -> Checkpoint:
     return Checkpoint(
         id=uuid.uuid4().hex,
-        owner=row.owner,
+        owner=request.owner,
         run=model.id,
         base_model=model.base_model,
         lora=model.lora,
         created=time.time(),
-        made_by=row.id,
+        made_by=request.id,
         **values,
     )
 
 
 class PostCommit:
-    """Of one engine's barriers."""
+    """What follows from the stored results of one engine's operations."""
 
     def __init__(
         self,
@@ -237,52 +257,56 @@ class PostCommit:
         self._writer = writer
         self._audit_log = audit_log
 
-    async def run(self, row: QueuedRequest, done: OperationResult, state: ModelState) -> None:
-        """Do what is still to be done. Raises EngineDied alone."""
+    async def run(self, request: QueuedRequest, done: OperationResult, state: ModelState) -> None:
+        """Update the model's state and the audit log, delete what was replaced, capture. Raises EngineDied only."""
         state.load_finished.set()
         if done.unwritten is not None:
             self._writer.schedule(done.unwritten)
-        if isinstance(row.operation, LoadWeights):
-            state.updated_seq, state.uncaptured_steps = row.seq, 0
-        elif isinstance(row.operation, OptimStep):
-            state.updated_seq, state.uncaptured_steps = row.seq, state.uncaptured_steps + 1
-        for one in (one for one in done.records if isinstance(one, Checkpoint) and one.kind != "ephemeral"):
-            if one.deleted:
-                self._audit_log.checkpoint_changed(one, "checkpoint_overwritten", row.owner)
-            else:
-                self._audit_log.checkpoint_created(one, row.owner)
-        await self._tried(row, lambda: self._forget(done))
-        await self._tried(row, lambda: self._capture(row, done, state))
+        if isinstance(request.operation, LoadWeights):
+            state.updated_seq, state.uncaptured_steps = request.seq, 0
+        elif isinstance(request.operation, OptimStep):
+            state.updated_seq, state.uncaptured_steps = request.seq, state.uncaptured_steps + 1
+        self._audit(request, done)
+        await self._attempt(request, lambda: self._delete_replaced(done))
+        await self._attempt(request, lambda: self._capture(request, done, state))
 
-    async def _tried(self, row: QueuedRequest, work: Callable[[], Awaitable[None]]) -> None:
+    async def _attempt(self, request: QueuedRequest, work: Callable[[], Awaitable[None]]) -> None:
         try:
             await work()
         except EngineDied:
             raise
-        except Exception:  # the request is done whatever becomes of this
-            log.exception("What follows from request %s could not be done.", row.id)
+        except Exception:  # the request has succeeded, whatever fails here
+            log.exception("The follow-up work of request %s failed.", request.id)
 
-    async def _forget(self, done: OperationResult) -> None:
+    def _audit(self, request: QueuedRequest, done: OperationResult) -> None:
+        for record in done.records:
+            if isinstance(record, Checkpoint) and record.kind != "ephemeral":
+                if record.deleted:
+                    self._audit_log.checkpoint_changed(record, "checkpoint_overwritten", request.owner)
+                else:
+                    self._audit_log.checkpoint_created(record, request.owner)
+
+    async def _delete_replaced(self, done: OperationResult) -> None:
         if done.replaced is not None:
             await self._checkpoints.delete(done.replaced)
             if self._store.find(Checkpoint, done.replaced.id) is None:
                 await self._host.detach(done.replaced.id)
 
-    async def _capture(self, row: QueuedRequest, done: OperationResult, state: ModelState) -> None:
-        """A state that is on disk anyway, or one more after many steps. What fails is tried again after the next."""
-        model = self._store.find(Model, row.model_id)
+    async def _capture(self, request: QueuedRequest, done: OperationResult, state: ModelState) -> None:
+        """Capture a state that is on disk anyway, or a new one after enough steps. A failure is retried later."""
+        model = self._store.find(Model, request.model_id)
         assert model is not None
-        if isinstance(row.operation, LoadWeights):
+        if isinstance(request.operation, LoadWeights):
             await self._journal.adopt(model)
         elif self._writer.has_unwritten_versions(model):
             return
-        elif isinstance(row.operation, OptimStep) and state.uncaptured_steps >= self._journal.capture_every:
+        elif isinstance(request.operation, OptimStep) and state.uncaptured_steps >= self._journal.capture_every:
             await self._journal.capture(model, state.updated_seq, self._host.engine)
             state.uncaptured_steps = 0
-        elif isinstance(row.operation, SaveState):
-            [made] = [one for one in done.records if isinstance(one, Checkpoint) and not one.deleted]
-            linked = await self._journal.link(model, self._checkpoints.folder(made.id), state.updated_seq)
+        elif isinstance(request.operation, SaveState):
+            [saved] = [record for record in done.records if isinstance(record, Checkpoint) and not record.deleted]
+            captured = await self._journal.link(model, self._checkpoints.folder(saved.id), state.updated_seq)
             await self._journal.adopt(
-                replace(model, captured=linked, captured_optimizer=True, covered=state.updated_seq)
+                replace(model, captured=captured, captured_optimizer=True, covered=state.updated_seq)
             )
             state.uncaptured_steps = 0

@@ -1,8 +1,8 @@
-"""Waiting rows in, the next batch out. Arithmetic on records: no I/O, no clock, no tensors.
+"""Batch selection: queued requests in, the next batch out. Arithmetic on records: no I/O, no clock, no tensors.
 
 A batch is either one barrier (optim_step, a save, a load: anything but forward_backward), or as many forward_backward
-rows as fit the token budget, across models and owners. Each model's seq_id order is kept, gaps in it mean nothing, and
-owners take turns: the one after the last batch's first owner leads the next.
+requests as fit the token budget, across models and owners. Requests of a model run in the order of seq_id, where gaps
+mean nothing. Owners take turns: the owner after the last batch's first owner leads the next batch.
 """
 
 from __future__ import annotations
@@ -13,49 +13,50 @@ from collections.abc import Iterable, Sequence
 from tinsmith.service.storage.records import QueuedRequest
 
 
-def next_batch(rows: Iterable[QueuedRequest], budget: int, last_owner: str = "") -> tuple[QueuedRequest, ...]:
-    """The rows to run now, in order; empty only if `rows` is. A row over the budget goes by itself."""
-    queues = _by_owner(rows)
+def next_batch(requests: Iterable[QueuedRequest], budget: int, last_owner: str = "") -> tuple[QueuedRequest, ...]:
+    """The requests to run now, in order; empty only if `requests` is. A request over the budget runs by itself."""
+    queues = _by_owner(requests)
     if not queues:
         return ()
     owners = sorted(queues, key=lambda owner: (owner <= last_owner, owner))
-    lead = queues[owners[0]][0]
-    if not lead.packs or lead.alone:
-        return (lead,)
+    first = queues[owners[0]][0]
+    if not first.packs or first.alone:
+        return (first,)
     return _pack([queues[owner] for owner in owners], budget)
 
 
 def _pack(queues: Sequence[deque[QueuedRequest]], budget: int) -> tuple[QueuedRequest, ...]:
-    """One row from each owner in turn until nothing more fits; the first always goes."""
+    """Take one request from each owner in turn until nothing more fits. The first request always fits."""
     batch: list[QueuedRequest] = []
-    room = budget
+    remaining = budget
     turns = deque(queues)
     while turns:
         queue = turns.popleft()
         while queue and (not queue[0].packs or queue[0].alone):
-            queue.popleft()  # a barrier waits for a batch of its own; what follows it in its model is not in the queue
-        if queue and (queue[0].tokens <= room or not batch):
-            row = queue.popleft()
-            batch.append(row)
-            room -= row.tokens
+            queue.popleft()  # a barrier waits for a batch of its own; later requests of its model are not in the queue
+        if queue and (queue[0].tokens <= remaining or not batch):
+            request = queue.popleft()
+            batch.append(request)
+            remaining -= request.tokens
             turns.append(queue)
     return tuple(batch)
 
 
-def _by_owner(rows: Iterable[QueuedRequest]) -> dict[str, deque[QueuedRequest]]:
-    """owner -> what may run now, oldest first: of each model its first barrier, or its rows before the first one."""
+def _by_owner(requests: Iterable[QueuedRequest]) -> dict[str, deque[QueuedRequest]]:
+    """Requests that may run now by owner, oldest first: of each model its first barrier, or the requests before it."""
     models: dict[str, list[QueuedRequest]] = {}
-    for row in rows:
-        models.setdefault(row.model_id, []).append(row)
+    for request in requests:
+        models.setdefault(request.model_id, []).append(request)
     eligible: dict[str, list[tuple[int, int, QueuedRequest]]] = {}
-    for line in models.values():
-        line.sort(key=lambda row: row.seq)
+    for queue in models.values():
+        queue.sort(key=lambda request: request.seq)
         oldest = 0
-        for index, row in enumerate(line):
-            if index and (not row.packs or row.alone or line[0].alone or not line[0].packs):
+        for index, request in enumerate(queue):
+            if index and (not request.packs or request.alone or queue[0].alone or not queue[0].packs):
                 break
-            oldest = max(oldest, row.order)  # a row is no older than what must run before it
-            eligible.setdefault(row.owner, []).append((oldest, row.seq, row))
+            oldest = max(oldest, request.order)  # a request is no older than those that must run before it
+            eligible.setdefault(request.owner, []).append((oldest, request.seq, request))
     return {
-        owner: deque(row for *_, row in sorted(found, key=lambda one: one[:2])) for owner, found in eligible.items()
+        owner: deque(request for *_, request in sorted(entries, key=lambda entry: entry[:2]))
+        for owner, entries in eligible.items()
     }

@@ -1,6 +1,6 @@
-"""How alembic runs the migrations: on the connection that `database.migrate` gives it.
+"""Runs the migrations on the connection that `database.migrate` provides.
 
-From the command line, to write a new one, on the database of `-x url=…` (see CONTRIBUTING.md).
+From the command line, to write a new migration, it runs them on the database of `-x url=…` (see CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from tinsmith.service.storage.tables import META
 
 
 def _run(db: Connection) -> None:
-    # render_as_batch: SQLite cannot alter a column; alembic writes the table anew instead.
+    # render_as_batch: SQLite cannot alter a column, so alembic copies the table instead.
     context.configure(connection=db, target_metadata=META, render_as_batch=True, transactional_ddl=True)
     with context.begin_transaction():
         context.run_migrations()
 
 
-given = context.config.attributes.get("connection")
-if given is not None:
-    _run(given)
+provided = context.config.attributes.get("connection")
+if provided is not None:
+    _run(provided)
 else:
     with create_engine(context.get_x_argument(as_dictionary=True)["url"]).begin() as connection:
         _run(connection)

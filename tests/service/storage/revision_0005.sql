@@ -1,0 +1,164 @@
+BEGIN TRANSACTION;
+CREATE TABLE alembic_version (
+	version_num VARCHAR(32) NOT NULL, 
+	CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num)
+);
+INSERT INTO "alembic_version" VALUES('0005');
+CREATE TABLE audit (
+	id INTEGER NOT NULL, 
+	owner VARCHAR NOT NULL, 
+	at FLOAT NOT NULL, 
+	event VARCHAR NOT NULL, 
+	details JSON NOT NULL, 
+	PRIMARY KEY (id)
+);
+CREATE TABLE checkpoints (
+	id VARCHAR NOT NULL, 
+	owner VARCHAR NOT NULL, 
+	run VARCHAR NOT NULL, 
+	kind VARCHAR NOT NULL, 
+	name VARCHAR NOT NULL, 
+	base_model VARCHAR NOT NULL, 
+	lora JSON NOT NULL, 
+	created FLOAT NOT NULL, 
+	made_by VARCHAR NOT NULL, 
+	optimizer BOOLEAN NOT NULL, 
+	ready BOOLEAN NOT NULL, 
+	deleted BOOLEAN NOT NULL, 
+	size_bytes BIGINT NOT NULL, 
+	expires FLOAT, 
+	metadata JSON, public BOOLEAN DEFAULT 0 NOT NULL, 
+	PRIMARY KEY (id)
+);
+INSERT INTO "checkpoints" VALUES('c','o','s:train:0','weights','n','toy','{"rank": 4, "seed": 4611686018427387904, "alpha": 32.0, "train_attn": true, "train_mlp": true, "train_unembed": true}',1.0,'r',0,1,0,0,NULL,'{"k": "v"}',1);
+CREATE TABLE custom_losses (
+	id VARCHAR NOT NULL, 
+	owner VARCHAR NOT NULL, 
+	session_id VARCHAR NOT NULL, 
+	created FLOAT NOT NULL, 
+	graph VARCHAR NOT NULL, 
+	PRIMARY KEY (id)
+);
+INSERT INTO "custom_losses" VALUES('s:loss:0','o','s',1.0,'{}');
+CREATE TABLE keys (
+	id INTEGER NOT NULL, 
+	name VARCHAR NOT NULL, 
+	owner VARCHAR NOT NULL, 
+	hash VARCHAR NOT NULL, 
+	admin BOOLEAN NOT NULL, 
+	created FLOAT NOT NULL, 
+	expires FLOAT, 
+	revoked FLOAT, 
+	PRIMARY KEY (id), 
+	UNIQUE (hash)
+);
+CREATE TABLE models (
+	id VARCHAR NOT NULL, 
+	owner VARCHAR NOT NULL, 
+	session_id VARCHAR NOT NULL, 
+	base_model VARCHAR NOT NULL, 
+	lora JSON NOT NULL, 
+	created FLOAT NOT NULL, 
+	metadata JSON, 
+	state VARCHAR NOT NULL, 
+	captured VARCHAR, 
+	captured_optimizer BOOLEAN NOT NULL, 
+	covered BIGINT NOT NULL, used FLOAT, inflight VARCHAR, 
+	PRIMARY KEY (id)
+);
+INSERT INTO "models" VALUES('s:train:0','o','s','toy','{"rank": 4, "seed": 4611686018427387904, "alpha": 32.0, "train_attn": true, "train_mlp": true, "train_unembed": true}',1.0,'null','pending',NULL,0,0,3.0,'v');
+CREATE TABLE quotas (
+	owner VARCHAR NOT NULL, 
+	models BIGINT, 
+	checkpoint_bytes BIGINT, 
+	queued BIGINT, 
+	tokens_per_minute BIGINT, 
+	PRIMARY KEY (owner)
+);
+CREATE TABLE requests (
+	id VARCHAR NOT NULL, 
+	owner VARCHAR NOT NULL, 
+	model_id VARCHAR NOT NULL, 
+	seq BIGINT NOT NULL, 
+	kind VARCHAR NOT NULL, 
+	created FLOAT NOT NULL, 
+	state VARCHAR NOT NULL, 
+	payload BLOB, 
+	batch BIGINT NOT NULL, 
+	done FLOAT, 
+	status BIGINT, 
+	media VARCHAR, 
+	body BLOB, 
+	PRIMARY KEY (id)
+);
+INSERT INTO "requests" VALUES('s:train:0:1','o','s:train:0',1,'step',1.7953804549164476394e+09,'done',X'7B226C6561726E696E675F72617465223A20302E303030312C20226265746131223A20302E392C20226265746132223A20302E39352C2022657073223A2031652D30382C20227765696768745F6465636179223A20302E302C2022677261645F636C69705F6E6F726D223A20302E307D',7,1.79538045492808198927e+09,200,'application/json',X'78');
+INSERT INTO "requests" VALUES('s:train:0:2','o','s:train:0',2,'load',1.79538045494725155828e+09,'pending',X'7B2270617468223A202274696E6B65723A2F2F612F776569676874732F62222C2022636865636B706F696E74223A202263222C20226F7074696D697A6572223A20747275652C202263726561746573223A2066616C73657D',0,NULL,NULL,NULL,NULL);
+INSERT INTO "requests" VALUES('s:train:0:3','o','s:train:0',3,'save_state',1.79538045494958257673e+09,'pending',X'7B226E616D65223A20226E222C20226F7665727772697465223A2066616C73652C202274746C5F7365636F6E6473223A20333630302C20226D65746164617461223A206E756C6C7D',0,NULL,NULL,NULL,NULL);
+INSERT INTO "requests" VALUES('s:train:0:4','o','s:train:0',4,'save_sampler',1.79538045495158839225e+09,'pending',X'7B226E616D65223A206E756C6C2C202273616D706C65725F6964223A202278222C2022696E666C69676874223A2066616C73652C202274746C5F7365636F6E6473223A206E756C6C2C20226D65746164617461223A206E756C6C7D',0,NULL,NULL,NULL,NULL);
+INSERT INTO "requests" VALUES('s:train:0:5','o','s:train:0',5,'save_external',1.79538045495327067374e+09,'pending',X'7B226E616D65223A202265222C202274746C5F7365636F6E6473223A20333630302C2022726563697069656E7473223A205B2261676531225D7D',0,NULL,NULL,NULL,NULL);
+CREATE TABLE samplers (
+	id VARCHAR NOT NULL, 
+	owner VARCHAR NOT NULL, 
+	session_id VARCHAR NOT NULL, 
+	base_model VARCHAR NOT NULL, 
+	created FLOAT NOT NULL, 
+	model_path VARCHAR, 
+	version VARCHAR, inflight_of VARCHAR, joined BIGINT DEFAULT '0' NOT NULL, 
+	PRIMARY KEY (id)
+);
+INSERT INTO "samplers" VALUES('s:sample:0','o','s','toy',1.0,NULL,NULL,'s:train:0',2);
+CREATE TABLE sessions (
+	id VARCHAR NOT NULL, 
+	owner VARCHAR NOT NULL, 
+	created FLOAT NOT NULL, 
+	seen FLOAT NOT NULL, 
+	idempotency_key VARCHAR, 
+	tags JSON NOT NULL, 
+	metadata JSON NOT NULL, 
+	project_id VARCHAR, 
+	display_name VARCHAR, 
+	ended VARCHAR, detail VARCHAR, 
+	PRIMARY KEY (id)
+);
+INSERT INTO "sessions" VALUES('s','o',1.0,2.0,NULL,'["a"]','{"b": [1]}',NULL,NULL,NULL,NULL);
+CREATE TABLE spans (
+	id VARCHAR NOT NULL, 
+	owner VARCHAR NOT NULL, 
+	session_id VARCHAR NOT NULL, 
+	base_model VARCHAR NOT NULL, 
+	track VARCHAR NOT NULL, 
+	kind VARCHAR NOT NULL, 
+	state VARCHAR NOT NULL, 
+	submitted FLOAT NOT NULL, 
+	begun FLOAT NOT NULL, 
+	ended FLOAT NOT NULL, 
+	tokens BIGINT NOT NULL, 
+	prompt_tokens BIGINT NOT NULL, 
+	cached_tokens BIGINT NOT NULL, 
+	PRIMARY KEY (id)
+);
+CREATE TABLE stored (
+	id VARCHAR NOT NULL, 
+	owner VARCHAR NOT NULL, 
+	session_id VARCHAR NOT NULL, 
+	base_model VARCHAR NOT NULL, 
+	size_bytes BIGINT NOT NULL, 
+	begun FLOAT NOT NULL, 
+	ended FLOAT, 
+	PRIMARY KEY (id)
+);
+CREATE TABLE usage (
+	owner VARCHAR NOT NULL, 
+	hour BIGINT NOT NULL, 
+	kind VARCHAR NOT NULL, 
+	base_model VARCHAR NOT NULL, 
+	session_id VARCHAR NOT NULL, 
+	quantity BIGINT NOT NULL, 
+	PRIMARY KEY (owner, hour, kind, base_model, session_id)
+);
+CREATE INDEX requests_of_model ON requests (model_id, seq);
+CREATE INDEX audit_of_owner ON audit (owner, at);
+CREATE INDEX spans_of_session ON spans (session_id);
+CREATE INDEX spans_by_end ON spans (ended);
+CREATE INDEX stored_of_owner ON stored (owner);
+COMMIT;
