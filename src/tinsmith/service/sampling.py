@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 
-from tinsmith.engine.base import Engine, OnDelta, SampleResult, SampleRequest
+from tinsmith.engine.base import Engine, OnDelta, SampleRequest, SampleResult
 from tinsmith.errors import Busy, EngineDied, EngineError, Gone, TinsmithError
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.concurrency import run_in_thread_if_large
@@ -51,7 +51,14 @@ class CrashIsolation:
     async def isolate(self, host: EngineHost, scope: str, request: SampleRequest) -> AsyncIterator[None]:
         """Guard one sample, which runs inside the block. Raises EngineError if the sample is refused."""
         content = hash(
-            (request.cache_scope, scope, request.version, request.prompt.tobytes(), request.max_tokens, request.num_samples)
+            (
+                request.cache_scope,
+                scope,
+                request.version,
+                request.prompt.tobytes(),
+                request.max_tokens,
+                request.num_samples,
+            )
         )
         async with host.isolation_lock if self._count(content) == MAX_ENGINE_DEATHS - 1 else nullcontext():
             self._refuse(content)
