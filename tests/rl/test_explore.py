@@ -17,7 +17,6 @@ from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.explore import explore
 from tinsmith.rl.policy.scripted import ScriptedPolicy
-from tinsmith.rl.rollouts import batch_source as shared
 from tinsmith.rl.rollouts import coordination
 from tinsmith.rl.rollouts.buffers.file import FileBuffer
 from tinsmith.rl.train import train
@@ -25,9 +24,7 @@ from tinsmith.rl.train import train
 
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (coordination, shared):
-        monkeypatch.setattr(module, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr("tinsmith.rl.explore.POLL_SECONDS", 0.01)
+    monkeypatch.setattr(coordination, "POLL_SECONDS", 0.01)
 
 
 def quiet() -> Console:
@@ -231,8 +228,8 @@ def test_training_learns_that_sampling_failed_where_old_batches_would_do(tmp_pat
 
 def test_neither_waits_for_ever(tmp_path):
     how = {"buffer": FILE, "sync": {"timeout": 0.05}}
-    refused(lambda: training(tmp_path / "a", **how), "No batch for step 1 within 0.05 seconds. Is .* mode explore")
-    refused(lambda: sampling(tmp_path / "b", **how), "No weights of step 0 within 0.05 seconds. Is .* mode train")
+    refused(lambda: training(tmp_path / "a", **how), "No batch for step 1 within 0.05 seconds. Check .* mode explore")
+    refused(lambda: sampling(tmp_path / "b", **how), "No weights of step 0 within 0.05 seconds. Check .* mode train")
 
 
 @pytest.mark.parametrize("sync", [{}, {"style": "on_publish"}], ids=["fixed", "on_publish"])

@@ -144,7 +144,7 @@ class Run:
         self.monitors.metrics(step, {**values, **beside, "time/eval": clock.total()})
 
     async def _save(self, step: int, last: bool) -> None:
-        batch_state = await self.batches.settle()
+        batch_state = await self.batches.capture_state()
         name = "final" if last else f"step-{step:06}"
         ttl = None if last else self.config.checkpoint.ttl_seconds
         path = await self.policy.save(name, ttl)
@@ -173,7 +173,7 @@ class Run:
         for paths in dropped:
             for one in paths:
                 await self.policy.delete_checkpoint(one)
-        await self.batches.saved()
+        await self.batches.state_saved()
 
 
 def with_fresh_folder(config: RunConfig, part: str = "") -> RunConfig:

@@ -29,14 +29,16 @@ from tinsmith.rl.rollouts import buffers
 from tinsmith.rl.rollouts.batch_source import (
     BatchSource,
     BatchSourceState,
+    BufferedBatchSource,
     EmptyBatchSource,
-    LocalBatchSource,
-    SharedBatchSource,
 )
+from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer
 from tinsmith.rl.rollouts.buffers.replay import BatchSelector
-from tinsmith.rl.rollouts.producer import Batch, BatchProducer, SamplingPlan
+from tinsmith.rl.rollouts.coordination import CoordinationNotes
+from tinsmith.rl.rollouts.producer import SamplingPlan
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.rollouts.weight_sync import ChangeNotifier, LocalWeights, WeightPublisher
+from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
+from tinsmith.rl.rollouts.weight_sync import WeightPublisher
 from tinsmith.rl.run import Clock, Connect, Run, folder_path, with_fresh_folder
 from tinsmith.rl.run_folder import RunFolder, State
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
@@ -153,28 +155,29 @@ def _batch_source(
     runner: RolloutRunner,
     agent_endpoint: AgentEndpoint,
 ) -> BatchSource:
-    changes, plan = ChangeNotifier(), sampling_plan(config)
+    plan = sampling_plan(config)
     buffer = buffers.build(config.buffer, folder.path, config.name)
-    reader, ttl = BatchSelector(buffer, config.buffer, config.seed), config.checkpoint.ttl_seconds
-    if config.mode == "train":
-        return SharedBatchSource(buffer, reader, policy, plan, config.steps, ttl)
-    weights = LocalWeights(changes, config.sync.timeout)
-
-    async def put(batch: Batch) -> None:
-        await buffer.put(batch)
-        changes.ring()
-
-    workflow = config.workflow.make(workflow_context(config, agent_endpoint))
-    return LocalBatchSource(
-        BatchProducer(workflow, task_sampler, weights, plan, runner, changes, put),
-        buffer,
-        reader,
-        weights,
-        WeightPublisher(policy, config.sync.method or "memory", config.sync.kept(config.staleness), ttl),
-        policy,
-        plan,
-        changes,
-        config.buffer.capacity,
+    in_process = config.mode != "train"
+    notes = CoordinationNotes(MemoryBuffer() if in_process else buffer)
+    method = config.sync.method or ("memory" if in_process else "checkpoint")
+    keep = config.sync.checkpoints_to_keep(config.staleness)
+    publisher = WeightPublisher(policy, notes, method, keep, config.checkpoint.ttl_seconds)
+    sampling = None
+    if in_process:
+        sampling = SamplingLoop(
+            config.workflow.make(workflow_context(config, agent_endpoint)),
+            task_sampler,
+            publisher.open,
+            plan,
+            runner,
+            buffer,
+            notes,
+            capacity=config.buffer.capacity,
+            timeout_hint="Set sync.timeout higher than a step takes.",
+        )
+    selector = BatchSelector(buffer, config.buffer, config.seed)
+    return BufferedBatchSource(
+        buffer, selector, policy, publisher, notes, config.sync, last_step=config.steps, sampling=sampling
     )
 
 
@@ -311,7 +314,7 @@ async def loop(run: Run) -> State:
         version = run.policy.version
         numbers = await run.update(step, update)
         clock.lap("update")
-        await run.batches.trained(step)
+        await run.batches.mark_trained(step)
         run.log(step, batch, len(groups), version, numbers, clock)
         await run.save_and_evaluate(step)
     assert run.folder.state is not None  # the last step saves

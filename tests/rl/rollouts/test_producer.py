@@ -12,12 +12,14 @@ from tinsmith.errors import TinsmithError
 from tinsmith.rl.data.sources import Addition
 from tinsmith.rl.data.tasks import TaskSampler, TasksConfig, split
 from tinsmith.rl.policy.base import request_seed
-from tinsmith.rl.rollouts.batch_source import LocalBatchSource
+from tinsmith.rl.rollouts.batch_source import BufferedBatchSource
 from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig
 from tinsmith.rl.rollouts.buffers.replay import BatchSelector
-from tinsmith.rl.rollouts.producer import Batch, BatchProducer, SamplingPlan
+from tinsmith.rl.rollouts.coordination import CoordinationNotes
+from tinsmith.rl.rollouts.producer import Batch, SamplingPlan
 from tinsmith.rl.rollouts.runner import RolloutConfig, RolloutRunner
-from tinsmith.rl.rollouts.weight_sync import ChangeNotifier, LocalWeights, SyncConfig, WeightPublisher
+from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
+from tinsmith.rl.rollouts.weight_sync import SyncConfig, WeightPublisher, WeightSubscriber
 from tinsmith.rl.types import Rollout, Task, Turn
 
 
@@ -93,52 +95,44 @@ def task_sampler() -> TaskSampler:
     return split(TasksConfig(train=Addition(), held_out=0), seed=0)[0]
 
 
-def supply(
+def batch_source(
     workflow,
     policy,
     *,
     steps: int | None = 6,
-    at_once: int = 100,
+    concurrency: int = 100,
     staleness: int = 0,
     tasks: TaskSampler | None = None,
     rollout: dict[str, Any] | None = None,
     capacity: int = 16,
     **sync: Any,
-) -> LocalBatchSource:
-    how = SyncConfig(**{"timeout": 60.0, **sync})
-    changes, buffer, plan = (
-        ChangeNotifier(),
-        MemoryBuffer(),
-        SamplingPlan(steps=steps, groups=4, size=2, staleness=staleness, seed=0, sync=how),
-    )
-    weights = LocalWeights(changes, how.timeout)
-    runner = RolloutRunner(RolloutConfig(**(rollout or {})), asyncio.Semaphore(at_once))
-
-    async def put(batch: Batch) -> None:
-        await buffer.put(batch)
-        changes.ring()
-
-    return LocalBatchSource(
-        BatchProducer(workflow, tasks or task_sampler(), weights, plan, runner, changes, put),
+) -> BufferedBatchSource:
+    config = SyncConfig(**{"timeout": 60.0, **sync})
+    buffer, notes = MemoryBuffer(), CoordinationNotes(MemoryBuffer())
+    publisher = WeightPublisher(policy, notes, config.method or "memory", config.keep, None)
+    sampling = SamplingLoop(
+        workflow,
+        tasks or task_sampler(),
+        publisher.open,
+        SamplingPlan(steps=steps, groups=4, size=2, staleness=staleness, seed=0, sync=config),
+        RolloutRunner(RolloutConfig(**(rollout or {})), asyncio.Semaphore(concurrency)),
         buffer,
-        BatchSelector(buffer, MemoryConfig(), 0),
-        weights,
-        WeightPublisher(policy, how.method or "memory", how.keep, None),
-        policy,
-        plan,
-        changes,
-        capacity,
+        notes,
+        capacity=capacity,
+        timeout_hint="Raise sync.timeout.",
     )
+    selector = BatchSelector(buffer, MemoryConfig(), 0)
+    return BufferedBatchSource(buffer, selector, policy, publisher, notes, config, last_step=0, sampling=sampling)
 
 
-async def trained(policy: Counting, batches: LocalBatchSource, steps: range, pause: float = 0.0) -> list[Batch]:
+async def trained(policy: Counting, batches: BufferedBatchSource, steps: range, pause: float = 0.0) -> list[Batch]:
     """The batches of some steps; each step is an update that takes `pause` seconds."""
     found = []
     for step in steps:
         found.append(await batches.next(step))
         await asyncio.sleep(pause)
         policy.version += 1
-        await batches.trained(step)
+        await batches.mark_trained(step)
     await batches.close()
     return found
 
@@ -165,7 +159,7 @@ def versions(batches: list[Batch]) -> list[int]:
 @pytest.mark.parametrize("method", ["memory", "checkpoint"])
 def test_fixed_says_which_weights_sample_which_batch(interval, offset, expected, method):
     policy = Counting()
-    batches = supply(Watched(), policy, steps=12, staleness=offset, interval=interval, method=method)
+    batches = batch_source(Watched(), policy, steps=12, staleness=offset, interval=interval, method=method)
     found = asyncio.run(trained(policy, batches, range(1, 13)))
     assert versions(found) == expected
     rule = SyncConfig(interval=interval)
@@ -175,14 +169,14 @@ def test_fixed_says_which_weights_sample_which_batch(interval, offset, expected,
 
 def test_named_weights_are_published_at_every_interval_and_the_last_few_kept():
     policy = Counting()
-    batches = supply(Watched(), policy, steps=6, method="checkpoint", keep=3)
+    batches = batch_source(Watched(), policy, steps=6, method="checkpoint", keep=3)
     asyncio.run(trained(policy, batches, range(1, 7)))
     assert policy.kept == ["sync-000003", "sync-000004", "sync-000005"]
 
 
 def test_on_demand_training_gives_its_newest_weights_after_the_step_under_way():
     policy = Counting()
-    batches = supply(Watched(), policy, steps=None, style="on_demand", interval=2)
+    batches = batch_source(Watched(), policy, steps=None, style="on_demand", interval=2)
     found = asyncio.run(trained(policy, batches, range(1, 9), pause=0.02))
     assert versions(found) == [0, 0, 1, 1, 2, 2, 3, 3]
 
@@ -195,7 +189,7 @@ def test_on_demand_does_not_wait_while_training_waits():
             await asyncio.sleep(0.01)
             return await super().run(task, policy, count=count, seed=seed)
 
-    batches = supply(Slow(), policy, steps=None, style="on_demand", interval=1)
+    batches = batch_source(Slow(), policy, steps=None, style="on_demand", interval=1)
     found = asyncio.run(trained(policy, batches, range(1, 5)))
     assert versions(found)[0] == 0
     assert versions(found)[-1] >= 1
@@ -203,7 +197,7 @@ def test_on_demand_does_not_wait_while_training_waits():
 
 def test_on_publish_takes_what_training_published_last():
     policy = Counting()
-    batches = supply(Watched(), policy, steps=None, style="on_publish", interval=2, publish_every=3)
+    batches = batch_source(Watched(), policy, steps=None, style="on_publish", interval=2, publish_every=3)
     found = asyncio.run(trained(policy, batches, range(1, 9), pause=0.02))
     assert set(versions(found)) <= {0, 3, 6}
     assert versions(found) == sorted(versions(found))
@@ -212,20 +206,20 @@ def test_on_publish_takes_what_training_published_last():
 
 def test_training_that_waits_for_a_batch_does_not_wait_for_itself():
     policy = Counting()
-    batches = supply(Watched(), policy, steps=None, style="on_publish", interval=1, publish_every=100)
+    batches = batch_source(Watched(), policy, steps=None, style="on_publish", interval=1, publish_every=100)
     assert versions(asyncio.run(trained(policy, batches, range(1, 5)))) == [0, 0, 0, 0]
 
 
 def test_live_has_a_bounded_number_of_batches_under_way_and_tells_the_drift():
     async def main() -> tuple[int, list[Batch]]:
         policy, watched = Counting(), Watched()
-        batches = supply(watched, policy, steps=None, style="live", in_flight=2)
+        batches = batch_source(watched, policy, steps=None, style="live", in_flight=2)
         watched.open.clear()
         first = asyncio.create_task(batches.next(1))
         await until(lambda: len(watched.seeds) >= 8)
         begun = len(watched.seeds)
         policy.version = 1
-        await batches.trained(1)
+        await batches.mark_trained(1)
         watched.open.set()
         found = [await first, await batches.next(2)]
         await batches.close()
@@ -240,7 +234,7 @@ def test_live_has_a_bounded_number_of_batches_under_way_and_tells_the_drift():
 def test_sampling_waits_where_enough_batches_wait():
     async def main() -> int:
         watched = Watched()
-        batches = supply(watched, Counting(), steps=None, style="live", in_flight=2, capacity=3)
+        batches = batch_source(watched, Counting(), steps=None, style="live", in_flight=2, capacity=3)
         await batches.next(1)
         await until(lambda: len(watched.seeds) >= 16)
         await batches.close()
@@ -252,7 +246,7 @@ def test_sampling_waits_where_enough_batches_wait():
 def test_the_next_batch_is_sampled_while_this_one_is_trained_on():
     async def main() -> tuple[int, int]:
         watched = Watched()
-        batches = supply(watched, Counting(), staleness=1)
+        batches = batch_source(watched, Counting(), staleness=1)
         await batches.next(1)
         watched.open.clear()
         await until(lambda: len(watched.seeds) >= 8)
@@ -264,10 +258,10 @@ def test_the_next_batch_is_sampled_while_this_one_is_trained_on():
     assert begun == most == 8
 
 
-def test_no_more_requests_at_once_than_allowed():
+def test_no_more_requests_concurrency_than_allowed():
     async def main() -> int:
         watched = Watched()
-        await supply(watched, Counting(), at_once=3).next(1)
+        await batch_source(watched, Counting(), concurrency=3).next(1)
         return watched.most
 
     assert asyncio.run(main()) == 3
@@ -275,17 +269,17 @@ def test_no_more_requests_at_once_than_allowed():
 
 def test_every_request_has_its_own_seed():
     watched = Failing(calls=4)
-    batches = supply(watched, Counting(), rollout={"split": 1, "retries": 1})
+    batches = batch_source(watched, Counting(), rollout={"split": 1, "retries": 1})
     asyncio.run(trained(Counting(), batches, range(1, 7)))
     assert len(set(watched.seeds)) == len(watched.seeds) == 6 * 4 * 2
 
 
 def test_what_was_begun_ahead_is_handed_over_and_taken_up():
     async def main():
-        first = supply(Watched(), Counting(), staleness=2, tasks=(tasks := task_sampler()))
+        first = batch_source(Watched(), Counting(), staleness=2, tasks=(tasks := task_sampler()))
         await first.next(1)
-        state = type(await first.settle()).model_validate_json((await first.settle()).model_dump_json())
-        again = supply(Watched(), Counting(), staleness=2, tasks=tasks)
+        state = type(await first.capture_state()).model_validate_json((await first.capture_state()).model_dump_json())
+        again = batch_source(Watched(), Counting(), staleness=2, tasks=tasks)
         await again.restore(state)
         second = await again.next(2)
         await again.close()
@@ -301,7 +295,7 @@ def test_what_was_begun_ahead_is_handed_over_and_taken_up():
 def test_nothing_is_begun_beyond_the_last_step():
     async def main() -> int:
         watched = Watched()
-        await supply(watched, Counting(), staleness=3, steps=2).next(1)
+        await batch_source(watched, Counting(), staleness=3, steps=2).next(1)
         return len(watched.seeds)
 
     assert asyncio.run(main()) == 8
@@ -315,8 +309,8 @@ def refused(use: Callable[[], Awaitable[object]], match: str) -> None:
 def test_a_batch_of_failures_ends_the_run_with_the_first_reason():
     watched = Failing(calls=1000)
     refused(
-        lambda: supply(watched, Counting(), rollout={"refills": 2}).next(1),
-        r"Every rollout of step 1 failed; the first: OSError: no route to host \(and so did 2 more batches",
+        lambda: batch_source(watched, Counting(), rollout={"refills": 2}).next(1),
+        r"Every rollout of step 1 failed; the first error: OSError: no route to host \(2 earlier batches failed too",
     )
     assert watched.left == 1000 - 3 * 4
 
@@ -329,10 +323,10 @@ def test_a_batch_that_failed_is_told_after_a_save_too_and_those_behind_it_are_no
             return await super().run(task, policy, count=count, seed=seed)
 
     async def main() -> None:
-        batches = supply(Second(), Counting(), staleness=2, rollout={"refills": 0})
+        batches = batch_source(Second(), Counting(), staleness=2, rollout={"refills": 0})
         assert (await batches.next(1)).step == 1
         async with asyncio.timeout(10):
-            assert (await batches.settle()).sampled == 1
+            assert (await batches.capture_state()).sampled == 1
         try:
             await batches.next(2)
         finally:
@@ -343,7 +337,7 @@ def test_a_batch_that_failed_is_told_after_a_save_too_and_those_behind_it_are_no
 
 def test_a_batch_of_failures_is_sampled_anew_from_other_tasks():
     async def main() -> Batch:
-        return await supply(Failing(calls=4), Counting(), tasks=tasks).next(1)
+        return await batch_source(Failing(calls=4), Counting(), tasks=tasks).next(1)
 
     tasks = task_sampler()
     batch = asyncio.run(main())
@@ -353,7 +347,9 @@ def test_a_batch_of_failures_is_sampled_anew_from_other_tasks():
 
 def test_weights_that_never_come_are_not_waited_for_for_ever():
     async def main() -> None:
-        weights = LocalWeights(ChangeNotifier(), 0.01)
+        notes = CoordinationNotes(MemoryBuffer())
+        publisher = WeightPublisher(Counting(), notes, "memory", 1, None)
+        weights = WeightSubscriber(notes, publisher.open, 0.01, "Raise sync.timeout.")
         await weights.at(3)
 
     refused(main, "No weights of step 3 within 0.01 seconds")

@@ -1,288 +1,228 @@
-"""What the loop trains on: batches from a sampling side in the same process, or from a buffer that another one fills.
+"""Batches for the training loop: taken from a buffer that is filled in this process or in another one.
 
-Leaves out how batches are made (`rollouts.py`) and where they wait (`buffers/`).
+The two sides of a run exchange batches through a buffer and weights through notes (`coordination.py`). How batches are
+sampled is in `producer.py`, which batch is next in `buffers/replay.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from typing import Protocol
+
+from typing_extensions import override
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.buffers.replay import BatchSelector, SelectorState
-from tinsmith.rl.rollouts.coordination import (
-    POLL_SECONDS,
-    CoordinationNotes,
-    SamplerStatus,
-    TrainerStatus,
-    WeightRecord,
-)
-from tinsmith.rl.rollouts.producer import Batch, BatchProducer, SamplingPlan
-from tinsmith.rl.rollouts.weight_sync import ChangeNotifier, LocalWeights, WeightPublisher
+from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus, TrainerStatus
+from tinsmith.rl.rollouts.producer import Batch
+from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
+from tinsmith.rl.rollouts.weight_sync import SyncConfig, WeightPublisher
 from tinsmith.settings import Settings
 
 
 class BatchSourceState(Settings):
-    """Where a supply is, for a run that goes on."""
+    """State of a batch source in state.json."""
 
     reading: SelectorState = SelectorState()
     sampled: int = 0
     """Batches sampled."""
     batches: tuple[Batch, ...] = ()
-    """Those that wait, where nothing else keeps them."""
+    """Batches that wait, if the buffer does not outlive the process."""
 
 
 class BatchSource(Protocol):
-    """Asked by the loop, step by step."""
+    """Batches, step by step."""
 
     async def next(self, step: int) -> Batch:
-        """What `step` trains on. Raises TinsmithError where none will come."""
+        """The batch that `step` trains on. Raises TinsmithError if there will be none."""
         ...
 
-    async def trained(self, step: int) -> None:
-        """The policy has seen `step` steps: its weights may be sampled from."""
+    async def mark_trained(self, step: int) -> None:
+        """Report that the policy was trained on `step` steps, so that its weights may be published."""
         ...
 
-    async def settle(self) -> BatchSourceState:
-        """Waits for what is under way; returns where to go on from."""
+    async def capture_state(self) -> BatchSourceState:
+        """Wait for the batches in flight and return the state to resume from."""
         ...
 
-    async def saved(self) -> None:
-        """What `settle` returned is on disk."""
+    async def state_saved(self) -> None:
+        """Report that the captured state is on disk: batches that are used up may be deleted."""
         ...
 
     async def restore(self, state: BatchSourceState) -> None:
-        """What `settle` returned in an earlier process."""
+        """Load a captured state."""
         ...
 
     async def close(self) -> None:
-        """Stops what is under way."""
+        """Cancel the batches in flight and close the buffer."""
         ...
 
 
-class LocalBatchSource:
-    """Samples and trains in one process."""
+class EmptyBatchSource(BatchSource):
+    """Batches without groups, for a run that learns from demonstrations alone."""
+
+    @override
+    async def next(self, step: int) -> Batch:
+        return Batch(step=step, groups=())
+
+    @override
+    async def mark_trained(self, step: int) -> None:
+        """No weights are published."""
+
+    @override
+    async def capture_state(self) -> BatchSourceState:
+        return BatchSourceState()
+
+    @override
+    async def state_saved(self) -> None:
+        """There is no buffer."""
+
+    @override
+    async def restore(self, state: BatchSourceState) -> None:
+        """There is no state."""
+
+    @override
+    async def close(self) -> None:
+        """There is no buffer."""
+
+
+class BufferedBatchSource(BatchSource):
+    """Batches from a buffer, sampled by weights that this side publishes."""
 
     def __init__(
         self,
-        sampler: BatchProducer,
         buffer: Buffer,
-        reader: BatchSelector,
-        weights: LocalWeights,
-        publisher: WeightPublisher,
+        selector: BatchSelector,
         policy: Policy,
-        plan: SamplingPlan,
-        changes: ChangeNotifier,
-        capacity: int,
+        publisher: WeightPublisher,
+        notes: CoordinationNotes,
+        sync: SyncConfig,
+        *,
+        last_step: int,
+        sampling: SamplingLoop | None = None,
     ) -> None:
-        """`sampler` puts into `buffer` and samples by `weights`; `capacity` is the number of batches that may wait."""
-        self._sampler, self._buffer, self._reader = sampler, buffer, reader
-        self._weights, self._publisher, self._policy = weights, publisher, policy
-        self._sync, self._bell = plan.sync, changes
-        self._fixed = plan.sync.style == "fixed"
-        self._published = -1
-        if not self._fixed:
-            sampler.room = lambda: sampler.begun - reader.taken < capacity
+        """`sampling` fills the buffer in this process; if it is None, another process does."""
+        self._buffer, self._selector, self._policy = buffer, selector, policy
+        self._publisher, self._notes, self._sync = publisher, notes, sync
+        self._last_step, self._sampling = last_step, sampling
 
+    @override
     async def next(self, step: int) -> Batch:
-        """What the reader says. Raises what broke the sampling off: at once where batches come again, for they never
-        run out, and else when what was sampled before is trained on."""
-        now = step - 1
-        if self._published < 0 or (self._fixed and now % self._sync.interval == 0):
-            await self._publish(now)
-        self._sampler.start()
-        if self._fixed:  # so that what is under way at any step is the same in every run
-            await self._bell.until(lambda: self._weights.waiting or self._sampler.complete)
+        """In one process, raises the error that stopped sampling: at once if old batches can be reused, which never run
+        out, else when the batches sampled before the error are used up. With two processes, also raises TinsmithError
+        if sampling has ended or no batch comes within the timeout."""
+        trained, end = step - 1, time.monotonic() + self._sync.timeout
+        if not self._publisher.started or (self._publishes_late and trained % self._sync.interval == 0):
+            await self._publisher.publish(trained)
+        await self._notes.write_training(TrainerStatus(taken=self._selector.taken))
+        if self._sampling is not None:
+            await self._sampling.start()
         while True:
-            seen, fault = self._bell.rings, self._sampler.fault
-            if fault is not None and self._reader.reuses:
-                raise fault
-            last = self._fixed and self._sampler.done >= step  # the next is sampled by weights of a later step
-            if (batch := await self._reader.take(self._policy.version, again=last)) is not None:
+            seen = self._notes.changes.count
+            status = await self._notes.sampling()  # before the buffer: batches put before sampling ended are there
+            fault = self._fault(status)
+            batch = None if fault is not None and self._selector.reuses else await self._take(step, status)
+            if batch is not None:
                 return batch
             if fault is not None:
                 raise fault
-            await self._serve(now)
-            await self._bell.rung_since(seen, POLL_SECONDS)
+            if self._sampling is None:
+                self._check_other_process(step, status, end)
+            await self._answer_request(trained)
+            await self._notes.wait(seen)
 
-    async def trained(self, step: int) -> None:
-        """In style fixed, weights go out with the next step's question: nothing is under way while a run is saved."""
+    @override
+    async def mark_trained(self, step: int) -> None:
         match self._sync.style:
-            case "on_publish" | "live" if step % self._sync.period == 0:
-                await self._publish(step)
-            case "on_demand" if self._weights.wanted is not None:
-                await self._publish(step)
+            case "fixed":
+                due = not self._publishes_late and step % self._sync.interval == 0
+            case "on_demand":
+                due = await self._notes.weights_wanted()
+            case _:
+                due = step % self._sync.publish_interval == 0
+        if due:
+            await self._publisher.publish(step)
+        if self._sampling is None and step == self._last_step:
+            await self._notes.write_training(TrainerStatus(taken=self._selector.taken, ended_at=step))
 
-    async def settle(self) -> BatchSourceState:
-        """All of it, or where it is, if the buffer outlives the process."""
-        await self._sampler.settle()
-        held = () if self._buffer.durable else sorted(await self._buffer.numbers())
-        done = self._reader.done
-        batches = [await self._buffer.get(number) for number in held if number not in done]
-        return BatchSourceState(reading=self._reader.state, sampled=self._sampler.done, batches=tuple(batches))
+    @override
+    async def capture_state(self) -> BatchSourceState:
+        if self._sampling is None:
+            return BatchSourceState(reading=self._selector.state)
+        await self._sampling.drain()
+        waiting = () if self._buffer.durable else sorted(await self._buffer.numbers())
+        used = self._selector.done
+        batches = [await self._buffer.get(number) for number in waiting if number not in used]
+        return BatchSourceState(reading=self._selector.state, sampled=self._sampling.done, batches=tuple(batches))
 
-    async def saved(self) -> None:
-        """Drops what was trained on for the last time."""
-        await self._reader.clear()
+    @override
+    async def state_saved(self) -> None:
+        await self._selector.clear()
 
+    @override
     async def restore(self, state: BatchSourceState) -> None:
-        """What was sampled after that is sampled again."""
-        self._sampler.go_on(state.sampled)
-        self._reader.restore(state.reading)
+        """In one process, batches sampled after the state was captured are sampled again."""
+        self._selector.restore(state.reading)
+        if self._sampling is None:
+            return
+        self._sampling.resume_after(state.sampled)
+        await self._notes.write_sampling(SamplerStatus(done=state.sampled))
         for batch in state.batches:
             await self._buffer.put(batch)
         await self._buffer.drop([number for number in await self._buffer.numbers() if number > state.sampled])
 
+    @override
     async def close(self) -> None:
-        """Stops what is under way."""
-        await self._sampler.close()
+        if self._sampling is not None:
+            await self._sampling.close()
         await self._buffer.close()
 
-    async def _publish(self, step: int) -> None:
-        _, snapshot = await self._publisher.publish(step)
-        self._published = step
-        self._weights.offer(step, snapshot)
+    @property
+    def _publishes_late(self) -> bool:
+        """Whether weights are published when the next step begins instead of right after training.
 
-    async def _serve(self, now: int) -> None:
-        """Training waits: who waits for newer weights gets the newest, or goes on with those there are."""
-        if self._weights.wanted is None:
-            return
-        if self._sync.style == "on_demand" and now > self._published:
-            await self._publish(now)
-        else:
-            self._weights.none_newer()
+        In one process and style fixed they are, so that no batch is in flight while the run is saved. Another process
+        should not wait until the run is saved.
+        """
+        return self._sampling is not None and self._sync.style == "fixed"
 
+    def _fault(self, status: SamplerStatus) -> BaseException | None:
+        if self._sampling is not None:
+            return self._sampling.fault
+        if status.state == "failed":
+            return TinsmithError(
+                f"The process that samples failed: {status.reason}", "Fix the cause, and start both processes again."
+            )
+        return None
 
-class EmptyBatchSource:
-    """Of a run that samples nothing: what it learns from, others said."""
-
-    async def next(self, step: int) -> Batch:
-        """Without groups."""
-        return Batch(step=step, groups=())
-
-    async def trained(self, step: int) -> None:
-        """Nobody samples."""
-
-    async def settle(self) -> BatchSourceState:
-        """Nothing."""
-        return BatchSourceState()
-
-    async def saved(self) -> None:
-        """Nothing waits."""
-
-    async def restore(self, state: BatchSourceState) -> None:
-        """Nothing."""
-
-    async def close(self) -> None:
-        """Nothing."""
-
-
-class SharedBatchSource:
-    """Implements `supply.Supply`."""
-
-    def __init__(
-        self,
-        buffer: Buffer,
-        reader: BatchSelector,
-        policy: Policy,
-        plan: SamplingPlan,
-        steps: int,
-        ttl_seconds: int | None,
-    ) -> None:
-        """`steps` of the run; `ttl_seconds` of the checkpoints that are published."""
-        self._buffer, self._reader, self._policy = buffer, reader, policy
-        self._notes, self._sync, self._keep = CoordinationNotes(buffer), plan.sync, plan.sync.kept(plan.staleness)
-        self._steps, self._ttl = steps, ttl_seconds
-        self._weights: tuple[WeightRecord, ...] | None = None
-
-    async def next(self, step: int) -> Batch:
-        """Raises TinsmithError where the other process failed or has ended, or none comes within the timeout."""
-        now, end = step - 1, time.monotonic() + self._sync.timeout
-        if self._weights is None:
-            self._weights = tuple(one for one in await self._notes.weights() if one.step < now)
-            await self._publish(now)
-        await self._notes.tell_training(TrainerStatus(taken=self._reader.taken))
-        while True:
-            sampling = await self._notes.sampling()  # before the buffer: what was put before it ended is there
-            failed = sampling.state == "failed"
-            batch = None if failed and self._reader.reuses else await self._take(step, sampling)
-            if batch is not None:
-                return batch
-            if failed:
-                raise TinsmithError(f"The process that samples failed: {sampling.reason}", "Mend it, and start both.")
-            if sampling.state == "ended":
-                raise TinsmithError(
-                    f"There is no batch for step {step}, and the process that samples has ended.",
-                    "Start it again with more steps, or take fewer here.",
-                )
-            if time.monotonic() > end:
-                raise TinsmithError(
-                    f"No batch for step {step} within {self._sync.timeout:g} seconds.",
-                    "Is the run's process of mode explore under way? If it is, set sync.timeout higher.",
-                )
-            await self._serve(now)
-            await asyncio.sleep(POLL_SECONDS)
-
-    async def _take(self, step: int, sampling: SamplerStatus) -> Batch | None:
-        """The reader's next, if there is one; sampling is told what need not be waited for, be it left out."""
-        last = self._sync.style == "fixed" and sampling.done >= step  # the next is sampled by weights of a later step
-        before = self._reader.taken
-        batch = await self._reader.take(self._policy.version, again=last)
-        if self._reader.taken != before:
-            await self._notes.tell_training(TrainerStatus(taken=self._reader.taken))
+    async def _take(self, step: int, status: SamplerStatus) -> Batch | None:
+        """The next batch if there is one. Sampling learns of every batch taken, also of those that are dropped."""
+        is_last = self._sync.style == "fixed" and status.done >= step  # the next one needs weights of a later step
+        taken = self._selector.taken
+        batch = await self._selector.take(self._policy.version, again=is_last)
+        if self._selector.taken != taken:
+            await self._notes.write_training(TrainerStatus(taken=self._selector.taken))
         return batch
 
-    async def trained(self, step: int) -> None:
-        """Publishes what is due, whatever is saved at this step."""
-        match self._sync.style:
-            case "on_demand":
-                due = await self._notes.wanted()
-            case "fixed":
-                due = step % self._sync.interval == 0
-            case _:
-                due = step % self._sync.period == 0
-        if due:
-            await self._publish(step)
-        if step == self._steps:
-            await self._notes.tell_training(TrainerStatus(taken=self._reader.taken, ended_at=step))
+    def _check_other_process(self, step: int, status: SamplerStatus, end: float) -> None:
+        if status.state == "ended":
+            raise TinsmithError(
+                f"There is no batch for step {step}, and the process that samples has ended.",
+                "Start it again with more steps, or take fewer steps here.",
+            )
+        if time.monotonic() > end:
+            raise TinsmithError(
+                f"No batch for step {step} within {self._sync.timeout:g} seconds.",
+                "Check that the run's process of mode explore is running; if it is, raise sync.timeout.",
+            )
 
-    async def settle(self) -> BatchSourceState:
-        """Where it is in the buffer, which outlives the process."""
-        return BatchSourceState(reading=self._reader.state)
-
-    async def saved(self) -> None:
-        """Drops what was trained on for the last time."""
-        await self._reader.clear()
-
-    async def restore(self, state: BatchSourceState) -> None:
-        """What was sampled meanwhile is in the buffer."""
-        self._reader.restore(state.reading)
-
-    async def close(self) -> None:
-        """Lets go of the buffer."""
-        await self._buffer.close()
-
-    async def _publish(self, step: int) -> None:
-        """A named checkpoint; where there was no update since the last one, the same again."""
-        known = self._weights or ()
-        version = self._policy.version
-        path = known[-1].path if known and known[-1].version == version else ""
-        if not path:
-            path = await self._policy.save_for_sampling(f"sync-{step:06}", self._ttl)
-        kept = (*known, WeightRecord(step=step, version=version, path=path))[-self._keep :]
-        self._weights = kept
-        await self._notes.tell_weights(kept)
-        for old in {one.path for one in known} - {one.path for one in kept}:
-            await self._policy.delete_checkpoint(old)
-
-    async def _serve(self, now: int) -> None:
-        """Training waits: who looks for newer weights gets the newest, or goes on with those there are."""
-        if not await self._notes.wanted():
+    async def _answer_request(self, trained: int) -> None:
+        """Training waits: publish newer weights if sampling waits for them, or let it continue without."""
+        if not await self._notes.weights_wanted():
             return
-        if self._sync.style == "on_demand" and self._weights and now > self._weights[-1].step:
-            await self._publish(now)
+        if self._sync.style == "on_demand" and trained > self._publisher.newest_step:
+            await self._publisher.publish(trained)
         else:
-            await self._notes.none_newer()
+            await self._notes.decline_weights()

@@ -1,175 +1,158 @@
-"""What a process that samples and one that trains tell each other through a buffer's notes.
+"""Coordination of the side that samples and the side that trains, through notes.
 
-    weights    by training: steps and sampler paths that may be sampled from, oldest first
-    training   by training: how many batches it has taken, and whether it has ended
-    sampling   by sampling: whether it goes on, has made all its batches, or failed and why
-    wanted     by sampling: the step of the weights it has, where it looks for newer ones; training takes it away
+    weights    written by training: weights to sample from, oldest first
+    training   written by training: number of batches taken, and the step after which training ended
+    sampling   written by sampling: whether it is running, has ended or has failed, and its progress
+    wanted     written by sampling: it waits for weights newer than those of this step; training clears it
 
-Either may be killed and started again; what it left is read by the other.
+The protocol has two transports. In one process the notes are in memory and every change wakes those who wait for one.
+Two processes keep the notes in the buffer that both open, and poll them; either process may be killed and restarted.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Awaitable, Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any, Literal, Protocol
 
 from pydantic import Field, TypeAdapter
 
-from tinsmith.errors import TinsmithError
-from tinsmith.rl.policy.base import SamplingClients
-from tinsmith.rl.rollouts.buffers.base import Buffer
-from tinsmith.rl.rollouts.weight_sync import PublishedWeights
 from tinsmith.settings import Settings
 
 POLL_SECONDS = 0.2
-"""How often each looks what the other has left."""
+"""Longest time between two looks at the notes."""
 
 
 class WeightRecord(Settings):
-    """Weights that may be sampled from."""
+    """Published weights."""
 
     step: int
+    """Step after which the weights were published."""
     version: int
     path: str
+    """Sampler checkpoint; empty for weights that are held in memory."""
 
 
 class TrainerStatus(Settings):
-    """Where training is."""
+    """Progress of the training side."""
 
     taken: int = 0
-    """Batches it has looked at."""
+    """Batches taken from the buffer."""
     ended_at: int = 0
-    """Steps after which it was finished; 0 while it is not."""
+    """Last step of a finished run; 0 while training is running."""
 
 
 class SamplerStatus(Settings):
-    """Where sampling is."""
+    """Progress of the sampling side."""
 
     state: Literal["under way", "ended", "failed"] = "under way"
     reason: str = ""
-    """Of a failure."""
+    """Error message of a failure."""
     done: int = 0
-    """The last batch that was put."""
+    """Number of the last batch in the buffer."""
     cursor: int = 0
-    """Training tasks drawn for that one and all before."""
+    """Training tasks drawn for that batch and all earlier ones."""
     order: dict[str, Any] = Field(default_factory=dict)
-    """What their order has learned."""
+    """State of the task order."""
 
 
 _WEIGHTS = TypeAdapter(tuple[WeightRecord, ...])
 
 
-class CoordinationNotes:
-    """A buffer's notes, typed."""
+class NoteStore(Protocol):
+    """Texts by name. Every buffer is one."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        self._buffer = buffer
+    async def note(self, name: str, text: str) -> None:
+        """Write a note; replaces a note of the same name."""
+        ...
+
+    async def notes(self) -> Mapping[str, str]:
+        """All notes."""
+        ...
+
+
+class ChangeNotifier:
+    """Wakes coroutines of this process that wait for a change. `count` is the number of changes so far."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+        self.count = 0
+
+    def notify(self) -> None:
+        """Wake everyone who waits."""
+        self.count += 1
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until `condition` holds; it is checked after every change."""
+        while not condition():
+            await self._event.wait()
+
+    async def wait(self, seen: int, seconds: float) -> None:
+        """Wait until there are more changes than the `seen` ones, at most `seconds`."""
+        if self.count == seen:
+            with suppress(TimeoutError):  # asyncio.wait_for of Python 3.11 may swallow a cancellation
+                async with asyncio.timeout(seconds):
+                    await self._event.wait()
+
+
+class CoordinationNotes:
+    """Typed notes. `changes` is notified of every note written by this process."""
+
+    def __init__(self, store: NoteStore) -> None:
+        self._store = store
+        self.changes = ChangeNotifier()
+        self.last_weights: tuple[WeightRecord, ...] = ()
+        """Weights that were read or written last."""
+
+    async def wait(self, seen: int) -> None:
+        """Wait for a change after the `seen` ones, but at most the polling interval."""
+        await self.changes.wait(seen, POLL_SECONDS)
 
     async def weights(self) -> tuple[WeightRecord, ...]:
-        """Oldest first."""
-        text = (await self._buffer.notes()).get("weights")
-        return _WEIGHTS.validate_json(text) if text else ()
+        """Published weights, oldest first."""
+        text = (await self._store.notes()).get("weights")
+        self.last_weights = _WEIGHTS.validate_json(text) if text else ()
+        return self.last_weights
 
     async def training(self) -> TrainerStatus:
-        """As it was last told."""
-        text = (await self._buffer.notes()).get("training")
+        """Status that training wrote last."""
+        text = (await self._store.notes()).get("training")
         return TrainerStatus.model_validate_json(text) if text else TrainerStatus()
 
     async def sampling(self) -> SamplerStatus:
-        """As it was last told."""
-        text = (await self._buffer.notes()).get("sampling")
+        """Status that sampling wrote last."""
+        text = (await self._store.notes()).get("sampling")
         return SamplerStatus.model_validate_json(text) if text else SamplerStatus()
 
-    async def wanted(self) -> bool:
-        """Whether sampling looks for newer weights."""
-        return bool((await self._buffer.notes()).get("wanted"))
+    async def weights_wanted(self) -> bool:
+        """Whether sampling waits for newer weights."""
+        return bool((await self._store.notes()).get("wanted"))
 
-    async def tell_weights(self, weights: tuple[WeightRecord, ...]) -> None:
-        """In place of what was told before; whoever looked for newer ones has them."""
-        await self._buffer.note("weights", _WEIGHTS.dump_json(weights).decode())
-        await self._buffer.note("wanted", "")
+    async def write_weights(self, weights: tuple[WeightRecord, ...]) -> None:
+        """Publish weights, which also answers a request for newer ones."""
+        self.last_weights = weights
+        await self._store.note("weights", _WEIGHTS.dump_json(weights).decode())
+        await self._write("wanted", "")
 
-    async def tell_training(self, training: TrainerStatus) -> None:
-        """In place of what was told before."""
-        await self._buffer.note("training", training.model_dump_json())
+    async def write_training(self, status: TrainerStatus) -> None:
+        """Replace the status of training."""
+        await self._write("training", status.model_dump_json())
 
-    async def tell_sampling(self, sampling: SamplerStatus) -> None:
-        """In place of what was told before."""
-        await self._buffer.note("sampling", sampling.model_dump_json())
+    async def write_sampling(self, status: SamplerStatus) -> None:
+        """Replace the status of sampling."""
+        await self._write("sampling", status.model_dump_json())
 
-    async def want(self, step: int) -> None:
-        """Newer weights than those of `step`."""
-        await self._buffer.note("wanted", str(step))
+    async def want_weights(self, step: int) -> None:
+        """Request weights newer than those of `step`."""
+        await self._write("wanted", str(step))
 
-    async def none_newer(self) -> None:
-        """Whoever looks for newer ones goes on with what there is."""
-        await self._buffer.note("wanted", "")
+    async def decline_weights(self) -> None:
+        """Answer a request for newer weights: there are none."""
+        await self._write("wanted", "")
 
-
-class TrainingEnded(Exception):
-    """No further batch is wanted."""
-
-    def __init__(self, step: int) -> None:
-        """`step` was the last one."""
-        super().__init__(step)
-        self.step = step
-
-
-class SharedWeights:
-    """Of a policy that trains in another process; implements `sync.Weights`."""
-
-    def __init__(self, notes: CoordinationNotes, peers: SamplingClients, timeout: float) -> None:
-        """`timeout` in seconds."""
-        self._notes, self._peers, self._timeout = notes, peers, timeout
-        self._newest: PublishedWeights | None = None
-        self._path = ""
-
-    async def at(self, step: int) -> PublishedWeights:
-        """Raises TinsmithError after the timeout."""
-
-        async def look() -> PublishedWeights | None:
-            found = [one for one in await self._notes.weights() if one.step >= step]
-            return await self._open(found[0]) if found else None
-
-        return await self._until(look, f"No weights of step {step}")
-
-    async def newer(self, than: int) -> PublishedWeights:
-        """Raises TinsmithError after the timeout."""
-        newest = await self.look()
-        if newest is not None and newest.step > than:
-            return newest
-        await self._notes.want(than)
-
-        async def look() -> PublishedWeights | None:
-            return None if await self._notes.wanted() else await self.look()
-
-        return await self._until(look, f"No weights newer than those of step {than}")
-
-    def newest(self) -> PublishedWeights:
-        """What `look` saw last."""
-        assert self._newest is not None
-        return self._newest
-
-    async def look(self) -> PublishedWeights | None:
-        """The newest that are told of; None as long as there are none."""
-        weights = await self._notes.weights()
-        return await self._open(weights[-1]) if weights else None
-
-    async def _open(self, one: WeightRecord) -> PublishedWeights:
-        if self._newest is None or (self._newest.step, self._path) != (one.step, one.path):
-            self._newest = PublishedWeights(one.step, await self._peers.open_checkpoint(one.path, one.version))
-            self._path = one.path
-        return self._newest
-
-    async def _until(self, look: Callable[[], Awaitable[PublishedWeights | None]], what: str) -> PublishedWeights:
-        end = time.monotonic() + self._timeout
-        while (found := await look()) is None:
-            if time.monotonic() > end:
-                raise TinsmithError(
-                    f"{what} within {self._timeout:g} seconds.",
-                    "Is the run's process of mode train under way? If it is, set sync.timeout higher.",
-                )
-            await asyncio.sleep(POLL_SECONDS)
-        return found
+    async def _write(self, name: str, text: str) -> None:
+        await self._store.note(name, text)
+        self.changes.notify()

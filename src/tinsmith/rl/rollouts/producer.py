@@ -1,8 +1,8 @@
-"""Batches of rollouts, begun ahead of the steps that train on them.
+"""Batches of rollouts, sampled ahead of the steps that train on them.
 
-The sampling side of a run: it begins batch after batch as `sync.py` allows, hands them on in order, oldest first, and
-throws none away. A batch in which every rollout failed is sampled anew a bounded number of times, then ends the run.
-Leaves out how a group is tried (`tries.py`).
+The producer starts batch after batch as `weight_sync.py` allows, and hands them on in order. A batch in which every
+rollout failed is sampled again from other tasks a limited number of times; after that the run ends. How a group is
+rolled out is in `runner.py`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from dataclasses import dataclass, field
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.policy.base import Snapshot, request_seed
+from tinsmith.rl.rollouts.coordination import ChangeNotifier
 from tinsmith.rl.rollouts.filters import FilterConfig, apply_filters
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.rollouts.weight_sync import ChangeNotifier, LiveSnapshot, PublishedWeights, SyncConfig, WeightSource
+from tinsmith.rl.rollouts.weight_sync import LiveSnapshot, PublishedWeights, SyncConfig, WeightSource
 from tinsmith.rl.types import Group, Task
 from tinsmith.rl.workflows.base import Workflow
 
-_REFILL = 2
-"""Keeps the seeds of a batch that is sampled anew apart from all others."""
+_RESAMPLE_STREAM = 2
+"""Separates the seeds of a batch that is sampled again from all others."""
 
-_FILL = 3
-"""The same of groups in the place of those that filters leave out."""
+_REFILL_STREAM = 3
+"""Separates the seeds of groups that replace filtered ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,25 +36,25 @@ class Batch:
     """
 
     step: int
-    """Its number, from 1; the step that trains on it, unless batches are used again or out of order."""
+    """Number of the batch, from 1: the step that trains on it, unless batches are reused or taken out of order."""
     groups: tuple[Group, ...]
     cursor: int = 0
-    """Training tasks drawn when the last of its own was, those that others drew before among them."""
+    """Training tasks drawn when the last task of this batch was drawn, for this and other batches."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """What sampling has to tell of it."""
+    """Metrics of sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingPlan:
-    """How much is sampled when.
+    """What to sample.
 
     Example: SamplingPlan(steps=60, groups=16, size=8, staleness=0, seed=0, sync=SyncConfig())
     """
 
     steps: int | None
-    """Batches to sample; None is as many as are asked for."""
+    """Batches to sample; None: as many as training takes."""
     groups: int
-    """Of each batch."""
+    """Groups of a batch."""
     size: int
     """Rollouts of a group."""
     staleness: int
@@ -61,11 +62,11 @@ class SamplingPlan:
     sync: SyncConfig
     filters: tuple[FilterConfig, ...] = ()
     filter_refills: int = 0
-    """Further batches at most, until filters leave as many groups as a batch has; 0 is to take what they leave."""
+    """Further batches to sample, at most, until the filters keep `groups` groups; 0 takes what they keep."""
 
 
 class BatchProducer:
-    """Makes the batches of a run."""
+    """Samples the batches of a run."""
 
     def __init__(
         self,
@@ -77,131 +78,133 @@ class BatchProducer:
         changes: ChangeNotifier,
         put: Callable[[Batch], Awaitable[None]],
     ) -> None:
-        """`put` is handed each batch, in order; `bell` is rung when one is there."""
-        self._workflow, self._deck, self._weights, self._plan = workflow, task_sampler, weights, plan
-        self._runner, self._bell, self._put = runner, changes, put
-        self._under_way: dict[int, asyncio.Task[None]] = {}
+        """`put` receives each batch, in order; `changes` is notified of progress."""
+        self._workflow, self._task_sampler, self._weights, self._plan = workflow, task_sampler, weights, plan
+        self._runner, self._changes, self._put = runner, changes, put
+        self._in_flight: dict[int, asyncio.Task[None]] = {}
         self._cursors: dict[int, int] = {}
-        self._producer: asyncio.Task[None] | None = None
-        self._now: PublishedWeights | None = None
-        self._held = False
-        self.begun = self.done = 0
-        """Numbers of the last batch begun, and of the last handed on."""
-        self.room: Callable[[], bool] = lambda: True
-        """Whether more batches are wanted than there are."""
+        self._loop: asyncio.Task[None] | None = None
+        self._current: PublishedWeights | None = None
+        self._paused = False
+        self.started = self.done = 0
+        """Number of the last batch started, and of the last batch handed on."""
+        self.has_capacity: Callable[[], bool] = lambda: True
+        """Whether another batch may be started."""
 
-    def go_on(self, done: int) -> None:
-        """After batch `done`, of an earlier process."""
-        self.begun = self.done = done
+    def resume_after(self, done: int) -> None:
+        """Continue after batch `done` of an earlier process."""
+        self.started = self.done = done
 
     def start(self) -> None:
-        """Batches are begun from now on, also after `settle`."""
-        self._held = False
-        self._bell.ring()
-        if self._producer is None:
-            self._producer = asyncio.create_task(self._produce(), name="batches")
-            self._producer.add_done_callback(lambda _: self._bell.ring())
+        """Start batches from now on, also after `drain`."""
+        self._paused = False
+        self._changes.notify()
+        if self._loop is None:
+            self._loop = asyncio.create_task(self._produce(), name="batches")
+            self._loop.add_done_callback(lambda _: self._changes.notify())
 
     @property
     def fault(self) -> BaseException | None:
-        """Why there will be no further batch."""
-        tasks = [task for task in (*self._under_way.values(), self._producer) if task is not None and task.done()]
+        """Error that stopped sampling, if any."""
+        tasks = [task for task in (*self._in_flight.values(), self._loop) if task is not None and task.done()]
         return next((error for task in tasks if (error := task.exception()) is not None), None)
 
     @property
     def complete(self) -> bool:
-        """Whether all batches are begun, or none will be any more."""
-        return self.fault is not None or (self._producer is not None and self._producer.done())
+        """Whether no further batch will be started."""
+        return self.fault is not None or (self._loop is not None and self._loop.done())
 
-    async def settle(self) -> None:
-        """Begins nothing more, and returns when what is under way is handed on, or cannot be for a fault."""
-        self._held = True
-        while self.fault is None and self._under_way:
-            await asyncio.wait(self._under_way.values(), return_when=asyncio.FIRST_COMPLETED)
+    async def drain(self) -> None:
+        """Start no further batch, and return when the batches in flight are handed on or sampling has failed."""
+        self._paused = True
+        while self.fault is None and self._in_flight:
+            await asyncio.wait(self._in_flight.values(), return_when=asyncio.FIRST_COMPLETED)
         if self.fault is None:
-            self.begun = self.done
+            self.started = self.done
 
     async def close(self) -> None:
-        """Stops what is under way."""
-        tasks = [task for task in (*self._under_way.values(), self._producer) if task is not None]
+        """Cancel the batches in flight."""
+        tasks = [task for task in (*self._in_flight.values(), self._loop) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._under_way.clear()
+        self._in_flight.clear()
 
     async def _produce(self) -> None:
-        while self._plan.steps is None or self.begun < self._plan.steps:
-            await self._bell.until(lambda: not self._held and self._may_begin())
-            snapshot, step = await self._weights_for(self.begun + 1)
-            if not self._held:
-                self._begin(self.begun + 1, snapshot, step)
+        while self._plan.steps is None or self.started < self._plan.steps:
+            await self._changes.until(lambda: not self._paused and self._may_start())
+            snapshot, step = await self._weights_for(self.started + 1)
+            if not self._paused:
+                self._start_batch(self.started + 1, snapshot, step)
 
-    def _may_begin(self) -> bool:
+    def _may_start(self) -> bool:
         sync = self._plan.sync
-        return self.fault is None and self.room() and (sync.style != "live" or len(self._under_way) < sync.in_flight)
+        has_slot = sync.style != "live" or len(self._in_flight) < sync.in_flight
+        return self.fault is None and self.has_capacity() and has_slot
 
     async def _weights_for(self, number: int) -> tuple[Snapshot, int]:
-        """What samples batch `number`, and the step it is of."""
+        """Snapshot that samples batch `number`, and the step of its weights."""
         sync, offset = self._plan.sync, self._plan.staleness
         if sync.style == "fixed":
-            self._now = await self._weights.at(sync.weights_for(number, offset))
-        elif self._now is None:
-            self._now = await self._weights.at(0)
+            self._current = await self._weights.at(sync.weights_for(number, offset))
+        elif self._current is None:
+            self._current = await self._weights.at(0)
         elif sync.style == "live":
-            self._now = self._weights.newest()
-            return LiveSnapshot(self._weights), self._now.step
-        elif sync.turns(number, offset):
-            await self._bell.until(lambda: not self._under_way)
-            self._now = await self._weights.newer(self._now.step)
-        return (LiveSnapshot(self._weights) if sync.style == "live" else self._now.snapshot), self._now.step
+            self._current = self._weights.newest()
+        elif sync.refreshes_before(number, offset):
+            await self._changes.until(lambda: not self._in_flight)
+            self._current = await self._weights.newer(self._current.step)
+        snapshot = LiveSnapshot(self._weights) if sync.style == "live" else self._current.snapshot
+        return snapshot, self._current.step
 
-    def _begin(self, number: int, snapshot: Snapshot, step: int) -> None:
+    def _start_batch(self, number: int, snapshot: Snapshot, step: int) -> None:
         tasks = self._draw(number)
-        task = asyncio.create_task(self._batch(number, tasks, snapshot, step), name=f"rollouts of step {number}")
-        self.begun, self._under_way[number] = number, task
-        task.add_done_callback(lambda _: self._bell.ring())
+        task = asyncio.create_task(self._sample(number, tasks, snapshot, step), name=f"rollouts of step {number}")
+        self.started, self._in_flight[number] = number, task
+        task.add_done_callback(lambda _: self._changes.notify())
 
     def _draw(self, number: int) -> list[Task]:
-        tasks = self._deck.draw(self._plan.groups)
-        self._cursors[number] = self._deck.cursor
+        tasks = self._task_sampler.draw(self._plan.groups)
+        self._cursors[number] = self._task_sampler.cursor
         return tasks
 
-    async def _batch(self, number: int, tasks: Sequence[Task], snapshot: Snapshot, step: int) -> None:
-        """Samples, waits for its turn, and hands on."""
-        refills, groups = 0, await self._roll(number, tasks, snapshot, ())
+    async def _sample(self, number: int, tasks: Sequence[Task], snapshot: Snapshot, step: int) -> None:
+        """Sample a batch, wait for all earlier ones, and hand it on."""
+        refills, groups = 0, await self._roll_out(number, tasks, snapshot, ())
         while all(rollout.error for group in groups for rollout in group.rollouts):
             if refills >= self._runner.config.refills:
                 raise _all_failed(number, groups, refills)
             refills += 1
-            groups = await self._roll(number, self._draw(number), snapshot, (_REFILL, refills))
-        groups, fills = await self._filled(number, groups, snapshot)
+            groups = await self._roll_out(number, self._draw(number), snapshot, (_RESAMPLE_STREAM, refills))
+        groups, filter_refills = await self._refill(number, groups, snapshot)
         numbers = {"sync/weights": float(step), **({"rollouts/refills": float(refills)} if refills else {})}
         if self._plan.filter_refills:
-            numbers["filters/refills"] = float(fills)
-        await self._bell.until(lambda: self.done == number - 1)
+            numbers["filters/refills"] = float(filter_refills)
+        await self._changes.until(lambda: self.done == number - 1)
         await self._put(Batch(step=number, groups=groups, cursor=self._cursors.pop(number), numbers=numbers))
         self.done = number
-        del self._under_way[number]
+        del self._in_flight[number]
 
-    async def _filled(
+    async def _refill(
         self, number: int, groups: tuple[Group, ...], snapshot: Snapshot
     ) -> tuple[tuple[Group, ...], int]:
-        """With groups of other tasks, until filters leave enough; and how many batches that took."""
-        fills, plan = 0, self._plan
+        """Add groups of other tasks until the filters keep enough. Returns the number of refills too."""
+        refills, plan = 0, self._plan
         while plan.filter_refills and (left := len(apply_filters(plan.filters, groups))) < plan.groups:
-            if fills >= plan.filter_refills:
+            if refills >= plan.filter_refills:
                 raise TinsmithError(
-                    f"Step {number}: of {len(groups)} groups filters leave {left}, and a step takes {plan.groups}.",
-                    "Raise filter_refills (0 takes what is left), loosen filters, or take tasks that suit the policy.",
+                    f"Step {number}: the filters keep {left} of {len(groups)} groups, but a step needs {plan.groups}.",
+                    "Raise filter_refills (0 takes what is left), loosen filters, or choose tasks of another "
+                    "difficulty.",
                 )
-            fills += 1
-            groups += await self._roll(number, self._draw(number), snapshot, (_FILL, fills))
-        return groups, fills
+            refills += 1
+            groups += await self._roll_out(number, self._draw(number), snapshot, (_REFILL_STREAM, refills))
+        return groups, refills
 
-    async def _roll(
-        self, number: int, tasks: Sequence[Task], snapshot: Snapshot, again: tuple[int, ...]
+    async def _roll_out(
+        self, number: int, tasks: Sequence[Task], snapshot: Snapshot, stream: tuple[int, ...]
     ) -> tuple[Group, ...]:
-        seeds = [request_seed(self._plan.seed, number, group, *again) for group in range(len(tasks))]
+        seeds = [request_seed(self._plan.seed, number, group, *stream) for group in range(len(tasks))]
         over = self._runner.config.over if self._plan.sync.style != "fixed" else None
         return await self._runner.run_groups(
             self._workflow, tasks, snapshot, size=self._plan.size, seeds=seeds, over=over
@@ -210,8 +213,8 @@ class BatchProducer:
 
 def _all_failed(number: int, groups: Sequence[Group], refills: int) -> TinsmithError:
     first = next(rollout.error for group in groups for rollout in group.rollouts)
-    again = f" (and so did {refills} more batches before)" if refills else ""
+    earlier = f" ({refills} earlier batches failed too)" if refills else ""
     return TinsmithError(
-        f"Every rollout of step {number} failed; the first: {first}{again}.",
-        "Mend that, or raise rollout.retries and rollout.refills if it was only for a moment.",
+        f"Every rollout of step {number} failed; the first error: {first}{earlier}.",
+        "Fix the cause; if it was transient, raise rollout.retries and rollout.refills.",
     )

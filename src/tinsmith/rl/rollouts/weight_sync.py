@@ -1,232 +1,251 @@
-"""Which weights sample which batch, and how they come to who samples.
+"""Weight synchronization: which weights sample which batch, and how the sampling side gets them.
 
-Batches and steps are counted from 1; step t trains on batch t. "The weights of step n" are those after n steps; n = 0
-is the beginning. With interval i and offset o (the run's `staleness`), style `fixed` samples batch k by the weights of
-step floor((k - 1 - o) / i) i, or 0 where that is negative: the same in every run. The other styles take the newest
-weights there are, at times that they choose; what was taken is recorded with every group.
+Batches and steps count from 1; step t trains on batch t, and the weights of step n are the weights after n steps. With
+interval i and offset o (the run's `staleness`), style `fixed` samples batch k with the weights of step
+floor((k - 1 - o) / i) i, or of step 0 if that is negative, so every run of the same file samples the same batches. The
+other styles take the newest published weights at certain times; each group records the version that sampled it.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal, Protocol
 
 import numpy as np
 from pydantic import Field
+from typing_extensions import override
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.policy.base import ChatCodec, Policy, Prompt, SamplingConfig, Snapshot
+from tinsmith.rl.rollouts.coordination import CoordinationNotes, WeightRecord
 from tinsmith.rl.types import Turn
 from tinsmith.settings import Needs, Settings
 
 
 class SyncConfig(Settings):
-    """Which weights sample which batch."""
+    """Synchronization of the weights that sample with the weights in training."""
 
     style: Literal["fixed", "on_publish", "on_demand", "live"] = "fixed"
-    """`fixed`: each batch by the weights of a step known beforehand. `on_publish`: every `interval` batches the newest
-    published weights, waiting for newer ones than before. `on_demand`: every `interval` batches training is asked for
-    its newest weights. Neither waits while training itself waits. `live`: newer weights are taken at once, also by
-    rollouts under way."""
+    """`fixed`: each batch is sampled by the weights of a step known in advance. `on_publish`: every `interval` batches,
+    wait for newly published weights. `on_demand`: every `interval` batches, ask training for its newest weights. In
+    both, sampling continues with the weights it has while training waits for a batch. `live`: new weights are used at
+    once, also by rollouts in flight."""
     interval: int = Field(default=1, ge=1)
-    """Batches that are sampled by the same weights; in `live`, as `publish_every`."""
+    """Batches sampled by the same weights; in `live`, the default of `publish_every`."""
     publish_every: int | None = Field(default=None, ge=1)
-    """Steps after which training publishes weights, in `on_publish` and `live`; not set: `interval`."""
+    """Steps between two publications in `on_publish` and `live`; not set: `interval`."""
     method: Literal["memory", "checkpoint"] | None = None
-    """How weights are published: as a version without a name, or as a named sampler checkpoint that other processes can
-    open. Not set: memory in one process, checkpoint in two."""
+    """How weights are published: `memory`, as an unnamed version, or `checkpoint`, as a sampler checkpoint that other
+    processes can open. Not set: memory in one process, checkpoint in two."""
     keep: Annotated[int, Needs("method", unless=("memory",))] = Field(default=3, ge=1)
-    """Checkpoints so published that are kept; older ones are deleted."""
+    """Published sampler checkpoints to keep; older ones are deleted."""
     timeout: float = Field(default=3600.0, gt=0)
     """Seconds to wait for newer weights, or for a batch of another process, before the run ends with an error."""
     in_flight: Annotated[int, Needs("style", ("live",))] = Field(default=2, ge=1)
-    """In `live`: batches under way at a time."""
+    """In `live`: number of batches in flight at a time."""
 
     @property
-    def period(self) -> int:
+    def publish_interval(self) -> int:
         """Steps between publications."""
         return self.publish_every or self.interval
 
     def weights_for(self, batch: int, offset: int) -> int:
-        """The step whose weights sample `batch` in style fixed."""
+        """Step whose weights sample `batch` in style fixed."""
         return max(0, (batch - 1 - offset) // self.interval * self.interval)
 
-    def kept(self, offset: int) -> int:
-        """Checkpoints to keep: in style fixed, all that a batch not yet sampled may want."""
+    def checkpoints_to_keep(self, offset: int) -> int:
+        """Number of published checkpoints to keep. In style fixed, batches not yet sampled may need that many."""
         return max(self.keep, 2 - (-offset // self.interval)) if self.style == "fixed" else self.keep
 
-    def turns(self, batch: int, offset: int) -> bool:
-        """Whether newer weights are looked for before `batch`, in on_publish and on_demand."""
+    def refreshes_before(self, batch: int, offset: int) -> bool:
+        """Whether sampling asks for newer weights before `batch`, in on_publish and on_demand."""
         return batch - 1 > offset and (batch - 1 - offset) % self.interval == 0
-
-
-class ChangeNotifier:
-    """Wakes whoever waits for something to have become true."""
-
-    def __init__(self) -> None:
-        self._event = asyncio.Event()
-        self.rings = 0
-
-    def ring(self) -> None:
-        """Something has changed."""
-        self.rings += 1
-        self._event.set()
-        self._event = asyncio.Event()
-
-    async def until(self, holds: Callable[[], bool]) -> None:
-        """Returns when `holds` does."""
-        while not holds():
-            await self._event.wait()
-
-    async def rung_since(self, rings: int, seconds: float) -> None:
-        """Returns when it rang since it had rung so often, or after so many seconds."""
-        if self.rings == rings:
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._event.wait(), seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class PublishedWeights:
-    """Weights to sample from, and the step that they are of."""
+    """Weights to sample from, with the step after which they were published."""
 
     step: int
     snapshot: Snapshot
 
 
 class WeightSource(Protocol):
-    """The weights of a run as its sampling side sees them."""
+    """Weights as the sampling side sees them."""
 
     async def at(self, step: int) -> PublishedWeights:
-        """Those of `step`, or of a later one where a run has gone on from there; waits for them."""
+        """Weights of `step`, or of the first later step that was published; waits for them."""
         ...
 
     async def newer(self, than: int) -> PublishedWeights:
-        """The newest. Waits for some newer than those of step `than`, but not while training waits itself."""
+        """The newest weights. Waits for weights newer than those of step `than`, unless training itself waits."""
         ...
 
     def newest(self) -> PublishedWeights:
-        """The newest that are here now."""
+        """The newest weights opened so far."""
         ...
 
 
-class LocalWeights:
-    """Of a policy that trains in this process."""
+OpenWeights = Callable[[WeightRecord], Awaitable[Snapshot]]
+"""Opens published weights for sampling."""
 
-    def __init__(self, changes: ChangeNotifier, timeout: float) -> None:
-        """`timeout` in seconds."""
-        self._bell, self._timeout = changes, timeout
+
+class WeightSubscriber(WeightSource):
+    """Weights that the training side publishes in the notes, opened for sampling."""
+
+    def __init__(self, notes: CoordinationNotes, open_weights: OpenWeights, timeout: float, hint: str) -> None:
+        """`timeout` in seconds; `hint` says what to do when it expires."""
+        self._notes, self._open_weights, self._timeout, self._hint = notes, open_weights, timeout, hint
         self._newest: PublishedWeights | None = None
-        self._awaited: int | None = None
-        self.wanted: int | None = None
-        """Sampling looks for weights newer than those of this step."""
+        self._opened: tuple[int, str] | None = None
+        self._awaited_step: int | None = None
 
     @property
     def waiting(self) -> bool:
-        """Whether nothing more can be begun by the weights that are here."""
-        return self._awaited is not None and self._step < self._awaited
+        """Whether sampling needs weights that are not published yet."""
+        step = self._awaited_step
+        return step is not None and all(record.step < step for record in self._notes.last_weights)
 
-    def offer(self, step: int, snapshot: Snapshot) -> None:
-        """They may be used from now on; whoever looks for newer ones has them."""
-        self.wanted = None
-        self._newest = PublishedWeights(step, snapshot)
-        self._bell.ring()
-
-    def none_newer(self) -> None:
-        """Whoever looks for newer ones goes on with what there is."""
-        self.wanted = None
-        self._bell.ring()
-
+    @override
     async def at(self, step: int) -> PublishedWeights:
         """Raises TinsmithError after the timeout."""
-        self._awaited = step
-        self._bell.ring()
-        try:
-            await self._until(lambda: self._step >= step, step)
-        finally:
-            self._awaited = None
-        return self.newest()
 
+        async def look() -> PublishedWeights | None:
+            record = next((record for record in await self._notes.weights() if record.step >= step), None)
+            return await self._open(record) if record else None
+
+        self._awaited_step = step
+        self._notes.changes.notify()
+        try:
+            return await self._until(look, f"No weights of step {step}")
+        finally:
+            self._awaited_step = None
+
+    @override
     async def newer(self, than: int) -> PublishedWeights:
         """Raises TinsmithError after the timeout."""
-        if self._step <= than:
-            self.wanted = than
-            self._bell.ring()
-            await self._until(lambda: self.wanted is None, than + 1)
-        return self.newest()
+        newest = await self.refresh()
+        if newest is not None and newest.step > than:
+            return newest
+        await self._notes.want_weights(than)
 
+        async def look() -> PublishedWeights | None:
+            return None if await self._notes.weights_wanted() else await self.refresh()
+
+        return await self._until(look, f"No weights newer than those of step {than}")
+
+    @override
     def newest(self) -> PublishedWeights:
-        """Something was offered."""
         assert self._newest is not None
         return self._newest
 
-    @property
-    def _step(self) -> int:
-        return -1 if self._newest is None else self._newest.step
+    async def refresh(self) -> PublishedWeights | None:
+        """Open the newest published weights; None if there are none yet."""
+        weights = await self._notes.weights()
+        return await self._open(weights[-1]) if weights else None
 
-    async def _until(self, holds: Callable[[], bool], step: int) -> None:
-        try:
-            async with asyncio.timeout(self._timeout):
-                await self._bell.until(holds)
-        except TimeoutError as error:
-            raise TinsmithError(
-                f"No weights of step {step} within {self._timeout:g} seconds.",
-                "Set sync.timeout higher than a step takes.",
-            ) from error
+    async def _open(self, record: WeightRecord) -> PublishedWeights:
+        if self._newest is None or self._opened != (record.version, record.path):
+            self._newest = PublishedWeights(record.step, await self._open_weights(record))
+            self._opened = (record.version, record.path)
+        elif self._newest.step != record.step:
+            self._newest = PublishedWeights(record.step, self._newest.snapshot)
+        return self._newest
+
+    async def _until(self, look: Callable[[], Awaitable[PublishedWeights | None]], error: str) -> PublishedWeights:
+        end = time.monotonic() + self._timeout
+        while True:
+            seen = self._notes.changes.count
+            if (weights := await look()) is not None:
+                return weights
+            if time.monotonic() > end:
+                raise TinsmithError(f"{error} within {self._timeout:g} seconds.", self._hint)
+            await self._notes.wait(seen)
 
 
-class LiveSnapshot:
-    """A snapshot that speaks by the newest weights at each request."""
+class LiveSnapshot(Snapshot):
+    """Snapshot that uses the newest weights for each request."""
 
     def __init__(self, weights: WeightSource) -> None:
         self._weights = weights
 
     @property
+    @override
     def version(self) -> int:
-        """Of the moment."""
         return self._weights.newest().snapshot.version
 
     @property
+    @override
     def chat(self) -> ChatCodec:
-        """The same in all of them."""
         return self._weights.newest().snapshot.chat
 
+    @override
     async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
-        """Each turn knows which version spoke."""
+        """Each turn records the version that sampled it."""
         return await self._weights.newest().snapshot.sample(prompt, count=count, seed=seed, sampling=sampling)
 
+    @override
     async def open_model(self, name: str) -> Snapshot:
-        """As of the policy."""
         return await self._weights.newest().snapshot.open_model(name)
 
+    @override
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        """Of the moment."""
         return await self._weights.newest().snapshot.logprobs(tokens)
 
 
 class WeightPublisher:
-    """Makes the weights of a policy available to sample from."""
+    """Publishes the weights of a policy in the notes."""
 
-    def __init__(self, policy: Policy, method: Literal["memory", "checkpoint"], keep: int, ttl: int | None) -> None:
-        """`keep` and `ttl` (seconds) are of checkpoints."""
-        self._policy, self._method, self._keep, self._ttl = policy, method, keep, ttl
-        self._paths: list[str] = []
-        self._last: tuple[int, str, Snapshot] | None = None
+    def __init__(
+        self,
+        policy: Policy,
+        notes: CoordinationNotes,
+        method: Literal["memory", "checkpoint"],
+        keep: int,
+        ttl_seconds: int | None,
+    ) -> None:
+        """`keep` and `ttl_seconds` apply to checkpoints."""
+        self._policy, self._notes, self._method, self._ttl = policy, notes, method, ttl_seconds
+        self._keep = keep if method == "checkpoint" else 1
+        self._records: tuple[WeightRecord, ...] | None = None
+        self._snapshot: Snapshot | None = None
 
-    async def publish(self, step: int) -> tuple[str, Snapshot]:
-        """(path, snapshot) of the weights of now, which are those of `step`; the path is empty with `memory`."""
-        version = self._policy.version
-        if self._last is None or self._last[0] != version:
-            self._last = (version, *await self._publish(step, version))
-        return self._last[1:]
+    @property
+    def started(self) -> bool:
+        """Whether this process has published weights."""
+        return self._records is not None
 
-    async def _publish(self, step: int, version: int) -> tuple[str, Snapshot]:
+    @property
+    def newest_step(self) -> int:
+        """Step of the newest published weights; -1 if there are none."""
+        return self._records[-1].step if self._records else -1
+
+    async def publish(self, step: int) -> None:
+        """Publish the current weights as those of `step`. Unchanged weights keep their checkpoint."""
+        if self._records is None:  # an earlier process may have gone further than the state that this one resumes from
+            self._records = tuple(record for record in await self._notes.weights() if record.step < step)
+        previous, version = self._records, self._policy.version
+        if previous and previous[-1].version == version:
+            path = previous[-1].path
+        else:
+            path = await self._save(step)
+        self._records = (*previous, WeightRecord(step=step, version=version, path=path))[-self._keep :]
+        await self._notes.write_weights(self._records)
+        for dropped in dict.fromkeys(record.path for record in previous):
+            if dropped and dropped not in {record.path for record in self._records}:
+                await self._policy.delete_checkpoint(dropped)
+
+    async def open(self, record: WeightRecord) -> Snapshot:
+        """Open published weights in this process."""
+        if record.path:
+            return await self._policy.open_checkpoint(record.path, record.version)
+        assert self._snapshot is not None
+        return self._snapshot
+
+    async def _save(self, step: int) -> str:
         if self._method == "memory":
-            return "", await self._policy.snapshot()
-        path = await self._policy.save_for_sampling(f"sync-{step:06}", self._ttl)
-        self._paths.append(path)
-        while len(self._paths) > self._keep:
-            await self._policy.delete_checkpoint(self._paths.pop(0))
-        return path, await self._policy.open_checkpoint(path, version)
+            self._snapshot = await self._policy.snapshot()
+            return ""
+        return await self._policy.save_for_sampling(f"sync-{step:06}", self._ttl)

@@ -1,0 +1,130 @@
+"""The sampling side of a run: fills the buffer with batches, in the process of the trainer or in its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from tinsmith.rl.data.tasks import TaskSampler
+from tinsmith.rl.rollouts.buffers.base import Buffer
+from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus
+from tinsmith.rl.rollouts.producer import Batch, BatchProducer, SamplingPlan
+from tinsmith.rl.rollouts.runner import RolloutRunner
+from tinsmith.rl.rollouts.weight_sync import OpenWeights, WeightSubscriber
+from tinsmith.rl.workflows.base import Workflow
+
+
+class TrainingEnded(Exception):
+    """Training has ended; no further batch is needed."""
+
+    def __init__(self, step: int) -> None:
+        """`step` was the last one."""
+        super().__init__(step)
+        self.step = step
+
+
+class SamplingLoop:
+    """Samples batches into a buffer, by the weights and at the pace that training writes in the notes."""
+
+    def __init__(
+        self,
+        workflow: Workflow,
+        task_sampler: TaskSampler,
+        open_weights: OpenWeights,
+        plan: SamplingPlan,
+        runner: RolloutRunner,
+        buffer: Buffer,
+        notes: CoordinationNotes,
+        *,
+        capacity: int,
+        timeout_hint: str,
+        on_batch: Callable[[Batch], SamplerStatus] | None = None,
+    ) -> None:
+        """`capacity`: batches that may wait in the buffer, in every style but fixed. `timeout_hint` says what to do
+        when no weights are published. `on_batch` is called for each batch in the buffer; it returns the status to
+        write, if that is more than the number of the batch."""
+        self._buffer, self._notes, self._sync, self._on_batch = buffer, notes, plan.sync, on_batch
+        self._weights = WeightSubscriber(notes, open_weights, plan.sync.timeout, timeout_hint)
+        self._producer = BatchProducer(workflow, task_sampler, self._weights, plan, runner, notes.changes, self._put)
+        self._taken = 0
+        if plan.sync.style != "fixed":
+            self._producer.has_capacity = lambda: self._producer.started - self._taken < capacity
+        self._follower: asyncio.Task[None] | None = None
+
+    @property
+    def done(self) -> int:
+        """Number of the last batch in the buffer."""
+        return self._producer.done
+
+    @property
+    def fault(self) -> BaseException | None:
+        """Error that stopped sampling, if any."""
+        if self._follower is not None and self._follower.done() and (error := self._follower.exception()) is not None:
+            return error
+        return self._producer.fault
+
+    def resume_after(self, done: int) -> None:
+        """Continue after batch `done` of an earlier process."""
+        self._producer.resume_after(done)
+
+    async def run(self, steps: int, ended_before: int = 0) -> None:
+        """Sample until every batch is in the buffer, in a process of its own.
+
+        Raises TrainingEnded, or the error that stopped sampling. If training had `ended_before` at an earlier step, it
+        may be started again with more steps.
+        """
+        self._producer.start()
+        while True:
+            seen = self._notes.changes.count
+            if (fault := self._producer.fault) is not None:
+                raise fault
+            if self._producer.complete and self._producer.done == self._producer.started:
+                return
+            ended_at = await self._follow_training()
+            if ended_at >= steps or ended_at not in (0, ended_before):
+                raise TrainingEnded(ended_at)
+            await self._notes.wait(seen)
+
+    async def start(self) -> None:
+        """Sample in the background of the trainer's process, also after `drain`.
+
+        In style fixed, return when no batch can be started by the published weights: so the batches in flight at a
+        step are the same in every run.
+        """
+        if self._follower is None and self._sync.style != "fixed":  # which needs neither capacity nor newer weights
+            self._follower = asyncio.create_task(self._follow(), name="trainer status")
+        self._producer.start()
+        if self._sync.style == "fixed":
+            await self._notes.changes.until(lambda: self._weights.waiting or self._producer.complete)
+
+    async def drain(self) -> None:
+        """Start no further batch, and return when the batches in flight are in the buffer or sampling has failed."""
+        await self._producer.drain()
+
+    async def close(self) -> None:
+        """Cancel the batches in flight."""
+        if self._follower is not None:
+            self._follower.cancel()
+            await asyncio.gather(self._follower, return_exceptions=True)
+        await self._producer.close()
+
+    async def _follow(self) -> None:
+        while True:
+            seen = self._notes.changes.count
+            await self._follow_training()
+            await self._notes.wait(seen)
+
+    async def _follow_training(self) -> int:
+        """Read how many batches training has taken, and in style live its weights. Returns the step it ended at."""
+        training = await self._notes.training()
+        if training.taken != self._taken:
+            self._taken = training.taken
+            self._notes.changes.notify()
+        if self._sync.style == "live":
+            await self._weights.refresh()
+        return training.ended_at
+
+    async def _put(self, batch: Batch) -> None:
+        await self._buffer.put(batch)
+        status = self._on_batch(batch) if self._on_batch else SamplerStatus(done=batch.step)
+        await self._notes.write_sampling(status)
