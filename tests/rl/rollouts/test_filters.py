@@ -108,9 +108,8 @@ def test_a_step_is_filled_up_with_other_tasks(tmp_path):
 
 def test_filling_up_ends_with_what_to_do(tmp_path):
     never = {**SPREAD, "rewards": [{"type": "format", "pattern": "never"}]}
-    with pytest.raises(
-        TinsmithError, match=r"Step 1: the filters keep 0 of 9 groups, but a step needs 3.*filter_refills"
-    ):
+    message = r"Step 1: the filters keep 0 of 9 groups, but a step needs 3.*filter_refills"
+    with pytest.raises(TinsmithError, match=message):
         train(settings(tmp_path, filter_refills=2, **never))
     with pytest.raises(ValueError, match="give filters"):
         settings(tmp_path, filter_refills=2)
