@@ -77,7 +77,7 @@ async def _train_by_hand(run_file: Path) -> list[float]:
             groups = run.filtered_groups(batch.groups)
             update = await run.algorithm.score(step, groups, run.next_demonstrations())
             await run.update(step, update)
-            await run.batches.trained(step)
+            await run.batches.mark_trained(step)
             rewards.append(sum(map(sum, (group.rewards for group in groups))))
             await run.save_and_evaluate(step)
     return rewards
