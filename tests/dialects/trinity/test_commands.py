@@ -59,7 +59,8 @@ def test_show_prints_every_setting(capsys, monkeypatch):
     values = yaml.safe_load(out)
     assert status == 0
     assert (values["model"]["rank"], values["steps"], values["algorithm"]["type"]) == (32, 3, "grpo_std")
-    assert values.keys() == RunConfig.model_fields.keys()
+    fields = RunConfig.model_fields.items()
+    assert values.keys() == {field.serialization_alias or name for name, field in fields}
 
 
 @pytest.mark.parametrize("file", [TINKER, VERL, OURS], ids=lambda file: file.stem)
