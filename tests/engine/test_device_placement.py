@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.engine.data import LOSSES, pass_for
-from tests.engine.sampling.helpers import ask
+from tests.engine.sampling.helpers import sample_request
 from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.torch_engine import TorchEngine
@@ -56,9 +56,9 @@ def test_sampling_places_tensors_explicitly(engine: TorchEngine, wait: Any, tmp_
         {"temperature": 0.7, "top_k": 5, "top_p": 0.9, "topk_sample_logprobs": 3},
         {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_alt_tokens_k": 2},
     ):
-        result = wait(engine.sample(ask(**settings, **extra)))
+        result = wait(engine.sample(sample_request(**settings, **extra)))
         assert len(result.sequences) == 3
     wait(engine.persist("version", tmp_path / "version"))
     wait(engine.detach("version"))
     wait(engine.attach("again", tmp_path / "version"))
-    assert wait(engine.sample(ask(version="again", max_tokens=2))).sequences[0].tokens.size == 2
+    assert wait(engine.sample(sample_request(version="again", max_tokens=2))).sequences[0].tokens.size == 2

@@ -10,7 +10,7 @@ import pytest
 from tests.engine.data import LOSSES, pass_for
 from tests.engine.inspection import gradients_of
 from tests.engine.reference import assert_same
-from tests.engine.sampling.helpers import PROMPT, ask, trained_logprobs
+from tests.engine.sampling.helpers import PROMPT, sample_request, trained_logprobs
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams
 
@@ -35,7 +35,7 @@ def test_sampled_logprobs_on_gpu_match_trainer_after_step(pair: Any, wait: Any):
     wait(engine.run([pass_for("cross_entropy", model_id)]))
     wait(engine.step(model_id, AdamParams(learning_rate=1e-2)))
     wait(engine.capture(model_id, "stepped"))
-    result = wait(engine.sample(ask(version="stepped", num_samples=4, max_tokens=40)))
+    result = wait(engine.sample(sample_request(version="stepped", num_samples=4, max_tokens=40)))
     wait(engine.detach("stepped"))
     for sequence in result.sequences:
         trained = trained_logprobs(engine, wait, model_id, PROMPT, sequence.tokens)

@@ -12,7 +12,7 @@ import torch
 
 from tests.engine.inspection import gradients_of
 from tests.engine.reference import Reference, assert_same, plain_model
-from tests.engine.sampling.helpers import ask, trained_logprobs
+from tests.engine.sampling.helpers import sample_request, trained_logprobs
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass
 from tinsmith.engine.config import EngineConfig
 
@@ -89,7 +89,7 @@ def test_greedy_tokens_match_transformers(engine_in: Any, smollm2: Path, prompts
         out = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False, pad_token_id=2
         )
-        result = wait(engine.sample(ask(prompt, temperature=0.0, max_tokens=48, stop_tokens=None)))
+        result = wait(engine.sample(sample_request(prompt, temperature=0.0, max_tokens=48, stop_tokens=None)))
         assert result.sequences[0].tokens.tolist() == out[0, len(prompt) :].tolist()
 
 
@@ -124,7 +124,7 @@ def test_sampled_logprobs_match_trainer(
     for model_id, version in (("base", None), ("trained", "version")):
         gaps = []
         for prompt in prompts:
-            result = wait(engine.sample(ask(prompt, version=version, num_samples=4, max_tokens=48)))
+            result = wait(engine.sample(sample_request(prompt, version=version, num_samples=4, max_tokens=48)))
             for sequence in result.sequences:
                 trained = trained_logprobs(engine, wait, model_id, prompt, sequence.tokens)
                 gaps.append(np.abs(sequence.logprobs - trained))

@@ -20,7 +20,7 @@ def engine() -> FakeEngine:
     return FakeEngine(EngineConfig(source="fake", kind="fake"))
 
 
-def datum(loss_fn: str = "cross_entropy", n: int = 6, seed: int = 0) -> Datum:
+def make_datum(loss_fn: str = "cross_entropy", n: int = 6, seed: int = 0) -> Datum:
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, 512, n).astype(np.int32)
     values = {
@@ -42,24 +42,24 @@ def datum(loss_fn: str = "cross_entropy", n: int = 6, seed: int = 0) -> Datum:
 async def train(fake: FakeEngine, model: str, steps: int = 2) -> list[float]:
     losses = []
     for index in range(steps):
-        [result] = await fake.run([Pass(model_id=model, data=(datum(seed=index),), loss_fn="cross_entropy")])
+        [result] = await fake.run([Pass(model_id=model, data=(make_datum(seed=index),), loss_fn="cross_entropy")])
         assert isinstance(result, PassResult)
         losses.append(result.metrics["loss:sum"])
         await fake.step(model, AdamParams(learning_rate=0.01, weight_decay=0.1))
     return losses
 
 
-def request_of(name: str, one: Datum, **config: float | str) -> Pass:
-    return Pass(model_id="m", data=(one,), loss_fn=name, loss_config={**CONFIGS.get(name, {}), **config})
+def request_of(name: str, datum: Datum, **config: float | str) -> Pass:
+    return Pass(model_id="m", data=(datum,), loss_fn=name, loss_config={**CONFIGS.get(name, {}), **config})
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
 def test_gradient_of_each_loss_equals_finite_differences(name: str) -> None:
-    one = datum(name)
+    datum = make_datum(name)
     p, entropies = -1.0 - np.random.default_rng(1).random(6), np.zeros(6)
-    request = request_of(name, one)
-    grad = builtin_loss(request, one, p, entropies).grad
-    if name in ("gspo", "cispo"):  # their gradients stop at the ratio by design: no finite difference shows them
+    request = request_of(name, datum)
+    grad = builtin_loss(request, datum, p, entropies).grad
+    if name in ("gspo", "cispo"):  # their gradients stop at the ratio by design, which finite differences do not
         assert grad.shape == p.shape
         assert np.abs(grad).sum() > 0
         return
@@ -67,7 +67,8 @@ def test_gradient_of_each_loss_equals_finite_differences(name: str) -> None:
         step = np.zeros_like(p)
         step[index] = 1e-6
         difference = (
-            builtin_loss(request, one, p + step, entropies).loss - builtin_loss(request, one, p - step, entropies).loss
+            builtin_loss(request, datum, p + step, entropies).loss
+            - builtin_loss(request, datum, p - step, entropies).loss
         ) / 2e-6
         assert grad[index] == pytest.approx(difference, abs=1e-5)
 
@@ -76,18 +77,18 @@ def test_gradient_of_each_loss_equals_finite_differences(name: str) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_equal_those_of_the_torch_engine(name: str, estimator: str) -> None:
     """Each loss with each regularizer: value, gradients, metrics."""
-    draw = np.random.default_rng(4)
-    one = datum_for(name, draw, 12)
+    rng = np.random.default_rng(4)
+    datum = datum_for(name, rng, 12)
     config: dict[str, float | str] = {"entropy_coef": 0.4}
     if name != "trinity_ppo":
-        one = replace_inputs(one, ref_logprobs=draw.normal(-6, 1, 12).astype(np.float32))
+        datum = replace_inputs(datum, ref_logprobs=rng.normal(-6, 1, 12).astype(np.float32))
         config |= {"kl_coef": 0.2, "kl_estimator": estimator}
-    request = request_of(name, one, **config)
-    p, entropies = draw.normal(-6, 1.5, 12), draw.uniform(0, 6, 12)
-    found = builtin_loss(request, one, p, entropies)
+    request = request_of(name, datum, **config)
+    p, entropies = rng.normal(-6, 1.5, 12), rng.uniform(0, 6, 12)
+    actual = builtin_loss(request, datum, p, entropies)
     leaves = [torch.tensor(values, requires_grad=True) for values in (p, entropies)]
     inputs = {
-        key: torch.tensor(values, dtype=torch.float64) for key, values in loss_specs.loss_inputs(request, one).items()
+        key: torch.tensor(values, dtype=torch.float64) for key, values in loss_specs.loss_inputs(request, datum).items()
     }
     targets = LossInputs(
         logprobs=leaves[0], entropies=leaves[1], sequence=torch.zeros(12, dtype=torch.long), inputs=inputs
@@ -96,20 +97,22 @@ def test_losses_equal_those_of_the_torch_engine(name: str, estimator: str) -> No
         name, targets, loss_specs.numeric_settings(request), loss_specs.kl_estimator(request), request.loss_config
     )
     grad, entropy_grad = torch.autograd.grad(loss, leaves)
-    assert found.loss == pytest.approx(float(loss.detach()), rel=1e-9)
-    np.testing.assert_allclose(found.grad, grad.numpy(), rtol=1e-6, atol=1e-12)
-    np.testing.assert_allclose(found.entropy_grad, entropy_grad.numpy(), rtol=1e-9, atol=1e-12)
-    assert found.metrics == pytest.approx({key: float(value.detach()) for key, value in metrics.items()}, rel=1e-9)
+    assert actual.loss == pytest.approx(float(loss.detach()), rel=1e-9)
+    np.testing.assert_allclose(actual.grad, grad.numpy(), rtol=1e-6, atol=1e-12)
+    np.testing.assert_allclose(actual.entropy_grad, entropy_grad.numpy(), rtol=1e-9, atol=1e-12)
+    assert actual.metrics == pytest.approx({key: float(value.detach()) for key, value in metrics.items()}, rel=1e-9)
 
 
 def test_entropy_bonus_raises_the_entropy() -> None:
     async def main() -> None:
         fake = engine()
         await fake.create("m", LoraSpec(rank=4, seed=1))
-        one = Datum(tokens=datum().tokens, targets=datum().targets, inputs={"weights": np.zeros(6, np.float32)})
+        datum = Datum(
+            tokens=make_datum().tokens, targets=make_datum().targets, inputs={"weights": np.zeros(6, np.float32)}
+        )
         config = {"entropy_coef": 1.0, "return_entropy": 1.0}
-        one = replace_inputs(one, entropy_mask=np.ones(6, np.float32))
-        request = Pass(model_id="m", data=(one,), loss_fn="cross_entropy", loss_config=config)
+        datum = replace_inputs(datum, entropy_mask=np.ones(6, np.float32))
+        request = Pass(model_id="m", data=(datum,), loss_fn="cross_entropy", loss_config=config)
         sums = []
         for _ in range(4):
             [result] = await fake.run([request])
@@ -125,14 +128,16 @@ def test_entropy_bonus_raises_the_entropy() -> None:
     asyncio.run(main())
 
 
-def test_a_step_goes_down_the_gradient_and_new_adapters_equal_the_base() -> None:
+def test_step_lowers_the_loss_of_equal_new_adapters() -> None:
     async def main() -> None:
         fake = engine()
         for seed, name in ((1, "a"), (2, "b")):
             await fake.create(name, LoraSpec(rank=4, seed=seed))
-        request = Pass(model_id="a", data=(datum(),), loss_fn="importance_sampling", forward_only=True)
-        one = Datum(tokens=datum().tokens, targets=datum().targets, inputs={"weights": np.ones(6, np.float32)})
-        passes = [Pass(model_id=name, data=(one,), loss_fn="cross_entropy") for name in "ab"]
+        request = Pass(model_id="a", data=(make_datum(),), loss_fn="importance_sampling", forward_only=True)
+        datum = Datum(
+            tokens=make_datum().tokens, targets=make_datum().targets, inputs={"weights": np.ones(6, np.float32)}
+        )
+        passes = [Pass(model_id=name, data=(datum,), loss_fn="cross_entropy") for name in "ab"]
         first = await fake.run(passes)
         assert all(isinstance(result, PassResult) for result in first)
         assert first[0].metrics == first[1].metrics  # type: ignore[union-attr]
@@ -146,7 +151,7 @@ def test_a_step_goes_down_the_gradient_and_new_adapters_equal_the_base() -> None
     asyncio.run(main())
 
 
-def test_saved_state_goes_on_bit_for_bit(tmp_path) -> None:
+def test_loaded_state_continues_bit_for_bit(tmp_path) -> None:
     async def main() -> None:
         straight, broken = engine(), engine()
         for fake in (straight, broken):
@@ -162,25 +167,25 @@ def test_saved_state_goes_on_bit_for_bit(tmp_path) -> None:
     asyncio.run(main())
 
 
-def test_versions_never_change_and_unknown_ones_are_gone(tmp_path) -> None:
+def test_versions_never_change_and_unknown_raise_gone(tmp_path) -> None:
     async def main() -> None:
         fake = engine()
         await fake.create("m", LoraSpec(rank=4, seed=3))
         await train(fake, "m")
         await fake.capture("m", "v1")
-        ask = SampleRequest(
+        sample_request = SampleRequest(
             request_id="r", prompt=np.asarray([5, 6, 7], np.int32), version="v1", max_tokens=1, prompt_logprobs=True
         )
-        before = await fake.sample(ask)
+        before = await fake.sample(sample_request)
         await fake.persist("v1", tmp_path / "v1")
         await train(fake, "m")
-        after = await fake.sample(ask)
+        after = await fake.sample(sample_request)
         np.testing.assert_array_equal(before.prompt_logprobs, after.prompt_logprobs)
         await fake.detach("v1")
         with pytest.raises(Gone):
-            await fake.sample(ask)
+            await fake.sample(sample_request)
         await fake.attach("v1", tmp_path / "v1")
-        np.testing.assert_array_equal((await fake.sample(ask)).prompt_logprobs, before.prompt_logprobs)
+        np.testing.assert_array_equal((await fake.sample(sample_request)).prompt_logprobs, before.prompt_logprobs)
 
     asyncio.run(main())
 
@@ -189,24 +194,24 @@ def test_sampling_follows_seed_stop_and_temperature() -> None:
     async def main() -> None:
         fake = engine()
 
-        async def ask(**changes):
+        async def sample_request(**changes):
             values = {"request_id": "r", "prompt": np.asarray([5, 6], np.int32), "max_tokens": 30, "num_samples": 2}
             return await fake.sample(SampleRequest(**{**values, "stop_tokens": (), **changes}))
 
-        one, again, other = await ask(seed=1), await ask(seed=1), await ask(seed=2)
-        assert one.sequences[0].tokens.tolist() == again.sequences[0].tokens.tolist()
-        assert one.sequences[0].tokens.tolist() != one.sequences[1].tokens.tolist()
-        assert one.sequences[0].tokens.tolist() != other.sequences[0].tokens.tolist()
-        assert [len(s.tokens) for s in one.sequences] == [30, 30]
-        stop = int(one.sequences[0].tokens[4])
-        stopped = (await ask(seed=1, stop_tokens=(stop,))).sequences[0]
+        datum, again, other = await sample_request(seed=1), await sample_request(seed=1), await sample_request(seed=2)
+        assert datum.sequences[0].tokens.tolist() == again.sequences[0].tokens.tolist()
+        assert datum.sequences[0].tokens.tolist() != datum.sequences[1].tokens.tolist()
+        assert datum.sequences[0].tokens.tolist() != other.sequences[0].tokens.tolist()
+        assert [len(s.tokens) for s in datum.sequences] == [30, 30]
+        stop = int(datum.sequences[0].tokens[4])
+        stopped = (await sample_request(seed=1, stop_tokens=(stop,))).sequences[0]
         assert stopped.tokens[-1] == stop
         assert stopped.stop_reason == "stop"
-        greedy = await ask(temperature=0.0, topk_sample_logprobs=3)
+        greedy = await sample_request(temperature=0.0, topk_sample_logprobs=3)
         assert greedy.sequences[0].tokens.tolist() == greedy.sequences[0].topk.token_ids[:, 0].tolist()
         # After temperature: differences of logprobs are divided by it.
-        hot, cold = await ask(seed=1, topk_sample_logprobs=2, temperature=1.0), None
-        cold = await ask(seed=1, topk_sample_logprobs=2, temperature=0.5)
+        hot, cold = await sample_request(seed=1, topk_sample_logprobs=2, temperature=1.0), None
+        cold = await sample_request(seed=1, topk_sample_logprobs=2, temperature=0.5)
         gaps = [np.diff(answer.sequences[0].topk.logprobs[0])[0] for answer in (hot, cold)]
         assert gaps[1] == pytest.approx(2 * gaps[0], rel=1e-4)
 

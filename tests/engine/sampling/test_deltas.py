@@ -1,4 +1,4 @@
-"""A request's tokens are told while they are made, by every engine, and add up to its answer."""
+"""Deltas of a request, from every engine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.sampling.helpers import ask
+from tests.engine.sampling.helpers import sample_request
 from tinsmith.engine.base import SampleRequest, SampleResult, SequenceDelta
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
@@ -28,26 +28,28 @@ def any_engine(request: pytest.FixtureRequest, tiny_llama: Path, wait: Any) -> I
         wait(engine.close())
 
 
-def listened(engine: Any, wait: Any, request: SampleRequest) -> tuple[list[SequenceDelta], SampleResult]:
-    pieces: list[SequenceDelta] = []
-    sampled = wait(engine.sample(request, pieces.append))
-    return pieces, sampled
+def sample_with_deltas(engine: Any, wait: Any, request: SampleRequest) -> tuple[list[SequenceDelta], SampleResult]:
+    deltas: list[SequenceDelta] = []
+    sampled = wait(engine.sample(request, deltas.append))
+    return deltas, sampled
 
 
-def test_pieces_add_up_to_the_sequences(any_engine: Any, wait: Any):
-    pieces, sampled = listened(any_engine, wait, ask(num_samples=3, max_tokens=9, topk_sample_logprobs=2))
-    assert len(pieces) >= 9  # told on the way, not at the end
+def test_deltas_add_up_to_the_sequences(any_engine: Any, wait: Any):
+    deltas, sampled = sample_with_deltas(
+        any_engine, wait, sample_request(num_samples=3, max_tokens=9, topk_sample_logprobs=2)
+    )
+    assert len(deltas) >= 9  # emitted during sampling, not at the end
     for number, sequence in enumerate(sampled.sequences):
-        mine = [piece for piece in pieces if piece.sample == number]
-        assert [token for piece in mine for token in piece.tokens] == sequence.tokens.tolist()
-        told = np.array([logprob for piece in mine for logprob in piece.logprobs], np.float32)
-        np.testing.assert_array_equal(told, sequence.logprobs)
+        own = [delta for delta in deltas if delta.sample == number]
+        assert [token for delta in own for token in delta.tokens] == sequence.tokens.tolist()
+        logprobs = np.array([logprob for delta in own for logprob in delta.logprobs], np.float32)
+        np.testing.assert_array_equal(logprobs, sequence.logprobs)
         assert sequence.topk is not None
-        tops = [piece.topk for piece in mine]
+        tops = [delta.topk for delta in own]
         np.testing.assert_array_equal(np.concatenate([top.token_ids for top in tops if top]), sequence.topk.token_ids)
 
 
-def test_listening_changes_nothing(any_engine: Any, wait: Any):
-    _, on_delta = listened(any_engine, wait, ask(temperature=0.7, seed=3))
-    silent = wait(any_engine.sample(ask(temperature=0.7, seed=3)))
-    np.testing.assert_array_equal(on_delta.sequences[0].tokens, silent.sequences[0].tokens)
+def test_deltas_do_not_change_the_samples(any_engine: Any, wait: Any):
+    _, streamed = sample_with_deltas(any_engine, wait, sample_request(temperature=0.7, seed=3))
+    plain = wait(any_engine.sample(sample_request(temperature=0.7, seed=3)))
+    np.testing.assert_array_equal(streamed.sequences[0].tokens, plain.sequences[0].tokens)

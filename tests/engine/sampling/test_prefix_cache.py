@@ -1,4 +1,4 @@
-"""The tree of known prefixes against a plain list of everything that was ever added."""
+"""The prefix cache: matching, eviction order, scopes; compared with a plain set of all added prefixes."""
 
 from __future__ import annotations
 
@@ -9,116 +9,118 @@ from hypothesis import strategies as st
 
 from tinsmith.engine.sampling.prefix_cache import PrefixCache, PrefixMatch, PrefixScope
 
-ONE: PrefixScope = ("version", 1, "")
-OTHER: PrefixScope = ("version", 1, "another")
+SCOPE: PrefixScope = ("version", 1, "")
+OTHER_SCOPE: PrefixScope = ("version", 1, "another")
 
 
 def tensors(tokens: np.ndarray) -> torch.Tensor:
-    """Keys that tell the whole beginning of each position: [layers 1, heads 1, N, width 1]."""
+    """Keys [1, 1, N, 1] that encode the whole prefix of each position."""
     marks = [float(hash(tuple(tokens[: end + 1].tolist())) % 2**20) for end in range(len(tokens))]
     return torch.tensor(marks)[None, None, :, None]
 
 
-def add(prefixes: PrefixCache, scope: PrefixScope, *tokens: int) -> None:
+def add(cache: PrefixCache, scope: PrefixScope, *tokens: int) -> None:
     row = np.array(tokens, np.int32)
-    prefixes.add(scope, row, lambda first: (tensors(row)[:, :, first:], -tensors(row)[:, :, first:]))
+    cache.add(scope, row, lambda first: (tensors(row)[:, :, first:], -tensors(row)[:, :, first:]))
 
 
-def find(prefixes: PrefixCache, scope: PrefixScope, *tokens: int, most: int = 99) -> PrefixMatch:
-    return prefixes.match(scope, np.array(tokens, np.int32), most)
+def match(cache: PrefixCache, scope: PrefixScope, *tokens: int, max_tokens: int = 99) -> PrefixMatch:
+    return cache.match(scope, np.array(tokens, np.int32), max_tokens)
 
 
-def read(found: PrefixMatch) -> torch.Tensor:
-    return torch.cat([torch.zeros(1, 1, 0, 1), *(run.keys[:, :, :count] for run, count in found.path)], dim=2)
+def cached_keys(result: PrefixMatch) -> torch.Tensor:
+    return torch.cat([torch.zeros(1, 1, 0, 1), *(run.keys[:, :, :count] for run, count in result.path)], dim=2)
 
 
-def test_a_longer_sequence_adds_only_what_is_new() -> None:
-    prefixes = PrefixCache()
-    add(prefixes, ONE, 1, 2, 3)
-    add(prefixes, ONE, 1, 2, 3, 4, 5)
-    add(prefixes, ONE, 1, 2, 9)
-    add(prefixes, ONE, 1, 2)
-    assert prefixes.tokens == 6
-    assert find(prefixes, ONE, 1, 2, 3, 4, 6).length == 4
-    assert find(prefixes, ONE, 1, 2, 9, 9).length == 3
-    assert find(prefixes, ONE, 2).length == 0
-    assert find(prefixes, ONE, 1, 2, 3, 4, 5, most=2).length == 2
+def test_longer_sequence_adds_only_new_tokens() -> None:
+    cache = PrefixCache()
+    add(cache, SCOPE, 1, 2, 3)
+    add(cache, SCOPE, 1, 2, 3, 4, 5)
+    add(cache, SCOPE, 1, 2, 9)
+    add(cache, SCOPE, 1, 2)
+    assert cache.tokens == 6
+    assert match(cache, SCOPE, 1, 2, 3, 4, 6).length == 4
+    assert match(cache, SCOPE, 1, 2, 9, 9).length == 3
+    assert match(cache, SCOPE, 2).length == 0
+    assert match(cache, SCOPE, 1, 2, 3, 4, 5, max_tokens=2).length == 2
 
 
-def test_nothing_is_found_in_another_trunk() -> None:
-    prefixes = PrefixCache()
-    add(prefixes, ONE, 1, 2, 3)
-    assert find(prefixes, OTHER, 1, 2, 3).length == 0
+def test_scopes_share_nothing() -> None:
+    cache = PrefixCache()
+    add(cache, SCOPE, 1, 2, 3)
+    assert match(cache, OTHER_SCOPE, 1, 2, 3).length == 0
 
 
-def test_the_least_lately_used_goes_first_and_never_before_what_hangs_on_it() -> None:
-    prefixes = PrefixCache()
-    add(prefixes, ONE, 1, 2, 3)
-    add(prefixes, ONE, 1, 2, 3, 4, 5)
-    add(prefixes, ONE, 7, 8)
-    prefixes.touch(find(prefixes, ONE, 1, 2, 3))
-    prefixes.shrink(6)
-    assert [find(prefixes, ONE, *row).length for row in ((1, 2, 3, 4, 5), (7, 8))] == [3, 2]
-    prefixes.shrink(4)
-    assert [find(prefixes, ONE, *row).length for row in ((1, 2, 3, 4, 5), (7, 8))] == [3, 0]
-    prefixes.shrink(0)
-    assert prefixes.tokens == 0
-    add(prefixes, ONE, 1)
-    assert find(prefixes, ONE, 1).length == 1
+def test_shrink_evicts_least_recently_used_leaves() -> None:
+    cache = PrefixCache()
+    add(cache, SCOPE, 1, 2, 3)
+    add(cache, SCOPE, 1, 2, 3, 4, 5)
+    add(cache, SCOPE, 7, 8)
+    cache.touch(match(cache, SCOPE, 1, 2, 3))
+    cache.shrink(6)
+    assert [match(cache, SCOPE, *row).length for row in ((1, 2, 3, 4, 5), (7, 8))] == [3, 2]
+    cache.shrink(4)
+    assert [match(cache, SCOPE, *row).length for row in ((1, 2, 3, 4, 5), (7, 8))] == [3, 0]
+    cache.shrink(0)
+    assert cache.tokens == 0
+    add(cache, SCOPE, 1)
+    assert match(cache, SCOPE, 1).length == 1
 
 
-def test_what_a_running_sequence_holds_too_goes_before_all_others() -> None:
-    prefixes = PrefixCache()
-    add(prefixes, ONE, 1, 2, 3)
-    add(prefixes, ONE, 7, 8)
-    prefixes.evict_first(find(prefixes, ONE, 7, 8))
-    prefixes.shrink(3)
-    assert [find(prefixes, ONE, *row).length for row in ((1, 2, 3), (7, 8))] == [3, 0]
+def test_evict_first_puts_a_prompt_before_all_others() -> None:
+    cache = PrefixCache()
+    add(cache, SCOPE, 1, 2, 3)
+    add(cache, SCOPE, 7, 8)
+    cache.evict_first(match(cache, SCOPE, 7, 8))
+    cache.shrink(3)
+    assert [match(cache, SCOPE, *row).length for row in ((1, 2, 3), (7, 8))] == [3, 0]
 
 
-def test_a_conversation_that_is_lent_goes_whole_and_others_on_it_stay() -> None:
-    prefixes = PrefixCache()
-    add(prefixes, ONE, 7, 8)
+def test_evict_first_keeps_nodes_of_other_sequences() -> None:
+    cache = PrefixCache()
+    add(cache, SCOPE, 7, 8)
     for row in ((1, 2, 3), (1, 2, 3, 4, 5), (1, 2, 3, 4, 5, 6), (1, 2, 9)):
-        add(prefixes, ONE, *row)
-    prefixes.evict_first(find(prefixes, ONE, 1, 2, 3, 4, 5, 6))
-    prefixes.shrink(6)
-    assert [find(prefixes, ONE, *row).length for row in ((1, 2, 3, 4, 5, 6), (1, 2, 9), (7, 8))] == [3, 3, 2]
+        add(cache, SCOPE, *row)
+    cache.evict_first(match(cache, SCOPE, 1, 2, 3, 4, 5, 6))
+    cache.shrink(6)
+    assert [match(cache, SCOPE, *row).length for row in ((1, 2, 3, 4, 5, 6), (1, 2, 9), (7, 8))] == [3, 3, 2]
 
 
-def test_a_whole_prompt_is_found_with_its_last_state_just_where_it_ended() -> None:
-    prefixes = PrefixCache()
+def test_match_prompt_needs_a_last_hidden_state() -> None:
+    cache = PrefixCache()
     rows = [np.array(row, np.int32) for row in ((1, 2, 3), (1, 2, 3, 4, 5))]
-    add(prefixes, ONE, 1, 2, 3, 4, 5)
-    prefixes.add_last_hidden(ONE, rows[0], torch.ones(2))
-    prefixes.add_last_hidden(ONE, np.array((1, 2, 3, 4, 5, 6), np.int32), torch.zeros(2))  # which is not kept
-    found = prefixes.match_prompt(ONE, rows[0])
-    assert found is not None
-    assert found.last_hidden is not None
-    assert torch.equal(found.last_hidden, torch.ones(2))
-    assert torch.equal(read(found), tensors(rows[0]))
-    assert prefixes.match_prompt(ONE, rows[1]) is None
-    assert prefixes.match_prompt(ONE, rows[0][:2]) is None
-    assert prefixes.match_prompt(OTHER, rows[0]) is None
+    add(cache, SCOPE, 1, 2, 3, 4, 5)
+    cache.add_last_hidden(SCOPE, rows[0], torch.ones(2))
+    cache.add_last_hidden(
+        SCOPE, np.array((1, 2, 3, 4, 5, 6), np.int32), torch.zeros(2)
+    )  # ignored: the prompt is not cached
+    result = cache.match_prompt(SCOPE, rows[0])
+    assert result is not None
+    assert result.last_hidden is not None
+    assert torch.equal(result.last_hidden, torch.ones(2))
+    assert torch.equal(cached_keys(result), tensors(rows[0]))
+    assert cache.match_prompt(SCOPE, rows[1]) is None
+    assert cache.match_prompt(SCOPE, rows[0][:2]) is None
+    assert cache.match_prompt(OTHER_SCOPE, rows[0]) is None
 
 
-def test_a_version_is_dropped_whole() -> None:
-    prefixes = PrefixCache()
-    for scope in (ONE, OTHER, ("base", 0, "")):
-        add(prefixes, scope, 1, 2, 3)
-        add(prefixes, scope, 1, 2, 4)
-    prefixes.drop_version("version")
-    assert prefixes.tokens == 4
-    assert [find(prefixes, scope, 1, 2, 4).length for scope in (ONE, OTHER, ("base", 0, ""))] == [0, 0, 3]
-    prefixes.shrink(0)
-    assert prefixes.tokens == 0
+def test_drop_version_removes_all_its_scopes() -> None:
+    cache = PrefixCache()
+    for scope in (SCOPE, OTHER_SCOPE, ("base", 0, "")):
+        add(cache, scope, 1, 2, 3)
+        add(cache, scope, 1, 2, 4)
+    cache.drop_version("version")
+    assert cache.tokens == 4
+    assert [match(cache, scope, 1, 2, 4).length for scope in (SCOPE, OTHER_SCOPE, ("base", 0, ""))] == [0, 0, 3]
+    cache.shrink(0)
+    assert cache.tokens == 0
 
 
 _ROWS = st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple)
 _STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("add"), st.sampled_from([ONE, OTHER]), _ROWS),
-        st.tuples(st.just("find"), st.sampled_from([ONE, OTHER]), _ROWS),
+        st.tuples(st.just("add"), st.sampled_from([SCOPE, OTHER_SCOPE]), _ROWS),
+        st.tuples(st.just("find"), st.sampled_from([SCOPE, OTHER_SCOPE]), _ROWS),
         st.tuples(st.just("shrink"), st.integers(0, 12), st.none()),
     ),
     max_size=40,
@@ -127,22 +129,22 @@ _STEPS = st.lists(
 
 @given(_STEPS)
 @settings(deadline=None)
-def test_any_order_of_adding_finding_and_dropping(steps: list) -> None:
-    """What is found is always right; while nothing was dropped, it is also the longest that was ever added."""
-    prefixes, ever, dropped = PrefixCache(), {ONE: set(), OTHER: set()}, False
+def test_cache_equals_list_of_prefixes_in_any_order(steps: list) -> None:
+    """Matches are always correct; as long as nothing was evicted, they are also the longest."""
+    cache, added, dropped = PrefixCache(), {SCOPE: set(), OTHER_SCOPE: set()}, False
     for kind, first, row in steps:
         if kind == "shrink":
-            dropped = dropped or prefixes.tokens > first
-            prefixes.shrink(first)
-            assert prefixes.tokens <= first
+            dropped = dropped or cache.tokens > first
+            cache.shrink(first)
+            assert cache.tokens <= first
             continue
         if kind == "add":
-            add(prefixes, first, *row)
-            ever[first] |= {row[: end + 1] for end in range(len(row))}
-        found = find(prefixes, first, *row)
-        assert torch.equal(read(found), tensors(np.array(row))[:, :, : found.length])
-        longest = max((len(one) for one in ever[first] if row[: len(one)] == one), default=0)
-        assert found.length == longest or (dropped and kind == "find" and found.length < longest)
-        prefixes.touch(found)
+            add(cache, first, *row)
+            added[first] |= {row[: end + 1] for end in range(len(row))}
+        result = match(cache, first, *row)
+        assert torch.equal(cached_keys(result), tensors(np.array(row))[:, :, : result.length])
+        longest = max((len(item) for item in added[first] if row[: len(item)] == item), default=0)
+        assert result.length == longest or (dropped and kind == "find" and result.length < longest)
+        cache.touch(result)
     if not dropped:
-        assert prefixes.tokens == sum(len(known) for known in ever.values())
+        assert cache.tokens == sum(len(prefixes) for prefixes in added.values())

@@ -1,4 +1,4 @@
-"""An adapter whose numbers overflow fails its own requests by name, and nobody beside or after it notices."""
+"""Faults: an adapter that overflows, or a listener that raises, fails its own requests only."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import numpy as np
 import pytest
 
 from tests.engine.data import pass_for
-from tests.engine.sampling.helpers import ask, assert_same_samples
+from tests.engine.sampling.helpers import assert_same_samples, sample_request
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass, SampleResult, SequenceDelta
 from tinsmith.errors import BadRequest, EngineError
 
 DRAW = np.random.default_rng(5)
-MINE, THEIRS, THIRD, LONG, LONGER = (DRAW.integers(3, 500, length) for length in (40, 10, 30, 290, 600))
+PROMPT_A, PROMPT_B, PROMPT_C, LONG, LONGER = (DRAW.integers(3, 500, length) for length in (40, 10, 30, 290, 600))
 
 
 @pytest.fixture
 def diverged(engine: Any, wait: Any, model_id: str) -> Any:
-    """Makes a version out of a step so wild that its weights, though finite, overflow in every forward pass."""
+    """Creates a version whose weights are finite, but so large that every forward pass overflows."""
     made = []
 
     def make(**flags: bool) -> str:
         wait(engine.create(model_id, LoraSpec(rank=4, seed=1, **flags)))
-        for rate in (0.01, 1e36):  # after the first both A and B have a gradient
+        for rate in (0.01, 1e36):  # after the first step both A and B have a gradient
             wait(engine.run([pass_for("cross_entropy", model_id)]))
             wait(engine.step(model_id, AdamParams(learning_rate=rate, eps=1e-8)))
         made.append(f"{model_id}-version")
@@ -41,7 +41,7 @@ def diverged(engine: Any, wait: Any, model_id: str) -> Any:
 
 @pytest.fixture
 def diverging(engine: Any, pair: Any, wait: Any) -> Any:
-    """A version, and what makes it diverge from one token to the next."""
+    """A version, and a function that sets its weights to NaN between two tokens."""
     _, model_id, _ = pair()
     name = f"{model_id}-version"
     wait(engine.capture(model_id, name))
@@ -54,106 +54,115 @@ def diverging(engine: Any, pair: Any, wait: Any) -> Any:
     wait(engine.detach(name))
 
 
-async def beside(
+async def sample_with_fault(
     engine: Any, broken: Any, *others: Any, on_delta: Callable[[SequenceDelta], None] | None = None
 ) -> list[Any]:
-    """What the others say while the broken one fails."""
-    first, *found = await asyncio.gather(
-        engine.sample(broken, on_delta), *(engine.sample(one) for one in others), return_exceptions=True
+    """Results of the other requests while the broken one fails."""
+    error, *results = await asyncio.gather(
+        engine.sample(broken, on_delta), *(engine.sample(request) for request in others), return_exceptions=True
     )
-    assert isinstance(first, BadRequest), first
-    assert "not finite" in str(first)
-    return found
+    assert isinstance(error, BadRequest), error
+    assert "not finite" in str(error)
+    return results
 
 
 @pytest.mark.parametrize(
     "flags", [{}, {"train_attn": False, "train_unembed": False}, {"train_attn": False, "train_mlp": False}], ids=str
 )
-def test_who_is_read_in_one_pass_with_it_is_not_touched(flags: Any, engine: Any, wait: Any, diverged: Any) -> None:
+def test_nan_in_prefill_fails_its_own_request_only(flags: Any, engine: Any, wait: Any, diverged: Any) -> None:
     name = diverged(**flags)
-    asked: list[dict[str, Any]] = [
-        {"prompt": THEIRS, "num_samples": 3},
-        {"prompt": THIRD, "prompt_logprobs": True, "max_tokens": 1},
-        {"prompt": (*THEIRS, 5, 6, 7), "topk_prompt_logprobs": 2},
+    settings: list[dict[str, Any]] = [
+        {"prompt": PROMPT_B, "num_samples": 3},
+        {"prompt": PROMPT_C, "prompt_logprobs": True, "max_tokens": 1},
+        {"prompt": (*PROMPT_B, 5, 6, 7), "topk_prompt_logprobs": 2},
     ]
-    wanted = [wait(engine.sample(ask(cache_scope=f"{name}-alone", **one))) for one in asked]
-    found = wait(
-        beside(
+    expected = [wait(engine.sample(sample_request(cache_scope=f"{name}-alone", **left))) for left in settings]
+    actual = wait(
+        sample_with_fault(
             engine,
-            ask(MINE, version=name, cache_scope="A"),
-            *(ask(cache_scope=f"{name}-beside", **one) for one in asked),
+            sample_request(PROMPT_A, version=name, cache_scope="A"),
+            *(sample_request(cache_scope=f"{name}-beside", **left) for left in settings),
         )
     )
-    later = [wait(engine.sample(ask(cache_scope=f"{name}-beside", **one))) for one in asked]
-    for said in (found, later):
-        for one, two in zip(said, wanted, strict=True):
-            assert_same_samples(one, two)
-        np.testing.assert_allclose(said[1].prompt_logprobs, wanted[1].prompt_logprobs, atol=1e-5)
-        np.testing.assert_allclose(said[2].topk_prompt.logprobs, wanted[2].topk_prompt.logprobs, atol=1e-5)
+    later = [wait(engine.sample(sample_request(cache_scope=f"{name}-beside", **left))) for left in settings]
+    for sampled in (actual, later):
+        for left, right in zip(sampled, expected, strict=True):
+            assert_same_samples(left, right)
+        np.testing.assert_allclose(sampled[1].prompt_logprobs, expected[1].prompt_logprobs, atol=1e-5)
+        np.testing.assert_allclose(sampled[2].topk_prompt.logprobs, expected[2].topk_prompt.logprobs, atol=1e-5)
     assert engine.sampler.batch.kv_cache.tokens == 0
 
 
-def test_nothing_of_it_is_remembered(engine_of: Any, wait: Any, diverged: Any, engine: Any) -> None:
-    name, known = diverged(), engine.sampler.batch.prefix_cache.tokens
+def test_failed_request_is_not_cached(engine_of: Any, wait: Any, diverged: Any, engine: Any) -> None:
+    name, cached = diverged(), engine.sampler.batch.prefix_cache.tokens
     with pytest.raises(BadRequest, match="not finite"):
-        wait(engine.sample(ask(MINE, version=name)))
-    assert engine.sampler.batch.prefix_cache.tokens == known
+        wait(engine.sample(sample_request(PROMPT_A, version=name)))
+    assert engine.sampler.batch.prefix_cache.tokens == cached
 
 
-def test_who_decodes_beside_it_or_takes_its_row_is_not_touched(engine: Any, wait: Any, diverging: Any) -> None:
+def test_nan_in_decode_fails_its_own_request_only(engine: Any, wait: Any, diverging: Any) -> None:
     name, diverge = diverging
-    requests = [ask(THIRD, max_tokens=200), ask(THEIRS, max_tokens=80), ask((*THEIRS, 4), max_tokens=80, num_samples=2)]
-    wanted = [wait(engine.sample(one)) for one in requests]
+    requests = [
+        sample_request(PROMPT_C, max_tokens=200),
+        sample_request(PROMPT_B, max_tokens=80),
+        sample_request((*PROMPT_B, 4), max_tokens=80, num_samples=2),
+    ]
+    expected = [wait(engine.sample(left)) for left in requests]
 
     async def main() -> list[SampleResult]:
         stays = asyncio.create_task(engine.sample(requests[0]))
-        await beside(engine, ask(MINE[:20], version=name, num_samples=2, max_tokens=64), on_delta=diverge)
+        await sample_with_fault(
+            engine, sample_request(PROMPT_A[:20], version=name, num_samples=2, max_tokens=64), on_delta=diverge
+        )
         assert not stays.done()
-        return await asyncio.gather(stays, *(engine.sample(one) for one in requests[1:]))
+        return await asyncio.gather(stays, *(engine.sample(left) for left in requests[1:]))
 
-    for one, two in zip(wait(main()), wanted, strict=True):
-        assert_same_samples(one, two)
+    for left, right in zip(wait(main()), expected, strict=True):
+        assert_same_samples(left, right)
 
 
-def test_groups_that_read_their_prompts_together_are_not_touched(engine: Any, wait: Any, diverging: Any) -> None:
+def test_nan_does_not_reach_groups_with_shared_prompts(engine: Any, wait: Any, diverging: Any) -> None:
     name, diverge = diverging
-    request = ask(LONG, num_samples=4, max_tokens=40)
-    wanted = wait(engine.sample(request))
-    broken = ask(LONGER, version=name, num_samples=4, max_tokens=30)
-    (found,) = wait(beside(engine, broken, request, on_delta=diverge))
-    assert_same_samples(found, wanted)
+    request = sample_request(LONG, num_samples=4, max_tokens=40)
+    expected = wait(engine.sample(request))
+    broken = sample_request(LONGER, version=name, num_samples=4, max_tokens=30)
+    (actual,) = wait(sample_with_fault(engine, broken, request, on_delta=diverge))
+    assert_same_samples(actual, expected)
     assert engine.sampler.batch.kv_cache.tokens == 0
 
 
-def test_who_is_trained_in_one_pass_with_it_is_not_touched(
-    engine: Any, wait: Any, diverged: Any, model_id: str
-) -> None:
-    """Not even where its loss is silent, so that nothing but its logprobs tells."""
+def test_nan_in_training_fails_its_own_pass_only(engine: Any, wait: Any, diverged: Any, model_id: str) -> None:
+    """Also where the loss has zero gradient, so that only the logprobs show the fault."""
     diverged()
     twin = f"{model_id}-twin"
     wait(engine.create(twin, LoraSpec(rank=4, seed=2)))
-    silent = [
+    zero_advantage = [
         replace(datum, inputs={**datum.inputs, "advantages": np.zeros(len(datum.tokens), np.float32)})
         for datum in pass_for("importance_sampling", lengths=(9, 20)).data
     ]
-    asked = [Pass(model_id=one, data=tuple(silent), loss_fn="importance_sampling") for one in (model_id, twin)]
-    (wanted,) = wait(engine.run(asked[1:]))
-    broken, found = wait(engine.run(asked))
+    passes = [
+        Pass(model_id=left, data=tuple(zero_advantage), loss_fn="importance_sampling") for left in (model_id, twin)
+    ]
+    (expected,) = wait(engine.run(passes[1:]))
+    broken, actual = wait(engine.run(passes))
     assert isinstance(broken, BadRequest)
     assert "not finite" in str(broken)
-    for one, two in zip(found.logprobs, wanted.logprobs, strict=True):
-        np.testing.assert_allclose(one, two, atol=1e-5)
+    for left, right in zip(actual.logprobs, expected.logprobs, strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-5)
     wait(engine.drop(twin))
 
 
-def test_who_cannot_be_told_fails_alone(engine: Any, wait: Any) -> None:
-    def deaf(_: SequenceDelta) -> None:
+def test_raising_on_delta_fails_its_own_request_only(engine: Any, wait: Any) -> None:
+    def raise_error(_: SequenceDelta) -> None:
         raise OSError("the line is dead")
 
-    async def both() -> list[Any]:
-        asked = (engine.sample(ask(THEIRS, max_tokens=40), deaf), engine.sample(ask(THIRD, max_tokens=40)))
-        return await asyncio.gather(*asked, return_exceptions=True)
+    async def run_both() -> list[Any]:
+        calls = (
+            engine.sample(sample_request(PROMPT_B, max_tokens=40), raise_error),
+            engine.sample(sample_request(PROMPT_C, max_tokens=40)),
+        )
+        return await asyncio.gather(*calls, return_exceptions=True)
 
-    broken, found = wait(both())
+    broken, result = wait(run_both())
     assert isinstance(broken, EngineError)
-    assert_same_samples(found, wait(engine.sample(ask(THIRD, max_tokens=40))))
+    assert_same_samples(result, wait(engine.sample(sample_request(PROMPT_C, max_tokens=40))))

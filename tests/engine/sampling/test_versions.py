@@ -1,4 +1,4 @@
-"""Versions share memory with the model that they were captured from, and no step, load or write shows in them."""
+"""Versions share memory with their model, and no step, load or write changes them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from torch import Tensor, equal
 
 from tests.engine.data import pass_for
-from tests.engine.sampling.helpers import ask
+from tests.engine.sampling.helpers import sample_request
 from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.engine.lora import peft
 
 
-def tensors(engine: Any, version: str) -> list[Tensor]:
-    """What the version samples with."""
+def weights_of(engine: Any, version: str) -> list[Tensor]:
+    """The tensors that the version samples with."""
     return [tensor for pair in engine.sampler.versions.weights(version).pairs.values() for tensor in (pair.a, pair.b)]
 
 
@@ -27,7 +27,7 @@ async def train(engine: Any, model_id: str, seed: int) -> None:
     await engine.step(model_id, AdamParams(learning_rate=0.05))
 
 
-def written(folder: Path) -> dict[str, Tensor]:
+def read_file(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "adapter_model.safetensors")
 
 
@@ -36,7 +36,7 @@ def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_nothing_that_happens_to_a_model_shows_in_its_versions(
+def test_versions_do_not_change_with_their_model(
     engine_of: Any, wait: Any, tmp_path: Path, model_id: str, dtype: str
 ) -> None:
     engine = engine_of("llama", dtype=dtype)
@@ -47,7 +47,7 @@ def test_nothing_that_happens_to_a_model_shows_in_its_versions(
         await engine.save(model_id, tmp_path / "saved", optimizer=True)
         await engine.capture(model_id, "first")
         await engine.capture(model_id, "twin")
-        copies = [tensor.clone() for tensor in tensors(engine, "first")]
+        copies = [tensor.clone() for tensor in weights_of(engine, "first")]
         await train(engine, model_id, 1)
         await engine.capture(model_id, "second")
         await train(engine, model_id, 2)
@@ -57,12 +57,12 @@ def test_nothing_that_happens_to_a_model_shows_in_its_versions(
         await engine.drop(model_id)
         for name in ("first", "twin", "second"):
             await engine.persist(name, tmp_path / name)
-        assert all(equal(left, right) for left, right in zip(tensors(engine, "first"), copies, strict=True))
-        first, second = written(tmp_path / "first"), written(tmp_path / "second")
-        assert same(first, written(tmp_path / "saved"))
-        assert same(first, written(tmp_path / "twin"))
+        assert all(equal(left, right) for left, right in zip(weights_of(engine, "first"), copies, strict=True))
+        first, second = read_file(tmp_path / "first"), read_file(tmp_path / "second")
+        assert same(first, read_file(tmp_path / "saved"))
+        assert same(first, read_file(tmp_path / "twin"))
         assert not same(first, second)
-        assert same(second, written(tmp_path / "again"))  # as if it had never been captured
+        assert same(second, read_file(tmp_path / "again"))  # as if it had never been captured
         for name in ("first", "twin", "second"):
             await engine.detach(name)
 
@@ -70,7 +70,7 @@ def test_nothing_that_happens_to_a_model_shows_in_its_versions(
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_steps_leave_alone_what_a_written_version_is_read_from(
+def test_steps_do_not_change_a_persisted_version(
     engine_of: Any, wait: Any, tmp_path: Path, model_id: str, dtype: str
 ) -> None:
     engine = engine_of("llama", dtype=dtype)
@@ -79,20 +79,20 @@ def test_steps_leave_alone_what_a_written_version_is_read_from(
         await engine.create(model_id, LoraSpec(rank=4, seed=1))
         await train(engine, model_id, 0)
         await engine.capture(model_id, "one")
-        copies = [tensor.clone() for tensor in tensors(engine, "one")]
+        copies = [tensor.clone() for tensor in weights_of(engine, "one")]
         await train(engine, model_id, 1)
         await engine.persist("one", tmp_path / "one")
         for number in (2, 3):
             await engine.capture(model_id, f"v{number}")
             await train(engine, model_id, number)
             await engine.detach(f"v{number}")
-        assert all(equal(left, right) for left, right in zip(tensors(engine, "one"), copies, strict=True))
+        assert all(equal(left, right) for left, right in zip(weights_of(engine, "one"), copies, strict=True))
         await engine.detach("one")
 
     wait(main())
 
 
-def test_a_step_without_a_gradient_still_moves_by_its_moments(engine: Any, wait: Any, model_id: str) -> None:
+def test_step_without_gradient_moves_by_its_moments(engine: Any, wait: Any, model_id: str) -> None:
     async def main() -> None:
         await engine.create(model_id, LoraSpec(rank=4, seed=1))
         await train(engine, model_id, 0)
@@ -105,12 +105,12 @@ def test_a_step_without_a_gradient_still_moves_by_its_moments(engine: Any, wait:
     wait(main())
 
 
-def test_a_capture_copies_nothing(engine: Any, wait: Any, model_id: str) -> None:
+def test_capture_copies_nothing(engine: Any, wait: Any, model_id: str) -> None:
     async def main() -> None:
         await engine.create(model_id, LoraSpec(rank=4, seed=1))
         await engine.capture(model_id, "one")
         await engine.capture(model_id, "two")
-        pairs = zip(tensors(engine, "one"), tensors(engine, "two"), strict=True)
+        pairs = zip(weights_of(engine, "one"), weights_of(engine, "two"), strict=True)
         assert all(left.data_ptr() == right.data_ptr() for left, right in pairs)
         for name in ("one", "two"):
             await engine.detach(name)
@@ -118,21 +118,19 @@ def test_a_capture_copies_nothing(engine: Any, wait: Any, model_id: str) -> None
     wait(main())
 
 
-def test_memory_that_a_written_version_leaves_is_used_again_and_shows_in_no_other(
-    engine: Any, wait: Any, tmp_path: Path, model_id: str
-) -> None:
+def test_memory_of_persisted_versions_is_reused(engine: Any, wait: Any, tmp_path: Path, model_id: str) -> None:
     async def main() -> None:
         await engine.create(model_id, LoraSpec(rank=4, seed=1))
         for number in range(6):
             await train(engine, model_id, number)
             await engine.capture(model_id, f"v{number}")
             await engine.save(model_id, tmp_path / f"wanted{number}", optimizer=False)
-            if number % 2:  # two versions wait at a time, and the younger one is written first
+            if number % 2:  # two versions are unwritten at a time, and the newer is written first
                 await engine.persist(f"v{number}", tmp_path / f"v{number}")
                 await train(engine, model_id, 10 + number)
                 await engine.persist(f"v{number - 1}", tmp_path / f"v{number - 1}")
         for number in range(6):
-            assert same(written(tmp_path / f"v{number}"), written(tmp_path / f"wanted{number}"))
+            assert same(read_file(tmp_path / f"v{number}"), read_file(tmp_path / f"wanted{number}"))
             await engine.detach(f"v{number}")
         model = engine.trainer._models[model_id]
         await engine.capture(model_id, "last")
@@ -148,32 +146,32 @@ def test_memory_that_a_written_version_leaves_is_used_again_and_shows_in_no_othe
     wait(main())
 
 
-def test_sampling_and_training_go_on_while_a_version_is_written(
+def test_sampling_and_training_continue_during_persist(
     engine: Any, wait: Any, tmp_path: Path, model_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, write = threading.Event(), peft.write
 
-    def patient(*args: Any) -> int:
+    def slow_write(*args: Any) -> int:
         assert go.wait(30)
         return write(*args)
 
-    monkeypatch.setattr(peft, "write", patient)
+    monkeypatch.setattr(peft, "write", slow_write)
 
     async def main() -> None:
         await engine.create(model_id, LoraSpec(rank=4, seed=1))
         await train(engine, model_id, 0)
         await engine.capture(model_id, "slow")
-        wanted = [tensor.clone() for tensor in tensors(engine, "slow")]
+        expected = [tensor.clone() for tensor in weights_of(engine, "slow")]
         writing = asyncio.create_task(engine.persist("slow", tmp_path / "slow"))
         await asyncio.sleep(0.01)
-        assert len((await engine.sample(ask(version="slow"))).sequences[0].tokens) == 16
+        assert len((await engine.sample(sample_request(version="slow"))).sequences[0].tokens) == 16
         await train(engine, model_id, 1)
         assert not writing.done()
         await engine.detach("slow")
         go.set()
         assert await writing > 0
         await engine.attach("slow", tmp_path / "slow")
-        assert all(equal(left, right) for left, right in zip(tensors(engine, "slow"), wanted, strict=True))
+        assert all(equal(left, right) for left, right in zip(weights_of(engine, "slow"), expected, strict=True))
         await engine.detach("slow")
 
     wait(main())

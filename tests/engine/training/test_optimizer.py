@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.engine.data import pass_for
-from tests.engine.sampling.helpers import ask
+from tests.engine.sampling.helpers import sample_request
 from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.engine.training.optimizer import MAX_WEIGHT, UpdateBound
 from tinsmith.engine.validation import check_adam
@@ -116,7 +116,7 @@ def test_saved_state_with_nan_is_refused(engine: Any, wait: Any, tmp_path: Path,
     if file == "adapter_model":
         wait(engine.attach("broken", tmp_path / "saved"))
         with pytest.raises(NotFound, match="not finite"):
-            wait(engine.sample(ask(version="broken")))
+            wait(engine.sample(sample_request(version="broken")))
         wait(engine.detach("broken"))
     wait(engine.drop(model_id))
 

@@ -1,7 +1,7 @@
-"""A stand-in for vLLM's server: the few paths that are asked for, token i of sample s being (last + s + i + 1) % 512.
+"""A stub of vLLM's server with the paths in use. Token i of sample s is (last prompt token + s + i + 1) % 512.
 
-A prompt that begins with token 511 is answered slowly. What it is asked, and who hangs up, it writes to the file that
-its --record names, a line each. With --fail it says why and ends.
+A prompt that begins with token 511 is answered slowly. Requests and closed connections are recorded in the file
+--record, one per line. With --fail it prints an error and exits.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ CHUNK = 2
 
 
 class Stub(ThreadingHTTPServer):
-    """What it was asked, in a file, and which adapters it holds."""
+    """Records requests in a file and knows the loaded adapters."""
 
     def __init__(self, port: int, record: Path) -> None:
-        super().__init__(("127.0.0.1", port), Answer)
+        super().__init__(("127.0.0.1", port), Handler)
         self.record, self.loaded = record, {"base"}
 
-    def note(self, what: str, value: Any) -> None:
+    def record_event(self, event: str, value: Any) -> None:
         with self.record.open("a") as file:
-            file.write(json.dumps([what, value]) + "\n")
+            file.write(json.dumps([event, value]) + "\n")
 
 
-class Answer(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     """One request."""
 
     server: Stub
@@ -40,45 +40,45 @@ class Answer(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self.say(200, {})
+        self.respond(200, {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-        self.server.note(self.path, body)
+        self.server.record_event(self.path, body)
         if self.path == "/v1/load_lora_adapter":
             assert (Path(body["lora_path"]) / "adapter_model.safetensors").is_file()
             self.server.loaded.add(body["lora_name"])
-            self.say(200, {})
+            self.respond(200, {})
         elif self.path == "/v1/unload_lora_adapter":
             self.server.loaded.remove(body["lora_name"])
-            self.say(200, {})
+            self.respond(200, {})
         elif body["model"] not in self.server.loaded:
-            self.say(404, {"error": "no such model"})
+            self.respond(404, {"error": "no such model"})
         elif body["stream"]:
-            self.stream(parts(body))
-        elif body["prompt"][0] != SLOW or self.takes_its_time():
-            self.say(200, whole(body))
+            self.stream(chunks_of(body))
+        elif body["prompt"][0] != SLOW or self.respond_slowly():
+            self.respond(200, completion(body))
 
-    def say(self, status: int, body: Any) -> None:
+    def respond(self, status: int, body: Any) -> None:
         data = json.dumps(body).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
-    def stream(self, said: Iterator[Any]) -> None:
+    def stream(self, chunks: Iterator[Any]) -> None:
         self.send_response(200)
         self.end_headers()
-        for part in said:
+        for part in chunks:
             self.wfile.write(f"data: {json.dumps(part)}\n\n".encode())
         self.wfile.write(b"data: [DONE]\n\n")
 
-    def takes_its_time(self) -> bool:
-        """Whether the client was still there at the end."""
-        gone, _, _ = select.select([self.connection], [], [], 30)
-        if gone:
-            self.server.note("hung up", self.path)
-        return not gone
+    def respond_slowly(self) -> bool:
+        """Wait; returns whether the client is still connected."""
+        closed, _, _ = select.select([self.connection], [], [], 30)
+        if closed:
+            self.server.record_event("closed", self.path)
+        return not closed
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def main() -> None:
     parser.add_argument("--fail", action="store_true")
     options, _ = parser.parse_known_args()
     if options.port is None:
-        return  # asked only whether there is a vLLM
+        return  # the caller only checks that vLLM is installed
     if options.fail:
         sys.exit("ValueError: no memory left for the cache")
     Stub(int(options.port), Path(options.record)).serve_forever()
@@ -99,7 +99,7 @@ def choice_of(body: Any, sample: int) -> dict[str, Any]:
     while len(tokens) < body["max_tokens"] and (not tokens or tokens[-1] not in body["stop_token_ids"]):
         tokens.append((body["prompt"][-1] + sample + len(tokens) + 1) % 512)
     logprobs = [-token / 100 for token in tokens]
-    # The sampled token is the least likely of the cells, as where it is none of the k likeliest.
+    # The sampled token is the least likely of the cells, as if it were not among the k likeliest.
     tops = [
         {f"token_id:{token}": logprob} | {f"token_id:{k}": logprob + k + 1 for k in range(body["logprobs"])}
         for token, logprob in zip(tokens, logprobs, strict=True)
@@ -112,21 +112,21 @@ def choice_of(body: Any, sample: int) -> dict[str, Any]:
     }
 
 
-def whole(body: Any) -> dict[str, Any]:
+def completion(body: Any) -> dict[str, Any]:
     usage = {"prompt_tokens_details": {"cached_tokens": len(body["prompt"]) // 2}}
     return {"choices": [choice_of(body, sample) for sample in range(body["n"])], "usage": usage}
 
 
-def parts(body: Any) -> Iterator[dict[str, Any]]:
-    for choice in whole(body)["choices"]:
+def chunks_of(body: Any) -> Iterator[dict[str, Any]]:
+    for choice in completion(body)["choices"]:
         count = len(choice["token_ids"])
         for first in range(0, count, CHUNK):
-            piece = slice(first, first + CHUNK)
+            chunk = slice(first, first + CHUNK)
             reason = choice["finish_reason"] if first + CHUNK >= count else None
-            found = {key: values[piece] for key, values in choice["logprobs"].items()}
-            one = {"index": choice["index"], "token_ids": choice["token_ids"][piece], "logprobs": found}
-            yield {"choices": [one | {"finish_reason": reason}], "usage": None}
-    yield {"choices": [], "usage": whole(body)["usage"]}
+            logprobs = {key: values[chunk] for key, values in choice["logprobs"].items()}
+            choice_chunk = {"index": choice["index"], "token_ids": choice["token_ids"][chunk], "logprobs": logprobs}
+            yield {"choices": [choice_chunk | {"finish_reason": reason}], "usage": None}
+    yield {"choices": [], "usage": completion(body)["usage"]}
 
 
 if __name__ == "__main__":

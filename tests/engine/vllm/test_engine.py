@@ -1,4 +1,4 @@
-"""An engine whose samples a vLLM draws, against a stand-in: what it is asked, and what becomes of its end."""
+"""VllmEngine against a stub of vLLM: requests, versions, restarts, command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.engine.sampling.helpers import PROMPT, ask, assert_same_samples
+from tests.engine.sampling.helpers import PROMPT, assert_same_samples, sample_request
 from tests.engine.vllm import stub as vllm_stub
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard
 from tinsmith.engine.config import EngineConfig
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(folder: Path) -> Path:
-    """What stands for the Python of vLLM's venv."""
+    """A stand-in for the Python of vLLM's environment."""
     script = folder / "python"
     script.write_text(f'#!/bin/sh\nexec {sys.executable} {vllm_stub.__file__} "$@"\n')
     script.chmod(0o755)
@@ -58,8 +58,8 @@ def engine(tiny_llama: Path, python: Path, folder: Path, wait: Any) -> Iterator[
 
 
 @pytest.fixture
-def asked(folder: Path) -> Callable[[str], list[Any]]:
-    """Bodies that came to a path since the test began."""
+def recorded(folder: Path) -> Callable[[str], list[Any]]:
+    """Bodies of the requests to a path since the test began."""
     record = folder / "record"
     record.unlink(missing_ok=True)
 
@@ -72,7 +72,7 @@ def asked(folder: Path) -> Callable[[str], list[Any]]:
 
 @pytest.fixture
 def version(engine: VllmEngine, wait: Any, model_id: str) -> Iterator[str]:
-    """AdapterSnapshot and nowhere on a disk."""
+    """A captured version that is not on disk."""
     wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
     wait(engine.capture(model_id, f"{model_id}-version"))
     yield f"{model_id}-version"
@@ -88,71 +88,78 @@ async def until(done: Callable[[], bool]) -> None:
     raise AssertionError("it did not come to pass")
 
 
-def test_a_request_leaves_nothing_to_the_defaults_of_vllm():
-    body = completions.request_body(ask([5, 6], max_tokens=None, stop_tokens=None, seed=None), CARD, "v1", stream=False)
+def test_request_body_overrides_the_defaults_of_vllm():
+    body = completions.request_body(
+        sample_request([5, 6], max_tokens=None, stop_tokens=None, seed=None), CARD, "v1", stream=False
+    )
     assert body == {
         "model": "v1", "prompt": [5, 6], "n": 1, "max_tokens": 62, "temperature": 1.0, "stop_token_ids": [2],
         "ignore_eos": True, "stop": [], "include_stop_str_in_output": True, "logprobs": 0,
         "return_tokens_as_token_ids": True, "return_token_ids": True, "stream": False,
     }  # fmt: skip
     body = completions.request_body(
-        ask(num_samples=3, stop_strings=("\n",), stop_tokens=(7,), cache_scope="a"), CARD, "v1", stream=True
+        sample_request(num_samples=3, stop_strings=("\n",), stop_tokens=(7,), cache_scope="a"), CARD, "v1", stream=True
     )
     assert body["cache_salt"] == "a"
     assert (body["n"], body["stop"], body["stop_token_ids"], body["max_tokens"]) == (3, ["\n"], [7], 16)
     assert body["stream_options"] == {"include_usage": True}
 
 
-def test_seeds_that_stand_side_by_side_are_far_apart_there():
+def test_neighbouring_seeds_are_hashed_apart():
     seeds = [
-        completions.request_body(ask(seed=seed, num_samples=8), CARD, "base", stream=False)["seed"] for seed in range(9)
+        completions.request_body(sample_request(seed=seed, num_samples=8), CARD, "base", stream=False)["seed"]
+        for seed in range(9)
     ]
     assert len({seed + sample for seed in seeds for sample in range(8)}) == 72
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_samples_come_back_as_they_were_drawn(engine: VllmEngine, wait: Any, asked: Any):
-    sampled = wait(engine.sample(ask([10, 20], num_samples=2, max_tokens=5, stop_tokens=(23,))))
-    assert [one.tokens.tolist() for one in sampled.sequences] == [[21, 22, 23], [22, 23]]
-    assert [one.stop_reason for one in sampled.sequences] == ["stop", "stop"]
+def test_samples_are_parsed_from_the_response(engine: VllmEngine, wait: Any, recorded: Any):
+    sampled = wait(engine.sample(sample_request([10, 20], num_samples=2, max_tokens=5, stop_tokens=(23,))))
+    assert [sequence.tokens.tolist() for sequence in sampled.sequences] == [[21, 22, 23], [22, 23]]
+    assert [sequence.stop_reason for sequence in sampled.sequences] == ["stop", "stop"]
     np.testing.assert_allclose(sampled.sequences[0].logprobs, [-0.21, -0.22, -0.23], atol=1e-6)
     assert sampled.sequences[0].topk is None
     assert sampled.prompt_cache_hit_tokens == 1
-    (long,) = wait(engine.sample(ask([10, 20], max_tokens=3))).sequences
+    (long,) = wait(engine.sample(sample_request([10, 20], max_tokens=3))).sequences
     assert (long.tokens.tolist(), long.stop_reason) == ([21, 22, 23], "length")
-    assert not any(body["model"] == "base" for body in asked("/v1/completions"))  # an adapter stands for it on a CPU
+    assert not any(
+        body["model"] == "base" for body in recorded("/v1/completions")
+    )  # ZERO_ADAPTER stands for it on a CPU
 
 
-def test_the_likeliest_tokens_are_k_whatever_was_sampled(engine: VllmEngine, wait: Any):
-    (one,) = wait(engine.sample(ask([10, 20], max_tokens=2, topk_sample_logprobs=3))).sequences
-    assert one.topk is not None
-    assert one.topk.token_ids.tolist() == [[2, 1, 0], [2, 1, 0]]
-    np.testing.assert_allclose(one.topk.logprobs[0], [2.79, 1.79, 0.79], atol=1e-6)
+def test_topk_drops_the_sampled_token(engine: VllmEngine, wait: Any):
+    (sequence,) = wait(engine.sample(sample_request([10, 20], max_tokens=2, topk_sample_logprobs=3))).sequences
+    assert sequence.topk is not None
+    assert sequence.topk.token_ids.tolist() == [[2, 1, 0], [2, 1, 0]]
+    np.testing.assert_allclose(sequence.topk.logprobs[0], [2.79, 1.79, 0.79], atol=1e-6)
 
 
-def test_pieces_together_are_the_sequences(engine: VllmEngine, wait: Any, asked: Any):
-    pieces: list[Any] = []
-    request = ask([10, 20], num_samples=2, max_tokens=5, topk_sample_logprobs=1)
-    sampled = wait(engine.sample(request, pieces.append))
-    assert asked("/v1/completions")[0]["stream"]
-    assert len(pieces) == 6
+def test_deltas_add_up_to_the_sequences(engine: VllmEngine, wait: Any, recorded: Any):
+    deltas: list[Any] = []
+    request = sample_request([10, 20], num_samples=2, max_tokens=5, topk_sample_logprobs=1)
+    sampled = wait(engine.sample(request, deltas.append))
+    assert recorded("/v1/completions")[0]["stream"]
+    assert len(deltas) == 6
     for number, sequence in enumerate(sampled.sequences):
-        mine = [piece for piece in pieces if piece.sample == number]
-        assert [token for piece in mine for token in piece.tokens] == sequence.tokens.tolist()
-        np.testing.assert_allclose([one for piece in mine for one in piece.logprobs], sequence.logprobs, atol=1e-6)
-        np.testing.assert_array_equal(np.concatenate([piece.topk.token_ids for piece in mine]), sequence.topk.token_ids)
+        own = [delta for delta in deltas if delta.sample == number]
+        assert [token for delta in own for token in delta.tokens] == sequence.tokens.tolist()
+        np.testing.assert_allclose(
+            [sequence for delta in own for sequence in delta.logprobs], sequence.logprobs, atol=1e-6
+        )
+        np.testing.assert_array_equal(np.concatenate([delta.topk.token_ids for delta in own]), sequence.topk.token_ids)
 
 
-def test_greedy_samples_are_drawn_once_and_told_as_often_as_asked(engine: VllmEngine, wait: Any, asked: Any):
-    pieces: list[Any] = []
-    sampled = wait(engine.sample(ask([10, 20], temperature=0, num_samples=3, max_tokens=2), pieces.append))
-    assert asked("/v1/completions")[0]["n"] == 1
-    assert [one.tokens.tolist() for one in sampled.sequences] == [[21, 22]] * 3
-    assert sorted(piece.sample for piece in pieces) == [0, 1, 2]
+def test_greedy_samples_are_drawn_once_and_copied(engine: VllmEngine, wait: Any, recorded: Any):
+    deltas: list[Any] = []
+    sampled = wait(engine.sample(sample_request([10, 20], temperature=0, num_samples=3, max_tokens=2), deltas.append))
+    assert recorded("/v1/completions")[0]["n"] == 1
+    assert [sequence.tokens.tolist() for sequence in sampled.sequences] == [[21, 22]] * 3
+    assert sorted(delta.sample for delta in deltas) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
-    "wanted",
+    "settings",
     [
         {"top_k": 5},
         {"top_p": 0.5},
@@ -161,70 +168,68 @@ def test_greedy_samples_are_drawn_once_and_told_as_often_as_asked(engine: VllmEn
     ],
     ids=["top_k", "top_p", "one token and the prompt", "the context's last token"],
 )
-def test_what_vllm_means_otherwise_the_trainers_weights_answer(
-    engine: VllmEngine, version: str, wait: Any, asked: Any, wanted: dict[str, Any]
+def test_torch_engine_samples_what_vllm_cannot(
+    engine: VllmEngine, version: str, wait: Any, recorded: Any, settings: dict[str, Any]
 ):
-    request = ask(version=version, **wanted)
+    request = sample_request(version=version, **settings)
     assert_same_samples(wait(engine.sample(request)), wait(engine.torch_engine.sample(request)))
-    assert asked("/v1/completions") == []
+    assert recorded("/v1/completions") == []
 
 
-def test_top_k_means_nothing_to_a_greedy_sample(engine: VllmEngine, wait: Any, asked: Any):
-    wait(engine.sample(ask(temperature=0, top_k=5)))
-    assert "top_k" not in asked("/v1/completions")[0]
+def test_top_k_is_ignored_for_greedy_samples(engine: VllmEngine, wait: Any, recorded: Any):
+    wait(engine.sample(sample_request(temperature=0, top_k=5)))
+    assert "top_k" not in recorded("/v1/completions")[0]
 
 
-def test_questions_about_the_prompt_are_answered_beside_the_samples(
-    engine: VllmEngine, version: str, wait: Any, asked: Any
-):
+def test_torch_engine_answers_prompt_questions(engine: VllmEngine, version: str, wait: Any, recorded: Any):
     about = {"prompt_logprobs": True, "topk_prompt_logprobs": 2, "prompt_alt_tokens_k": 2}
-    request = ask(version=version, num_samples=2, **about)
-    found, wanted = wait(engine.sample(request)), wait(engine.torch_engine.sample(request))
-    np.testing.assert_array_equal(found.prompt_logprobs, wanted.prompt_logprobs)
-    np.testing.assert_array_equal(found.topk_prompt.token_ids, wanted.topk_prompt.token_ids)
-    np.testing.assert_array_equal(found.prompt_alt.token_ids, wanted.prompt_alt.token_ids)
-    assert found.sequences[0].tokens[0] == PROMPT[-1] + 1
-    assert [body["n"] for body in asked("/v1/completions")] == [2]
+    request = sample_request(version=version, num_samples=2, **about)
+    result, expected = wait(engine.sample(request)), wait(engine.torch_engine.sample(request))
+    np.testing.assert_array_equal(result.prompt_logprobs, expected.prompt_logprobs)
+    np.testing.assert_array_equal(result.topk_prompt.token_ids, expected.topk_prompt.token_ids)
+    np.testing.assert_array_equal(result.prompt_alt.token_ids, expected.prompt_alt.token_ids)
+    assert result.sequences[0].tokens[0] == PROMPT[-1] + 1
+    assert [body["n"] for body in recorded("/v1/completions")] == [2]
 
 
-def test_a_version_is_loaded_when_first_needed_and_kept_as_long_as_needed(
-    engine: VllmEngine, version: str, wait: Any, asked: Any, tmp_path: Path
+def test_version_is_loaded_on_first_use_and_unloaded(
+    engine: VllmEngine, version: str, wait: Any, recorded: Any, tmp_path: Path
 ):
-    assert asked("/v1/load_lora_adapter") == []
+    assert recorded("/v1/load_lora_adapter") == []
     for _ in range(2):
-        wait(engine.sample(ask(version=version)))
-    (loaded,) = asked("/v1/load_lora_adapter")
-    assert {body["model"] for body in asked("/v1/completions")} == {loaded["lora_name"]}
-    size = wait(engine.persist(version, tmp_path / "kept"))  # our copy was the only writing that the engine does
+        wait(engine.sample(sample_request(version=version)))
+    (loaded,) = recorded("/v1/load_lora_adapter")
+    assert {body["model"] for body in recorded("/v1/completions")} == {loaded["lora_name"]}
+    size = wait(engine.persist(version, tmp_path / "kept"))  # a link to the copy: the engine writes a version once
     assert size == sum(file.stat().st_size for file in (tmp_path / "kept").iterdir())
     shutil.rmtree(tmp_path / "kept")
-    wait(engine.sample(ask(version=version)))
+    wait(engine.sample(sample_request(version=version)))
     wait(engine.detach(version))
-    assert asked("/v1/unload_lora_adapter") == [{"lora_name": loaded["lora_name"]}]
+    assert recorded("/v1/unload_lora_adapter") == [{"lora_name": loaded["lora_name"]}]
     assert not Path(loaded["lora_path"]).exists()
     with pytest.raises(Gone, match="version"):
-        wait(engine.sample(ask(version=version)))
+        wait(engine.sample(sample_request(version=version)))
 
 
-def test_a_kept_version_is_read_from_where_it_is(
-    engine: VllmEngine, version: str, wait: Any, asked: Any, tmp_path: Path
+def test_attached_version_is_linked_from_its_checkpoint(
+    engine: VllmEngine, version: str, wait: Any, recorded: Any, tmp_path: Path
 ):
     wait(engine.persist(version, tmp_path / "kept"))
     wait(engine.attach("again", tmp_path / "kept"))
-    wait(engine.sample(ask(version="again")))
-    wait(engine.attach("again", tmp_path / "kept"))  # made anew: never the old one's name
-    wait(engine.sample(ask(version="again")))
-    assert len({body["lora_name"] for body in asked("/v1/load_lora_adapter")}) == 2
-    assert len(asked("/v1/unload_lora_adapter")) == 1
+    wait(engine.sample(sample_request(version="again")))
+    wait(engine.attach("again", tmp_path / "kept"))  # replaced: it must not get the old one's name
+    wait(engine.sample(sample_request(version="again")))
+    assert len({body["lora_name"] for body in recorded("/v1/load_lora_adapter")}) == 2
+    assert len(recorded("/v1/unload_lora_adapter")) == 1
     wait(engine.detach("again"))
     wait(engine.attach("deleted", tmp_path / "kept"))
     shutil.rmtree(tmp_path / "kept")
     with pytest.raises(Gone, match="no longer there"):
-        wait(engine.sample(ask(version="deleted")))
+        wait(engine.sample(sample_request(version="deleted")))
     wait(engine.detach("deleted"))
 
 
-def test_a_rank_beyond_what_vllm_was_started_for_is_refused(engine: VllmEngine, wait: Any, tmp_path: Path, asked: Any):
+def test_rank_above_the_limit_is_unsupported(engine: VllmEngine, wait: Any, tmp_path: Path, recorded: Any):
     with pytest.raises(Unsupported, match=r"vllm\.rank=16"):
         wait(engine.create("wide", LoraSpec(rank=16, seed=1)))
     wait(engine.torch_engine.create("wide", LoraSpec(rank=16, seed=1)))
@@ -232,48 +237,48 @@ def test_a_rank_beyond_what_vllm_was_started_for_is_refused(engine: VllmEngine, 
     wait(engine.attach("wide", tmp_path / "wide"))
     for _ in range(2):
         with pytest.raises(Unsupported, match="rank 16"):
-            wait(engine.sample(ask(version="wide")))
-    assert asked("/v1/load_lora_adapter") == []
+            wait(engine.sample(sample_request(version="wide")))
+    assert recorded("/v1/load_lora_adapter") == []
     wait(engine.detach("wide"))
 
 
-def test_a_cancelled_request_is_gone_there_too(engine: VllmEngine, version: str, wait: Any, asked: Any):
+def test_cancelled_request_closes_its_connection(engine: VllmEngine, version: str, wait: Any, recorded: Any):
     async def cancel() -> None:
-        request = ask((vllm_stub.SLOW, 1), version=version)
+        request = sample_request((vllm_stub.SLOW, 1), version=version)
         waiting = asyncio.create_task(engine.sample(request))
-        await until(lambda: bool(asked("/v1/completions")))
+        await until(lambda: bool(recorded("/v1/completions")))
         await engine.cancel(request.request_id)
         with pytest.raises(Gone, match="cancelled"):
             await waiting
-        abandoned = asyncio.create_task(engine.sample(ask((vllm_stub.SLOW, 1), version=version)))
-        await until(lambda: len(asked("/v1/completions")) == 2)
+        abandoned = asyncio.create_task(engine.sample(sample_request((vllm_stub.SLOW, 1), version=version)))
+        await until(lambda: len(recorded("/v1/completions")) == 2)
         abandoned.cancel()
         with pytest.raises(asyncio.CancelledError):
             await abandoned
-        await until(lambda: len(asked("hung up")) == 2)
+        await until(lambda: len(recorded("closed")) == 2)
 
     wait(asyncio.wait_for(cancel(), 20))
 
 
-def test_its_end_is_told_and_it_is_started_again(engine: VllmEngine, version: str, wait: Any, asked: Any):
+def test_vllm_is_restarted_when_it_dies(engine: VllmEngine, version: str, wait: Any, recorded: Any):
     async def end() -> None:
-        waiting = asyncio.create_task(engine.sample(ask((vllm_stub.SLOW, 1), version=version)))
-        await until(lambda: bool(asked("/v1/completions")))
+        waiting = asyncio.create_task(engine.sample(sample_request((vllm_stub.SLOW, 1), version=version)))
+        await until(lambda: bool(recorded("/v1/completions")))
         pid = engine.server.pid
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(EngineDied, match="vLLM"):
             await waiting
-        (one,) = (await engine.sample(ask([10, 20], version=version, max_tokens=1))).sequences
-        assert one.tokens.tolist() == [21]
+        (sequence,) = (await engine.sample(sample_request([10, 20], version=version, max_tokens=1))).sequences
+        assert sequence.tokens.tolist() == [21]
         assert engine.server.pid != pid
         assert engine.server.up.is_set()
 
     wait(asyncio.wait_for(end(), 30))
-    one, two = asked("/v1/load_lora_adapter")
-    assert one["lora_path"] == two["lora_path"]
+    sequence, right = recorded("/v1/load_lora_adapter")
+    assert sequence["lora_path"] == right["lora_path"]
 
 
-def test_training_is_the_engines_own(engine: VllmEngine, wait: Any, tmp_path: Path, model_id: str):
+def test_torch_engine_trains(engine: VllmEngine, wait: Any, tmp_path: Path, model_id: str):
     from tests.engine.data import pass_for
 
     wait(engine.create(model_id, LoraSpec(rank=4, seed=1)))
@@ -285,7 +290,7 @@ def test_training_is_the_engines_own(engine: VllmEngine, wait: Any, tmp_path: Pa
     wait(engine.drop(model_id))
 
 
-def test_without_vllm_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_vllm_error_says_how_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match=r"no .venv-vllm/bin/python or a `vllm` on PATH.*make vllm"):
@@ -296,9 +301,7 @@ def test_without_vllm_it_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.
         find_python(VllmConfig(python=Path(sys.executable)))
 
 
-def test_it_is_found_where_make_puts_it_or_beside_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path
-):
+def test_find_python_looks_in_venv_and_next_to_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, python: Path):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bin").mkdir()
     for name in ("python", "vllm"):
@@ -310,14 +313,14 @@ def test_it_is_found_where_make_puts_it_or_beside_the_command(
     assert find_python(VllmConfig()) == tmp_path / ".venv-vllm" / "bin" / "python"
 
 
-def test_why_it_does_not_start_is_told(tiny_llama: Path, python: Path, wait: Any):
+def test_failed_start_quotes_the_log_of_vllm(tiny_llama: Path, python: Path, wait: Any):
     settings = VllmConfig(python=python, args=("--fail",))
     config = EngineConfig(source=str(tiny_llama), device="cpu", threads=1, sampler="vllm", vllm=settings)
     with pytest.raises(EngineError, match=r"(?s)exit 1.*no memory left for the cache.*vllm.memory"):
         wait(VllmEngine.start(config))
 
 
-def test_what_is_set_reaches_it(monkeypatch: pytest.MonkeyPatch):
+def test_settings_reach_the_command_and_environment(monkeypatch: pytest.MonkeyPatch):
     settings = VllmConfig(rank=64, adapters=40, memory=0.5, devices="1,2", args=("--tensor-parallel-size", "2"))
     command = command_of(Path("/venv/bin/python"), settings, CARD, 1234)
     for pair in (
@@ -327,23 +330,23 @@ def test_what_is_set_reaches_it(monkeypatch: pytest.MonkeyPatch):
     ):  # fmt: skip
         assert command[command.index(pair[0]) + 1] == pair[1]
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0-1")
-    found = environment_of(settings, CARD, 3)
-    assert found["CUDA_VISIBLE_DEVICES"] == "1,2"
-    assert found["OMP_NUM_THREADS"] == "3"
-    assert found["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
-    assert "PYTHONPATH" not in found
+    result = environment_of(settings, CARD, 3)
+    assert result["CUDA_VISIBLE_DEVICES"] == "1,2"
+    assert result["OMP_NUM_THREADS"] == "3"
+    assert result["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    assert "PYTHONPATH" not in result
 
 
-def test_a_sequence_that_vllm_gave_up_on_is_no_answer():
-    parser = completions.CompletionParser(ask(num_samples=2))
-    found = {"token_logprobs": [-1.0], "top_logprobs": [{}]}
-    parser.add({"choices": [{"index": 0, "finish_reason": "stop", "token_ids": [1], "logprobs": found}]})
+def test_incomplete_or_aborted_sequences_raise():
+    parser = completions.CompletionParser(sample_request(num_samples=2))
+    result = {"token_logprobs": [-1.0], "top_logprobs": [{}]}
+    parser.add({"choices": [{"index": 0, "finish_reason": "stop", "token_ids": [1], "logprobs": result}]})
     with pytest.raises(EngineDied, match="closed the connection"):
         parser.result()
     with pytest.raises(EngineDied, match="abort"):
         parser.add({"choices": [{"index": 1, "finish_reason": "abort", "token_ids": [], "logprobs": None}]})
 
 
-def test_an_engine_of_one_process_has_no_vllm():
+def test_build_rejects_vllm():
     with pytest.raises(ConfigError, match="VllmEngine"):
         build(EngineConfig(sampler="vllm"))

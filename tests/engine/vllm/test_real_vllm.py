@@ -1,6 +1,6 @@
-"""vLLM itself on SmolLM2-135M-Instruct, on the CPU: what it draws is what the trainer's weights say. Only in test-all.
+"""VllmEngine with a real vLLM, on SmolLM2-135M-Instruct and the CPU. Runs in test-all only.
 
-`make vllm` makes the venv that these need; without one they are skipped, and say so.
+Needs the environment that `make vllm` creates; skipped without it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.engine.sampling.helpers import ask, texts, trained_logprobs
+from tests.engine.sampling.helpers import sample_request, texts, trained_logprobs
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.vllm.engine import VllmEngine
@@ -43,7 +43,7 @@ BOUNDS = {"float32": (5e-5, 5e-4), "bfloat16": (0.06, 0.5)}
 
 @pytest.fixture(scope="module")
 def python() -> Path:
-    """Of the venv that `make vllm` made, or of the `vllm` on PATH."""
+    """Python of the environment of `make vllm`, or of the `vllm` on PATH."""
     try:
         return find_python(VllmConfig())
     except ConfigError as error:
@@ -51,7 +51,7 @@ def python() -> Path:
 
 
 @pytest.fixture(scope="module")
-def words(smollm2: Path) -> Callable[[str], list[int]]:
+def encode(smollm2: Path) -> Callable[[str], list[int]]:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
@@ -60,13 +60,13 @@ def words(smollm2: Path) -> Callable[[str], list[int]]:
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def engine(
-    request: pytest.FixtureRequest, python: Path, smollm2: Path, words: Callable[[str], list[int]], wait: Any
+    request: pytest.FixtureRequest, python: Path, smollm2: Path, encode: Callable[[str], list[int]], wait: Any
 ) -> Iterator[VllmEngine]:
-    """With three trained models, each captured as a version of its own name."""
+    """An engine with three trained models, each captured as a version of the same name."""
     settings = VllmConfig(python=python, rank=16, adapters=3, memory=0.25, args=("--enforce-eager",))
     config = EngineConfig(source=str(smollm2), dtype=request.param, device="cpu", sampler="vllm", vllm=settings)
     engine = wait(VllmEngine.start(config))
-    text = np.array(words(TEXT), np.int32)
+    text = np.array(encode(TEXT), np.int32)
     weights = np.ones(len(text) - 1, np.float32)
     datum = Datum(tokens=text[:-1], targets=text[1:].astype(np.int64), inputs={"weights": weights})
     for name, lora in PARTS.items():
@@ -80,94 +80,102 @@ def engine(
     wait(engine.close())
 
 
-def test_its_logprobs_are_the_trainers(engine: VllmEngine, words: Any, wait: Any, record_property: Any):
-    """Three adapters in one batch, the head's among them, and the base model."""
-    prompt = words(PROMPT)
+def test_logprobs_equal_the_trainers(engine: VllmEngine, encode: Any, wait: Any, record_property: Any):
+    """Three adapters in one batch, one of which trains the head, and the base model."""
+    prompt = encode(PROMPT)
 
     async def together() -> dict[str | None, Any]:
-        asks = [ask(prompt, version=name, num_samples=3, max_tokens=24, seed=None) for name in [*PARTS, None]]
-        answers = await asyncio.gather(*(engine.sample(one) for one in asks))
-        return {one.version: answer for one, answer in zip(asks, answers, strict=True)}
+        asks = [
+            sample_request(prompt, version=name, num_samples=3, max_tokens=24, seed=None) for name in [*PARTS, None]
+        ]
+        answers = await asyncio.gather(*(engine.sample(sequence) for sequence in asks))
+        return {sequence.version: answer for sequence, answer in zip(asks, answers, strict=True)}
 
     mean, most = BOUNDS[engine.card.dtype]
     for version, sampled in wait(together()).items():
         apart, moved = [], []
-        for one in sampled.sequences:
+        for sequence in sampled.sequences:
             apart.append(
-                np.abs(one.logprobs - trained_logprobs(engine, wait, version or "untrained", prompt, one.tokens))
+                np.abs(
+                    sequence.logprobs - trained_logprobs(engine, wait, version or "untrained", prompt, sequence.tokens)
+                )
             )
-            moved.append(np.abs(one.logprobs - trained_logprobs(engine, wait, "untrained", prompt, one.tokens)))
-        found = float(np.concatenate(apart).mean())
-        record_property(f"mismatch {engine.card.dtype} {version}", found)
-        print(f"mismatch {engine.card.dtype} {version}: mean {found:.2e}, max {np.concatenate(apart).max():.2e}")
-        assert found < mean
+            moved.append(
+                np.abs(sequence.logprobs - trained_logprobs(engine, wait, "untrained", prompt, sequence.tokens))
+            )
+        result = float(np.concatenate(apart).mean())
+        record_property(f"mismatch {engine.card.dtype} {version}", result)
+        print(f"mismatch {engine.card.dtype} {version}: mean {result:.2e}, max {np.concatenate(apart).max():.2e}")
+        assert result < mean
         assert np.concatenate(apart).max() < most
-        assert version is None or np.concatenate(moved).mean() > 0.1  # the adapter says something else than the base
+        assert version is None or np.concatenate(moved).mean() > 0.1  # the adapter changes the distribution
 
 
-def test_temperature_is_in_the_logprobs(engine: VllmEngine, words: Any, wait: Any):
-    """lp(i) - lp(j) at temperature T is that at 1 divided by T."""
-    prompt = words(PROMPT)
-    (one,) = wait(
-        engine.sample(ask(prompt, version="all", temperature=0.5, topk_sample_logprobs=2, max_tokens=12))
+def test_logprobs_are_tempered(engine: VllmEngine, encode: Any, wait: Any):
+    """lp(i) - lp(j) at temperature T is the difference at 1 divided by T."""
+    prompt = encode(PROMPT)
+    (sequence,) = wait(
+        engine.sample(sample_request(prompt, version="all", temperature=0.5, topk_sample_logprobs=2, max_tokens=12))
     ).sequences
-    assert one.topk is not None
-    whole = [*prompt, *one.tokens]
-    wanted = np.full((len(whole) - 1, 2), -1, np.int64)
-    wanted[len(prompt) - 1 :] = one.topk.token_ids
-    asked = wait(engine.sample(ask(whole, version="all", max_tokens=1, target_prompt_logprobs=wanted)))
+    assert sequence.topk is not None
+    whole = [*prompt, *sequence.tokens]
+    expected = np.full((len(whole) - 1, 2), -1, np.int64)
+    expected[len(prompt) - 1 :] = sequence.topk.token_ids
+    asked = wait(engine.sample(sample_request(whole, version="all", max_tokens=1, target_prompt_logprobs=expected)))
     untempered = asked.target_prompt_logprobs[len(prompt) - 1 :]
-    apart = (one.topk.logprobs[:, 0] - one.topk.logprobs[:, 1]) - (untempered[:, 0] - untempered[:, 1]) / 0.5
+    apart = (sequence.topk.logprobs[:, 0] - sequence.topk.logprobs[:, 1]) - (untempered[:, 0] - untempered[:, 1]) / 0.5
     assert np.abs(apart).max() < (1e-2 if engine.card.dtype == "float32" else 1.0)
 
 
-def test_greedy_tokens_are_our_samplers(engine: VllmEngine, words: Any, wait: Any):
+def test_greedy_tokens_equal_the_torch_samplers(engine: VllmEngine, encode: Any, wait: Any):
     if engine.card.dtype != "float32":
         pytest.skip("in bfloat16 the first of two near equals is chance")
-    request = ask(words(PROMPT), version="all", temperature=0, num_samples=2, max_tokens=24)
-    found, wanted = wait(engine.sample(request)), wait(engine.torch_engine.sample(request))
-    for one, two in zip(found.sequences, wanted.sequences, strict=True):
-        np.testing.assert_array_equal(one.tokens, two.tokens)
-        np.testing.assert_allclose(one.logprobs, two.logprobs, atol=2e-3)
+    request = sample_request(encode(PROMPT), version="all", temperature=0, num_samples=2, max_tokens=24)
+    actual, expected = wait(engine.sample(request)), wait(engine.torch_engine.sample(request))
+    for sequence, right in zip(actual.sequences, expected.sequences, strict=True):
+        np.testing.assert_array_equal(sequence.tokens, right.tokens)
+        np.testing.assert_allclose(sequence.logprobs, right.logprobs, atol=2e-3)
 
 
-def test_a_seed_repeats_itself_and_its_samples_differ(engine: VllmEngine, words: Any, wait: Any):
-    request = ask(words("1, 7,"), num_samples=3, seed=5)
-    one, two = wait(engine.sample(request)), wait(engine.sample(request))
-    assert [a.tokens.tolist() for a in one.sequences] == [b.tokens.tolist() for b in two.sequences]
-    assert len({tuple(a.tokens.tolist()) for a in one.sequences}) == 3
+def test_seed_repeats_and_samples_differ(engine: VllmEngine, encode: Any, wait: Any):
+    request = sample_request(encode("1, 7,"), num_samples=3, seed=5)
+    sequence, right = wait(engine.sample(request)), wait(engine.sample(request))
+    assert [a.tokens.tolist() for a in sequence.sequences] == [b.tokens.tolist() for b in right.sequences]
+    assert len({tuple(a.tokens.tolist()) for a in sequence.sequences}) == 3
 
 
-def test_stops_stay_on_the_end_and_none_means_the_models_own(engine: VllmEngine, words: Any, wait: Any, smollm2: Path):
-    prompt = words(PROMPT)
-    greedy = wait(engine.sample(ask(prompt, temperature=0, max_tokens=40))).sequences[0].tokens.tolist()
-    (one,) = wait(engine.sample(ask(prompt, temperature=0, max_tokens=40, stop_tokens=(greedy[7],)))).sequences
-    assert (one.stop_reason, one.tokens.tolist()) == ("stop", greedy[: greedy.index(greedy[7]) + 1])
-    whole = texts(smollm2, wait(engine.sample(ask(prompt, temperature=0, max_tokens=40))))[0]
+def test_stops_are_included_and_default_to_the_models(engine: VllmEngine, encode: Any, wait: Any, smollm2: Path):
+    prompt = encode(PROMPT)
+    greedy = wait(engine.sample(sample_request(prompt, temperature=0, max_tokens=40))).sequences[0].tokens.tolist()
+    (sequence,) = wait(
+        engine.sample(sample_request(prompt, temperature=0, max_tokens=40, stop_tokens=(greedy[7],)))
+    ).sequences
+    assert (sequence.stop_reason, sequence.tokens.tolist()) == ("stop", greedy[: greedy.index(greedy[7]) + 1])
+    whole = texts(smollm2, wait(engine.sample(sample_request(prompt, temperature=0, max_tokens=40))))[0]
     word = whole.split()[6]
-    sampled = wait(engine.sample(ask(prompt, temperature=0, max_tokens=40, stop_strings=(word,))))
+    sampled = wait(engine.sample(sample_request(prompt, temperature=0, max_tokens=40, stop_strings=(word,))))
     assert sampled.sequences[0].stop_reason == "stop"
     assert texts(smollm2, sampled)[0] == whole[: whole.index(word) + len(word)]
-    question = words("<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n")
-    (ended,) = wait(engine.sample(ask(question, temperature=0, max_tokens=200, stop_tokens=None))).sequences
+    question = encode("<|im_start|>user\nSay yes.<|im_end|>\n<|im_start|>assistant\n")
+    (ended,) = wait(engine.sample(sample_request(question, temperature=0, max_tokens=200, stop_tokens=None))).sequences
     assert (ended.stop_reason, ended.tokens[-1]) == ("stop", engine.card.eos_token_ids[0])
-    (on,) = wait(engine.sample(ask(question, temperature=0, max_tokens=len(ended.tokens) + 5))).sequences
+    (on,) = wait(engine.sample(sample_request(question, temperature=0, max_tokens=len(ended.tokens) + 5))).sequences
     assert (on.stop_reason, len(on.tokens)) == ("length", len(ended.tokens) + 5)
 
 
-def test_what_is_cancelled_stops_there(engine: VllmEngine, words: Any, wait: Any):
+def test_cancelled_request_stops_in_vllm(engine: VllmEngine, encode: Any, wait: Any):
     async def running() -> float:
         async with httpx.AsyncClient(base_url=engine.server.url) as client:
             lines = (await client.get("/metrics")).text.splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith("vllm:num_requests_running{"))
 
     async def cancel() -> None:
-        request = ask(words(PROMPT), max_tokens=4000)
-        pieces: list[Any] = []
-        waiting = asyncio.create_task(engine.sample(request, pieces.append))
+        request = sample_request(encode(PROMPT), max_tokens=4000)
+        deltas: list[Any] = []
+        waiting = asyncio.create_task(engine.sample(request, deltas.append))
         for _ in range(600):
             await asyncio.sleep(0.1)
-            if len(pieces) > 3:
+            if len(deltas) > 3:
                 break
         assert await running() == 1
         await engine.cancel(request.request_id)
@@ -182,14 +190,14 @@ def test_what_is_cancelled_stops_there(engine: VllmEngine, words: Any, wait: Any
     wait(cancel())
 
 
-def test_after_its_death_it_comes_back_with_the_versions(engine: VllmEngine, words: Any, wait: Any):
+def test_restarted_vllm_has_the_versions(engine: VllmEngine, encode: Any, wait: Any):
     if engine.card.dtype != "bfloat16":
         pytest.skip("once is enough: it takes a minute")
-    request = ask(words(PROMPT), version="all", temperature=0)
+    request = sample_request(encode(PROMPT), version="all", temperature=0)
     before = wait(engine.sample(request)).sequences[0].tokens.tolist()
 
     async def death() -> None:
-        waiting = asyncio.create_task(engine.sample(ask(words(PROMPT), max_tokens=4000)))
+        waiting = asyncio.create_task(engine.sample(sample_request(encode(PROMPT), max_tokens=4000)))
         await asyncio.sleep(1)
         os.kill(engine.server.pid, signal.SIGKILL)
         with pytest.raises(EngineDied):
@@ -199,7 +207,7 @@ def test_after_its_death_it_comes_back_with_the_versions(engine: VllmEngine, wor
     assert wait(engine.sample(request)).sequences[0].tokens.tolist() == before
 
 
-def test_it_dies_with_its_parent(python: Path, smollm2: Path, tmp_path: Path):
+def test_vllm_ends_with_its_parent(python: Path, smollm2: Path, tmp_path: Path):
     program = (
         "import asyncio, sys; from pathlib import Path; from tinsmith.engine.base import ModelCard;"
         "from tinsmith.engine_options import VllmConfig; from tinsmith.engine.vllm.server import VllmServer;"
@@ -210,16 +218,18 @@ def test_it_dies_with_its_parent(python: Path, smollm2: Path, tmp_path: Path):
     )
     parent = subprocess.Popen([sys.executable, "-c", program])
     deadline = time.monotonic() + 120
-    while len(children := psutil.Process(parent.pid).children(recursive=True)) < 2:  # it and its engine's process
+    while len(children := psutil.Process(parent.pid).children(recursive=True)) < 2:  # vLLM and its engine process
         assert time.monotonic() < deadline
         time.sleep(0.2)
     parent.kill()
     parent.wait()
     for _ in range(300):
-        alive = [one for one in children if one.is_running() and one.status() != psutil.STATUS_ZOMBIE]
+        alive = [
+            sequence for sequence in children if sequence.is_running() and sequence.status() != psutil.STATUS_ZOMBIE
+        ]
         if not alive:
             return
         time.sleep(0.2)
-    for one in alive:
-        one.kill()
+    for sequence in alive:
+        sequence.kill()
     raise AssertionError(f"{alive} outlived the process that started them")
