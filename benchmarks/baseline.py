@@ -13,7 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from benchmarks.contest import Setting
+from benchmarks.comparison import Setting
 
 ROWS = 8
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
@@ -25,7 +25,7 @@ def load(setting: Setting) -> PreTrainedModel:
 
 
 class Baseline:
-    """A base model under a LoRA adapter, in PEFT's hands; PEFT is told to leave the adapter in the base's dtype."""
+    """A base model with a PEFT LoRA adapter, which has the base's dtype."""
 
     def __init__(self, base: PreTrainedModel, rank: int) -> None:
         self.device = base.device
@@ -36,9 +36,9 @@ class Baseline:
         self.optimizer = torch.optim.AdamW((p for p in self.model.parameters() if p.requires_grad), lr=1e-4)
 
     def train(self, rows: Sequence[np.ndarray], prompts: Sequence[int]) -> list[np.ndarray]:
-        """One batch with importance sampling's loss after each prompt, and a step; returns each row's logprobs."""
+        """One batch with the importance-sampling loss after each prompt, and a step; returns each row's logprobs."""
         self.model.train()
-        found: list[np.ndarray] = []
+        row_logprobs: list[np.ndarray] = []
         for first in range(0, len(rows), ROWS):
             some = rows[first : first + ROWS]
             width = max(len(row) for row in some) - 1
@@ -49,20 +49,20 @@ class Baseline:
                 ids[index, :length], labels[index, :length] = torch.from_numpy(row[:-1]), torch.from_numpy(row[1:])
                 mask[index, :length] = 1
                 advantages[index, prompts[first + index] - 1 : length] = 0.5
-            ids, labels, mask, advantages = (one.to(self.device) for one in (ids, labels, mask, advantages))
+            ids, labels, mask, advantages = (tensor.to(self.device) for tensor in (ids, labels, mask, advantages))
             logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
             logprobs = -torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
             ratio = torch.exp(logprobs - logprobs.detach())
             (-(ratio * advantages.flatten())).sum().backward()
             values = logprobs.detach().view(len(some), width).cpu().numpy()
-            found += [values[index, : len(row) - 1].copy() for index, row in enumerate(some)]
+            row_logprobs += [values[index, : len(row) - 1].copy() for index, row in enumerate(some)]
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return found
+        return row_logprobs
 
     @torch.inference_mode()
     def sample(self, prompts: Sequence[np.ndarray], samples: int, tokens: int) -> None:
-        """`samples` continuations of exactly `tokens` tokens for each prompt, one prompt after the other."""
+        """`samples` continuations of exactly `tokens` tokens for each prompt, prompt by prompt."""
         self.model.eval()
         for prompt in prompts:
             ids = torch.from_numpy(prompt.astype(np.int64))[None].to(self.device)

@@ -1,9 +1,9 @@
-"""What a GPU gives, for models of the shapes of Llama-3.2-3B and Qwen3-8B with random weights: no hub is needed.
+"""Speed and correctness on a GPU, with random weights in the shapes of Llama-3.2-3B and Qwen3-8B (no download).
 
-Correctness with few layers of the full width: float32 against transformers' eager attention, bfloat16 (with the GPU's
-own attention kernel) against float32, logprobs and gradients. Then speed and memory with all layers in bfloat16 against
-transformers and PEFT, in turns. `make gpu-check` runs it where there is a GPU; `--device cpu --tiny` runs the same code
-on small shapes anywhere, and its numbers mean nothing.
+Correctness of logprobs and gradients, with few layers of full width: float32 against transformers' eager attention,
+bfloat16 (with the GPU's attention kernel) against float32. Speed and memory with all layers in bfloat16, interleaved
+with transformers and PEFT. `make gpu-check` runs it on a GPU; `--device cpu --tiny` runs the same code on small shapes
+anywhere, without meaningful numbers.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from transformers import (
 
 from benchmarks import table
 from benchmarks.baseline import Baseline
-from benchmarks.contest import Line, Setting, in_turns
-from benchmarks.ours import Ours
+from benchmarks.comparison import Line, Setting, in_turns
+from benchmarks.engine_driver import EngineDriver
 from benchmarks.parts.training import peak_rates, share
 from benchmarks.speed import RESULTS
 from benchmarks.workloads import Batch, grpo, questions
@@ -64,7 +64,7 @@ TINY: dict[str, PreTrainedConfig] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A model to be made, and where."""
+    """Shape of a model, and its device."""
 
     name: str
     config: PreTrainedConfig
@@ -72,7 +72,7 @@ class Shape:
     tiny: bool
 
     def model(self, dtype: torch.dtype, layers: int) -> PreTrainedModel:
-        """Random weights from a seed; attention is eager."""
+        """A model with random weights from a seed and eager attention."""
         config = type(self.config)(**{**self.config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
         torch.manual_seed(0)
         # Few layers are drawn in float32, so that both dtypes have the same ones; all of them would not fit everywhere.
@@ -80,14 +80,14 @@ class Shape:
         with torch.device(self.device):
             return AutoModelForCausalLM.from_config(config, dtype=drawn, attn_implementation="eager").to(dtype)
 
-    def ours(self, dtype: torch.dtype, layers: int) -> Ours:
-        """An engine over such a model."""
+    def ours(self, dtype: torch.dtype, layers: int) -> EngineDriver:
+        """An engine with such a model."""
         name = str(dtype).removeprefix("torch.")
         base = loading.prepare(self.model(dtype, layers), _tokenizer(), self.name, self.name)
-        return Ours(Setting(folder=Path(self.name), threads=0, turns=0, dtype=name), base, device=self.device)
+        return EngineDriver(Setting(folder=Path(self.name), threads=0, turns=0, dtype=name), base, device=self.device)
 
     def settled(self, work: Callable[[], object]) -> Callable[[], None]:
-        """The work and the wait for the device."""
+        """Seconds of the work, including the wait for the device."""
 
         def run() -> None:
             work()
@@ -98,7 +98,7 @@ class Shape:
 
 
 def main() -> None:
-    """Both shapes; the table goes to benchmarks/results/gpu.{md,json,png}."""
+    """Measure all shapes and write benchmarks/results/gpu.{md,json,png}."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="shapes that any machine can run; the numbers mean nothing")
@@ -106,19 +106,19 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="instead of benchmarks/results/gpu")
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    into, found = arguments.into or RESULTS / ("gpu-tiny" if arguments.tiny else "gpu"), {}
+    into, parts = arguments.into or RESULTS / ("gpu-tiny" if arguments.tiny else "gpu"), {}
     where = torch.cuda.get_device_name() if arguments.device == "cuda" else "CPU"
     for name, config in (TINY if arguments.tiny else LARGE).items():
         shape = Shape(name=name, config=config, device=arguments.device, tiny=arguments.tiny)
         lines = [*correctness(shape), *speed(shape, arguments.turns)]
         machine = f"{where}, {table.machine()}"
-        found[name] = table.Part(measured=time.strftime("%Y-%m-%d %H:%M"), machine=machine, lines=lines)
-        table.write(into, found, list(found), TITLE)
+        parts[name] = table.Part(measured=time.strftime("%Y-%m-%d %H:%M"), machine=machine, lines=lines)
+        table.write(into, parts, list(parts), TITLE)
     print(into.with_suffix(".md").read_text())
 
 
 def correctness(shape: Shape) -> list[Line]:
-    """Logprobs and gradients of few layers of the full width."""
+    """Logprobs and gradients of a model with few layers of full width."""
     work = grpo(groups=2, group=3)
     layers = min(LAYERS, shape.config.num_hidden_layers)
     exact = shape.ours(torch.float32, layers)
@@ -126,7 +126,7 @@ def correctness(shape: Shape) -> list[Line]:
     (result,) = exact.run(work.as_pass("bench"))
     expected = _eager(shape.model(torch.float32, layers), work)
     line: dict[str, Any] = {"unit": "", "lower": True}
-    apart = max(float(np.abs(one - other).max()) for one, other in zip(result.logprobs, expected, strict=True))
+    apart = max(float(np.abs(actual - other).max()) for actual, other in zip(result.logprobs, expected, strict=True))
     lines = [
         Line(
             work=f"{shape.name}, {layers} layers: logprobs in float32, greatest difference",
@@ -145,20 +145,22 @@ def correctness(shape: Shape) -> list[Line]:
         exact.close()
         narrow = shape.ours(torch.bfloat16, layers)
         narrow.wait(narrow.engine.load("bench", state, optimizer=False))
-        found = _scores(narrow, work)
+        actual = _scores(narrow, work)
         narrow.close()
-    what = f"{shape.name}, {layers} layers: bfloat16 with adapter,"
-    mean = float(np.abs(found[0] - wide[0]).mean())
-    gradient = float(np.linalg.norm(found[1] - wide[1]) / np.linalg.norm(wide[1]))
+    subject = f"{shape.name}, {layers} layers: bfloat16 with adapter,"
+    mean = float(np.abs(actual[0] - wide[0]).mean())
+    gradient = float(np.linalg.norm(actual[1] - wide[1]) / np.linalg.norm(wide[1]))
     lines += [
-        Line(work=f"{what} logprobs, mean difference", baseline="float32", least=0.06, aim=0.03, values=[mean], **line),
-        Line(work=f"{what} gradients, relative", baseline="float32", least=0.1, aim=0.05, values=[gradient], **line),
+        Line(
+            work=f"{subject} logprobs, mean difference", baseline="float32", least=0.06, aim=0.03, values=[mean], **line
+        ),
+        Line(work=f"{subject} gradients, relative", baseline="float32", least=0.1, aim=0.05, values=[gradient], **line),
     ]
     return lines
 
 
 def speed(shape: Shape, turns: int) -> list[Line]:
-    """Training and sampling with all layers, in turns with transformers and PEFT on the same device."""
+    """Training and sampling with all layers, interleaved with transformers and PEFT on the same device."""
     layers, work = shape.config.num_hidden_layers, grpo(groups=2 if shape.tiny else 8)
     ours = shape.ours(torch.bfloat16, layers)
     ours.create("bench", RANK)
@@ -174,11 +176,11 @@ def speed(shape: Shape, turns: int) -> list[Line]:
     model.set_attn_implementation("sdpa")
     theirs = Baseline(model, RANK)
     peft = "transformers (SDPA) + PEFT, padded rows of 8"
-    contest = in_turns(shape.settled(train), shape.settled(lambda: theirs.train(work.rows, work.prompts)), turns)
-    rates = [peak_rates(ours) for _ in contest.ours_s]
+    comparison = in_turns(shape.settled(train), shape.settled(lambda: theirs.train(work.rows, work.prompts)), turns)
+    rates = [peak_rates(ours) for _ in comparison.ours_s]
     lines = [
-        contest.line(f"{shape.name}: GRPO batch of {work.name}, bfloat16", peft, 3.0, 4.5, work.tokens),
-        replace(share(ours, work, contest.ours_s, rates), work=f"{shape.name}: share of the matmul peak"),
+        comparison.line(f"{shape.name}: GRPO batch of {work.name}, bfloat16", peft, 3.0, 4.5, work.tokens),
+        replace(share(ours, work, comparison.ours_s, rates), work=f"{shape.name}: share of the matmul peak"),
     ]
     if shape.device == "cuda":
         lines.append(
@@ -186,29 +188,29 @@ def speed(shape: Shape, turns: int) -> list[Line]:
         )
     ours.capture("bench", "version")
     prompts, tokens = questions(2 if shape.tiny else 8), 8 if shape.tiny else TOKENS
-    contest = in_turns(
+    comparison = in_turns(
         shape.settled(lambda: ours.sample(prompts, "version", SAMPLES, tokens)),
         shape.settled(lambda: theirs.sample(prompts, SAMPLES, tokens)),
         turns,
     )
     count = len(prompts) * SAMPLES * tokens
-    what = f"{shape.name}: {len(prompts)} prompts x {SAMPLES} samples x {tokens} tokens, logprobs, adapter"
-    lines.append(contest.line(what, f"transformers.generate(num_return_sequences={SAMPLES})", 4.0, 5.5, count))
+    subject = f"{shape.name}: {len(prompts)} prompts x {SAMPLES} samples x {tokens} tokens, logprobs, adapter"
+    lines.append(comparison.line(subject, f"transformers.generate(num_return_sequences={SAMPLES})", 4.0, 5.5, count))
     ours.close()
     return lines
 
 
 def _memory(shape: Shape, *, peak: bool = False) -> int:
-    """Bytes of the GPU's memory that tensors hold, or held at most since this was asked last."""
+    """Bytes of the GPU's memory that tensors hold, and the peak since the last call."""
     if shape.device == "cpu":
         return 0
-    found = torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+    used = torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    return found
+    return used
 
 
-def _scores(ours: Ours, work: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """All logprobs, and the whole gradient, each flat."""
+def _scores(ours: EngineDriver, work: Batch) -> tuple[np.ndarray, np.ndarray]:
+    """All logprobs and all gradients, each flattened."""
     (result,) = ours.run(work.as_pass("bench"))
     gradients = ours.engine.trainer.gradients("bench")
     flat = [part.reshape(-1) for name in sorted(gradients) for part in gradients[name]]
@@ -217,17 +219,17 @@ def _scores(ours: Ours, work: Batch) -> tuple[np.ndarray, np.ndarray]:
 
 @torch.no_grad()
 def _eager(model: PreTrainedModel, work: Batch) -> list[np.ndarray]:
-    """Logprobs row by row."""
-    found = []
+    """Logprobs of each row."""
+    logprobs = []
     for row in work.rows:
         ids = torch.as_tensor(row, device=model.device)[None]
         scores = torch.log_softmax(model(input_ids=ids[:, :-1], use_cache=False).logits[0].float(), dim=1)
-        found.append(scores.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy())
-    return found
+        logprobs.append(scores.gather(1, ids[0, 1:, None])[:, 0].cpu().numpy())
+    return logprobs
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:
-    """Of one word: nothing here is read or written as text."""
+    """A tokenizer with one word: no text is encoded or decoded here."""
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")), eos_token="a")
 
 

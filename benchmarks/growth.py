@@ -1,9 +1,9 @@
-"""How cost grows, as curves: `make bench-growth`, or `python -m benchmarks.growth --only rank length`.
+"""Scaling curves of cost: `make bench-growth`, or `python -m benchmarks.growth --only rank length`.
 
 Tokens/s, and the memory above the loaded base, against tenants in a pass, rank, length of a row, group size under one
-prompt, samples in a batch, and the share of a prompt that is cached. The points of a curve are measured in turns in
-one process; the median is drawn, with the least and the greatest. Each curve has a process of its own, so that its
-memory is its own, and is written to benchmarks/results/growth.{json,md,png} at once.
+prompt, samples in a batch, and the share of a prompt that is cached. The points of a curve are measured
+interleaved in one process; the chart shows the median and the range. Each curve has its own process, so that memory
+is measured separately, and is written to benchmarks/results/growth.{json,md,png} at once.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks import table
-from benchmarks.contest import Setting, timed
-from benchmarks.ours import Ours
+from benchmarks.comparison import Setting, timed
+from benchmarks.engine_driver import EngineDriver
 from benchmarks.parts.memory import peak, reset_peak, resident
 from benchmarks.parts.tenants import passes
 from benchmarks.speed import MODEL, RESULTS
 from benchmarks.workloads import grpo, questions, rows_of
 
 TOKENS = 24
-"""Of each answer."""
+"""Tokens of each sample."""
 CACHE = 131_072
 
 
@@ -50,7 +50,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Curve:
-    """What is varied, what is counted, and the points."""
+    """A curve: what varies, what is counted, and the points."""
 
     varies: str
     work: str
@@ -58,18 +58,18 @@ class Curve:
 
 
 Job = Callable[[], int]
-"""Does the work once and returns how many tokens the user would count."""
+"""Does the work once and returns the number of tokens as a user counts them."""
 
 
 def tenants(setting: Setting) -> Curve:
     """64 rows of 32 tokens, of 1 to 64 tenants."""
-    ours, rows = Ours(setting), rows_of(32, 64)
+    ours, rows = EngineDriver(setting), rows_of(32, 64)
     for tenant in range(64):
         ours.create(f"tenant-{tenant}", 8, seed=tenant)
     each = passes(rows)
 
     def job(size: int) -> Job:
-        shared = [replace(one, model_id=f"tenant-{at % size}") for at, one in enumerate(each)]
+        shared = [replace(data_pass, model_id=f"tenant-{at % size}") for at, data_pass in enumerate(each)]
         return lambda: (ours.run(*shared), rows.tokens)[1]
 
     return _curve(setting, ours, "tenants in a pass", "training on 64 rows of 32, rank 8", (1, 4, 16, 64), job)
@@ -77,7 +77,7 @@ def tenants(setting: Setting) -> Curve:
 
 def rank(setting: Setting) -> Curve:
     """A GRPO batch of four groups of four under adapters of rank 8 to 128."""
-    ours, work = Ours(setting), grpo(groups=4, group=4)
+    ours, work = EngineDriver(setting), grpo(groups=4, group=4)
 
     def job(size: int) -> Job:
         ours.create(f"rank-{size}", size)
@@ -88,7 +88,7 @@ def rank(setting: Setting) -> Curve:
 
 def length(setting: Setting) -> Curve:
     """4,096 tokens in rows of 128 to 4,096."""
-    ours = Ours(setting)
+    ours = EngineDriver(setting)
     ours.create("bench", 32)
 
     def job(size: int) -> Job:
@@ -99,8 +99,8 @@ def length(setting: Setting) -> Curve:
 
 
 def group(setting: Setting) -> Curve:
-    """One prompt of 150 tokens with 1 to 32 answers."""
-    ours = Ours(setting)
+    """One prompt of 150 tokens with 1 to 32 samples."""
+    ours = EngineDriver(setting)
     ours.create("bench", 32)
 
     def job(size: int) -> Job:
@@ -113,8 +113,8 @@ def group(setting: Setting) -> Curve:
 
 
 def batch(setting: Setting) -> Curve:
-    """1 to 256 samples at once, each of a prompt of its own."""
-    ours, seeds = Ours(setting), count(1)
+    """1 to 256 samples at once, each with its own prompt."""
+    ours, seeds = EngineDriver(setting), count(1)
 
     def job(size: int) -> Job:
         def run() -> int:
@@ -127,17 +127,17 @@ def batch(setting: Setting) -> Curve:
 
 
 def prefix(setting: Setting) -> Curve:
-    """16 prompts of 512 tokens, of which 0 to 480 were read before."""
-    ours, seeds = Ours(setting, cache_tokens=CACHE), count(1)
+    """16 prompts of 512 tokens, of which 0 to 480 are cached."""
+    ours, seeds = EngineDriver(setting, cache_tokens=CACHE), count(1)
 
     def job(size: int) -> Job:
-        known = questions(16, size, seed=size) if size else [np.empty(0, np.int32)] * 16
+        cached = questions(16, size, seed=size) if size else [np.empty(0, np.int32)] * 16
         if size:
-            ours.sample(known, None, 1, 1)
+            ours.sample(cached, None, 1, 1)
 
         def run() -> int:
             new = questions(16, 512 - size, seed=10_000 + next(seeds))
-            ours.sample([np.concatenate(parts) for parts in zip(known, new, strict=True)], None, 1, 4)
+            ours.sample([np.concatenate(parts) for parts in zip(cached, new, strict=True)], None, 1, 4)
             return 16 * 516
 
         return run
@@ -147,12 +147,12 @@ def prefix(setting: Setting) -> Curve:
 
 
 CURVES: Mapping[str, Callable[[Setting], Curve]] = {
-    one.__name__: one for one in (tenants, rank, length, group, batch, prefix)
+    curve.__name__: curve for curve in (tenants, rank, length, group, batch, prefix)
 }
 
 
 def main() -> None:
-    """Every curve that is asked for."""
+    """Measure the curves of --only, or all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", choices=list(CURVES), help="these curves")
     parser.add_argument("--model", default=MODEL, help="a hub id, a folder or a GGUF file")
@@ -169,7 +169,7 @@ def main() -> None:
         arguments.into.write_text(json.dumps(asdict(CURVES[arguments.only[0]](setting))))
         return
     file = RESULTS / f"{arguments.name}.json"
-    found = json.loads(file.read_text())["curves"] if file.is_file() else {}
+    curves = json.loads(file.read_text())["curves"] if file.is_file() else {}
     for name in arguments.only or CURVES:
         with tempfile.TemporaryDirectory() as scratch:
             into = Path(scratch) / "curve.json"
@@ -183,15 +183,15 @@ def main() -> None:
                 str(arguments.turns),
             ]
             subprocess.run(command, check=True)
-            found[name] = json.loads(into.read_text())
-        _write(file, f"{arguments.model}, {arguments.threads} threads, {table.machine()}", found)
+            curves[name] = json.loads(into.read_text())
+        _write(file, f"{arguments.model}, {arguments.threads} threads, {table.machine()}", curves)
         print(f"{name}: done", file=sys.stderr, flush=True)
 
 
 def _curve(
-    setting: Setting, ours: Ours, varies: str, work: str, sizes: Sequence[int], job: Callable[[int], Job]
+    setting: Setting, ours: EngineDriver, varies: str, work: str, sizes: Sequence[int], job: Callable[[int], Job]
 ) -> Curve:
-    """Each size once to warm up, smallest first, with its memory; then all in turns."""
+    """Run each size once to warm up and measure memory, smallest first; then time all in turns."""
     base, jobs = resident(), {size: job(size) for size in sizes}
     speeds: dict[int, list[float]] = {size: [] for size in sizes}
     memory = {}
@@ -209,8 +209,8 @@ def _curve(
     return Curve(varies=varies, work=work, points=points)
 
 
-def _write(file: Path, machine: str, found: Mapping[str, dict]) -> None:
-    curves = {name: found[name] for name in CURVES if name in found}
+def _write(file: Path, machine: str, curves: Mapping[str, dict]) -> None:
+    curves = {name: curves[name] for name in CURVES if name in curves}
     file.parent.mkdir(exist_ok=True)
     file.write_text(json.dumps({"machine": machine, "curves": curves}, indent=1) + "\n")
     lines = ["# How cost grows", "", f"`make bench-growth`; {machine}. Median of the turns (least to greatest).", ""]
@@ -219,15 +219,15 @@ def _write(file: Path, machine: str, found: Mapping[str, dict]) -> None:
         lines += [f"| {curve['varies']} | tokens/s | above the loaded base |", "|---|---|---|"]
         for point in curve["points"]:
             speed = point["tokens_per_s"]
-            spread = f"{statistics.median(speed):,.0f} ({min(speed):,.0f} to {max(speed):,.0f})"
-            lines.append(f"| {point['size']} | {spread} | {point['memory'] / 1e9:.2f} GB |")
+            speeds = f"{statistics.median(speed):,.0f} ({min(speed):,.0f} to {max(speed):,.0f})"
+            lines.append(f"| {point['size']} | {speeds} | {point['memory'] / 1e9:.2f} GB |")
         lines.append("")
     file.with_suffix(".md").write_text("\n".join(lines))
     _draw(file.with_suffix(".png"), list(curves.values()))
 
 
 def _draw(file: Path, curves: Sequence[dict]) -> None:
-    """Small multiples: tokens/s with their spread, memory beside it on an axis of its own."""
+    """Small multiples: tokens/s with their range, and memory on a second axis."""
     import matplotlib as mpl
 
     mpl.use("agg")

@@ -1,4 +1,4 @@
-"""Servers in processes of their own for as long as a measurement takes, and the memory that they take."""
+"""Servers in child processes for the time of a measurement, and their memory."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ MODEL = "bench/smollm2"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """Where it answers, and its first process."""
+    """Address and first process of a server."""
 
     url: str
     process: psutil.Process
 
     def memory(self) -> int:
-        """Resident bytes of the process and all that it started; pages that they share are counted in each."""
+        """Resident bytes of the process and its children; shared pages are counted in each."""
         total = 0
-        for one in (self.process, *self.process.children(recursive=True)):
+        for process in (self.process, *self.process.children(recursive=True)):
             try:
-                total += one.memory_info().rss
+                total += process.memory_info().rss
             except psutil.NoSuchProcess:
                 continue  # ended since it was listed
         return total
@@ -51,22 +51,24 @@ def tinsmith(folder: Path, dtype: str, data: Path, threads: int = 0) -> Iterator
 
 @contextmanager
 def stub() -> Iterator[Server]:
-    """The server that does nothing."""
+    """The stub server, which computes nothing."""
     port = _free_port()
-    with _running([sys.executable, "-m", "benchmarks.stub", str(port)], port, "/openapi.json") as server:
+    with _running([sys.executable, "-m", "benchmarks.stub_server", str(port)], port, "/openapi.json") as server:
         yield server
 
 
 @contextmanager
-def clockwork(data: Path) -> Iterator[Server]:
-    """The service with an engine whose samples take a given time."""
+def timed_service(data: Path) -> Iterator[Server]:
+    """The service with TimedEngine."""
     port = _free_port()
-    with _running([sys.executable, "-m", "benchmarks.clockwork", str(port), str(data)], port, "/api/v1/healthz") as one:
-        yield one
+    with _running(
+        [sys.executable, "-m", "benchmarks.timed_service", str(port), str(data)], port, "/api/v1/healthz"
+    ) as server:
+        yield server
 
 
 class Watch:
-    """Takes a server's memory every tenth of a second; `peak` is the most that was seen, in bytes."""
+    """Samples a server's memory every tenth of a second; `peak` is the largest value, in bytes."""
 
     def __init__(self, server: Server) -> None:
         self.peak = 0

@@ -1,8 +1,8 @@
-"""Everything that is promised of speed and memory, measured: `make bench`, or `python -m benchmarks.speed --only step`.
+"""Measurement of all promises about speed and memory: `make bench`, or `python -m benchmarks.speed --only step`.
 
-Each part runs in a process of its own, and what it found is written to benchmarks/results/speed.{json,md,png} at once;
-the others' lines stay as they were. So a part that fails, or a run that is stopped, costs only itself: `--missing`
-goes on.
+Each part runs in its own process, and its lines are written to benchmarks/results/speed.{json,md,png} at once, without
+changing those of other parts. So a part that fails, or a run that is stopped, loses no other results: `--missing`
+continues.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from benchmarks import table
-from benchmarks.contest import Line, Setting
+from benchmarks.comparison import Line, Setting
 
 PARTS = {
     "training": "benchmarks.parts.training",
@@ -38,22 +38,22 @@ PARTS = {
     "sharing": "benchmarks.parts.sharing",
 }
 PART_S = 1800.0
-"""A part that takes longer hangs."""
+"""Time limit of a part."""
 RESULTS = Path(__file__).parent / "results"
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 
 def main() -> None:
-    """Every part that is asked for, in a process of its own; ends with 1 if one failed."""
+    """Measure the chosen parts, each in its own process; exits with 1 if one failed."""
     arguments = _arguments()
     if arguments.into:
         _measure(arguments)
         return
     results = RESULTS / (arguments.name or ("speed" if arguments.dtype == "bfloat16" else f"speed-{arguments.dtype}"))
-    found = table.read(results)
+    parts = table.read(results)
     failed = []
     for part in arguments.only or PARTS:
-        if arguments.missing and part in found:
+        if arguments.missing and part in parts:
             continue
         began = time.monotonic()
         lines = _apart(part, arguments)
@@ -61,8 +61,8 @@ def main() -> None:
         if lines is None:
             failed.append(part)
             continue
-        found[part] = table.Part(measured=time.strftime("%Y-%m-%d %H:%M"), machine=_machine(arguments), lines=lines)
-        table.write(results, found, list(PARTS))
+        parts[part] = table.Part(measured=time.strftime("%Y-%m-%d %H:%M"), machine=_machine(arguments), lines=lines)
+        table.write(results, parts, list(PARTS))
     print(results.with_suffix(".md").read_text())
     if failed:
         sys.exit(f"These parts failed, and their lines are as they were: {', '.join(failed)}")
@@ -73,16 +73,18 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=list(PARTS), help="these parts")
     parser.add_argument("--missing", action="store_true", help="only parts that have no result yet")
     parser.add_argument("--model", default=MODEL, help="a hub id, a folder or a GGUF file")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of both sides")
-    parser.add_argument("--turns", type=int, default=3, help="of long work; what is short has more")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of both sides' base")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of both sides")
+    parser.add_argument("--turns", type=int, default=3, help="turns of long work; short work has more")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of the base model on both sides"
+    )
     parser.add_argument("--name", help="of the files in benchmarks/results: speed, or speed-float32")
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 
 def _apart(part: str, arguments: argparse.Namespace) -> list[Line] | None:
-    """One part in a child process; None if it failed, or did not end."""
+    """One part in a child process; None if it failed or did not end in time."""
     with tempfile.TemporaryDirectory() as scratch:
         into = Path(scratch) / "lines.json"
         command = [sys.executable, "-m", "benchmarks.speed", "--only", part, "--into", str(into)]
@@ -99,7 +101,7 @@ def _apart(part: str, arguments: argparse.Namespace) -> list[Line] | None:
 
 
 def _measure(arguments: argparse.Namespace) -> None:
-    """In the child: the part's lines."""
+    """Measure one part, in the child process."""
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("benchmarks").setLevel(logging.INFO)
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

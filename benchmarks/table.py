@@ -1,4 +1,4 @@
-"""What was measured, as JSON, as a markdown table and as a picture."""
+"""Results as JSON, as a Markdown table and as a chart."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.contest import Line
+from benchmarks.comparison import Line
 
 TITLE = "Speed (`make bench`, `benchmarks/speed.py`)"
 HEADER = (
-    "| work | baseline, in turns with it | ours | theirs | measured: median (spread) | at least | aim | reached |\n"
+    "| work | baseline, in turns with it | ours | theirs | measured: median (range) | at least | aim | reached |\n"
     "|---|---|---|---|---|---|---|---|"
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """Lines that were measured together."""
+    """Lines measured in one process."""
 
     measured: str
-    """When."""
+    """Time of the measurement."""
     machine: str
     lines: list[Line]
 
 
 def read(results: Path) -> dict[str, Part]:
-    """What an earlier run left under this name: part by part."""
+    """The parts in an existing result file."""
     file = results.with_suffix(".json")
     if not file.is_file():
         return {}
@@ -43,7 +43,7 @@ def read(results: Path) -> dict[str, Part]:
 
 
 def write(results: Path, parts: Mapping[str, Part], order: Sequence[str], title: str = TITLE) -> None:
-    """The three files, parts in this order."""
+    """Write the result files, with parts in this order."""
     ordered = {name: parts[name] for name in order if name in parts}
     results.parent.mkdir(exist_ok=True)
     results.with_suffix(".json").write_text(
@@ -56,18 +56,18 @@ def write(results: Path, parts: Mapping[str, Part], order: Sequence[str], title:
 
 
 def machine() -> str:
-    """What it ran on."""
+    """Description of the machine."""
     packages = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft"))
     instructions = torch.backends.cpu.get_cpu_capability()
     return f"{os.cpu_count()} CPU cores, {platform.machine()} with {instructions}, {packages}"
 
 
 def row(line: Line) -> str:
-    """As a line of the table."""
+    """The line as a row of the table."""
     marks = [_value(mark, line.unit) if mark is not None else "" for mark in (line.least, line.aim)]
     if line.lower:
         marks = [f"≤ {mark}" if mark else "" for mark in marks]
-    low, high = (_value(value, line.unit) for value in line.spread) if line.values else ("", "")
+    low, high = (_value(value, line.unit) for value in line.value_range) if line.values else ("", "")
     measured = f"**{_value(line.median, line.unit)}** ({low} to {high})" if len(line.values) > 1 else ""
     if len(line.values) == 1:
         measured = f"**{_value(line.median, line.unit)}**"
@@ -81,8 +81,8 @@ def _markdown(parts: Mapping[str, Part], title: str) -> str:
     lines = [
         f"# {title}",
         "",
-        "Each line in one run, both sides in turns; the spread is the least and the greatest of the turns, or 5 to 95 "
-        "% of twenty and more. How and why: [NOTES.md](../NOTES.md).",
+        "Each line in one run, both sides in turns; the range is from the smallest to the largest turn, or from 5 to "
+        "95 % from twenty turns on. How and why: [NOTES.md](../NOTES.md).",
         "",
         f"{'; '.join(machines)}. From {days[0]} to {days[-1]}.",
         "",
@@ -101,7 +101,7 @@ def _value(value: float, unit: str) -> str:
 
 
 def _draw(file: Path, lines: Sequence[Line]) -> None:
-    """A bar for each line: how many times better than what is promised; a tick where the aim is."""
+    """A bar chart: how many times better than promised each line is, with a tick at the aim."""
     import matplotlib as mpl
 
     mpl.use("agg")
@@ -109,7 +109,7 @@ def _draw(file: Path, lines: Sequence[Line]) -> None:
 
     figure, axes = pyplot.subplots(figsize=(11, 0.42 * len(lines) + 1.2), layout="constrained")
     for place, line in enumerate(reversed(lines)):
-        low, middle, high = sorted(_times_better(value, line) for value in (*line.spread, line.median))
+        low, middle, high = sorted(_times_better(value, line) for value in (*line.value_range, line.median))
         color = {"aim": "#2e7d32", "yes": "#558b2f"}.get(line.verdict, "#c62828")
         axes.barh(place, middle, color=color, height=0.55)
         axes.plot([low, high], [place, place], color="black", linewidth=1)
@@ -122,12 +122,12 @@ def _draw(file: Path, lines: Sequence[Line]) -> None:
     axes.axvline(1, color="black", linewidth=1)
     axes.set_xscale("log")
     axes.set_yticks(range(len(lines)), [line.work[:88] for line in reversed(lines)], fontsize=8)
-    axes.set_xlabel("times better than promised (blue: the aim; black: the spread); at the right what was measured")
+    axes.set_xlabel("times better than promised (blue: the aim; black: the range); at the right the measured value")
     figure.savefig(file, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
 
 
 def _times_better(value: float, line: Line) -> float:
-    """Above 1 the promise is kept; costs that come out as nothing or less are drawn as a hundredth."""
+    """Above 1 the promise holds; a cost of zero or less is drawn as a hundredth of the promise."""
     assert line.least is not None
     return line.least / max(value, line.least / 100) if line.lower else max(value, line.least / 100) / line.least

@@ -20,19 +20,19 @@ def main() -> None:
     llm = LLM(model=folder, dtype=dtype, max_model_len=1024, max_num_seqs=256, seed=0)
     print("ready", file=answers)
     for line in sys.stdin:
-        asked = json.loads(line)
+        request = json.loads(line)
         fixed = SamplingParams(
-            n=asked["samples"],
+            n=request["samples"],
             temperature=1.0,
-            max_tokens=asked["tokens"],
+            max_tokens=request["tokens"],
             ignore_eos=True,
             logprobs=0,
-            seed=asked["seed"],
+            seed=request["seed"],
             detokenize=False,
         )
-        prompts = [TokensPrompt(prompt_token_ids=ids) for ids in asked["prompts"]]
-        found = llm.generate(prompts, fixed, use_tqdm=False)
-        print("done", sum(len(one.token_ids) for each in found for one in each.outputs), file=answers)
+        prompts = [TokensPrompt(prompt_token_ids=ids) for ids in request["prompts"]]
+        results = llm.generate(prompts, fixed, use_tqdm=False)
+        print("done", sum(len(output.token_ids) for result in results for output in result.outputs), file=answers)
 
 
 if __name__ == "__main__":

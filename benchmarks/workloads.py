@@ -1,4 +1,4 @@
-"""What is trained on and sampled from: token rows of real lengths, the same for both sides, from a seed."""
+"""Workloads: token rows of realistic lengths from a seed, the same for both sides."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GROUPS, GROUP = 8, 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rows [prompt + answer] and how long each one's prompt is."""
+    """Rows [prompt + answer], and the length of each prompt."""
 
     name: str
     rows: list[np.ndarray]

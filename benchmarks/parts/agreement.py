@@ -1,7 +1,7 @@
 """How far the sampler's logprobs are from the trainer's on the same tokens: what an importance ratio begins with.
 
 Text of this project is continued at temperature 1 under an adapter that has been trained some steps, then the trainer
-is asked for the logprobs of what was sampled.
+computes the logprobs of the samples.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import Line, Setting
-from benchmarks.ours import Ours
+from benchmarks.comparison import Line, Setting
+from benchmarks.engine_driver import EngineDriver
 from benchmarks.workloads import PROMPT
 from tinsmith.engine.base import Datum, Pass
 
@@ -22,23 +22,26 @@ PROMPTS, SAMPLES, TOKENS, RANK, STEPS = 6, 8, 64, 32, 4
 
 
 def measure(setting: Setting) -> list[Line]:
-    """Mean in both dtypes, in float32 the greatest too."""
+    """Mean difference in both dtypes, and in float32 the largest."""
     lines = []
     for dtype, least, aim in (("float32", 1e-5, 1e-5), ("bfloat16", 0.06, 0.03)):
-        found = np.abs(_differences(replace(setting, dtype=dtype)))
-        means = found.reshape(PROMPTS, -1).mean(1)
+        differences = np.abs(_differences(replace(setting, dtype=dtype)))
+        means = differences.reshape(PROMPTS, -1).mean(1)
         line = {"baseline": "-", "unit": "", "lower": True}
-        what = f"sampler against trainer, {dtype}: abs. logprob difference,"
-        note = f"{found.size} sampled tokens; median and spread of the means by prompt; mean of all {found.mean():.2g}"
-        lines.append(Line(work=f"{what} mean", least=least, aim=aim, values=means.tolist(), note=note, **line))
+        subject = f"sampler against trainer, {dtype}: abs. logprob difference,"
+        overall = f"mean of all {differences.mean():.2g}"
+        note = f"{differences.size} sampled tokens; median and range of the means by prompt; {overall}"
+        lines.append(Line(work=f"{subject} mean", least=least, aim=aim, values=means.tolist(), note=note, **line))
         if dtype == "float32":
-            lines.append(Line(work=f"{what} greatest", least=1e-4, aim=1e-4, values=[float(found.max())], **line))
+            lines.append(
+                Line(work=f"{subject} greatest", least=1e-4, aim=1e-4, values=[float(differences.max())], **line)
+            )
     return lines
 
 
 def _differences(setting: Setting) -> np.ndarray:
     """[prompts * samples * tokens] sampled less trained."""
-    ours = Ours(setting)
+    ours = EngineDriver(setting)
     prompts = _texts(ours.engine.card.tokenizer)
     ours.create("bench", RANK)
     for _ in range(STEPS):
@@ -47,8 +50,8 @@ def _differences(setting: Setting) -> np.ndarray:
     ours.capture("bench", "version")
     sequences = [
         (prompt, sequence)
-        for prompt, found in zip(prompts, ours.sample(prompts, "version", SAMPLES, TOKENS), strict=True)
-        for sequence in found.sequences
+        for prompt, differences in zip(prompts, ours.sample(prompts, "version", SAMPLES, TOKENS), strict=True)
+        for sequence in differences.sequences
     ]
     rows = [np.concatenate([prompt, sequence.tokens]) for prompt, sequence in sequences]
     (result,) = ours.run(_scored(rows))

@@ -1,7 +1,7 @@
 """Peak memory of one GRPO batch above the loaded base, in this process alone (a part has a process of its own).
 
 Counted is everything from the moment at which the base stands: adapter, gradients, moments, activations. Linux keeps
-the peak; writing 5 to /proc/self/clear_refs starts it anew.
+the peak; writing 5 to /proc/self/clear_refs resets it.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 
-from benchmarks.contest import Line, Setting
-from benchmarks.ours import Ours
+from benchmarks.comparison import Line, Setting
+from benchmarks.engine_driver import EngineDriver
 from benchmarks.workloads import grpo
 
 RANK = 32
 
 
 def measure(setting: Setting) -> list[Line]:
-    """Ours, then PEFT's own peak on its longest eight rows, for comparison."""
+    """EngineDriver, then PEFT's own peak on its longest eight rows, for comparison."""
     work = grpo()
-    ours = Ours(setting)
+    ours = EngineDriver(setting)
     base = _settled()
     peaks = []
     ours.create("bench", RANK)
@@ -64,17 +64,17 @@ def _settled() -> int:
 
 
 def reset_peak() -> None:
-    """From now on `peak` tells of what comes."""
+    """Reset the peak that `peak` returns."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak() -> int:
-    """Bytes: the most that was resident since the last reset."""
+    """Peak resident bytes since the last reset."""
     return _status("VmHWM")
 
 
 def resident() -> int:
-    """Bytes."""
+    """Resident bytes now."""
     return _status("VmRSS")
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks.contest import Line, Setting
+from benchmarks.comparison import Line, Setting
 from benchmarks.servers import KEY, MODEL, tinsmith
 from tinsmith.rl import demo
 from tinsmith.rl.config import RunConfig
@@ -50,7 +50,8 @@ def measure(setting: Setting) -> list[Line]:
 
 
 def _line(config: RunConfig, shares: list[tuple[float, float]], rows: list[dict[str, float]]) -> Line:
-    """Steps in which nobody was better than others update nothing; the first one warms up, the last one saves."""
+    """One line. Left out: steps without differing rewards, which update nothing, the first step (warm-up) and the last
+    (which saves)."""
     took = [row["time/step"] for row in rows if "time/step" in row and not row.get("optim/skipped")]
     used = list(zip(took, shares, strict=True))[1:-1]
     own = [100 * (1 - (sampling + training) / step) for step, (sampling, training) in used]
@@ -84,18 +85,18 @@ async def _run(config: RunConfig, url: str) -> list[tuple[float, float]]:
 
 
 class Watched(TinkerPolicy):
-    """A policy whose sampling and training are timed; made by `connect`, as any."""
+    """A policy whose sampling and training are timed, created by `connect`."""
 
     shares: list[tuple[float, float]]
     _open, _since, sampled = 0, 0.0, 0.0
 
     async def snapshot(self) -> Any:
-        """The policy's own, watched; every step begins with it."""
+        """The policy's snapshot with timing; every step begins with this call."""
         self.sampled = 0.0
         return WatchedSnapshot(await super().snapshot(), self)
 
     async def update(self, *arguments: Any) -> Any:
-        """Ends a step's account."""
+        """Record the times of the finished step."""
         start = time.perf_counter()
         updated = await super().update(*arguments)
         self.shares.append((self.sampled, time.perf_counter() - start))
@@ -116,7 +117,7 @@ class Watched(TinkerPolicy):
 
 
 class WatchedSnapshot:
-    """A snapshot that tells its policy when it samples."""
+    """A snapshot that reports its sampling time to the policy."""
 
     def __init__(self, snapshot: Any, policy: Watched) -> None:
         self._snapshot, self._policy = snapshot, policy
@@ -130,11 +131,11 @@ class WatchedSnapshot:
         return self._snapshot.chat
 
     async def logprobs(self, tokens: Sequence[int]) -> Any:
-        """As the policy's own."""
+        """The method of the policy's snapshot."""
         return await self._snapshot.logprobs(tokens)
 
     async def sample(self, prompt: Any, **settings: Any) -> Any:
-        """As the policy's own."""
+        """The method of the policy's snapshot."""
         with self._policy.sampling():
             return await self._snapshot.sample(prompt, **settings)
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from itertools import count
 
-from benchmarks.contest import Line, Setting, percentile
-from benchmarks.ours import Ours
+from benchmarks.comparison import Line, Setting, percentile
+from benchmarks.engine_driver import EngineDriver
 from benchmarks.workloads import grpo, questions
 from tinsmith.engine.base import SequenceDelta
 from tinsmith.engine.device_sharing import POLICIES
@@ -22,10 +22,10 @@ RANK, PROMPTS, SAMPLES, TOKENS = 32, 4, 4, 48
 
 
 def measure(setting: Setting) -> list[Line]:
-    """Shares of what each reaches alone, and the latency, under both policies."""
+    """Throughput relative to each workload alone, and token latency, with both policies."""
     lines = []
     for policy in POLICIES:
-        ours = Ours(setting, sharing=policy)
+        ours = EngineDriver(setting, sharing=policy)
         ours.create("bench", RANK)
         ours.capture("bench", "version")
         lines += _lines(ours, setting, policy)
@@ -33,7 +33,7 @@ def measure(setting: Setting) -> list[Line]:
     return lines
 
 
-def _lines(ours: Ours, setting: Setting, policy: str) -> list[Line]:
+def _lines(ours: EngineDriver, setting: Setting, policy: str) -> list[Line]:
     alone, together = Tally(), Tally()
     lines: list[Line] = []
     seeds = count(1)
@@ -41,14 +41,14 @@ def _lines(ours: Ours, setting: Setting, policy: str) -> list[Line]:
         ours.wait(_side_by_side(ours, alone, seeds, trains=False, samples=True))
         ours.wait(_side_by_side(ours, alone, seeds, trains=True, samples=False))
         ours.wait(_side_by_side(ours, together, seeds, trains=True, samples=True))
-    what = f"sampling and training at once, --sharing {policy}:"
+    subject = f"sampling and training at once, --sharing {policy}:"
     shares = []
     for party in ("sampled", "trained"):
         alone_s, both_s = alone.rates[party], together.rates[party]
-        shares.append([both / one for both, one in zip(both_s, alone_s, strict=True)])
+        shares.append([shared / alone for shared, alone in zip(both_s, alone_s, strict=True)])
         lines.append(
             Line(
-                work=f"{what} tokens {party} in a second",
+                work=f"{subject} tokens {party} in a second",
                 baseline="the one alone",
                 unit="x",
                 values=shares[-1],
@@ -57,12 +57,12 @@ def _lines(ours: Ours, setting: Setting, policy: str) -> list[Line]:
             )
         )
     sums = [sum(parts) for parts in zip(*shares, strict=True)]
-    lines.append(Line(work=f"{what} both shares", baseline="1: nothing is lost", unit="x", values=sums))
+    lines.append(Line(work=f"{subject} both shares", baseline="1: nothing is lost", unit="x", values=sums))
     for share in (0.5, 0.95):
         values, before = ([1000 * percentile(gaps, share) for gaps in tally.gaps] for tally in (together, alone))
         lines.append(
             Line(
-                work=f"{what} from one token of a sequence to its next, p{100 * share:.0f}",
+                work=f"{subject} from one token of a sequence to its next, p{100 * share:.0f}",
                 baseline="sampling alone",
                 unit="ms",
                 values=values,
@@ -75,15 +75,15 @@ def _lines(ours: Ours, setting: Setting, policy: str) -> list[Line]:
 
 
 class Tally:
-    """Of one way of running: tokens/s of each party, and the seconds between tokens, by turn."""
+    """One run: tokens/s of each workload, and the seconds between tokens, for each turn."""
 
     def __init__(self) -> None:
         self.rates: dict[str, list[float]] = {"sampled": [], "trained": []}
         self.gaps: list[list[float]] = []
 
 
-async def _side_by_side(ours: Ours, tally: Tally, seeds: count[int], *, trains: bool, samples: bool) -> None:
-    """Until two batches are trained, or two rounds sampled where nothing is trained."""
+async def _side_by_side(ours: EngineDriver, tally: Tally, seeds: count[int], *, trains: bool, samples: bool) -> None:
+    """Run until two batches are trained, or two rounds sampled if nothing is trained."""
     over = asyncio.Event()
     gaps: list[float] = []
     jobs = []
@@ -97,7 +97,7 @@ async def _side_by_side(ours: Ours, tally: Tally, seeds: count[int], *, trains: 
         tally.gaps.append(gaps)
 
 
-async def _training(ours: Ours, tally: Tally) -> None:
+async def _training(ours: EngineDriver, tally: Tally) -> None:
     work = grpo(groups=4)
     start = time.perf_counter()
     for _ in range(2):
@@ -105,7 +105,9 @@ async def _training(ours: Ours, tally: Tally) -> None:
     tally.rates["trained"].append(2 * work.tokens / (time.perf_counter() - start))
 
 
-async def _sampling(ours: Ours, tally: Tally, gaps: list[float], seeds: count[int], over: asyncio.Event | None) -> None:
+async def _sampling(
+    ours: EngineDriver, tally: Tally, gaps: list[float], seeds: count[int], over: asyncio.Event | None
+) -> None:
     start, tokens, rounds = time.perf_counter(), 0, 0
     while (rounds < 2) if over is None else not over.is_set():
         prompts = questions(PROMPTS, seed=next(seeds))
@@ -116,7 +118,7 @@ async def _sampling(ours: Ours, tally: Tally, gaps: list[float], seeds: count[in
 
 
 def _listener(gaps: list[float]) -> Callable[[SequenceDelta], None]:
-    """Hears one request; its sequences advance together, so one of them tells the gaps."""
+    """The `on_delta` of one request; its sequences advance together, so the gaps of one are enough."""
     last = [0.0]
 
     def on_delta(piece: SequenceDelta) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from benchmarks.contest import Line, Setting, in_turns
-from benchmarks.ours import Ours
+from benchmarks.comparison import Line, Setting, in_turns
+from benchmarks.engine_driver import EngineDriver
 from benchmarks.workloads import Batch, rows_of
 from tinsmith.engine.base import Pass
 
@@ -17,11 +17,11 @@ def measure(setting: Setting) -> list[Line]:
 
     Passes alone are timed. Between them each tenant steps, as it would: a pass finds no gradient of an earlier one.
     """
-    ours = Ours(setting)
+    ours = EngineDriver(setting)
     for tenant in range(64):
         ours.create(f"tenant-{tenant}", RANK, seed=tenant)
     rows, short = rows_of(128, 8), rows_of(16, 64)
-    one, eight, many = rows.as_pass("tenant-0"), passes(rows), passes(short)
+    single, eight, many = rows.as_pass("tenant-0"), passes(rows), passes(short)
 
     def separately() -> None:
         for each in many:
@@ -33,7 +33,7 @@ def measure(setting: Setting) -> list[Line]:
 
     turns = 3 * setting.turns
     lines = [
-        in_turns(lambda: ours.run(*eight), lambda: ours.run(one), turns, between=step).line(
+        in_turns(lambda: ours.run(*eight), lambda: ours.run(single), turns, between=step).line(
             f"8 tenants x one row of 128, rank {RANK}", "one tenant with 8 x 128", 0.95, 1.0, rows.tokens
         ),
         in_turns(lambda: ours.run(*many), separately, setting.turns, between=step).line(

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import tinker
 
-from benchmarks.contest import Line, Setting, in_turns
-from benchmarks.ours import Ours
+from benchmarks.comparison import Line, Setting, in_turns
+from benchmarks.engine_driver import EngineDriver
 from benchmarks.servers import KEY, MODEL, Watch, stub, tinsmith
 from benchmarks.workloads import Batch, grpo
 
@@ -42,7 +42,7 @@ def measure(setting: Setting) -> list[Line]:
 
 
 def _batch(setting: Setting, served: Any) -> Line:
-    work, direct = grpo(), Ours(setting)
+    work, direct = grpo(), EngineDriver(setting)
     direct.create("bench", RANK)
 
     def by_hand() -> None:
@@ -55,10 +55,10 @@ def _batch(setting: Setting, served: Any) -> Line:
         trained.result()
         stepped.result()
 
-    contest = in_turns(through, by_hand, setting.turns)
+    comparison = in_turns(through, by_hand, setting.turns)
     direct.close()
-    what = f"GRPO batch of {work.name} through SDK and HTTP"
-    return contest.line(what, "the engine called directly", 0.95, 0.98, work.tokens)
+    subject = f"GRPO batch of {work.name} through SDK and HTTP"
+    return comparison.line(subject, "the engine called directly", 0.95, 0.98, work.tokens)
 
 
 def _empty(ours_s: list[float], stub_s: list[float]) -> Line:

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 
 from benchmarks.baseline import Baseline, load
-from benchmarks.contest import Contest, Line, Setting, in_turns, rotate, timed
-from benchmarks.ours import Ours
+from benchmarks.comparison import Comparison, Line, Setting, in_turns, rotate, timed
+from benchmarks.engine_driver import EngineDriver
 from benchmarks.workloads import Batch, grpo
 from tinsmith.engine.lora.adapter import HEAD
 from tinsmith.engine.lora.linear import LoraLinear
@@ -49,12 +49,12 @@ def measure(setting: Setting) -> list[Line]:
         "different": lambda: _train(ours, different),
         "peak": lambda: peaks.append(peak_rates(ours)),
     }
-    found = rotate(sides, setting.turns)
-    contest = Contest(found["different"], found["theirs"])
+    seconds = rotate(sides, setting.turns)
+    comparison = Comparison(seconds["different"], seconds["theirs"])
     lines = [
-        _shared_line(setting, shared, Contest(found["shared"], found["theirs"])),
-        contest.line(f"the same with {different.name}", PEFT, 1.8, 2.3, different.tokens),
-        share(ours, shared, found["shared"], peaks),
+        _shared_line(setting, shared, Comparison(seconds["shared"], seconds["theirs"])),
+        comparison.line(f"the same with {different.name}", PEFT, 1.8, 2.3, different.tokens),
+        share(ours, shared, seconds["shared"], peaks),
     ]
     ours.close()
     return lines
@@ -64,47 +64,47 @@ def shared_alone(setting: Setting) -> list[Line]:
     """The line of shared prompts and no other."""
     shared = grpo()
     ours, theirs = _sides(setting)
-    contest = in_turns(
+    comparison = in_turns(
         lambda: _train(ours, shared), lambda: theirs.train(shared.rows, shared.prompts), setting.turns, warm_up=0
     )
     ours.close()
-    return [_shared_line(setting, shared, contest)]
+    return [_shared_line(setting, shared, comparison)]
 
 
-def _sides(setting: Setting) -> tuple[Ours, Baseline]:
-    """Warm: both have trained a group."""
-    ours, theirs, small = Ours(setting), Baseline(load(setting), RANK), grpo(groups=1)
+def _sides(setting: Setting) -> tuple[EngineDriver, Baseline]:
+    """Both sides, warmed up with a group."""
+    ours, theirs, small = EngineDriver(setting), Baseline(load(setting), RANK), grpo(groups=1)
     ours.create("bench", RANK)
     _train(ours, small)
     theirs.train(small.rows, small.prompts)
     return ours, theirs
 
 
-def _shared_line(setting: Setting, work: Batch, contest: Contest) -> Line:
-    """What is promised depends on the dtype."""
+def _shared_line(setting: Setting, work: Batch, comparison: Comparison) -> Line:
+    """The promised ratio, which depends on the dtype."""
     aim = 4.0 if setting.dtype == "float32" else 4.5
-    return contest.line(f"GRPO batch of {work.name}, {setting.dtype}", PEFT, 3.0, aim, work.tokens)
+    return comparison.line(f"GRPO batch of {work.name}, {setting.dtype}", PEFT, 3.0, aim, work.tokens)
 
 
-def _train(ours: Ours, work: Batch) -> None:
+def _train(ours: EngineDriver, work: Batch) -> None:
     ours.run(work.as_pass("bench"))
     ours.step("bench")
 
 
-def share(ours: Ours, work: Batch, seconds: list[float], peaks: list[dict[tuple[int, int], float]]) -> Line:
-    """Of each turn's peak; beside it the share if every product ran at the best rate of its own shape."""
+def share(ours: EngineDriver, work: Batch, seconds: list[float], peaks: list[dict[tuple[int, int], float]]) -> Line:
+    """Share of each turn's peak; the note has the share if every product ran at the best rate of its own shape."""
     flops = useful_flops(ours, work, RANK)
-    best = {shape: max(one[shape] for one in peaks) for shape in peaks[0]}
+    best = {shape: max(peak[shape] for peak in peaks) for shape in peaks[0]}
     total = sum(weight_flops(ours).values())
     own = total / sum(flops / best[shape] for shape, flops in weight_flops(ours).items())
-    rates = [flops / one for one in seconds]
+    rates = [flops / turn_s for turn_s in seconds]
     return Line(
         work="share of the machine's matmul peak that its useful FLOPs reach",
         baseline="best product of the model's shapes",
         unit="%",
         least=50.0,
         aim=65.0,
-        values=[100 * rate / max(one.values()) for rate, one in zip(rates, peaks, strict=True)],
+        values=[100 * rate / max(peak.values()) for rate, peak in zip(rates, peaks, strict=True)],
         ours=f"{statistics.median(rates) / 1e9:,.0f} GFLOP/s",
         theirs=f"{max(best.values()) / 1e9:,.0f} GFLOP/s",
         note=f"{flops / 1e12:.2f} TFLOP; {100 * statistics.median(rates) / own:.0f} % of what the products reach, each "
@@ -112,15 +112,15 @@ def share(ours: Ours, work: Batch, seconds: list[float], peaks: list[dict[tuple[
     )
 
 
-def useful_flops(ours: Ours, work: Batch, rank: int) -> float:
-    """Of one forward_backward over `work`, as the module says."""
-    one = work.as_pass("bench")
+def useful_flops(ours: EngineDriver, work: Batch, rank: int) -> float:
+    """FLOPs of one forward_backward over `work`, by the formula above."""
+    data_pass = work.as_pass("bench")
     tree = packing.pack(
-        [packing.PackedRow(key=key, adapter=0, tokens=datum.tokens) for key, datum in enumerate(one.data)]
+        [packing.PackedRow(key=key, adapter=0, tokens=datum.tokens) for key, datum in enumerate(data_pass.data)]
     )
     packed, seen = len(tree.tokens), float((tree.positions + 1).sum())
     learning = len(
-        {int(tree.index[key][at]) for key, d in enumerate(one.data) for at in d.inputs["advantages"].nonzero()[0]}
+        {int(tree.index[key][at]) for key, d in enumerate(data_pass.data) for at in d.inputs["advantages"].nonzero()[0]}
     )
     shapes = _shapes(ours)
     vocabulary, width = shapes.pop(HEAD)
@@ -137,27 +137,27 @@ def useful_flops(ours: Ours, work: Batch, rank: int) -> float:
     )
 
 
-def weight_flops(ours: Ours) -> Mapping[tuple[int, int], float]:
+def weight_flops(ours: EngineDriver) -> Mapping[tuple[int, int], float]:
     """FLOPs by a product's shape (out, in), for one position: each projection as often as there are layers."""
-    found: dict[tuple[int, int], float] = {}
+    flops: dict[tuple[int, int], float] = {}
     for height, width in _shapes(ours).values():
-        found[height, width] = found.get((height, width), 0.0) + 2 * height * width
-    return found
+        flops[height, width] = flops.get((height, width), 0.0) + 2 * height * width
+    return flops
 
 
-def _shapes(ours: Ours) -> dict[str, tuple[int, int]]:
-    """Of every matrix that the base multiplies with: name -> (out, in)."""
+def _shapes(ours: EngineDriver) -> dict[str, tuple[int, int]]:
+    """Shapes of all matrices of the base: name -> (out, in)."""
     model = ours.engine.trainer._base.model
-    found = {path: module.frozen.shape for path, module in model.named_modules() if isinstance(module, LoraLinear)}
-    shapes = {path: (int(height), int(width)) for path, (height, width) in found.items()}
+    matrices = {path: module.frozen.shape for path, module in model.named_modules() if isinstance(module, LoraLinear)}
+    shapes = {path: (int(height), int(width)) for path, (height, width) in matrices.items()}
     head: Any = model.get_output_embeddings()
     return {**shapes, HEAD: (int(head.weight.shape[0]), int(head.weight.shape[1]))}
 
 
 @torch.no_grad()
-def peak_rates(ours: Ours) -> dict[tuple[int, int], float]:
+def peak_rates(ours: EngineDriver) -> dict[tuple[int, int], float]:
     """FLOP/s of each shape's product at a micro-batch's height, where and as the base is: the best of five."""
-    found = {}
+    rates = {}
     device, dtype = ours.engine.card.device, getattr(torch, ours.engine.card.dtype)
     for height, width in weight_flops(ours):
         left, right = (torch.randn(rows, width, device=device, dtype=dtype) for rows in (HEIGHT, height))
@@ -168,5 +168,5 @@ def peak_rates(ours: Ours) -> dict[tuple[int, int], float]:
             if left.device.type == "cuda":
                 torch.cuda.synchronize()
 
-        found[height, width] = 2 * HEIGHT * height * width / min(timed(product) for _ in range(6))
-    return found
+        rates[height, width] = 2 * HEIGHT * height * width / min(timed(product) for _ in range(6))
+    return rates

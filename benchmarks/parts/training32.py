@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from benchmarks.contest import Line, Setting
+from benchmarks.comparison import Line, Setting
 from benchmarks.parts import training
 
 

@@ -2,7 +2,7 @@
 
 vLLM lives in an environment of its own: what `make vllm` makes, or what TINSMITH_VLLM_PYTHON names. It runs in a
 process that is stopped while ours works (its worker looks for work without pause: a ninth of a core), and ours waits
-for it. It is asked for all samples at once.
+for it. It gets all requests at once.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from benchmarks.contest import Line, Setting, in_turns
-from benchmarks.ours import Ours
+from benchmarks.comparison import Line, Setting, in_turns
+from benchmarks.engine_driver import EngineDriver
 from benchmarks.parts.sampling import RANK, SAMPLES, TOKENS
 from benchmarks.workloads import grpo, questions
 
@@ -32,32 +32,32 @@ BASELINE = "vLLM on the same cores, no adapter"
 def measure(setting: Setting) -> list[Line]:
     """One line; without an environment that has vLLM it says so."""
     named = os.environ.get("TINSMITH_VLLM_PYTHON")
-    found = [place for place in ((Path(named),) if named else PLACES) if place.is_file()]
-    if not found:
+    interpreters = [place for place in ((Path(named),) if named else PLACES) if place.is_file()]
+    if not interpreters:
         why = "not measured: no environment with vLLM (make vllm, or TINSMITH_VLLM_PYTHON)"
         return [Line(work=WORK, baseline=BASELINE, unit="x", least=1.0, aim=2.0, values=[], note=why)]
-    ours, seeds = Ours(setting), count(1)
+    ours, seeds = EngineDriver(setting), count(1)
     small = grpo(groups=1, group=2)
     ours.create("bench", RANK)
     ours.run(small.as_pass("bench"))
     ours.step("bench")
     ours.capture("bench", "version")
-    with _vllm(found[0].absolute(), setting) as sample:
+    with _vllm(interpreters[0].absolute(), setting) as sample:
         ours.sample(questions(), "version", SAMPLES, 4)
         sample(0, 4)
-        contest = in_turns(
+        comparison = in_turns(
             lambda: ours.sample(questions(seed=next(seeds)), "version", SAMPLES, TOKENS),
             lambda: sample(next(seeds), TOKENS),
             setting.turns,
             warm_up=0,
         )
     ours.close()
-    return [contest.line(WORK, BASELINE, 1.0, 2.0, 8 * SAMPLES * TOKENS)]
+    return [comparison.line(WORK, BASELINE, 1.0, 2.0, 8 * SAMPLES * TOKENS)]
 
 
 @contextmanager
 def _vllm(python: Path, setting: Setting) -> Iterator[Callable[[int, int], None]]:
-    """What samples (seed, tokens of each answer); raises RuntimeError with the end of vLLM's log when it ends."""
+    """A function that samples (seed, tokens of each sample). It raises RuntimeError with vLLM's log if vLLM ends."""
     environment = {
         **os.environ,
         "HF_HUB_OFFLINE": "1",
@@ -91,7 +91,7 @@ def _vllm(python: Path, setting: Setting) -> Iterator[Callable[[int, int], None]
 
 
 def _ask(process: subprocess.Popen[str], seed: int, tokens: int) -> None:
-    prompts = [one.tolist() for one in questions(seed=seed)]
+    prompts = [prompt.tolist() for prompt in questions(seed=seed)]
     assert process.stdin is not None
     os.killpg(process.pid, signal.SIGCONT)
     process.stdin.write(json.dumps({"prompts": prompts, "samples": SAMPLES, "tokens": tokens, "seed": seed}) + "\n")

@@ -1,4 +1,4 @@
-"""What `make gpu-check` runs on a GPU runs here on tiny shapes and a CPU."""
+"""The GPU benchmark, on tiny shapes and a CPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from benchmarks import gpu
 
 @pytest.mark.filterwarnings("ignore")  # transformers' and PEFT's own
 @pytest.mark.parametrize("name", list(gpu.LARGE))
-def test_every_line_is_measured_and_the_correct_ones_hold(name: str):
+def test_gpu_lines_are_measured_and_correct(name: str):
     shape = gpu.Shape(name=name, config=gpu.TINY[name], device="cpu", tiny=True)
     lines = gpu.correctness(shape)
     assert [line.verdict for line in lines] == ["aim"] * 3
     assert all(line.values for line in gpu.speed(shape, turns=1))
 
 
-def test_the_large_shapes_have_the_sizes_of_their_names():
+def test_shapes_have_the_sizes_of_their_names():
     def parameters(config: object) -> float:
         width, inner, layers = config.hidden_size, config.intermediate_size, config.num_hidden_layers  # type: ignore[attr-defined]
         heads, shared, size = config.num_attention_heads, config.num_key_value_heads, config.head_dim  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The benchmarks themselves: their parts run on a tiny model, and a table says what was measured and no more."""
+"""Parts of the benchmarks on a tiny model, and the result tables."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from pathlib import Path
 import pytest
 
 from benchmarks import table
-from benchmarks.contest import Contest, Line, Setting, rotate
-from benchmarks.ours import Ours
+from benchmarks.comparison import Comparison, Line, Setting, rotate
+from benchmarks.engine_driver import EngineDriver
 from benchmarks.parts import agreement, sharing, switching, tenants, training, vllm
 from benchmarks.workloads import grpo
 from tests.engine.reference import plain_model
 from tinsmith.engine.model import packing
 
 
-def test_sides_take_turns_and_change_who_goes_first():
+def test_rotate_alternates_the_order_of_sides():
     order: list[str] = []
-    found = rotate({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
+    seconds = rotate({"a": lambda: order.append("a"), "b": lambda: order.append("b")}, 3)
     assert order == ["a", "b", "b", "a", "a", "b"]
-    assert {name: len(seconds) for name, seconds in found.items()} == {"a": 3, "b": 3}
+    assert {name: len(seconds) for name, seconds in seconds.items()} == {"a": 3, "b": 3}
 
 
-def test_a_ratio_is_taken_turn_by_turn():
-    line = Contest(ours_s=[1.0, 2.0, 4.0], theirs_s=[3.0, 4.0, 20.0]).line("work", "theirs", 2.0, 4.0, tokens=100)
-    assert (line.values, line.median, line.spread, line.verdict) == ([3.0, 2.0, 5.0], 3.0, (2.0, 5.0), "yes")
+def test_comparison_takes_a_ratio_in_each_turn():
+    line = Comparison(ours_s=[1.0, 2.0, 4.0], theirs_s=[3.0, 4.0, 20.0]).line("work", "theirs", 2.0, 4.0, tokens=100)
+    assert (line.values, line.median, line.value_range, line.verdict) == ([3.0, 2.0, 5.0], 3.0, (2.0, 5.0), "yes")
     assert (line.ours, line.theirs) == ("50 tokens/s", "25 tokens/s")
 
 
-def test_where_less_is_better_the_promise_is_an_upper_bound():
+def test_promise_is_an_upper_bound_where_lower_is_better():
     line = Line(work="w", baseline="-", unit="ms", least=20.0, aim=3.0, values=[25.0], lower=True)
     assert line.verdict == "no"
     assert "≤ 20 ms" in table.row(line)
     assert Line(work="w", baseline="-", unit="ms", least=20.0, aim=3.0, values=[2.5], lower=True).verdict == "aim"
 
 
-def test_parts_are_kept_when_another_is_measured(tmp_path: Path):
+def test_results_of_other_parts_are_preserved(tmp_path: Path):
     def part(work: str) -> table.Part:
         line = Line(work=work, baseline="-", unit="x", least=1.0, aim=2.0, values=[1.5])
         return table.Part(measured="today", machine="here", lines=[line])
@@ -43,46 +43,48 @@ def test_parts_are_kept_when_another_is_measured(tmp_path: Path):
     results = tmp_path / "speed"
     table.write(results, {"b": part("second")}, ["a", "b"])
     table.write(results, {**table.read(results), "a": part("first")}, ["a", "b"])
-    assert [line.work for one in table.read(results).values() for line in one.lines] == ["first", "second"]
+    assert [line.work for part in table.read(results).values() for line in part.lines] == ["first", "second"]
     text = results.with_suffix(".md").read_text()
     assert text.index("first") < text.index("second")
     assert results.with_suffix(".png").is_file()
 
 
-def test_a_position_s_flops_are_two_for_each_weight_that_it_is_multiplied_with(tiny_llama: Path):
-    ours = Ours(Setting(folder=tiny_llama, threads=1, turns=1, dtype="float32"))
+def test_flops_are_two_per_weight_and_position(tiny_llama: Path):
+    ours = EngineDriver(Setting(folder=tiny_llama, threads=1, turns=1, dtype="float32"))
     counted = sum(training.weight_flops(ours).values())
     rates = training.peak_rates(ours)
     ours.close()
     model = plain_model(tiny_llama)
-    matrices = [one for name, one in model.named_parameters() if "_proj" in name]
-    assert counted == 2 * sum(one.numel() for one in (*matrices, model.get_output_embeddings().weight))
-    assert set(rates) == {tuple(one.shape) for one in (*matrices, model.get_output_embeddings().weight)}
+    matrices = [part for name, part in model.named_parameters() if "_proj" in name]
+    assert counted == 2 * sum(part.numel() for part in (*matrices, model.get_output_embeddings().weight))
+    assert set(rates) == {tuple(part.shape) for part in (*matrices, model.get_output_embeddings().weight)}
     assert all(rate > 0 for rate in rates.values())
 
 
-def test_both_batches_have_the_same_lengths_and_only_one_shares():
+def test_batches_have_equal_lengths_and_one_shares_prompts():
     shared, different = grpo(), grpo(shared=False)
     assert [len(row) for row in shared.rows] == [len(row) for row in different.rows]
     packed = [
         len(
-            packing.pack([packing.PackedRow(key=key, adapter=0, tokens=row) for key, row in enumerate(one.rows)]).tokens
+            packing.pack(
+                [packing.PackedRow(key=key, adapter=0, tokens=row) for key, row in enumerate(part.rows)]
+            ).tokens
         )
-        for one in (shared, different)
+        for part in (shared, different)
     ]
     assert packed[0] < sum(map(len, shared.rows)) - 7 * 8 * 150 + 64
     assert packed[1] > 0.99 * sum(map(len, different.rows))
 
 
 @pytest.mark.parametrize("part", [agreement, sharing, switching, tenants])
-def test_a_part_runs(part: object, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
+def test_part_runs_on_a_tiny_model(part: object, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sharing, "TOKENS", 8)
     lines = part.measure(Setting(folder=tiny_llama, threads=1, turns=1, dtype="float32"))  # type: ignore[attr-defined]
     assert lines
     assert all(line.values for line in lines)
 
 
-def test_without_vllm_the_line_says_so(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
+def test_vllm_line_is_not_measured_without_vllm(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TINSMITH_VLLM_PYTHON", "/nowhere/python")
     (line,) = vllm.measure(Setting(folder=tiny_llama, threads=1, turns=1))
     assert line.verdict == "not measured"

@@ -18,7 +18,7 @@ from tests.engine.data import pass_for
 from tests.engine.inspection import weights_of
 from tests.engine.reference import assert_same
 from tests.engine.sampling.helpers import assert_same_samples, sample_request
-from tinsmith.engine.autotune import round_products
+from tinsmith.engine.autotune import set_matmul_precision
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process import LENGTH_PREFIX, RemoteEngine
@@ -28,7 +28,7 @@ from tinsmith.errors import ConfigError, EngineDied, NotFound, TinsmithError
 @pytest.fixture(autouse=True)
 def rounding() -> None:
     """Set the matmul precision of float32 engines: a bfloat16 engine of another test may have changed it."""
-    round_products(torch.float32)
+    set_matmul_precision(torch.float32)
 
 
 @pytest.fixture(scope="module")

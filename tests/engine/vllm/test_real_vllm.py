@@ -85,11 +85,11 @@ def test_logprobs_equal_the_trainers(engine: VllmEngine, encode: Any, wait: Any,
     prompt = encode(PROMPT)
 
     async def together() -> dict[str | None, Any]:
-        asks = [
+        requests = [
             sample_request(prompt, version=name, num_samples=3, max_tokens=24, seed=None) for name in [*PARTS, None]
         ]
-        answers = await asyncio.gather(*(engine.sample(sequence) for sequence in asks))
-        return {sequence.version: answer for sequence, answer in zip(asks, answers, strict=True)}
+        results = await asyncio.gather(*(engine.sample(request) for request in requests))
+        return {request.version: result for request, result in zip(requests, results, strict=True)}
 
     mean, most = BOUNDS[engine.card.dtype]
     for version, sampled in wait(together()).items():
@@ -121,8 +121,8 @@ def test_logprobs_are_tempered(engine: VllmEngine, encode: Any, wait: Any):
     whole = [*prompt, *sequence.tokens]
     expected = np.full((len(whole) - 1, 2), -1, np.int64)
     expected[len(prompt) - 1 :] = sequence.topk.token_ids
-    asked = wait(engine.sample(sample_request(whole, version="all", max_tokens=1, target_prompt_logprobs=expected)))
-    untempered = asked.target_prompt_logprobs[len(prompt) - 1 :]
+    trained = wait(engine.sample(sample_request(whole, version="all", max_tokens=1, target_prompt_logprobs=expected)))
+    untempered = trained.target_prompt_logprobs[len(prompt) - 1 :]
     apart = (sequence.topk.logprobs[:, 0] - sequence.topk.logprobs[:, 1]) - (untempered[:, 0] - untempered[:, 1]) / 0.5
     assert np.abs(apart).max() < (1e-2 if engine.card.dtype == "float32" else 1.0)
 

@@ -1,4 +1,4 @@
-"""The engine in a benchmark's hands: one thing after another, without an event loop to think of."""
+"""Synchronous access to an engine for benchmarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.contest import Setting
+from benchmarks.comparison import Setting
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult, SampleRequest, SampleResult, SequenceDelta
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model.loading import BaseModel
@@ -17,22 +17,22 @@ from tinsmith.engine.torch_engine import TorchEngine
 OnDelta = Callable[[SequenceDelta], None]
 
 
-class Ours:
-    """An engine of the setting's model and threads, or of a base that is there; `options` go to its config."""
+class EngineDriver:
+    """An engine with the setting's model and threads, or with a loaded base; `options` go to its config."""
 
     def __init__(self, setting: Setting, base: BaseModel | None = None, **options: Any) -> None:
         options = {"dtype": setting.dtype, "device": "cpu", **options}
         self._runner = asyncio.Runner()
         self._runner.run(asyncio.sleep(0))
         self.engine = TorchEngine(EngineConfig(source=str(setting.folder), threads=setting.threads, **options), base)
-        self._asked = 0
+        self._calls = 0
 
     def create(self, model_id: str, rank: int, seed: int = 0) -> None:
-        """A fresh adapter."""
+        """Create a new adapter."""
         self.wait(self.engine.create(model_id, LoraSpec(rank=rank, seed=seed)))
 
     def run(self, *passes: Pass) -> list[PassResult]:
-        """One run over these passes; raises the first error among the results."""
+        """Run passes; raises the first error among the results."""
         results = self.wait(self.engine.run(passes))
         for result in results:
             if isinstance(result, Exception):
@@ -40,17 +40,17 @@ class Ours:
         return results
 
     def step(self, model_id: str, learning_rate: float = 1e-4) -> None:
-        """One AdamW step."""
+        """Take one AdamW step."""
         self.wait(self.engine.step(model_id, AdamParams(learning_rate=learning_rate)))
 
     def capture(self, model_id: str, version: str) -> None:
-        """Make the present weights a version."""
+        """Capture the current weights as a version."""
         self.wait(self.engine.capture(model_id, version))
 
     def sample(
         self, prompts: Sequence[np.ndarray], version: str | None, samples: int, tokens: int, **settings: Any
     ) -> list[SampleResult]:
-        """All prompts at once, as a client with so many open requests would; each answer has exactly `tokens`."""
+        """Sample from all prompts at once, as a client with that many requests; each sample has `tokens` tokens."""
         return self.wait(self.sampling(prompts, version, samples, tokens, **settings))
 
     async def sampling(
@@ -62,29 +62,29 @@ class Ours:
         listener: Callable[[], OnDelta] | None = None,
         **settings: Any,
     ) -> list[SampleResult]:
-        """The same, for an event loop's hands; `listener` makes who hears of one request's pieces."""
-        self._asked += 1
+        """The same as a coroutine; `listener` creates the `on_delta` of each request."""
+        self._calls += 1
         fixed: dict[str, Any] = {"num_samples": samples, "max_tokens": tokens, "stop_tokens": (), "version": version}
         requests = [
             SampleRequest(
-                request_id=f"{self._asked}-{index}",
+                request_id=f"{self._calls}-{index}",
                 prompt=prompt,
-                seed=self._asked * 1000 + index,
+                seed=self._calls * 1000 + index,
                 **{**fixed, **settings},
             )
             for index, prompt in enumerate(prompts)
         ]
-        found = await asyncio.gather(
+        results = await asyncio.gather(
             *(self.engine.sample(request, listener() if listener else None) for request in requests)
         )
-        assert all(len(sequence.tokens) == tokens for one in found for sequence in one.sequences)
-        return found
+        assert all(len(sequence.tokens) == tokens for result in results for sequence in result.sequences)
+        return results
 
     def wait(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine to its end."""
+        """Run a coroutine to completion."""
         return self._runner.run(work)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the engine's memory."""
         self.wait(self.engine.close())
         self._runner.close()

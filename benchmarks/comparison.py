@@ -1,7 +1,7 @@
-"""Two ways of doing the same work, timed in turns, so that a busy minute of the machine slows both.
+"""Interleaved timing of two implementations of the same work, so that other load on the machine slows both.
 
-A ratio is taken for each turn; the median of the turns is what is reported, with the least and the greatest beside it
-(5 and 95 % where there are twenty turns or more). A `Line` is one row of the tables that come of it.
+A ratio is taken in each turn; the reported value is the median over the turns, with the smallest and the largest (the
+5th and 95th percentiles from twenty turns on). A `Line` is one row of the result tables.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What every part is told.
+    """Settings of all parts.
 
     Example: Setting(folder=Path("/cache/smollm2"), threads=2, turns=3, dtype="bfloat16")
     """
 
     folder: Path
-    """Of the base model."""
+    """Folder of the base model."""
     threads: int
-    """Of both sides."""
+    """Threads of both sides."""
     turns: int
-    """Of long work; what takes milliseconds has ten times as many."""
+    """Turns of long work; work of milliseconds has ten times as many."""
     dtype: str = "bfloat16"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
-    """One thing that was measured.
+    """One measurement.
 
     Example: Line(work="64 samples", baseline="generate", unit="x", least=4.0, aim=5.5, values=[4.8, 5.1, 5.0])
     """
@@ -42,37 +42,37 @@ class Line:
     work: str
     baseline: str
     unit: str
-    """Of the values: x (a ratio, baseline by ours in seconds), %, ms, GB, or nothing for a plain number."""
+    """Unit of the values: x (a ratio, seconds of the baseline by ours), %, ms, GB, or empty for a plain number."""
     least: float | None = None
-    """What is promised; None where nothing is."""
+    """The promised value, if there is one."""
     aim: float | None = None
     values: list[float]
-    """Turn by turn; empty if it could not be measured: `note` says why."""
+    """One value for each turn; empty if it could not be measured, for the reason in `note`."""
     ours: str = ""
     theirs: str = ""
     note: str = ""
     lower: bool = False
-    """Whether less is better."""
+    """Whether lower is better."""
 
     @property
     def median(self) -> float:
         return statistics.median(self.values)
 
     @property
-    def spread(self) -> tuple[float, float]:
-        """Of all turns, or of 90 % of them where there are many."""
+    def value_range(self) -> tuple[float, float]:
+        """Smallest and largest value, or the 5th and 95th percentiles from twenty turns on."""
         many = len(self.values) >= 20
         return (percentile(self.values, 0.05), percentile(self.values, 0.95)) if many else _ends(self.values)
 
     def reaches(self, mark: float | None) -> bool:
-        """Whether the median is at `mark` or better."""
+        """Whether the median is `mark` or better."""
         if mark is None or not self.values:
             return False
         return self.median <= mark if self.lower else self.median >= mark
 
     @property
     def verdict(self) -> str:
-        """In a word: how it stands to what is promised."""
+        """The result in relation to the promised value: aim, yes, no, not measured, or empty."""
         if not self.values:
             return "not measured"
         if self.least is None:
@@ -81,21 +81,21 @@ class Line:
 
 
 @dataclass(slots=True)
-class Contest:
-    """Seconds of each side, turn by turn. `ratios` are theirs / ours: above 1 we are faster."""
+class Comparison:
+    """Seconds of each side, turn by turn."""
 
     ours_s: list[float] = field(default_factory=list)
     theirs_s: list[float] = field(default_factory=list)
 
     @property
     def ratios(self) -> list[float]:
-        """Theirs by ours, turn by turn."""
+        """Theirs divided by ours, turn by turn: above 1, ours is faster."""
         return [theirs / ours for ours, theirs in zip(self.ours_s, self.theirs_s, strict=True)]
 
     def line(
         self, work: str, baseline: str, least: float, aim: float, tokens: int | None = None, note: str = ""
     ) -> Line:
-        """As a line; with `tokens` the sides are told as tokens/s, else in seconds."""
+        """The comparison as a line; the sides are given in tokens/s with `tokens`, else in seconds."""
         sides = [_speed(statistics.median(seconds), tokens) for seconds in (self.ours_s, self.theirs_s)]
         line = Line(
             work=work,
@@ -118,36 +118,37 @@ def in_turns(
     turns: int,
     warm_up: int = 1,
     between: Callable[[], object] = lambda: None,
-) -> Contest:
-    """Both `warm_up` times, then `turns` of each, changing who goes first; `between` after each, and not timed."""
+) -> Comparison:
+    """Run both sides `warm_up` times, then time them in `turns`, alternating which goes first. `between` runs untimed
+    after each side."""
     for _ in range(warm_up):
         for side in (ours, theirs):
             side()
             between()
-    found = rotate({"ours": ours, "theirs": theirs}, turns, between)
-    return Contest(found["ours"], found["theirs"])
+    seconds = rotate({"ours": ours, "theirs": theirs}, turns, between)
+    return Comparison(seconds["ours"], seconds["theirs"])
 
 
 def rotate(
     sides: Mapping[str, Callable[[], object]], turns: int, between: Callable[[], object] = lambda: None
 ) -> dict[str, list[float]]:
-    """Seconds of each side for each turn; forwards in one turn, backwards in the next; `between` after each."""
-    found: dict[str, list[float]] = {name: [] for name in sides}
+    """Seconds of each side for each turn. The order alternates; `between` runs untimed after each side."""
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(turns):
         for name in list(sides) if turn % 2 == 0 else reversed(list(sides)):
-            found[name].append(timed(sides[name]))
+            seconds[name].append(timed(sides[name]))
             between()
-    return found
+    return seconds
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """The value below which `share` of them lie."""
+    """The value below which a `share` of the values lie."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 def timed(work: Callable[[], object]) -> float:
-    """Seconds."""
+    """Seconds that `work` takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

@@ -1,7 +1,7 @@
-"""A Tinker server that answers everything at once and does nothing: what the SDK costs by itself.
+"""A Tinker server that responds at once and computes nothing, to measure the cost of the SDK itself.
 
-Run as `python -m benchmarks.stub PORT`. It knows just enough for a client to make a model and step it, and to sample:
-as `benchmarks.clockwork` does, each sample takes as many milliseconds as its `max_tokens`, and says when it ended.
+Run as `python -m benchmarks.stub_server PORT`. It supports what a client needs to create a model, step it and
+sample. As in `benchmarks.timed_service`, a sample takes `max_tokens` milliseconds and reports when it ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FLAGS = {"sample_use_retrieve_futures": True, "sample_join_sampling_session": Tr
 
 
 class Stub:
-    """Promises are numbered; what a promise was for decides what it is answered with."""
+    """State of the stub: futures are numbered, and the type of the request decides the result."""
 
     def __init__(self) -> None:
         self.polls = 0
@@ -34,7 +34,7 @@ class Stub:
         self._news = asyncio.Event()
 
     async def answer(self, name: str, request: Request) -> Response | dict[str, Any]:
-        """Any POST."""
+        """Handle any POST request."""
         body = await request.json() if name != "forward_backward" else {}
         if name in ("asample", "retrieve_future", "retrieve_futures"):
             return await self._sampling(name, body)
@@ -42,7 +42,7 @@ class Stub:
             return self._promise({"model_id": f"stub:train:{body['model_seq_id']}"})
         if name == "optim_step":
             return self._promise({"metrics": {}})
-        known = {
+        responses = {
             "client/config": FLAGS,
             "create_session": {"session_id": "stub"},
             "create_sampling_session": {"sampling_session_id": "stub:sample:0"},
@@ -50,7 +50,7 @@ class Stub:
             "session_heartbeat": {"type": "session_heartbeat"},
             "telemetry": {"status": "accepted"},
         }
-        return known.get(name, {})
+        return responses.get(name, {})
 
     def _promise(self, answer: dict[str, Any]) -> dict[str, str]:
         request_id = f"request-{next(self._numbers)}"
@@ -71,8 +71,10 @@ class Stub:
         if len(self._ended) <= body["prev_cursor"] and body.get("timeout") != 0:
             self._news.clear()
             await self._news.wait()
-        found = [{"state": "finished", "request_id": one} for one in self._ended[body["prev_cursor"] :]]
-        return {"completions": found, "cursor": len(self._ended)}
+        finished = [
+            {"state": "finished", "request_id": request_id} for request_id in self._ended[body["prev_cursor"] :]
+        ]
+        return {"completions": finished, "cursor": len(self._ended)}
 
     @staticmethod
     def _seconds(body: dict[str, Any]) -> float:
@@ -88,7 +90,7 @@ class Stub:
 
 
 def app() -> FastAPI:
-    """The stub behind HTTP."""
+    """The stub as an HTTP application."""
     api, stub = FastAPI(), Stub()
 
     @api.post("/api/v1/{name:path}", response_model=None)

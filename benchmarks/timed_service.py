@@ -1,8 +1,8 @@
-"""A service whose samples take a given time and say when they ended: `python -m benchmarks.clockwork PORT FOLDER`.
+"""A service whose samples take a given time and report their end: `python -m benchmarks.timed_service PORT FOLDER`.
 
-`max_tokens` of a request is how many milliseconds its sample takes; 1 means none at all. The two tokens of an answer
-are the moment at which the engine was done, in seconds and microseconds since 1970. Passes compute nothing. Everything
-else is the service as it is served.
+`max_tokens` of a request is the number of milliseconds that its sample takes; 1 means none. The two tokens of a sample
+are the time at which the engine ended it, in seconds and microseconds since 1970. Passes compute nothing. Everything
+else is the real service.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from tinsmith.service.engines.host import RunningEngine
 from tinsmith.service.server import serve
 
 
-class Clockwork(FakeEngine):
-    """Sleeps instead of sampling, and has an opinion on nothing."""
+class TimedEngine(FakeEngine):
+    """Sleeps instead of sampling and computes no passes."""
 
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
-        """Zeros of the right shapes."""
+        """Zeros of the targets' shapes."""
         return [
             PassResult(
-                logprobs=tuple(np.zeros(datum.targets.shape, np.float32) for datum in one.data),
+                logprobs=tuple(np.zeros(datum.targets.shape, np.float32) for datum in data_pass.data),
                 metrics={"loss:sum": 0.0},
             )
-            for one in passes
+            for data_pass in passes
         ]
 
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
-        """The time of its own end."""
+        """Two tokens that encode the time at which the sample ended."""
         milliseconds = request.max_tokens or 1
         if milliseconds > 1:
             await asyncio.sleep(milliseconds / 1000)
@@ -50,10 +50,10 @@ class Clockwork(FakeEngine):
 
 
 async def start(config: EngineConfig) -> RunningEngine:
-    """An engine of the source's name."""
-    return RunningEngine(engine=Clockwork(config), died=asyncio.Event())
+    """A TimedEngine."""
+    return RunningEngine(engine=TimedEngine(config), died=asyncio.Event())
 
 
 if __name__ == "__main__":
     port, folder = int(sys.argv[1]), Path(sys.argv[2])
-    serve(ServeConfig(models=("clockwork",), engine="fake", port=port, data=folder, api_key=KEY), start=start)
+    serve(ServeConfig(models=("timed",), engine="fake", port=port, data=folder, api_key=KEY), start=start)
