@@ -36,8 +36,8 @@ from benchmarks.servers import KEY, Server, Watch, stub, timed_service
 RESULTS = Path(__file__).parent / "results"
 PROMPT = tinker.ModelInput.from_ints(list(range(3, 67)))
 SAMPLES = 1000
-SPREAD_S = (2.0, 12.0)
-"""Milliseconds after which the concurrent samples end: about 100 per second."""
+END_RANGE_S = (2.0, 12.0)
+"""Period in which the concurrent samples end, in seconds from their submission: about 100 per second."""
 MB = 1e6
 
 
@@ -154,7 +154,7 @@ def _concurrent_samples(sampler: Any, server: Server) -> ConcurrentSamples:
     ends, before, began = random.Random(1), _polls(server), time.perf_counter()
     futures = []
     for _ in range(SAMPLES):
-        milliseconds = int(1000 * ends.uniform(*SPREAD_S))
+        milliseconds = int(1000 * ends.uniform(*END_RANGE_S))
         future = sampler.sample(PROMPT, 1, tinker.SamplingParams(max_tokens=milliseconds)).future()
         future.add_done_callback(arrived)
         futures.append(future)

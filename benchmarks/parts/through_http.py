@@ -1,6 +1,6 @@
 """What the service adds to the engine: the GRPO batch through the unmodified SDK and HTTP, and on an engine in hand.
 
-Both engines hold the same model on the same threads, one in this process, one behind the service; they take turns. A
+Both engines hold the same model on the same threads, one in this process, one in the service; they take turns. A
 stub that answers at once shows what an empty step costs beyond the SDK's own share. The service's memory is watched.
 """
 

@@ -126,7 +126,7 @@ def test_late_workload_gets_the_next_turn_and_no_longer_slice(sharing: Sharing, 
 
 @pytest.mark.parametrize("sharing", POLICIES)
 def test_message_during_a_turn_is_handled_before_the_next(sharing: Sharing) -> None:
-    """A thread hands the message to the event loop; it becomes a task, which creates another, which asks for a turn."""
+    """A thread passes the message to the event loop; it becomes a task, and that creates one that waits for a turn."""
     simulation = Simulation(sharing)
     tasks: list[asyncio.Task[None]] = []
 

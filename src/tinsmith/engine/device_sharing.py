@@ -25,7 +25,7 @@ Workload = Literal["training", "sampling"]
 Sharing = Literal["latency", "throughput"]
 
 LOOP_ITERATIONS = 4
-"""Event-loop iterations before each turn, so that a request which has just arrived can ask for the device: its message
+"""Event-loop iterations before each turn, so that a request which has just arrived can wait for the device: its message
 becomes a task, which creates a sampling task, which waits for a turn. An iteration takes 20 microseconds."""
 _OTHER: dict[Workload, Workload] = {"training": "sampling", "sampling": "training"}
 

@@ -186,7 +186,7 @@ class Sampling:
         )
 
     def add_prompt_results(self, result: SampleResult) -> SampleResult:
-        """The result with what the request asks about its prompt."""
+        """The result with the requested values about the prompt."""
         request = self.request
         target_ids, k = request.target_prompt_logprobs, request.topk_prompt_logprobs
         if request.prompt_alt_tokens_k:

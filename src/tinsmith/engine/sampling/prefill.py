@@ -1,8 +1,8 @@
 """The prefill pass: only prompt tokens that are not cached go through the model.
 
 All prompts are packed as one tree, so that common prefixes are computed once. Positions whose keys and values are in
-the prefix cache are left out of the pass, unless something is asked about them; the other positions attend to them in
-place, without a copy. Keys and values of the pass are kept, to fill the cache rows of the sequences.
+the prefix cache are left out of the pass, unless a request needs their hidden states; the other positions attend to
+them in place, without a copy. Keys and values of the pass are kept, to fill the cache rows of the sequences.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What a request asks about its prompt: logprobs of the prompt's tokens, of the likeliest tokens and of given tokens,
-and tokens drawn at each position.
+"""Results about the prompt: logprobs of its tokens, of the likeliest and of given tokens, and tokens drawn at each
+position.
 
 The distribution over prompt position i + 1 comes from the hidden state at position i; it is untempered except for the
 drawn tokens. Position 0 has no context: its values are NaN, its cells empty. Logits are computed a block of rows at a

@@ -18,7 +18,7 @@ from tinsmith.errors import EngineDied
 
 
 def has_prompt_questions(request: SampleRequest) -> bool:
-    """Whether the request asks for anything about its prompt."""
+    """Whether the request has any option about its prompt."""
     counts = request.topk_prompt_logprobs + request.prompt_alt_tokens_k
     return request.prompt_logprobs or request.target_prompt_logprobs is not None or counts > 0
 
