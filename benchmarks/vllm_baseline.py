@@ -1,8 +1,8 @@
 """vLLM in a process of its own, as its own documentation uses it: `VLLM_PYTHON vllm_baseline.py FOLDER DTYPE`.
 
 It is run by an interpreter that has vLLM and not this project, so it imports nothing of it. Each line of its standard
-input is a request for samples (`{"prompts": [[ids]], "samples": 8, "tokens": 96, "seed": 1}`); for each it answers `done` with
-the number of tokens, and `ready` before the first. What vLLM prints goes to standard error.
+input is a request for samples (`{"prompts": [[ids]], "samples": 8, "tokens": 96, "seed": 1}`); it answers
+each with `done` and the number of tokens, and prints `ready` before the first. What vLLM prints goes to standard error.
 """
 
 import json
