@@ -75,7 +75,7 @@ def test_a_model_that_is_being_made_when_its_session_ends_ends_too(tmp_path: Pat
     asyncio.run(main())
 
 
-def test_an_engine_that_dies_while_a_session_ends_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_engine_that_dies_while_a_session_ends_leaves_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         start = _Dying()
         async with api(tmp_path, start) as on:
@@ -124,9 +124,9 @@ def test_models_whose_base_model_is_no_longer_served_end_with_their_session(tmp_
                 lambda: not list(tmp_path.glob("journal/*/*"))
             )  # the folder is removed after the record changed
             assert on.service.model(promised, "local").state == "live", "its save is promised still"
-            told = {"base_model": "other", "lora_config": {"rank": 4}, "model_seq_id": 0}
+            body = {"base_model": "other", "lora_config": {"rank": 4}, "model_seq_id": 0}
             session = (await on.post("create_session", {"tags": []})).json()["session_id"]
-            assert (await on.post("create_model", {**told, "session_id": session})).status_code == 200
+            assert (await on.post("create_model", {**body, "session_id": session})).status_code == 200
         async with api(tmp_path) as on:
             await until(lambda: on.service.model(promised, "local").state == "ended")
             assert on.service.checkpoints.by_name(promised, "weights", "last") is not None
@@ -134,7 +134,7 @@ def test_models_whose_base_model_is_no_longer_served_end_with_their_session(tmp_
     asyncio.run(main())
 
 
-def test_untold_samples_are_forgotten_with_their_session_and_by_no_log_that_never_was(tmp_path: Path) -> None:
+def test_unacknowledged_samples_go_with_their_session(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path, retention_s=2.0) as on:
             sampler = await base_sampler(on)
@@ -145,8 +145,8 @@ def test_untold_samples_are_forgotten_with_their_session_and_by_no_log_that_neve
                 assert (await poll(on, sampler, clone=clone, timeout=0)).json()["completions"] == []
             assert len(futures.completions._logs) == 1
             await finish(on, sampler.split(":")[0])
-            told = (await poll(on, sampler, timeout=0)).json()["completions"]
-            assert len(told) == 3, "a clone elsewhere may still fetch them"
+            body = (await poll(on, sampler, timeout=0)).json()["completions"]
+            assert len(body) == 3, "a clone elsewhere may still fetch them"
             await until(lambda: not futures.completions._logs)
             assert not any(one["request_id"] in futures._unfinished for one in promises)
 

@@ -1,4 +1,4 @@
-"""What `tinsmith serve` is told: one frozen record, from options or from a YAML or TOML file.
+"""The settings of `tinsmith serve`: a frozen record, from options or from a YAML or TOML file.
 
 Example: ServeConfig(models=("HuggingFaceTB/SmolLM2-135M-Instruct",), port=8000, data=Path("served"))
 """

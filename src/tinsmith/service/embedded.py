@@ -1,4 +1,4 @@
-"""A service in a child process, for as long as a block of code: the harness's own, when it is given no other.
+"""A service in a child process, for the duration of a block: the one a run starts if it has no other.
 
 The child learns its configuration from its standard input and dies when that closes, so it cannot outlive its parent,
 however that ends. It says on its standard output when it is ready; its log goes to serve.log in its data folder.
@@ -53,14 +53,14 @@ def _start(config: ServeConfig, log: Path) -> subprocess.Popen[bytes]:
             start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the child when it is done with it
         )
     assert child.stdin is not None
-    with suppress(BrokenPipeError):  # it died at once; `_url` tells why
+    with suppress(BrokenPipeError):  # it died at once; `_url` reports why
         child.stdin.write(config.model_dump_json().encode() + b"\n")
         child.stdin.flush()
     return child
 
 
 def _url(child: subprocess.Popen[bytes], log: Path) -> str:
-    """Waits until the child is ready or gone."""
+    """The child's URL, once it is ready. Raises EngineError if it exits before."""
     assert child.stdout is not None
     line = child.stdout.readline()
     if not line:
@@ -94,11 +94,11 @@ def main() -> int:
     ready = os.dup(1)
     os.dup2(2, 1)  # whatever else is printed, here or by an engine, belongs in the log
 
-    def tell(url: str, _key: str) -> None:
+    def announce(url: str, _key: str) -> None:
         os.write(ready, json.dumps({"url": url}).encode() + b"\n")
 
     try:
-        serve(config, on_ready=tell)
+        serve(config, on_ready=announce)
     except TinsmithError as error:
         sys.stderr.write(f"{error}\n")
         return 1

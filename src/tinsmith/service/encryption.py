@@ -1,4 +1,4 @@
-"""Weights for use elsewhere: a folder in PEFT's layout, encrypted with age for whoever is to read it.
+"""Encryption of external weights with age, for the recipients that a client names.
 
 Encryption is pyrage's, the Rust implementation of age: recipients are native (age1…) or SSH public keys.
 """
@@ -17,14 +17,14 @@ from tinsmith.atomic import atomic_folder, folder_size
 from tinsmith.errors import BadRequest
 
 RECIPIENTS = 10
-"""At most, as the protocol has it."""
+"""Maximum number of recipients in the protocol."""
 
 
-def recipients(given: Sequence[str]) -> list[Any]:
-    """The public keys. Raises BadRequest that names the one at fault."""
-    if len(given) > RECIPIENTS:
-        raise BadRequest(f"{len(given)} age_encryption_recipients are too many.", f"Give at most {RECIPIENTS}.")
-    return [_recipient(index, text.strip()) for index, text in enumerate(given)]
+def recipients(public_keys: Sequence[str]) -> list[Any]:
+    """Parse public keys of age or SSH. Raises BadRequest with the index of an invalid one."""
+    if len(public_keys) > RECIPIENTS:
+        raise BadRequest(f"{len(public_keys)} age_encryption_recipients are too many.", f"Give at most {RECIPIENTS}.")
+    return [_recipient(index, text.strip()) for index, text in enumerate(public_keys)]
 
 
 def _recipient(index: int, text: str) -> Any:
@@ -33,14 +33,14 @@ def _recipient(index: int, text: str) -> Any:
         return kind.from_str(text)
     except pyrage.RecipientError as error:
         raise BadRequest(
-            f"age_encryption_recipients[{index}] is no public key of age or SSH: {error}.",
+            f"age_encryption_recipients[{index}] is not a public key of age or SSH: {error}.",
             "Give age1… (see age-keygen -y), ssh-ed25519 … or ssh-rsa ….",
         ) from error
 
 
-def encrypt(plain: Path, to: Path, given: Sequence[str]) -> int:
+def encrypt(plain: Path, to: Path, public_keys: Sequence[str]) -> int:
     """Every file of `plain` as NAME.age in `to`, which appears whole or not at all. Returns bytes."""
-    keys = recipients(given)
+    keys = recipients(public_keys)
     with atomic_folder(to) as part:
         for file in sorted(plain.iterdir()):
             pyrage.encrypt_file(str(file), str(part / f"{file.name}.age"), keys)

@@ -1,4 +1,4 @@
-"""The ledger of samples under way outlives its process."""
+"""The file of unfinished samples of samples under way outlives its process."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_full_disk_stops_nothing_and_the_file_is_whole_when_there_is_room_agai
         unfinished.add(name)
     unfinished.remove(["b"])
     assert [one in unfinished for one in "abc"] == [True, False, True]
-    assert len(caplog.records) == 1, "told once"
+    assert len(caplog.records) == 1, "logged once"
     (tmp_path / "samples.new").rmdir()
     unfinished.add("d")
     assert UnfinishedSamples(tmp_path / "samples").lost == ("a", "c", "d")

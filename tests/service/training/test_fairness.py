@@ -16,8 +16,8 @@ TOKENS = list(range(3, 64))
 async def sampler_of(running: Api) -> dict:
     """The body of an asample without its number."""
     session = (await running.post("create_session", {"tags": []})).json()["session_id"]
-    told = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
-    made = (await running.post("create_sampling_session", told)).json()["sampling_session_id"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+    made = (await running.post("create_sampling_session", body)).json()["sampling_session_id"]
     params = {"max_tokens": 8, "stop": []}
     return {"sampling_session_id": made, "prompt": {"chunks": [{"tokens": [5, 6, 7]}]}, "sampling_params": params}
 

@@ -1,7 +1,7 @@
-"""What happened, written down for those who ask later: the audit log, each request's times, what was used of what.
+"""The audit log, the timing of each request, and usage counters, in the database.
 
-Nothing waits for it: what happens is noted in memory and written a moment later, many at once; whoever reads has it
-written first. A process that is killed loses its last second of this, and nothing of its promises.
+Entries are collected in memory and written a moment later in one transaction; readers flush first. A killed process
+loses the entries of its last second, but no request or result.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from tinsmith.service.storage.tables import AUDIT, SPANS, STORED, USAGE
 REST_S = 1.0
 """Between two writes."""
 KEEP_SPANS_S = 7 * 86_400
-"""For how long the times of a request are kept."""
+"""Time that the timings of a request stay."""
 PRUNE_S = 3600.0
 TRAINED = ("forward", "forward_backward")
 
 
 class AuditLog:
-    """Notes on their way into one store's database."""
+    """Entries that wait to be written to the database, in batches."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -44,7 +44,7 @@ class AuditLog:
         self._writing = asyncio.Lock()
 
     async def load(self) -> None:
-        """What an earlier process wrote."""
+        """Read which checkpoints an earlier process recorded as stored."""
         async with self._store.database.connect() as db:
             self._stored = set((await db.execute(select(STORED.c.id).where(STORED.c.ended.is_(None)))).scalars())
         self._more.set()
@@ -62,15 +62,15 @@ class AuditLog:
         self._used[checkpoint.owner, hour, "checkpoint", checkpoint.base_model, session] += 1
 
     def checkpoint_read(self, checkpoint: Checkpoint, actor: str, purpose: str) -> None:
-        """Someone was given what it holds."""
+        """A tenant was given the contents of a checkpoint."""
         self.record(checkpoint.owner, "checkpoint_read", actor, **_about(checkpoint), purpose=purpose)
 
     def checkpoint_changed(self, checkpoint: Checkpoint, event: str, actor: str, **details: Any) -> None:
-        """Something else was done to it."""
+        """A checkpoint was changed, as `event` says."""
         self.record(checkpoint.owner, event, actor, **_about(checkpoint), **details)
 
     def request_finished(self, line: Timeline) -> None:
-        """A request has its result."""
+        """Record the timing and the usage of a finished request."""
         track = line.request_id.rpartition(":")[0]
         on = self._store.find(Model, track) or self._store.find(SamplingSession, track)
         session, base_model = (on.session_id, on.base_model) if on else ("", line.model)
@@ -106,7 +106,7 @@ class AuditLog:
         self._more.set()
 
     async def run(self) -> None:
-        """For ever: write what was noted, forget the times of what is long over."""
+        """Forever: write new entries and delete old timings."""
         pruned = 0.0
         while True:
             await self._more.wait()
@@ -126,13 +126,13 @@ class AuditLog:
             self._more.clear()
             audits, spans, used = self._audits, self._spans, self._used
             self._audits, self._spans, self._used = [], [], Counter()
-            come, gone = self._storage()
-            if not (audits or spans or used or come or gone):
+            added, removed = self._storage()
+            if not (audits or spans or used or added or removed):
                 return
 
             def written(db: Connection) -> None:
                 _write(db, audits, spans, used)
-                _write_storage(db, come, gone)
+                _write_storage(db, added, removed)
 
             try:
                 await self._store.write(written)
@@ -141,8 +141,8 @@ class AuditLog:
                 self._used.update(used)
                 self._more.set()
                 raise
-            self._stored |= {one["id"] for one in come}
-            self._stored -= gone
+            self._stored |= {entry["id"] for entry in added}
+            self._stored -= removed
 
     async def entries(self, owner: str, kind: str, day: date) -> list[dict[str, Any]]:
         """An owner's entries of one day in UTC, oldest first; `kind` is a resource in the plural, or `all`."""
@@ -153,23 +153,25 @@ class AuditLog:
         if kind != "all":
             query = query.where(a.event.startswith(f"{kind.removesuffix('s')}_", autoescape=True))
         async with self._store.database.connect() as db:
-            return [dict(one) for one in (await db.execute(query.order_by(a.at, a.id))).mappings()]
+            return [dict(entry) for entry in (await db.execute(query.order_by(a.at, a.id))).mappings()]
 
     def _storage(self) -> tuple[list[dict[str, Any]], set[str]]:
         """Named checkpoints that the database does not know yet, and those that are no more."""
-        held = {one.id: one for one in self._store.all(Checkpoint) if one.kind != "ephemeral" and not one.deleted}
-        come = [
+        current = {
+            entry.id: entry for entry in self._store.all(Checkpoint) if entry.kind != "ephemeral" and not entry.deleted
+        }
+        added = [
             {
-                "id": one.id,
-                "owner": one.owner,
-                "session_id": self._session(one.run),
-                "base_model": one.base_model,
-                "size_bytes": one.size_bytes,
-                "begun": one.created,
+                "id": entry.id,
+                "owner": entry.owner,
+                "session_id": self._session(entry.run),
+                "base_model": entry.base_model,
+                "size_bytes": entry.size_bytes,
+                "begun": entry.created,
             }
-            for one in (held[key] for key in held.keys() - self._stored)
+            for entry in (current[key] for key in current.keys() - self._stored)
         ]
-        return come, self._stored - held.keys()
+        return added, self._stored - current.keys()
 
     def _session(self, run: str) -> str:
         model = self._store.find(Model, run)
@@ -198,8 +200,8 @@ def _write(
         db.execute(adding.on_conflict_do_update(index_elements=list(keys), set_=more), rows)
 
 
-def _write_storage(db: Connection, come: Sequence[dict[str, Any]], gone: set[str]) -> None:
-    if come:
-        db.execute(insert_into(db, STORED).on_conflict_do_nothing(), come)
-    for key in gone:
+def _write_storage(db: Connection, added: Sequence[dict[str, Any]], removed: set[str]) -> None:
+    if added:
+        db.execute(insert_into(db, STORED).on_conflict_do_nothing(), added)
+    for key in removed:
         db.execute(update(STORED).where(STORED.c.id == key).values(ended=time.time()))

@@ -30,35 +30,35 @@ _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
 
 @dataclass(frozen=True, slots=True)
 class LogContext:
-    """What the lines of a task concern; empty where nothing is known."""
+    """The owner, session and request that log lines of a task concern; empty if unknown."""
 
     owner: str = ""
     session_id: str = ""
     request_id: str = ""
 
 
-_ABOUT: ContextVar[LogContext] = ContextVar("about", default=LogContext())  # noqa: B039 - frozen
+_CONTEXT: ContextVar[LogContext] = ContextVar("about", default=LogContext())  # noqa: B039 - frozen
 _ARRIVED: ContextVar[int] = ContextVar("arrived", default=0)
 
 
 def current_log_context() -> LogContext:
-    """What is noted here."""
-    return _ABOUT.get()
+    """The context of the current task."""
+    return _CONTEXT.get()
 
 
 @contextmanager
 def log_context(request_id: str = "", owner: str = "") -> Iterator[None]:
     """Lines inside concern this request; its id begins with its session's."""
-    token = _ABOUT.set(LogContext(owner, request_id.partition(":")[0], request_id))
+    token = _CONTEXT.set(LogContext(owner, request_id.partition(":")[0], request_id))
     try:
         yield
     finally:
-        _ABOUT.reset(token)
+        _CONTEXT.reset(token)
 
 
 @contextmanager
 def http_log_context() -> Iterator[None]:
-    """An HTTP request is answered inside: it came now, and nothing is known of it yet."""
+    """Handle an HTTP request, which arrives now, inside the block, with an empty context."""
     token = _ARRIVED.set(time.time_ns())
     try:
         with log_context():
@@ -68,13 +68,13 @@ def http_log_context() -> Iterator[None]:
 
 
 def arrival_ns() -> int:
-    """When the HTTP request came that is being answered, in nanoseconds since 1970; 0 outside of one."""
+    """Arrival of the current HTTP request, in nanoseconds since 1970; 0 outside of one."""
     return _ARRIVED.get()
 
 
-def add_log_context(**known: str) -> None:
-    """More is known of what is being answered: owner, session_id or request_id."""
-    _ABOUT.set(replace(_ABOUT.get(), **known))
+def add_log_context(**context: str) -> None:
+    """Add owner, session_id or request_id to the context of the current task."""
+    _CONTEXT.set(replace(_CONTEXT.get(), **context))
 
 
 class TextLines(logging.Formatter):
@@ -85,8 +85,8 @@ class TextLines(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """One line, whatever a client put into it."""
-        known = {name.removesuffix("_id"): value for name, value in asdict(_ABOUT.get()).items() if value}
-        about = " ".join(f"{name}={value}" for name, value in reversed(known.items()))
+        context = {name.removesuffix("_id"): value for name, value in asdict(_CONTEXT.get()).items() if value}
+        about = " ".join(f"{name}={value}" for name, value in reversed(context.items()))
         line = super().formatMessage(record)
         return _SECRET.sub("***", f"{line} [{about}]" if about else line).translate(_VISIBLE)
 
@@ -105,7 +105,7 @@ class JsonLines(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
-            **{name: value for name, value in asdict(_ABOUT.get()).items() if value},
+            **{name: value for name, value in asdict(_CONTEXT.get()).items() if value},
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)

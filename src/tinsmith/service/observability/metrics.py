@@ -1,7 +1,7 @@
-"""What the service tells of itself: counters and times for Prometheus, a log line and a span for each request.
+"""Metrics for Prometheus, and a log line and a timeline for each request.
 
 Each request passes four moments: accepted, taken by its engine, run, closed; whoever brings it to one says so here, at
-the cost of a few dictionary look-ups. What can be counted from what the service holds anyway is counted when asked.
+the cost of a few dictionary look-ups. Gauges are computed from the service's records at each scrape.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 FILL = (0.05, 0.1, 0.25, 0.5, 0.75, 0.9, 1.0, 2.0)
-APART = (1e-6, 1e-5, 1e-4, 1e-3, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
+MISMATCH_BUCKETS = (1e-6, 1e-5, 1e-4, 1e-3, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1)
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
@@ -71,8 +71,8 @@ class Telemetry:
         self._seconds = self._histogram("request_seconds", "A request's stages.", SECONDS, "kind", "stage")
         self._fill = self._histogram("batch_fill_ratio", "Tokens of a training batch / batch_tokens.", FILL, "model")
         self._rows = self._histogram("batch_requests", "Requests in a training batch.", COUNTS, "model")
-        what = "Mean |sampler's - trainer's logprob| of the sampled tokens of a forward_backward."
-        self._apart = self._histogram("logprob_mismatch", what, APART, "model")
+        description = "Mean |sampler's - trainer's logprob| of the sampled tokens of a forward_backward."
+        self._mismatch = self._histogram("logprob_mismatch", description, MISMATCH_BUCKETS, "model")
         self._http = self._histogram("http_seconds", "Answers over HTTP.", SECONDS, "method", "route", "status")
 
     def request_accepted(self, request_id: str, owner: str, kind: str, model: str) -> None:
@@ -99,9 +99,9 @@ class Telemetry:
         self._fill.labels(model).observe(sum(tokens) / budget)
         self._rows.labels(model).observe(len(tokens))
 
-    def record_mismatch(self, model: str, apart: float) -> None:
-        """Of one request, in nats per token."""
-        self._apart.labels(model).observe(apart)
+    def record_mismatch(self, model: str, gaps: float) -> None:
+        """Observe the mean logprob mismatch of one request, in nats per token."""
+        self._mismatch.labels(model).observe(gaps)
 
     def request_finished(self, request_id: str, answer: FutureResult, tokens: Mapping[str, int] | None = None) -> None:
         """Its result can be fetched; `tokens` by what was done with them."""
@@ -117,7 +117,7 @@ class Telemetry:
         for stage, (start, end) in line.stages().items():
             self._seconds.labels(line.kind, stage).observe((end - start) / 1e9)
         self._seconds.labels(line.kind, "total").observe((line.finished - line.arrived) / 1e9)
-        self._tell(line)
+        self._log(line)
         if self._spans is not None:
             self._spans(line)
 
@@ -130,9 +130,9 @@ class Telemetry:
         return generate_latest(self._registry)
 
     def _lines(self, request_ids: Iterable[str]) -> Iterable[Timeline]:
-        return [self._open[one] for one in request_ids if one in self._open]
+        return [self._open[record] for record in request_ids if record in self._open]
 
-    def _tell(self, line: Timeline) -> None:
+    def _log(self, line: Timeline) -> None:
         if not line.error and not log.isEnabledFor(logging.DEBUG):
             return
         with log_context(line.request_id, line.owner):
@@ -146,7 +146,9 @@ class Telemetry:
         family = GaugeMetricFamily(
             "tinsmith_queue_requests", "Requests without a result.", labels=["owner", "kind", "stage"]
         )
-        tally = Tally((one.owner, one.kind, "running" if one.started else "waiting") for one in self._open.values())
+        tally = Tally(
+            (record.owner, record.kind, "running" if record.started else "waiting") for record in self._open.values()
+        )
         for labels, count in sorted(tally.items()):
             family.add_metric(labels, count)
         return family
@@ -159,7 +161,7 @@ class Telemetry:
 
 
 class _AtScrape(Collector):
-    """What is counted only when it is asked for."""
+    """Metrics that are computed at each scrape."""
 
     def __init__(self, families: Callable[[], Iterable[Metric]]) -> None:
         self._families = families
@@ -169,28 +171,28 @@ class _AtScrape(Collector):
 
 
 def _fault(answer: FutureResult) -> str:
-    told = json.loads(answer.body)
-    return str(told.get("error") or told.get("detail") or answer.status)
+    body = json.loads(answer.body)
+    return str(body.get("error") or body.get("detail") or answer.status)
 
 
 def record_gauges(store: Store) -> Iterable[Metric]:
-    """What each owner has now."""
-    living = {one.id for one in store.all(Session) if one.ended is None}
+    """Gauges of each owner's sessions, models and checkpoints."""
+    living = {record.id for record in store.all(Session) if record.ended is None}
     kinds = chain(
-        ((one.owner, "session") for one in store.all(Session) if one.id in living),
-        ((one.owner, "model") for one in store.all(Model) if one.session_id in living),
-        ((one.owner, "sampling_session") for one in store.all(SamplingSession) if one.session_id in living),
-        ((one.owner, "checkpoint") for one in store.all(Checkpoint) if not one.deleted),
+        ((record.owner, "session") for record in store.all(Session) if record.id in living),
+        ((record.owner, "model") for record in store.all(Model) if record.session_id in living),
+        ((record.owner, "sampling_session") for record in store.all(SamplingSession) if record.session_id in living),
+        ((record.owner, "checkpoint") for record in store.all(Checkpoint) if not record.deleted),
     )
     yield _gauge("objects", "Living sessions and what they hold; checkpoints.", ("owner", "kind"), Tally(kinds))
     sizes: Tally[tuple[str, ...]] = Tally()
-    for one in store.all(Checkpoint):
-        sizes[(one.owner,)] += one.size_bytes
+    for record in store.all(Checkpoint):
+        sizes[(record.owner,)] += record.size_bytes
     yield _gauge("checkpoint_bytes", "Adapters and optimizer states on disk.", ("owner",), sizes)
 
 
 def engine_gauges(hosts: Iterable[EngineHost]) -> Iterable[Metric]:
-    """Which run, and how often each was started again."""
+    """Gauges of engines and samplers, and counters of restarts."""
     hosts = list(hosts)
     up = {(host.names[0],): int(host.is_up) for host in hosts}
     yield _gauge("engine_up", "1 while the engine is loaded and alive.", ("model",), up)
@@ -204,17 +206,17 @@ def engine_gauges(hosts: Iterable[EngineHost]) -> Iterable[Metric]:
 
 def _gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], int]) -> Metric:
     family = GaugeMetricFamily(f"tinsmith_{name}", text, labels=labels)
-    for given, value in sorted(values.items()):
-        family.add_metric(given, value)
+    for label_values, value in sorted(values.items()):
+        family.add_metric(label_values, value)
     return family
 
 
 def mean_logprob_gap(request: Pass, result: PassResult) -> float | None:
     """Mean |q - p| over the positions with an advantage (prompts have none); None where nothing was sampled."""
-    apart = [
+    gaps = [
         np.abs(datum.inputs["logprobs"] - logprobs)[datum.inputs["advantages"] != 0]
         for datum, logprobs in zip(request.data, result.logprobs, strict=True)
         if "logprobs" in datum.inputs and "advantages" in datum.inputs
     ]
-    count = sum(len(one) for one in apart)
-    return float(sum(one.sum(dtype=np.float64) for one in apart) / count) if count else None
+    count = sum(len(record) for record in gaps)
+    return float(sum(record.sum(dtype=np.float64) for record in gaps) / count) if count else None

@@ -54,7 +54,7 @@ class TraceExporter:
         await self._audit_log.flush()
         query = select(SPANS).where(SPANS.c.session_id == session.id).order_by(SPANS.c.begun)
         async with self._store.database.connect() as db:
-            spans = [dict(one) for one in (await db.execute(query)).mappings()]
+            spans = [dict(span) for span in (await db.execute(query)).mappings()]
         return await asyncio.to_thread(self._write, session, spans)
 
     def _write(self, session: Session, spans: Sequence[dict[str, Any]]) -> str:
@@ -69,33 +69,35 @@ class TraceExporter:
 
 
 def _events(session: Session, spans: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    tracks = {track: number for number, track in enumerate(dict.fromkeys(one["track"] for one in spans), 1)}
+    tracks = {track: number for number, track in enumerate(dict.fromkeys(span["track"] for span in spans), 1)}
     named = f"session {session.display_name or session.id}"
     yield {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": named}}
     for track, number in tracks.items():
         name = track.removeprefix(f"{session.id}:")
         yield {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": name}}
-    for one in spans:
-        yield from _request(one, {"pid": 1, "tid": tracks[one["track"]]})
+    for span in spans:
+        yield from _request(span, {"pid": 1, "tid": tracks[span["track"]]})
 
 
-def _request(one: dict[str, Any], place: dict[str, int]) -> Iterator[dict[str, Any]]:
-    told = {key: one[key] for key in ("id", "state", "base_model", "tokens", "prompt_tokens", "cached_tokens")}
-    yield from _apart(f"{one['kind']} waits", one["id"], one["submitted"], one["begun"], {**place, "cat": "queue"}, {})
-    if one["kind"] == "sample":
-        yield from _apart("sample", one["id"], one["begun"], one["ended"], {**place, "cat": "sample"}, told)
+def _request(span: dict[str, Any], place: dict[str, int]) -> Iterator[dict[str, Any]]:
+    details = {key: span[key] for key in ("id", "state", "base_model", "tokens", "prompt_tokens", "cached_tokens")}
+    yield from _async_span(
+        f"{span['kind']} waits", span["id"], span["submitted"], span["begun"], {**place, "cat": "queue"}, {}
+    )
+    if span["kind"] == "sample":
+        yield from _async_span("sample", span["id"], span["begun"], span["ended"], {**place, "cat": "sample"}, details)
         return
-    length = _micros(one["ended"] - one["begun"])
-    yield {"ph": "X", "name": one["kind"], "cat": "training", "ts": _micros(one["begun"]), "dur": length, **place} | {
-        "args": told
+    length = _micros(span["ended"] - span["begun"])
+    yield {"ph": "X", "name": span["kind"], "cat": "training", "ts": _micros(span["begun"]), "dur": length, **place} | {
+        "args": details
     }
 
 
-def _apart(
-    name: str, key: str, begun: float, ended: float, place: dict[str, Any], told: dict[str, Any]
+def _async_span(
+    name: str, key: str, begun: float, ended: float, place: dict[str, Any], details: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
     """A span that may overlap with others of its track."""
-    yield {"ph": "b", "name": name, "id": key, "ts": _micros(begun), "args": told, **place}
+    yield {"ph": "b", "name": name, "id": key, "ts": _micros(begun), "args": details, **place}
     yield {"ph": "e", "name": name, "id": key, "ts": _micros(ended), **place}
 
 

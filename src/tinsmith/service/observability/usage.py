@@ -28,7 +28,7 @@ _CACHED = "sampling_prefill_cached"
 
 
 class Usage:
-    """Reads what the chronicle wrote."""
+    """Usage reports from what the audit log wrote."""
 
     def __init__(self, store: Store, audit_log: AuditLog) -> None:
         self._store = store
@@ -43,23 +43,23 @@ class Usage:
         living = or_(s.ended.is_(None), s.ended > first * HOUR)
         stored = select(STORED).where(s.owner == owner, s.begun < end * HOUR, living)
         async with self._store.database.connect() as db:
-            rows = [dict(one) for one in (await db.execute(used)).mappings()]
-            spans = [dict(one) for one in (await db.execute(stored)).mappings()]
+            rows = [dict(record) for record in (await db.execute(used)).mappings()]
+            spans = [dict(record) for record in (await db.execute(stored)).mappings()]
         data = [self._event(owner, row["hour"], row["base_model"], _info(row), row["session_id"]) for row in rows]
         for (base_model, project), hours in self._storage(spans, first, end).items():
             for hour in np.flatnonzero(hours).tolist():
                 info = {"type": "storage", "free": False, "gigabyte_hours": float(hours[hour]) / 1e9}
                 data.append(self._event(owner, first + hour, base_model, info, None, project))
-        data.sort(key=lambda one: (one["bucket_start"], -one["event_info"].get("token_count", -1)))
+        data.sort(key=lambda record: (record["bucket_start"], -record["event_info"].get("token_count", -1)))
         return {"data": data, "sessions": self._sessions(data), "cost_data_through": None}
 
     def stored(self, owner: str, project_id: str | None) -> dict[str, Any]:
         """Named checkpoints of this moment, by project."""
-        found: dict[str, list[int]] = {}
-        for one in self._store.all(Checkpoint):
-            if one.owner == owner and one.kind != "ephemeral" and not one.deleted:
-                model = self._store.find(Model, one.run)
-                found.setdefault(self._project(model.session_id if model else ""), []).append(one.size_bytes)
+        results: dict[str, list[int]] = {}
+        for record in self._store.all(Checkpoint):
+            if record.owner == owner and record.kind != "ephemeral" and not record.deleted:
+                model = self._store.find(Model, record.run)
+                results.setdefault(self._project(model.session_id if model else ""), []).append(record.size_bytes)
         data = [
             {
                 "project_id": project,
@@ -71,7 +71,7 @@ class Usage:
                 "size_gigabytes": sum(sizes) / 1e9,
                 "estimated_monthly_cost_usd": None,
             }
-            for project, sizes in sorted(found.items())
+            for project, sizes in sorted(results.items())
             if project_id is None or project == project_id
         ]
         return {"effective_rate_usd_per_gigabyte_month": None, "data": data}
@@ -96,26 +96,30 @@ class Usage:
     def _storage(self, spans: Iterable[dict[str, Any]], first: int, end: int) -> dict[tuple[str, str], np.ndarray]:
         """(base model, project) -> byte-hours of each hour of the window; whole bytes, so that sums are exact."""
         now = time.time()
-        found: dict[tuple[str, str], np.ndarray] = {}
-        for one in spans:
-            place = (one["base_model"], self._project(one["session_id"]))
-            hours = found.setdefault(place, np.zeros(end - first + 1))
-            begun = max(one["begun"] / HOUR - first, 0.0)
-            ended = min((one["ended"] or now) / HOUR - first, float(end - first))
+        results: dict[tuple[str, str], np.ndarray] = {}
+        for record in spans:
+            place = (record["base_model"], self._project(record["session_id"]))
+            hours = results.setdefault(place, np.zeros(end - first + 1))
+            begun = max(record["begun"] / HOUR - first, 0.0)
+            ended = min((record["ended"] or now) / HOUR - first, float(end - first))
             # What lies before the end, less what lies before the beginning: whole hours, and a part of one each.
             for until, sign in ((ended, 1), (begun, -1)):
-                hours[: int(until)] += sign * one["size_bytes"]
-                hours[int(until)] += sign * (until % 1) * one["size_bytes"]
-        return found
+                hours[: int(until)] += sign * record["size_bytes"]
+                hours[int(until)] += sign * (until % 1) * record["size_bytes"]
+        return results
 
     def _project(self, session_id: str) -> str:
         session = self._store.find(Session, session_id)
         return (session.project_id if session else None) or DEFAULT_PROJECT
 
     def _sessions(self, data: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        found = (self._store.find(Session, key) for key in {one["session_id"] for one in data if one["session_id"]})
+        results = (
+            self._store.find(Session, key) for key in {record["session_id"] for record in data if record["session_id"]}
+        )
         return {
-            session.id: {"user_metadata": metadata_texts(session.metadata)} for session in found if session is not None
+            session.id: {"user_metadata": metadata_texts(session.metadata)}
+            for session in results
+            if session is not None
         }
 
 

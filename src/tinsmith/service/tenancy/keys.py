@@ -1,7 +1,8 @@
-"""Keys and what their tenants may have, in the database: written by `tinsmith keys`, beside a server that reads them.
+"""API keys and quotas in the database: `tinsmith keys` writes them, and a running server reads them every few seconds.
 
-A key is shown once, when it is made. What is kept is its SHA-256: a key is 256 random bits, so nobody can guess
-one from its hash, and salt and slowness, which protect passwords that people choose, would protect nothing here.
+A key is shown once, when it is made; only its SHA-256 is stored. A key is 256 random bits, which cannot be guessed from
+the hash, so salt and a slow hash, which protect passwords, would add nothing. If the database is unavailable, the
+server uses the keys and quotas that it read last.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ class ApiKey:
     name: str
     owner: str
     admin: bool = False
-    """May see what concerns all tenants."""
+    """Whether the key may read data of all tenants."""
     created: float
     expires: float | None = None
     revoked: float | None = None
 
     def is_valid(self, now: float) -> bool:
-        """Neither revoked nor over its time."""
+        """Whether the key is neither revoked nor expired."""
         return self.revoked is None and (self.expires is None or now < self.expires)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quotas:
-    """What one tenant may have at most; None is without limit."""
+    """Limits of one tenant; None is unlimited."""
 
     models: int | None = None
     """Models that are in training at a time."""
@@ -73,7 +74,7 @@ def generate_key() -> str:
 
 
 def key_hash(key: str) -> str:
-    """What is kept of a key."""
+    """The hash that is stored in place of a key."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
@@ -93,7 +94,7 @@ async def open_key_database(data: Path, database: str | None) -> AsyncIterator[A
 async def create_key(
     engine: AsyncEngine, name: str, owner: str, *, admin: bool = False, lifetime_s: float | None = None
 ) -> tuple[str, ApiKey]:
-    """(the key, what is kept of it). Raises ConfigError if the name is taken or no name."""
+    """Create a key. Returns (the key, its record). Raises ConfigError if a name is taken or invalid."""
     for word in (name, owner):
         if not _NAME.fullmatch(word):
             raise ConfigError(
@@ -103,7 +104,7 @@ async def create_key(
     values = {"name": name, "owner": owner, "admin": admin, "created": now}
     values["expires"] = now + lifetime_s if lifetime_s is not None else None
     async with _writing(engine) as db:
-        standing = [one for one in (await _keys(db)).values() if one.name == name and one.is_valid(now)]
+        standing = [row for row in (await _keys(db)).values() if row.name == name and row.is_valid(now)]
         if standing:
             raise ConfigError(f"There is a key '{name}' already.", "Choose another name, or revoke it first.")
         made = await db.execute(insert(KEYS).values(**values, hash=key_hash(key)).returning(KEYS.c.id))
@@ -112,12 +113,12 @@ async def create_key(
 
 
 async def revoke_key(engine: AsyncEngine, name: str, by: str = COMMAND) -> ApiKey:
-    """By its name or number. Raises NotFound; to revoke again changes nothing."""
+    """Revoke a key by its name or number; a revoked key stays as it is. Raises NotFound."""
     async with _writing(engine) as db:
-        found = [one for one in (await _keys(db)).values() if name in (one.name, str(one.id))]
-        if not found:
+        matches = [row for row in (await _keys(db)).values() if name in (row.name, str(row.id))]
+        if not matches:
             raise NotFound(f"There is no key '{name}'.", "`tinsmith keys list` shows them.")
-        key = min(found, key=lambda one: (one.revoked is not None, -one.created))
+        key = min(matches, key=lambda row: (row.revoked is not None, -row.created))
         if key.revoked is None:
             key = replace(key, revoked=time.time())
             await db.execute(update(KEYS).where(KEYS.c.id == key.id).values(revoked=key.revoked))
@@ -126,15 +127,15 @@ async def revoke_key(engine: AsyncEngine, name: str, by: str = COMMAND) -> ApiKe
 
 
 async def set_quotas(engine: AsyncEngine, owner: str, changes: dict[str, int | None]) -> Quotas:
-    """A tenant's quotas with changes; None lifts one. Raises BadRequest for what is no quota."""
+    """Change a tenant's quotas; None removes a limit. Raises BadRequest for a negative value."""
     for name, value in changes.items():
         if value is not None and value < 0:
             raise BadRequest(f"{name} is {value}.", "Give 0 or more.")
     async with _writing(engine) as db:
-        known = (await _quotas(db)).get(owner)
-        quotas = replace(known or Quotas(), **changes)
+        current = (await _quotas(db)).get(owner)
+        quotas = replace(current or Quotas(), **changes)
         values = {"owner": owner, **asdict(quotas)}
-        statement = insert(QUOTAS) if known is None else update(QUOTAS).where(QUOTAS.c.owner == owner)
+        statement = insert(QUOTAS) if current is None else update(QUOTAS).where(QUOTAS.c.owner == owner)
         await db.execute(statement.values(values))
         return quotas
 
@@ -147,7 +148,7 @@ async def read_keys(engine: AsyncEngine) -> tuple[dict[str, ApiKey], dict[str, Q
 
 @asynccontextmanager
 async def _writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
-    """What is read inside is still so when it is written."""
+    """A transaction that no other writer can run into."""
     async with engine.execution_options(exclusive=True).begin() as db:
         if db.dialect.name == "postgresql":
             await db.exec_driver_sql("lock table keys, quotas in exclusive mode")
@@ -160,13 +161,13 @@ async def _audit(db: AsyncConnection, owner: str, event: str, name: str, by: str
 
 
 async def _keys(db: AsyncConnection) -> dict[str, ApiKey]:
-    found = (await db.execute(select(KEYS).order_by(KEYS.c.id))).mappings()
-    return {one["hash"]: ApiKey(**{name: value for name, value in one.items() if name != "hash"}) for one in found}
+    rows = (await db.execute(select(KEYS).order_by(KEYS.c.id))).mappings()
+    return {row["hash"]: ApiKey(**{name: value for name, value in row.items() if name != "hash"}) for row in rows}
 
 
 async def _quotas(db: AsyncConnection) -> dict[str, Quotas]:
-    found = (await db.execute(select(QUOTAS))).mappings()
-    return {one["owner"]: Quotas(**{name: value for name, value in one.items() if name != "owner"}) for one in found}
+    rows = (await db.execute(select(QUOTAS))).mappings()
+    return {row["owner"]: Quotas(**{name: value for name, value in row.items() if name != "owner"}) for row in rows}
 
 
 READ_S = 2.0
@@ -183,34 +184,34 @@ class Tenants:
         self._quotas: dict[str, Quotas] = {}
 
     async def reload(self) -> None:
-        """What the database says now."""
+        """Read keys and quotas from the database."""
         self._keys, self._quotas = await retry_while_unavailable(self._database, lambda: read_keys(self._database))
 
     async def run(self) -> None:
-        """For ever: read again."""
+        """Forever: reload every READ_S seconds."""
         while True:
             await asyncio.sleep(READ_S)
             await self.reload()
 
     def authenticate(self, key: str) -> ApiKey | None:
-        """The key's record, if it is good."""
+        """The key's record, if it is valid."""
         digest = key_hash(key)
-        found = self._own_key if hmac.compare_digest(digest, self._own) else self._keys.get(digest)
-        return found if found is not None and found.is_valid(time.time()) else None
+        key_record = self._own_key if hmac.compare_digest(digest, self._own) else self._keys.get(digest)
+        return key_record if key_record is not None and key_record.is_valid(time.time()) else None
 
     def key_by_id(self, key_id: int) -> ApiKey | None:
-        """The same by its number, for whoever holds something that was given for a key."""
+        """The record of a valid key by its number, which tokens hold."""
         if key_id == self._own_key.id and self._own:
             return self._own_key
         now = time.time()
-        return next((one for one in self._keys.values() if one.id == key_id and one.is_valid(now)), None)
+        return next((key for key in self._keys.values() if key.id == key_id and key.is_valid(now)), None)
 
     def quotas(self, owner: str) -> Quotas:
-        """What a tenant may have."""
+        """A tenant's quotas."""
         return self._quotas.get(owner) or Quotas()
 
     @property
     def has_keys(self) -> bool:
-        """Whether somebody can come in by a key that was made for it."""
+        """Whether the database holds a valid key."""
         now = time.time()
-        return any(one.is_valid(now) for one in self._keys.values())
+        return any(key.is_valid(now) for key in self._keys.values())

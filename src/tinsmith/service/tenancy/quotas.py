@@ -1,7 +1,7 @@
-"""Tenants held to their quotas.
+"""Enforcement of tenants' quotas.
 
-What may go through later is refused as Busy (429, with the time to wait), which the SDK waits out by itself; what no
-waiting changes is refused as Forbidden (403), which it tells its user at once.
+A request that may succeed later is refused with Busy (429, with the time to wait), and the SDK retries it by itself. A
+request that no waiting helps is refused with Forbidden (403), which the SDK raises at once.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from tinsmith.service.tenancy.keys import Tenants
 
 _ASK_AGAIN_S = 1.0
 _LONGEST_S = 30.0
-"""The SDK does not believe a longer wait than a minute."""
+"""The SDK ignores waits of more than a minute."""
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Tokens that a tenant may still use; what was used beyond them is made up for before the next request."""
+    """Tokens that a tenant may still use; negative after a request that used more."""
 
     level: float
     at: float
 
 
 class QuotaEnforcer:
-    """What each tenant uses now, against what it may."""
+    """Current use of each tenant, checked against its quotas."""
 
     def __init__(
         self, tenants: Tenants, store: Store, futures: Futures, clock: Callable[[], float] = time.monotonic
@@ -48,11 +48,11 @@ class QuotaEnforcer:
 
     @contextmanager
     def reserve_request(self, owner: str, tokens: int) -> Iterator[None]:
-        """A request on its way into the queue, which it joins inside. Raises Busy if there is no room, or no tokens."""
-        most = self._tenants.quotas(owner).queued
-        if most is not None and self._futures.pending(owner) + self._arriving[owner] >= most:
-            told = f"{owner} has {most} requests waiting, which is all it may have."
-            raise Busy(told, "Send it again when some are done.", retry_after_ms=int(1000 * _ASK_AGAIN_S))
+        """Reserve a place in the queue for the duration of the block, and charge tokens. Raises Busy."""
+        limit = self._tenants.quotas(owner).queued
+        if limit is not None and self._futures.pending(owner) + self._arriving[owner] >= limit:
+            problem = f"{owner} has {limit} requests waiting, which is all it may have."
+            raise Busy(problem, "Send it again when some are done.", retry_after_ms=int(1000 * _ASK_AGAIN_S))
         self._spend(owner, tokens)
         self._arriving[owner] += 1
         try:
@@ -62,13 +62,15 @@ class QuotaEnforcer:
 
     @contextmanager
     def reserve_model(self, owner: str) -> Iterator[None]:
-        """A model that comes into being inside. Raises Forbidden if the tenant has all it may have."""
-        most = self._tenants.quotas(owner).models
-        if most is not None:
-            have = sum(one.owner == owner and one.state in ("pending", "live") for one in self._store.all(Model))
-            if have + self._creating[owner] >= most:
-                told = f"{owner} has {have} models in training, and may have {most}."
-                raise Forbidden(told, "Finish a session that is done with its models.")
+        """Reserve one more model in training for the duration of the block. Raises Forbidden."""
+        limit = self._tenants.quotas(owner).models
+        if limit is not None:
+            used = sum(
+                record.owner == owner and record.state in ("pending", "live") for record in self._store.all(Model)
+            )
+            if used + self._creating[owner] >= limit:
+                problem = f"{owner} has {used} models in training, and may have {limit}."
+                raise Forbidden(problem, "Finish a session that is done with its models.")
         self._creating[owner] += 1
         try:
             yield
@@ -76,34 +78,34 @@ class QuotaEnforcer:
             self._creating[owner] -= 1
 
     def check_storage(self, owner: str) -> None:
-        """Before one more is written. Raises Forbidden if the tenant's have reached what they may take."""
-        most = self._tenants.quotas(owner).checkpoint_bytes
-        if most is None:
+        """Raise Forbidden if the tenant's checkpoints have reached their limit of bytes."""
+        limit = self._tenants.quotas(owner).checkpoint_bytes
+        if limit is None:
             return
-        have = sum(one.size_bytes for one in self._store.all(Checkpoint) if one.owner == owner)
-        if have >= most:
-            told = f"The checkpoints of {owner} take {have} bytes, and may take {most}."
-            raise Forbidden(told, "Delete some, give them a ttl, or finish sessions that sample from unnamed ones.")
+        used = sum(record.size_bytes for record in self._store.all(Checkpoint) if record.owner == owner)
+        if used >= limit:
+            problem = f"The checkpoints of {owner} take {used} bytes, and may take {limit}."
+            raise Forbidden(problem, "Delete some, give them a ttl, or finish sessions that sample from unnamed ones.")
 
     def charge(self, owner: str, tokens: int) -> None:
-        """Tokens that were not known when their request came: sampled ones."""
-        if (most := self._tenants.quotas(owner).tokens_per_minute) is not None:
-            self._bucket(owner, most).level -= tokens
+        """Charge sampled tokens, whose number is unknown when a request comes."""
+        if (limit := self._tenants.quotas(owner).tokens_per_minute) is not None:
+            self._bucket(owner, limit).level -= tokens
 
     def _spend(self, owner: str, tokens: int) -> None:
-        if (most := self._tenants.quotas(owner).tokens_per_minute) is None:
+        if (limit := self._tenants.quotas(owner).tokens_per_minute) is None:
             return
-        bucket = self._bucket(owner, most)
+        bucket = self._bucket(owner, limit)
         if bucket.level <= 0:  # not "less than tokens": a request larger than a minute's would never run
-            wait = min(60 * (1 - bucket.level) / most, _LONGEST_S) if most else _LONGEST_S
-            told = f"{owner} has used its {most} tokens per minute."
-            raise Busy(told, f"Send it again in {math.ceil(wait)} s.", retry_after_ms=math.ceil(1000 * wait))
+            wait = min(60 * (1 - bucket.level) / limit, _LONGEST_S) if limit else _LONGEST_S
+            problem = f"{owner} has used its {limit} tokens per minute."
+            raise Busy(problem, f"Send it again in {math.ceil(wait)} s.", retry_after_ms=math.ceil(1000 * wait))
         bucket.level -= tokens
 
-    def _bucket(self, owner: str, most: int) -> _Bucket:
-        """As full as it is now: it fills evenly, up to one minute's tokens."""
+    def _bucket(self, owner: str, limit: int) -> _Bucket:
+        """The tenant's bucket, refilled evenly up to the tokens of one minute."""
         now = self._clock()
-        bucket = self._buckets.setdefault(owner, _Bucket(most, now))
-        bucket.level = min(bucket.level + (now - bucket.at) * most / 60, most)
+        bucket = self._buckets.setdefault(owner, _Bucket(limit, now))
+        bucket.level = min(bucket.level + (now - bucket.at) * limit / 60, limit)
         bucket.at = now
         return bucket

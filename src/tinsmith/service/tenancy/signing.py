@@ -1,6 +1,6 @@
-"""What this server signs with its own secret: tokens in place of a key, tokens that lend one checkpoint, and links.
+"""Tokens and links signed with the server's secret: tokens in place of a key, loans of one checkpoint, download links.
 
-The secret is made at the first start and kept in the data folder, so what was signed outlives a restart.
+The secret is made at the first start and stays in the data folder, so tokens and links outlive a restart.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _WEIGHTS = "tinsmith:weights"
 
 
 class Signer:
-    """Signs, and knows its own signatures."""
+    """Signs tokens and links, and verifies them."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
     def issue_token(self, owner: str, key: int, bound: str) -> str:
-        """Stands for a key for a while. Its claims are what `whoami` shows; the key must be good when it is used."""
+        """A token in place of a key, which must still be valid when the token is used. `whoami` shows its claims."""
         return self._issue(_LOGIN, TOKEN_S, sub=urn(owner), org_id=owner, key=key, bound=bound)
 
     def read_token(self, token: str) -> tuple[int, str] | None:
@@ -42,7 +42,7 @@ class Signer:
         return (claims["key"], claims["bound"]) if claims else None
 
     def issue_loan(self, owner: str, path: str, lifetime_s: int) -> str:
-        """Lets whoever holds it read one checkpoint of this owner."""
+        """A token with which any tenant can read one checkpoint of this owner."""
         return self._issue(_WEIGHTS, lifetime_s, owner=owner, path=path)
 
     def lender(self, token: str, path: str) -> str | None:
@@ -51,7 +51,7 @@ class Signer:
         return claims["owner"] if claims and claims["path"] == path else None
 
     def fingerprint(self, key: str) -> str:
-        """Tells keys apart without telling them: it means nothing without the secret."""
+        """A digest that identifies a key and, without the secret, reveals nothing of it."""
         return self._mac(f"key\n{key}")[:16]
 
     def link(self, path: str, expires: int) -> str:
@@ -59,7 +59,7 @@ class Signer:
         return f"expires={expires}&signature={self._mac(f'link {expires} {path}')}"
 
     def verify_link(self, path: str, expires: int, signature: str) -> bool:
-        """Whether `link` made this; it may be over by now."""
+        """Whether `link` made this signature; the link may have expired."""
         return hmac.compare_digest(self._mac(f"link {expires} {path}").encode(), signature.encode())
 
     def _issue(self, audience: str, lifetime_s: int, **claims: str | int) -> str:
@@ -89,10 +89,10 @@ def urn(owner: str) -> str:
 
 def load_signer(data: Path) -> Signer:
     """The signer of a data folder."""
-    kept = data / "signing-key"
-    if not kept.is_file():
-        write_private_file(kept, secrets.token_hex(32))
-    return Signer(bytes.fromhex(kept.read_text().strip()))
+    file = data / "signing-key"
+    if not file.is_file():
+        write_private_file(file, secrets.token_hex(32))
+    return Signer(bytes.fromhex(file.read_text().strip()))
 
 
 def write_private_file(file: Path, text: str) -> None:
