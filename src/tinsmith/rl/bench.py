@@ -1,7 +1,7 @@
-"""Comparing checkpoints: each is evaluated on the held-out tasks, with the same seeds; nothing is trained.
+"""Compare checkpoints: evaluate each on the held-out tasks with the same seeds, without training.
 
-bench/results.json                 a row of numbers for each
-bench/rollouts/eval-000002.jsonl   every answer of the second
+bench/results.json                 the metrics of each checkpoint
+bench/rollouts/eval-000002.jsonl   the rollouts of checkpoint 2
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from tinsmith.rl.train import eval_workflow_maker
 async def bench(
     config: RunConfig, connect: Callable[[], Awaitable[SamplingClients]], console: Console, of: Path | None = None
 ) -> list[dict[str, float | str]]:
-    """A row for each checkpoint, in order, with its name under `checkpoint`; also printed, and written.
+    """Evaluate every checkpoint; returns, prints and writes a row of metrics for each.
 
-    `of` is the folder of the run whose checkpoints they are, if it is another than this one's.
+    `of` is the folder of the run that saved the checkpoints, if it is not this run's folder.
     """
     of = of or folder_path(config)
     names = checkpoint_names(config, of)
@@ -49,17 +49,17 @@ async def bench(
         runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
         evaluator = Evaluator(config.eval, held_out, eval_workflow_maker(config, agent_endpoint), config.seed, runner)
         peers = await connect()
-        told = JsonlMonitor(RunInfo(name=config.name, folder=path / "bench", steps=len(names)))
+        jsonl = JsonlMonitor(RunInfo(name=config.name, folder=path / "bench", steps=len(names)))
         rows: list[dict[str, float | str]] = []
         try:
             for number, name in enumerate(names, 1):
                 with console.status(f"{number} of {len(names)}: {name}"):
                     groups, values = await evaluator.run(0, await peers.open_model(name))
-                told.rollouts(number, "eval", groups)
+                jsonl.rollouts(number, "eval", groups)
                 rows.append({"checkpoint": name, **values})
                 atomic_write(path / "bench" / "results.json", json.dumps(rows, indent=2).encode())
         finally:
-            told.close()
+            jsonl.close()
             await agent_endpoint.close()
             await peers.close()
     finally:
@@ -71,7 +71,7 @@ async def bench(
 
 
 def checkpoint_names(config: RunConfig, path: Path) -> list[str]:
-    """What is compared: the base model, then checkpoints. Raises ConfigError where there is nothing."""
+    """The models to compare: the base model, then checkpoints. Raises ConfigError if there are none."""
     names = list(config.bench.checkpoints)
     if not names and (state := read_state(path)) is not None:
         last = state.sampling_path or state.path  # an unfinished run has saved nothing for sampling alone
@@ -85,7 +85,7 @@ def checkpoint_names(config: RunConfig, path: Path) -> list[str]:
 
 
 def _table(rows: Sequence[Mapping[str, float | str]]) -> Table:
-    """A column for each checkpoint, by its number: there may be many numbers, and names are long."""
+    """A table with one numbered column per checkpoint."""
     table = Table("", *(str(number) for number in range(1, len(rows) + 1)))
     for name in rows[0]:
         if name.startswith("eval/") and name not in ("eval/tasks", "eval/failed"):

@@ -1,4 +1,4 @@
-"""RunConfig: what a run file holds. Each part's settings stand beside its code; this gathers them.
+"""RunConfig, the schema of a run file. The settings classes of its sections are defined next to their code.
 
 Example:
 
@@ -91,18 +91,18 @@ class OwnService(DeviceOptions):
 
 
 class Stage(Settings):
-    """One part of a run, with keys of the run's own that it has otherwise: each takes the whole section's place."""
+    """One stage of a run. Keys of the run file given here replace the whole section of the run."""
 
     model_config = ConfigDict(extra="allow")
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
-    """Of its folder, and in what is told."""
+    """Name of the stage: of its folder, in messages and metrics."""
     keep_optimizer: bool = False
-    """Go on with the moments of the stage before; not set: a fresh optimizer."""
+    """Continue with the optimizer state of the previous stage; false: a fresh optimizer."""
 
 
 class RunConfig(Settings):
-    """One run, from tasks to better weights."""
+    """The settings of a run."""
 
     model_config = ConfigDict(serialize_by_alias=True)
 
@@ -113,25 +113,26 @@ class RunConfig(Settings):
     plugins: str = ""
     """A folder of Python files with workflows and rewards of your own (docs/guides/workflows-and-rewards.md)."""
     rewards: tuple[RewardConfig, ...] = ()
-    """What a rollout is worth: the weighted sum of these, and what the workflow itself gives. None are needed where a
-    teacher says what is learned (on_policy_distill, jsd)."""
+    """Reward functions. The reward is their weighted sum plus the workflow's own reward. Not needed with a teacher
+    (on_policy_distill, jsd)."""
     demonstrations: DemonstrationsConfig | None = Field(default=None, serialization_alias="experts")
-    """Data to learn from as it stands: alone (sft, cpt, dpo), or beside rollouts (mix, mix_chord)."""
+    """Demonstrations to train on: alone (sft, cpt, dpo) or together with rollouts (mix, mix_chord). `experts` is an
+    older name of this key."""
     steps: int = Field(default=0, ge=0)
-    """Updates to make; 0: as many as `epochs` take."""
+    """Optimizer steps; 0: derived from `epochs`."""
     epochs: float | None = Field(default=None, gt=0)
-    """In place of steps: passes over the data, floor(tasks x epochs / groups_per_step) steps, or with lessons alone
-    floor(lessons x epochs / demonstrations.per_step). Of both, the fewer steps."""
+    """Passes over the data, instead of steps: floor(tasks x epochs / groups_per_step) steps, or, with demonstrations
+    alone, floor(rows x epochs / demonstrations.per_step). If both are set, the smaller number of steps counts."""
     groups_per_step: int = Field(default=16, ge=1)
-    """Tasks asked in each step."""
+    """Tasks per step; each task is one group."""
     group_size: Annotated[int, _ROLLOUTS] = Field(default=8, ge=1)
-    """Answers to each task, to be compared with each other."""
+    """Rollouts per task, compared with each other."""
     staleness: Annotated[
         int,
         _ROLLOUTS,
         Needs("sync.style", unless=("live",), hint="set buffer.capacity for how far sampling may run ahead"),
     ] = Field(default=0, ge=0)
-    """Batches that are sampled ahead of the one in training: 0 is synchronous, 1 overlaps sampling and training."""
+    """Batches sampled ahead of training: 0 is synchronous, 1 overlaps sampling and training."""
     sync: Annotated[
         SyncConfig,
         _ROLLOUTS,
@@ -147,10 +148,10 @@ class RunConfig(Settings):
         Needs("sync.style", unless=("fixed",), key="over.ratio", hint="choose another sync.style"),
     ] = RolloutConfig()
     filters: Annotated[tuple[FilterConfig, ...], _ROLLOUTS] = ()
-    """Which rollouts and groups are learned from: what each filter leaves, in turn."""
+    """Filters of rollouts and groups before training, applied in order."""
     filter_refills: Annotated[int, _ROLLOUTS, Needs("filters")] = Field(default=0, ge=0)
-    """Sample further tasks until filters leave groups_per_step groups, at most so many batches more; then the run ends.
-    0 learns from what they leave."""
+    """Further batches to sample, at most, until the filters leave groups_per_step groups; if they do not, the run ends.
+    0 trains on what the filters leave."""
     sampling: SamplingConfig = SamplingConfig()
     workflow: WorkflowConfig = SingleTurnConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -159,21 +160,21 @@ class RunConfig(Settings):
     bench: BenchConfig = BenchConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitors: tuple[MonitorConfig, ...] = (ConsoleConfig(), ReportConfig())
-    """Besides the run folder's own files: console and report."""
+    """Monitors, in addition to the files of the run folder."""
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
-    """What is written to log.txt: this and above."""
+    """Lowest level written to log.txt."""
     seed: int = Field(default=0, ge=0)
-    """Of the adapter, the order of tasks and every sampling request."""
+    """Seed of the adapter, the order of tasks and every sampling request."""
     concurrency: int = Field(default=256, ge=1)
-    """Sampling requests under way at a time."""
+    """Concurrent sampling requests."""
     name: str = ""
-    """Of the run; empty: the run file's name."""
+    """Name of the run; empty: the run file's name."""
     description: str = ""
     """A sentence for the report."""
     folder: str = ""
-    """Where the run's files go; empty: runs/NAME."""
+    """Folder of the run; empty: runs/NAME."""
     resume: bool | Literal["rename"] = True
-    """Go on with the run that the folder holds; false refuses it; rename begins anew in FOLDER_YYYYmmddHHMMSS."""
+    """Continue the run in the folder; false refuses such a folder; rename starts a new run in FOLDER_YYYYmmddHHMMSS."""
     service: OwnService = OwnService()
     stages: tuple[Stage, ...] = ()
     """WorkflowContext to run one after the other, each from the weights of the one before."""
@@ -215,12 +216,12 @@ class RunConfig(Settings):
 
     @property
     def uses_rollouts(self) -> bool:
-        """Whether the policy is asked anything to learn from."""
+        """Whether the algorithm trains on rollouts of the policy."""
         return self.algorithm.learns_from in ("rollouts", "both")
 
     @property
     def samples(self) -> bool:
-        """Whether this process asks the policy for what is learned from."""
+        """Whether this process samples training rollouts."""
         return self.uses_rollouts and self.mode in ("both", "explore")
 
     @property
@@ -245,7 +246,7 @@ class RunConfig(Settings):
             and self.algorithm.advantage.reads_rewards
             and not (self.rewards or self.workflow.provides_rewards)
         ):
-            raise ValueError("rewards is missing: what is an answer worth?")
+            raise ValueError("rewards is missing: no reward function scores the rollouts")
         if wanted != "rollouts" and self.demonstrations is None:
             raise ValueError(f"demonstrations is missing: {kind} learns from data; set demonstrations.data")
         if wanted == "rollouts" and self.demonstrations is not None:
@@ -265,9 +266,9 @@ class RunConfig(Settings):
         if self.stages:
             return self
         if not self.steps and self.epochs is None and self.mode != "bench":
-            raise ValueError("how long? Set steps, or epochs")
+            raise ValueError("steps is missing. Set steps, or epochs")
         if self.mode == "train" and self.uses_rollouts and not self.tasks.sources and not self.steps:
-            raise ValueError("how long? Set steps; epochs are counted by tasks, and here are none")
+            raise ValueError("steps is missing: epochs are counted in tasks, and mode train has none here. Set steps")
         return self
 
     @model_validator(mode="before")
@@ -324,7 +325,7 @@ class RunConfig(Settings):
         if self.shares_a_run and self.resume == "rename":
             raise ValueError(
                 f"mode {self.mode} is one of two processes, which meet in the run's folder: resume rename parts them; "
-                "set another folder in both files to begin anew"
+                "set another folder in both files to start a new run"
             )
         return self
 

@@ -1,6 +1,6 @@
-"""One task, one rollout, shown in full: what is asked, how it is spelled, what comes back and what that is worth.
+"""Run one rollout of the first training task and show it: prompt, tokens, reply, logprobs and reward.
 
-Nothing is trained and no run folder is touched. The weights are those that the run would begin with.
+Nothing is trained and no run folder is written. The weights are the initial weights of the run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SHOWN = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugRollout:
-    """One rollout and how long its parts took.
+    """One rollout and the time of its parts.
 
     Example: DebugRollout(group=group, chat=chat, seconds={"tasks": 0.2, "connect": 3.1, "rollout": 0.8})
     """
@@ -42,7 +42,7 @@ class DebugRollout:
 
 
 async def debug_rollout(config: RunConfig, connect: Connect) -> DebugRollout:
-    """The first training task, tried once. Raises TinsmithError where the run has none to try."""
+    """Run one rollout of the first training task. Raises TinsmithError if the run samples no rollouts."""
     if not config.uses_rollouts:
         raise TinsmithError(
             f"{config.algorithm.type} learns from data alone: there is no rollout.", "Use tinsmith check."
@@ -68,12 +68,12 @@ async def debug_rollout(config: RunConfig, connect: Connect) -> DebugRollout:
 
 
 def show_rollout(debugged: DebugRollout, console: Console) -> None:
-    """Everything there is to know of it."""
+    """Print the rollout in full."""
     task, rollout = debugged.group.task, debugged.group.rollouts[0]
     _head(console, f"task {task.id}")
     for message in task.messages:
         _line(console, message.role, message.content)
-    _line(console, "right", task.answer or "(not told)")
+    _line(console, "right", task.answer or "(unknown)")
     for number, turn in enumerate(rollout.turns, 1):
         _head(console, f"turn {number} of {len(rollout.turns)}, {turn.role}, version {turn.version}")
         _line(console, "prompt", debugged.chat.text(turn.prompt, None))

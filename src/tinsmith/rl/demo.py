@@ -1,4 +1,4 @@
-"""The demo: two run files that come with the package, and how their outcome is told.
+"""The demo: two run files of the package, an introduction and a summary.
 
 `addition` takes SmolLM2-135M from no right answer to most sums of two-digit numbers right; `largest` (the quick one)
 picks the largest of four numbers. Nothing else about them is special: they run as any other file does.
@@ -19,7 +19,7 @@ from tinsmith.settings import read
 
 
 def settings(*, quick: bool, seed: int, out: Path | None, overrides: Sequence[str]) -> RunConfig:
-    """The demo's run file with `overrides` laid on, in a folder of its own unless `out` names one."""
+    """The configuration of the demo with `overrides` applied, in a new folder unless `out` is given."""
     name = "largest" if quick else "addition"
     folder = out or _fresh(Path("runs") / f"demo-{name}")
     with as_file(files("tinsmith.rl") / f"demo_{name}.yaml") as file:
@@ -27,11 +27,11 @@ def settings(*, quick: bool, seed: int, out: Path | None, overrides: Sequence[st
 
 
 def introduce(config: RunConfig, console: Console) -> None:
-    """What is about to happen, with an example of the task."""
+    """Print what the demo trains, with an example task."""
     task = config.tasks.sources[0].load()[0]
     console.print(f"[bold]{escape(config.description)}[/]", soft_wrap=True)
     console.print(
-        f"[dim]asked:[/] {escape(task.messages[-1].content)}  [dim]right:[/] {task.answer}",
+        f"[dim]question:[/] {escape(task.messages[-1].content)}  [dim]right:[/] {task.answer}",
         highlight=False,
         soft_wrap=True,
     )
@@ -41,7 +41,7 @@ def introduce(config: RunConfig, console: Console) -> None:
 
 
 def conclude(folder: Path, console: Console) -> None:
-    """Held-out accuracy before and after, beside what no learning would give."""
+    """Print held-out accuracy before and after training, and that of the best constant answer."""
     rows = [row for row in read_metrics(folder) if "eval/pass@1" in row]
     if not rows:
         return

@@ -1,7 +1,7 @@
-"""How good the policy is on held-out tasks: the same rollouts, no update.
+"""Evaluation of the policy on held-out tasks.
 
-An answer is right where the reward reaches a threshold. pass@k is the unbiased estimate of the chance that at least one
-of k answers is right: 1 - C(n - c, k) / C(n, k) with c of n right, averaged over tasks. A failed rollout is not right.
+An answer is right if its reward reaches a threshold. pass@k is the unbiased estimate of the probability that at least
+one of k answers is right: 1 - C(n - c, k) / C(n, k) with c of n right, averaged over tasks. A failed rollout is wrong.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _EVALUATION = 1
 
 
 class EvalSource(Settings):
-    """How the held-out tasks of one source are tried; what is not set is as for the others."""
+    """Evaluation settings of one source of held-out tasks; unset keys are those of `eval`."""
 
     num_samples: int | None = Field(default=None, ge=1)
     """Answers to each task."""
@@ -45,13 +45,13 @@ class EvalSource(Settings):
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest answer."""
     workflow: WorkflowConfig | None = None
-    """How they are asked."""
+    """Workflow for these tasks."""
     rewards: tuple[RewardConfig, ...] = ()
     """What judges an answer."""
 
 
 class EvalConfig(Settings):
-    """When and how held-out tasks are tried."""
+    """When and how held-out tasks are evaluated."""
 
     every: int = Field(default=10, ge=0)
     """Every so many steps, the last one too if it is such a step; 0 is never."""
@@ -62,7 +62,7 @@ class EvalConfig(Settings):
     limit: int = Field(default=0, ge=0)
     """Only the first so many held-out tasks; 0 is all."""
     num_samples: int = Field(default=1, ge=1)
-    """Answers to each task; pass@k is told for every power of two up to it, and for itself."""
+    """Answers to each task; pass@k is reported for k = 1, 2, 4, … and this number."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
     top_p: float | None = Field(default=None, gt=0, le=1)
@@ -72,7 +72,7 @@ class EvalConfig(Settings):
     max_tokens: int | None = Field(default=None, ge=1)
     """Longest answer; not set: as in training."""
     workflow: WorkflowConfig | None = None
-    """How held-out tasks are asked; not set: as in training."""
+    """Workflow for held-out tasks; not set: as in training."""
     rewards: tuple[RewardConfig, ...] = ()
     """What judges an answer; empty: the run's rewards."""
     sources: dict[str, EvalSource] = Field(default_factory=dict)
@@ -80,7 +80,7 @@ class EvalConfig(Settings):
     threshold: float = 1.0
     """An answer is right where its reward is at least this."""
     baseline: Annotated[int, Needs("before", (True,))] = Field(default=0, ge=0)
-    """Tell what always giving one answer would score: how many right answers to try so, the commonest first."""
+    """Number of constant answers to score as a baseline, most common right answers first; 0 is none."""
 
     @model_validator(mode="after")
     def _samples_differ(self) -> EvalConfig:
@@ -206,8 +206,8 @@ def pass_at(groups: Sequence[Group], threshold: float, prefix: str = "eval") -> 
     ]
     least = min(sizes)
     ks = sorted({2**power for power in range(least.bit_length()) if 2**power <= least} | {least})
-    chances = {k: [_pass_at(n, c, k) for n, c in zip(sizes, right, strict=True)] for k in ks}
-    return {f"{prefix}/pass@{k}": float(np.mean(each)) for k, each in chances.items()}
+    estimates = {k: [_pass_at(n, c, k) for n, c in zip(sizes, right, strict=True)] for k in ks}
+    return {f"{prefix}/pass@{k}": float(np.mean(each)) for k, each in estimates.items()}
 
 
 def _pass_at(n: int, c: int, k: int) -> float:

@@ -56,7 +56,7 @@ async def explore(config: RunConfig, connect: Callable[[], Awaitable[SamplingCli
 
 
 class _Exploration:
-    """Parts of a process that samples."""
+    """WorkflowContext of a process that samples."""
 
     def __init__(
         self,

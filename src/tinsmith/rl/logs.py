@@ -1,4 +1,4 @@
-"""A run's own log: log.txt in its folder, through the standard logging, begun anew at 5 MB with three older ones kept.
+"""The log of a run: log.txt in its folder, rotated at 5 MB, with three older files.
 
 A line is `2026-11-21 16:00:00,123 INFO tinsmith.rl.train: what happened`; lines that do not begin so belong to the one
 before. `read` and `follow` are what `tinsmith log` shows.
@@ -28,7 +28,7 @@ _LOOK_S = 0.3
 def log_to_folder(folder: Path, level: str = "INFO") -> Iterator[None]:
     """While the block runs, what the package logs from `level` on is in the folder too, and what ended the block.
 
-    Warnings stay on the terminal; other packages are heard from WARNING on.
+    Warnings stay on the terminal; other packages log from WARNING on.
     """
     root, ours = logging.getLogger(), logging.getLogger("tinsmith")
     into = RotatingFileHandler(folder / FILE, maxBytes=_BYTES, backupCount=_OLDER, encoding="utf-8", delay=True)
@@ -68,7 +68,7 @@ def follow(folder: Path, *, keyword: str = "", level: str = "") -> Iterator[str]
     at = file.stat().st_size if file.exists() else 0
     while True:
         size = file.stat().st_size if file.exists() else 0
-        if size < at:  # begun anew
+        if size < at:  # rotated
             at = 0
         if size > at:
             with file.open("rb") as lines:
@@ -81,7 +81,7 @@ def follow(folder: Path, *, keyword: str = "", level: str = "") -> Iterator[str]
 
 
 def _ended(error: BaseException) -> logging.LogRecord:
-    """For the file alone: the terminal is told by whoever catches the error. Ours speak for themselves."""
+    """A log record of the error, without a traceback for a TinsmithError; whoever catches it prints it."""
     trace = None if isinstance(error, TinsmithError) else (type(error), error, error.__traceback__)
     words = ("The run was broken off by %s: %s", (type(error).__name__, error))
     return logging.LogRecord(__name__, logging.ERROR, __file__, 0, *words, trace)

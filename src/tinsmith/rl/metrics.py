@@ -53,7 +53,7 @@ def reward_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]
 
 
 def update_metrics(rows: Sequence[TrainingRow], updated: UpdateResult) -> dict[str, float]:
-    """How far trainer and sampler are apart, and what the server told of loss and step."""
+    """Metrics of an update: trainer against sampler logprobs, and the server's loss and optimizer metrics."""
     answered = list(zip(rows, updated.logprobs, strict=True))
     own = [(row, p) for row, p in answered if row.kind == "policy"]
     expert_logprobs = [p[row.mask] for row, p in answered if row.kind == "expert"]

@@ -34,8 +34,8 @@ Connect = Callable[[str, int], Awaitable[Policy]]
 """From a state path (empty: a fresh adapter) and its version to the policy."""
 
 
-class Clock:
-    """Seconds of a step's parts."""
+class StepTimer:
+    """Wall-timer seconds of the parts of a step."""
 
     def __init__(self) -> None:
         self._begin = self._last = time.perf_counter()
@@ -64,33 +64,33 @@ class Run:
     algorithm: Algorithm
     evaluator: Evaluator
     rewards: Rewards | None
-    """What judges held-out answers, if something does."""
+    """Reward functions of the evaluation, if there are held-out tasks."""
     monitors: Monitors
     reference: str
-    """The base model's name, or a path: whose logprobs divergences are taken from."""
+    """Name or tinker:// path of the model that divergences are measured from."""
     critic: Critic | None
     demonstrations: Demonstrations | None
 
     def steps(self) -> range:
-        """Those still to do, counted from 1."""
+        """The remaining steps, counted from 1."""
         done = self.folder.state.step if self.folder.state else 0
         return range(done + 1, self.config.steps + 1)
 
     async def evaluate_before_training(self) -> None:
-        """Evaluates before the first step, with what a constant answer would score."""
+        """Evaluate the initial weights, and the score of the best constant answer."""
         if self.folder.state is None and self.evaluator.due(0, self.config.steps):
-            beside: dict[str, float] = {}
+            baseline: dict[str, float] = {}
             if self.rewards is not None:
-                beside = await self.evaluator.baseline(self.rewards, await self.policy.snapshot())
-            await self._evaluate(0, beside)
+                baseline = await self.evaluator.baseline(self.rewards, await self.policy.snapshot())
+            await self._evaluate(0, baseline)
 
     def filtered_groups(self, groups: Sequence[Group]) -> tuple[Group, ...]:
-        """What filters leave of a batch; of one that was refilled, no more than a step takes."""
+        """The groups that pass the filters; with filter_refills, at most groups_per_step."""
         left = apply_filters(self.config.filters, groups)
         return left[: self.config.groups_per_step] if self.config.filter_refills else left
 
     def next_demonstrations(self) -> list[TrainingRow]:
-        """The rows of experts for a step."""
+        """The rows of demonstrations for one step."""
         if self.demonstrations is None or self.config.demonstrations is None:
             return []
         alone = not self.config.uses_rollouts
@@ -98,38 +98,46 @@ class Run:
         return self.demonstrations.draw(count)
 
     async def update(self, step: int, update: Update) -> dict[str, float]:
-        """One update, or none where there is nothing to learn from; its numbers."""
+        """Apply the update unless it has no rows; returns its metrics."""
         rate = self.config.optimizer.learning_rate_at(step, self.config.steps)
         if not update.rows:
             return {"optim/skipped": 1.0, "optim/lr": rate, **update.numbers}
-        taught: dict[str, float] = {}
+        critic_metrics: dict[str, float] = {}
         if self.critic is not None:
-            taught = await self.critic.learn(step, update.rows)
+            critic_metrics = await self.critic.learn(step, update.rows)
             if step <= self.critic.config.warmup_steps:
-                return {"optim/skipped": 1.0, "optim/lr": rate, **update.numbers, **taught}
+                return {"optim/skipped": 1.0, "optim/lr": rate, **update.numbers, **critic_metrics}
         updated = await self.policy.update(update, self.config.optimizer, rate)
         moved = self.algorithm.adapt_coefficients(update, updated)
-        return {**metrics.update_metrics(update.rows, updated), "optim/lr": rate, **update.numbers, **moved, **taught}
+        return {
+            **metrics.update_metrics(update.rows, updated),
+            "optim/lr": rate,
+            **update.numbers,
+            **moved,
+            **critic_metrics,
+        }
 
-    def log(self, step: int, batch: Batch, kept: int, version: int, numbers: Mapping[str, float], clock: Clock) -> None:
-        """Tells the order of tasks and the monitors of a step: weights of `version` learned from `kept` groups."""
+    def log(
+        self, step: int, batch: Batch, kept: int, version: int, numbers: Mapping[str, float], timer: StepTimer
+    ) -> None:
+        """Report a step to the task order, the monitors and the log. `version`: the weights before the update."""
         self.task_sampler.update(batch.groups)
         sampled = metrics.group_metrics(batch.groups, version) if batch.groups else {}
-        seconds = clock.total()
+        seconds = timer.total()
         tokens = sampled["tokens/sampled"] if batch.groups else numbers.get("tokens/trained", 0.0)
         speed = {"speed/tokens_per_second": tokens / seconds, "time/step": seconds}
         if batch.groups:
             self.monitors.rollouts(step, "train", batch.groups)
         if self.config.filters and batch.groups:
             sampled["filters/dropped"] = 1.0 - kept / len(batch.groups)
-        self.monitors.metrics(step, {**sampled, **batch.numbers, **numbers, **speed, **clock.parts})
+        self.monitors.metrics(step, {**sampled, **batch.numbers, **numbers, **speed, **timer.parts})
         reward = sampled.get("reward/mean", float("nan"))
         log.info("Step %d of %d: reward %.4g, %.2f seconds", step, self.config.steps, reward, seconds)
-        if failed := [one.error for group in batch.groups for one in group.rollouts if one.error]:
+        if failed := [rollout.error for group in batch.groups for rollout in group.rollouts if rollout.error]:
             log.warning("%d rollouts of step %d failed; the first: %s", len(failed), step, failed[0])
 
     async def save_and_evaluate(self, step: int) -> None:
-        """What is due after a step; the state is written last, when all that belongs to the step is on disk."""
+        """Evaluate and save if due after `step`. The state is written last, after all files of the step."""
         last = step == self.config.steps
         if self.evaluator.due(step, self.config.steps):
             await self._evaluate(step, {})
@@ -137,11 +145,11 @@ class Run:
         if last or (every and step % every == 0):
             await self._save(step, last)
 
-    async def _evaluate(self, step: int, beside: Mapping[str, float]) -> None:
-        clock = Clock()
+    async def _evaluate(self, step: int, baseline: Mapping[str, float]) -> None:
+        timer = StepTimer()
         groups, values = await self.evaluator.run(step, await self.policy.snapshot())
         self.monitors.rollouts(step, "eval", groups)
-        self.monitors.metrics(step, {**values, **beside, "time/eval": clock.total()})
+        self.monitors.metrics(step, {**values, **baseline, "time/eval": timer.total()})
 
     async def _save(self, step: int, last: bool) -> None:
         batch_state = await self.batches.capture_state()
@@ -186,5 +194,5 @@ def with_fresh_folder(config: RunConfig, part: str = "") -> RunConfig:
 
 
 def folder_path(config: RunConfig) -> Path:
-    """Where the run's files go."""
+    """The folder of the run's files."""
     return Path(config.folder or f"runs/{config.name}").expanduser()

@@ -32,9 +32,9 @@ _FILE = "stages.json"
 async def run_stages(
     config: RunConfig, connecting: Callable[[RunConfig], Connect], console: Console
 ) -> tuple[RunConfig, State]:
-    """Every stage that is still to do; the settings of the last one that trains, and where it ended.
+    """Run all remaining stages; returns the settings and the last state of the last stage that trains.
 
-    `connecting` gives the way to a policy of one stage's settings; all are on one server.
+    `connecting` returns the Connect function for the settings of a stage; all stages use one server.
     """
     config = with_fresh_folder(config)
     path = folder_path(config)
@@ -59,36 +59,36 @@ async def _in_turn(
     trained: tuple[RunConfig, State] | None = None
     for number, stage in enumerate(config.stages, 1):
         before = trained[1].path if trained else ""
-        one = config.stage_config(number, before)
-        if one.mode == "bench" and ended.get(stage.name) == before:
+        stage_config = config.stage_config(number, before)
+        if stage_config.mode == "bench" and ended.get(stage.name) == before:
             continue
-        _tell(path, names, ended, under_way=stage.name)
+        _write_status(path, names, ended, under_way=stage.name)
         console.print(f"[bold]stage {number} of {len(names)}: {stage.name}[/]", highlight=False)
-        connect = connecting(one)
-        if one.mode == "bench":
-            await bench(one, partial(connect, "", 0), console, of=folder_path(trained[0]) if trained else None)
+        connect = connecting(stage_config)
+        if stage_config.mode == "bench":
+            await bench(stage_config, partial(connect, "", 0), console, of=folder_path(trained[0]) if trained else None)
             ended[stage.name] = before
             continue
         if before and stage.keep_optimizer:
-            connect = _going_on(connect, before)
-        trained = one, await train(one, connect, console)
+            connect = _continuing_from(connect, before)
+        trained = stage_config, await train(stage_config, connect, console)
         ended[stage.name] = trained[1].path
-    _tell(path, names, ended, under_way="")
+    _write_status(path, names, ended, under_way="")
     assert trained is not None  # there is a stage that trains
     return trained
 
 
-def _going_on(connect: Connect, before: str) -> Connect:
-    """Where a stage begins, with weights and optimizer of the path `before`."""
+def _continuing_from(connect: Connect, before: str) -> Connect:
+    """A Connect that starts from the weights and optimizer state at the path `before`."""
 
-    async def found(state: str, version: int) -> Policy:
+    async def connect_stage(state: str, version: int) -> Policy:
         return await connect(state or before, version)
 
-    return found
+    return connect_stage
 
 
 def _ended(path: Path, names: list[str]) -> dict[str, str]:
-    """Where each finished stage ended. Raises ConfigError where the folder holds other stages."""
+    """The final weights of each finished stage, by name. Raises ConfigError if the folder holds other stages."""
     file = path / _FILE
     if not file.exists():
         return {}
@@ -102,6 +102,6 @@ def _ended(path: Path, names: list[str]) -> dict[str, str]:
     return dict(known["ended"])
 
 
-def _tell(path: Path, names: list[str], ended: dict[str, str], under_way: str) -> None:
-    told = {"stages": names, "under_way": under_way, "ended": ended}
-    atomic_write(path / _FILE, json.dumps(told, indent=2).encode())
+def _write_status(path: Path, names: list[str], ended: dict[str, str], under_way: str) -> None:
+    status = {"stages": names, "under_way": under_way, "ended": ended}
+    atomic_write(path / _FILE, json.dumps(status, indent=2).encode())

@@ -1,4 +1,8 @@
-"""The loop: get a batch, score, update, log, save. Synchronous is staleness 0; there is no other loop."""
+"""The training loop, and how a run is assembled from its configuration.
+
+`training_loop` is the only loop: get a batch, compute the update, apply it, log, save. Synchronous training is
+staleness 0. `assemble` creates the parts of a run; the server is reached through a `Connect` function.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from tinsmith.rl.algorithms.critic import Critic
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.demonstrations import Demonstrations
 from tinsmith.rl.data.sources import as_tuple
-from tinsmith.rl.data.tasks import TaskSampler, split
+from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler, split
 from tinsmith.rl.evaluate import EvalConfig, Evaluator
 from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
@@ -43,12 +47,63 @@ from tinsmith.rl.run import Clock, Connect, Run, folder_path, with_fresh_folder
 from tinsmith.rl.run_folder import RunFolder, State
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 
+log = logging.getLogger(__name__)
+
+LoadTasks = Callable[[], tuple[TaskSampler, HeldOutTasks]]
+"""Loads the training and held-out tasks; cached, so that a run reads its data once."""
+
+
+async def train(config: RunConfig, connect: Connect, console: Console) -> State:
+    """Start the run, or continue the one in its folder; returns its last state. A finished run is left as it is."""
+    config = with_fresh_folder(config)
+    load_tasks = cache(partial(split, config.tasks, config.seed))
+    config = resolve_steps(config, load_tasks)
+    folder = RunFolder.open(folder_path(config), config.model_dump(mode="json"), resume=config.resume)
+    try:
+        if folder.state is not None and folder.state.step >= config.steps:
+            return folder.state
+        with logs.log_to_folder(folder.path, config.log_level):
+            return await _train_logged(config, folder, connect, console, load_tasks)
+    finally:
+        folder.close()
+
+
+async def training_loop(run: Run) -> State:
+    """Take all remaining steps; returns the state saved by the last one."""
+    await run.evaluate_before_training()
+    for step in run.steps():
+        timer = StepTimer()
+        batch = await run.batches.next(step)
+        timer.lap("rollouts")
+        groups = run.filtered_groups(batch.groups)
+        update = await run.algorithm.score(step, groups, run.next_demonstrations())
+        version = run.policy.version
+        numbers = await run.update(step, update)
+        timer.lap("update")
+        await run.batches.trained(step)
+        run.log(step, batch, len(groups), version, numbers, timer)
+        await run.save_and_evaluate(step)
+    assert run.folder.state is not None  # the last step saves
+    return run.folder.state
+
+
+async def _train_logged(
+    config: RunConfig, folder: RunFolder, connect: Connect, console: Console, load_tasks: LoadTasks
+) -> State:
+    async with assemble(config, folder, connect, console, load_tasks) as run:
+        log.info("%s: starting at step %d of %d, in %s", config.name, run.steps().start, config.steps, folder.path)
+        state = await training_loop(run)
+    log.info("Finished: %d steps; final weights: %s", state.step, state.path)
+    return state
+
 
 @asynccontextmanager
-async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> AsyncIterator[Run]:
-    """The parts of a run, ended in order whatever happens. Raises ConfigError before anything is asked of a server."""
+async def assemble(
+    config: RunConfig, folder: RunFolder, connect: Connect, console: Console, load_tasks: LoadTasks
+) -> AsyncIterator[Run]:
+    """Create the parts of a run, and close them in order. Raises ConfigError before the first request to a server."""
     state = folder.state
-    task_sampler, held_out = split(config.tasks, config.seed)
+    task_sampler, held_out = load_tasks()
     runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
     judge = Rewards(config.eval.rewards or config.rewards) if config.evaluates else None
     agent_endpoint = AgentEndpoint()
@@ -78,12 +133,12 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
     console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.loss_location}[/]", highlight=False)
     if config.plugins:
         console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
-    _go_on(state, task_sampler, algorithm, config.seed)
+    _restore(state, task_sampler, algorithm, config.seed)
     await batches.restore(state.batches if state else BatchSourceState())
     if state is not None and demonstrations is not None:
         demonstrations.cursor = state.demonstrations_drawn
     try:
-        told = monitors.build(config.monitors, info, console)
+        run_monitors = monitors.build(config.monitors, info, console)
     except BaseException:
         await policy.close()
         raise
@@ -99,7 +154,7 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
                 config.eval, held_out if judge else {}, eval_workflow_maker(config, agent_endpoint), config.seed, runner
             ),
             rewards=judge,
-            monitors=told,
+            monitors=run_monitors,
             reference=reference,
             critic=critic,
             demonstrations=demonstrations,
@@ -107,32 +162,32 @@ async def assemble(config: RunConfig, folder: RunFolder, connect: Connect, conso
     finally:
         await batches.close()
         await agent_endpoint.close()
-        told.close()
+        run_monitors.close()
         await policy.close()
 
 
 def eval_workflow_maker(config: RunConfig, agent_endpoint: AgentEndpoint) -> Callable[[EvalConfig], Workflow]:
-    """From how a source of held-out tasks is tried to the workflow that does it."""
+    """A function from the evaluation settings of a source to its workflow."""
 
-    def make(one: EvalConfig) -> Workflow:
+    def make(settings: EvalConfig) -> Workflow:
         parts = WorkflowContext(
-            sampling=one.sampling(config.sampling),
-            rewards=Rewards(one.rewards or config.rewards),
+            sampling=settings.sampling(config.sampling),
+            rewards=Rewards(settings.rewards or config.rewards),
             agent_endpoint=agent_endpoint,
         )
-        return (one.workflow or config.workflow).make(parts)
+        return (settings.workflow or config.workflow).make(parts)
 
     return make
 
 
 def workflow_context(config: RunConfig, agent_endpoint: AgentEndpoint) -> WorkflowContext:
-    """What the workflow is made with whose rollouts are learned from."""
+    """Context of the workflow that samples training rollouts."""
     rewards = Rewards(config.rewards, needed=config.algorithm.advantage.reads_rewards)
     return WorkflowContext(sampling=config.sampling, rewards=rewards, agent_endpoint=agent_endpoint)
 
 
 def sampling_plan(config: RunConfig) -> SamplingPlan:
-    """In style fixed, batch t is for step t alone; else sampling goes on for as long as training does."""
+    """The sampling plan. With sync.style fixed, step t uses batch t; else sampling runs as long as training."""
     waiting = config.buffer
     one_each = config.sync.style == "fixed" and not waiting.replay.enable and waiting.max_staleness is None
     return SamplingPlan(
@@ -197,33 +252,33 @@ async def _reference(config: RunConfig, policy: Policy, state: State | None) -> 
 def _columns(
     config: RunConfig, policy: Policy, reference: str, critic: Critic | None, gate: asyncio.Semaphore
 ) -> dict[str, algorithms.ColumnSource]:
-    """Whom an algorithm may ask what."""
+    """Sources of the per-token columns that an algorithm may request."""
 
-    def of(name: str) -> algorithms.ColumnSource:
-        async def ask(rows: Sequence[TrainingRow]) -> list[np.ndarray]:
-            return await logprobs_of(await policy.open_model(name), rows, gate)
+    def logprobs_by(name: str) -> algorithms.ColumnSource:
+        async def logprobs(rows: Sequence[TrainingRow]) -> list[np.ndarray]:
+            return await target_logprobs(await policy.open_model(name), rows, gate)
 
-        return ask
+        return logprobs
 
-    asks: dict[str, algorithms.ColumnSource] = {"reference": of(reference), "entropy": policy.entropies}
+    sources: dict[str, algorithms.ColumnSource] = {"reference": logprobs_by(reference), "entropy": policy.entropies}
     if critic is not None:
-        asks["values"] = critic.values
+        sources["values"] = critic.values
     if config.algorithm.teacher:
-        asks["teacher"] = of(config.algorithm.teacher)
-    return asks
+        sources["teacher"] = logprobs_by(config.algorithm.teacher)
+    return sources
 
 
-async def logprobs_of(snapshot: Snapshot, rows: Sequence[TrainingRow], gate: asyncio.Semaphore) -> list[np.ndarray]:
-    """float32 [N] of each row's targets."""
+async def target_logprobs(snapshot: Snapshot, rows: Sequence[TrainingRow], gate: asyncio.Semaphore) -> list[np.ndarray]:
+    """Logprobs of the targets of each row, float32 [N]."""
 
-    async def one(row: TrainingRow) -> np.ndarray:
+    async def row_logprobs(row: TrainingRow) -> np.ndarray:
         async with gate:
             return await snapshot.logprobs(row.sequence)
 
-    return list(await asyncio.gather(*map(one, rows)))
+    return list(await asyncio.gather(*map(row_logprobs, rows)))
 
 
-def _go_on(state: State | None, task_sampler: TaskSampler, algorithm: Algorithm, seed: int) -> None:
+def _restore(state: State | None, task_sampler: TaskSampler, algorithm: Algorithm, seed: int) -> None:
     if state is None:
         random.seed(seed)
         np.random.seed(seed % 2**32)
@@ -233,28 +288,29 @@ def _go_on(state: State | None, task_sampler: TaskSampler, algorithm: Algorithm,
     algorithm.restore(state.algorithm)
 
 
-def resolve_steps(config: RunConfig) -> RunConfig:
-    """The same with `steps` counted out: floor(rows x epochs / rows of a step), no more than `steps` if that is set.
+def resolve_steps(config: RunConfig, load_tasks: LoadTasks | None = None) -> RunConfig:
+    """The configuration with `epochs` as steps: floor(rows x epochs / rows per step), at most `steps` if that is set.
 
-    What is left of the last pass and does not fill a step is not trained on. A run of mode train may know no tasks, and
-    one of mode bench takes no steps: those say all they need.
+    Rows that do not fill a last step are not trained on. Without `epochs`, or without tasks (mode train and mode bench
+    may have none), the configuration is returned as it is.
     """
     if config.epochs is None or (config.uses_rollouts and not config.tasks.sources):
         return config
-    rows, per_step, what = _rows(config), config.groups_per_step, "groups_per_step"
+    rows, per_step, key = _count_rows(config, load_tasks), config.groups_per_step, "groups_per_step"
     if config.demonstrations is not None and not config.uses_rollouts:
-        per_step, what = config.demonstrations.count(per_step, config.group_size, alone=True), "demonstrations.per_step"
+        per_step, key = config.demonstrations.count(per_step, config.group_size, alone=True), "demonstrations.per_step"
     steps = int(rows * config.epochs // per_step)
     if not steps:
         raise ConfigError(
-            f"{config.epochs:g} epochs of {rows} are less than one step of {per_step}.", f"Set {what} lower."
+            f"{config.epochs:g} epochs of {rows} are less than one step of {per_step}.", f"Set {key} lower."
         )
     return config.model_copy(update={"steps": min(steps, config.steps or steps)})
 
 
-def _rows(config: RunConfig) -> int:
+def _count_rows(config: RunConfig, load_tasks: LoadTasks | None) -> int:
     if config.demonstrations is None or config.uses_rollouts:
-        return split(config.tasks, config.seed)[0].size
+        task_sampler, _ = load_tasks() if load_tasks else split(config.tasks, config.seed)
+        return task_sampler.size
     return sum(
         len(source.demonstrations(config.demonstrations.learn)) for source in as_tuple(config.demonstrations.data)
     )

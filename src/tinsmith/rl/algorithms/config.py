@@ -26,7 +26,7 @@ Name = Literal[
 NAMES: tuple[str, ...] = get_args(Name)
 
 DATA_ONLY = ("sft", "cpt", "dpo")
-"""Those that learn from data alone."""
+"""Algorithms that train on demonstrations alone."""
 
 _K2 = {"type": "k2", "coef": 0.001}
 _NONE = {"type": "none"}
@@ -113,7 +113,7 @@ class AlgorithmConfig(Settings):
     kl_penalty: KlConfig = KlConfig(type="none")
     """Divergence of the sampler's logprobs from the reference, off the reward at each token."""
     entropy: EntropyConfig = EntropyConfig()
-    """A bonus for spread, in the loss."""
+    """Entropy bonus in the loss."""
     reference: Literal["base", "start"] = "base"
     """Whose logprobs divergences are taken from: the bare base model, or the weights of model.load_from."""
     teacher: str = ""
@@ -125,7 +125,7 @@ class AlgorithmConfig(Settings):
     mask_truncated: Annotated[bool, _ROLLOUTS] = False
     """Rollouts with a turn that met max_tokens count in comparisons, and are not learned from."""
     critic: CriticConfig | None = None
-    """Of an advantage that reads values: a second adapter, which tells them."""
+    """Critic of an advantage that reads values: a second adapter."""
 
     @model_validator(mode="before")
     @classmethod
@@ -182,7 +182,7 @@ class AlgorithmConfig(Settings):
 
     @property
     def advantage_columns(self) -> frozenset[str]:
-        """Columns to ask for before advantages are computed."""
+        """Columns to request before advantages are computed."""
         penalty = {"reference"} if self.kl_penalty.enabled else set()
         return frozenset({*self.advantage.columns, *penalty})
 
@@ -193,15 +193,15 @@ class AlgorithmConfig(Settings):
 
     @property
     def columns(self) -> frozenset[str]:
-        """Every column that is asked for."""
+        """Every column to request."""
         return self.advantage_columns | ({"reference"} if self.loss_reads_reference else set())
 
     @property
     def merges_rows(self) -> bool:
-        """Whether equal replies may share a row: where the loss is linear in the advantage, and tokens tell nothing."""
+        """Whether identical replies may share a row: the loss is linear in the advantage, which uses no columns."""
         return self.merge_replies and self.loss.linear and not self.advantage_columns - {"reference"}
 
     @property
     def drop_zero_advantage(self) -> bool:
-        """Whether rows without advantage teach nothing."""
+        """Whether rows without any advantage can be dropped: they have no gradient."""
         return self.loss.reads_advantage and not (self.kl.enabled or self.entropy.coef or self.critic)

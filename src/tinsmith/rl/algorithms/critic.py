@@ -1,13 +1,10 @@
-"""A critic: a second adapter on the same base that tells what a reply is worth before it is finished.
+"""The critic: a second adapter on the same base model that predicts the return at every token.
 
-Its value at a position is read from the logprobs of K reserved tokens there: each stands for a bin of values, and the
-value is the mean of the bins' centers by their chances q among each other. It learns from a target t for every bin, a
-Gaussian around the return (HL-Gauss, arXiv 2403.03950), down the cross entropy of t and q. The slope of that by the
-tokens' logprobs is q - t, which adds up to 0: so it is cross_entropy with the weights t - q, and the rest of the
-vocabulary, which holds nearly all chances, is left where it is. Nothing but what any server of the Tinker API has:
-targets of shape (N, K).
-
-Left out: the second adapter itself (`tinker_learner.py`), and advantages (`algorithms/advantages/tokens.py`).
+Its value at a position is read from the logprobs of K reserved tokens. Each token stands for a value bin, and the value
+is the mean of the bin centers, weighted by the probabilities q among the K tokens. The training target t is a Gaussian
+around the return (HL-Gauss, arXiv 2403.03950), and the loss is the cross entropy of t and q. Its gradient with respect
+to the logprobs of the K tokens is q - t, which sums to 0: so the loss is cross_entropy with the weights t - q, and the
+rest of the vocabulary is unchanged. This needs only targets of shape (N, K), which every Tinker API server has.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.settings import Settings
 
 _TINY = 1e-30
-"""Keeps the logarithm of a chance of 0 finite."""
+"""Keeps the logarithm of a probability of 0 finite."""
 
 
 class CriticConfig(Settings):
@@ -34,7 +31,7 @@ class CriticConfig(Settings):
     rank: int = Field(default=32, ge=1)
     """Of its adapter."""
     bins: int = Field(default=32, ge=2, le=256)
-    """K: how finely values are told apart."""
+    """K: number of value bins."""
     low: float = -0.5
     """Center of the lowest bin: below every return."""
     high: float = 1.5
@@ -48,7 +45,7 @@ class CriticConfig(Settings):
     warmup_steps: int = Field(default=0, ge=0)
     """First steps in which only the critic learns."""
     clip: float | None = Field(default=None, gt=0)
-    """Returns to learn from go no further than this from the value told before; null is no bound."""
+    """Returns to learn from are clipped to this distance from the predicted value; null is no bound."""
 
     @model_validator(mode="after")
     def _range_is_one(self) -> CriticConfig:
@@ -70,7 +67,7 @@ class Bins:
         return cls(np.linspace(config.low, config.high, config.bins))
 
     def values(self, logprobs_NK: np.ndarray) -> np.ndarray:
-        """float64 [N]: mean centers; chances are those among the K tokens."""
+        """float64 [N]: mean bin centers."""
         return normalized_probs(logprobs_NK) @ self.centers
 
     def targets(self, values_N: np.ndarray) -> np.ndarray:
@@ -93,39 +90,39 @@ class Critic:
         self._bins = Bins.from_config(config)
         first = learner.vocabulary - config.bins if config.first_token is None else config.first_token
         self._ids = tuple(range(first, first + config.bins))
-        self._told: dict[bytes, np.ndarray] = {}
+        self._cached_logprobs: dict[bytes, np.ndarray] = {}
 
     async def values(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
         """float32 [N] of each row: what the whole is worth, as seen before each target."""
         found = await self._learner.logprobs(rows, self._ids)
-        self._told = {_key(row): logprobs_NK for row, logprobs_NK in zip(rows, found, strict=True)}
+        self._cached_logprobs = {_key(row): logprobs_NK for row, logprobs_NK in zip(rows, found, strict=True)}
         return [self._bins.values(logprobs_NK).astype(np.float32) for logprobs_NK in found]
 
     async def learn(self, step: int, rows: Sequence[TrainingRow]) -> dict[str, float]:
-        """Teaches each row's column `returns`, and tells how good the column `values` was."""
+        """Fit each row's `returns`; returns metrics, among them how well `values` predicted them."""
         rate = self.config.optimizer.learning_rate_at(step, self._steps)
         targets = [self._bins.targets(self._bounded(row)) for row in rows]
         count = sum(int(row.mask.sum()) for row in rows)
         numbers: dict[str, float] = {}
         loss = 0.0
         for _ in range(self.config.epochs):
-            chances = [normalized_probs(logprobs_NK) for logprobs_NK in await self._logprobs(rows)]
-            taught = list(zip(rows, targets, chances, strict=True))
-            weights = [np.where(row.mask[:, None], (t - q) / count, 0.0).astype(np.float32) for row, t, q in taught]
-            loss = sum(float(-(t * np.log(q + _TINY))[row.mask].sum()) for row, t, q in taught) / count
+            probs = [normalized_probs(logprobs_NK) for logprobs_NK in await self._logprobs(rows)]
+            fitted = list(zip(rows, targets, probs, strict=True))
+            weights = [np.where(row.mask[:, None], (t - q) / count, 0.0).astype(np.float32) for row, t, q in fitted]
+            loss = sum(float(-(t * np.log(q + _TINY))[row.mask].sum()) for row, t, q in fitted) / count
             numbers = await self._learner.fit(rows, self._ids, weights, self.config.optimizer, rate)
-            self._told = {}
-        told = {f"critic/{name.partition(':')[0]}": value for name, value in numbers.items()}
-        return {**told, **value_metrics(rows), "critic/loss": loss, "critic/lr": rate}
+            self._cached_logprobs = {}
+        server_metrics = {f"critic/{name.partition(':')[0]}": value for name, value in numbers.items()}
+        return {**server_metrics, **value_metrics(rows), "critic/loss": loss, "critic/lr": rate}
 
     async def save(self, name: str, ttl_seconds: int | None) -> str:
         """The path to go on from."""
         return await self._learner.save(name, ttl_seconds)
 
     async def _logprobs(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
-        """float32 [N, K] of each row, now; nobody is asked again for what `values` was told by the same weights."""
-        if all(_key(row) in self._told for row in rows):
-            return [self._told[_key(row)] for row in rows]
+        """float32 [N, K] of each row, now; reused from `values` if the weights have not changed."""
+        if all(_key(row) in self._cached_logprobs for row in rows):
+            return [self._cached_logprobs[_key(row)] for row in rows]
         return await self._learner.logprobs(rows, self._ids)
 
     def _bounded(self, row: TrainingRow) -> np.ndarray:
@@ -136,10 +133,10 @@ class Critic:
 
 
 def normalized_probs(logprobs_NK: np.ndarray) -> np.ndarray:
-    """float64 [N, K], rows of sum 1: chances among the K tokens alone."""
+    """float64 [N, K], rows of sum 1: probabilities among the K tokens."""
     shifted = logprobs_NK.astype(np.float64)
-    chances = np.exp(shifted - shifted.max(axis=1, keepdims=True))
-    return chances / chances.sum(axis=1, keepdims=True)
+    probs = np.exp(shifted - shifted.max(axis=1, keepdims=True))
+    return probs / probs.sum(axis=1, keepdims=True)
 
 
 def _key(row: TrainingRow) -> bytes:
@@ -150,9 +147,9 @@ def value_metrics(rows: Sequence[TrainingRow]) -> dict[str, float]:
     """critic/explained_variance = 1 - Var(return - value) / Var(return) over tokens; 0 where returns do not vary."""
     returns_T = np.concatenate([row.columns["returns"][row.mask] for row in rows]).astype(np.float64)
     values_T = np.concatenate([row.columns["values"][row.mask] for row in rows]).astype(np.float64)
-    spread = float(returns_T.var())
+    variance = float(returns_T.var())
     return {
-        "critic/explained_variance": 1.0 - float((returns_T - values_T).var()) / spread if spread > 0 else 0.0,
+        "critic/explained_variance": 1.0 - float((returns_T - values_T).var()) / variance if variance > 0 else 0.0,
         "critic/value_mean": float(values_T.mean()),
         "critic/return_mean": float(returns_T.mean()),
     }

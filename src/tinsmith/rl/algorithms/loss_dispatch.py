@@ -1,4 +1,4 @@
-"""Where a loss is computed: by the server, if it has exactly this one, else here.
+"""Decide where a loss is computed: by the server if it has exactly this loss, else by the client.
 
 A loss of the server is a sum; the weights of the aggregate go into the advantages (its losses are linear in them) and
 into the masks of the terms. So one forward_backward makes a step. What no loss of the server equals is computed here
@@ -31,7 +31,7 @@ _DUAL_CLIP = "dual_clip"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossContext:
-    """What changes from step to step."""
+    """The values that change from step to step."""
 
     step: int
     kl_coef: float
@@ -124,9 +124,9 @@ def objective(
         numbers["kl"] = values.sum() / total
         loss = loss + context.kl_coef * (batch.weights * values).sum()
     if config.entropy.coef:
-        values, slopes = sampled_entropy(logprobs, batch)
+        values, surrogate = sampled_entropy(logprobs, batch)
         numbers["entropy"] = (values * counts).sum() / total
-        bonus = slopes - slopes.detach() + values  # the value of the one, the gradient of the other
+        bonus = surrogate - surrogate.detach() + values  # value of `values`, gradient of `surrogate`
         loss = loss - config.entropy.coef * (batch.weights * counts * bonus).sum()
     return loss, numbers
 
@@ -160,7 +160,7 @@ def update_by_server(
 def update_by_client(
     rows: Sequence[TrainingRow], batch: Tokens, config: AlgorithmConfig, context: LossContext
 ) -> Update:
-    """One forward here and one backward of its slopes there."""
+    """An update whose loss is computed here, from the logprobs of one more forward pass."""
     masks = [torch.from_numpy(row.mask) for row in rows]
 
     def loss(logprobs: Sequence[Any]) -> tuple[Tensor, dict[str, float]]:

@@ -24,7 +24,7 @@ class KlConfig(Settings):
     type: Estimator = "k2"
     """low_var_kl is k3 with bounds of 20 and 10; abs is |d|; corrected_k3 is k3 times the ratio, at most 2."""
     coef: float = Field(default=0.0, ge=0)
-    """0 asks nobody for the reference's logprobs."""
+    """Weight of the divergence; 0 requests no reference logprobs."""
     target: float | None = Field(default=None, gt=0)
     """Move the coefficient so that the mean divergence comes near this (arXiv 1909.08593)."""
     horizon: Annotated[float, Needs("target")] = Field(default=10_000.0, gt=0)
@@ -58,7 +58,7 @@ class KlConfig(Settings):
 
 
 class EntropyConfig(Settings):
-    """A bonus for spread: loss - coef H."""
+    """Entropy bonus: loss - coef H."""
 
     coef: float = 0.0
     """0 is none; negative sharpens."""

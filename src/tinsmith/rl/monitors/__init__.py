@@ -43,7 +43,7 @@ MonitorConfig = Annotated[
 
 
 def build(configs: Sequence[MonitorConfig], info: RunInfo, console: Console) -> Monitors:
-    """Everything that is told of the run. Raises where one of them cannot be had; the others are closed then."""
+    """Create the monitors of a run. If one cannot be created, the others are closed and its error is raised."""
     made: list[Monitor] = [JsonlMonitor(info)]
     try:
         for config in configs:

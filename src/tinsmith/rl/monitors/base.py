@@ -1,4 +1,4 @@
-"""What a monitor is: something that is told of steps and rollouts. A fan-out tells them all.
+"""The monitor protocol: a monitor receives the metrics and rollouts of every step. `Monitors` forwards to several.
 
 Making a monitor may raise: one that is configured must work. Telling it never stops a run: a monitor that fails is
 named in the log, with the reason, each time.
@@ -59,17 +59,17 @@ class Monitors:
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """To each."""
-        self._tell(lambda monitor: monitor.metrics(step, values))
+        self._forward(lambda monitor: monitor.metrics(step, values))
 
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
         """To each."""
-        self._tell(lambda monitor: monitor.rollouts(step, kind, groups))
+        self._forward(lambda monitor: monitor.rollouts(step, kind, groups))
 
     def close(self) -> None:
         """To each."""
-        self._tell(lambda monitor: monitor.close())
+        self._forward(lambda monitor: monitor.close())
 
-    def _tell(self, say: Callable[[Monitor], None]) -> None:
+    def _forward(self, say: Callable[[Monitor], None]) -> None:
         for monitor in self._monitors:
             with _never_stopping(monitor):
                 say(monitor)

@@ -31,7 +31,7 @@ class Curve:
     dots: bool = False
     """Mark each point: for few of them."""
     faint: bool = False
-    """Drawn behind, without a place in the legend."""
+    """Drawn first and faint, without a legend entry."""
     dashed: bool = False
 
 

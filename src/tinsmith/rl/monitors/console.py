@@ -82,7 +82,7 @@ class ConsoleMonitor:
 
 
 def _outcome(values: Mapping[str, float]) -> str:
-    """Of rollouts their reward, of lessons how unlikely they are, else the loss."""
+    """The reward of rollouts, the negative log-likelihood of demonstrations, or else the loss."""
     for name, word in (("reward/mean", "reward"), ("optim/expert_nll", "expert nll"), ("optim/loss", "loss")):
         if name in values:
             return f"{word} {values[name]:6.3f}"
@@ -99,8 +99,8 @@ def _evaluation(step: int, values: Mapping[str, float]) -> str:
         f"{name.removeprefix('eval/')} [bold]{value:.3f}[/]" for name, value in values.items() if "/pass@" in name
     )
     constant = values.get("eval/constant_pass@1")
-    beside = f"  [dim](the best constant answer: {constant:.3f})[/]" if constant is not None else ""
+    notes = f"  [dim](the best constant answer: {constant:.3f})[/]" if constant is not None else ""
     if values.get("eval/failed"):
-        beside += f"  [red]{values['eval/failed']:.0f} failed[/]"
+        notes += f"  [red]{values['eval/failed']:.0f} failed[/]"
     when = f"after step {step}" if step else "before training"
-    return f"[cyan]held out[/] {when}: {passes}  of {values['eval/tasks']:.0f} tasks{beside}"
+    return f"[cyan]held out[/] {when}: {passes}  of {values['eval/tasks']:.0f} tasks{notes}"

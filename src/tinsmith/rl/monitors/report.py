@@ -68,7 +68,7 @@ def write(info: RunInfo, refresh: float = 0.0) -> Path:
         cards=_cards(info, rows),
         charts=[chart for chart in _charts(rows) if chart["svg"]],
         answers=_answers(info.folder / "rollouts"),
-        lesson=_lesson(info.folder / "rollouts"),
+        example_group=_example_group(info.folder / "rollouts"),
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
     )
     target = info.folder / "report.html"
@@ -164,7 +164,7 @@ def _answers(folder: Path) -> dict[str, Any] | None:
     return {"pairs": pairs, "first": int(found[0].stem[5:]), "last": int(found[-1].stem[5:])}
 
 
-def _lesson(folder: Path) -> dict[str, Any] | None:
+def _example_group(folder: Path) -> dict[str, Any] | None:
     """One group of the last step that has something to compare."""
     found = sorted(folder.glob("train-*.jsonl"))
     if not found:
@@ -172,8 +172,8 @@ def _lesson(folder: Path) -> dict[str, Any] | None:
     groups: dict[str, list[dict[str, Any]]] = {}
     for rollout in _lines(found[-1]):
         groups.setdefault(rollout["task"], []).append(rollout)
-    spread = max(groups.values(), key=lambda group: len({one["reward"] for one in group}))
-    return {"step": int(found[-1].stem[6:]), "group": sorted(spread, key=lambda one: -one["reward"])}
+    varied = max(groups.values(), key=lambda group: len({rollout["reward"] for rollout in group}))
+    return {"step": int(found[-1].stem[6:]), "group": sorted(varied, key=lambda rollout: -rollout["reward"])}
 
 
 def _first_of_each(file: Path) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,6 @@
-"""What the monitors have in common that write to a tracker: its settings, and which of the tracker's runs is ours.
+"""Monitors that write metrics to TensorBoard, Weights & Biases and MLflow; rollouts stay in the run folder.
 
-The tracker's id of the run is kept in trackers.json of the run folder, so a run that goes on goes on there too.
+The tracker's id of the run is stored in trackers.json of the run folder, so a resumed run continues there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tinsmith.settings import Settings
 
 
 class TrackerConfig(Settings):
-    """What every tracker is told."""
+    """Settings of every tracker."""
 
     names: Literal["tinsmith", "trinity"] = "tinsmith"
     """Of metrics: ours, or Trinity-RFT's where it has the same one."""
@@ -193,10 +193,10 @@ class MlflowMonitor:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        told = [
+        entries = [
             Metric(name.replace("@", "_at_"), value, now, step) for name, value in self._config.renamed(values).items()
         ]
-        self._sent.append(self._client.log_batch(self._run, metrics=told, synchronous=False))
+        self._sent.append(self._client.log_batch(self._run, metrics=entries, synchronous=False))
 
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
         """Not sent."""

@@ -70,5 +70,5 @@ class AgentWorkflow:
             except Exception as error:  # noqa: BLE001  it is the user's code, and one rollout's fault is not the group's
                 return Rollout(turns=line.turns, error=f"{type(error).__name__}: {error}")
             if not line.turns:
-                return Rollout(error="the agent asked the policy nothing")
+                return Rollout(error="the agent sampled no reply")
             return await score_turns(task, line.turns, self._parts.rewards, policy, own)

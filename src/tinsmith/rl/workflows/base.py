@@ -1,7 +1,7 @@
 """What a workflow is: how one task becomes rollouts. And how rollouts are scored, a failing score being data.
 
 A workflow is made once for a run and called for many tasks at once: it keeps nothing between calls, and a call that is
-cancelled leaves nothing behind.
+cancelled leaves no state.
 """
 
 from __future__ import annotations

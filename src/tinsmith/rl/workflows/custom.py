@@ -1,4 +1,4 @@
-"""A workflow of one's own, by its path."""
+"""Custom workflows: a conversation with the policy, driven by user code that is named by its path."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Conversation:
         """`seed` is the rollout's own; each reply draws from it by its place."""
         self.policy = policy
         self._sampling, self._seed = sampling, seed
-        self._said: list[Message | Turn] = []
+        self._history: list[Message | Turn] = []
         self._turns: list[Turn] = []
-        self._asked = 0
+        self._replies = 0
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """Every reply so far."""
+        """All replies so far."""
         return tuple(self._turns)
 
     async def say(
@@ -43,29 +43,32 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] = (),
         sampling: Mapping[str, Any] | None = None,
     ) -> Turn:
-        """The policy's reply to what was said before and these messages; a text is one of the user.
+        """Append messages (a string is a user message) and sample the policy's reply.
 
         `state` names what the policy is looking at, for algorithms that compare turns; `tools` go to the chat template;
         `sampling` changes settings of this reply. Raises PromptTooLong.
         """
-        said = [*self._said, *(Message(role="user", content=one) if isinstance(one, str) else one for one in messages)]
+        history = [
+            *self._history,
+            *(Message(role="user", content=message) if isinstance(message, str) else message for message in messages),
+        ]
         settings = SamplingConfig.model_validate({**self._sampling.model_dump(), **(sampling or {})})
-        prompt = self.policy.chat.prompt(said, tools)
-        seed = request_seed(self._seed, self._asked)
+        prompt = self.policy.chat.prompt(history, tools)
+        seed = request_seed(self._seed, self._replies)
         (turn,) = await self.policy.sample(prompt, count=1, seed=seed, sampling=settings)
         turn = replace(turn, state=state)
-        self._asked += 1
-        self._said = [*said, turn]
+        self._replies += 1
+        self._history = [*history, turn]
         self._turns.append(turn)
         return turn
 
     def credit(self, reward: float) -> None:
-        """What the last reply alone was worth."""
+        """Set the reward of the last reply alone."""
         self._turns[-1] = replace(self._turns[-1], reward=reward)
 
     def reset(self) -> None:
-        """Forget what was said: the next reply begins a conversation, and a row to train on, of its own."""
-        self._said = []
+        """Start a new conversation: the next reply starts a new training row."""
+        self._history = []
 
 
 class CustomConfig(WorkflowOptions):
@@ -127,5 +130,5 @@ class FunctionWorkflow:
         except Exception as error:  # noqa: BLE001  it is the user's code, and one rollout's fault is not the group's
             return Rollout(turns=conversation.turns, error=f"{type(error).__name__}: {error}")
         if not conversation.turns:
-            return Rollout(error="the workflow asked the policy nothing")
+            return Rollout(error="the workflow sampled no reply")
         return await score_turns(task, conversation.turns, self._parts.rewards, policy, own)

@@ -23,7 +23,7 @@ from tinsmith.rl.workflows.single_turn import with_system_message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What an environment says to a reply.
+    """The response of an environment to a reply.
 
     Example: Answer(message="Too low.", reward=0.1, state="guessed 5")
     """
@@ -39,7 +39,7 @@ class Answer:
 
 
 class Environment:
-    """What the policy talks with, made anew for each rollout: `Environment(task, seed, **args)`."""
+    """Base class of environments. One is created per rollout: `Environment(task, seed, **args)`."""
 
     def __init__(self, task: Task, seed: int) -> None:
         """`seed` is the rollout's own, for environments that draw; rollouts of a group share the task alone."""
@@ -53,7 +53,7 @@ class Environment:
         return Answer(state=self.task.id)
 
     def step(self, reply: Turn) -> Answer | Awaitable[Answer]:
-        """What follows a reply."""
+        """The response to a reply."""
         raise NotImplementedError
 
 

@@ -1,7 +1,7 @@
 """What advantages are computed from and what they are: numbers for each token that the policy spoke.
 
 Pure arithmetic in float64 on the CPU. Where numbers of the reference, a teacher or a critic are wanted, an advantage
-names them in `needs` and finds them in a trace's columns; it never asks a server.
+lists them in `columns` and reads them from the columns of a trace. It sends no requests.
 """
 
 from __future__ import annotations
@@ -88,22 +88,22 @@ def trace_from_rollout(rollout: Rollout) -> Trace:
 
 
 class Advantage(Settings):
-    """What every advantage has."""
+    """Base class of advantages."""
 
     columns: ClassVar[frozenset[str]] = frozenset()
     """Columns that it reads."""
     reads_rewards: ClassVar[bool] = True
-    """Whether it asks what a rollout is worth."""
+    """Whether it reads rewards."""
     reads_states: ClassVar[bool] = False
-    """Whether it wants to know what the policy was looking at before each turn."""
+    """Whether it reads the state of each turn."""
 
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """An advantage for each token. `random` is for those that draw."""
+        """The advantages of all tokens. `random` is for methods that sample."""
         raise NotImplementedError
 
 
 def broadcast(traces_G: Sequence[Trace], values_G: np.ndarray) -> list[np.ndarray]:
-    """One number for each trace, at all its tokens."""
+    """One number per trace, repeated for all its tokens."""
     return [trace.full(float(value)) for trace, value in zip(traces_G, values_G, strict=True)]
 
 

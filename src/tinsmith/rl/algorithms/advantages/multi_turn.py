@@ -55,7 +55,7 @@ class GigpoAdvantage(Advantage):
     """Divide by the deviation; off is the paper's F_norm = 1."""
 
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """Raises ConfigError where the workflow tells no states."""
+        """Raises ConfigError if a turn has no state."""
         returns = [[self._returns(trace) for trace in traces_G] for traces_G in traces_PG]
         buckets: dict[str, list[float]] = defaultdict(list)
         for traces_G, returns_G in zip(traces_PG, returns, strict=True):

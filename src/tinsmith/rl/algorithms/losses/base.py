@@ -108,7 +108,7 @@ class PolicyLoss(Settings):
 
     @property
     def advantage_kink(self) -> float | None:
-        """The advantage at which the loss, straight on either side, has another slope."""
+        """The advantage at which the loss, linear on both sides, has a kink; None if it is linear."""
         return None
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
