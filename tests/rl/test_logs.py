@@ -15,7 +15,7 @@ from tinsmith.rl import logs
 
 def test_a_run_logs_its_steps_and_its_end(finished):
     entries = logs.read(finished)
-    assert "step 1 of 8 is next" in entries[0]
+    assert "starting at step 1 of 8" in entries[0]
     assert sum("Step 3 of 8: reward" in entry for entry in entries) == 1
     assert "Finished: 8 steps" in entries[-1]
 

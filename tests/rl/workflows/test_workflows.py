@@ -193,7 +193,7 @@ def test_a_workflow_may_give_named_parts_and_must_ask():
     (rollout,) = play(CustomConfig(path=f"{HERE}:parts_of"), policy("yes"), count=1, rewards=Rewards([]))
     assert rollout.reward_parts == {"workflow": 1.5, "workflow/speed": 1.0, "workflow/taste": 0.5}
     (none,) = play(CustomConfig(path=f"{HERE}:silent"), policy("yes"), count=1)
-    assert none.error == "the workflow asked the policy nothing"
+    assert none.error == "the workflow sampled no reply"
 
 
 class Held(WorkflowOptions):
