@@ -1,6 +1,6 @@
 """The training loop, and how a run is assembled from its configuration.
 
-`training_loop` is the only loop: get a batch, compute the update, apply it, log, save. Synchronous training is
+`loop` is the only built-in loop: get a batch, compute the update, apply it, log, save. Synchronous training is
 staleness 0. `assemble` creates the parts of a run; the server is reached through a `Connect` function.
 """
 
@@ -43,7 +43,7 @@ from tinsmith.rl.rollouts.producer import SamplingPlan
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
 from tinsmith.rl.rollouts.weight_sync import WeightPublisher
-from tinsmith.rl.run import Clock, Connect, Run, folder_path, with_fresh_folder
+from tinsmith.rl.run import Connect, Run, folder_path, with_fresh_folder
 from tinsmith.rl.run_folder import RunFolder, State
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 
@@ -54,21 +54,19 @@ LoadTasks = Callable[[], tuple[TaskSampler, HeldOutTasks]]
 
 
 async def train(config: RunConfig, connect: Connect, console: Console) -> State:
-    """Start the run, or continue the one in its folder; returns its last state. A finished run is left as it is."""
-    config = with_fresh_folder(config)
-    load_tasks = cache(partial(split, config.tasks, config.seed))
-    config = resolve_steps(config, load_tasks)
-    folder = RunFolder.open(folder_path(config), config.model_dump(mode="json"), resume=config.resume)
-    try:
+    """Start a run, or resume the one in its folder, and return its final state. A finished run is left as it is."""
+    config, load_tasks = _prepared(config)
+    async with AsyncExitStack() as stack:
+        folder = stack.enter_context(_opened(config))
         if folder.state is not None and folder.state.step >= config.steps:
             return folder.state
-        with logs.log_to_folder(folder.path, config.log_level):
-            return await _train_logged(config, folder, connect, console, load_tasks)
-    finally:
-        folder.close()
+        run = await stack.enter_async_context(_started(config, folder, connect, console, load_tasks))
+        state = await loop(run)
+        log.info("Finished: %d steps; final weights: %s", state.step, state.path)
+        return state
 
 
-async def training_loop(run: Run) -> State:
+async def loop(run: Run) -> State:
     """Take all remaining steps; returns the state saved by the last one."""
     await run.evaluate_before_training()
     for step in run.steps():
@@ -80,21 +78,45 @@ async def training_loop(run: Run) -> State:
         version = run.policy.version
         numbers = await run.update(step, update)
         timer.lap("update")
-        await run.batches.trained(step)
+        await run.batches.mark_trained(step)
         run.log(step, batch, len(groups), version, numbers, timer)
         await run.save_and_evaluate(step)
     assert run.folder.state is not None  # the last step saves
     return run.folder.state
 
 
-async def _train_logged(
+@asynccontextmanager
+async def open_run(config: RunConfig, connect: Connect, console: Console) -> AsyncIterator[Run]:
+    """A run that is ready for its next step, for a custom training loop; `loop` is the built-in loop."""
+    config, load_tasks = _prepared(config)
+    with _opened(config) as folder:
+        async with _started(config, folder, connect, console, load_tasks) as run:
+            yield run
+
+
+def _prepared(config: RunConfig) -> tuple[RunConfig, LoadTasks]:
+    config = with_fresh_folder(config)
+    load_tasks = cache(partial(split, config.tasks, config.seed))
+    return resolve_steps(config, load_tasks), load_tasks
+
+
+@contextmanager
+def _opened(config: RunConfig) -> Iterator[RunFolder]:
+    folder = RunFolder.open(folder_path(config), config.model_dump(mode="json"), resume=config.resume)
+    try:
+        yield folder
+    finally:
+        folder.close()
+
+
+@asynccontextmanager
+async def _started(
     config: RunConfig, folder: RunFolder, connect: Connect, console: Console, load_tasks: LoadTasks
-) -> State:
-    async with assemble(config, folder, connect, console, load_tasks) as run:
-        log.info("%s: starting at step %d of %d, in %s", config.name, run.steps().start, config.steps, folder.path)
-        state = await training_loop(run)
-    log.info("Finished: %d steps; final weights: %s", state.step, state.path)
-    return state
+) -> AsyncIterator[Run]:
+    with logs.log_to_folder(folder.path, config.log_level):
+        async with assemble(config, folder, connect, console, load_tasks) as run:
+            log.info("%s: starting at step %d of %d, in %s", config.name, run.steps().start, config.steps, folder.path)
+            yield run
 
 
 @asynccontextmanager
@@ -314,64 +336,3 @@ def _count_rows(config: RunConfig, load_tasks: LoadTasks | None) -> int:
     return sum(
         len(source.demonstrations(config.demonstrations.learn)) for source in as_tuple(config.demonstrations.data)
     )
-
-
-log = logging.getLogger(__name__)
-
-
-async def train(config: RunConfig, connect: Connect, console: Console) -> State:
-    """Start a run, or resume the one in its folder, and return its final state. A finished run is left as it is."""
-    config = resolve_steps(with_fresh_folder(config))
-    async with AsyncExitStack() as stack:
-        folder = stack.enter_context(_opened(config))
-        if folder.state is not None and folder.state.step >= config.steps:
-            return folder.state
-        run = await stack.enter_async_context(_started(config, folder, connect, console))
-        state = await loop(run)
-        log.info("Finished: %d steps; weights to go on from: %s", state.step, state.path)
-        return state
-
-
-@asynccontextmanager
-async def open_run(config: RunConfig, connect: Connect, console: Console) -> AsyncIterator[Run]:
-    """A run that is ready for its next step, for a training loop of one's own; `loop` is the built-in loop."""
-    config = resolve_steps(with_fresh_folder(config))
-    with _opened(config) as folder:
-        async with _started(config, folder, connect, console) as run:
-            yield run
-
-
-@contextmanager
-def _opened(config: RunConfig) -> Iterator[RunFolder]:
-    folder = RunFolder.open(folder_path(config), config.model_dump(mode="json"), resume=config.resume)
-    try:
-        yield folder
-    finally:
-        folder.close()
-
-
-@asynccontextmanager
-async def _started(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> AsyncIterator[Run]:
-    with logs.log_to_folder(folder.path, config.log_level):
-        async with assemble(config, folder, connect, console) as run:
-            log.info("%s: step %d of %d is next, in %s", config.name, run.steps().start, config.steps, folder.path)
-            yield run
-
-
-async def loop(run: Run) -> State:
-    """Every step that is still to do."""
-    await run.evaluate_before_training()
-    for step in run.steps():
-        clock = Clock()
-        batch = await run.batches.next(step)
-        clock.lap("rollouts")
-        groups = run.filtered_groups(batch.groups)
-        update = await run.algorithm.score(step, groups, run.next_demonstrations())
-        version = run.policy.version
-        numbers = await run.update(step, update)
-        clock.lap("update")
-        await run.batches.mark_trained(step)
-        run.log(step, batch, len(groups), version, numbers, clock)
-        await run.save_and_evaluate(step)
-    assert run.folder.state is not None  # the last step saves
-    return run.folder.state
