@@ -11,6 +11,7 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import cache, partial
 
 import numpy as np
 from rich.console import Console
@@ -43,7 +44,7 @@ from tinsmith.rl.rollouts.producer import SamplingPlan
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
 from tinsmith.rl.rollouts.weight_sync import WeightPublisher
-from tinsmith.rl.run import Connect, Run, folder_path, with_fresh_folder
+from tinsmith.rl.run import Connect, Run, StepTimer, folder_path, with_fresh_folder
 from tinsmith.rl.run_folder import RunFolder, State
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 
