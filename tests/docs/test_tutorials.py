@@ -1,4 +1,4 @@
-"""Tutorials run as they stand, with two changes: the engine is the fake one, and the port is a free one.
+"""Tutorials, quickstart and API page run as they stand, but with the fake engine and on a free port.
 
 The fenced blocks of a page become one shell script, in the order of the page:
 
@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [DOCS / "quickstart.md", *sorted((DOCS / "tutorials").glob("*.md"))]
+PAGES = [DOCS / "quickstart.md", DOCS / "reference" / "api.md", *sorted((DOCS / "tutorials").glob("*.md"))]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MARK = "@@@ output"
 

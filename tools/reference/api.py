@@ -13,7 +13,10 @@ import tinsmith
 from tinsmith.settings import Settings
 
 _QUOTED = re.compile(r"(: |-> )'([^']*)'")
-_SETTINGS_PAGES = {"ServeConfig": "Its settings are in [Settings of the service](serve.md)."}
+_SETTINGS_PAGES = {
+    "RunConfig": "Its keys are in [Run file](run-file.md).",
+    "ServeConfig": "Its settings are in [Settings of the service](serve.md).",
+}
 
 
 def page() -> str:
