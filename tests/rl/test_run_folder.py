@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tests.rl.scripted_run import Killed, breaking, rows, run, scripted, settings
 from tinsmith.errors import ConfigError
-from tinsmith.rl.run_folder import RandomStates, RunFolder
+from tinsmith.rl.run_folder import RandomStates, RunFolder, read_state
 from tinsmith.rl.train import train
 
 
@@ -133,3 +133,27 @@ def test_interrupting_a_run_leaves_a_folder_to_go_on_in(tmp_path):
     asyncio.run(interrupted())
     done = json.loads((tmp_path / "state.json").read_text())["step"]
     assert run(settings(tmp_path, steps=done + 2)).step == done + 2
+
+
+def test_state_of_an_older_run_folder_is_read(tmp_path):
+    """Keys of state.json as commit 61930a9 wrote them."""
+    states = RandomStates.capture().model_dump(mode="json")
+    older = {"step": 3, "version": 2, "path": "p", "cursor": 9, "order": {"lanes": [{}], "open": {}}, "lessons": 7}
+    older |= {"random": states, "supply": {"reading": {"next": 4, "uses": {}}, "sampled": 5, "batches": []}}
+    (tmp_path / "state.json").write_text(json.dumps(older))
+    state = read_state(tmp_path)
+    assert state is not None
+    assert (state.step, state.demonstrations_drawn, state.batches.sampled) == (3, 7, 5)
+    assert state.batches.reading.next == 4
+    folder = RunFolder.open(tmp_path, {"seed": 0})
+    folder.save(state)
+    folder.close()
+    written = json.loads((tmp_path / "state.json").read_text())
+    assert {key: written[key] for key in older} == older
+
+
+def test_demonstrations_may_be_named_experts_in_an_older_run_folder(tmp_path):
+    RunFolder.open(tmp_path, {"experts": {"data": {"type": "addition"}}}).close()
+    RunFolder.open(tmp_path, {"demonstrations": {"data": {"type": "addition"}}}).close()
+    with pytest.raises(ConfigError, match="other settings"):
+        RunFolder.open(tmp_path, {"demonstrations": {"data": {"type": "largest"}}})

@@ -1,12 +1,12 @@
-"""The run folder: what is written when, and how a run goes on after it was broken off.
+"""The run folder: its files, and how an interrupted run resumes.
 
     run.yaml        the settings, written at the start; those of mode explore or bench are in a folder of that name
     metrics.jsonl   a row for each step; rollouts/ has every rollout (monitors/jsonl.py)
-    state.json      where to go on from: written last of all at each checkpoint, whole or not at all
+    state.json      the state to resume from: written last at each checkpoint, atomically
     report.html     the run as a page (monitors/report.py)
 
-What was logged after the last checkpoint is taken back when a run goes on, since it will be done again. With staleness
-0 a run broken off anywhere ends as one never broken off.
+Logs written after the last checkpoint are discarded when a run resumes, since those steps run again. With staleness 0,
+an interrupted run ends exactly like an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _MAY_CHANGE = (
     "concurrency", "log_level", "resume", "rollout", "stages", "sync.timeout", "sync.keep", "model.base_url",
     "model.tokenizer",
 )  # fmt: skip
-"""Keys that may differ when a run goes on: none of them makes what was learned so far untrue."""
-_BOTH = (
+"""Keys that may change when a run resumes: none of them affects what was learned so far."""
+_SHARED_KEYS = (
     "model.name", "groups_per_step", "group_size", "staleness", "sync.style", "sync.interval",
     "buffer.type", "buffer.path", "buffer.url", "buffer.run", "buffer.max_staleness", "buffer.replay",
 )  # fmt: skip
-"""Keys that are alike in two processes that make one run; all else is the affair of the one that reads it."""
-_ALIKE = {"": _BOTH, "explore": _BOTH, "bench": ("model.name",)}
+"""Keys that must agree between the two processes of a run."""
+_SHARED_KEYS_OF_PART = {"": _SHARED_KEYS, "explore": _SHARED_KEYS, "bench": ("model.name",)}
 
 
 Checkpoints = tuple[tuple[str, ...], ...]
@@ -147,7 +147,7 @@ class RunFolder:
             _hold(lock, path)
             _same_run(own, settings, resume)
             for other in {"", "explore"} - {part}:
-                _agrees(path / other, settings, _ALIKE[part])
+                _agrees(path / other, settings, _SHARED_KEYS_OF_PART[part])
             state = read_state(path)
         except BaseException:
             lock.close()
@@ -202,12 +202,17 @@ def _agrees(other: Path, settings: Mapping[str, Any], alike: tuple[str, ...]) ->
 
 
 def _changed(file: Path, settings: Mapping[str, Any]) -> list[str]:
-    before, now = _flat(OmegaConf.to_container(OmegaConf.load(file))), _flat(dict(settings))
+    before, now = _flat(_renamed(OmegaConf.to_container(OmegaConf.load(file)))), _flat(_renamed(dict(settings)))
     return sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
 
 
+def _renamed(settings: Any) -> Any:
+    """`settings` with the former name of `demonstrations` replaced."""
+    return {"demonstrations" if key == "experts" else key: value for key, value in settings.items()}
+
+
 def _under(key: str, keys: tuple[str, ...]) -> bool:
-    return any(key == one or key.startswith(f"{one}.") for one in keys)
+    return any(key == name or key.startswith(f"{name}.") for name in keys)
 
 
 def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:

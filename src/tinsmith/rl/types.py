@@ -58,7 +58,7 @@ class Demonstration:
     rejected: tuple[Message, ...] = ()
     """Of a pair: the chat with the worse reply at its end."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """What the chat template is told of tools."""
+    """Tools for the chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

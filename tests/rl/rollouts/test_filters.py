@@ -111,7 +111,7 @@ def test_filling_up_ends_with_what_to_do(tmp_path):
     message = r"Step 1: the filters keep 0 of 9 groups, but a step needs 3.*filter_refills"
     with pytest.raises(TinsmithError, match=message):
         train(settings(tmp_path, filter_refills=2, **never))
-    with pytest.raises(ValueError, match="give filters"):
+    with pytest.raises(ValueError, match="set filters"):
         settings(tmp_path, filter_refills=2)
 
 

@@ -1,4 +1,4 @@
-"""How a row of data becomes a task to ask, or a lesson to learn from.
+"""Mapping of a row of data to a task or a demonstration.
 
 Leaves out where rows come from (`tables.py`).
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class LazySequence(Sequence[T]):
-    """Things made when asked for: `make(i)` for 0 <= i < `length`."""
+    """Sequence whose items are made on access: `make(i)` for 0 <= i < `length`."""
 
     def __init__(self, length: int, make: Callable[[int], T]) -> None:
         self._length, self._make = length, make
@@ -63,7 +63,7 @@ class _Filled(Formatter):
         self._row = row
 
     def parse(self, format_string: str) -> Iterator[tuple[str, str | None, str | None, str | None]]:
-        """A field's name may have what is else a conversion or a format behind it."""
+        """A field name may contain what would otherwise be a conversion or a format."""
         for literal, name, form, conversion in super().parse(format_string):
             whole = f"{name}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
             if name is not None and whole in self._row:
@@ -90,7 +90,7 @@ def _value(row: Mapping[str, Any], name: str) -> Any:
 
 
 class RowMapping(Settings):
-    """How a row of data becomes a task, or a lesson."""
+    """Mapping of a row of data to a task or a demonstration."""
 
     prompt: str = "{question}"
     """Fields of the row in braces; a single field that holds a list of {role, content} is a chat as it stands."""
@@ -99,7 +99,8 @@ class RowMapping(Settings):
     answer_optional: bool = False
     """Of tasks: a row without the one field that `answer` names has an empty answer."""
     answer_after: str = ""
-    """Of tasks: only what follows the last such mark is the answer, as '####' in GSM8K. A lesson is all of it."""
+    """Of tasks: only what follows the last such mark is the answer, as '####' in GSM8K.
+    A demonstration is the whole answer."""
     system: str = ""
     """A system message before each prompt; braces are as they stand."""
     system_key: str = ""
@@ -109,13 +110,14 @@ class RowMapping(Settings):
     extra: tuple[str, ...] = ()
     """Of tasks: fields of the row that workflows and rewards read besides, as `task.extra`; '*' is all of them."""
     reply: str = ""
-    """Of lessons: what to learn to say, fields in braces; empty: the chat's last turn, or the whole answer field."""
+    """Of demonstrations: what to learn to say, fields in braces; empty: the chat's last turn, or the
+    whole answer field."""
     chosen: str = ""
     """Of pairs: the better reply, fields in braces; a single field may hold a chat that ends with it."""
     rejected: str = ""
     """Of pairs: the worse reply, likewise."""
     tools_key: str = ""
-    """Of lessons: the field that lists tools for the chat template, as JSON text or as it stands."""
+    """Of demonstrations: the field that lists tools for the chat template, as JSON text or as it stands."""
 
     def task(self, task_id: str, row: Mapping[str, Any]) -> Task:
         """Raises ConfigError that names the row and its fields."""
@@ -126,29 +128,29 @@ class RowMapping(Settings):
         begun = (Message(role="assistant", content=self.reply_prefix),) if self.reply_prefix else ()
         return Task(
             id=task_id,
-            messages=(*self._asked(task_id, row), *begun),
+            messages=(*self._prompt_messages(task_id, row), *begun),
             answer=answer.strip(),
             extra=self._extra(task_id, row),
         )
 
-    def demonstration(self, lesson_id: str, row: Mapping[str, Any]) -> Demonstration:
+    def demonstration(self, demonstration_id: str, row: Mapping[str, Any]) -> Demonstration:
         """What the row says to say. Raises ConfigError that names the row where it says nothing."""
-        asked = self._asked(lesson_id, row)
-        tools = self._tools(lesson_id, row)
+        messages = self._prompt_messages(demonstration_id, row)
+        tools = self._tools(demonstration_id, row)
         if self.chosen or self.rejected:
-            said, rejected = (self._said(end, asked, row, lesson_id) for end in (self.chosen, self.rejected))
-            return Demonstration(id=lesson_id, messages=said, rejected=rejected, tools=tools)
-        if not self.reply and asked[-1].role == "assistant":
-            return Demonstration(id=lesson_id, messages=asked, tools=tools)
-        said = self._said(self.reply or self.answer, asked, row, lesson_id)
-        return Demonstration(id=lesson_id, messages=said, tools=tools)
+            said, rejected = (self._said(end, messages, row, demonstration_id) for end in (self.chosen, self.rejected))
+            return Demonstration(id=demonstration_id, messages=said, rejected=rejected, tools=tools)
+        if not self.reply and messages[-1].role == "assistant":
+            return Demonstration(id=demonstration_id, messages=messages, tools=tools)
+        said = self._said(self.reply or self.answer, messages, row, demonstration_id)
+        return Demonstration(id=demonstration_id, messages=said, tools=tools)
 
-    def text(self, lesson_id: str, row: Mapping[str, Any]) -> Demonstration:
+    def text(self, demonstration_id: str, row: Mapping[str, Any]) -> Demonstration:
         """The prompt as plain text to learn, without a chat around it."""
-        said = Message(role="assistant", content=fill_template(self.prompt, row, lesson_id))
-        return Demonstration(id=lesson_id, messages=(said,))
+        said = Message(role="assistant", content=fill_template(self.prompt, row, demonstration_id))
+        return Demonstration(id=demonstration_id, messages=(said,))
 
-    def _asked(self, row_id: str, row: Mapping[str, Any]) -> tuple[Message, ...]:
+    def _prompt_messages(self, row_id: str, row: Mapping[str, Any]) -> tuple[Message, ...]:
         messages = _chat(self.prompt, row, row_id)
         if messages is None:
             messages = (Message(role="user", content=fill_template(self.prompt, row, row_id)),)
@@ -173,17 +175,17 @@ class RowMapping(Settings):
             raise ConfigError(f"{row_id}: {self.tools_key!r} holds no list of tools.", "Write it as JSON.") from error
 
     def _said(
-        self, template: str, asked: Sequence[Message], row: Mapping[str, Any], row_id: str
+        self, template: str, messages: Sequence[Message], row: Mapping[str, Any], row_id: str
     ) -> tuple[Message, ...]:
         """The chat with the reply at its end."""
         if not template:
             raise ConfigError(f"{row_id} says nothing to learn.", "Set reply, or chosen and rejected, on the source.")
         chat = _chat(template, row, row_id)
         if chat is None:
-            return (*asked, Message(role="assistant", content=fill_template(template, row, row_id)))
+            return (*messages, Message(role="assistant", content=fill_template(template, row, row_id)))
         if chat[-1].role != "assistant":
             raise ConfigError(f"{row_id}: the chat in {template} does not end with an assistant's turn.")
-        return chat if len(chat) > 1 else (*asked, *chat)
+        return chat if len(chat) > 1 else (*messages, *chat)
 
 
 def _single(template: str, row: Mapping[str, Any]) -> Any:

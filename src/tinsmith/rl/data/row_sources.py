@@ -21,7 +21,7 @@ from tinsmith.rl.data.row_operators import Operator, Rows, apply_operators
 from tinsmith.rl.types import Demonstration, Task
 
 LearnFrom = Literal["last", "all", "text"]
-"""Of a lesson: the last turn of its assistant, every one, or plain text without a chat."""
+"""Of a demonstration: the last turn of its assistant, every one, or plain text without a chat."""
 
 
 class RowSource(RowMapping):
@@ -44,13 +44,13 @@ class RowSource(RowMapping):
         return apply_operators(self.read(), self.operators, self.label)
 
     def load(self) -> Sequence[Task]:
-        """A task for each row; what cannot be one is told at once for the first row, else when it is drawn."""
+        """A task for each row; an invalid row raises at once if it is the first, else when it is drawn."""
         rows = self.rows()
         tasks = LazySequence(len(rows), lambda index: self.task(f"{self.label}/{index}", rows[index]))
         return _tried(tasks)
 
     def demonstrations(self, learn: LearnFrom) -> Sequence[Demonstration]:
-        """A lesson for each row."""
+        """A demonstration for each row."""
         rows, make = self.rows(), self.text if learn == "text" else self.demonstration
         return _tried(LazySequence(len(rows), lambda index: make(f"{self.label}/{index}", rows[index])))
 

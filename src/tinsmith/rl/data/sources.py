@@ -1,8 +1,7 @@
-"""Where tasks come from: the table of sources, and those that make their tasks here.
+"""Sources of tasks: the table of all sources, and the sources that generate tasks.
 
-Each source is a settings class whose `load` gives a sequence of tasks, the same in every run, and whose `lessons` gives
-what an expert would say to them. Leaves out: rows of data (`tables.py`), which tasks are held out (`tasks.py`) and in
-what order the others come (`order.py`).
+Each source is a settings class. `load` returns a sequence of tasks, the same in every run; `demonstrations` returns
+replies to learn. Rows of data are in `row_sources.py`, held-out tasks in `tasks.py`, and the order in `ordering.py`.
 
 Example: Addition().load()[0].answer == "20"
 """
@@ -25,7 +24,7 @@ from tinsmith.settings import SEVERAL_TAG, SINGLE_TAG, Settings, changed_keys, d
 
 
 class GeneratedSource(Settings):
-    """What every source has that makes its tasks here: no rows, and a lesson is to say the answer."""
+    """Base of sources that generate tasks. A demonstration is the answer of a task."""
 
     def load(self) -> Sequence[Task]:
         """The same tasks in every run."""
@@ -58,7 +57,7 @@ class Addition(GeneratedSource):
     high: int = 99
     """Largest number to add."""
     prompt: str = "What is {a} + {b}? Answer with the number only."
-    """Asked for each pair; {a} and {b} are the numbers."""
+    """Prompt of each pair; {a} and {b} are the numbers."""
 
     def load(self) -> Sequence[Task]:
         """Every ordered pair once."""
@@ -82,7 +81,7 @@ class Largest(GeneratedSource):
     seed: int = 0
     """Which tasks."""
     prompt: str = "Which is the largest of {a}, {b}, {c} and {d}? Answer with the number only."
-    """Asked for each four; {a} to {d} are the numbers."""
+    """Prompt of each four; {a} to {d} are the numbers."""
 
     def load(self) -> Sequence[Task]:
         """Task i is drawn from (seed, i) alone."""

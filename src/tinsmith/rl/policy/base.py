@@ -61,7 +61,7 @@ class SamplingConfig(Settings):
     max_tokens: int = Field(default=512, ge=1)
     """Longest reply."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """A longer prompt is not asked: its rollouts are kept as failed, with the reason. Not set: the server decides."""
+    """Rollouts with a longer prompt fail, with the reason. Not set: the limit of the server."""
     temperature: float = Field(default=1.0, ge=0)
     """0 is greedy. Training wants 1, where sampled logprobs are the trainer's own."""
     top_p: float = Field(default=1.0, gt=0, le=1)
@@ -100,7 +100,7 @@ class Update:
     client: ClientLoss | None = None
     """A loss that the server has not: it costs one more forward pass."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """What the algorithm has to tell of this step."""
+    """Metrics of the algorithm."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class UpdateResult:
 
 
 class AuxiliaryAdapter(Protocol):
-    """An adapter in training that is asked for, and taught, the logprobs of K tokens at every position."""
+    """A second adapter in training, for the logprobs of K tokens at every position."""
 
     @property
     def vocabulary(self) -> int:
@@ -260,7 +260,7 @@ class Policy(Protocol):
         ...
 
     async def entropies(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
-        """float32 [N] of each row: the whole softmax's, now. Raises Unsupported where the server does not tell."""
+        """float32 [N] of each row: the whole softmax's, now. Raises Unsupported if the server does not return them."""
         ...
 
     async def save(self, name: str, ttl_seconds: int | None) -> str:

@@ -147,11 +147,11 @@ class ScriptedPolicy:
         """One step of plain gradient descent; moments and clipping are left out."""
         before = _log_softmax(self._logits)
         answers = [self._spoken(row, before) for row in update.rows]
-        loss, slopes, metrics = _slopes(update, answers)
+        loss, gradients, metrics = _gradients(update, answers)
         gradient = np.zeros_like(self._logits)
-        for row, slope in zip(update.rows, slopes, strict=True):
+        for row, gradient_N in zip(update.rows, gradients, strict=True):
             reply = self._reply(row.targets[row.mask])
-            gradient -= float(slope[int(np.argmax(row.mask))]) * (np.eye(len(before))[reply] - np.exp(before))
+            gradient -= float(gradient_N[int(np.argmax(row.mask))]) * (np.eye(len(before))[reply] - np.exp(before))
         self._logits = self._logits + learning_rate * gradient
         self._version += 1
         norm = float(np.linalg.norm(gradient))
@@ -235,16 +235,16 @@ class ScriptedAuxiliaryAdapter:
         learning_rate: float,
     ) -> dict[str, float]:
         """Moments and clipping are left out."""
-        slopes: dict[str, np.ndarray] = {}
+        gradients: dict[str, np.ndarray] = {}
         total = 0.0
         for row, weights_NK in zip(rows, weights, strict=True):
             for place, wanted in zip(_places(row), weights_NK, strict=True):
                 logprobs = _log_softmax(self._logits(place, len(ids)))
                 total -= float((wanted * logprobs).sum())
-                slope = wanted.sum() * np.exp(logprobs) - wanted
-                slopes[place] = slopes.get(place, np.zeros(len(ids))) + slope
-        for place, slope in slopes.items():
-            self._table[place] = (self._logits(place, len(ids)) - learning_rate * slope).tolist()
+                gradient_N = wanted.sum() * np.exp(logprobs) - wanted
+                gradients[place] = gradients.get(place, np.zeros(len(ids))) + gradient_N
+        for place, gradient_N in gradients.items():
+            self._table[place] = (self._logits(place, len(ids)) - learning_rate * gradient_N).tolist()
         return {"loss:sum": total}
 
     async def save(self, name: str, ttl_seconds: int | None) -> str:
@@ -267,22 +267,26 @@ def _which(replies: Sequence[str], tokens: Sequence[int] | np.ndarray) -> int:
     return next(index for index, reply in enumerate(replies) if reply.startswith(text))
 
 
-def _slopes(update: Update, logprobs: Sequence[np.ndarray]) -> tuple[float, list[np.ndarray], dict[str, float]]:
+def _gradients(update: Update, logprobs: Sequence[np.ndarray]) -> tuple[float, list[np.ndarray], dict[str, float]]:
     """(loss, d loss / d logprobs of each row, metrics) of importance_sampling, cross_entropy or a client's loss."""
     if update.client is not None:
         leaves = [torch.from_numpy(one.astype(np.float64)).requires_grad_() for one in logprobs]
         loss, metrics = update.client(leaves)
         return float(loss.detach()), [one.numpy() for one in torch.autograd.grad(loss, leaves)], metrics
     if update.loss == "cross_entropy":
-        slopes = [-inputs["weights"] for inputs in update.inputs]
-        return float(sum((slope * p).sum() for slope, p in zip(slopes, logprobs, strict=True))), slopes, {}
+        gradients = [-inputs["weights"] for inputs in update.inputs]
+        return (
+            float(sum((gradient_N * p).sum() for gradient_N, p in zip(gradients, logprobs, strict=True))),
+            gradients,
+            {},
+        )
     if update.loss != "importance_sampling":
         raise Unsupported(f"The scripted policy has no loss {update.loss}.", "Use importance_sampling.")
-    slopes = [
+    gradients = [
         -np.exp(p - inputs["logprobs"]) * inputs["advantages"]
         for p, inputs in zip(logprobs, update.inputs, strict=True)
     ]
-    return float(sum(slope.sum() for slope in slopes)), slopes, {}
+    return float(sum(gradient_N.sum() for gradient_N in gradients)), gradients, {}
 
 
 def _tokens(prompt: Prompt) -> tuple[int, ...]:

@@ -37,20 +37,20 @@ def adam_params(optimizer: OptimizerConfig, learning_rate: float) -> tinker.Adam
 
 
 @asynccontextmanager
-async def translate_errors(what: str) -> AsyncIterator[None]:
-    """Errors of the SDK leave as ours, with what was being asked."""
+async def translate_errors(action: str) -> AsyncIterator[None]:
+    """Turn errors of the SDK into TinsmithErrors that name the action."""
     try:
         yield
     except tinker.AuthenticationError as error:
-        raise UserError(f"The server refused the key while {what}.", "Set TINKER_API_KEY to one it knows.") from error
+        raise UserError(f"The server refused the key while {action}.", "Set TINKER_API_KEY to one it knows.") from error
     except tinker.RequestFailedError as error:
         kind = UserError if str(error.category) == "user" else TinsmithError
-        raise kind(f"The server failed at {what}: {error.message}") from error
+        raise kind(f"The server failed at {action}: {error.message}") from error
     except tinker.APIStatusError as error:
         kind = UserError if error.status_code < 500 else TinsmithError
-        raise kind(f"The server answered {error.status_code} while {what}: {_sentence(error)}") from error
+        raise kind(f"The server answered {error.status_code} while {action}: {_sentence(error)}") from error
     except tinker.TinkerError as error:
-        raise TinsmithError(f"No answer from the server while {what}: {error}") from error
+        raise TinsmithError(f"No answer from the server while {action}: {error}") from error
 
 
 def _sentence(error: tinker.APIStatusError) -> str:
@@ -63,13 +63,13 @@ def _sentence(error: tinker.APIStatusError) -> str:
 
 
 @asynccontextmanager
-async def open_session(what: str, base_url: str, api_key: str) -> AsyncIterator[tinker.ServiceClient]:
+async def open_session(action: str, base_url: str, api_key: str) -> AsyncIterator[tinker.ServiceClient]:
     """A session at the server, which ends with the block only where the block fails.
 
     Raises ConfigError where no server answers, UserError where it refuses the key.
     """
     await check_reachable(base_url)
-    async with translate_errors(f"{what} at {base_url}"):
+    async with translate_errors(f"{action} at {base_url}"):
         service = await asyncio.to_thread(tinker.ServiceClient, base_url=base_url, api_key=api_key)
         try:
             yield service
@@ -81,7 +81,7 @@ async def open_session(what: str, base_url: str, api_key: str) -> AsyncIterator[
 async def end_session(service: tinker.ServiceClient, status: Literal["success", "errored"]) -> None:
     """The session is over at the server, and nothing is under way: Python aborts if it ends while the SDK still sends.
 
-    A server that is gone is not waited for. Raises nothing: whatever ended the work is the thing to tell.
+    Does not wait for a server that is gone. Raises nothing, so that the error that ended the work is reported.
     """
     try:
         async with translate_errors("ending the session"), asyncio.timeout(CLOSE_SECONDS):
@@ -96,13 +96,13 @@ async def extensions(base_url: str, api_key: str) -> frozenset[str]:
         try:
             answer = await client.get("/api/v1/get_server_capabilities", headers={"X-API-Key": api_key})
             as_tuple = answer.json().get("extensions", {}) if answer.is_success else {}
-        except (httpx.HTTPError, ValueError):  # a server may have another way to tell what it can; then it has no more
+        except (httpx.HTTPError, ValueError):  # a server without capabilities has no extensions
             return frozenset()
     return frozenset(name for names in as_tuple.values() for name in names)
 
 
 async def check_reachable(base_url: str) -> None:
-    """The SDK waits for a server for hours; a wrong address should be told at once."""
+    """Fail at once if no server answers; the SDK would wait for hours."""
     url = urlsplit(base_url)
     try:
         port = url.port or (443 if url.scheme == "https" else 80)

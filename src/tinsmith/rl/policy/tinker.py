@@ -1,7 +1,7 @@
 """The policy of a run: a model in training on a server of the Tinker API, reached through the official SDK.
 
-Leaves out retries and polling, which the SDK does. Errors of the server come out as errors of ours that say what was
-asked of whom.
+Leaves out retries and polling, which the SDK does. Errors of the server become TinsmithErrors that name the
+request.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class TinkerPolicy:
         self._version, self._base_model, self._extensions = version, base_model, offered
         self._snapshot: TinkerSnapshot | None = None
         self._saving: Awaitable[tinker.SamplingClient] | None = None
-        """Weights of the present version for sampling, asked for by the update that made it."""
+        """Weights of the current version for sampling, requested by the update that made it."""
 
     @classmethod
     async def connect(
@@ -120,7 +120,7 @@ class TinkerPolicy:
         return self._chat
 
     async def snapshot(self) -> TinkerSnapshot:
-        """One sampling session for each version; asked again, it is the same one."""
+        """One sampling session for each version; repeated calls return the same one."""
         if self._snapshot is None or self._snapshot.version != self._version:
             async with translate_errors("saving weights for sampling"):
                 saving, self._saving = self._saving or self._client.save_weights_and_get_sampling_client(), None
@@ -163,13 +163,13 @@ class TinkerPolicy:
         return self._extensions
 
     async def open_model(self, name: str) -> TinkerSnapshot:
-        """A sampling session on other weights; asked again, it is the same one. Another base brings its tokenizer."""
+        """A sampling session on other weights; repeated calls return the same one."""
         return await self._others.open_model(name)
 
     async def entropies(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
         """One forward pass with the extension `return_entropy`."""
         if "return_entropy" not in self._extensions:
-            raise Unsupported("This server does not tell entropies.", "Use an algorithm that does not read them.")
+            raise Unsupported("This server does not return entropies.", "Use an algorithm that does not read them.")
         data = [row.datum({"weights": row.mask.astype(np.float32)}) for row in rows]
         async with translate_errors("asking for entropies"):
             passed = await self._client.forward(data, "cross_entropy", cast(Any, {"return_entropy": 1.0}))

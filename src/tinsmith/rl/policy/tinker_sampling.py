@@ -93,8 +93,8 @@ class TinkerSamplingClients:
         return self._chat
 
     async def open_model(self, name: str) -> TinkerSnapshot:
-        """A base model by its name, or a tinker:// path; asked again, it is the same one. Another base brings its
-        tokenizer."""
+        """A base model by its name, or a tinker:// path; repeated calls return the same one. Another base has
+        its own tokenizer."""
         if name not in self._peers:
             async with translate_errors(f"opening {name} for sampling"):
                 path = name if name.startswith("tinker://") else None

@@ -17,7 +17,7 @@ import tinker
 from tinsmith.rl.types import POLICY, Rollout
 
 Kind = Literal["policy", "expert", "chosen", "rejected"]
-"""Whose words are inside the mask: the policy's, an expert's, or one of a pair to be told apart."""
+"""Author of the tokens inside the mask: the policy, an expert, or one reply of a pair."""
 
 
 _NOISE = 1e-3
@@ -98,7 +98,7 @@ def gather_from_rows(rows: Sequence[TrainingRow], columns: Sequence[np.ndarray])
 def merge_identical_rows(rows: Sequence[TrainingRow], advantage_kink: float | None = None) -> list[TrainingRow]:
     """Equal rows as one with their advantages summed, in the order of their first; its other numbers stand for all.
 
-    `advantage_kink` is the advantage at which the loss changes its slope: rows on both sides of it stay apart.
+    `advantage_kink` is the advantage at which the gradient of the loss changes: rows on both sides of it stay apart.
     """
     kept: list[TrainingRow] = []
     places: dict[bytes, list[int]] = {}

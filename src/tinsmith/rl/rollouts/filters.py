@@ -1,8 +1,7 @@
-"""Which rollouts and groups of a batch are learned from, before any algorithm sees them.
+"""Filters choose the rollouts and groups of a batch to learn from.
 
-Each filter is a settings class whose `of` takes a group and gives what is left of it, or None. What filters leave out
-is logged and counted all the same, and tells the order of tasks how the policy does. Leaves out sampling others in
-their place (`rollouts.py`).
+Each filter is a settings class whose `of` returns what it keeps of a group, or None. Filtered rollouts are still logged
+and counted, and update the order of tasks. Sampling replacements is in `producer.py`.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from tinsmith.settings import Settings
 
 
 class _Bounds(Settings):
-    """Two bounds, of which one may be missing."""
+    """Bounds of a value; one may be missing."""
 
     low: float | None = None
-    """Least, itself allowed; null is no bound."""
+    """Smallest value to keep; null is no bound."""
     high: float | None = None
-    """Most, itself allowed; null is no bound."""
+    """Largest value to keep; null is no bound."""
 
     @model_validator(mode="after")
     def _bound_something(self) -> _Bounds:
@@ -36,64 +35,67 @@ class _Bounds(Settings):
         return self
 
     def within(self, value: float) -> bool:
-        """Whether it is inside of both."""
+        """Whether the value is within both bounds."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
 
 class RewardBounds(_Bounds):
-    """Leave out rollouts whose reward is outside of bounds."""
+    """Drop rollouts whose reward is out of bounds."""
 
     type: Literal["reward"] = "reward"
 
     def of(self, group: Group) -> Group | None:
-        """The others."""
-        return _kept(group, lambda rollout: self.within(rollout.reward))
+        """Keep the other rollouts."""
+        return _select(group, lambda rollout: self.within(rollout.reward))
 
 
 class ValidReward(Settings):
-    """Leave out rollouts whose reward is no number, or infinite. In a run they have failed already."""
+    """Drop rollouts whose reward is not finite. In a run they have failed already."""
 
     type: Literal["valid_reward"] = "valid_reward"
 
     def of(self, group: Group) -> Group | None:
-        """The others."""
-        return _kept(group, lambda rollout: math.isfinite(rollout.reward))
+        """Keep the other rollouts."""
+        return _select(group, lambda rollout: math.isfinite(rollout.reward))
 
 
 class GroupMean(_Bounds):
-    """Leave out groups whose mean reward is outside of bounds: too easy, or too hard."""
+    """Drop groups whose mean reward is out of bounds: too easy or too hard."""
 
     type: Literal["group_mean"] = "group_mean"
 
     def of(self, group: Group) -> Group | None:
-        """The group, or nothing of it."""
+        """Keep the whole group or none of it."""
         return group if group.rewards and self.within(float(np.mean(group.rewards))) else None
 
 
 class RewardStd(Settings):
-    """Leave out groups whose rewards differ too little to compare (dynamic sampling, DAPO, arXiv 2503.14476)."""
+    """Drop groups whose rewards are nearly equal (dynamic sampling, DAPO, arXiv 2503.14476)."""
 
     type: Literal["reward_std"] = "reward_std"
     threshold: float = Field(default=0.0, ge=0)
-    """A group is left out where the standard deviation of its rewards is no more than this."""
+    """Drop a group if the standard deviation of its rewards is at most this."""
 
     def of(self, group: Group) -> Group | None:
-        """The group, or nothing of it."""
+        """Keep the whole group or none of it."""
         return group if group.rewards and float(np.std(group.rewards)) > self.threshold else None
 
 
 class TruncatedReplies(Settings):
-    """Do not learn from replies that were cut at max_tokens; their rewards still count in the comparison."""
+    """Do not learn from replies truncated at max_tokens; their rewards still count for the advantages of the group."""
 
     type: Literal["cut"] = "cut"
     drop: bool = False
-    """Leave them out of the comparison too."""
+    """Drop their rewards too."""
 
     def of(self, group: Group) -> Group | None:
-        """The others; in place of each cut rollout one of its reward that says nothing."""
+        """Keep the other rollouts; each truncated rollout is replaced by one without turns, with the same reward."""
         if self.drop:
-            return _kept(group, lambda rollout: not _cut(rollout))
-        emptied = (replace(one, turns=()) if _cut(one) and not one.error else one for one in group.rollouts)
+            return _select(group, lambda rollout: not _is_truncated(rollout))
+        emptied = (
+            replace(rollout, turns=()) if _is_truncated(rollout) and not rollout.error else rollout
+            for rollout in group.rollouts
+        )
         return replace(group, rollouts=tuple(emptied))
 
 
@@ -103,22 +105,22 @@ FilterConfig = Annotated[
 
 
 def apply_filters(filters: Sequence[FilterConfig], groups: Sequence[Group]) -> tuple[Group, ...]:
-    """What is left of `groups` after each filter in turn."""
-    left: list[Group] = []
+    """What all filters, applied in order, keep of `groups`."""
+    result: list[Group] = []
     for group in groups:
-        one: Group | None = group
-        for each in filters:
-            one = each.of(one) if one is not None else None
-        if one is not None:
-            left.append(one)
-    return tuple(left)
+        remaining: Group | None = group
+        for group_filter in filters:
+            remaining = group_filter.of(remaining) if remaining is not None else None
+        if remaining is not None:
+            result.append(remaining)
+    return tuple(result)
 
 
-def _kept(group: Group, keep: Callable[[Rollout], bool]) -> Group | None:
-    """A group of the rollouts that may stay; failed ones stay failed."""
+def _select(group: Group, keep: Callable[[Rollout], bool]) -> Group | None:
+    """The group with the rollouts to keep and its failed ones; None if every remaining rollout failed."""
     rollouts = tuple(rollout for rollout in group.rollouts if rollout.error or keep(rollout))
     return replace(group, rollouts=rollouts) if any(not rollout.error for rollout in rollouts) else None
 
 
-def _cut(rollout: Rollout) -> bool:
+def _is_truncated(rollout: Rollout) -> bool:
     return bool(rollout.turns) and rollout.turns[-1].stop == "length"

@@ -1,7 +1,4 @@
-"""How a group of rollouts is tried: time limits, further attempts, and going on without the slowest.
-
-Leaves out when batches are begun, and by which weights (`rollouts.py`, `sync.py`).
-"""
+"""Running groups of rollouts: time limits, retries, and batches that do not wait for their slowest groups."""
 
 from __future__ import annotations
 
@@ -19,43 +16,43 @@ from tinsmith.rl.types import Group, Rollout, Task
 from tinsmith.rl.workflows.base import Workflow, fail_if_not_finite
 from tinsmith.settings import Needs, Settings
 
-CANCELLED = "broken off: enough other groups were done"
+CANCELLED = "cancelled: enough other groups were done"
 
 
 class Oversampling(Settings):
-    """A batch goes on without its slowest groups. Not in sync.style fixed, whose batches are the same in every run."""
+    """Complete a batch without its slowest groups. Not in sync.style fixed, whose batches are the same in every run."""
 
     ratio: float = Field(default=0.0, ge=0, lt=1)
-    """Share of groups that a batch can do without; 0 waits for all."""
+    """Share of the groups that may be left unfinished; 0 waits for all."""
     wait: Annotated[float, Needs("ratio")] = Field(default=30.0, ge=0)
-    """Seconds that the others have once enough groups are there; then they are broken off."""
+    """Seconds that the slowest groups have after enough groups are done; then they are cancelled."""
     partial: Annotated[bool, Needs("ratio")] = False
-    """Keep what was done of a group broken off; else all of it counts as failed. With `split`, there is something."""
+    """Keep the finished rollouts of a cancelled group (there are some with `split`); otherwise all of them fail."""
 
 
 class RolloutConfig(Settings):
-    """How rollouts are tried."""
+    """Limits and retries of rollouts."""
 
     timeout: float = Field(default=1800.0, gt=0)
-    """Seconds for one attempt."""
+    """Time limit of one attempt, in seconds."""
     timeout_ratio: float = Field(default=0.0, ge=0)
-    """Break an attempt off after so many times the mean seconds of those that went well; 0 is only `timeout`."""
+    """Cancel an attempt after this multiple of the mean time of successful ones; 0: after `timeout` alone."""
     timeout_warmup: Annotated[int, Needs("timeout_ratio")] = Field(default=1, ge=1)
-    """Batches before `timeout_ratio` counts."""
+    """Batches before `timeout_ratio` applies."""
     retries: int = Field(default=0, ge=0)
-    """Further attempts at what failed of a group."""
+    """Further attempts at the failed rollouts of a group."""
     partial: Literal["keep", "drop"] = "keep"
-    """A group in which some rollouts failed: compare the others, or count it as failed altogether."""
+    """If some rollouts of a group failed: compare the others (`keep`), or fail the whole group (`drop`)."""
     split: int = Field(default=0, ge=0)
-    """Rollouts of a group that are asked for together; 0 is all of them, so that their prompt is computed once."""
+    """Rollouts of a group in one request; 0 is all of them, so that their prompt is computed once."""
     over: Oversampling = Oversampling()
     refills: int = Field(default=1, ge=0)
-    """How often a batch in which every rollout failed is sampled anew, from other tasks, before the run ends."""
+    """How often a batch in which every rollout failed is sampled again, from other tasks, before the run ends."""
 
 
 @dataclass
-class _Attempted:
-    """A group under way: what is there of each of its rollouts."""
+class _GroupAttempt:
+    """A group in progress, with a slot for each rollout."""
 
     task: Task
     seed: int
@@ -65,26 +62,28 @@ class _Attempted:
 
     @property
     def open(self) -> list[int]:
-        """Slots to fill: empty or failed."""
+        """Slots that are empty or failed."""
         return [at for at, rollout in enumerate(self.slots) if rollout is None or rollout.error]
 
     @property
     def good(self) -> bool:
-        """Whether there is something to train on."""
+        """Whether at least one rollout succeeded."""
         return len(self.open) < len(self.slots)
 
     def group(self, *, whole: bool) -> Group:
-        """As it stands; a `whole` one fails with any of its rollouts."""
+        """The group so far. With `whole`, one failed rollout fails all of them."""
         rollouts = tuple(rollout or Rollout(error=CANCELLED) for rollout in self.slots)
         faults = [rollout.error for rollout in rollouts if rollout.error]
         if whole and faults:
-            told = f"left out with its group: {faults[0]}"
-            rollouts = tuple(one if one.error else Rollout(turns=one.turns, error=told) for one in rollouts)
+            error = f"left out with its group: {faults[0]}"
+            rollouts = tuple(
+                rollout if rollout.error else Rollout(turns=rollout.turns, error=error) for rollout in rollouts
+            )
         return Group(task=self.task, rollouts=rollouts, version=self.version)
 
 
 class RolloutRunner:
-    """Everyone who samples for a run asks here: at most `semaphore` requests are under way at a time."""
+    """Runs every rollout of a run; `semaphore` bounds the number of requests in flight."""
 
     def __init__(self, config: RolloutConfig, semaphore: asyncio.Semaphore) -> None:
         self.config, self.semaphore = config, semaphore
@@ -93,7 +92,7 @@ class RolloutRunner:
 
     @property
     def limit(self) -> float:
-        """Seconds for an attempt, now."""
+        """Current time limit of an attempt, in seconds."""
         config = self.config
         if not (config.timeout_ratio and self._good and self._batches >= config.timeout_warmup):
             return config.timeout
@@ -109,12 +108,12 @@ class RolloutRunner:
         seeds: Sequence[int],
         over: Oversampling | None = None,
     ) -> tuple[Group, ...]:
-        """A group of `size` rollouts for each task, each failing alone with its reason; `over` cuts the slowest."""
-        works = [_Attempted(task, seed, [None] * size) for task, seed in zip(tasks, seeds, strict=True)]
-        running = [asyncio.create_task(self._group(workflow, work, policy)) for work in works]
+        """Run `size` rollouts for each task. A rollout fails alone, with its reason; `over` cancels slow groups."""
+        attempts = [_GroupAttempt(task, seed, [None] * size) for task, seed in zip(tasks, seeds, strict=True)]
+        running = [asyncio.create_task(self._group(workflow, attempt, policy)) for attempt in attempts]
         try:
             if over is not None and over.ratio:
-                await _enough(running, works, math.ceil((1 - over.ratio) * len(works)), over.wait)
+                await _enough(running, attempts, math.ceil((1 - over.ratio) * len(attempts)), over.wait)
             else:
                 await asyncio.gather(*running)
         finally:
@@ -123,9 +122,11 @@ class RolloutRunner:
             await asyncio.gather(*running, return_exceptions=True)
         self._batches += 1
         drop = self.config.partial == "drop"
-        return tuple(work.group(whole=drop if work.ended or over is None else not over.partial) for work in works)
+        return tuple(
+            attempt.group(whole=drop if attempt.ended or over is None else not over.partial) for attempt in attempts
+        )
 
-    async def _group(self, workflow: Workflow, work: _Attempted, policy: Snapshot) -> None:
+    async def _group(self, workflow: Workflow, work: _GroupAttempt, policy: Snapshot) -> None:
         work.version = policy.version
         for attempt in range(self.config.retries + 1):
             slots = work.open
@@ -139,9 +140,9 @@ class RolloutRunner:
         work.ended = True
 
     async def _part(
-        self, workflow: Workflow, work: _Attempted, policy: Snapshot, slots: Sequence[int], place: tuple[int, int]
+        self, workflow: Workflow, work: _GroupAttempt, policy: Snapshot, slots: Sequence[int], place: tuple[int, int]
     ) -> None:
-        """Fills `slots` by one call of the workflow; the first call of a group has the group's own seed."""
+        """Fill `slots` with one call of the workflow. The first call of a group has the seed of the group."""
         seed = work.seed if place == (0, 0) else request_seed(work.seed, *place)
         async with self.semaphore:
             begin, limit = time.perf_counter(), self.limit
@@ -152,18 +153,20 @@ class RolloutRunner:
                 rollouts = tuple(map(fail_if_not_finite, rollouts))
                 self._seconds += time.perf_counter() - begin
                 self._good += 1
-            except Exception as error:  # noqa: BLE001  whatever fails, here or at the server, is the rollout's to tell
+            except Exception as error:  # noqa: BLE001  any failure is recorded in the rollout
                 late = isinstance(error, TimeoutError) and clock.expired()
-                told = f"no end within {limit:.3g} seconds" if late else f"{type(error).__name__}: {error}"
-                rollouts = (Rollout(error=told),) * len(slots)
+                message = f"no end within {limit:.3g} seconds" if late else f"{type(error).__name__}: {error}"
+                rollouts = (Rollout(error=message),) * len(slots)
         for slot, rollout in zip(slots, rollouts, strict=True):
             work.slots[slot] = rollout
 
 
-async def _enough(running: Sequence[asyncio.Task[None]], works: Sequence[_Attempted], count: int, wait: float) -> None:
-    """Returns when all are done, or `wait` seconds after `count` of them have something to train on."""
+async def _enough(
+    running: Sequence[asyncio.Task[None]], attempts: Sequence[_GroupAttempt], count: int, wait: float
+) -> None:
+    """Wait for all groups, or until `wait` seconds after `count` of them succeeded."""
     left: set[asyncio.Task[None]] = set(running)
-    while left and sum(work.ended and work.good for work in works) < count:
+    while left and sum(attempt.ended and attempt.good for attempt in attempts) < count:
         done, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()

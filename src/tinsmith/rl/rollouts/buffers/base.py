@@ -1,6 +1,6 @@
-"""What a buffer is: where batches wait between who samples and who trains, and where the two leave each other notes.
+"""Protocol of buffers: batches on their way from sampling to training, and notes of the two sides.
 
-Leaves out which batch is trained on next (`reader.py`).
+Which batch is trained on next is in `replay.py`.
 """
 
 from __future__ import annotations
@@ -12,37 +12,37 @@ from tinsmith.rl.rollouts.producer import Batch
 
 
 class Buffer(Protocol):
-    """Batches by their numbers, and notes by their names. What is put is there for good when the call returns."""
+    """Batches by number and notes by name. Writes are durable when the call returns, if the buffer is."""
 
     @property
     def durable(self) -> bool:
-        """Whether it outlives the process, and others can open it."""
+        """Whether the buffer outlives the process and other processes can open it."""
         ...
 
     async def put(self, batch: Batch) -> None:
-        """One more; a batch of the same number is replaced."""
+        """Add a batch; replaces a batch of the same number."""
         ...
 
     async def numbers(self) -> Collection[int]:
-        """Of the batches that are here."""
+        """Numbers of the batches in the buffer."""
         ...
 
     async def get(self, number: int) -> Batch:
-        """The batch of a number that is here."""
+        """The batch of that number, which must be in the buffer."""
         ...
 
     async def drop(self, numbers: Collection[int]) -> None:
-        """Those batches are wanted no more; numbers that are not here are passed over."""
+        """Delete batches; unknown numbers are ignored."""
         ...
 
     async def note(self, name: str, text: str) -> None:
-        """Leaves a note in place of the one of that name."""
+        """Write a note; replaces a note of the same name."""
         ...
 
     async def notes(self) -> Mapping[str, str]:
-        """All of them."""
+        """All notes by name."""
         ...
 
     async def close(self) -> None:
-        """Lets go of files and connections."""
+        """Close files and connections."""
         ...

@@ -1,9 +1,9 @@
-"""Batches as files of a folder: a process that samples and one that trains meet there, on one machine or one disk.
+"""Batches as files of a folder that a sampling and a training process share, on one machine or one disk.
 
     batch-000012.json      a batch
-    note-weights.json      what the two tell each other
+    note-weights.json      a note of one of the two sides
 
-Every file is there whole or not at all.
+Files are written atomically.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BATCH = TypeAdapter(Batch)
 
 
 class FileConfig(BufferSettings):
-    """In files, that outlive the process and that others can open."""
+    """Batches in files, which outlive the process and which other processes can open."""
 
     type: Literal["file"] = "file"
     path: str = ""
@@ -48,7 +48,7 @@ class FileBuffer:
         return [int(file.stem.removeprefix("batch-")) for file in self._folder.glob("batch-*.json")]
 
     async def get(self, number: int) -> Batch:
-        """Read anew each time."""
+        """Read from the file on each call."""
         return await self._turn.do(lambda: _BATCH.validate_json(self._file(number).read_bytes()))
 
     async def drop(self, numbers: Collection[int]) -> None:

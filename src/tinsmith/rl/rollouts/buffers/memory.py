@@ -1,4 +1,4 @@
-"""Batches in this process; a run that goes on has them from its state."""
+"""Batches in memory; a resumed run restores them from its state."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tinsmith.rl.rollouts.producer import Batch
 
 
 class MemoryConfig(BufferSettings):
-    """In the process that both samples and trains; the run's state holds what waits."""
+    """Batches in the process that samples and trains; the run's state holds the waiting ones."""
 
     type: Literal["memory"] = "memory"
 

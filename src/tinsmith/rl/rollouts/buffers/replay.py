@@ -1,6 +1,6 @@
-"""Which batch a step trains on: the oldest not yet used; or, where batches are used again, that of highest priority.
+"""Selection of the next batch: the oldest unused one or, with replay, the one of highest priority.
 
-A batch is not used again by the very weights that it was used by: they learned nothing, and would learn nothing again.
+A batch is not reused by the same weights that used it last: they learned nothing from it and would not now.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LIMITED = Needs("priority", ("linear_decay_limited",))
 
 
 class ReplayConfig(Settings):
-    """Using batches more than once."""
+    """Reuse of batches."""
 
     enable: bool = False
     """By priority, in place of oldest first and once."""
@@ -39,7 +39,7 @@ class ReplayConfig(Settings):
     cooldown: Annotated[float | None, _ENABLED] = Field(default=None, ge=0)
     """Seconds after a use until the batch may be used again; null is never."""
     size: Annotated[int, _ENABLED] = Field(default=64, ge=1)
-    """Batches kept; those of the lowest priority go first."""
+    """Batches fresh; those of the lowest priority go first."""
 
     def value(self, version: int, uses: int, number: int, seed: int) -> float:
         """The priority of batch `number`, by weights of `version`, used so often; -inf: not again."""
@@ -53,18 +53,18 @@ class ReplayConfig(Settings):
 
 
 class BufferSettings(Settings):
-    """Which waiting batches are trained on."""
+    """Settings of every buffer."""
 
     capacity: int = Field(default=16, ge=1)
-    """Batches sampled and not yet trained on, at which sampling waits; in every sync.style but `fixed`, which knows."""
+    """Batches that may wait for training before sampling pauses; in every sync.style but `fixed`."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Leave out groups sampled by weights more updates older than those in training; null takes all. How many were left
-    out is told in `buffer/dropped_groups`."""
+    """Drop groups sampled by weights more than this many updates old; null keeps all. `buffer/dropped_groups` counts
+    the dropped groups."""
     replay: ReplayConfig = ReplayConfig()
 
 
 class BatchUse(Settings):
-    """What was done with a batch."""
+    """Uses of a batch."""
 
     count: int = 0
     """Times it was trained on."""
@@ -75,7 +75,7 @@ class BatchUse(Settings):
 
 
 class SelectorState(Settings):
-    """Where the training side is."""
+    """State of a BatchSelector."""
 
     next: int = 1
     """The oldest batch not yet used, without replay."""
@@ -84,7 +84,7 @@ class SelectorState(Settings):
 
 
 class BatchSelector:
-    """The training side of a buffer."""
+    """Selects batches of a buffer for training."""
 
     def __init__(
         self, buffer: Buffer, config: BufferSettings, seed: int, clock: Callable[[], float] = time.time
@@ -99,12 +99,12 @@ class BatchSelector:
 
     @property
     def taken(self) -> int:
-        """Batches that were looked at."""
+        """Batches taken so far."""
         return len(self._uses) if self._config.replay.enable else self._next - 1
 
     @property
     def reuses(self) -> bool:
-        """Whether a batch may come again, so that there is always one."""
+        """Whether batches are reused, so that there is always one."""
         return self._config.replay.enable and self._config.replay.cooldown is not None
 
     @property
@@ -130,9 +130,9 @@ class BatchSelector:
             batch = await (self._best(version, again) if self._config.replay.enable else self._oldest())
             if batch is None:
                 return None
-            kept = tuple(group for group in batch.groups if self._fresh(version - group.version))
-            self._dropped += len(batch.groups) - len(kept)
-            if not kept:  # and it grows no younger
+            fresh = tuple(group for group in batch.groups if self._fresh(version - group.version))
+            self._dropped += len(batch.groups) - len(fresh)
+            if not fresh:  # and it grows no younger
                 self._done.add(batch.step)
                 continue
             numbers = dict(batch.numbers)
@@ -141,7 +141,7 @@ class BatchSelector:
                 self._dropped = 0
             if self._config.replay.enable:
                 numbers["buffer/uses"] = float(self._uses[batch.step].count)
-            return replace(batch, groups=kept, numbers=numbers)
+            return replace(batch, groups=fresh, numbers=numbers)
 
     async def clear(self) -> None:
         """Drops what is done with; called when a run that goes on would not ask for it."""
@@ -169,16 +169,16 @@ class BatchSelector:
                 self._done.add(number)
                 continue
             values[number] = replay.value(self._versions[number], use.count, number, self._seed)
-        for number in sorted(values, key=lambda one: values[one])[: max(0, len(values) - replay.size)]:
+        for number in sorted(values, key=lambda number: values[number])[: max(0, len(values) - replay.size)]:
             self._uses.setdefault(number, BatchUse())
             self._done.add(number)
             del values[number]
         uses = {number: self._uses.get(number, BatchUse()) for number in values}
-        ready = [one for one, use in uses.items() if use.rests_until <= now and values[one] > float("-inf")]
-        ready = [one for one in ready if uses[one].version != version] or (ready if again else [])
+        ready = [number for number, use in uses.items() if use.rests_until <= now and values[number] > float("-inf")]
+        ready = [number for number in ready if uses[number].version != version] or (ready if again else [])
         if not ready:
             return None
-        best = max(ready, key=lambda one: (values[one], -one))
+        best = max(ready, key=lambda number: (values[number], -number))
         count = uses[best].count + 1
         self._uses[best] = BatchUse(count=count, rests_until=now + (replay.cooldown or 0.0), version=version)
         if replay.cooldown is None or replay.value(0, count, best, self._seed) == float("-inf"):

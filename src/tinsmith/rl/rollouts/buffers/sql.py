@@ -1,4 +1,4 @@
-"""Batches as rows of a database: a process that samples and one that trains meet there, on any two machines."""
+"""Batches as rows of a database that a sampling and a training process share, on any two machines."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ T = TypeVar("T")
 
 
 class SerialExecutor:
-    """One thread, begun with the first piece."""
+    """Runs functions one after the other in a thread of its own."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="buffer")
 
     async def do(self, piece: Callable[[], T]) -> T:
-        """Its result, when all that was asked for before is done."""
+        """Run `piece` after all earlier ones and return its result."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, piece)
 
     async def close(self) -> None:
-        """Returns when all is done."""
+        """Wait for all functions."""
         await asyncio.to_thread(self._thread.shutdown)
 
 
@@ -65,13 +65,13 @@ _NOTES = Table(
 
 
 class SqlConfig(BufferSettings):
-    """In a database, that outlives the process and that others can open."""
+    """Batches in a database, which outlives the process and which other processes can open."""
 
     type: Literal["sql"] = "sql"
     url: str
-    """As SQLAlchemy takes it: sqlite:///FILE, or postgresql+psycopg://USER:PASSWORD@HOST/NAME."""
+    """SQLAlchemy URL: sqlite:///FILE, or postgresql+psycopg://USER:PASSWORD@HOST/NAME."""
     run: str = Field(default="", max_length=200)
-    """The rows' name, the same in both processes; empty: the run's."""
+    """Name of the rows, the same in both processes; empty: the name of the run."""
 
 
 class SqlBuffer:
@@ -86,8 +86,8 @@ class SqlBuffer:
             self._engine = create_engine(url)
             _TABLES.create_all(self._engine)
         except (SQLAlchemyError, ArgumentError, NoSuchModuleError, ImportError) as error:
-            told = str(error).splitlines()[0]
-            raise ConfigError(f"buffer.url: the database cannot be opened: {told}", "Check the URL.") from error
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"buffer.url: the database cannot be opened: {reason}", "Check the URL.") from error
 
     async def put(self, batch: Batch) -> None:
         """Committed when this returns."""
@@ -101,13 +101,13 @@ class SqlBuffer:
 
     async def numbers(self) -> Collection[int]:
         """Of the rows that are there now."""
-        asked = select(_BATCHES.c.number).where(_BATCHES.c.run == self._run)
-        return await self._do(lambda connection: list(connection.execute(asked).scalars()))
+        query = select(_BATCHES.c.number).where(_BATCHES.c.run == self._run)
+        return await self._do(lambda connection: list(connection.execute(query).scalars()))
 
     async def get(self, number: int) -> Batch:
-        """Read anew each time."""
-        asked = select(_BATCHES.c.batch).where(self._batch(number))
-        return _BATCH.validate_json(await self._do(lambda connection: connection.execute(asked).scalar_one()))
+        """Read from the database on each call."""
+        query = select(_BATCHES.c.batch).where(self._batch(number))
+        return _BATCH.validate_json(await self._do(lambda connection: connection.execute(query).scalar_one()))
 
     async def drop(self, numbers: Collection[int]) -> None:
         """The rows go."""
@@ -126,8 +126,8 @@ class SqlBuffer:
 
     async def notes(self) -> Mapping[str, str]:
         """Those that are there now."""
-        asked = select(_NOTES.c.name, _NOTES.c.text).where(_NOTES.c.run == self._run)
-        return await self._do(lambda connection: {row.name: row.text for row in connection.execute(asked)})
+        query = select(_NOTES.c.name, _NOTES.c.text).where(_NOTES.c.run == self._run)
+        return await self._do(lambda connection: {row.name: row.text for row in connection.execute(query)})
 
     async def close(self) -> None:
         """Lets go of the connections."""
