@@ -1,4 +1,4 @@
-"""A service in a process that tests may kill: `python -m tests.service.process`, told by its standard input.
+"""A service in a process that tests may kill: `python -m tests.service.process`, configured through its standard input.
 
 Its fake engine takes `delay` seconds for each training call, so that something is always in flight.
 """
@@ -90,12 +90,12 @@ def child(config: ServeConfig, delay: float = 0.0, boot: float = 0.0, wait: bool
 
 
 def main() -> None:
-    told = json.load(sys.stdin)
+    options = json.load(sys.stdin)
 
-    def tell(url: str, _key: str) -> None:
+    def announce(url: str, _key: str) -> None:
         print(url, flush=True)
 
-    serve(ServeConfig(**told["config"]), start=slow(told["delay"], told["boot"]), on_ready=tell)
+    serve(ServeConfig(**options["config"]), start=slow(options["delay"], options["boot"]), on_ready=announce)
 
 
 if __name__ == "__main__":

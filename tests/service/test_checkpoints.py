@@ -53,7 +53,7 @@ def test_what_is_over_its_time_is_deleted_for_good(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_overwriting_leaves_no_folder_behind(tmp_path: Path) -> None:
+def test_overwriting_deletes_the_old_folder(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as on:
             model = await on.model()

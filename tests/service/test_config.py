@@ -1,4 +1,4 @@
-"""What a service may be told."""
+"""Settings of the service."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_what_is_unsafe_or_misspelt_is_refused(values: dict, says: str) -> None:
         build(ServeConfig, values, "here")
 
 
-def test_what_a_vllm_is_told_reaches_the_engine() -> None:
+def test_vllm_settings_reach_the_engine() -> None:
     config = ServeConfig.model_validate({"sampler": "vllm", "vllm": {"rank": 64}}).engine_config("a")
     assert (config.sampler, config.vllm.rank) == ("vllm", 64)
     again = ServeConfig.model_validate_json(ServeConfig().model_dump_json())

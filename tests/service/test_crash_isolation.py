@@ -21,8 +21,8 @@ async def sampled(on: Api, sampler: str, prompt: list[int], first: int = 0) -> t
     """As the SDK does: again and again after 410. How often it was sent, and the error that it ended with."""
     for number in range(10):
         body = {"sampling_session_id": sampler, "seq_id": first + number, "sampling_params": {"max_tokens": 2}}
-        asked = await on.post("asample", {**body, "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]}})
-        answer = await on.result(asked.json())
+        promise = await on.post("asample", {**body, "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]}})
+        answer = await on.result(promise.json())
         if answer.status_code != 410:
             assert answer.status_code == 200, answer.text
             return number + 1, answer.json() if answer.headers["content-type"] == "application/json" else None
@@ -48,8 +48,8 @@ def test_a_sample_that_kills_engines_fails_and_no_training_does(tmp_path: Path) 
             killing = asyncio.create_task(sampled(bob, sampler, DEADLY))
             for seq in range(1, 12):
                 assert "metrics" in await alice.step(model, seq)
-            tries, error = await killing
-            assert tries == 3
+            attempts, error = await killing
+            assert attempts == 3
             assert error is not None
             assert "died 3 times" in error["error"]
             engines = len(start.made)
@@ -67,8 +67,8 @@ def test_samples_beside_one_that_kills_engines_are_answered(tmp_path: Path) -> N
             sampler = await session(on)
             start.hook = deadly(start)
             prompts = [[5], [6], DEADLY, [7], [5]]
-            asked = [sampled(on, sampler, prompt, first=20 * number) for number, prompt in enumerate(prompts)]
-            ended = await asyncio.gather(*asked)
+            samples = [sampled(on, sampler, prompt, first=20 * number) for number, prompt in enumerate(prompts)]
+            ended = await asyncio.gather(*samples)
             assert [error is None for _, error in ended] == [True, True, False, True, True]
 
     asyncio.run(main())

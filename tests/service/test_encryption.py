@@ -60,10 +60,10 @@ def test_what_was_promised_is_saved_after_a_restart_and_nothing_stays_in_the_cle
         left.mkdir()
         (left / "adapter_model.safetensors").write_bytes(b"in the clear")
         async with api(tmp_path) as on:
-            told = (await on.result({"request_id": f"{model}:1"})).json()
-            assert told["path"] == f"tinker://{model}/external_weights/late"
+            result = (await on.result({"request_id": f"{model}:1"})).json()
+            assert result["path"] == f"tinker://{model}/external_weights/late"
             [folder] = (tmp_path / "checkpoints").iterdir()
-            assert told["size_bytes"] == sum(file.stat().st_size for file in folder.iterdir())
+            assert result["size_bytes"] == sum(file.stat().st_size for file in folder.iterdir())
             sealed = (folder / "adapter_config.json.age").read_bytes()
             assert json.loads(pyrage.decrypt(sealed, [reader]))["r"] == 4
             again = await on.post("save_weights_external", {"model_id": model, "seq_id": 1, "path": "late"})

@@ -90,7 +90,7 @@ def test_only_the_newest_inflight_weights_are_kept(
         samplers.append(train.save_weights_and_get_sampling_client(kind="inflight").result())
     expected = logprobs(samplers[-1])
     assert all(logprobs(one) == expected for one in samplers)
-    train.save_state("settled").result()  # what is written behind has been written, or was given up
+    train.save_state("settled").result()  # background writes have ended
     assert len(folders() - before) <= 2
 
 

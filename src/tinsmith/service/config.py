@@ -43,7 +43,7 @@ class ServeConfig(EngineOptions):
     """Clients exchange their key for a token of 4 hours at each start, which `tinker auth whoami` reads."""
 
     public_url: str | None = None
-    """The address that links to files begin with, if a proxy hides it; else the one that the client asked by."""
+    """Base URL of download links, for servers that a proxy hides. By default the URL of the client's request."""
 
     engine: Literal["torch", "fake"] = "torch"
     """`fake` answers in arithmetic instead of a model, so nothing about tensors matters to it: for tests and for trying
@@ -65,7 +65,7 @@ class ServeConfig(EngineOptions):
     """How long a poll for a result is held open; the client gives up at 45 s."""
 
     queued_samples: int = 20_000
-    """Sampling requests that may wait or run at once; beyond it clients are told to slow down (429)."""
+    """Sampling requests that may wait or run at once; more are refused with 429."""
 
     session_timeout_s: float = 6 * 3600.0
     """Silence after which a session, its models and its sampling sessions end."""

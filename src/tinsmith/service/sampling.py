@@ -127,7 +127,7 @@ class Sampling:
             raise Busy(f"{self._capacity} samples are waiting here.", "Submit it again in a moment.")
 
     def submit(self, sampler: SamplingSession, asample: AsampleRequest, request_id: str) -> None:
-        """Start sampling behind a future, unless the request was submitted before.
+        """Start sampling for a future, unless the request was submitted before.
 
         Raises Busy if the tenant is over a quota.
         """

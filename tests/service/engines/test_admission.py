@@ -1,4 +1,4 @@
-"""Who goes into the engine next: never more than it can run, tenants in turns, nobody left behind."""
+"""Admission of samples: never more than the engine can run, tenants in turn, no request starves."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def request(prompt: int = 5, answers: int = 1, max_tokens: int | None = 10) -> S
     return SampleRequest(request_id="", prompt=np.ones(prompt, np.int32), num_samples=answers, max_tokens=max_tokens)
 
 
-class Crowd:
-    """Requests at a turnstile, and the engine that runs those inside until it is told that they end."""
+class Load:
+    """Requests in an admission queue, and an engine that runs the admitted ones until `end`."""
 
     def __init__(self, cache_tokens: int = CACHE) -> None:
         self.admission_queue = AdmissionQueue(cache_tokens)
@@ -57,61 +57,61 @@ class Crowd:
 
 def test_a_thousand_of_one_tenant_delay_the_single_one_of_another_by_no_more_than_a_turn() -> None:
     async def main() -> None:
-        crowd = Crowd()
+        load = Load()
         for number in range(1000):
-            crowd.come(f"a{number}", request())
-        assert await crowd.settle() == [f"a{number}" for number in range(9)], "no more than the engine can run"
-        assert crowd.admission_queue.waiting() == {"a": 991}
+            load.come(f"a{number}", request())
+        assert await load.settle() == [f"a{number}" for number in range(9)], "no more than the engine can run"
+        assert load.admission_queue.waiting() == {"a": 991}
         for name in ("b0", "b1", "c0"):
-            crowd.come(name, request())
+            load.come(name, request())
         for number in range(6):
-            await crowd.end(f"a{number}")
-        assert crowd.order[9:] == ["a9", "b0", "c0", "a10", "b1", "a11"]
-        for task in crowd.tasks:
+            await load.end(f"a{number}")
+        assert load.order[9:] == ["a9", "b0", "c0", "a10", "b1", "a11"]
+        for task in load.tasks:
             task.cancel()
-        await asyncio.gather(*crowd.tasks, return_exceptions=True)
-        assert crowd.admission_queue.waiting() == {}
+        await asyncio.gather(*load.tasks, return_exceptions=True)
+        assert load.admission_queue.waiting() == {}
 
     asyncio.run(main())
 
 
 def test_a_large_request_gets_its_turn_and_what_fits_nowhere_runs_alone() -> None:
     async def main() -> None:
-        crowd = Crowd()
+        load = Load()
         for number in range(20):
-            crowd.come(f"a{number}", request())
-        crowd.come("b0", request())
-        large = crowd.come("b1", request(answers=100))
-        await crowd.settle()
-        while "b1" not in crowd.order:
-            await crowd.end(crowd.inside[0][0])
-        assert crowd.order.index("b1") < 20, "not overtaken by all who are smaller"
-        assert [name for name, _, _ in crowd.inside] == ["b1"], "it waited for room"
+            load.come(f"a{number}", request())
+        load.come("b0", request())
+        large = load.come("b1", request(answers=100))
+        await load.settle()
+        while "b1" not in load.order:
+            await load.end(load.inside[0][0])
+        assert load.order.index("b1") < 20, "not overtaken by all who are smaller"
+        assert [name for name, _, _ in load.inside] == ["b1"], "it waited for room"
         large.cancel()
-        assert len(await crowd.settle()) == 9
-        for task in crowd.tasks:
+        assert len(await load.settle()) == 9
+        for task in load.tasks:
             task.cancel()
-        await asyncio.gather(*crowd.tasks, return_exceptions=True)
+        await asyncio.gather(*load.tasks, return_exceptions=True)
 
     asyncio.run(main())
 
 
 def test_giving_up_while_waiting_leaves_no_trace() -> None:
     async def main() -> None:
-        crowd = Crowd()
-        tasks = [crowd.come(f"a{number}", request()) for number in range(12)]
-        await crowd.settle()
+        load = Load()
+        tasks = [load.come(f"a{number}", request()) for number in range(12)]
+        await load.settle()
         for task in tasks[9:]:
             task.cancel()
-        await crowd.settle()
-        assert crowd.admission_queue.waiting() == {}
+        await load.settle()
+        assert load.admission_queue.waiting() == {}
         tasks[0].cancel()
-        late = crowd.come("a99", request())
-        assert "a99" in await crowd.settle()
+        late = load.come("a99", request())
+        assert "a99" in await load.settle()
         for task in (*tasks, late):
             task.cancel()
         await asyncio.gather(*tasks, late, return_exceptions=True)
-        assert Crowd().admission_queue.waiting() == crowd.admission_queue.waiting() == {}
+        assert Load().admission_queue.waiting() == load.admission_queue.waiting() == {}
 
     asyncio.run(main())
 
@@ -129,25 +129,25 @@ def test_everyone_runs_once_within_the_room_and_in_their_tenants_order(
     coming: Sequence[tuple[str, int, int, int]],
 ) -> None:
     async def main() -> None:
-        crowd = Crowd()
+        load = Load()
         for number, (owner, prompt, answers, ends) in enumerate(coming):
-            crowd.come(f"{owner}{number}", request(prompt, answers))
-            await crowd.settle()
-            check(crowd)
-            if ends < 5 and crowd.inside:
-                await crowd.end(crowd.inside[ends % len(crowd.inside)][0])
-        while crowd.inside:
-            await crowd.end(crowd.inside[0][0])
-            check(crowd)
-        await asyncio.gather(*crowd.tasks)
-        assert len(crowd.order) == len(coming)
+            load.come(f"{owner}{number}", request(prompt, answers))
+            await load.settle()
+            check(load)
+            if ends < 5 and load.inside:
+                await load.end(load.inside[ends % len(load.inside)][0])
+        while load.inside:
+            await load.end(load.inside[0][0])
+            check(load)
+        await asyncio.gather(*load.tasks)
+        assert len(load.order) == len(coming)
         for owner in "abc":
-            mine = [int(name[1:]) for name in crowd.order if name[0] == owner]
+            mine = [int(name[1:]) for name in load.order if name[0] == owner]
             assert mine == sorted(mine)
 
     asyncio.run(main())
 
 
-def check(crowd: Crowd) -> None:
-    assert sum(room for _, room, _ in crowd.inside) <= CACHE + CACHE // 8 or len(crowd.inside) == 1
-    assert crowd.inside or not crowd.admission_queue.waiting(), "nobody waits for an idle engine"
+def check(load: Load) -> None:
+    assert sum(room for _, room, _ in load.inside) <= CACHE + CACHE // 8 or len(load.inside) == 1
+    assert load.inside or not load.admission_queue.waiting(), "nobody waits for an idle engine"

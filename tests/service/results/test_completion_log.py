@@ -79,7 +79,7 @@ def test_the_next_process_goes_on_from_a_larger_cursor() -> None:
     asyncio.run(main())
 
 
-def test_what_was_fetched_or_ended_again_is_told_once() -> None:
+def test_fetched_or_repeated_ends_are_listed_once() -> None:
     async def main() -> None:
         logs = CompletionLog(lambda known: None)
         for one in (ended(1), ended(2), ended(1, None)):
@@ -97,7 +97,7 @@ def test_only_samples_have_a_log() -> None:
         target_of("nothing")
 
 
-def test_it_is_told_which_ends_a_client_knows_of() -> None:
+def test_on_seen_gets_acknowledged_requests() -> None:
     async def main() -> None:
         known: list[str] = []
         logs = CompletionLog(known.extend)

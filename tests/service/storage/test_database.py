@@ -54,7 +54,7 @@ def test_migrations_make_the_tables(tmp_path: Path) -> None:
     assert differences(tmp_path) == []
 
 
-def test_migrations_are_one_line() -> None:
+def test_migrations_are_linear() -> None:
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
     numbers = [one.revision for one in ScriptDirectory.from_config(config).walk_revisions()]
@@ -104,7 +104,7 @@ def test_a_second_server_is_refused_as_long_as_the_first_one_serves(tmp_path: Pa
 
 
 @pytest.mark.only_on("postgresql")
-def test_the_lock_is_taken_anew_after_the_database_was_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lock_is_acquired_again_after_a_database_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And if another server was faster, this one ends itself."""
     monkeypatch.setattr(database_module, "_PING_S", 0.1)
     ended = []
@@ -150,14 +150,14 @@ def give_up(release, url):
     return released
 
 
-def test_a_database_that_is_not_there_is_told_without_its_password(tmp_path: Path) -> None:
+def test_unreachable_database_error_hides_the_password(tmp_path: Path) -> None:
     async def main() -> None:
         async with exclusive_store(tmp_path, "postgresql+psycopg://me:secret@127.0.0.1:1/none"):
             pass
 
-    with pytest.raises(ConfigError, match="does not answer") as told:
+    with pytest.raises(ConfigError, match="does not answer") as error:
         asyncio.run(main())
-    assert "secret" not in str(told.value)
+    assert "secret" not in str(error.value)
 
 
 @pytest.mark.only_on("sqlite")

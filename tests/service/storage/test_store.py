@@ -115,7 +115,7 @@ def test_a_run_knows_its_own_checkpoints_whatever_becomes_of_them(tmp_path: Path
     asyncio.run(main())
 
 
-def test_any_number_of_models_can_be_asked_about(tmp_path: Path) -> None:
+def test_last_used_takes_any_number_of_models(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))
         await store.put(MODEL)
@@ -168,12 +168,12 @@ def test_a_database_that_goes_away_is_waited_for(tmp_path: Path) -> None:
         row = queued_request(f"{MODEL.id}:1", "o", MODEL.id, 1, 1, WORKS[0])
         await asyncio.to_thread(admin, f"alter database {name} allow_connections false", away)
         accepted = asyncio.create_task(store.accept(row, encode_operation(row.operation)))
-        asked = asyncio.create_task(store.result(row.id, "o"))
-        done, _ = await asyncio.wait({accepted, asked}, timeout=1.5)
+        query = asyncio.create_task(store.result(row.id, "o"))
+        done, _ = await asyncio.wait({accepted, query}, timeout=1.5)
         assert not done, "neither refused nor promised"
         await asyncio.to_thread(admin, f"alter database {name} allow_connections true")
         assert await accepted
-        await asked
+        await query
         await asyncio.to_thread(admin, away)
         await store.finish([FinishedRequest(request=row, result=FutureResult(body=b"x"))])
         await asyncio.to_thread(admin, away)
@@ -242,7 +242,7 @@ def test_a_database_file_that_cannot_be_written_is_waited_for(tmp_path: Path, fa
 
 
 @pytest.mark.only_on("sqlite")
-def test_a_fault_of_the_database_that_no_waiting_mends_is_told(tmp_path: Path) -> None:
+def test_permanent_database_errors_are_raised(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path)
         with store._sync_engine.begin() as db:
@@ -255,26 +255,26 @@ def test_a_fault_of_the_database_that_no_waiting_mends_is_told(tmp_path: Path) -
 
 
 @pytest.mark.only_on("postgresql")
-def test_a_promise_whose_writing_was_not_told_is_given_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_accept_survives_a_lost_commit_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The commit went through and its answer was lost."""
 
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))
         row = queued_request("r1", "o", MODEL.id, 1, 1, WORKS[0])
-        tries = 0
+        attempts = 0
         to_thread = asyncio.to_thread
 
         async def lose_the_answer(run):
-            nonlocal tries
-            tries += 1
-            told = await to_thread(run)
-            if tries == 1:
+            nonlocal attempts
+            attempts += 1
+            result = await to_thread(run)
+            if attempts == 1:
                 raise OperationalError("insert", {}, Exception("the connection is lost"))
-            return told
+            return result
 
         monkeypatch.setattr(asyncio, "to_thread", lose_the_answer)
         assert await store.accept(row, encode_operation(row.operation), SESSION)
-        assert tries == 2
+        assert attempts == 2
         assert not await store.accept(row, encode_operation(row.operation))
         assert [one.id for one in await store.pending_requests()] == ["r1"]
         assert store.all(Session) == [SESSION]
@@ -303,7 +303,7 @@ def test_what_postgresql_cannot_hold_is_refused(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_who_is_cancelled_leaves_no_transaction_behind(tmp_path: Path) -> None:
+def test_cancellation_leaves_no_open_transaction(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))
         rows = [queued_request(f"r{seq}", "o", MODEL.id, seq, seq, WORKS[0]) for seq in range(20)]

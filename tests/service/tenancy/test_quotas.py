@@ -168,7 +168,7 @@ def test_checkpoints_are_refused_when_the_bytes_are_used_up_also_in_the_queue(tm
     asyncio.run(main())
 
 
-def test_the_sdk_waits_out_a_rate_and_tells_a_hard_limit_at_once(tmp_path: Path) -> None:
+def test_sdk_retries_rates_and_raises_hard_limits(tmp_path: Path) -> None:
     key = ""
 
     async def prepare() -> None:

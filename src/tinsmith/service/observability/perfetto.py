@@ -23,7 +23,7 @@ from tinsmith.service.storage.tables import SPANS
 from tinsmith.service.tenancy.signing import LINK_S
 
 HOLD_S = 20.0
-"""A call waits so long for the file, then the client asks again."""
+"""Longest wait for the file in one call; the client repeats the call."""
 
 
 class TraceExporter:
@@ -40,7 +40,7 @@ class TraceExporter:
         return self._root / name
 
     async def export(self, session: Session) -> str | None:
-        """The name of the file; None if it is not ready yet, and will be if asked again."""
+        """The name of the file; None if it is not ready yet, and the call is to be repeated."""
         task = self._building.get(session.id)
         if task is None:
             task = self._building[session.id] = asyncio.create_task(self._build(session))

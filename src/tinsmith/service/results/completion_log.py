@@ -1,8 +1,8 @@
 """Completion log: the ended samples of each sampling session and clone, for clients that wait for many at once.
 
 A log holds the entries that the client has not seen, after a cursor that only grows, also from one process to the next.
-An entry is dropped when the client asks for later ones, or fetches the result. Samples that an earlier process lost are
-entered as failed: the client fetches them, receives 410 and submits them again.
+An entry is dropped when the client polls for later ones, or fetches the result. Samples that an earlier process lost
+are entered as failed: the client fetches them, receives 410 and submits them again.
 """
 
 from __future__ import annotations

@@ -40,6 +40,6 @@ class ModelState:
         if self.restore_deaths >= MAX_ENGINE_DEATHS:
             self.error = EngineError(
                 f"Model {model_id} cannot be restored: {MAX_ENGINE_DEATHS} engines died while replaying its requests.",
-                "Load its last checkpoint into a new model; the next server start tries to restore it again.",
+                "Load its last checkpoint into a new model; the next start of the server restores it again.",
             )
             self.load_finished.set()
