@@ -132,7 +132,7 @@ def _own_fields(kind: Kind) -> dict[str, FieldInfo]:
 
 
 def heading(kind: Kind) -> str:
-    """The name of a class on its page. Two classes of one name are told apart by their module."""
+    """The name of a class on its page. If two classes share it, with their module."""
     module = kind.__module__.rpartition(".")[2]
     return f"{kind.__name__} ({module})" if kind.__name__ in _AMBIGUOUS else kind.__name__
 
