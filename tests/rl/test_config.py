@@ -45,7 +45,10 @@ def parts(kind: type[Settings]) -> set[type[Settings]]:
 
 def test_every_key_is_read_somewhere_and_has_its_help():
     folder = Path(tinsmith.rl.__file__).parent
-    source = "\n".join(file.read_text() for file in [*folder.rglob("*.py"), *(folder.parent / "cli").rglob("*.py")])
+    source = "\n".join(
+        file.read_text()
+        for file in [*folder.rglob("*.py"), *(folder.parent / "cli").rglob("*.py"), *folder.parent.glob("*.py")]
+    )
     for kind in parts(RunConfig):
         for name, field in kind.model_fields.items():
             assert re.search(rf"\.{name}\b", source), f"{kind.__name__}.{name} is read nowhere"

@@ -205,4 +205,4 @@ def test_what_a_server_of_ones_own_would_be_told_another_is_not(monkeypatch, cap
     run = read(ASKED, model={"name": "toy", "base_url": "http://there:1"}, service={"dtype": "float32"})
     with server(run) as (url, _):
         assert url == "http://there:1"
-    assert "note: service.dtype: http://there:1 decides" in capsys.readouterr().err
+    assert "note: service.dtype: not used, because the run connects to http://there:1" in capsys.readouterr().err
