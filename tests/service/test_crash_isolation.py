@@ -5,8 +5,15 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from tests.service.inprocess import Api, Factory, api
 from tinsmith.engine.base import SampleRequest
+from tinsmith.engine.config import EngineConfig
+from tinsmith.errors import EngineDied, EngineError
+from tinsmith.service.engines.host import MAX_ENGINE_DEATHS, EngineHost
+from tinsmith.service.sampling import CrashIsolation
 
 DEADLY = [9, 9, 9]
 
@@ -84,5 +91,30 @@ def test_a_group_that_was_lost_once_counts_once(tmp_path: Path) -> None:
             await asyncio.sleep(0.05)
             start.kill()
             assert await asyncio.gather(*group) == [(2, None)] * 8
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("late", [(True, False, True), (False, True, False), (True, True, True), (False, False, False)])
+def test_a_death_counts_for_the_engine_that_died(late: tuple[bool, ...]) -> None:
+    """`late`: the next engine starts before the sample raises EngineDied."""
+
+    async def main() -> None:
+        host = EngineHost(EngineConfig(source="toy", kind="fake"), ["toy"], Factory())
+        isolation = CrashIsolation()
+        request = SampleRequest(request_id="r", prompt=np.asarray(DEADLY, np.int32), max_tokens=2)
+
+        async def attempt(start: int, *, late: bool) -> None:
+            host.start_count = start
+            async with isolation.isolate(host, "session", request) as running:
+                running.engine_start = start
+                host.start_count += late
+                raise EngineDied("The engine is dead.")
+
+        for start, is_late in enumerate(late[: MAX_ENGINE_DEATHS - 1], 1):
+            with pytest.raises(EngineDied):
+                await attempt(start, late=is_late)
+        with pytest.raises(EngineError, match="died 3 times"):
+            await attempt(MAX_ENGINE_DEATHS, late=late[-1])
 
     asyncio.run(main())

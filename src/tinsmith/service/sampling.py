@@ -11,7 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from tinsmith.engine.base import Engine, OnDelta, SampleRequest, SampleResult
 from tinsmith.errors import Busy, EngineDied, EngineError, Gone, TinsmithError
@@ -35,6 +35,14 @@ LOST = FutureResult(
 )
 
 
+@dataclass(slots=True)
+class SampleAttempt:
+    """One attempt at a sample."""
+
+    engine_start: int | None = None
+    """`EngineHost.start_count` of the engine that was given the sample; None before that."""
+
+
 class CrashIsolation:
     """Finds the sample that kills engines.
 
@@ -48,7 +56,7 @@ class CrashIsolation:
         """Hash of the request -> (engine deaths, the engine start at which the last one was counted)."""
 
     @asynccontextmanager
-    async def isolate(self, host: EngineHost, scope: str, request: SampleRequest) -> AsyncIterator[None]:
+    async def isolate(self, host: EngineHost, scope: str, request: SampleRequest) -> AsyncIterator[SampleAttempt]:
         """Guard one sample, which runs inside the block. Raises EngineError if the sample is refused."""
         content = hash(
             (
@@ -62,11 +70,14 @@ class CrashIsolation:
         )
         async with host.isolation_lock if self._count(content) == MAX_ENGINE_DEATHS - 1 else nullcontext():
             self._refuse(content)
+            attempt = SampleAttempt()
             try:
-                yield
+                yield attempt
             except EngineDied:
-                if self._deaths.get(content, (0, 0))[1] != host.start_count:  # a group holds many equal requests
-                    self._deaths[content] = self._count(content) + 1, host.start_count
+                # The next engine may be up already, so `host.start_count` may belong to that one.
+                start = host.start_count if attempt.engine_start is None else attempt.engine_start
+                if self._deaths.get(content, (0, 0))[1] != start:  # a group holds many equal requests
+                    self._deaths[content] = self._count(content) + 1, start
                 self._refuse(content)
                 raise
         self._deaths.pop(content, None)
@@ -233,9 +244,9 @@ class Sampling:
         worker = self._workers[base_model]
         request = replace(request, cache_scope=owner)
         isolation = self._crash_isolation.isolate(worker.host, sampler.id if sampler else base_model, request)
-        async with isolation, worker.host.admission_queue.admit(owner, request):
+        async with isolation as attempt, worker.host.admission_queue.admit(owner, request):
             try:
-                sampled = await self._sample_on_engine(worker, request, on_delta, sampler)
+                sampled = await self._sample_on_engine(worker, request, on_delta, sampler, attempt)
             except asyncio.CancelledError:
                 with suppress(TinsmithError):
                     await worker.host.engine.cancel(request.request_id)
@@ -244,7 +255,12 @@ class Sampling:
         return sampled
 
     async def _sample_on_engine(
-        self, worker: Worker, request: SampleRequest, on_delta: OnDelta | None, sampler: SamplingSession | None
+        self,
+        worker: Worker,
+        request: SampleRequest,
+        on_delta: OnDelta | None,
+        sampler: SamplingSession | None,
+        attempt: SampleAttempt,
     ) -> SampleResult:
         """Sample from the request's version. If the engine detached or replaced the version meanwhile, retry once."""
         may_retry = True
@@ -252,6 +268,7 @@ class Sampling:
             if sampler is not None:
                 request = replace(request, version=self.current_version(sampler))
             engine = await self._engine_with(worker, request.version)
+            attempt.engine_start = worker.host.start_count
             self._telemetry.requests_started([request.request_id])
             try:
                 return await engine.sample(request, on_delta)
