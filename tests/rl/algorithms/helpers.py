@@ -1,4 +1,4 @@
-"""Whom algorithms ask, in tests: each answers with the sampler's logprobs, shifted."""
+"""Column sources for tests of algorithms, and a runner of coroutines."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ T = TypeVar("T")
 
 
 def columns(shift: float = -0.1) -> dict[str, ColumnSource]:
+    """Sources of every column: the sampler's logprobs plus `shift` for each sampled token."""
+
     async def ask(rows: Sequence[TrainingRow]) -> list[np.ndarray]:
         return [np.where(row.mask, row.logprobs + shift, 0.0).astype(np.float32) for row in rows]
 
@@ -22,6 +24,8 @@ def columns(shift: float = -0.1) -> dict[str, ColumnSource]:
 
 
 def run(work: Awaitable[T]) -> T:
+    """Run an awaitable in a new event loop and return its result."""
+
     async def main() -> T:
         return await work
 

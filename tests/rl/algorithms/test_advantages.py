@@ -1,4 +1,4 @@
-"""Each advantage against its formula written out by hand, in plain Python."""
+"""Each advantage equals its formula, written out in plain Python."""
 
 from __future__ import annotations
 
@@ -39,19 +39,20 @@ def random() -> np.random.Generator:
 
 
 def trace(reward: float, length: int = 2, **more) -> Trace:
+    """A trace of `length` tokens with one turn, unless `turns` is set."""
     logprobs = more.pop("logprobs", -np.linspace(0.1, 1.0, length))
     return Trace(reward=reward, logprobs=np.asarray(logprobs, float), turns=more.pop("turns", (length,)), **more)
 
 
 def firsts(advantage, groups, **more) -> list[list[float]]:
-    """The one number of each reply."""
+    """The advantage of each reply. Asserts that all tokens of a reply share it."""
     traces = [[trace(reward, 1 + at % 3, **more) for at, reward in enumerate(rewards)] for rewards in groups]
-    found = advantage.compute(traces, random())
-    for found_G, traces_G in zip(found, traces, strict=True):
-        for values, one in zip(found_G, traces_G, strict=False):
-            assert len(values) == one.length
+    advantages = advantage.compute(traces, random())
+    for advantages_G, traces_G in zip(advantages, traces, strict=True):
+        for values, reply in zip(advantages_G, traces_G, strict=False):
+            assert len(values) == reply.length
             assert len(set(values.tolist())) == 1
-    return [[float(values[0]) for values in found_G] for found_G in found]
+    return [[float(values[0]) for values in advantages_G] for advantages_G in advantages]
 
 
 def flat(groups) -> list[float]:
@@ -59,7 +60,7 @@ def flat(groups) -> list[float]:
 
 
 @given(GROUPS)
-def test_grpo(groups):
+def test_grpo_equals_its_formula(groups):
     expected = []
     for rewards in groups:
         mean = statistics.mean(rewards) if len(rewards) > 1 else 0.0
@@ -70,7 +71,7 @@ def test_grpo(groups):
     assert flat(firsts(GrpoAdvantage(normalize="none"), groups)) == pytest.approx(plain, abs=1e-9)
 
 
-def test_grpo_over_the_whole_step_shares_one_deviation():
+def test_grpo_normalizes_by_the_deviation_of_the_batch():
     groups = [[1.0, 0.0], [5.0, 3.0]]
     scale = statistics.stdev([1.0, 0.0, 5.0, 3.0]) + 1e-6
     assert flat(firsts(GrpoAdvantage(normalize="batch"), groups)) == pytest.approx(
@@ -78,14 +79,14 @@ def test_grpo_over_the_whole_step_shares_one_deviation():
     )
 
 
-def test_groups_that_do_not_differ_are_dropped_if_so_told():
+def test_std_threshold_drops_groups_of_small_deviation():
     groups = [[1.0, 1.0], [2.0], [1.0, 0.0]]
     assert firsts(GrpoAdvantage(std_threshold=0.0), groups)[:2] == [[], []]
     assert firsts(GrpoAdvantage(), groups)[0] == [0.0, 0.0]
     assert firsts(GrpoAdvantage(std_threshold=0.8), groups)[2] == []
 
 
-def test_the_rank_penalty_changes_mean_and_deviation_and_not_the_score():
+def test_rank_penalty_changes_baseline_but_not_reward():
     likely, unlikely = trace(1.0, logprobs=[-0.1]), trace(1.0, logprobs=[-2.0])
     ((first, second),) = GrpoAdvantage(rank_penalty=0.5).compute([[likely, unlikely]], random())
     compared = [1.0 * (1 - 0.5 * 1 / 2), 1.0]  # the unlikely one has rank 0
@@ -94,7 +95,7 @@ def test_the_rank_penalty_changes_mean_and_deviation_and_not_the_score():
 
 
 @given(GROUPS, st.floats(0.2, 3))
-def test_opmd(groups, tau):
+def test_opmd_equals_its_formula(groups, tau):
     means = [r - (statistics.mean(g) if len(g) > 1 else 0.0) for g in groups for r in g]
     assert flat(firsts(OpmdAdvantage(), groups)) == pytest.approx(means, abs=1e-9)
     assert flat(firsts(OpmdAdvantage(shift=0.1), groups)) == pytest.approx([value + 0.1 for value in means], abs=1e-9)
@@ -106,7 +107,7 @@ def test_opmd(groups, tau):
 
 
 @given(GROUPS)
-def test_rloo_compares_with_the_others(groups):
+def test_rloo_baseline_is_the_mean_of_the_other_rewards(groups):
     expected = []
     for group in groups:
         for at, reward in enumerate(group):
@@ -116,16 +117,16 @@ def test_rloo_compares_with_the_others(groups):
     assert flat(firsts(ReinforceAdvantage(), groups)) == flat(groups)
 
 
-def test_rec_drops_the_surplus_below_the_mean():
+def test_rec_balances_rollouts_below_and_above_the_mean():
     ((*values,),) = firsts(RecAdvantage(drop="balance"), [[4.0, 0.0, 0.0, 0.0, 0.0]])
-    kept = [0.0, 4.0]
-    assert values[0] == 4.0 - statistics.mean(kept)
+    remaining = [0.0, 4.0]
+    assert values[0] == 4.0 - statistics.mean(remaining)
     assert sorted(values[1:]) == [-2.0, 0.0, 0.0, 0.0]
     ((a, b),) = firsts(RecAdvantage(normalize=True), [[1.0, 0.0]])
     assert (a, b) == pytest.approx((1.0, -1.0), abs=1e-5)
 
 
-def test_best_keeps_one_reply():
+def test_best_selects_one_reply_of_each_group():
     ((*values,), dropped) = BestAdvantage().compute([[trace(0.0), trace(2.0), trace(2.0)], [trace(0.0)]], random())
     assert [value.tolist() for value in values] == [[], [1.0, 1.0], []]
     assert dropped == []
@@ -134,44 +135,44 @@ def test_best_keeps_one_reply():
 @given(st.lists(st.tuples(NUMBERS, st.integers(1, 5)), min_size=2, max_size=6), st.floats(0.5, 1))
 def test_reinforce_plus_plus_whitens_returns_over_the_step(replies, gamma):
     returns = [[gamma ** (length - 1 - at) * reward for at in range(length)] for reward, length in replies]
-    every = [value for one in returns for value in one]
+    every = [value for reply in returns for value in reply]
     mean, scale = statistics.mean(every), 1 / math.sqrt(statistics.variance(every) + 1e-8)
-    (found,) = ReinforcePlusPlusAdvantage(gamma=gamma).compute(
+    (advantages,) = ReinforcePlusPlusAdvantage(gamma=gamma).compute(
         [[trace(reward, length) for reward, length in replies]], random()
     )
-    for values, expected in zip(found, returns, strict=True):
+    for values, expected in zip(advantages, returns, strict=True):
         assert values.tolist() == pytest.approx([(value - mean) * scale for value in expected], rel=1e-6, abs=1e-6)
 
 
 @given(st.lists(NUMBERS, min_size=1, max_size=6), NUMBERS, st.floats(0, 1), st.floats(0, 1))
-def test_gae_is_its_double_sum(values, reward, gamma, lam):
+def test_gae_equals_its_double_sum(values, reward, gamma, lam):
     length = len(values)
-    one = trace(reward, length, columns={"values": np.array(values)})
+    reply = trace(reward, length, columns={"values": np.array(values)})
     rewards = [0.0] * (length - 1) + [reward]
     after = [*values[1:], 0.0]
     deltas = [rewards[t] + gamma * after[t] - values[t] for t in range(length)]
     expected = [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, length)) for t in range(length)]
-    ((found,),) = GaeAdvantage(gamma=gamma, lam=lam, whiten=False).compute([[one]], random())
-    assert found.tolist() == pytest.approx(expected, abs=1e-9)
+    ((advantages,),) = GaeAdvantage(gamma=gamma, lam=lam, whiten=False).compute([[reply]], random())
+    assert advantages.tolist() == pytest.approx(expected, abs=1e-9)
 
 
-def test_gae_of_a_perfect_critic_is_nothing_and_whitening_centres():
-    one = trace(1.0, 3, columns={"values": np.ones(3)})
-    ((found,),) = GaeAdvantage(whiten=False).compute([[one]], random())
-    assert found.tolist() == pytest.approx([0, 0, 0])
-    both = GaeAdvantage().compute([[one, trace(0.0, 3, columns={"values": np.ones(3)})]], random())
-    every = np.concatenate(both[0])
+def test_gae_of_a_perfect_critic_is_zero_until_whitened():
+    perfect = trace(1.0, 3, columns={"values": np.ones(3)})
+    ((advantages,),) = GaeAdvantage(whiten=False).compute([[perfect]], random())
+    assert advantages.tolist() == pytest.approx([0, 0, 0])
+    whitened = GaeAdvantage().compute([[perfect, trace(0.0, 3, columns={"values": np.ones(3)})]], random())
+    every = np.concatenate(whitened[0])
     assert every.mean() == pytest.approx(0, abs=1e-12)
     assert every.std(ddof=1) == pytest.approx(1, rel=1e-6)
 
 
-def test_penalties_and_rewards_of_turns_lie_on_their_tokens():
-    one = trace(1.0, 4, turns=(2, 2), turn_rewards=(0.25, None), penalty=np.full(4, 0.1))
-    assert one.token_rewards.tolist() == pytest.approx([-0.1, 0.15, -0.1, 0.65])
-    assert one.net_reward == pytest.approx(0.6)
+def test_token_rewards_hold_turn_rewards_and_penalties():
+    reply = trace(1.0, 4, turns=(2, 2), turn_rewards=(0.25, None), penalty=np.full(4, 0.1))
+    assert reply.token_rewards.tolist() == pytest.approx([-0.1, 0.15, -0.1, 0.65])
+    assert reply.net_reward == pytest.approx(0.6)
 
 
-def test_step_wise_grpo_is_grpo_over_rollouts_perhaps_by_turns():
+def test_step_wise_grpo_optionally_divides_by_turns():
     traces = [trace(1.0, 4, turns=(2, 2)), trace(0.0, 2, turns=(2,))]
     plain, by_turns = (
         StepWiseGrpoAdvantage().compute([traces], random()),
@@ -182,24 +183,24 @@ def test_step_wise_grpo_is_grpo_over_rollouts_perhaps_by_turns():
     assert by_turns[0][1].tolist() == plain[0][1].tolist()
 
 
-def test_gigpo_adds_what_a_turn_was_worth_in_its_state():
+def test_gigpo_adds_the_advantage_of_a_turn_in_its_state():
     first = trace(2.0, 3, turns=(1, 2), turn_rewards=(0.0, 2.0), states=("a", "b"))
     second = trace(1.0, 2, turns=(1, 1), turn_rewards=(1.0, 0.0), states=("a", "c"))
-    (found,) = GigpoAdvantage(gamma=0.5, omega=2.0).compute([[first, second]], random())
+    (advantages,) = GigpoAdvantage(gamma=0.5, omega=2.0).compute([[first, second]], random())
     returns_a = [0.0 + 0.5 * 2.0, 1.0]
     step = returns_a[0] - statistics.mean(returns_a)
-    assert found[0].tolist() == pytest.approx([0.5 + 2 * step, 0.5, 0.5])
-    assert found[1].tolist() == pytest.approx([-0.5 - 2 * step, -0.5])
+    assert advantages[0].tolist() == pytest.approx([0.5 + 2 * step, 0.5, 0.5])
+    assert advantages[1].tolist() == pytest.approx([-0.5 - 2 * step, -0.5])
     with pytest.raises(ConfigError, match="a turn of this workflow has none"):
         GigpoAdvantage().compute([[trace(1.0)]], random())
 
 
-def test_gigpo_gives_the_last_turn_what_the_rollout_is_worth_beside_its_turns():
+def test_gigpo_credits_the_remaining_reward_to_the_last_turn():
     def returns(reward: float, *turn_rewards: float | None) -> list[float]:
-        one = trace(reward, 3, turns=(1, 1, 1), turn_rewards=turn_rewards, states=("a", "b", "c"))
+        rewarded = trace(reward, 3, turns=(1, 1, 1), turn_rewards=turn_rewards, states=("a", "b", "c"))
         idle = trace(0.0, 3, turns=(1, 1, 1), turn_rewards=(0.0, 0.0, 0.0), states=("a", "b", "c"))
-        (found,) = GigpoAdvantage(gamma=0.5).compute([[one, idle]], random())
-        return [2 * (value - (reward - 0.0) / 2) for value in found[0]]
+        (advantages,) = GigpoAdvantage(gamma=0.5).compute([[rewarded, idle]], random())
+        return [2 * (value - (reward - 0.0) / 2) for value in advantages[0]]
 
     assert returns(4.0, None, None, None) == pytest.approx([1.0, 2.0, 4.0])
     assert returns(4.0, 1.0, None, 2.0) == pytest.approx([1.75, 1.5, 3.0])
@@ -207,45 +208,45 @@ def test_gigpo_gives_the_last_turn_what_the_rollout_is_worth_beside_its_turns():
 
 
 @given(st.lists(st.tuples(st.floats(-4, -0.01), st.floats(-4, -0.01)), min_size=1, max_size=5), st.floats(0.05, 0.95))
-def test_distillation_compares_with_the_teacher(pairs, b):
+def test_distillation_advantages_compare_with_the_teacher(pairs, b):
     student, teacher = np.array([s for s, _ in pairs]), np.array([t for _, t in pairs])
-    one = trace(9.0, len(pairs), logprobs=student, columns={"teacher": teacher})
-    ((found,),) = OnPolicyDistillAdvantage(coef=0.5).compute([[one]], random())
-    assert found.tolist() == pytest.approx((0.5 * (teacher - student)).tolist())
-    ((found,),) = JsdAdvantage(beta=b).compute([[one]], random())
-    for s, t, value in zip(student, teacher, found, strict=True):
+    reply = trace(9.0, len(pairs), logprobs=student, columns={"teacher": teacher})
+    ((advantages,),) = OnPolicyDistillAdvantage(coef=0.5).compute([[reply]], random())
+    assert advantages.tolist() == pytest.approx((0.5 * (teacher - student)).tolist())
+    ((advantages,),) = JsdAdvantage(beta=b).compute([[reply]], random())
+    for s, t, value in zip(student, teacher, advantages, strict=True):
         m = math.log((1 - b) * math.exp(s) + b * math.exp(t))
         assert value == pytest.approx(-(b * (t - m) + (1 - b) * (s - m)), abs=1e-9)
-    ((low,),) = JsdAdvantage(beta=0).compute([[one]], random())
-    ((high,),) = JsdAdvantage(beta=1).compute([[one]], random())
+    ((low,),) = JsdAdvantage(beta=0).compute([[reply]], random())
+    ((high,),) = JsdAdvantage(beta=1).compute([[reply]], random())
     assert low.tolist() == pytest.approx((teacher - student).tolist())
     assert high.tolist() == pytest.approx((student - teacher).tolist())
 
 
-def test_clip_b_leaves_out_what_would_lose_spread():
+def test_clip_b_zeroes_tokens_that_reduce_entropy():
     columns = {"entropy": np.array([0.1, 3.0])}
     good, bad = (
         trace(1.0, 2, logprobs=[-0.1, -0.1], columns=columns),
         trace(0.0, 2, logprobs=[-0.1, -3], columns=columns),
     )
-    ((kept, cut),) = ClipBAdvantage(mu=0.0).compute([[good, bad]], random())
+    ((positive, negative),) = ClipBAdvantage(mu=0.0).compute([[good, bad]], random())
     signals = [math.exp(p) * (h + p) for p, h in ((-0.1, 0.1), (-0.1, 3.0), (-0.1, 0.1), (-3, 3.0))]
     floor = statistics.mean(signals)
-    assert (kept > 0).all()
-    assert [value == 0 for value in cut] == [signal < floor for signal in signals[2:]]
+    assert (positive > 0).all()
+    assert [value == 0 for value in negative] == [signal < floor for signal in signals[2:]]
 
 
-def test_a_rollout_becomes_a_trace_of_the_policys_tokens():
+def test_trace_holds_only_tokens_of_the_policy():
     turns = (
         Turn(prompt=(1,), tokens=(2, 3), logprobs=(-0.5, -0.25), text="", stop="stop", reward=0.5, state="s"),
         Turn(prompt=(1, 2, 3), tokens=(4,), logprobs=(-1.0,), text="", stop="stop", role="judge"),
     )
-    one = trace_from_rollout(Rollout(turns=turns, rewards={"policy": 2.0}))
-    assert (one.reward, one.turns, one.turn_rewards, one.states) == (2.0, (2,), (0.5,), ("s",))
-    assert one.logprobs.tolist() == [-0.5, -0.25]
-    assert one.token_rewards.tolist() == [0.0, 2.0]
+    trace = trace_from_rollout(Rollout(turns=turns, rewards={"policy": 2.0}))
+    assert (trace.reward, trace.turns, trace.turn_rewards, trace.states) == (2.0, (2,), (0.5,), ("s",))
+    assert trace.logprobs.tolist() == [-0.5, -0.25]
+    assert trace.token_rewards.tolist() == [0.0, 2.0]
 
 
-def test_whitening_nothing_is_nothing():
+def test_whitening_leaves_fewer_than_two_values_unchanged():
     assert whiten([]) == []
-    assert [one.tolist() for one in whiten([np.array([3.0])])] == [[3.0]]
+    assert [values.tolist() for values in whiten([np.array([3.0])])] == [[3.0]]

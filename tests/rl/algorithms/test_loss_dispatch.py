@@ -1,4 +1,4 @@
-"""Whoever computes a loss, its gradient is the same; and who does is told."""
+"""Losses have the same gradient on the server and on the client, and `loss_location` names the place."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ OURS = frozenset(name for names in loss_specs.EXTENSIONS.values() for name in na
 
 
 def rollout(seed: int, reward: float) -> Rollout:
+    """A rollout of one turn with random tokens and logprobs."""
     random = np.random.default_rng(seed)
     length = int(random.integers(1, 6))
     turn = Turn(
@@ -36,6 +37,7 @@ def rollout(seed: int, reward: float) -> Rollout:
 
 
 def groups(size: int = 4) -> list[Group]:
+    """Three groups of `size` rollouts with random rewards."""
     rewards = np.random.default_rng(5).uniform(0, 1, (3, size))
     return [
         Group(
@@ -52,6 +54,7 @@ def config(name: str, **more) -> AlgorithmConfig:
 
 
 def logprobs_near(rows: tuple[TrainingRow, ...]) -> list[torch.Tensor]:
+    """Leaf logprobs close to those of the sampler."""
     random = np.random.default_rng(1)
     return [
         torch.tensor(np.where(row.mask, row.logprobs + random.normal(0, 0.4, len(row.mask)), -1.0), requires_grad=True)
@@ -59,7 +62,7 @@ def logprobs_near(rows: tuple[TrainingRow, ...]) -> list[torch.Tensor]:
     ]
 
 
-def slopes(update, logprobs) -> list[torch.Tensor]:
+def grads(update, logprobs) -> list[torch.Tensor]:
     """d loss / d logprob, by the client or by the formulas of the engine."""
     if update.client is not None:
         loss, _ = update.client(logprobs)
@@ -67,10 +70,12 @@ def slopes(update, logprobs) -> list[torch.Tensor]:
     spec = loss_specs.LOSSES[update.loss]
     flat = torch.cat(logprobs)
     inputs = {
-        name: torch.cat([torch.as_tensor(np.asarray(one[name], np.float64)) for one in update.inputs])
+        name: torch.cat(
+            [torch.as_tensor(np.asarray(inputs_of_row[name], np.float64)) for inputs_of_row in update.inputs]
+        )
         for name in update.inputs[0]
     }
-    sequence = torch.repeat_interleave(torch.arange(len(logprobs)), torch.tensor([len(one) for one in logprobs]))
+    sequence = torch.repeat_interleave(torch.arange(len(logprobs)), torch.tensor([len(row) for row in logprobs]))
     numbers = {**{key: value for key, value in spec.numeric_settings.items() if value is not None}, **update.config}
     estimator = str(numbers.pop("kl_estimator", "k2"))
     targets = losses.LossInputs(logprobs=flat, entropies=None, sequence=sequence, inputs=inputs)
@@ -83,49 +88,51 @@ SERVED = ["grpo", "grpo_std", "dapo", "reinforceplusplus", "rloo", "opmd", "asym
 
 @pytest.mark.parametrize("aggregate", ["token_sum", "token_mean", "seq_mean_token_sum", "seq_mean_token_mean"])
 @pytest.mark.parametrize("name", SERVED)
-def test_the_servers_loss_has_the_gradient_of_the_clients(name, aggregate):
+def test_server_loss_has_the_gradient_of_the_client_loss(name, aggregate):
     kl = {} if name in ("opmd", "sft", "raft") else {"kl": {"type": "k3", "coef": 0.2}}
-    one = config(name, aggregate=aggregate, **kl)
-    update = run(Algorithm(one, OURS, columns(), 0).score(3, groups()))
+    algorithm = config(name, aggregate=aggregate, **kl)
+    update = run(Algorithm(algorithm, OURS, columns(), 0).score(3, groups()))
     assert update.loss, f"{name} should be computed by the server"
-    batch = loss_dispatch.tokens_of_rows(update.rows, one, 3)
-    here = loss_dispatch.update_by_client(
-        update.rows, batch, one, loss_dispatch.LossContext(step=3, kl_coef=one.kl.coef)
+    batch = loss_dispatch.tokens_of_rows(update.rows, algorithm, 3)
+    client_update = loss_dispatch.update_by_client(
+        update.rows, batch, algorithm, loss_dispatch.LossContext(step=3, kl_coef=algorithm.kl.coef)
     )
     logprobs = logprobs_near(update.rows)
-    for there, mine, row in zip(slopes(update, logprobs), slopes(here, logprobs), update.rows, strict=True):
+    for server_grad, client_grad, row in zip(
+        grads(update, logprobs), grads(client_update, logprobs), update.rows, strict=True
+    ):
         inside = torch.from_numpy(row.mask)
-        torch.testing.assert_close(there[inside], mine[inside], rtol=1e-5, atol=1e-7)
-        assert not there[~inside].any()
+        torch.testing.assert_close(server_grad[inside], client_grad[inside], rtol=1e-5, atol=1e-7)
+        assert not server_grad[~inside].any()
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dpo", "ppo")])
-def test_every_algorithm_ends_in_an_update_that_can_be_differentiated(name):
+def test_every_algorithm_makes_a_differentiable_update(name):
     apart = {} if name in DATA_ONLY else {"merge_replies": False}
     algorithm = Algorithm(config(name, **apart), frozenset(), columns(), 0)
     update = run(algorithm.score(1, groups()))
     assert update.rows
     logprobs = logprobs_near(update.rows)
-    for slope in slopes(update, logprobs):
-        assert torch.isfinite(slope).all()
+    for grad in grads(update, logprobs):
+        assert torch.isfinite(grad).all()
     assert ("server" in algorithm.loss_location) == bool(update.loss)
 
 
-def test_without_extensions_terms_are_computed_here_and_with_them_there():
-    for more, there in (
+def test_extensions_move_loss_terms_to_the_server():
+    for more, on_server in (
         ({"kl": {"type": "k2", "coef": 0.1}}, True),
         ({"entropy": {"coef": 0.1}}, True),
         ({"kl": {"type": "abs", "coef": 0.1}}, False),
         ({}, True),
     ):
-        one = config("grpo", **more)
-        assert (loss_dispatch.server_loss(one, OURS) is not None) is there
-        assert (loss_dispatch.server_loss(one, frozenset()) is not None) is (not more)
+        algorithm = config("grpo", **more)
+        assert (loss_dispatch.server_loss(algorithm, OURS) is not None) is on_server
+        assert (loss_dispatch.server_loss(algorithm, frozenset()) is not None) is (not more)
 
 
-def test_masks_of_terms_are_the_weights_of_the_aggregate():
-    one = config("grpo_std", aggregate="token_mean", entropy={"coef": 0.5}, loss={"dual_clip": None})
-    update = run(Algorithm(one, OURS, columns(), 0).score(1, groups()))
+def test_masks_of_loss_terms_are_aggregate_weights():
+    algorithm = config("grpo_std", aggregate="token_mean", entropy={"coef": 0.5}, loss={"dual_clip": None})
+    update = run(Algorithm(algorithm, OURS, columns(), 0).score(1, groups()))
     spoken = sum(int(row.mask.sum()) * row.count for row in update.rows)
     for inputs, row in zip(update.inputs, update.rows, strict=True):
         expected = np.where(row.mask, row.count / spoken, 0.0)
@@ -134,38 +141,38 @@ def test_masks_of_terms_are_the_weights_of_the_aggregate():
     assert update.config["entropy_coef"] == 0.5
 
 
-def test_means_are_over_all_replies_also_those_that_teach_nothing():
+def test_means_include_replies_without_advantage():
     level = Group(task=Task(id="l", messages=()), rollouts=(rollout(90, 1.0), rollout(91, 1.0)))
-    one = config("dapo", loss={"dual_clip": None}, merge_replies=False)
-    alone = run(Algorithm(one, OURS, columns(), 0).score(1, groups()))
-    beside = run(Algorithm(one, OURS, columns(), 0).score(1, [*groups(), level]))
+    algorithm = config("dapo", loss={"dual_clip": None}, merge_replies=False)
+    alone = run(Algorithm(algorithm, OURS, columns(), 0).score(1, groups()))
+    beside = run(Algorithm(algorithm, OURS, columns(), 0).score(1, [*groups(), level]))
     assert len(alone.rows) == len(beside.rows)
     tokens = sum(int(row.mask.sum()) for row in alone.rows)
-    more = sum(len(one.turns[0].tokens) for one in level.rollouts)
+    more = sum(len(rollout.turns[0].tokens) for rollout in level.rollouts)
     for a, b in zip(alone.inputs, beside.inputs, strict=True):
         np.testing.assert_allclose(b["advantages"], a["advantages"] * tokens / (tokens + more), rtol=1e-5)
 
 
-def test_the_coefficient_that_adapts_is_remembered():
-    one = config("grpo", kl={"type": "k2", "coef": 0.1, "target": 0.01, "horizon": 10.0})
-    algorithm = Algorithm(one, OURS, columns(), 0)
+def test_adaptive_kl_coefficient_is_part_of_the_state():
+    settings = config("grpo", kl={"type": "k2", "coef": 0.1, "target": 0.01, "horizon": 10.0})
+    algorithm = Algorithm(settings, OURS, columns(), 0)
     update = run(algorithm.score(1, groups()))
     weight = sum(float(inputs["kl_mask"].sum()) for inputs in update.inputs)
     numbers = algorithm.adapt_coefficients(update, UpdateResult(logprobs=(), metrics={"kl:sum": 1.0 * weight}))
     assert numbers["optim/kl"] == pytest.approx(1.0)
     assert numbers["optim/kl_coef"] > 0.1
-    other = Algorithm(one, OURS, columns(), 0)
+    other = Algorithm(settings, OURS, columns(), 0)
     other.restore(algorithm.state)
     assert run(other.score(2, groups())).config["kl_coef"] == numbers["optim/kl_coef"]
 
 
-def test_a_penalty_is_taken_off_the_reward():
-    one = config("reinforceplusplus", kl={"type": "none"}, kl_penalty={"type": "k1", "coef": 0.5})
-    update = run(Algorithm(one, OURS, columns(shift=-0.25), 0).score(1, groups()))
+def test_kl_penalty_is_reported_as_reward_kl():
+    algorithm = config("reinforceplusplus", kl={"type": "none"}, kl_penalty={"type": "k1", "coef": 0.5})
+    update = run(Algorithm(algorithm, OURS, columns(shift=-0.25), 0).score(1, groups()))
     assert update.numbers["reward/kl"] == pytest.approx(0.25)
 
 
-def test_equal_replies_share_a_row_only_where_the_loss_is_linear():
+def test_equal_replies_are_merged_only_for_linear_losses():
     twice = Group(task=Task(id="t", messages=()), rollouts=(rollout(1, 1.0), rollout(1, 1.0), rollout(2, 0.0)))
     for name, count in (("grpo", 2), ("rec", 3), ("on_policy_distill", 3)):
         update = run(Algorithm(config(name), OURS, columns(), 0).score(1, [twice]))
@@ -175,23 +182,24 @@ def test_equal_replies_share_a_row_only_where_the_loss_is_linear():
 
 
 def spoken(tokens: tuple[int, ...], old: float, reward: float) -> Rollout:
+    """A rollout of one turn with logprob `old` for every token."""
     turn = Turn(prompt=(1, 2), tokens=tokens, logprobs=(old,) * len(tokens), text="", stop="stop", state="s")
     return Rollout(turns=(turn,), rewards={"policy": reward})
 
 
 def by_sequence(loss: dict, ratio: float, merge: bool) -> dict[tuple[int, ...], float]:
-    """The slopes of each reply that was said, copies together, where the policy has moved by `ratio` since then."""
+    """Gradient sums by reply, duplicates added up, for a policy whose probabilities changed by `ratio`."""
     said = [((5, 6), 1.0), ((5, 6), 0.0), ((5, 6), 0.7), ((7,), 0.4), ((5, 6), 0.2), ((5, 6), 0.55), ((7,), 0.45)]
     rollouts = tuple(spoken(tokens, -1.0, reward) for tokens, reward in said)
-    one = config("rloo", loss=loss, kl={"type": "k2", "coef": 0.1}, merge_replies=merge)
+    algorithm = config("rloo", loss=loss, kl={"type": "k2", "coef": 0.1}, merge_replies=merge)
     group = Group(task=Task(id="t", messages=()), rollouts=rollouts)
-    update = run(Algorithm(one, OURS, columns(), 0).score(1, [group]))
+    update = run(Algorithm(algorithm, OURS, columns(), 0).score(1, [group]))
     logprobs = [torch.tensor(np.where(row.mask, np.log(ratio) - 1.0, 0.0), requires_grad=True) for row in update.rows]
-    found: dict[tuple[int, ...], float] = {}
-    for row, slope in zip(update.rows, slopes(update, logprobs), strict=True):
+    gradients: dict[tuple[int, ...], float] = {}
+    for row, grad in zip(update.rows, grads(update, logprobs), strict=True):
         key = tuple(row.sequence)
-        found[key] = found.get(key, 0.0) + float(slope[torch.from_numpy(row.mask)].sum())
-    return found
+        gradients[key] = gradients.get(key, 0.0) + float(grad[torch.from_numpy(row.mask)].sum())
+    return gradients
 
 
 LOSSES = [kind.model_fields["type"].default for kind in get_args(get_args(LossConfig)[0])]
@@ -209,20 +217,22 @@ VARIANTS = [
 
 @pytest.mark.parametrize("ratio", [0.5, 0.75, 1.35, 3.5])
 @pytest.mark.parametrize("loss", [{"type": name} for name in LOSSES if name != "dpo"] + VARIANTS, ids=str)
-def test_equal_replies_that_share_a_row_have_the_gradient_of_each_by_itself(loss, ratio):
+def test_merged_replies_have_the_gradient_of_separate_rows(loss, ratio):
     shared, apart = by_sequence(loss, ratio, merge=True), by_sequence(loss, ratio, merge=False)
     assert shared == pytest.approx(apart, rel=1e-5, abs=1e-7)
 
 
-def test_losses_that_bend_share_rows_of_one_sign():
+def test_piecewise_losses_merge_rows_of_equal_sign():
     rewards = (1.0, 0.9, 0.0, 0.1)
-    group = Group(task=Task(id="t", messages=()), rollouts=tuple(spoken((5,), -1.0, one) for one in rewards))
+    group = Group(task=Task(id="t", messages=()), rollouts=tuple(spoken((5,), -1.0, reward) for reward in rewards))
     for name, counts in (("grpo", [4]), ("dapo", [2, 2]), ("gspo", [2, 2]), ("sapo", [2, 2])):
-        one = config(name, advantage={"type": "rloo"}, kl={"type": "k2", "coef": 0.1})
-        assert [row.count for row in run(Algorithm(one, OURS, columns(), 0).score(1, [group])).rows] == counts, name
+        algorithm = config(name, advantage={"type": "rloo"}, kl={"type": "k2", "coef": 0.1})
+        assert [row.count for row in run(Algorithm(algorithm, OURS, columns(), 0).score(1, [group])).rows] == counts, (
+            name
+        )
 
 
-def test_equal_replies_of_two_versions_stay_apart():
+def test_equal_replies_with_other_logprobs_are_not_merged():
     said = ((-1.0, 1.0), (-1.2, 1.0), (-1.0, 1.0))
     rollouts = (*(spoken((5,), old, reward) for old, reward in said), spoken((6,), -1.0, 0.0))
     group = Group(task=Task(id="t", messages=()), rollouts=rollouts)
@@ -230,19 +240,19 @@ def test_equal_replies_of_two_versions_stay_apart():
     assert [row.count for row in update.rows] == [2, 1, 1]
 
 
-def test_what_was_dropped_can_be_refilled():
+def test_refill_replaces_dropped_groups():
     level = Group(task=Task(id="l", messages=()), rollouts=(rollout(90, 1.0), rollout(91, 1.0)))
     update = run(Algorithm(config("grpo", refill=True), OURS, columns(), 0).score(1, [*groups(), level]))
     assert sum(row.count for row in update.rows) == 3 * 4 + 2
 
 
-def test_what_nobody_gives_is_missed_before_the_run():
+def test_missing_column_source_is_an_error_before_the_run():
     with pytest.raises(ConfigError, match="reads teacher"):
         Algorithm(config("jsd"), OURS, {}, 0)
 
 
-def test_parts_lie_on_top_of_presets():
-    one = config("grpo_std", loss={"clip_high": 0.4}, advantage={"type": "rloo"})
-    assert (one.loss.clip_high, one.loss.clip_low, one.advantage.type) == (0.4, 0.2, "rloo")
+def test_settings_override_the_preset():
+    algorithm = config("grpo_std", loss={"clip_high": 0.4}, advantage={"type": "rloo"})
+    assert (algorithm.loss.clip_high, algorithm.loss.clip_low, algorithm.advantage.type) == (0.4, 0.2, "rloo")
     with pytest.raises(ValueError, match="kl_penalty does nothing"):
         config("jsd", kl_penalty={"type": "k1", "coef": 0.1})

@@ -1,4 +1,4 @@
-"""Each loss against its paper's formula, token by token in plain Python, values and gradients in float64."""
+"""Each loss equals the formula of its paper, token by token, in value and gradient (float64)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tinsmith.rl.algorithms.losses.preference import DpoLoss
 from tinsmith.rl.algorithms.regularizers import EntropyConfig, KlConfig, divergence, sampled_entropy
 
 TOKEN = st.tuples(st.floats(-4, -0.05), st.floats(-1, 1), st.floats(-2, 2))
-"""p, p - q, A."""
+"""(p, p - q, A): logprob, its difference from the sampler's logprob, advantage."""
 ROWS = st.lists(st.lists(TOKEN, min_size=1, max_size=4), min_size=1, max_size=4)
 
 
@@ -27,26 +27,28 @@ def batch_of(rows, aggregate="token_mean", counts=None, expert=None, **more) -> 
     tokens = [token for row in rows for token in row]
     sequence = torch.tensor([at for at, row in enumerate(rows) for _ in row])
     of = torch.tensor(counts or [1.0] * len(rows), dtype=torch.float64)[sequence]
-    theirs = torch.tensor(expert or [False] * len(rows))[sequence]
+    is_expert = torch.tensor(expert or [False] * len(rows))[sequence]
     logprobs = torch.tensor([p for p, _, _ in tokens], dtype=torch.float64, requires_grad=True)
     return logprobs, Tokens(
         old=torch.tensor([p - gap for p, gap, _ in tokens], dtype=torch.float64),
         advantages=torch.tensor([a for _, _, a in tokens], dtype=torch.float64),
         sequence=sequence,
         counts=of,
-        expert=theirs,
-        weights=aggregate_weights(aggregate, sequence, of, torch.ones_like(theirs)),
-        policy_weights=aggregate_weights(aggregate, sequence, of, ~theirs),
-        expert_weights=aggregate_weights(aggregate, sequence, of, theirs),
+        expert=is_expert,
+        weights=aggregate_weights(aggregate, sequence, of, torch.ones_like(is_expert)),
+        policy_weights=aggregate_weights(aggregate, sequence, of, ~is_expert),
+        expert_weights=aggregate_weights(aggregate, sequence, of, is_expert),
         **more,
     )
 
 
-def same(loss: policy_gradient.PolicyLoss, rows, by_hand: Callable[[Tensor, float, float, list], Tensor]) -> None:
-    """`by_hand(p, q, A, row)` is a token's loss; rows are of equal weight by their tokens."""
+def assert_loss_equals(
+    loss: policy_gradient.PolicyLoss, rows, by_hand: Callable[[Tensor, float, float, list], Tensor]
+) -> None:
+    """Assert that a loss is the mean over all tokens of `by_hand(p, q, A, row)`, in value and gradient."""
     logprobs, batch = batch_of(rows)
     value, metrics = loss.total(logprobs, batch)
-    (slope,) = torch.autograd.grad(value, logprobs)
+    (grad,) = torch.autograd.grad(value, logprobs)
     leaves = [[torch.tensor(p, dtype=torch.float64, requires_grad=True) for p, _, _ in row] for row in rows]
     count = sum(len(row) for row in rows)
     expected = sum(
@@ -56,19 +58,20 @@ def same(loss: policy_gradient.PolicyLoss, rows, by_hand: Callable[[Tensor, floa
     )
     assert isinstance(expected, Tensor)
     flat = [leaf for row in leaves for leaf in row]
-    slopes = torch.autograd.grad(expected, flat, allow_unused=True, materialize_grads=True)
+    grads = torch.autograd.grad(expected, flat, allow_unused=True, materialize_grads=True)
     torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(slope, torch.stack(slopes), rtol=1e-9, atol=1e-9)
-    assert all(math.isfinite(sg(one)) for one in metrics.values())
+    torch.testing.assert_close(grad, torch.stack(grads), rtol=1e-9, atol=1e-9)
+    assert all(math.isfinite(sg(metric)) for metric in metrics.values())
 
 
 def sg(value: Tensor) -> float:
+    """Value of a tensor without its gradient."""
     return float(value.detach())
 
 
 @settings(deadline=None)
 @given(ROWS)
-def test_ppo_with_and_without_dual_clip(rows):
+def test_ppo_equals_its_formula_with_and_without_dual_clip(rows):
     def by_hand(p, q, a, _row, low=0.2, high=0.3, c=None):
         r = torch.exp(p - q)
         clip = r if 1 - low <= sg(r) <= 1 + high else p * 0 + min(max(sg(r), 1 - low), 1 + high)
@@ -80,35 +83,35 @@ def test_ppo_with_and_without_dual_clip(rows):
     rows = [[token for token in row if abs(token[2]) > 1e-6 and abs(token[1]) > 1e-6] for row in rows]
     rows = [row for row in rows if row]
     if rows:
-        same(policy_gradient.PpoLoss(clip_low=0.2, clip_high=0.3, dual_clip=None), rows, by_hand)
-        same(
+        assert_loss_equals(policy_gradient.PpoLoss(clip_low=0.2, clip_high=0.3, dual_clip=None), rows, by_hand)
+        assert_loss_equals(
             policy_gradient.PpoLoss(clip_low=0.2, clip_high=0.3, dual_clip=1.5),
             rows,
             lambda p, q, a, row: by_hand(p, q, a, row, c=1.5),
         )
 
 
-def test_ppo_on_policy_is_the_policy_gradient_and_drifted_replies_can_be_left_out():
+def test_ppo_supports_on_policy_and_mask_drift():
     rows = [[(-1.0, -2.0, -1.0), (-1.0, -2.0, 0.5)], [(-1.0, 0.0, -1.0)]]
-    same(policy_gradient.PpoLoss(on_policy=True), rows, lambda p, q, a, _: -a * torch.exp(p - sg(p)))
+    assert_loss_equals(policy_gradient.PpoLoss(on_policy=True), rows, lambda p, q, a, _: -a * torch.exp(p - sg(p)))
     logprobs, batch = batch_of(rows, "token_sum")
     value, _ = policy_gradient.PpoLoss(mask_drift=0.1, dual_clip=None).total(logprobs, batch)
-    (slope,) = torch.autograd.grad(value, logprobs)
-    assert slope[0] == 0.0  # A < 0 in a reply that drifted
-    assert slope[1] != 0.0
-    assert slope[2] == 1.0
+    (grad,) = torch.autograd.grad(value, logprobs)
+    assert grad[0] == 0.0  # A < 0 in a reply that drifted
+    assert grad[1] != 0.0
+    assert grad[2] == 1.0
 
 
 @settings(deadline=None)
 @given(ROWS)
-def test_losses_of_a_ratio(rows):
-    same(policy_gradient.ImportanceSamplingLoss(), rows, lambda p, q, a, _: -a * torch.exp(p - q))
-    same(
+def test_ratio_losses_equal_their_formulas(rows):
+    assert_loss_equals(policy_gradient.ImportanceSamplingLoss(), rows, lambda p, q, a, _: -a * torch.exp(p - q))
+    assert_loss_equals(
         policy_gradient.CispoLoss(clip_low=0.4),
         rows,
         lambda p, q, a, _: -a * min(max(math.exp(sg(p) - q), 0.6), 1.28) * p,
     )
-    same(
+    assert_loss_equals(
         policy_gradient.ToprLoss(), rows, lambda p, q, a, _: -a * (1.0 if a > 0 else min(1.0, math.exp(sg(p) - q))) * p
     )
 
@@ -116,19 +119,21 @@ def test_losses_of_a_ratio(rows):
         tau = 1.0 if a > 0 else 1.05
         return -a * 4 / tau * torch.sigmoid(tau * (torch.exp(p - q) - 1))
 
-    same(policy_gradient.SapoLoss(), rows, sapo)
-    same(policy_gradient.SapoLoss(score_function=True), rows, lambda p, q, a, _: sapo(p.detach(), q, a, _) * p)
+    assert_loss_equals(policy_gradient.SapoLoss(), rows, sapo)
+    assert_loss_equals(
+        policy_gradient.SapoLoss(score_function=True), rows, lambda p, q, a, _: sapo(p.detach(), q, a, _) * p
+    )
 
     def sppo(p, q, a, _):
         return -a * (p - q) if 1 / 1.3 <= math.exp(sg(p) - q) <= 1.3 else p * 0
 
-    same(policy_gradient.SppoLoss(), rows, sppo)
-    same(policy_gradient.DroLoss(beta=0.3), rows, lambda p, q, a, _: -(p * a - 0.15 * (p - q) ** 2))
+    assert_loss_equals(policy_gradient.SppoLoss(), rows, sppo)
+    assert_loss_equals(policy_gradient.DroLoss(beta=0.3), rows, lambda p, q, a, _: -(p * a - 0.15 * (p - q) ** 2))
 
 
 @settings(deadline=None)
 @given(ROWS)
-def test_gspo_has_one_ratio_for_a_reply(rows):
+def test_gspo_uses_one_ratio_per_reply(rows):
     def by_hand(p, _q, a, row):
         s = math.exp(sum(gap for _, gap, _ in row) / len(row))
         r = s * torch.exp(p - sg(p))
@@ -136,13 +141,13 @@ def test_gspo_has_one_ratio_for_a_reply(rows):
         return -a * r if -a * s >= -a * clip else p * 0 - a * clip
 
     rows = [[(p, gap, a if abs(a) > 1e-6 else 0.5) for p, gap, a in row] for row in rows]
-    same(policy_gradient.GspoLoss(clip_low=0.1, clip_high=0.2), rows, by_hand)
+    assert_loss_equals(policy_gradient.GspoLoss(clip_low=0.1, clip_high=0.2), rows, by_hand)
 
 
 @pytest.mark.parametrize("clip", ["none", "one_side", "two_side", "ring", "gspo_one_side"])
 @pytest.mark.parametrize("weight", ["none", "importance_sampling", "gspo_importance_sampling", "advantage"])
 @pytest.mark.parametrize("regularizer", ["none", "k2", "forward_kl"])
-def test_rec(clip, weight, regularizer):
+def test_rec_equals_its_formula(clip, weight, regularizer):
     def by_hand(p, q, a, row):
         r, reply = math.exp(sg(p) - q), math.exp(sum(gap for _, gap, _ in row) / len(row))
         inside = {
@@ -157,27 +162,27 @@ def test_rec(clip, weight, regularizer):
         return -a * w[weight] * inside * p + 0.3 * extra
 
     rows = [[(-1.0, gap, a)] for gap in (-1.5, -0.5, 0.1, 0.5, 1.5) for a in (-1.0, 0.7)]
-    warm = {"temperature": 2.0} if weight == "advantage" else {}
-    held = {"regularizer_coef": 0.3} if regularizer != "none" else {}
-    loss = policy_gradient.RecLoss(clip=clip, weight=weight, regularizer=regularizer, **warm, **held)
-    same(loss, [*rows, [(-1.0, 0.3, 1.0), (-2.0, -0.2, 1.0)]], by_hand)
+    temperature = {"temperature": 2.0} if weight == "advantage" else {}
+    coefficient = {"regularizer_coef": 0.3} if regularizer != "none" else {}
+    loss = policy_gradient.RecLoss(clip=clip, weight=weight, regularizer=regularizer, **temperature, **coefficient)
+    assert_loss_equals(loss, [*rows, [(-1.0, 0.3, 1.0), (-2.0, -0.2, 1.0)]], by_hand)
 
 
 @settings(deadline=None)
 @given(ROWS)
-def test_likelihoods(rows):
-    same(supervised.OpmdLoss(tau=0.5), rows, lambda p, q, a, _: -a * p / 1.5)
-    same(supervised.SftLoss(), rows, lambda p, q, a, _: -p)
-    same(supervised.SftIsLoss(), rows, lambda p, q, a, _: -math.exp(sg(p)) * p)
-    same(supervised.SftPhiLoss(), rows, lambda p, q, a, _: -math.exp(sg(p)) * (1 - math.exp(sg(p))) * p)
+def test_likelihood_losses_equal_their_formulas(rows):
+    assert_loss_equals(supervised.OpmdLoss(tau=0.5), rows, lambda p, q, a, _: -a * p / 1.5)
+    assert_loss_equals(supervised.SftLoss(), rows, lambda p, q, a, _: -p)
+    assert_loss_equals(supervised.SftIsLoss(), rows, lambda p, q, a, _: -math.exp(sg(p)) * p)
+    assert_loss_equals(supervised.SftPhiLoss(), rows, lambda p, q, a, _: -math.exp(sg(p)) * (1 - math.exp(sg(p))) * p)
 
 
-def test_dpo_is_the_paper_s():
+def test_dpo_equals_the_formula_of_its_paper():
     rows = [[(-1.0, 0, 0), (-0.5, 0, 0)], [(-2.0, 0, 0)], [(-0.3, 0, 0)], [(-0.4, 0, 0), (-3.0, 0, 0)]]
     reference = torch.tensor([-1.2, -0.4, -1.5, -0.3, -0.6, -2.0], dtype=torch.float64)
     logprobs, batch = batch_of(rows, reference=reference, pairs=torch.tensor([[0, 1], [2, 3]]))
     value, metrics = DpoLoss(beta=0.5, label_smoothing=0.1).total(logprobs, batch)
-    (slope,) = torch.autograd.grad(value, logprobs)
+    (grad,) = torch.autograd.grad(value, logprobs)
     leaf = logprobs.detach().clone().requires_grad_()
     log_ratios = leaf - reference
     margins = [
@@ -188,13 +193,13 @@ def test_dpo_is_the_paper_s():
     expected = sum(-0.9 * torch.log(s) - 0.1 * torch.log(1 - s) for s in sigmoid) / 2
     assert isinstance(expected, Tensor)
     torch.testing.assert_close(value, expected)
-    torch.testing.assert_close(slope, torch.autograd.grad(expected, leaf)[0])
+    torch.testing.assert_close(grad, torch.autograd.grad(expected, leaf)[0])
     assert float(metrics["dpo/accuracy"]) in (0.0, 0.5, 1.0)
     with pytest.raises(ConfigError, match="pairs"):
         DpoLoss().total(*batch_of(rows))
 
 
-def test_mix_weighs_the_experts_words_by_themselves():
+def test_mix_weighs_demonstrations_separately():
     rows = [[(-1.0, 0.1, 0.5), (-1.0, 0.1, 0.5)], [(-2.0, -2.0, 0.0)]]
     logprobs, batch = batch_of(rows, expert=[False, True])
     value, numbers = supervised.MixLoss(mu=0.25).total(logprobs, batch)
@@ -218,7 +223,7 @@ def test_mix_weighs_the_experts_words_by_themselves():
         ("seq_mean_token_sum_norm", [1 / 6, 1 / 6, 1 / 6]),
     ],
 )
-def test_aggregates_count_a_row_as_often_as_it_was_said(aggregate, weights):
+def test_aggregates_count_a_merged_row_once_per_reply(aggregate, weights):
     _, batch = batch_of([[(-1, 0, 1), (-1, 0, 1)], [(-1, 0, 1)]], aggregate, counts=[1.0, 2.0])
     assert batch.weights.tolist() == pytest.approx(weights)
     alone = batch.select_rows(torch.tensor([False, True]))
@@ -238,16 +243,16 @@ def test_aggregates_count_a_row_as_often_as_it_was_said(aggregate, weights):
         ("none", lambda d, r: 0.0),
     ],
 )
-def test_divergences(kind, formula):
+def test_divergences_equal_their_formulas(kind, formula):
     p, q, reference = (torch.tensor(v, dtype=torch.float64) for v in ([-1.0, -30.0], [-1.5, -32.0], [-1.3, -2.0]))
-    found = divergence(kind, p, q, reference)
+    values = divergence(kind, p, q, reference)
     expected = [
         formula(a - c, math.exp(a - b)) for a, b, c in zip(p.tolist(), q.tolist(), reference.tolist(), strict=True)
     ]
-    assert found.tolist() == pytest.approx(expected)
+    assert values.tolist() == pytest.approx(expected)
 
 
-def test_the_coefficient_moves_towards_its_target():
+def test_kl_coefficient_adapts_towards_its_target():
     kl = KlConfig(coef=0.1, target=0.05, horizon=100)
     assert kl.adapted_coef(0.1, 0.055, 50) == pytest.approx(0.1 * (1 + 0.1 * 0.5))
     assert kl.adapted_coef(0.1, 9.0, 50) == pytest.approx(0.1 * (1 + 0.2 * 0.5))
@@ -258,8 +263,8 @@ def test_the_coefficient_moves_towards_its_target():
             KlConfig.model_validate(wrong)
 
 
-def test_sampled_entropy_has_the_value_and_gradient_of_the_whole_softmax():
-    """The mean over every token by its chance is the entropy; the same sum of gradients is its gradient."""
+def test_sampled_entropy_is_unbiased_in_value_and_gradient():
+    """The mean over the vocabulary, weighted by probability, is the entropy; likewise for the gradient."""
     logits = torch.tensor([0.3, -1.0, 2.0, 0.0], dtype=torch.float64, requires_grad=True)
     logprobs = torch.log_softmax(logits, 0)
     entropy = -(logprobs.exp() * logprobs).sum()
@@ -268,9 +273,9 @@ def test_sampled_entropy_has_the_value_and_gradient_of_the_whole_softmax():
     for old in (logprobs.detach(), behaviour):
         rows = [[(float(p), float(p - q), 0.0)] for p, q in zip(logprobs.detach(), old, strict=True)]
         _, batch = batch_of(rows)
-        values, slopes = sampled_entropy(logprobs, batch)
-        chances = old.exp()
-        torch.testing.assert_close((chances * values).sum(), entropy.detach())
-        (slope,) = torch.autograd.grad((chances * slopes).sum(), logits, retain_graph=True)
-        torch.testing.assert_close(slope, exact)
+        values, grads = sampled_entropy(logprobs, batch)
+        probs = old.exp()
+        torch.testing.assert_close((probs * values).sum(), entropy.detach())
+        (grad,) = torch.autograd.grad((probs * grads).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(grad, exact)
     assert EntropyConfig().coef == 0.0

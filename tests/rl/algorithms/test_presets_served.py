@@ -1,4 +1,4 @@
-"""Every name of an algorithm through SDK, service and the engine in torch, on a tiny random Llama: two steps each."""
+"""Every algorithm preset trains two steps through the SDK, the service and the torch engine."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
 HERE = {"dpo", "topr", "sapo", "sppo", "rec", "mix", "mix_chord"}
-"""Whose loss no server has."""
+"""Algorithms whose loss is always computed by the client."""
 
 ServerLoss = tuple[tuple[str, str], Path]
 
 
 @pytest.fixture(scope="module")
 def served(tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerLoss]:
-    """Address of a service with two models, and a file of lessons."""
+    """Address of a service with two models, and a file of demonstrations."""
     folder = tmp_path_factory.mktemp("presets")
     data = [{"question": f"{n}?", "answer": str(n), "worse": "no", "text": f"{n} is {n}"} for n in range(9)]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
@@ -44,31 +44,32 @@ def served(tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerLos
         yield address, folder / "data.jsonl"
 
 
-def worth(task: Task, rollout: Rollout) -> float:
-    """Replies of random weights differ in it."""
+def vowel_reward(task: Task, rollout: Rollout) -> float:
+    """A reward that differs among replies of random weights."""
     return sum(letter in "aeiou" for letter in rollout.text) / 4
 
 
-async def looking(task: Task, conversation: Conversation) -> None:
-    """Says what the policy looks at, which gigpo compares."""
+async def stateful_workflow(task: Task, conversation: Conversation) -> None:
+    """A workflow that reports the state of each turn, which gigpo compares."""
     await conversation.say(*task.messages, state=task.id)
 
 
 def settings(name: str, data: Path, folder: Path) -> RunConfig:
+    """A run of two steps with the algorithm `name`."""
     algorithm: dict[str, Any] = {"type": name}
     if name in ("jsd", "on_policy_distill"):
         algorithm["teacher"] = "teacher"
-    lessons: dict[str, Any] = {"type": "jsonl", "path": str(data)}
+    data_source: dict[str, Any] = {"type": "jsonl", "path": str(data)}
     if name == "dpo":
-        lessons |= {"chosen": "{answer}", "rejected": "{worse}"}
+        data_source |= {"chosen": "{answer}", "rejected": "{worse}"}
     if name == "cpt":
-        lessons |= {"prompt": "{text}"}
-    experts = {"demonstrations": {"data": lessons, **({"learn": "text"} if name == "cpt" else {})}}
+        data_source |= {"prompt": "{text}"}
+    demonstrations = {"demonstrations": {"data": data_source, **({"learn": "text"} if name == "cpt" else {})}}
     values = {
         "model": {"name": "tiny", "rank": 4},
         "algorithm": algorithm,
         "tasks": {"train": {"type": "addition"}, "held_out": 0},
-        "rewards": [{"type": "custom", "path": f"{__name__}:worth"}],
+        "rewards": [{"type": "custom", "path": f"{__name__}:vowel_reward"}],
         "sampling": {"max_tokens": 6},
         "groups_per_step": 3,
         **({} if name in ("sft", "cpt", "dpo") else {"group_size": 4}),
@@ -77,14 +78,14 @@ def settings(name: str, data: Path, folder: Path) -> RunConfig:
         "monitors": [],
         "name": name,
         "folder": str(folder),
-        **({"workflow": {"type": "custom", "path": f"{__name__}:looking"}} if name == "gigpo" else {}),
-        **(experts if name in ("sft", "cpt", "dpo", "mix", "mix_chord") else {}),
+        **({"workflow": {"type": "custom", "path": f"{__name__}:stateful_workflow"}} if name == "gigpo" else {}),
+        **(demonstrations if name in ("sft", "cpt", "dpo", "mix", "mix_chord") else {}),
     }
     return RunConfig.model_validate(values)
 
 
 def trained(config: RunConfig, address: tuple[str, str]) -> tuple[str, float]:
-    """What the run said of its loss, and how far its weights are from the base in a logprob."""
+    """The console output of a run, and the largest change of a logprob."""
 
     async def connect(state: str, version: int) -> Policy:
         return await TinkerPolicy.connect(config.model, *address, seed=1, state=state, version=version)
@@ -103,13 +104,13 @@ def trained(config: RunConfig, address: tuple[str, str]) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_it_learns_where_it_says(name, served: ServerLoss, tmp_path, monkeypatch):
+def test_preset_learns_with_the_loss_that_it_reports(name, served: ServerLoss, tmp_path, monkeypatch):
     address, data = served
-    asked: list[str] = []
+    losses: list[str] = []
 
     def recorded(method: Any, label: str | None) -> Any:
         def call(self: tinker.TrainingClient, rows: Any, loss: Any, *rest: Any) -> Any:
-            asked.append(label or loss)
+            losses.append(label or loss)
             return method(self, rows, loss, *rest)
 
         return call
@@ -118,9 +119,9 @@ def test_it_learns_where_it_says(name, served: ServerLoss, tmp_path, monkeypatch
         monkeypatch.setattr(tinker.TrainingClient, method, recorded(getattr(tinker.TrainingClient, method), label))
     said, moved = trained(settings(name, data, tmp_path), address)
 
-    where = "computed here" if name in HERE else asked[-1]
+    where = "computed here" if name in HERE else losses[-1]
     assert f"{where}, which costs" in said if name in HERE else f"the server's {where}\n" in said
-    assert asked.count(where) >= 2
+    assert losses.count(where) >= 2
     assert moved > 1e-3
     steps = [row for row in rows(tmp_path) if row["step"] > 0]
     assert [row["step"] for row in steps if "optim/rows" in row] == [1, 2]
