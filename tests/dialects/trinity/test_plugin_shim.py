@@ -94,5 +94,6 @@ def test_wrong_arguments_are_named(folder: Path):
 
 def test_other_names_of_trinity_are_refused(folder: Path):
     (folder / "flow_for_trinity.py").write_text("from trinity.common.workflows import WORKFLOWS")
-    with pytest.raises(ConfigError, match=r"flow_for_trinity\.py .* trinity\.common\.workflows\.WORKFLOWS is not"):
+    problem = r"flow_for_trinity\.py .* trinity\.common\.workflows\.WORKFLOWS is not available: a plugin can use"
+    with pytest.raises(ConfigError, match=problem):
         read(folder, (REWARD, "short"))

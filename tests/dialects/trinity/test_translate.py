@@ -183,7 +183,8 @@ def test_key_without_its_switch_is_noted(tmp_path, key, value, words):
 def test_unused_of_two_equivalent_keys_is_noted(tmp_path):
     optimizer = "algorithm.optimizer"
     run_file = read(tmp_path, (f"{optimizer}.lr_warmup_steps", 3), (f"{optimizer}.lr_warmup_steps_ratio", 0.5))
-    assert any("_ratio: it has an effect only where lr_warmup_steps is -1" in note for note in run_file.notes)
+    problem = "lr_warmup_steps_ratio: it has an effect only where lr_warmup_steps is -1"
+    assert any(problem in note for note in run_file.notes)
     run_file = read(tmp_path, (f"{optimizer}.warmup_style", "cosine"), (f"{optimizer}.lr_scheduler_type", "linear"))
     assert run_file.settings.optimizer.schedule == "cosine"
     assert any("lr_scheduler_type: warmup_style" in note for note in run_file.notes)

@@ -1,4 +1,4 @@
-"""Lessons alone and beside rollouts: rows as they should be, and runs that learn from them."""
+"""Demonstrations: their training rows, and runs that learn from them alone or with rollouts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from tinsmith.rl.policy.scripted import END, LetterCodec
 from tinsmith.rl.types import Message, Task
 
 
-def experts(pairs: bool = False, held_out=(), **config) -> Demonstrations:
+def demonstrations(pairs: bool = False, held_out=(), **config) -> Demonstrations:
+    """Demonstrations of a config, without the held-out tasks."""
     return Demonstrations(
         DemonstrationsConfig.model_validate(config), {"": tuple(held_out)}, LetterCodec(), 0, pairs=pairs
     )
 
 
 def words(row) -> str:
+    """The learned text of a row; `.` marks the end of a reply."""
     return "".join(chr(target) if target != END else "." for target in row.targets[row.mask])
 
 
 def write(folder: Path, name: str, data: list[dict]) -> str:
+    """Write rows to a JSON Lines file and return its path."""
     file = folder / name
     file.write_text("\n".join(map(json.dumps, data)))
     return str(file)
@@ -40,17 +43,17 @@ CHAT = [
 
 
 @pytest.mark.parametrize(("learn", "learned"), [("last", "two."), ("all", "one.two."), ("text", "2?")])
-def test_the_last_turn_every_turn_or_the_text_is_learned(tmp_path, learn, learned):
+def test_learn_selects_the_last_reply_all_replies_or_the_text(tmp_path, learn, learned):
     path = write(tmp_path, "chats.jsonl", [{"chat": CHAT, "text": "12?"}])
     prompt = "{text}" if learn == "text" else "{chat}"
-    row = experts(data={"type": "jsonl", "path": path, "prompt": prompt}, learn=learn).draw(1)[0]
+    row = demonstrations(data={"type": "jsonl", "path": path, "prompt": prompt}, learn=learn).draw(1)[0]
     assert words(row) == learned
     assert row.kind == "expert"
     assert not row.logprobs.any()
     assert len(row.tokens) == len(row.targets) == len(row.mask)
 
 
-def test_a_pair_is_two_rows_side_by_side(tmp_path):
+def test_pair_makes_two_adjacent_rows(tmp_path):
     data = [{"question": str(n), "good": f"yes{n}", "bad": f"no{n}"} for n in range(3)]
     source = {
         "type": "jsonl",
@@ -59,36 +62,36 @@ def test_a_pair_is_two_rows_side_by_side(tmp_path):
         "rejected": "{bad}",
         "answer": "",
     }
-    drawn = experts(pairs=True, data=source, order={"type": "sequential"}).draw(4)
+    drawn = demonstrations(pairs=True, data=source, order={"type": "sequential"}).draw(4)
     assert [(row.kind, words(row)) for row in drawn] == [
         (kind, f"{word}{n}.") for n in (0, 1, 2, 0) for kind, word in (("chosen", "yes"), ("rejected", "no"))
     ]
     with pytest.raises(ConfigError, match="has no rejected reply"):
-        experts(pairs=True, data={"type": "addition"})
+        demonstrations(pairs=True, data={"type": "addition"})
     with pytest.raises(ConfigError, match="is a pair of replies, which this algorithm"):
-        experts(data=source)
+        demonstrations(data=source)
 
 
-def test_every_lesson_comes_once_an_epoch_and_held_out_ones_never():
+def test_epoch_has_every_demonstration_not_held_out_once():
     source = Addition(low=1, high=3)
     held_out = source.load()[:2]
-    lessons = experts(data=[source, {"type": "addition", "low": 4, "high": 5}], held_out=held_out)
-    texts = [words(row) for row in lessons.draw(11)]
-    assert lessons.size == 13
+    dataset = demonstrations(data=[source, {"type": "addition", "low": 4, "high": 5}], held_out=held_out)
+    texts = [words(row) for row in dataset.draw(11)]
+    assert dataset.size == 13
     assert sorted(texts) == sorted(f"{a + b}." for a, b in [(1, 3), (2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3),
                                                             (4, 4), (4, 5), (5, 4), (5, 5)])  # fmt: skip
     with pytest.raises(ConfigError, match="nothing to learn from"):
-        experts(data=Addition(low=1, high=1), held_out=Addition(low=1, high=1).load()).draw(1)
+        demonstrations(data=Addition(low=1, high=1), held_out=Addition(low=1, high=1).load()).draw(1)
 
 
-def test_rows_are_cut_and_left_out_where_nothing_remains(tmp_path):
+def test_max_tokens_truncates_rows_and_drops_empty_ones(tmp_path):
     data = [{"question": "long question?", "answer": "no"}, {"question": "q?", "answer": "yes sir"}]
     path = write(tmp_path, "r.jsonl", data)
-    drawn = experts(data={"type": "jsonl", "path": path}, max_tokens=5).draw(3)
+    drawn = demonstrations(data={"type": "jsonl", "path": path}, max_tokens=5).draw(3)
     assert [words(row) for row in drawn] == ["yes"] * 3
 
 
-def test_how_many_lessons_come_with_a_step():
+def test_count_per_step_follows_ratio_and_per_step():
     def count(**more):
         return DemonstrationsConfig.model_validate({"data": {"type": "addition"}, **more})
 
@@ -100,8 +103,8 @@ def test_how_many_lessons_come_with_a_step():
         count(order={"type": "difficulty"})
 
 
-def taught(folder: Path, data: Path, **changes):
-    """A run that learns to say yes from what experts said."""
+def sft_settings(folder: Path, data: Path, **changes):
+    """Settings of a run that learns to say yes from demonstrations."""
     path = write(data, "said.jsonl", [{"question": f"{n}?", "answer": "yes", "no": "no"} for n in range(10)])
     source = {"type": "jsonl", "path": path}
     return settings(
@@ -119,32 +122,32 @@ def taught(folder: Path, data: Path, **changes):
     )
 
 
-def test_a_run_of_lessons_alone_asks_nothing_and_learns(tmp_path):
-    state = run(taught(tmp_path / "run", tmp_path))
-    told = [row for row in rows(tmp_path / "run") if "optim/expert_nll" in row]
+def test_sft_run_learns_without_rollouts(tmp_path):
+    state = run(sft_settings(tmp_path / "run", tmp_path))
+    trained = [row for row in rows(tmp_path / "run") if "optim/expert_nll" in row]
     assert (state.step, state.demonstrations_drawn) == (8, 24)
-    assert len(told) == 8
-    assert told[0]["optim/expert_nll"] > 3 * told[-1]["optim/expert_nll"]
-    assert not any(name.startswith(("reward/", "eval/", "rollouts/")) for row in told for name in row)
+    assert len(trained) == 8
+    assert trained[0]["optim/expert_nll"] > 3 * trained[-1]["optim/expert_nll"]
+    assert not any(name.startswith(("reward/", "eval/", "rollouts/")) for row in trained for name in row)
 
 
-def test_lessons_alone_are_evaluated_where_there_are_tasks_and_rewards(tmp_path):
+def test_sft_run_is_evaluated_with_tasks_and_rewards(tmp_path):
     changes = {
         "tasks": {"eval": {"type": "largest", "size": 4}},
         "rewards": [{"type": "format", "pattern": "yes"}],
         "eval": {"every": 4},
     }
-    run(taught(tmp_path / "run", tmp_path, **changes))
+    run(sft_settings(tmp_path / "run", tmp_path, **changes))
     passed = [row["eval/pass@1"] for row in rows(tmp_path / "run") if "eval/pass@1" in row]
     assert passed == [0.0, 1.0, 1.0]
 
 
 @pytest.mark.parametrize("name", ["cpt", "dpo"])
-def test_cpt_and_dpo_run_on_data(tmp_path, name):
+def test_cpt_and_dpo_learn_from_demonstrations(tmp_path, name):
     path = write(tmp_path, "data.jsonl", [{"question": f"{n}?", "answer": "yes", "no": "no"} for n in range(10)])
     change = {"chosen": "{answer}", "rejected": "{no}"} if name == "dpo" else {"prompt": "?yes"}
     data = {"data": {"type": "jsonl", "path": path, **change}, "learn": "last" if name == "dpo" else "text"}
-    run(taught(tmp_path / "run", tmp_path, algorithm={"type": name}, demonstrations=data))
+    run(sft_settings(tmp_path / "run", tmp_path, algorithm={"type": name}, demonstrations=data))
     last = rows(tmp_path / "run")[-1]
     if name == "dpo":
         assert last["optim/dpo/accuracy"] == 1.0
@@ -155,7 +158,7 @@ def test_cpt_and_dpo_run_on_data(tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["mix", "mix_chord"])
-def test_experts_stand_beside_rollouts(tmp_path, name):
+def test_mix_learns_from_rollouts_and_demonstrations(tmp_path, name):
     changes = {
         "algorithm": {"type": name, "kl": {"type": "none", "coef": 0}},
         "group_size": 4,
@@ -163,7 +166,7 @@ def test_experts_stand_beside_rollouts(tmp_path, name):
         "rewards": [{"type": "format", "pattern": "yes"}],
         "optimizer": {"learning_rate": 0.5},
     }
-    config = taught(tmp_path / "run", tmp_path, **changes)
+    config = sft_settings(tmp_path / "run", tmp_path, **changes)
     assert config.demonstrations is not None
     run(config.model_copy(update={"demonstrations": config.demonstrations.model_copy(update={"ratio": 0.25})}))
     last = [row for row in rows(tmp_path / "run") if "optim/expert_nll" in row][-1]
@@ -172,9 +175,9 @@ def test_experts_stand_beside_rollouts(tmp_path, name):
 
 
 @pytest.mark.parametrize(("at", "calls"), [("update", 4), ("save", 1), ("save_for_sampling", 0)])
-def test_a_run_of_lessons_goes_on_as_if_never_killed(tmp_path, at, calls):
-    run(taught(tmp_path / "whole", tmp_path))
-    broken = taught(tmp_path / "broken", tmp_path)
+def test_killed_sft_run_resumes_with_equal_metrics(tmp_path, at, calls):
+    run(sft_settings(tmp_path / "whole", tmp_path))
+    broken = sft_settings(tmp_path / "broken", tmp_path)
     with pytest.raises(Killed):
         run(broken, breaking(tmp_path / "broken", calls=calls, at=at))
     assert run(broken).step == 8
@@ -203,45 +206,45 @@ def test_a_run_of_lessons_goes_on_as_if_never_killed(tmp_path, at, calls):
         ({"tasks": {"train": {"type": "addition"}}, "eval": {"every": 2}}, "eval wants rewards"),
     ],
 )
-def test_what_does_not_fit_is_refused(tmp_path, changes, sentence):
+def test_rejects_settings_that_do_not_fit_demonstrations(tmp_path, changes, sentence):
     with pytest.raises(ValueError, match=sentence):
-        taught(tmp_path, tmp_path, **changes)
+        sft_settings(tmp_path, tmp_path, **changes)
 
 
-def test_epochs_of_lessons_are_counted_by_lessons(tmp_path):
-    assert run(taught(tmp_path / "run", tmp_path, steps=0, epochs=2)).step == 6
+def test_epochs_count_demonstrations(tmp_path):
+    assert run(sft_settings(tmp_path / "run", tmp_path, steps=0, epochs=2)).step == 6
 
 
-def test_a_held_out_task_may_have_a_begun_reply():
+def test_held_out_task_with_reply_prefix_is_recognized():
     task = Addition(low=1, high=1).load()[0]
     begun = Task(id="t", messages=(*task.messages, Message(role="assistant", content="The")), answer="2")
     with pytest.raises(ConfigError, match="nothing to learn from"):
-        experts(data=Addition(low=1, high=1), held_out=[begun]).draw(1)
+        demonstrations(data=Addition(low=1, high=1), held_out=[begun]).draw(1)
 
 
-def test_a_held_out_task_is_known_under_another_system_message(tmp_path):
+def test_held_out_task_with_other_system_message_is_recognized(tmp_path):
     chats = [[{"role": "system", "content": "Be brief."}, *CHAT[:2]], CHAT[2:]]
     path = write(tmp_path, "chats.jsonl", [{"chat": chat} for chat in chats])
     held_out = [Task(id="t", messages=(Message(role="user", content="1? "),))]
-    lessons = experts(data={"type": "jsonl", "path": path, "prompt": "{chat}"}, held_out=held_out)
-    assert {words(row) for row in lessons.draw(4)} == {"two."}
+    dataset = demonstrations(data={"type": "jsonl", "path": path, "prompt": "{chat}"}, held_out=held_out)
+    assert {words(row) for row in dataset.draw(4)} == {"two."}
 
 
 @pytest.mark.parametrize(("learn", "drawn"), [("last", {"two."}), ("all", {"three."})])
-def test_no_turn_that_is_learned_answers_a_held_out_task(tmp_path, learn, drawn):
+def test_learned_turns_never_answer_held_out_tasks(tmp_path, learn, drawn):
     chats = [CHAT, [{"role": "user", "content": "3?"}, {"role": "assistant", "content": "three"}]]
     path = write(tmp_path, "chats.jsonl", [{"chat": chat} for chat in chats])
-    held_out = [Task(id=one, messages=(Message(role="user", content=one),)) for one in ("1?", "3?")]
+    held_out = [Task(id=question, messages=(Message(role="user", content=question),)) for question in ("1?", "3?")]
     source = {"type": "jsonl", "path": path, "prompt": "{chat}"}
     held_out = held_out if learn == "last" else held_out[:1]
-    assert {words(row) for row in experts(data=source, held_out=held_out, learn=learn).draw(3)} == drawn
+    assert {words(row) for row in demonstrations(data=source, held_out=held_out, learn=learn).draw(3)} == drawn
 
 
-def test_no_end_of_a_pair_answers_a_held_out_task(tmp_path):
+def test_pairs_never_answer_held_out_tasks(tmp_path):
     data = [{"q": q, "good": "yes", "bad": [{"role": "user", "content": other}, {"role": "assistant", "content": "no"}]}
             for q, other in [("1?", "2?"), ("3?", "3?")]]  # fmt: skip
     path = write(tmp_path, "pairs.jsonl", data)
     source = {"type": "jsonl", "path": path, "prompt": "{q}", "answer": "", "chosen": "{good}", "rejected": "{bad}"}
     held_out = [Task(id="t", messages=(Message(role="user", content="2?"),))]
-    rows = experts(pairs=True, data=source, held_out=held_out).draw(2)
+    rows = demonstrations(pairs=True, data=source, held_out=held_out).draw(2)
     assert all("3?" in "".join(map(chr, row.tokens)) for row in rows)

@@ -1,4 +1,4 @@
-"""Rows come from files, tables and databases, and operators change them first."""
+"""Rows come from files, tables and databases; operators change rows before they become tasks."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ ROWS = [{"question": f"{n}+{n}?", "answer": f"It is\n#### {2 * n}", "level": 5 -
 
 @pytest.fixture(autouse=True)
 def no_shared_cache(tmp_path, monkeypatch):
+    """Gives each test its own cache of the datasets package."""
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
 @pytest.fixture
 def jsonl(tmp_path):
+    """JSON Lines file of ROWS."""
     file = tmp_path / "sums.jsonl"
     file.write_text("\n".join(map(json.dumps, ROWS)))
     return file
@@ -30,6 +32,7 @@ def jsonl(tmp_path):
 
 @pytest.fixture
 def database(tmp_path):
+    """URL of a SQLite database with the table sums."""
     file = tmp_path / "tasks.db"
     with sqlite3.connect(file) as db:
         db.execute("CREATE TABLE sums (id INTEGER PRIMARY KEY, question TEXT, answer TEXT)")
@@ -39,7 +42,7 @@ def database(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
-def test_files_of_each_kind_give_the_same_tasks(tmp_path, kind):
+def test_csv_parquet_and_jsonl_give_the_same_tasks(tmp_path, kind):
     import pandas
 
     file = tmp_path / f"sums.{kind}"
@@ -54,7 +57,7 @@ def test_files_of_each_kind_give_the_same_tasks(tmp_path, kind):
 
 
 @pytest.mark.parametrize("inside", ["", "main"])
-def test_a_local_folder_stands_for_a_dataset_of_the_hub(inside, tmp_path, monkeypatch):
+def test_hub_prefers_a_local_folder_of_the_same_name(inside, tmp_path, monkeypatch):
     folder = tmp_path / "openai" / "gsm8k" / inside
     folder.mkdir(parents=True)
     for split, question in {"train": "2 + 2?", "test": "3 + 3?"}.items():
@@ -65,21 +68,21 @@ def test_a_local_folder_stands_for_a_dataset_of_the_hub(inside, tmp_path, monkey
     assert Hub(name="openai/gsm8k", subset="main", split="test").load()[0].messages[-1].content == "3 + 3?"
 
 
-def test_a_file_of_another_kind_is_refused():
+def test_files_reject_unknown_extensions():
     with pytest.raises(ConfigError, match="none of the endings"):
         Files(path="sums.xlsx").load()
 
 
-def test_a_table_of_a_database_comes_by_its_primary_key(database):
+def test_sql_table_is_ordered_by_primary_key(database):
     assert [task.answer for task in Sql(url=database, table="sums", answer_after="####").load()] == ["1", "9"]
 
 
-def test_a_query_of_a_database(database):
+def test_sql_query_keeps_its_order(database):
     source = Sql(url=database, query="SELECT question AS q, id FROM sums ORDER BY id DESC", prompt="{q}", answer="{id}")
     assert [(task.messages[0].content, task.answer) for task in source.load()] == [("9?", "9"), ("1?", "1")]
 
 
-def test_a_database_that_cannot_be_read_says_so(database):
+def test_sql_names_the_table_that_cannot_be_read(database):
     with pytest.raises(ConfigError, match="The rows of none cannot be read"):
         Sql(url=database, table="none").load()
     with pytest.raises(ValueError, match="a table or a query"):
@@ -106,7 +109,7 @@ def test_operators_filter_map_sort_and_take(tmp_path, jsonl):
         Jsonl.model_validate({"path": str(jsonl), "operators": [{"type": "sort", "by": ["size"]}]}).load()
 
 
-def test_a_function_is_named_by_module_or_file():
+def test_function_is_imported_from_module_or_file():
     assert function("json:dumps")([1]) == "[1]"
     for name, sentence in [
         ("dumps", "names no function"),
@@ -118,10 +121,10 @@ def test_a_function_is_named_by_module_or_file():
             function(name)
 
 
-def test_a_task_takes_system_messages_and_a_begun_reply():
+def test_task_has_system_message_and_reply_prefix():
     row = {"question": "q", "answer": "a", "say": "Be kind.", "none": ""}
     task = RowMapping(system="Use \\boxed{}.", reply_prefix="<think>").task("r/0", row)
-    assert [(one.role, one.content) for one in task.messages] == [
+    assert [(message.role, message.content) for message in task.messages] == [
         ("system", "Use \\boxed{}."), ("user", "q"), ("assistant", "<think>"),
     ]  # fmt: skip
     assert RowMapping(system="Brief.", system_key="say").task("r/0", row).messages[0].content == "Be kind."
@@ -130,13 +133,16 @@ def test_a_task_takes_system_messages_and_a_begun_reply():
         RowMapping(system_key="mood").task("r/0", row)
 
 
-def test_a_lesson_is_the_reply_the_whole_answer_or_the_chats_end():
+def test_demonstration_is_a_reply_an_answer_or_a_chat():
     row = {"question": "2+2?", "answer": "Two and two.\n#### 4", "chat": [
         {"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"},
     ]}  # fmt: skip
     assert RowMapping(answer_after="####").demonstration("r/0", row).messages[-1].content == "Two and two.\n#### 4"
     assert RowMapping(reply="<{answer}>").demonstration("r/0", row).messages[-1].content == "<Two and two.\n#### 4>"
-    assert [one.content for one in RowMapping(prompt="{chat}").demonstration("r/0", row).messages] == ["hi", "ho"]
+    assert [message.content for message in RowMapping(prompt="{chat}").demonstration("r/0", row).messages] == [
+        "hi",
+        "ho",
+    ]
     as_text = {**row, "chat": json.dumps(row["chat"])}
     assert RowMapping(prompt="{chat}").demonstration("r/0", as_text) == RowMapping(prompt="{chat}").demonstration(
         "r/0", row
@@ -146,7 +152,7 @@ def test_a_lesson_is_the_reply_the_whole_answer_or_the_chats_end():
         RowMapping(answer="").demonstration("r/0", row)
 
 
-def test_a_pair_has_two_ends():
+def test_pair_has_chosen_and_rejected_messages():
     said = [{"role": "assistant", "content": "fine"}]
     row = {
         "question": "how?",
@@ -155,9 +161,9 @@ def test_a_pair_has_two_ends():
         "whole": [{"role": "user", "content": "how?"}, *said],
         "bad": "no",
     }
-    lesson = RowMapping(chosen="{good}", rejected="{bad}").demonstration("r/0", row)
-    assert [one.content for one in lesson.messages] == ["how?", "fine"]
-    assert [one.content for one in lesson.rejected] == ["how?", "no"]
-    assert RowMapping(chosen="{whole}", rejected="{bad}").demonstration("r/0", row) == lesson
+    pair = RowMapping(chosen="{good}", rejected="{bad}").demonstration("r/0", row)
+    assert [message.content for message in pair.messages] == ["how?", "fine"]
+    assert [message.content for message in pair.rejected] == ["how?", "no"]
+    assert RowMapping(chosen="{whole}", rejected="{bad}").demonstration("r/0", row) == pair
     with pytest.raises(ConfigError, match="says nothing to learn"):
         RowMapping(chosen="{good}").demonstration("r/0", row)

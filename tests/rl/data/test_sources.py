@@ -1,4 +1,4 @@
-"""Sources give the same tasks each time, and say what is wrong with data."""
+"""Task sources are deterministic and name the fault in data that they cannot use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tinsmith.rl.data.row_mapping import RowMapping
 from tinsmith.rl.data.sources import Addition, Hub, Jsonl, Largest, ReasoningGym
 
 
-def test_addition_asks_every_pair_once():
+def test_addition_has_every_pair_once():
     tasks = Addition().load()
     assert len(tasks) == 90 * 90
     assert tasks[29 * 90 + 3].messages[0].content == "What is 39 + 13? Answer with the number only."
@@ -19,7 +19,7 @@ def test_addition_asks_every_pair_once():
     assert len({task.messages for task in tasks[:200]}) == 200
 
 
-def test_largest_is_the_same_each_time_and_right():
+def test_largest_is_deterministic_and_correct():
     first, again = Largest().load()[7], Largest().load()[7]
     assert first == again
     assert first != Largest(seed=1).load()[7]
@@ -28,7 +28,7 @@ def test_largest_is_the_same_each_time_and_right():
     assert first.answer == str(max(numbers))
 
 
-def test_a_sequence_of_tasks_ends():
+def test_generated_tasks_are_a_sequence():
     tasks = Largest(size=3).load()
     assert [task.id for task in tasks] == ["largest/0", "largest/1", "largest/2"]
     assert tasks[-1] == tasks[2]
@@ -36,7 +36,7 @@ def test_a_sequence_of_tasks_ends():
         tasks[3]
 
 
-def test_reasoning_gym_keeps_the_entry_for_its_scorer():
+def test_reasoning_gym_task_keeps_its_entry_in_extra():
     source = ReasoningGym(dataset="basic_arithmetic", size=5, config={"max_terms": 2}, prompt="{question} Go.")
     task = source.load()[2]
     assert task == source.load()[2]
@@ -54,19 +54,20 @@ def test_reasoning_gym_keeps_the_entry_for_its_scorer():
         (Jsonl(path="/no/such.jsonl"), "There is no task file"),
     ],
 )
-def test_a_source_that_cannot_be_loaded_says_why(source, sentence):
+def test_load_errors_give_the_reason(source, sentence):
     with pytest.raises(ConfigError) as caught:
         source.load()
     assert sentence in str(caught.value)
 
 
-def test_a_template_with_an_unknown_field_is_named():
+def test_template_with_unknown_field_is_an_error():
     with pytest.raises(ConfigError, match=r"addition: .* cannot be filled: 'c'") as caught:
         Addition(prompt="{a} + {c}").load()[0]
     assert "a, b" in caught.value.hint
 
 
 def write(path, rows):
+    """Write rows to a JSON Lines file with blank lines between, and return its path."""
     path.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n")
     return str(path)
 
@@ -85,7 +86,7 @@ def write(path, rows):
         ("{answer}", {"answer": None}, ""),
     ],
 )
-def test_a_name_in_braces_is_a_field_as_it_stands_or_a_path(template, row, answer):
+def test_template_field_is_a_literal_name_or_a_path(template, row, answer):
     assert RowMapping(prompt="?", answer=template).task("t/0", row).answer == answer
 
 
@@ -99,24 +100,24 @@ def test_a_name_in_braces_is_a_field_as_it_stands_or_a_path(template, row, answe
         ("\\boxed{}", "written twice"),
     ],
 )
-def test_a_path_that_leads_nowhere_is_named(template, sentence):
+def test_template_path_without_value_is_an_error(template, sentence):
     with pytest.raises(ConfigError, match=sentence):
         RowMapping(prompt="?", answer=template).task("t/0", {"answer": "7", "more": [1]})
 
 
-def test_an_answer_may_be_optional():
+def test_answer_optional_allows_missing_answers():
     fields = RowMapping(prompt="?", answer="{answer}", answer_optional=True)
     assert [fields.task("t/0", row).answer for row in ({}, {"answer": None}, {"answer": 7})] == ["", "", "7"]
     with pytest.raises(ConfigError, match="cannot be filled"):
         RowMapping(prompt="?").task("t/0", {})
 
 
-def test_a_chat_may_stand_at_a_path():
+def test_chat_is_read_from_a_nested_field():
     chat = [{"role": "user", "content": "1?"}, {"role": "assistant", "content": "one"}]
     assert RowMapping(prompt="{said.chat}").demonstration("l/0", {"said": {"chat": chat}}).messages[1].content == "one"
 
 
-def test_jsonl_takes_fields_and_the_part_after_a_mark(tmp_path):
+def test_jsonl_answer_after_keeps_text_after_the_marker(tmp_path):
     path = write(
         tmp_path / "gsm.jsonl",
         [{"question": "2+2?", "answer": "Two and two.\n#### 4"}, {"question": "q", "answer": "#### 5"}],
@@ -126,7 +127,7 @@ def test_jsonl_takes_fields_and_the_part_after_a_mark(tmp_path):
     assert tasks[0].messages[0].content == "Q: 2+2?"
 
 
-def test_fields_beside_question_and_answer_go_with_a_task(tmp_path):
+def test_extra_copies_fields_into_the_task(tmp_path):
     path = write(tmp_path / "t.jsonl", [{"question": "2+2?", "answer": "4", "level": 3}])
     assert Jsonl(path=path).load()[0].extra == {}
     assert Jsonl(path=path, extra=("level",)).load()[0].extra == {"level": 3}
@@ -135,14 +136,14 @@ def test_fields_beside_question_and_answer_go_with_a_task(tmp_path):
         Jsonl(path=path, extra=("levl",)).load()
 
 
-def test_jsonl_takes_a_chat_as_it_stands(tmp_path):
+def test_jsonl_prompt_may_be_a_chat(tmp_path):
     chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?"}]
     task = Jsonl(path=write(tmp_path / "c.jsonl", [{"messages": chat}]), prompt="{messages}", answer="").load()[0]
     assert [(message.role, message.content) for message in task.messages] == [("system", "Be brief."), ("user", "2+2?")]
     assert task.answer == ""
 
 
-def test_jsonl_faults_name_the_row(tmp_path):
+def test_jsonl_errors_name_the_row(tmp_path):
     with pytest.raises(ConfigError, match=r"x/0: .*cannot be filled: 'question'") as caught:
         Jsonl(path=write(tmp_path / "x.jsonl", [{"problem": "p", "answer": "1"}])).load()
     assert "answer, problem" in caught.value.hint
