@@ -1,4 +1,4 @@
-"""Filters leave out what they say, and nothing else; what is missing then is sampled anew, within a bound."""
+"""Filters drop the rollouts and groups that they name; refills replace them up to a bound."""
 
 from __future__ import annotations
 
@@ -25,12 +25,14 @@ def rollout(reward: float, stop: str = "stop", error: str = "") -> Rollout:
 
 
 def group(*rollouts: Rollout | float) -> Group:
-    made = tuple(one if isinstance(one, Rollout) else rollout(one) for one in rollouts)
+    """A group of rollouts; a number stands for a rollout with that reward."""
+    made = tuple(item if isinstance(item, Rollout) else rollout(item) for item in rollouts)
     return Group(task=Task(id="t", messages=()), rollouts=made)
 
 
 def left(filters: list[dict], *groups: Group) -> list[tuple[float, ...]]:
-    return [one.rewards for one in apply_filters(FILTERS.validate_python(filters), groups)]
+    """Rewards of each group that the filters keep."""
+    return [group.rewards for group in apply_filters(FILTERS.validate_python(filters), groups)]
 
 
 @pytest.mark.parametrize(
@@ -45,58 +47,60 @@ def left(filters: list[dict], *groups: Group) -> list[tuple[float, ...]]:
         ([{"type": "reward", "low": 0.3}, {"type": "reward_std"}], []),
     ],
 )
-def test_rollouts_and_groups_outside_are_left_out(filters, expected):
+def test_filters_drop_rollouts_and_groups_outside_bounds(filters, expected):
     assert left(filters, group(0.0, 1.0), group(1.0, 1.0), group(0.2, 0.4), group(-1.0, 3.0)) == expected
 
 
-def test_a_reward_that_is_no_number_is_left_out_and_failures_stay():
-    one = group(math.nan, 1.0, rollout(0.0, error="gone"), math.inf)
-    (kept,) = apply_filters(FILTERS.validate_python([{"type": "valid_reward"}]), [one])
-    assert [rollout.error for rollout in kept.rollouts] == ["", "gone"]
+def test_valid_reward_drops_non_finite_rewards_only():
+    sampled = group(math.nan, 1.0, rollout(0.0, error="gone"), math.inf)
+    (filtered,) = apply_filters(FILTERS.validate_python([{"type": "valid_reward"}]), [sampled])
+    assert [rollout.error for rollout in filtered.rollouts] == ["", "gone"]
     assert left([{"type": "valid_reward"}], group(math.nan)) == []
 
 
-def test_cut_replies_count_in_the_comparison_but_are_not_learned():
-    one = group(rollout(1.0), rollout(0.0, stop="length"), rollout(0.5))
-    (kept,) = apply_filters(FILTERS.validate_python([{"type": "cut"}]), [one])
-    assert kept.rewards == (1.0, 0.0, 0.5)
+def test_cut_replies_count_in_baselines_but_are_not_trained():
+    sampled = group(rollout(1.0), rollout(0.0, stop="length"), rollout(0.5))
+    (filtered,) = apply_filters(FILTERS.validate_python([{"type": "cut"}]), [sampled])
+    assert filtered.rewards == (1.0, 0.0, 0.5)
     config = AlgorithmConfig.model_validate({"type": "grpo", "merge_replies": False})
     algorithm = algorithms.Algorithm(config, frozenset(), columns(), 0)
-    update = run(algorithm.score(1, [kept, group(0.0, 1.0)]))
+    update = run(algorithm.score(1, [filtered, group(0.0, 1.0)]))
     assert [row.advantages[-1] for row in update.rows] == [0.5, -0.5, 0.5]
-    assert left([{"type": "cut", "drop": True}], one) == [(1.0, 0.5)]
+    assert left([{"type": "cut", "drop": True}], sampled) == [(1.0, 0.5)]
 
 
 @pytest.mark.parametrize("name", ["rloo", "opmd", "reinforceplusplus", "raft", "multi_step_grpo", "rec", "grpo_std"])
-def test_every_way_to_compare_takes_a_rollout_that_says_nothing(name):
-    (kept,) = apply_filters(FILTERS.validate_python([{"type": "cut"}]), [group(rollout(1.0, stop="length"), 0.5, 0.2)])
+def test_algorithms_accept_rollouts_without_turns(name):
+    (filtered,) = apply_filters(
+        FILTERS.validate_python([{"type": "cut"}]), [group(rollout(1.0, stop="length"), 0.5, 0.2)]
+    )
     config = AlgorithmConfig.model_validate({"type": name})
-    update = run(algorithms.Algorithm(config, frozenset(), columns(), 0).score(1, [kept]))
+    update = run(algorithms.Algorithm(config, frozenset(), columns(), 0).score(1, [filtered]))
     assert len(update.rows) <= 2
 
 
 @pytest.mark.parametrize(
-    ("given", "sentence"),
+    ("values", "sentence"),
     [({"type": "reward"}, "give low, high or both"), ({"type": "group_mean", "low": 1, "high": 0}, "is above high")],
 )
-def test_bounds_must_bound(given, sentence):
+def test_filters_reject_missing_or_crossed_bounds(values, sentence):
     with pytest.raises(ValueError, match=sentence):
-        FILTERS.validate_python([given])
+        FILTERS.validate_python([values])
 
 
-SPREAD = {"filters": [{"type": "reward_std"}], "algorithm": {"type": "rloo", "kl": {"type": "none", "coef": 0}}}
+FILTERED = {"filters": [{"type": "reward_std"}], "algorithm": {"type": "rloo", "kl": {"type": "none", "coef": 0}}}
 
 
-def test_without_refills_a_step_learns_from_what_is_left(tmp_path):
-    train(settings(tmp_path, **SPREAD))
+def test_step_without_refills_trains_on_remaining_groups(tmp_path):
+    train(settings(tmp_path, **FILTERED))
     trained = [row for row in rows(tmp_path) if "reward/mean" in row]
     for row in trained:
         assert row["filters/dropped"] == pytest.approx(row["groups/constant"])
     assert any(0 < row["filters/dropped"] < 1 for row in trained)
 
 
-def test_a_step_is_filled_up_with_other_tasks(tmp_path):
-    train(settings(tmp_path, filter_refills=20, steps=6, **SPREAD))
+def test_refills_sample_other_tasks(tmp_path):
+    train(settings(tmp_path, filter_refills=20, steps=6, **FILTERED))
     trained = [row for row in rows(tmp_path) if "reward/mean" in row]
     assert any(row["filters/refills"] > 0 for row in trained)
     for row in trained:
@@ -106,8 +110,8 @@ def test_a_step_is_filled_up_with_other_tasks(tmp_path):
         assert (1 - row["filters/dropped"]) * sampled == pytest.approx(3)
 
 
-def test_filling_up_ends_with_what_to_do(tmp_path):
-    never = {**SPREAD, "rewards": [{"type": "format", "pattern": "never"}]}
+def test_exhausted_refills_are_an_error_with_a_fix(tmp_path):
+    never = {**FILTERED, "rewards": [{"type": "format", "pattern": "never"}]}
     message = r"Step 1: the filters keep 0 of 9 groups, but a step needs 3.*filter_refills"
     with pytest.raises(TinsmithError, match=message):
         train(settings(tmp_path, filter_refills=2, **never))
@@ -115,15 +119,15 @@ def test_filling_up_ends_with_what_to_do(tmp_path):
         settings(tmp_path, filter_refills=2)
 
 
-def test_a_step_of_which_nothing_is_left_is_passed_over(tmp_path):
-    train(settings(tmp_path, steps=1, **{**SPREAD, "rewards": [{"type": "format", "pattern": "never"}]}))
+def test_step_without_remaining_groups_is_skipped(tmp_path):
+    train(settings(tmp_path, steps=1, **{**FILTERED, "rewards": [{"type": "format", "pattern": "never"}]}))
     assert [row["optim/skipped"] for row in rows(tmp_path) if "reward/mean" in row] == [1.0]
 
 
 @pytest.mark.parametrize("order", ["shuffle", "difficulty"])
-def test_a_filled_run_goes_on_as_if_never_killed(tmp_path, order):
+def test_killed_run_with_refills_resumes_with_equal_metrics(tmp_path, order):
     tasks = {"train": {"type": "largest", "size": 40}, "held_out": 5, "order": {"type": order}}
-    changes = {"filter_refills": 20, "steps": 6, "checkpoint": {"every": 2}, "tasks": tasks, **SPREAD}
+    changes = {"filter_refills": 20, "steps": 6, "checkpoint": {"every": 2}, "tasks": tasks, **FILTERED}
     train(settings(tmp_path / "whole", **changes))
     broken = settings(tmp_path / "broken", **changes)
     with pytest.raises(Killed):

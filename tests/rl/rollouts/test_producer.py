@@ -1,4 +1,4 @@
-"""Batches are begun ahead by the rule of their style, handed on in order, and never lost."""
+"""Batches are sampled ahead by the rule of their style, delivered in order, and never lost."""
 
 from __future__ import annotations
 
@@ -23,33 +23,33 @@ from tinsmith.rl.rollouts.weight_sync import SyncConfig, WeightPublisher, Weight
 from tinsmith.rl.types import Rollout, Task, Turn
 
 
-class Counting:
-    """A policy that is only a number; it remembers what was kept and let go."""
+class VersionedPolicy:
+    """A policy without weights: a version, and the names of saved checkpoints."""
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
-        self.kept: list[str] = []
+        self.saved: list[str] = []
 
     async def snapshot(self):
-        return Counting(self.version)
+        return VersionedPolicy(self.version)
 
     async def save_for_sampling(self, name: str, ttl_seconds: int | None = None) -> str:
-        self.kept.append(name)
+        self.saved.append(name)
         return name
 
     async def open_checkpoint(self, path: str, version: int):
-        assert path in self.kept
-        return Counting(version)
+        assert path in self.saved
+        return VersionedPolicy(version)
 
     async def delete_checkpoint(self, path: str) -> None:
-        self.kept.remove(path)
+        self.saved.remove(path)
 
     async def sample(self, prompt, *, count, seed, sampling):
         return (Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text="", stop="stop", version=self.version),) * count
 
 
-class Watched:
-    """A workflow that tells how many of it run at once, and takes as long as it is told."""
+class CountingWorkflow:
+    """A workflow that counts concurrent calls and waits until `open` is set."""
 
     def __init__(self) -> None:
         self.now = self.most = 0
@@ -68,8 +68,8 @@ class Watched:
         return tuple(Rollout(turns=(turn,), rewards={"policy": 1.0}) for turn in turns)
 
 
-class Failing(Watched):
-    """Every rollout of the first so many calls fails."""
+class FailingWorkflow(CountingWorkflow):
+    """A workflow whose first `calls` calls fail."""
 
     def __init__(self, calls: int) -> None:
         super().__init__()
@@ -83,9 +83,9 @@ class Failing(Watched):
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Returns when something has come about, and had time to go too far."""
+    """Wait until `holds()` is true, then give pending tasks time to run too far."""
     async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110  nothing rings when it holds
+        while not holds():  # noqa: ASYNC110  no event is set when it holds
             await asyncio.sleep(0.001)
     for _ in range(100):
         await asyncio.sleep(0)
@@ -107,6 +107,7 @@ def batch_source(
     capacity: int = 16,
     **sync: Any,
 ) -> BufferedBatchSource:
+    """Batches of four groups of two rollouts, sampled in process and stored in memory."""
     config = SyncConfig(**{"timeout": 60.0, **sync})
     buffer, notes = MemoryBuffer(), CoordinationNotes(MemoryBuffer())
     publisher = WeightPublisher(policy, notes, config.method or "memory", config.keep, None)
@@ -125,20 +126,22 @@ def batch_source(
     return BufferedBatchSource(buffer, selector, policy, publisher, notes, config, last_step=0, sampling=sampling)
 
 
-async def trained(policy: Counting, batches: BufferedBatchSource, steps: range, pause: float = 0.0) -> list[Batch]:
-    """The batches of some steps; each step is an update that takes `pause` seconds."""
-    found = []
+async def trained(
+    policy: VersionedPolicy, batches: BufferedBatchSource, steps: range, pause: float = 0.0
+) -> list[Batch]:
+    """Batches of `steps`; each step is an update that takes `pause` seconds."""
+    received = []
     for step in steps:
-        found.append(await batches.next(step))
+        received.append(await batches.next(step))
         await asyncio.sleep(pause)
         policy.version += 1
         await batches.mark_trained(step)
     await batches.close()
-    return found
+    return received
 
 
 def versions(batches: list[Batch]) -> list[int]:
-    """Of the weights that sampled each batch; the number that is logged says the same."""
+    """Version of the weights that sampled each batch. Asserts that the logged number is the same."""
     assert [batch.numbers["sync/weights"] for batch in batches] == [batch.groups[0].version for batch in batches]
     return [batch.groups[0].version for batch in batches]
 
@@ -157,129 +160,129 @@ def versions(batches: list[Batch]) -> list[int]:
     ],
 )
 @pytest.mark.parametrize("method", ["memory", "checkpoint"])
-def test_fixed_says_which_weights_sample_which_batch(interval, offset, expected, method):
-    policy = Counting()
-    batches = batch_source(Watched(), policy, steps=12, staleness=offset, interval=interval, method=method)
-    found = asyncio.run(trained(policy, batches, range(1, 13)))
-    assert versions(found) == expected
+def test_fixed_style_sets_the_weights_of_each_batch(interval, offset, expected, method):
+    policy = VersionedPolicy()
+    batches = batch_source(CountingWorkflow(), policy, steps=12, staleness=offset, interval=interval, method=method)
+    received = asyncio.run(trained(policy, batches, range(1, 13)))
+    assert versions(received) == expected
     rule = SyncConfig(interval=interval)
     assert [rule.weights_for(batch, offset) for batch in range(1, 13)] == expected
-    assert [batch.step for batch in found] == list(range(1, 13))
+    assert [batch.step for batch in received] == list(range(1, 13))
 
 
-def test_named_weights_are_published_at_every_interval_and_the_last_few_kept():
-    policy = Counting()
-    batches = batch_source(Watched(), policy, steps=6, method="checkpoint", keep=3)
+def test_checkpoint_method_keeps_the_last_published_weights():
+    policy = VersionedPolicy()
+    batches = batch_source(CountingWorkflow(), policy, steps=6, method="checkpoint", keep=3)
     asyncio.run(trained(policy, batches, range(1, 7)))
-    assert policy.kept == ["sync-000003", "sync-000004", "sync-000005"]
+    assert policy.saved == ["sync-000003", "sync-000004", "sync-000005"]
 
 
-def test_on_demand_training_gives_its_newest_weights_after_the_step_under_way():
-    policy = Counting()
-    batches = batch_source(Watched(), policy, steps=None, style="on_demand", interval=2)
-    found = asyncio.run(trained(policy, batches, range(1, 9), pause=0.02))
-    assert versions(found) == [0, 0, 1, 1, 2, 2, 3, 3]
+def test_on_demand_samples_with_weights_of_the_current_step():
+    policy = VersionedPolicy()
+    batches = batch_source(CountingWorkflow(), policy, steps=None, style="on_demand", interval=2)
+    received = asyncio.run(trained(policy, batches, range(1, 9), pause=0.02))
+    assert versions(received) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
-def test_on_demand_does_not_wait_while_training_waits():
-    policy = Counting()
+def test_on_demand_does_not_deadlock_with_waiting_training():
+    policy = VersionedPolicy()
 
-    class Slow(Watched):
+    class Slow(CountingWorkflow):
         async def run(self, task, policy, *, count, seed):
             await asyncio.sleep(0.01)
             return await super().run(task, policy, count=count, seed=seed)
 
     batches = batch_source(Slow(), policy, steps=None, style="on_demand", interval=1)
-    found = asyncio.run(trained(policy, batches, range(1, 5)))
-    assert versions(found)[0] == 0
-    assert versions(found)[-1] >= 1
+    received = asyncio.run(trained(policy, batches, range(1, 5)))
+    assert versions(received)[0] == 0
+    assert versions(received)[-1] >= 1
 
 
-def test_on_publish_takes_what_training_published_last():
-    policy = Counting()
-    batches = batch_source(Watched(), policy, steps=None, style="on_publish", interval=2, publish_every=3)
-    found = asyncio.run(trained(policy, batches, range(1, 9), pause=0.02))
-    assert set(versions(found)) <= {0, 3, 6}
-    assert versions(found) == sorted(versions(found))
-    assert versions(found)[-1] > 0
+def test_on_publish_samples_with_the_last_published_weights():
+    policy = VersionedPolicy()
+    batches = batch_source(CountingWorkflow(), policy, steps=None, style="on_publish", interval=2, publish_every=3)
+    received = asyncio.run(trained(policy, batches, range(1, 9), pause=0.02))
+    assert set(versions(received)) <= {0, 3, 6}
+    assert versions(received) == sorted(versions(received))
+    assert versions(received)[-1] > 0
 
 
-def test_training_that_waits_for_a_batch_does_not_wait_for_itself():
-    policy = Counting()
-    batches = batch_source(Watched(), policy, steps=None, style="on_publish", interval=1, publish_every=100)
+def test_on_publish_does_not_wait_for_later_publications():
+    policy = VersionedPolicy()
+    batches = batch_source(CountingWorkflow(), policy, steps=None, style="on_publish", interval=1, publish_every=100)
     assert versions(asyncio.run(trained(policy, batches, range(1, 5)))) == [0, 0, 0, 0]
 
 
-def test_live_has_a_bounded_number_of_batches_under_way_and_tells_the_drift():
+def test_live_bounds_batches_in_flight_and_records_versions():
     async def main() -> tuple[int, list[Batch]]:
-        policy, watched = Counting(), Watched()
-        batches = batch_source(watched, policy, steps=None, style="live", in_flight=2)
-        watched.open.clear()
+        policy, workflow = VersionedPolicy(), CountingWorkflow()
+        batches = batch_source(workflow, policy, steps=None, style="live", in_flight=2)
+        workflow.open.clear()
         first = asyncio.create_task(batches.next(1))
-        await until(lambda: len(watched.seeds) >= 8)
-        begun = len(watched.seeds)
+        await until(lambda: len(workflow.seeds) >= 8)
+        begun = len(workflow.seeds)
         policy.version = 1
         await batches.mark_trained(1)
-        watched.open.set()
-        found = [await first, await batches.next(2)]
+        workflow.open.set()
+        received = [await first, await batches.next(2)]
         await batches.close()
-        return begun, found
+        return begun, received
 
-    begun, found = asyncio.run(main())
+    begun, received = asyncio.run(main())
     assert begun == 2 * 4
-    assert [group.version for group in found[0].groups] == [0] * 4
-    assert {turn.version for group in found[0].groups for one in group.rollouts for turn in one.turns} == {1}
+    assert [group.version for group in received[0].groups] == [0] * 4
+    assert {turn.version for group in received[0].groups for rollout in group.rollouts for turn in rollout.turns} == {1}
 
 
-def test_sampling_waits_where_enough_batches_wait():
+def test_sampling_pauses_when_the_buffer_is_full():
     async def main() -> int:
-        watched = Watched()
-        batches = batch_source(watched, Counting(), steps=None, style="live", in_flight=2, capacity=3)
+        workflow = CountingWorkflow()
+        batches = batch_source(workflow, VersionedPolicy(), steps=None, style="live", in_flight=2, capacity=3)
         await batches.next(1)
-        await until(lambda: len(watched.seeds) >= 16)
+        await until(lambda: len(workflow.seeds) >= 16)
         await batches.close()
-        return len(watched.seeds)
+        return len(workflow.seeds)
 
     assert asyncio.run(main()) == 4 * 4
 
 
-def test_the_next_batch_is_sampled_while_this_one_is_trained_on():
+def test_next_batch_is_sampled_during_training():
     async def main() -> tuple[int, int]:
-        watched = Watched()
-        batches = batch_source(watched, Counting(), staleness=1)
+        workflow = CountingWorkflow()
+        batches = batch_source(workflow, VersionedPolicy(), staleness=1)
         await batches.next(1)
-        watched.open.clear()
-        await until(lambda: len(watched.seeds) >= 8)
-        before = len(watched.seeds)
+        workflow.open.clear()
+        await until(lambda: len(workflow.seeds) >= 8)
+        before = len(workflow.seeds)
         await batches.close()
-        return before, watched.most
+        return before, workflow.most
 
     begun, most = asyncio.run(main())
     assert begun == most == 8
 
 
-def test_no_more_requests_concurrency_than_allowed():
+def test_requests_stay_within_concurrency():
     async def main() -> int:
-        watched = Watched()
-        await batch_source(watched, Counting(), concurrency=3).next(1)
-        return watched.most
+        workflow = CountingWorkflow()
+        await batch_source(workflow, VersionedPolicy(), concurrency=3).next(1)
+        return workflow.most
 
     assert asyncio.run(main()) == 3
 
 
-def test_every_request_has_its_own_seed():
-    watched = Failing(calls=4)
-    batches = batch_source(watched, Counting(), rollout={"split": 1, "retries": 1})
-    asyncio.run(trained(Counting(), batches, range(1, 7)))
-    assert len(set(watched.seeds)) == len(watched.seeds) == 6 * 4 * 2
+def test_requests_have_distinct_seeds():
+    workflow = FailingWorkflow(calls=4)
+    batches = batch_source(workflow, VersionedPolicy(), rollout={"split": 1, "retries": 1})
+    asyncio.run(trained(VersionedPolicy(), batches, range(1, 7)))
+    assert len(set(workflow.seeds)) == len(workflow.seeds) == 6 * 4 * 2
 
 
-def test_what_was_begun_ahead_is_handed_over_and_taken_up():
+def test_state_holds_batches_sampled_ahead():
     async def main():
-        first = batch_source(Watched(), Counting(), staleness=2, tasks=(tasks := task_sampler()))
+        first = batch_source(CountingWorkflow(), VersionedPolicy(), staleness=2, tasks=(tasks := task_sampler()))
         await first.next(1)
         state = type(await first.capture_state()).model_validate_json((await first.capture_state()).model_dump_json())
-        again = batch_source(Watched(), Counting(), staleness=2, tasks=tasks)
+        again = batch_source(CountingWorkflow(), VersionedPolicy(), staleness=2, tasks=tasks)
         await again.restore(state)
         second = await again.next(2)
         await again.close()
@@ -292,38 +295,39 @@ def test_what_was_begun_ahead_is_handed_over_and_taken_up():
     assert (second.cursor, cursor) == (8, 4 * 4)
 
 
-def test_nothing_is_begun_beyond_the_last_step():
+def test_sampling_stops_at_the_last_step():
     async def main() -> int:
-        watched = Watched()
-        await batch_source(watched, Counting(), staleness=3, steps=2).next(1)
-        return len(watched.seeds)
+        workflow = CountingWorkflow()
+        await batch_source(workflow, VersionedPolicy(), staleness=3, steps=2).next(1)
+        return len(workflow.seeds)
 
     assert asyncio.run(main()) == 8
 
 
 def refused(use: Callable[[], Awaitable[object]], match: str) -> None:
+    """Assert that awaiting `use()` raises a TinsmithError."""
     with pytest.raises(TinsmithError, match=match):
         asyncio.run(use())
 
 
-def test_a_batch_of_failures_ends_the_run_with_the_first_reason():
-    watched = Failing(calls=1000)
+def test_failed_batch_ends_the_run_with_its_first_error():
+    workflow = FailingWorkflow(calls=1000)
     refused(
-        lambda: batch_source(watched, Counting(), rollout={"refills": 2}).next(1),
+        lambda: batch_source(workflow, VersionedPolicy(), rollout={"refills": 2}).next(1),
         r"Every rollout of step 1 failed; the first error: OSError: no route to host \(2 earlier batches failed too",
     )
-    assert watched.left == 1000 - 3 * 4
+    assert workflow.left == 1000 - 3 * 4
 
 
-def test_a_batch_that_failed_is_told_after_a_save_too_and_those_behind_it_are_not_waited_for():
-    class Second(Watched):
+def test_failed_batch_is_reported_after_capture_state():
+    class Second(CountingWorkflow):
         async def run(self, task, policy, *, count, seed):
             if seed in [request_seed(0, 2, group) for group in range(4)]:
                 raise OSError("no route to host")
             return await super().run(task, policy, count=count, seed=seed)
 
     async def main() -> None:
-        batches = batch_source(Second(), Counting(), staleness=2, rollout={"refills": 0})
+        batches = batch_source(Second(), VersionedPolicy(), staleness=2, rollout={"refills": 0})
         assert (await batches.next(1)).step == 1
         async with asyncio.timeout(10):
             assert (await batches.capture_state()).sampled == 1
@@ -335,9 +339,9 @@ def test_a_batch_that_failed_is_told_after_a_save_too_and_those_behind_it_are_no
     refused(main, "Every rollout of step 2 failed")
 
 
-def test_a_batch_of_failures_is_sampled_anew_from_other_tasks():
+def test_failed_batch_is_refilled_from_other_tasks():
     async def main() -> Batch:
-        return await batch_source(Failing(calls=4), Counting(), tasks=tasks).next(1)
+        return await batch_source(FailingWorkflow(calls=4), VersionedPolicy(), tasks=tasks).next(1)
 
     tasks = task_sampler()
     batch = asyncio.run(main())
@@ -345,10 +349,10 @@ def test_a_batch_of_failures_is_sampled_anew_from_other_tasks():
     assert [group.task for group in batch.groups] == task_sampler().draw(8)[4:]
 
 
-def test_weights_that_never_come_are_not_waited_for_for_ever():
+def test_waiting_for_weights_times_out():
     async def main() -> None:
         notes = CoordinationNotes(MemoryBuffer())
-        publisher = WeightPublisher(Counting(), notes, "memory", 1, None)
+        publisher = WeightPublisher(VersionedPolicy(), notes, "memory", 1, None)
         weights = WeightSubscriber(notes, publisher.open, 0.01, "Raise sync.timeout.")
         await weights.at(3)
 

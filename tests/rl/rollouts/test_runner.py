@@ -1,4 +1,4 @@
-"""A group is tried within limits of time, again where it failed, and without the slowest where others are enough."""
+"""Groups run within time limits, failed rollouts are retried, and the slowest groups can be cancelled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Still:
 
 
 class Timed:
-    """Each task takes as many seconds as its answer says; 'fail' raises, 'half' fails the second rollout once."""
+    """A workflow that takes the seconds in the task's answer; `fail` raises, `half` fails the second rollout once."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, int, int]] = []
@@ -38,6 +38,7 @@ class Timed:
 
 
 def rolled(answers: list[str], *, workflow: Timed | None = None, size: int = 2, over=None, **config) -> list[Group]:
+    """The groups of one task per answer."""
     tasks = [Task(id=str(at), messages=(), answer=answer) for at, answer in enumerate(answers)]
     runner = RolloutRunner(RolloutConfig(**config), asyncio.Semaphore(100))
     seeds = range(100, 100 + len(tasks))
@@ -45,10 +46,11 @@ def rolled(answers: list[str], *, workflow: Timed | None = None, size: int = 2, 
 
 
 def errors(group: Group) -> list[str]:
+    """The error of each rollout."""
     return [rollout.error for rollout in group.rollouts]
 
 
-def test_an_attempt_that_takes_too_long_fails_and_says_so():
+def test_attempt_over_the_timeout_fails():
     quick, slow = rolled(["0", "5"], timeout=0.05)
     assert errors(quick) == ["", ""]
     assert errors(slow) == ["no end within 0.05 seconds"] * 2
@@ -56,7 +58,7 @@ def test_an_attempt_that_takes_too_long_fails_and_says_so():
 
 
 @pytest.mark.parametrize(
-    ("odd", "told"),
+    ("odd", "problem"),
     [
         (replace(GOOD, rewards={"policy": math.nan}, reward_parts={"brief": 1.0, "taste": math.nan}), "taste is nan"),
         (replace(GOOD, rewards={"policy": -math.inf}, reward_parts={"brief": 1.0}), "policy is -inf"),
@@ -64,31 +66,31 @@ def test_an_attempt_that_takes_too_long_fails_and_says_so():
     ],
     ids=["part", "sum", "turn"],
 )
-def test_a_reward_that_is_no_finite_number_costs_its_rollout(odd, told):
+def test_rollout_with_non_finite_reward_fails(odd, problem):
     class Odd(Timed):
         async def run(self, task, policy, *, count, seed):
             return (odd, *[GOOD] * (count - 1))
 
     (group,) = rolled(["0"], workflow=Odd())
-    assert errors(group) == [f"reward: {told}, and must be a finite number", ""]
+    assert errors(group) == [f"reward: {problem}, and must be a finite number", ""]
     assert group.rewards == (1.0,)
 
 
-def test_waiting_for_a_turn_is_not_an_attempt():
+def test_timeout_excludes_waiting_for_concurrency():
     tasks = [Task(id=str(at), messages=(), answer="0.1") for at in range(6)]
     runner = RolloutRunner(RolloutConfig(timeout=0.5), asyncio.Semaphore(1))
     groups = asyncio.run(runner.run_groups(Timed(), tasks, Still(), size=1, seeds=range(6)))
     assert [errors(group) for group in groups] == [[""]] * 6
 
 
-def test_what_failed_is_tried_again_with_another_seed():
+def test_failed_rollouts_are_retried_with_another_seed():
     workflow = Timed()
     (group,) = rolled(["half"], workflow=workflow, size=3, retries=2)
     assert errors(group) == ["", "", ""]
     assert [(count, seed == 100) for _, count, seed in workflow.calls] == [(3, True), (2, False)]
 
 
-def test_what_fails_always_is_tried_a_bounded_number_of_times():
+def test_retries_are_bounded():
     workflow = Timed()
     (group,) = rolled(["fail"], workflow=workflow, retries=2)
     assert errors(group) == ["ValueError: no"] * 2
@@ -98,31 +100,31 @@ def test_what_fails_always_is_tried_a_bounded_number_of_times():
 @pytest.mark.parametrize(
     ("partial", "expected"), [("keep", ["", "odd"]), ("drop", ["left out with its group: odd", "odd"])]
 )
-def test_a_group_in_which_some_failed_counts_as_the_run_says(partial, expected):
+def test_partial_keeps_or_drops_groups_with_failures(partial, expected):
     (group,) = rolled(["half"], partial=partial)
     assert errors(group) == expected
     assert len(group.rollouts[0].turns) == 1
 
 
-def test_the_slowest_are_broken_off_when_enough_are_there():
+def test_oversampling_cancels_the_slowest_groups():
     begin = time.perf_counter()
     groups = rolled(["0", "5", "0", "0"], over=Oversampling(ratio=0.25, wait=0.05))
     assert 0.05 <= time.perf_counter() - begin < 3
     assert [errors(group)[0] for group in groups] == ["", CANCELLED, "", ""]
 
 
-def test_the_others_have_some_time_once_enough_are_there():
+def test_oversampling_waits_before_cancelling():
     groups = rolled(["0", "0.05", "0", "0"], over=Oversampling(ratio=0.25, wait=2))
     assert [errors(group) for group in groups] == [["", ""]] * 4
 
 
-def test_failed_groups_are_not_enough():
+def test_oversampling_does_not_count_failed_groups():
     groups = rolled(["fail", "0.05", "0.05", "0.05"], over=Oversampling(ratio=0.5, wait=0.5))
     assert [errors(group)[0] for group in groups] == ["ValueError: no", "", "", ""]
 
 
 @pytest.mark.parametrize("partial", [True, False])
-def test_what_was_done_of_a_group_broken_off_is_kept_if_wanted(partial):
+def test_oversampling_partial_keeps_finished_rollouts(partial):
     class Uneven(Timed):
         async def run(self, task, policy, *, count, seed):
             if task.answer == "uneven" and self.calls:
@@ -132,11 +134,11 @@ def test_what_was_done_of_a_group_broken_off_is_kept_if_wanted(partial):
 
     over = Oversampling(ratio=0.5, wait=0.01, partial=partial)
     first, _ = rolled(["uneven", "0"], workflow=Uneven(), over=over, split=1)
-    kept = "" if partial else f"left out with its group: {CANCELLED}"
-    assert errors(first) == [kept, CANCELLED]
+    error = "" if partial else f"left out with its group: {CANCELLED}"
+    assert errors(first) == [error, CANCELLED]
 
 
-def test_the_limit_follows_the_mean_after_warm_up():
+def test_timeout_ratio_follows_the_mean_after_warmup():
     async def main() -> list[float]:
         runner = RolloutRunner(RolloutConfig(timeout=9.0, timeout_ratio=3.0, timeout_warmup=2), asyncio.Semaphore(10))
         limits = [runner.limit]
@@ -151,7 +153,7 @@ def test_the_limit_follows_the_mean_after_warm_up():
     assert 0.06 <= third < 3.0
 
 
-def test_styles_and_rollouts_that_do_not_go_together_are_refused(tmp_path):
+def test_rejects_rollout_settings_unused_by_the_style(tmp_path):
     with pytest.raises(ValueError, match=r"rollout\.over\.ratio is not used with sync\.style: fixed"):
         settings(tmp_path, rollout={"over": {"ratio": 0.5}})
     with pytest.raises(ValueError, match=r"sync\.publish_every is not used with sync\.style: fixed"):

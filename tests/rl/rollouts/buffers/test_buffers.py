@@ -1,4 +1,4 @@
-"""Every buffer keeps what it was given, in order, and two that look at one place see the same."""
+"""Every buffer returns what was put into it, also to a second process."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ MAKERS: dict[str, Callable[[Path], Buffer]] = {
 
 
 def batch(number: int, version: int = 0, groups: int = 1) -> Batch:
+    """Batch `number` of equal groups, sampled by weights of `version`; one rollout of each group failed."""
     task = Task(id="t", messages=(Message(role="user", content="ü?", more={"name": "a"}),), extra={"x": [1, None]})
     turn = Turn(prompt=(1, 2), tokens=(3,), logprobs=(-0.1,), text="é", stop="stop", version=version)
     rollouts = (Rollout(turns=(turn,), rewards={"policy": 0.1}), Rollout(error="broken"))
@@ -33,7 +34,7 @@ def batch(number: int, version: int = 0, groups: int = 1) -> Batch:
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_batches_come_out_as_they_went_in(tmp_path, kind):
+def test_buffer_returns_batches_unchanged(tmp_path, kind):
     async def main() -> None:
         buffer = MAKERS[kind](tmp_path)
         for number in (2, 1, 3):
@@ -51,7 +52,7 @@ def test_batches_come_out_as_they_went_in(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", MAKERS)
-def test_a_note_takes_the_place_of_the_one_before(tmp_path, kind):
+def test_note_replaces_the_previous_value(tmp_path, kind):
     async def main() -> None:
         buffer = MAKERS[kind](tmp_path)
         assert await buffer.notes() == {}
@@ -65,21 +66,21 @@ def test_a_note_takes_the_place_of_the_one_before(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["file", "sql"])
-def test_what_outlives_a_process_is_there_for_another(tmp_path, kind):
+def test_durable_buffers_are_shared_between_processes(tmp_path, kind):
     async def main() -> None:
-        one, other = MAKERS[kind](tmp_path), MAKERS[kind](tmp_path)
-        assert one.durable
-        await one.put(batch(1))
-        await one.note("a", "b")
-        assert (await other.get(1), await other.notes()) == (batch(1), {"a": "b"})
-        await one.close()
-        await other.close()
+        first, second = MAKERS[kind](tmp_path), MAKERS[kind](tmp_path)
+        assert first.durable
+        await first.put(batch(1))
+        await first.note("a", "b")
+        assert (await second.get(1), await second.notes()) == (batch(1), {"a": "b"})
+        await first.close()
+        await second.close()
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("kind", ["file", "sql"])
-def test_what_nobody_waits_for_any_more_is_done_before_what_comes_after(tmp_path, kind):
+def test_cancelled_note_is_written_before_the_next_one(tmp_path, kind):
     async def main() -> None:
         buffer = MAKERS[kind](tmp_path)
         for number in range(30):
@@ -93,22 +94,22 @@ def test_what_nobody_waits_for_any_more_is_done_before_what_comes_after(tmp_path
     asyncio.run(main())
 
 
-def test_runs_of_one_database_do_not_see_each_other(tmp_path):
+def test_runs_in_one_database_are_separate(tmp_path):
     async def main() -> None:
         url = f"sqlite:///{tmp_path}/buffer.db"
-        one, other = SqlBuffer(url, "one"), SqlBuffer(url, "other")
-        await one.put(batch(1))
-        await one.note("a", "b")
-        assert (list(await other.numbers()), await other.notes()) == ([], {})
-        await other.drop([1])
-        assert list(await one.numbers()) == [1]
-        await one.close()
-        await other.close()
+        first, second = SqlBuffer(url, "one"), SqlBuffer(url, "other")
+        await first.put(batch(1))
+        await first.note("a", "b")
+        assert (list(await second.numbers()), await second.notes()) == ([], {})
+        await second.drop([1])
+        assert list(await first.numbers()) == [1]
+        await first.close()
+        await second.close()
 
     asyncio.run(main())
 
 
-def test_a_file_half_written_is_no_batch_and_no_note(tmp_path):
+def test_partially_written_files_are_ignored(tmp_path):
     buffer = FileBuffer(tmp_path)
     (tmp_path / "batch-000001.json.1f0e.part").write_text('{"step": 1, "gro')
     (tmp_path / "note-wanted.json.1f0e.part").write_text("{")
@@ -116,7 +117,7 @@ def test_a_file_half_written_is_no_batch_and_no_note(tmp_path):
     assert asyncio.run(buffer.notes()) == {}
 
 
-def test_each_configuration_makes_its_buffer(tmp_path):
+def test_build_makes_the_buffer_of_each_config(tmp_path):
     assert isinstance(buffers.build(MemoryConfig(), tmp_path, "run"), MemoryBuffer)
     assert isinstance(buffers.build(FileConfig(), tmp_path, "run"), FileBuffer)
     assert (tmp_path / "buffer").is_dir()
@@ -128,6 +129,6 @@ def test_each_configuration_makes_its_buffer(tmp_path):
 
 
 @pytest.mark.parametrize("url", ["nonsense", "nodialect://x", "sqlite:////no/such/folder/b.db"])
-def test_a_database_that_cannot_be_opened_is_refused(url):
+def test_database_that_cannot_be_opened_is_an_error(url):
     with pytest.raises(ConfigError, match=r"buffer\.url: the database cannot be opened"):
         SqlBuffer(url, "run")

@@ -1,4 +1,4 @@
-"""Which batch is trained on next: in order and once, unless they are used again; the old ones are counted."""
+"""Batch selection: in order and once by default, repeatedly with replay, without batches that are too old."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tinsmith.rl.rollouts.buffers.replay import BatchSelector, ReplayConfig, Sel
 T = TypeVar("T")
 
 
-def with_reader(
+def with_selector(
     versions: Sequence[int], use: Callable[[BatchSelector, MemoryBuffer, list[float]], Awaitable[T]], **config
 ) -> T:
-    """A buffer of batches 1, 2, … sampled by weights of `versions`; the list holds the time of day."""
+    """A buffer of batches 1, 2, … sampled by weights of `versions`; the list holds the clock's time in seconds."""
 
     async def main() -> T:
         buffer, now = MemoryBuffer(), [0.0]
@@ -35,133 +35,133 @@ def with_reader(
     return asyncio.run(main())
 
 
-async def taken(reader: BatchSelector, count: int, version: int = 0) -> list[int | None]:
-    """What `count` steps train on, each of which makes a new version."""
-    found = [await reader.take(version + step) for step in range(count)]
-    return [None if one is None else one.step for one in found]
+async def taken(selector: BatchSelector, count: int, version: int = 0) -> list[int | None]:
+    """Numbers of the batches of `count` steps, each of which makes a new version; None where none is ready."""
+    batches = [await selector.take(version + step) for step in range(count)]
+    return [None if batch is None else batch.step for batch in batches]
 
 
-def test_oldest_first_and_once():
-    async def use(reader, buffer, now):
-        first = await taken(reader, 4)
-        await reader.clear()
+def test_batches_are_selected_once_oldest_first():
+    async def use(selector, buffer, now):
+        first = await taken(selector, 4)
+        await selector.clear()
         return first, list(await buffer.numbers())
 
-    assert with_reader([0, 1, 2], use) == ([1, 2, 3, None], [])
+    assert with_selector([0, 1, 2], use) == ([1, 2, 3, None], [])
 
 
-def test_a_batch_that_is_missing_is_waited_for():
-    async def use(reader, buffer, now):
+def test_missing_batch_blocks_later_ones():
+    async def use(selector, buffer, now):
         await buffer.drop([2])
-        before = await taken(reader, 2)
+        before = await taken(selector, 2)
         await buffer.put(batch(2))
-        return before, await taken(reader, 2)
+        return before, await taken(selector, 2)
 
-    assert with_reader([0, 0, 0], use) == ([1, None], [2, 3])
+    assert with_selector([0, 0, 0], use) == ([1, None], [2, 3])
 
 
-def test_old_groups_are_left_out_and_counted():
-    async def use(reader, buffer, now):
+def test_max_staleness_drops_and_counts_old_groups():
+    async def use(selector, buffer, now):
         mixed = batch(3, version=4, groups=2)
         old = replace(mixed.groups[1], version=1)
         await buffer.put(replace(mixed, groups=(mixed.groups[0], old)))
-        found = await reader.take(5)
-        return found.step, [group.version for group in found.groups], found.numbers["buffer/dropped_groups"]
+        selected = await selector.take(5)
+        return selected.step, [group.version for group in selected.groups], selected.numbers["buffer/dropped_groups"]
 
-    assert with_reader([0, 2, 4], use, max_staleness=2) == (3, [4], 3.0)
+    assert with_selector([0, 2, 4], use, max_staleness=2) == (3, [4], 3.0)
 
 
 @pytest.mark.parametrize("step", [1, 2, 3, 7])
 @pytest.mark.parametrize("bound", [0, 1, 3])
-def test_the_bound_is_a_least_version(step, bound):
-    """Of the weights that step `step` trains, which are of version step - 1: at least max(step - bound - 1, 0)."""
+def test_max_staleness_sets_the_oldest_version(step, bound):
+    """Step `step` trains weights of version step - 1; its batch has version max(step - bound - 1, 0) or newer."""
 
-    async def use(reader, buffer, now):
-        found = [await reader.take(step - 1) for _ in range(step)]
-        return [one.groups[0].version for one in found if one is not None]
+    async def use(selector, buffer, now):
+        batches = [await selector.take(step - 1) for _ in range(step)]
+        return [selected.groups[0].version for selected in batches if selected is not None]
 
-    assert with_reader(list(range(step)), use, max_staleness=bound) == list(range(max(step - bound - 1, 0), step))
+    assert with_selector(list(range(step)), use, max_staleness=bound) == list(range(max(step - bound - 1, 0), step))
 
 
-def test_replay_takes_the_newest_and_least_used():
-    async def use(reader, buffer, now):
-        return await taken(reader, 8)
+def test_replay_prefers_new_and_rarely_used_batches():
+    async def use(selector, buffer, now):
+        return await taken(selector, 8)
 
     # priorities: 0, 1, 5 at first; each use costs 2
-    found = with_reader([0, 1, 5], use, replay={"enable": True, "decay": 2.0, "cooldown": 0.0})
-    assert found == [3, 3, 2, 3, 1, 2, 3, 1]
+    steps = with_selector([0, 1, 5], use, replay={"enable": True, "decay": 2.0, "cooldown": 0.0})
+    assert steps == [3, 3, 2, 3, 1, 2, 3, 1]
 
 
-def test_replay_lets_a_batch_rest():
-    async def use(reader, buffer, now):
-        first = await taken(reader, 3)
+def test_replay_waits_for_the_cooldown():
+    async def use(selector, buffer, now):
+        first = await taken(selector, 3)
         now[0] = 10.0
-        return first, await taken(reader, 2, 3)
+        return first, await taken(selector, 2, 3)
 
     how = {"enable": True, "decay": 0.0, "cooldown": 10.0}
-    assert with_reader([0, 1], use, replay=how) == ([2, 1, None], [2, 1])
+    assert with_selector([0, 1], use, replay=how) == ([2, 1, None], [2, 1])
 
 
-def test_replay_without_a_cooldown_uses_each_once():
-    async def use(reader, buffer, now):
-        found = await taken(reader, 3)
-        await reader.clear()
-        return found, list(await buffer.numbers())
+def test_replay_without_cooldown_uses_batches_once():
+    async def use(selector, buffer, now):
+        steps = await taken(selector, 3)
+        await selector.clear()
+        return steps, list(await buffer.numbers())
 
-    assert with_reader([0, 1], use, replay={"enable": True}) == ([2, 1, None], [])
+    assert with_selector([0, 1], use, replay={"enable": True}) == ([2, 1, None], [])
 
 
-def test_a_batch_used_once_is_used_no_more_where_the_process_was_killed_before_it_was_dropped():
-    async def use(reader, buffer, now):
-        await taken(reader, 1)
+def test_used_batch_is_not_reused_after_a_kill_before_its_drop():
+    async def use(selector, buffer, now):
+        await taken(selector, 1)
         again = BatchSelector(buffer, MemoryConfig(replay={"enable": True}), 0)
-        again.restore(reader.state)
-        found = await taken(again, 2, 1)
+        again.restore(selector.state)
+        steps = await taken(again, 2, 1)
         await again.clear()
-        return found, list(await buffer.numbers())
+        return steps, list(await buffer.numbers())
 
-    assert with_reader([0, 1], use, replay={"enable": True}) == ([1, None], [])
+    assert with_selector([0, 1], use, replay={"enable": True}) == ([1, None], [])
 
 
 AGAIN = {"enable": True, "cooldown": 0.0}
 
 
-def test_weights_that_learned_nothing_from_a_batch_do_not_take_it_again():
-    async def use(reader, buffer, now):
-        same = [await reader.take(7) for _ in range(3)]
-        other = await reader.take(8)
-        return [one and one.step for one in (*same, other)], (await reader.take(8, again=True)).step
+def test_batch_is_not_reused_by_the_same_weights():
+    async def use(selector, buffer, now):
+        same = [await selector.take(7) for _ in range(3)]
+        other = await selector.take(8)
+        return [selected and selected.step for selected in (*same, other)], (await selector.take(8, again=True)).step
 
-    assert with_reader([0, 1], use, replay=AGAIN) == ([2, 1, None, 2], 1)
-    assert with_reader([0], use, replay=AGAIN) == ([1, None, None, 1], 1)
-
-
-def test_what_is_left_out_unused_is_not_waited_for():
-    async def use(reader, buffer, now):
-        await taken(reader, 1, 9)
-        return reader.taken
-
-    assert with_reader([3, 0, 2, 1], use, replay={**AGAIN, "size": 2}) == 3
+    assert with_selector([0, 1], use, replay=AGAIN) == ([2, 1, None, 2], 1)
+    assert with_selector([0], use, replay=AGAIN) == ([1, None, None, 1], 1)
 
 
-def test_batches_too_old_are_done_with_where_batches_come_again():
-    async def use(reader, buffer, now):
-        found = await taken(reader, 1, 9)
-        await reader.clear()
-        return found, reader.taken, list(await buffer.numbers())
+def test_batches_beyond_the_replay_size_count_as_taken():
+    async def use(selector, buffer, now):
+        await taken(selector, 1, 9)
+        return selector.taken
 
-    assert with_reader([3, 5], use, replay=AGAIN, max_staleness=1) == ([None], 2, [])
+    assert with_selector([3, 0, 2, 1], use, replay={**AGAIN, "size": 2}) == 3
 
 
-def test_the_limited_priority_ends_after_so_many_uses():
-    async def use(reader, buffer, now):
-        return await taken(reader, 7)
+def test_replay_drops_batches_over_max_staleness():
+    async def use(selector, buffer, now):
+        steps = await taken(selector, 1, 9)
+        await selector.clear()
+        return steps, selector.taken, list(await buffer.numbers())
+
+    assert with_selector([3, 5], use, replay=AGAIN, max_staleness=1) == ([None], 2, [])
+
+
+def test_linear_decay_limited_stops_after_limit_uses():
+    async def use(selector, buffer, now):
+        return await taken(selector, 7)
 
     how = {"enable": True, "priority": "linear_decay_limited", "limit": 3, "cooldown": 0.0, "decay": 2.0}
-    assert with_reader([0, 0], use, replay=how) == [1, 2, 1, 2, 1, 2, None]
+    assert with_selector([0, 0], use, replay=how) == [1, 2, 1, 2, 1, 2, None]
 
 
-def test_the_noise_of_the_limited_priority_has_its_deviation():
+def test_linear_decay_limited_noise_has_deviation_sigma():
     config = ReplayConfig(enable=True, priority="linear_decay_limited", sigma=0.5, decay=2.0, limit=3)
     drawn = [config.value(7, 1, number, 0) for number in range(2000)]
     assert statistics.mean(drawn) == pytest.approx(5.0, abs=0.05)
@@ -169,23 +169,23 @@ def test_the_noise_of_the_limited_priority_has_its_deviation():
     assert config.value(7, 3, 1, 0) == float("-inf")
 
 
-def test_replay_keeps_a_bounded_number():
-    async def use(reader, buffer, now):
-        await taken(reader, 1)
-        await reader.clear()
+def test_replay_size_bounds_stored_batches():
+    async def use(selector, buffer, now):
+        await taken(selector, 1)
+        await selector.clear()
         return sorted(await buffer.numbers())
 
-    assert with_reader([3, 0, 2, 1], use, replay={"enable": True, "size": 2, "cooldown": 0.0}) == [1, 3]
+    assert with_selector([3, 0, 2, 1], use, replay={"enable": True, "size": 2, "cooldown": 0.0}) == [1, 3]
 
 
-def test_where_it_is_goes_through_a_state():
-    async def use(reader, buffer, now):
-        first = await taken(reader, 3)
+def test_selector_resumes_from_its_state():
+    async def use(selector, buffer, now):
+        first = await taken(selector, 3)
         again = BatchSelector(buffer, MemoryConfig(replay={"enable": True, "cooldown": 0.0}), 0, clock=lambda: 0.0)
-        again.restore(SelectorState.model_validate_json(reader.state.model_dump_json()))
-        return first, await taken(again, 3, 3), await taken(reader, 3, 3)
+        again.restore(SelectorState.model_validate_json(selector.state.model_dump_json()))
+        return first, await taken(again, 3, 3), await taken(selector, 3, 3)
 
-    first, again, on = with_reader([0, 1, 5], use, replay={"enable": True, "cooldown": 0.0})
+    first, again, on = with_selector([0, 1, 5], use, replay={"enable": True, "cooldown": 0.0})
     assert first == [3, 3, 2]
     assert again == on == [3, 1, 2]
 
@@ -194,7 +194,7 @@ REPLAY = {"type": "memory", "replay": {"enable": True, "cooldown": 0.0, "decay":
 SIGNAL = {"advantage": {"std_threshold": None}, "kl": {"type": "k2", "coef": 1e-9}}
 
 
-def test_a_run_with_replay_trains_on_batches_again(tmp_path):
+def test_run_with_replay_reuses_batches(tmp_path):
     run(settings(tmp_path, steps=12, sync={"interval": 4}, buffer=REPLAY, algorithm=SIGNAL))
     uses = [row["buffer/uses"] for row in rows(tmp_path) if "buffer/uses" in row]
     assert len(uses) == 12
@@ -205,7 +205,7 @@ def test_a_run_with_replay_trains_on_batches_again(tmp_path):
 LIVE = {"sync": {"style": "live", "timeout": 5}, "buffer": {"type": "memory", "replay": AGAIN}}
 
 
-def test_a_step_that_learns_nothing_is_not_made_again_with_the_same_batch(tmp_path):
+def test_skipped_step_is_not_repeated_with_its_batch(tmp_path):
     never = [{"type": "format", "pattern": "never"}]
     run(settings(tmp_path, steps=20, eval={"every": 0}, rewards=never, **LIVE))
     trained = [row for row in rows(tmp_path) if "reward/mean" in row]
@@ -213,10 +213,10 @@ def test_a_step_that_learns_nothing_is_not_made_again_with_the_same_batch(tmp_pa
     assert [row["buffer/uses"] for row in trained] == [1.0] * 20
 
 
-def test_where_batches_are_for_steps_one_that_taught_nothing_comes_again_before_none_does(tmp_path):
+def test_fixed_style_reuses_a_skipped_batch_without_others(tmp_path):
     never = [{"type": "format", "pattern": "never"}]
-    one = {"type": "memory", "replay": {**AGAIN, "size": 1}}
-    assert run(settings(tmp_path, steps=8, sync={"interval": 4, "timeout": 5}, buffer=one, rewards=never)).step == 8
+    buffer = {"type": "memory", "replay": {**AGAIN, "size": 1}}
+    assert run(settings(tmp_path, steps=8, sync={"interval": 4, "timeout": 5}, buffer=buffer, rewards=never)).step == 8
 
 
 def fails_from(version: int, folder: Path):
@@ -229,12 +229,12 @@ def fails_from(version: int, folder: Path):
                 snapshot.sample = self.gone
             return snapshot
 
-        async def gone(self, *asked, **how):
+        async def gone(self, *args, **options):
             raise ConnectionError("gone for good")
 
-        async def update(self, *told):
-            await asyncio.sleep(0)  # as any server's would
-            return await super().update(*told)
+        async def update(self, *args):
+            await asyncio.sleep(0)  # an update of a real server yields too
+            return await super().update(*args)
 
     async def connect(state, at):
         return Gone(REPLIES, folder / "weights", state=state, version=at)
@@ -242,12 +242,12 @@ def fails_from(version: int, folder: Path):
     return connect
 
 
-def test_sampling_that_failed_ends_a_run_that_could_go_on_with_what_it_has(tmp_path):
+def test_sampling_failure_ends_a_run_with_replayable_batches(tmp_path):
     with pytest.raises(TinsmithError, match=r"Every rollout of step \d+ failed; .*gone for good"):
         run(settings(tmp_path, steps=500, algorithm=SIGNAL, eval={"every": 0}, **LIVE), fails_from(2, tmp_path))
 
 
-def test_a_run_that_samples_far_ahead_leaves_out_what_is_old(tmp_path):
+def test_run_that_samples_ahead_drops_stale_groups(tmp_path):
     run(
         settings(
             tmp_path,
@@ -266,7 +266,7 @@ def test_a_run_that_samples_far_ahead_leaves_out_what_is_old(tmp_path):
 @pytest.mark.parametrize("staleness", [0, 2])
 @pytest.mark.parametrize(("at", "calls"), [("update", 1), ("update", 4), ("save", 1)])
 @pytest.mark.parametrize("kind", ["file", "sql"])
-def test_a_run_with_a_durable_buffer_killed_anywhere_ends_the_same(tmp_path, kind, staleness, at, calls):
+def test_killed_run_with_durable_buffer_resumes_equally(tmp_path, kind, staleness, at, calls):
     run(settings(tmp_path / "whole", staleness=staleness))
     url = f"sqlite:///{tmp_path}/buffer.db"
     buffer = {"type": "file"} if kind == "file" else {"type": "sql", "url": url}
