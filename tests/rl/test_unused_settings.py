@@ -55,7 +55,7 @@ def refused(values, words, **changes):
             {"min_ratio": 0.1},
             "min_ratio is not used with schedule: constant; set schedule to linear or cosine",
         ),
-        ("algorithm", {"type": "grpo_std", "kl": {"type": "k3"}}, "type k3 wants a coef beside it"),
+        ("algorithm", {"type": "grpo_std", "kl": {"type": "k3"}}, "type k3 needs a coef"),
         ("algorithm", {"kl": {"type": "k3", "coef": 0.1, "horizon": 9}}, "horizon is not used without target"),
         (
             "algorithm",
@@ -157,7 +157,7 @@ def test_a_run_on_data_alone_has_no_keys_of_rollouts(key, value):
         ("dpo", {"advantage": {"type": "rloo"}}, "advantage is not used with algorithm.type: dpo"),
         ("dpo", {"aggregate": "token_sum"}, "aggregate is not used with algorithm.type: dpo"),
         ("sft", {"refill": True}, "refill is not used with algorithm.type: sft, which samples no rollouts"),
-        ("sft", {"loss": {"type": "ppo"}}, "sft wants a loss of likelihoods"),
+        ("sft", {"loss": {"type": "ppo"}}, "sft needs a likelihood loss"),
     ],
 )
 def test_an_algorithm_of_lessons_has_no_parts_of_rollouts(kind, part, words):

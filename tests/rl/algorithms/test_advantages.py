@@ -191,7 +191,7 @@ def test_gigpo_adds_the_advantage_of_a_turn_in_its_state():
     step = returns_a[0] - statistics.mean(returns_a)
     assert advantages[0].tolist() == pytest.approx([0.5 + 2 * step, 0.5, 0.5])
     assert advantages[1].tolist() == pytest.approx([-0.5 - 2 * step, -0.5])
-    with pytest.raises(ConfigError, match="a turn of this workflow has none"):
+    with pytest.raises(ConfigError, match="a turn of this workflow has no state"):
         GigpoAdvantage().compute([[trace(1.0)]], random())
 
 

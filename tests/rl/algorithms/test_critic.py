@@ -122,7 +122,7 @@ def test_critic_reuses_logprobs_of_the_same_weights(tmp_path):
 
 def test_clip_bounds_returns_around_old_values(tmp_path):
     critic = Critic(CriticConfig(clip=0.25), ScriptedAuxiliaryAdapter(tmp_path), 1)
-    assert critic._bounded(sample("ab", 1.0, 0.5)).tolist() == [0.75]
+    assert critic._clipped_returns(sample("ab", 1.0, 0.5)).tolist() == [0.75]
 
 
 def ppo(**more):
@@ -162,9 +162,9 @@ def test_interrupted_run_resumes_with_its_critic(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "sentence"),
     [
-        ({"type": "ppo", "critic": None}, "wants a critic"),
-        ({"type": "grpo", "critic": {}}, "wants no critic"),
-        ({"type": "ppo", "critic": {"low": 1.0, "high": 1.0}}, "not above"),
+        ({"type": "ppo", "critic": None}, "needs a critic"),
+        ({"type": "grpo", "critic": {}}, "needs no critic"),
+        ({"type": "ppo", "critic": {"low": 1.0, "high": 1.0}}, "set it above low"),
     ],
 )
 def test_rejects_critics_that_do_not_fit_the_algorithm(tmp_path, algorithm, sentence):

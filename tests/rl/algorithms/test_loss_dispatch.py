@@ -254,5 +254,5 @@ def test_missing_column_source_is_an_error_before_the_run():
 def test_settings_override_the_preset():
     algorithm = config("grpo_std", loss={"clip_high": 0.4}, advantage={"type": "rloo"})
     assert (algorithm.loss.clip_high, algorithm.loss.clip_low, algorithm.advantage.type) == (0.4, 0.2, "rloo")
-    with pytest.raises(ValueError, match="kl_penalty does nothing"):
+    with pytest.raises(ValueError, match="kl_penalty is not used with advantage jsd"):
         config("jsd", kl_penalty={"type": "k1", "coef": 0.1})

@@ -259,7 +259,7 @@ def test_kl_coefficient_adapts_towards_its_target():
     assert kl.adapted_coef(0.1, 0.0, 50) == pytest.approx(0.1 * (1 - 0.2 * 0.5))
     assert KlConfig(coef=0.1).adapted_coef(0.1, 9.0, 50) == 0.1
     for wrong in ({"type": "none", "coef": 0.1}, {"target": 0.1}):
-        with pytest.raises(ValueError, match=r"type none|begin above 0"):
+        with pytest.raises(ValueError, match=r"type: none|set coef above 0"):
             KlConfig.model_validate(wrong)
 
 

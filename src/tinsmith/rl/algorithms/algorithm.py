@@ -1,7 +1,8 @@
-"""The algorithm of a run at work: groups in, rows and one loss over them out.
+"""The algorithm of a run: turns the groups of a step into training rows and one loss over them.
 
-In order: ask what is needed (reference, teacher, values), take penalties off rewards, compute advantages, lay them on
-rows, let equal replies share a row, leave out what teaches nothing, and have the loss computed where it can be.
+Steps of `score`: request the columns that the algorithm reads (reference, teacher, values), subtract the KL penalty
+from rewards, compute advantages, write them into rows, merge identical rows, drop rows without gradient, and prepare
+the loss for the server or for the client.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ from tinsmith.rl.policy.training_rows import (
 from tinsmith.rl.types import Group
 
 ColumnSource = Callable[[Sequence[TrainingRow]], Awaitable[list[np.ndarray]]]
-"""From rows to a column [N] of each."""
+"""Computes one column, float32 [N] for each row."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """A rollout that did not fail: its group's number, its rows, and what advantages see of it."""
+    """A rollout that did not fail: the number of its group, its rows, and its trace for advantages."""
 
     group: int
     rows: tuple[TrainingRow, ...]
     trace: Trace
-    cut: bool
-    """Whether a turn of it met max_tokens."""
+    truncated: bool
+    """Whether a turn reached max_tokens."""
 
 
 class Algorithm:
@@ -51,31 +52,34 @@ class Algorithm:
     def __init__(
         self, config: AlgorithmConfig, extensions: frozenset[str], columns: Mapping[str, ColumnSource], seed: int
     ) -> None:
-        """`extensions` are the server's; `columns` has whom to ask for each name in `config.columns`."""
+        """`extensions`: loss inputs that the server adds to the Tinker API; `columns`: sources of `config.columns`.
+
+        Raises ConfigError if the source of a column is missing.
+        """
         if missing := sorted(config.columns - columns.keys()):
-            raise ConfigError(f"algorithm: {config.type} reads {', '.join(missing)}, and nobody here gives it.")
+            raise ConfigError(f"algorithm: {config.type} reads {', '.join(missing)}, which no source provides.")
         self._config, self._columns, self._seed = config, columns, seed
-        self._served = loss_dispatch.server_loss(config, extensions)
+        self._server_loss = loss_dispatch.server_loss(config, extensions)
         self._kl_coef, self._penalty_coef = config.kl.coef, config.kl_penalty.coef
 
     @property
     def loss_location(self) -> str:
-        """Who computes the loss, for people."""
-        if self._served is not None:
-            return f"the server's {self._served.name}"
+        """Description of where the loss is computed, for display."""
+        if self._server_loss is not None:
+            return f"the server's {self._server_loss.name}"
         return f"{self._config.loss.type}, computed here, which costs one more forward pass a step"
 
     async def score(self, step: int, groups: Sequence[Group], demonstrations: Sequence[TrainingRow] = ()) -> Update:
-        """What to learn from a step's groups and from rows of others beside them; no rows: nothing."""
+        """The update for the groups of a step and rows of demonstrations; without rows if there is no gradient."""
         replies = [
             _Reply(number, tuple(rows_from_rollout(rollout)), trace_from_rollout(rollout), is_truncated(rollout))
             for number, group in enumerate(groups)
             for rollout in group.rollouts
             if not rollout.error
         ]
-        replies, numbers = self._penalized(await self._asked(replies))
+        replies, numbers = self._with_penalty(await self._with_columns(replies))
         random = np.random.default_rng((self._seed, step))
-        traces_PG = [[one.trace for one in replies if one.group == number] for number in range(len(groups))]
+        traces_PG = [[reply.trace for reply in replies if reply.group == number] for number in range(len(groups))]
         replies = self._with_returns(replies)
         rows = self._rows(replies, self._config.advantage.compute(traces_PG, random), random)
         if self._config.loss_reads_reference and demonstrations:
@@ -86,7 +90,7 @@ class Algorithm:
         return replace(self._update(step, [*rows, *demonstrations]), numbers=numbers)
 
     def adapt_coefficients(self, update: Update, updated: UpdateResult) -> dict[str, float]:
-        """Coefficients that adapt move by what the update measured; what they are now."""
+        """Move adaptive coefficients by the divergence measured in an update. Returns them as metrics."""
         replies = sum(row.count for row in update.rows)
         measured = updated.metrics.get("kl")
         if measured is None and "kl:sum" in updated.metrics:
@@ -103,109 +107,104 @@ class Algorithm:
 
     @property
     def state(self) -> dict[str, float]:
-        """What a run that goes on must know."""
+        """Adaptive coefficients, to be saved in a checkpoint."""
         return {"kl_coef": self._kl_coef, "kl_penalty_coef": self._penalty_coef}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """As it was."""
+        """Set the coefficients to those of `state`."""
         self._kl_coef = state.get("kl_coef", self._kl_coef)
         self._penalty_coef = state.get("kl_penalty_coef", self._penalty_coef)
 
-    async def _asked(self, replies: Sequence[_Reply]) -> list[_Reply]:
-        """With every column that is read."""
+    async def _with_columns(self, replies: Sequence[_Reply]) -> list[_Reply]:
+        """The replies with the columns that the algorithm reads, in rows and traces."""
         names = sorted(self._config.columns)
-        rows = [row for one in replies for row in one.rows]
+        rows = [row for reply in replies for row in reply.rows]
         if not names or not rows:
             return list(replies)
-        answers = await asyncio.gather(*(self._columns[name](rows) for name in names))
-        found: list[_Reply] = []
+        sources = await asyncio.gather(*(self._columns[name](rows) for name in names))
+        extended: list[_Reply] = []
         begin = 0
-        for one in replies:
-            mine = {name: answer[begin : begin + len(one.rows)] for name, answer in zip(names, answers, strict=True)}
-            begin += len(one.rows)
-            filled = tuple(
-                replace(row, columns={name: columns[at] for name, columns in mine.items()})
-                for at, row in enumerate(one.rows)
+        for reply in replies:
+            end = begin + len(reply.rows)
+            columns = {name: source[begin:end] for name, source in zip(names, sources, strict=True)}
+            begin = end
+            reply_rows = tuple(
+                replace(row, columns={name: column[at] for name, column in columns.items()})
+                for at, row in enumerate(reply.rows)
             )
-            known = {name: gather_from_rows(one.rows, columns) for name, columns in mine.items()}
-            found.append(replace(one, rows=filled, trace=one.trace.with_columns(known)))
-        return found
+            trace_columns = {name: gather_from_rows(reply.rows, column) for name, column in columns.items()}
+            extended.append(replace(reply, rows=reply_rows, trace=reply.trace.with_columns(trace_columns)))
+        return extended
 
-    def _penalized(self, replies: Sequence[_Reply]) -> tuple[list[_Reply], dict[str, float]]:
-        """With the divergence of the sampler from the reference taken off the reward, token by token."""
+    def _with_penalty(self, replies: Sequence[_Reply]) -> tuple[list[_Reply], dict[str, float]]:
+        """The replies with the KL penalty of each token (sampler against reference), and its mean as a metric."""
         if not self._config.kl_penalty.enabled:
             return list(replies), {}
-        found, values = [], [np.zeros(0)]
-        for one in replies:
-            old, reference = torch.from_numpy(one.trace.logprobs), torch.from_numpy(one.trace.columns["reference"])
-            value = divergence(self._config.kl_penalty.type, old, old, reference).numpy()
-            values.append(value)
-            found.append(replace(one, trace=replace(one.trace, penalty=self._penalty_coef * value)))
-        together = np.concatenate(values)
-        return found, {"reward/kl": float(together.mean()) if len(together) else 0.0}
+        penalized, divergences = [], [np.zeros(0)]
+        for reply in replies:
+            old, reference = torch.from_numpy(reply.trace.logprobs), torch.from_numpy(reply.trace.columns["reference"])
+            divergence_T = divergence(self._config.kl_penalty.type, old, old, reference).numpy()
+            divergences.append(divergence_T)
+            penalized.append(replace(reply, trace=replace(reply.trace, penalty=self._penalty_coef * divergence_T)))
+        all_tokens = np.concatenate(divergences)
+        return penalized, {"reward/kl": float(all_tokens.mean()) if len(all_tokens) else 0.0}
 
     def _with_returns(self, replies: Sequence[_Reply]) -> list[_Reply]:
-        """With what a critic is to learn: advantages that nobody whitened, and the values that they were taken from."""
+        """The replies with the returns that the critic learns: advantages before whitening, plus values."""
         gae = self._config.advantage
         if not isinstance(gae, GaeAdvantage):
             return list(replies)
-        found = []
-        for one in replies:
-            values_T = one.trace.columns["values"]
-            columns = scatter_to_rows(one.rows, gae.raw(one.trace.token_rewards, values_T) + values_T)
+        extended = []
+        for reply in replies:
+            values_T = reply.trace.columns["values"]
+            columns = scatter_to_rows(reply.rows, gae.raw(reply.trace.token_rewards, values_T) + values_T)
             rows = [
                 replace(row, columns={**row.columns, "returns": column})
-                for row, column in zip(one.rows, columns, strict=True)
+                for row, column in zip(reply.rows, columns, strict=True)
             ]
-            found.append(replace(one, rows=tuple(rows)))
-        return found
+            extended.append(replace(reply, rows=tuple(rows)))
+        return extended
 
     def _rows(
         self, replies: Sequence[_Reply], advantages_PG: Advantages, random: np.random.Generator
     ) -> list[TrainingRow]:
-        """Every kept reply's rows with their advantages."""
-        kept: list[list[list[TrainingRow]]] = []
+        """The rows to train on, with their advantages: dropped replies refilled, identical rows merged."""
+        rows_PG: list[list[list[TrainingRow]]] = []
         dropped = 0
         for number, advantages_G in enumerate(advantages_PG):
-            mine = [one for one in replies if one.group == number]
-            dropped += len(mine) if not advantages_G else 0
-            kept.append(
+            group = [reply for reply in replies if reply.group == number]
+            dropped += len(group) if not advantages_G else 0
+            rows_PG.append(
                 [
                     [
                         replace(row, advantages=column)
-                        for row, column in zip(one.rows, scatter_to_rows(one.rows, values), strict=True)
+                        for row, column in zip(reply.rows, scatter_to_rows(reply.rows, advantages_T), strict=True)
                     ]
-                    for one, values in zip(mine, advantages_G, strict=False)
-                    if len(values) and not (one.cut and self._config.mask_truncated)
+                    for reply, advantages_T in zip(group, advantages_G, strict=False)
+                    if len(advantages_T) and not (reply.truncated and self._config.mask_truncated)
                 ]
             )
-        if self._config.refill and (pool := [rows for rows_G in kept for rows in rows_G]):
-            kept.append([pool[int(at)] for at in random.integers(len(pool), size=dropped)])
-        if not self._config.merges_rows:
-            return [row for rows_G in kept for rows in rows_G for row in rows]
-        advantage_kink = self._config.loss.advantage_kink
-        if self._config.refill:
-            return merge_identical_rows([row for rows_G in kept for rows in rows_G for row in rows], advantage_kink)
-        return [
-            row
-            for rows_G in kept
-            for row in merge_identical_rows([row for rows in rows_G for row in rows], advantage_kink)
-        ]
+        if self._config.refill and (pool := [rows for rows_G in rows_PG for rows in rows_G]):
+            rows_PG.append([pool[int(at)] for at in random.integers(len(pool), size=dropped)])
+        by_group = [[row for rows in rows_G for row in rows] for rows_G in rows_PG]
+        if self._config.refill:  # copies merge with the originals of their groups
+            by_group = [[row for rows in by_group for row in rows]]
+        if self._config.merges_rows:
+            by_group = [merge_identical_rows(rows, self._config.loss.advantage_kink) for rows in by_group]
+        return [row for rows in by_group for row in rows]
 
     def _update(self, step: int, rows: Sequence[TrainingRow]) -> Update:
-        """Weights are those among all rows, also when those that teach nothing are left out."""
+        """The update for the rows. Weights of the aggregate count all rows, including those without gradient."""
         if not rows:
             return Update(rows=())
         batch = loss_dispatch.tokens_of_rows(rows, self._config, step)
         if self._config.drop_zero_advantage:
-            loud = [bool(row.advantages.any()) for row in rows]
-            batch, rows = (
-                batch.select_rows(torch.tensor(loud)),
-                [row for row, one in zip(rows, loud, strict=True) if one],
-            )
+            nonzero = [bool(row.advantages.any()) for row in rows]
+            batch = batch.select_rows(torch.tensor(nonzero))
+            rows = [row for row, selected in zip(rows, nonzero, strict=True) if selected]
         if not rows:
             return Update(rows=())
         context = loss_dispatch.LossContext(step=step, kl_coef=self._kl_coef)
-        if self._served is None:
+        if self._server_loss is None:
             return loss_dispatch.update_by_client(rows, batch, self._config, context)
-        return loss_dispatch.update_by_server(rows, batch, self._config, context, self._served)
+        return loss_dispatch.update_by_server(rows, batch, self._config, context, self._server_loss)

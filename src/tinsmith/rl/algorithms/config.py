@@ -1,4 +1,4 @@
-"""The algorithm of a run: a preset by name, and what the run file changes of its parts."""
+"""Settings of the algorithm: a preset by name, and the parts that the run file overrides."""
 
 from __future__ import annotations
 
@@ -79,13 +79,14 @@ PRESETS: Mapping[str, dict[str, Any]] = {
 }
 
 
-def filled(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The preset's parts with what was given on top."""
+def preset_with(name: str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of a preset with overrides. Keys of a part are merged unless the override has another `type`."""
     parts = {key: dict(value) if isinstance(value, Mapping) else value for key, value in PRESETS[name].items()}
-    for key, value in given.items():
-        under = parts.get(key)
-        same = isinstance(value, Mapping) and isinstance(under, dict) and value.get("type") in (None, under.get("type"))
-        parts[key] = {**under, **value} if same and isinstance(under, dict) else value
+    for key, value in overrides.items():
+        part = parts.get(key)
+        if isinstance(part, dict) and isinstance(value, Mapping) and value.get("type") in (None, part.get("type")):
+            value = {**part, **value}
+        parts[key] = value
     return parts
 
 
@@ -98,74 +99,80 @@ _ROLLOUTS = Needs(
 
 
 class AlgorithmConfig(Settings):
-    """Advantage, policy loss and terms. loss = sum w (policy loss + kl.coef k - entropy.coef H), w by `aggregate`."""
+    """Advantage, policy loss and terms: loss = sum of w (policy loss + kl.coef k - entropy.coef H) over tokens.
+
+    w is the weight of a token by `aggregate`, k the divergence from the reference and H the entropy.
+    """
 
     type: Name = "grpo"
-    """A preset for everything below (docs/guides/algorithms.md has the table)."""
+    """Preset of all keys below; keys set here override it (docs/reference/algorithms.md lists the presets)."""
     advantage: AdvantageConfig = Field(default_factory=GrpoAdvantage)
-    """How replies are compared."""
+    """Advantage: how replies or tokens are compared with a baseline."""
     loss: LossConfig = Field(default_factory=ImportanceSamplingLoss)
-    """What is made of ratio and advantage at a token."""
+    """Policy loss of a token, from its importance ratio and advantage."""
     aggregate: Aggregate = "token_sum"
-    """How tokens add up: sums, or means over the whole batch, however it is cut for the server."""
+    """How token losses add up: a sum (`token_sum`), a mean over all tokens of the step (`token_mean`), or a mean over
+    replies of each reply's sum (`seq_mean_token_sum`), mean (`seq_mean_token_mean`), or sum divided by the length of
+    the longest reply (`seq_mean_token_sum_norm`). Means cover the whole step, however it is split into requests."""
     kl: KlConfig = KlConfig(type="none")
-    """Divergence from the reference, in the loss."""
+    """Divergence of the policy from the reference, as a term of the loss."""
     kl_penalty: KlConfig = KlConfig(type="none")
-    """Divergence of the sampler's logprobs from the reference, off the reward at each token."""
+    """Divergence of the sampling policy from the reference, subtracted from the reward at each token."""
     entropy: EntropyConfig = EntropyConfig()
-    """Entropy bonus in the loss."""
+    """Entropy bonus, as a term of the loss."""
     reference: Literal["base", "start"] = "base"
-    """Whose logprobs divergences are taken from: the bare base model, or the weights of model.load_from."""
+    """Model that divergences are measured from: the base model, or the weights of model.load_from (`start`)."""
     teacher: str = ""
-    """Of advantages that compare with one: a base model by the name that the server has for it, or a tinker:// path."""
+    """Teacher of on_policy_distill and jsd: the name of a base model on the server, or a tinker:// path to sample
+    from."""
     merge_replies: Annotated[bool, _ROLLOUTS] = True
-    """Train on equal replies of a group once, with their advantages summed, where that is the same gradient."""
+    """Merge identical replies of a group into one row with the sum of their advantages, if the gradient is the same."""
     refill: Annotated[bool, _ROLLOUTS] = False
-    """Put copies of kept replies, drawn at random, in the place of those that were dropped."""
+    """Replace replies of dropped groups by copies of other replies of the step, drawn at random."""
     mask_truncated: Annotated[bool, _ROLLOUTS] = False
-    """Rollouts with a turn that met max_tokens count in comparisons, and are not learned from."""
+    """Do not train on rollouts with a turn that reached max_tokens; they still count in their group's baseline."""
     critic: CriticConfig | None = None
-    """Critic of an advantage that reads values: a second adapter."""
+    """Critic that predicts returns, a second adapter. Required by advantages that read values (gae)."""
 
     @model_validator(mode="before")
     @classmethod
-    def _fill(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping) or given.get("type", "grpo") not in NAMES:
-            return given
-        return filled(str(given.get("type", "grpo")), dict(given))
+    def _apply_preset(cls, values: Any) -> Any:
+        if not isinstance(values, Mapping) or values.get("type", "grpo") not in NAMES:
+            return values
+        return preset_with(str(values.get("type", "grpo")), values)
 
     @model_validator(mode="after")
-    def _parts_fit(self) -> AlgorithmConfig:
+    def _check_parts(self) -> AlgorithmConfig:
         if (self.critic is not None) != ("values" in self.advantage_columns):
-            cure = "no critic; leave it out" if self.critic else "a critic; give critic: {}"
-            raise ValueError(f"advantage {self.advantage.type} wants {cure}")
+            need = "no critic; leave it out" if self.critic else "a critic; set critic: {}"
+            raise ValueError(f"advantage {self.advantage.type} needs {need}")
         if bool(self.teacher) != ("teacher" in self.advantage_columns):
-            cure = "no teacher; leave it out" if self.teacher else "a teacher: the name of a base model, or a path"
-            raise ValueError(f"advantage {self.advantage.type} wants {cure}")
+            need = "no teacher; leave it out" if self.teacher else "a teacher; set it to a model or a tinker:// path"
+            raise ValueError(f"advantage {self.advantage.type} needs {need}")
         if self.reference == "start" and not (self.loss_reads_reference or self.kl_penalty.enabled):
-            raise ValueError("nothing reads a reference here; leave out reference: start, or set kl.coef")
+            raise ValueError("reference: start is not used without a divergence; leave it out, or set kl.coef")
         if self.kl_penalty.enabled and not self.advantage.reads_rewards:
             raise ValueError(
-                f"advantage {self.advantage.type} reads no rewards, so kl_penalty does nothing; leave it out"
+                f"kl_penalty is not used with advantage {self.advantage.type}, which reads no rewards; leave it out"
             )
         return self
 
     @model_validator(mode="after")
-    def _lessons_read_it(self) -> AlgorithmConfig:
-        """Of data to learn from as it stands, there are no rewards to compare and no words of the policy's own."""
-        usual = PRESETS[self.type]
+    def _check_keys_of_data_only(self) -> AlgorithmConfig:
+        """Refuse keys without effect in a run on demonstrations alone: it has no rewards and no sampled tokens."""
+        preset = PRESETS[self.type]
         if self.learns_from not in ("demonstrations", "pairs"):
             return self
-        terms = {"advantage": self.advantage.type != usual["advantage"]["type"], "kl_penalty": self.kl_penalty.enabled}
+        terms = {"advantage": self.advantage.type != preset["advantage"]["type"], "kl_penalty": self.kl_penalty.enabled}
         if self.learns_from == "demonstrations":
             if not isinstance(self.loss, SftLoss | SftIsLoss | SftPhiLoss):
                 raise ValueError(
-                    f"{self.type} wants a loss of likelihoods: sft, sft_is or sft_phi, not {self.loss.type}"
+                    f"{self.type} needs a likelihood loss, not {self.loss.type}; choose sft, sft_is or sft_phi"
                 )
             terms |= {"kl": self.kl.enabled, "entropy": bool(self.entropy.coef)}
         elif not (self.kl.enabled or self.entropy.coef):
-            terms["aggregate"] = self.aggregate != usual["aggregate"]
-        if unused := [name for name, given in terms.items() if given]:
+            terms["aggregate"] = self.aggregate != preset["aggregate"]
+        if unused := [name for name, present in terms.items() if present]:
             raise ValueError(
                 f"{unused[0]} is not used with algorithm.type: {self.type}, which samples no rollouts; leave it out"
             )
@@ -173,7 +180,7 @@ class AlgorithmConfig(Settings):
 
     @property
     def learns_from(self) -> Literal["rollouts", "demonstrations", "pairs", "both"]:
-        """Rollouts; demonstrations; pairs of replies; or rollouts and demonstrations."""
+        """What the algorithm trains on: rollouts, demonstrations, pairs of replies, or rollouts and demonstrations."""
         if isinstance(self.loss, DpoLoss):
             return "pairs"
         if isinstance(self.loss, MixLoss | MixChordLoss):
@@ -182,26 +189,26 @@ class AlgorithmConfig(Settings):
 
     @property
     def advantage_columns(self) -> frozenset[str]:
-        """Columns to request before advantages are computed."""
+        """Per-token columns that must be there before advantages are computed."""
         penalty = {"reference"} if self.kl_penalty.enabled else set()
         return frozenset({*self.advantage.columns, *penalty})
 
     @property
     def loss_reads_reference(self) -> bool:
-        """Whether the loss compares with the reference's logprobs."""
+        """Whether the loss reads the reference's logprobs."""
         return self.kl.enabled or self.loss.reads_reference
 
     @property
     def columns(self) -> frozenset[str]:
-        """Every column to request."""
+        """All per-token columns that advantage or loss read."""
         return self.advantage_columns | ({"reference"} if self.loss_reads_reference else set())
 
     @property
     def merges_rows(self) -> bool:
-        """Whether identical replies may share a row: the loss is linear in the advantage, which uses no columns."""
+        """Whether identical replies may share a row: the loss is linear in the advantage, which reads no columns."""
         return self.merge_replies and self.loss.linear and not self.advantage_columns - {"reference"}
 
     @property
     def drop_zero_advantage(self) -> bool:
-        """Whether rows without any advantage can be dropped: they have no gradient."""
+        """Whether rows with zero advantage can be dropped, because they have no gradient."""
         return self.loss.reads_advantage and not (self.kl.enabled or self.entropy.coef or self.critic)

@@ -1,8 +1,8 @@
 """Decide where a loss is computed: by the server if it has exactly this loss, else by the client.
 
-A loss of the server is a sum; the weights of the aggregate go into the advantages (its losses are linear in them) and
-into the masks of the terms. So one forward_backward makes a step. What no loss of the server equals is computed here
-from the logprobs of one more forward pass, which the SDK turns into weights of cross_entropy.
+The server's losses are sums over tokens and linear in the advantages, so the weights of the aggregate are multiplied
+into advantages and masks, and a step takes one forward_backward. Any other loss is computed here from the logprobs of
+one more forward pass; the SDK sends its gradient as weights of cross_entropy.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _DUAL_CLIP = "dual_clip"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossContext:
-    """The values that change from step to step."""
+    """Values of the loss that change from step to step."""
 
     step: int
     kl_coef: float
@@ -39,22 +39,23 @@ class LossContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLoss:
-    """A policy loss as a loss of the server."""
+    """A loss function of the server that equals a policy loss."""
 
     name: str
     config: Mapping[str, float]
     weights_only: bool = False
-    """cross_entropy: it reads `weights` and nothing of the sampler's."""
+    """Whether the inputs are `weights` (cross_entropy) in place of logprobs and advantages."""
     sequence_mask: bool = False
+    """Whether the inputs include sequence_ratio_mask."""
 
 
 def server_loss(config: AlgorithmConfig, extensions: frozenset[str]) -> ServerLoss | None:
-    """The server's loss that equals this one, terms included; None if it has none."""
+    """The server's loss that equals the configured loss with its terms; None if there is none."""
     if config.kl.enabled and not (config.kl.type in _ESTIMATORS and extensions >= _KL):
         return None
     if config.entropy.coef and not extensions >= _ENTROPY:
         return None
-    if isinstance(config.loss, DroLoss):  # its quadratic term takes no weights
+    if isinstance(config.loss, DroLoss):  # its quadratic term cannot be weighted
         return ServerLoss(name="dro", config={"beta": config.loss.beta}) if config.aggregate == "token_sum" else None
     return _policy_loss(config.loss, extensions)
 
@@ -81,7 +82,7 @@ def _bounds(low: float, high: float) -> dict[str, float]:
 
 
 def tokens_of_rows(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: int) -> Tokens:
-    """All tokens inside of masks, row after row."""
+    """All tokens inside the masks of the rows, concatenated."""
 
     def flat(columns: Sequence[np.ndarray]) -> Tensor:
         pieces = [np.asarray(column, np.float64)[row.mask] for row, column in zip(rows, columns, strict=True)]
@@ -94,7 +95,7 @@ def tokens_of_rows(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: i
     chosen = [at for at, row in enumerate(rows) if row.kind == "chosen"]
     rejected = [at for at, row in enumerate(rows) if row.kind == "rejected"]
     weights = [
-        aggregate_weights(config.aggregate, sequence, counts, one) for one in (expert | ~expert, ~expert, expert)
+        aggregate_weights(config.aggregate, sequence, counts, among) for among in (expert | ~expert, ~expert, expert)
     ]
     return Tokens(
         old=flat([row.logprobs for row in rows]),
@@ -114,7 +115,7 @@ def tokens_of_rows(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: i
 def objective(
     logprobs: Tensor, batch: Tokens, config: AlgorithmConfig, context: LossContext
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The whole loss of logprobs [T], and numbers worth a look; divergence and entropy are means over tokens."""
+    """The loss with its terms for logprobs [T], and its metrics; divergence and entropy are means over tokens."""
     loss, metrics = config.loss.total(logprobs, batch)
     numbers = {"policy_loss": loss, **metrics}
     counts = batch.counts * ~batch.expert
@@ -126,7 +127,7 @@ def objective(
     if config.entropy.coef:
         values, surrogate = sampled_entropy(logprobs, batch)
         numbers["entropy"] = (values * counts).sum() / total
-        bonus = surrogate - surrogate.detach() + values  # value of `values`, gradient of `surrogate`
+        bonus = surrogate - surrogate.detach() + values  # the value of `values` with the gradient of `surrogate`
         loss = loss - config.entropy.coef * (batch.weights * counts * bonus).sum()
     return loss, numbers
 
@@ -134,21 +135,21 @@ def objective(
 def update_by_server(
     rows: Sequence[TrainingRow], batch: Tokens, config: AlgorithmConfig, context: LossContext, loss: ServerLoss
 ) -> Update:
-    """One forward_backward of the server's loss."""
+    """An update by one forward_backward with a loss of the server."""
     scaled_advantages = batch.weights * (batch.counts if isinstance(config.loss, SftLoss) else batch.advantages)
     if isinstance(config.loss, OpmdLoss):
         scaled_advantages = scaled_advantages / (1.0 + config.loss.tau)
     masks_N = scatter_to_rows(rows, (batch.weights * batch.counts * ~batch.expert).numpy())
     inputs: list[Mapping[str, np.ndarray]] = []
-    for row, gain, mask in zip(rows, scatter_to_rows(rows, scaled_advantages.numpy()), masks_N, strict=True):
-        read = {"weights": gain} if loss.weights_only else {"logprobs": row.logprobs, "advantages": gain}
+    for row, column, mask in zip(rows, scatter_to_rows(rows, scaled_advantages.numpy()), masks_N, strict=True):
+        arrays = {"weights": column} if loss.weights_only else {"logprobs": row.logprobs, "advantages": column}
         if loss.sequence_mask:
-            read["sequence_ratio_mask"] = row.mask.astype(np.float32)
+            arrays["sequence_ratio_mask"] = row.mask.astype(np.float32)
         if config.kl.enabled:
-            read |= {"ref_logprobs": row.columns["reference"], "kl_mask": mask}
+            arrays |= {"ref_logprobs": row.columns["reference"], "kl_mask": mask}
         if config.entropy.coef:
-            read["entropy_mask"] = mask
-        inputs.append(read)
+            arrays["entropy_mask"] = mask
+        inputs.append(arrays)
     settings: dict[str, float | str] = dict(loss.config)
     if config.kl.enabled:
         settings |= {"kl_coef": context.kl_coef, "kl_estimator": config.kl.type}
@@ -160,11 +161,11 @@ def update_by_server(
 def update_by_client(
     rows: Sequence[TrainingRow], batch: Tokens, config: AlgorithmConfig, context: LossContext
 ) -> Update:
-    """An update whose loss is computed here, from the logprobs of one more forward pass."""
+    """An update whose loss the client computes from the logprobs of one more forward pass."""
     masks = [torch.from_numpy(row.mask) for row in rows]
 
     def loss(logprobs: Sequence[Any]) -> tuple[Tensor, dict[str, float]]:
-        flat = torch.cat([one.double()[mask] for one, mask in zip(logprobs, masks, strict=True)])
+        flat = torch.cat([row_logprobs.double()[mask] for row_logprobs, mask in zip(logprobs, masks, strict=True)])
         value, numbers = objective(flat, batch, config, context)
         return value, {name: float(number.detach()) for name, number in numbers.items()}
 

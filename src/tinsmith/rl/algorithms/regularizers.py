@@ -1,8 +1,9 @@
-"""What is added to a policy loss: the divergence from a reference, and an entropy bonus.
+"""Terms of the loss next to the policy loss: divergence from a reference, and an entropy bonus.
 
 With d = p - ref at sampled tokens: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (Schulman, Approximating KL Divergence).
-As terms of a loss, on tokens of the policy itself, the gradient of k2 is that of KL(policy || reference); those of k1
-and k3 are not, and k1's is zero on average. In the reward there is no gradient, and k1 and k3 are unbiased.
+As a term of the loss on tokens sampled by the policy, k2 has the gradient of KL(policy || reference) in expectation;
+k1 and k3 do not, and the gradient of k1 is zero in expectation. Subtracted from the reward, where only the value
+matters, k1 and k3 are unbiased.
 """
 
 from __future__ import annotations
@@ -19,29 +20,31 @@ Estimator = Literal["none", "k1", "k2", "k3", "low_var_kl", "abs", "corrected_k3
 
 
 class KlConfig(Settings):
-    """A divergence and its weight."""
+    """A divergence from the reference and its coefficient."""
 
     type: Estimator = "k2"
-    """low_var_kl is k3 with bounds of 20 and 10; abs is |d|; corrected_k3 is k3 times the ratio, at most 2."""
+    """Estimator, with d = logprob - reference logprob: `k1` is d, `k2` is d^2 / 2, `k3` is exp(-d) - 1 + d,
+    `low_var_kl` is k3 with d clipped to +-20 and the result to +-10, `abs` is |d|, and `corrected_k3` is k3 times the
+    importance ratio, at most 2. In the loss use `k2`: its gradient is that of KL(policy || reference)."""
     coef: float = Field(default=0.0, ge=0)
-    """Weight of the divergence; 0 requests no reference logprobs."""
+    """Coefficient of the divergence; 0 turns it off, and no reference logprobs are computed."""
     target: float | None = Field(default=None, gt=0)
-    """Move the coefficient so that the mean divergence comes near this (arXiv 1909.08593)."""
+    """Adapt the coefficient so that the mean divergence approaches this value (arXiv 1909.08593)."""
     horizon: Annotated[float, Needs("target")] = Field(default=10_000.0, gt=0)
-    """With `target`: replies over which the coefficient may move by a fifth."""
+    """Replies over which the coefficient changes by at most 20 %, with `target`."""
 
     @model_validator(mode="after")
-    def _none_has_no_weight(self) -> KlConfig:
+    def _check_none(self) -> KlConfig:
         if self.type == "none" and (self.coef or self.target):
-            raise ValueError("type none has no coef and no target; leave them out, or choose k2")
+            raise ValueError("coef and target are not used with type: none; leave them out, or set type to k2")
         if self.target and not self.coef:
-            raise ValueError("target moves the coefficient, which must begin above 0")
+            raise ValueError("target adapts coef, which is 0; set coef above 0")
         return self
 
     @model_validator(mode="after")
-    def _read_together(self) -> KlConfig:
+    def _check_coef(self) -> KlConfig:
         if self.type != "none" and "type" in self.model_fields_set and "coef" not in self.model_fields_set:
-            raise ValueError(f"type {self.type} wants a coef beside it; without one there is no divergence")
+            raise ValueError(f"type {self.type} needs a coef; set coef, or leave out type")
         return self
 
     @property
@@ -50,7 +53,7 @@ class KlConfig(Settings):
         return self.coef > 0
 
     def adapted_coef(self, coef: float, measured: float, replies: int) -> float:
-        """The coefficient after an update in which `replies` replies had the mean divergence `measured`."""
+        """The coefficient after an update of `replies` replies with the mean divergence `measured`."""
         if self.target is None:
             return coef
         error = min(max(measured / self.target - 1.0, -0.2), 0.2)
@@ -58,14 +61,14 @@ class KlConfig(Settings):
 
 
 class EntropyConfig(Settings):
-    """Entropy bonus: loss - coef H."""
+    """Entropy bonus: coef H is subtracted from the loss."""
 
     coef: float = 0.0
-    """0 is none; negative sharpens."""
+    """Coefficient of the entropy; 0 turns it off, and a negative one lowers the entropy."""
 
 
 def divergence(kind: Estimator, logprobs: Tensor, old: Tensor, reference: Tensor) -> Tensor:
-    """[T] at sampled tokens; `old` are the sampler's logprobs."""
+    """Estimated divergence at sampled tokens, [T]. `old`: logprobs of the sampling policy."""
     d = logprobs - reference
     match kind:
         case "none":
@@ -86,9 +89,9 @@ def divergence(kind: Estimator, logprobs: Tensor, old: Tensor, reference: Tensor
 
 
 def sampled_entropy(logprobs: Tensor, batch: Tokens) -> tuple[Tensor, Tensor]:
-    """(value [T], a term [T] whose gradient is the entropy's), each unbiased over sampled tokens.
+    """Unbiased estimates of the entropy at sampled tokens: (value [T], surrogate [T] whose gradient is the entropy's).
 
-    H = -E[p], and since E[grad p] = 0, grad H = -E[p grad p]; tokens of another policy count by their ratio.
+    H = -E[p], and since E[grad p] = 0, grad H = -E[p grad p]. Tokens are weighted by their importance ratio.
     """
     ratio = (logprobs.detach() - batch.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return -ratio * logprobs.detach(), -ratio * logprobs.detach() * logprobs

@@ -1,4 +1,4 @@
-"""The table of advantages."""
+"""Advantages, and AdvantageConfig: the union of their settings, by `type`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Advantages that compare the rewards of a group: one number for a rollout, at all its tokens.
+"""Advantages that compare the rewards of a group: one value for all tokens of a rollout.
 
-Left out: those that compare turns (`turns`) and those that look at single tokens (`tokens`, `distill`).
+Methods that compare turns are in `multi_turn`; methods with a value for each token are in `per_token`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
+from typing_extensions import override
 
 from tinsmith.rl.algorithms.advantages.base import (
     Advantage,
@@ -27,30 +28,34 @@ _FLOOR = 1e-6
 
 
 class GrpoAdvantage(Advantage):
-    """(r - mean) / (deviation + 1e-6), GRPO (arXiv 2402.03300); without the division, Dr. GRPO (arXiv 2503.20783)."""
+    """(r - mean) / (standard deviation + 1e-6), GRPO (arXiv 2402.03300); without division, Dr. GRPO (arXiv 2503.20783).
+
+    The mean is the group's; in a group of one it is 0, and the deviation is 1.
+    """
 
     type: Literal["grpo"] = "grpo"
     normalize: Literal["none", "group", "batch"] = "group"
-    """Divide by the sample's standard deviation of the group, or of all rewards of the step."""
+    """Divide by the sample standard deviation of the group's rewards, or of all rewards of the step (`batch`)."""
     std_threshold: float | None = Field(default=None, ge=0)
-    """Drop groups whose deviation is at most this, and groups of one; not set: keep all."""
+    """Drop groups whose standard deviation is at most this, and groups of one; not set: keep all groups."""
     rank_penalty: float = Field(default=0.0, ge=0)
-    """p: mean and deviation are those of r (1 - p rank / G), rank 0 the least likely reply."""
+    """Weight p of the likelihood rank: mean and standard deviation are those of r (1 - p rank / G), with rank 0 for the
+    least likely reply."""
 
+    @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """A group of one has mean 0 and deviation 1."""
-        every = np.concatenate([np.zeros(0), *(net_rewards(traces_G) for traces_G in traces_PG)])
-        found: Advantages = []
+        all_rewards = np.concatenate([np.zeros(0), *(net_rewards(traces_G) for traces_G in traces_PG)])
+        advantages: Advantages = []
         for traces_G in traces_PG:
             rewards_G = net_rewards(traces_G)
             compared_G = rewards_G * self._ranked(traces_G) if self.rank_penalty else rewards_G
             if self.std_threshold is not None and not self._differs(compared_G):
-                found.append([])
+                advantages.append([])
                 continue
             mean = float(compared_G.mean()) if len(compared_G) > 1 else 0.0
-            scale = {"none": 1.0, "group": sample_std(compared_G) + _FLOOR, "batch": sample_std(every) + _FLOOR}
-            found.append(broadcast(traces_G, (rewards_G - mean) / scale[self.normalize]))
-        return found
+            scale = {"none": 1.0, "group": sample_std(compared_G) + _FLOOR, "batch": sample_std(all_rewards) + _FLOOR}
+            advantages.append(broadcast(traces_G, (rewards_G - mean) / scale[self.normalize]))
+        return advantages
 
     def _differs(self, rewards_G: np.ndarray) -> bool:
         return len(rewards_G) > 1 and sample_std(rewards_G) > (self.std_threshold or 0.0)
@@ -62,18 +67,21 @@ class GrpoAdvantage(Advantage):
 
 
 class OpmdAdvantage(Advantage):
-    """r - b, the baseline of a group: its mean, or tau (logsumexp(r / tau) - log G)."""
+    """r - b, with the group's baseline b: its mean reward, or tau (logsumexp(r / tau) - log G).
+
+    In a group of one, b is 0. `shift` is subtracted from b.
+    """
 
     type: Literal["opmd"] = "opmd"
     baseline: Literal["mean", "logavgexp"] = "mean"
-    """Of a group."""
+    """Baseline of a group: `mean` of its rewards, or `logavgexp`, tau (logsumexp(r / tau) - log G)."""
     tau: Annotated[float, Needs("baseline", ("logavgexp",))] = Field(default=1.0, gt=0)
-    """Temperature of logavgexp."""
+    """Temperature tau of logavgexp: a lower one moves the baseline towards the best reward."""
     shift: float = 0.0
-    """Taken off the baseline: 0.1 is AsymRE's (arXiv 2506.20520)."""
+    """Subtracted from the baseline; AsymRE uses 0.1 (arXiv 2506.20520)."""
 
+    @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """A group of one has baseline 0, less the shift."""
         return [
             broadcast(traces_G, net_rewards(traces_G) - self._baseline(net_rewards(traces_G))) for traces_G in traces_PG
         ]
@@ -89,100 +97,106 @@ class OpmdAdvantage(Advantage):
 
 
 class ReinforceAdvantage(Advantage):
-    """The reward itself."""
+    """The reward itself, without a baseline."""
 
     type: Literal["reinforce"] = "reinforce"
 
+    @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """No baseline."""
         return [broadcast(traces_G, net_rewards(traces_G)) for traces_G in traces_PG]
 
 
 class RlooAdvantage(Advantage):
-    """r less the mean of the others' rewards (arXiv 2402.14740)."""
+    """r minus the mean reward of the group's other rollouts (arXiv 2402.14740); in a group of one, r itself."""
 
     type: Literal["rloo"] = "rloo"
 
+    @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """A group of one keeps its reward."""
-        found: Advantages = []
+        advantages: Advantages = []
         for traces_G in traces_PG:
             rewards_G, size = net_rewards(traces_G), len(traces_G)
-            found.append(
+            advantages.append(
                 broadcast(traces_G, (rewards_G - rewards_G.mean()) * size / (size - 1) if size > 1 else rewards_G)
             )
-        return found
+        return advantages
 
 
 class RecAdvantage(Advantage):
-    """r - mean of those kept, perhaps over their deviation (arXiv 2509.24203)."""
+    """r - mean, optionally divided by the standard deviation, over the replies not dropped (arXiv 2509.24203).
+
+    Dropped replies have advantage 0; in a group of one, the advantage is the reward.
+    """
 
     type: Literal["rec"] = "rec"
     normalize: bool = False
-    """Divide by the deviation of those kept."""
+    """Divide by the standard deviation of the rewards that are not dropped."""
     drop: Literal["none", "balance"] = "none"
-    """`balance` drops replies below the mean, at random, until they are no more than those above."""
+    """`balance` drops random replies below the mean until they are no more than those at or above it."""
 
+    @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """A dropped reply has advantage 0."""
-        return [broadcast(traces_G, self._of_group(net_rewards(traces_G), random)) for traces_G in traces_PG]
+        return [broadcast(traces_G, self._group_advantages(net_rewards(traces_G), random)) for traces_G in traces_PG]
 
-    def _of_group(self, rewards_G: np.ndarray, random: np.random.Generator) -> np.ndarray:
+    def _group_advantages(self, rewards_G: np.ndarray, random: np.random.Generator) -> np.ndarray:
         if len(rewards_G) < 2:
             return rewards_G
-        kept_G = np.ones(len(rewards_G), bool)
+        selected_G = np.ones(len(rewards_G), bool)
         if self.drop == "balance":
             below = np.flatnonzero(rewards_G < rewards_G.mean())
             surplus = len(below) - int((rewards_G >= rewards_G.mean()).sum())
             if surplus > 0:
-                kept_G[random.choice(below, surplus, replace=False)] = False
-        scale = float(rewards_G[kept_G].std()) + _FLOOR if self.normalize else 1.0
-        return np.where(kept_G, (rewards_G - rewards_G[kept_G].mean()) / scale, 0.0)
+                selected_G[random.choice(below, surplus, replace=False)] = False
+        scale = float(rewards_G[selected_G].std()) + _FLOOR if self.normalize else 1.0
+        return np.where(selected_G, (rewards_G - rewards_G[selected_G].mean()) / scale, 0.0)
 
 
 class BestAdvantage(Advantage):
-    """1 for the best reply of a group, the others left out: rejection sampling (RAFT, arXiv 2304.06767)."""
+    """1 for the best reply of a group, the first of equals; the others are dropped (RAFT, arXiv 2304.06767)."""
 
     type: Literal["best"] = "best"
     above: float = 0.0
-    """A group whose best reward is not above this is dropped."""
+    """Drop groups whose best reward is not above this."""
 
+    @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """Among equals the first."""
-        found: Advantages = []
+        advantages: Advantages = []
         for traces_G in traces_PG:
             rewards_G = net_rewards(traces_G)
             if not len(rewards_G) or rewards_G.max() <= self.above:
-                found.append([])
+                advantages.append([])
                 continue
             best = int(rewards_G.argmax())
-            found.append([trace.full(1.0) if at == best else np.zeros(0) for at, trace in enumerate(traces_G)])
-        return found
+            advantages.append([trace.full(1.0) if at == best else np.zeros(0) for at, trace in enumerate(traces_G)])
+        return advantages
 
 
 class ClipBAdvantage(Advantage):
-    """S = p (H + log p): keep A > 0, and A < 0 where S - mean(S) >= -mu std(S)."""
+    """grpo with A = 0 at tokens with A < 0 and S - mean(S) < -mu std(S), where S = P (H + log P).
+
+    P is the probability of the token, H the entropy at its position; mean and std are over all tokens of the step.
+    """
 
     type: Literal["clipb"] = "clipb"
     columns: ClassVar[frozenset[str]] = frozenset({"entropy"})
     mu: float = Field(default=2.5, ge=0)
-    """How many deviations below the mean are kept."""
+    """Keep tokens with A < 0 whose S is at most this many standard deviations below its mean."""
     normalize: Literal["none", "group", "batch"] = "group"
-    """As of grpo."""
+    """Divide by the sample standard deviation of the group's rewards, or of all rewards of the step (`batch`)."""
 
+    @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """Mean and deviation are over all tokens of the step."""
-        plain = GrpoAdvantage(normalize=self.normalize).compute(traces_PG, random)
+        advantages = GrpoAdvantage(normalize=self.normalize).compute(traces_PG, random)
         signals = [
             [np.exp(trace.logprobs) * (trace.columns["entropy"] + trace.logprobs) for trace in traces_G]
             for traces_G in traces_PG
         ]
-        every = np.concatenate([np.zeros(0), *(signal for signals_G in signals for signal in signals_G)])
-        floor = float(every.mean() - self.mu * every.std()) if len(every) else 0.0
+        all_signals = np.concatenate([np.zeros(0), *(signal for signals_G in signals for signal in signals_G)])
+        floor = float(all_signals.mean() - self.mu * all_signals.std()) if len(all_signals) else 0.0
         return [
             [
                 np.where((values > 0) | (signal >= floor), values, 0.0)
                 for values, signal in zip(values_G, signals_G, strict=True)
             ]
-            for values_G, signals_G in zip(plain, signals, strict=True)
+            for values_G, signals_G in zip(advantages, signals, strict=True)
         ]

@@ -1,4 +1,4 @@
-"""Advantages of rollouts of many turns: what a whole rollout is worth, and what a turn is worth where it was taken."""
+"""Advantages of multi-turn rollouts: comparisons of whole rollouts, and of turns taken from the same state."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
+from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms.advantages.base import Advantage, Advantages, Trace, Traces, net_rewards, sample_std
@@ -17,69 +18,71 @@ _FLOOR = 1e-6
 
 
 class StepWiseGrpoAdvantage(Advantage):
-    """GRPO over whole rollouts, the same advantage at every turn."""
+    """GRPO over whole rollouts: the same advantage at every turn."""
 
     type: Literal["step_wise_grpo"] = "step_wise_grpo"
     normalize: Literal["none", "group", "batch"] = "group"
-    """As of grpo."""
+    """Divide by the sample standard deviation of the group's rewards, or of all rewards of the step (`batch`)."""
     std_threshold: float | None = Field(default=None, ge=0)
-    """As of grpo."""
+    """Drop groups whose standard deviation is at most this, and groups of one; not set: keep all groups."""
     by_turns: bool = False
-    """Divide a rollout's advantage by the number of its turns."""
+    """Divide the advantage of a rollout by its number of turns."""
 
+    @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """The reward that counts is the rollout's."""
-        plain = GrpoAdvantage(normalize=self.normalize, std_threshold=self.std_threshold).compute(traces_PG, random)
+        grpo = GrpoAdvantage(normalize=self.normalize, std_threshold=self.std_threshold)
+        advantages = grpo.compute(traces_PG, random)
         if not self.by_turns:
-            return plain
+            return advantages
         return [
             [values / max(1, len(trace.turns)) for values, trace in zip(values_G, traces_G, strict=False)]
-            for values_G, traces_G in zip(plain, traces_PG, strict=True)
+            for values_G, traces_G in zip(advantages, traces_PG, strict=True)
         ]
 
 
 class GigpoAdvantage(Advantage):
-    """A group's comparison of whole rollouts plus omega times one of turns taken from equal states (arXiv 2505.10978).
+    """Rollouts compared in their group, plus omega times turns compared at equal states (GiGPO, arXiv 2505.10978).
 
-    Turns are compared by R_t = r_t + gamma R_{t+1} with all turns of the step that saw the same state; a state seen
-    once adds nothing. What the rollout is worth beside its turns' rewards is the last one's.
+    Turns are compared by their return R_t = r_t + gamma R_{t+1} with all turns of the step taken from the same state;
+    a state that occurs once adds 0. The part of the rollout's reward that no turn was given goes to the last turn.
     """
 
     type: Literal["gigpo"] = "gigpo"
     reads_states: ClassVar[bool] = True
     gamma: float = Field(default=0.95, ge=0, le=1)
-    """Discount from turn to turn."""
+    """Discount of the return from turn to turn."""
     omega: float = Field(default=1.0, ge=0)
-    """Weight of the comparison of turns."""
+    """Weight of the comparison of turns; 0 compares whole rollouts only."""
     normalize: bool = False
-    """Divide by the deviation; off is the paper's F_norm = 1."""
+    """Divide by the standard deviation; false is F_norm = 1 in the paper."""
 
+    @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """Raises ConfigError if a turn has no state."""
+        """Advantages of all tokens. Raises ConfigError if a turn has no state."""
         returns = [[self._returns(trace) for trace in traces_G] for traces_G in traces_PG]
         buckets: dict[str, list[float]] = defaultdict(list)
         for traces_G, returns_G in zip(traces_PG, returns, strict=True):
             for trace, values in zip(traces_G, returns_G, strict=True):
                 if len(trace.states) != len(trace.turns) or not all(trace.states):
                     raise ConfigError(
-                        "gigpo compares turns by state, and a turn of this workflow has none.",
-                        "Set it with every turn: conversation.say(…, state=…), or Answer(state=…) of begin and step.",
+                        "gigpo compares turns by state, but a turn of this workflow has no state.",
+                        "Set it with every turn: conversation.say(…, state=…), or Answer(state=…) in begin and step.",
                     )
                 for state, value in zip(trace.states, values, strict=True):
                     buckets[state].append(value)
-        found: Advantages = []
+        advantages: Advantages = []
         for traces_G, returns_G in zip(traces_PG, returns, strict=True):
             whole_G = self._compared(net_rewards(traces_G))
-            found.append(
+            advantages.append(
                 [
                     self._tokens(trace, float(whole), values, buckets)
                     for trace, whole, values in zip(traces_G, whole_G, returns_G, strict=True)
                 ]
             )
-        return found
+        return advantages
 
     def _returns(self, trace: Trace) -> list[float]:
-        """[turns]; what the rollout is worth beside the rewards of its turns comes with the last one."""
+        """Discounted return of each turn. The reward that no turn was given goes to the last turn."""
         rewards = [0.0 if reward is None else reward for reward in trace.turn_rewards] or [0.0] * len(trace.turns)
         if rewards:
             rewards[-1] += trace.net_reward - sum(rewards)

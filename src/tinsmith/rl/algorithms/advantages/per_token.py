@@ -1,6 +1,6 @@
-"""Advantages that differ from token to token: returns over tokens, and generalized advantage estimation.
+"""Advantages with a value for each token: token returns, generalized advantage estimation, and distillation.
 
-Left out: where values come from (a critic, `rl/algorithms/critic.py`).
+Values come from the critic (`rl/algorithms/critic.py`), logprobs of a teacher from the server.
 """
 
 from __future__ import annotations
@@ -9,90 +9,105 @@ from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
+from typing_extensions import override
 
 from tinsmith.rl.algorithms.advantages.base import Advantage, Advantages, Trace, Traces, whiten
 
 
 class ReinforcePlusPlusAdvantage(Advantage):
-    """R_t = r_t + gamma R_{t+1}, whitened over all tokens of the step (arXiv 2501.03262)."""
+    """R_t = r_t + gamma R_{t+1}, whitened over all tokens of the step (arXiv 2501.03262).
+
+    r_t is the token reward: the rollout's reward at its last token, minus penalties.
+    """
 
     type: Literal["reinforceplusplus"] = "reinforceplusplus"
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount from token to token."""
 
+    @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """Token rewards: the rollout's on its last token, less penalties."""
         flat = whiten([discounted(trace.token_rewards, self.gamma) for traces_G in traces_PG for trace in traces_G])
         return _grouped(flat, traces_PG)
 
 
 class GaeAdvantage(Advantage):
-    """delta_t = r_t + gamma V_{t+1} - V_t, A_t = sum (gamma lambda)^l delta_{t+l}, whitened (arXiv 1506.02438)."""
+    """A_t = sum of (gamma lambda)^l delta_{t+l}, whitened, with delta_t = r_t + gamma V_{t+1} - V_t (arXiv 1506.02438).
+
+    V is the critic's value, and 0 after the last token.
+    """
 
     type: Literal["gae"] = "gae"
     columns: ClassVar[frozenset[str]] = frozenset({"values"})
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount from token to token."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """1 is returns less values, 0 trusts the values alone."""
+    """lambda: 1 is the return minus the value (least bias), 0 the one-step error delta_t (least variance)."""
     whiten: bool = True
-    """Over all tokens of the step."""
+    """Subtract the mean and divide by the standard deviation over all tokens of the step."""
 
+    @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """The value after the last token is 0."""
-        flat = [self.raw(trace.token_rewards, trace.columns["values"]) for one in traces_PG for trace in one]
+        traces = [trace for traces_G in traces_PG for trace in traces_G]
+        flat = [self.raw(trace.token_rewards, trace.columns["values"]) for trace in traces]
         return _grouped(whiten(flat) if self.whiten else flat, traces_PG)
 
     def raw(self, rewards_T: np.ndarray, values_T: np.ndarray) -> np.ndarray:
-        """float64 [T], not whitened; with the values added, the returns that a critic learns."""
-        after_T = np.append(values_T[1:], 0.0)
-        return discounted(rewards_T + self.gamma * after_T - values_T, self.gamma * self.lam)
+        """Advantages before whitening, float64 [T]. Plus the values, they are the returns that the critic learns."""
+        next_values_T = np.append(values_T[1:], 0.0)
+        return discounted(rewards_T + self.gamma * next_values_T - values_T, self.gamma * self.lam)
 
 
 def discounted(values_T: np.ndarray, factor: float) -> np.ndarray:
-    """sum_l factor^l x_{t+l}, float64 [T]."""
-    found = np.empty(len(values_T))
+    """Discounted sums: sum over l of factor^l x_{t+l}, float64 [T]."""
+    sums = np.empty(len(values_T))
     following = 0.0
     for at in range(len(values_T) - 1, -1, -1):
         following = float(values_T[at]) + factor * following
-        found[at] = following
-    return found
+        sums[at] = following
+    return sums
 
 
 def _grouped(flat: list[np.ndarray], traces_PG: Traces) -> Advantages:
-    rest = iter(flat)
-    return [[next(rest) for _ in traces_G] for traces_G in traces_PG]
+    remaining = iter(flat)
+    return [[next(remaining) for _ in traces_G] for traces_G in traces_PG]
 
 
 class OnPolicyDistillAdvantage(Advantage):
-    """coef (t - s): the one-sample estimate of -KL(policy || teacher) at each token."""
+    """coef (t - s), a one-sample estimate of -KL(policy || teacher) at each token. Reads no rewards.
+
+    t and s are the logprobs of the teacher and of the sampling policy.
+    """
 
     type: Literal["on_policy_distill"] = "on_policy_distill"
     columns: ClassVar[frozenset[str]] = frozenset({"teacher"})
     reads_rewards: ClassVar[bool] = False
     coef: float = Field(default=1.0, gt=0)
-    """Scale."""
+    """Scale of the advantages."""
 
+    @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """Rewards do not count."""
         return [
             [self.coef * (trace.columns["teacher"] - trace.logprobs) for trace in traces_G] for traces_G in traces_PG
         ]
 
 
 class JsdAdvantage(Advantage):
-    """-coef (b (t - m) + (1 - b) (s - m)), m = log((1 - b) e^s + b e^t); b = 0 is s - t, b = 1 is t - s."""
+    """-coef (b (t - m) + (1 - b) (s - m)), m = log((1 - b) e^s + b e^t), of a Jensen-Shannon divergence.
+
+    t and s are the logprobs of the teacher and of the sampling policy. For b = 0 the inner term is s - t, for b = 1
+    it is t - s. Reads no rewards.
+    """
 
     type: Literal["jsd"] = "jsd"
     columns: ClassVar[frozenset[str]] = frozenset({"teacher"})
     reads_rewards: ClassVar[bool] = False
     coef: float = Field(default=1.0, gt=0)
-    """Scale."""
+    """Scale of the advantages."""
     beta: float = Field(default=0.5, ge=0, le=1)
-    """b, the teacher's share of the mixture."""
+    """b: the teacher's share of the mixture m."""
 
+    @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        """Rewards do not count."""
         return [[-self.coef * self._divergence(trace) for trace in traces_G] for traces_G in traces_PG]
 
     def _divergence(self, trace: Trace) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""The table of policy losses."""
+"""Policy losses, and LossConfig: the union of their settings, by `type`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What a policy loss is: a number for each token of the policy, and the weights that make one loss of them.
+"""Base class of policy losses: a loss for each token, and the weights of the aggregate that sum them up.
 
-T tokens of all rows of an update stand in one tensor, row after row; `sequence` says which row each belongs to. A loss
-is sum w_t l_t with the weights of an aggregate, so a mean over the batch's tokens is one over all of them, however the
-rows are cut for the server. Tensors are float64 on the CPU.
+The T tokens of all rows of an update are concatenated; `sequence` is the row of each. The loss is the sum of w_t l_t
+with the weights of the aggregate, so means cover the whole batch, however its rows are split into requests. Tensors
+are float64 on the CPU.
 """
 
 from __future__ import annotations
@@ -23,40 +23,41 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tokens:
-    """An update's tokens, [T] each; rows counted from 0."""
+    """All tokens of an update; tensors are [T] and rows count from 0."""
 
     old: Tensor
-    """The sampler's logprobs; 0 for words of an expert."""
+    """Logprobs of the sampling policy; 0 at tokens of demonstrations."""
     advantages: Tensor
     sequence: Tensor
-    """int64: the row of each token, rising."""
+    """int64: the row of each token, in ascending order."""
     counts: Tensor
-    """Replies that the token's row stands for."""
+    """Number of identical replies merged into the token's row."""
     expert: Tensor
-    """bool: an expert's words, not the policy's."""
+    """bool: whether the token is of a demonstration rather than the policy."""
     weights: Tensor
-    """w of the aggregate over all rows; those of one reply of each row."""
+    """Weights w of the aggregate over all rows, for one reply of each row."""
     policy_weights: Tensor
-    """The same as if only the policy's rows were there; 0 at an expert's."""
+    """Weights of the aggregate over the policy's rows alone; 0 at demonstrations."""
     expert_weights: Tensor
-    """The same of the expert's rows."""
+    """Weights of the aggregate over demonstrations alone; 0 at the policy's tokens."""
     reference: Tensor | None = None
+    """Logprobs of the reference."""
     pairs: Tensor | None = None
-    """int64 [pairs, 2] the chosen and the rejected row, for preferences."""
+    """int64 [pairs, 2]: rows of the chosen and the rejected reply of each pair."""
     step: int = 1
-    """Of the run, from 1."""
+    """Step of the run, from 1."""
 
     def row_mean(self, values: Tensor) -> Tensor:
-        """[T]: each token's row's mean."""
+        """[T]: the mean of `values` over the row of each token."""
         rows = int(self.sequence[-1]) + 1
         zeros = torch.zeros(rows, dtype=values.dtype)
         sums = zeros.index_add(0, self.sequence, values)
         return (sums / zeros.index_add(0, self.sequence, torch.ones_like(values)))[self.sequence]
 
-    def select_rows(self, kept: Tensor) -> Tokens:
-        """The tokens of the rows in `kept` (bool [rows]) with the weights that they have among all; no pairs."""
-        inside = kept[self.sequence]
-        number = torch.cumsum(kept.long(), 0) - 1
+    def select_rows(self, selected: Tensor) -> Tokens:
+        """The tokens of the `selected` rows (bool [rows]), with unchanged weights and without pairs."""
+        inside = selected[self.sequence]
+        number = torch.cumsum(selected.long(), 0) - 1
         return Tokens(
             old=self.old[inside],
             advantages=self.advantages[inside],
@@ -72,7 +73,7 @@ class Tokens:
 
 
 def aggregate_weights(aggregate: Aggregate, sequence: Tensor, counts: Tensor, among: Tensor) -> Tensor:
-    """w float64 [T] of the tokens in `among` (bool [T]), 0 elsewhere; a row of count c is c replies in every mean."""
+    """Weights w, float64 [T], of the tokens in `among` (bool [T]); 0 elsewhere. A row of count c is c replies."""
     inside = among.double()
     rows = int(sequence[-1]) + 1 if len(sequence) else 0
     lengths = torch.zeros(rows, dtype=torch.float64).index_add(0, sequence, inside)
@@ -92,40 +93,40 @@ def aggregate_weights(aggregate: Aggregate, sequence: Tensor, counts: Tensor, am
 
 
 Losses = tuple[Tensor, dict[str, Tensor]]
-"""A loss to be minimized, and numbers worth a look."""
+"""A loss to minimize, and its metrics."""
 
 
 class PolicyLoss(Settings):
-    """What every policy loss has.
-
-    `linear`: the losses of equal replies with two advantages are that of one with their sum, so they may share a row;
-    of losses that `advantage_kink`, where both advantages and their sum are on one side.
-    """
+    """Base class of policy losses: their settings, and the loss of each token."""
 
     linear: ClassVar[bool] = True
+    """Whether the loss is linear in the advantage, at least on each side of `advantage_kink`. Identical replies may
+    then share a row with the sum of their advantages."""
     reads_reference: ClassVar[bool] = False
+    """Whether the loss reads the reference's logprobs."""
     reads_advantage: ClassVar[bool] = True
+    """Whether rows with zero advantage have no gradient and can be dropped."""
 
     @property
     def advantage_kink(self) -> float | None:
-        """The advantage at which the loss, linear on both sides, has a kink; None if it is linear."""
+        """The advantage at which a piecewise linear loss changes its form; None if it has none."""
         return None
 
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """l [T], and numbers worth a look."""
+        """Losses l [T] for logprobs [T], and metrics."""
         raise NotImplementedError
 
     def total(self, logprobs: Tensor, batch: Tokens) -> Losses:
-        """sum w_t l_t."""
+        """The loss of the batch, the sum of w_t l_t, and metrics."""
         values, metrics = self.tokens(logprobs, batch)
         return (batch.weights * values).sum(), metrics
 
 
 def log_ratio(logprobs: Tensor, batch: Tokens) -> Tensor:
-    """log of the ratio, within 20."""
+    """Log of the importance ratio [T], clipped to +-20."""
     return (logprobs - batch.old).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
-def token_fraction(where: Tensor, batch: Tokens) -> Tensor:
-    """The share of tokens at which something is so."""
-    return (where.to(batch.old) * batch.counts).sum() / batch.counts.sum().clamp(min=1.0)
+def token_fraction(condition: Tensor, batch: Tokens) -> Tensor:
+    """Fraction of tokens at which `condition` (bool [T]) holds."""
+    return (condition.to(batch.old) * batch.counts).sum() / batch.counts.sum().clamp(min=1.0)

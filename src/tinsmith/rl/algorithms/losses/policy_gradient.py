@@ -1,4 +1,8 @@
-"""Losses of the policy gradient with bounded ratios: r = exp(p - q), A the advantage, sg(x) x without gradient."""
+"""Policy-gradient losses with bounded importance ratios.
+
+Notation: p and q are the logprobs of the trained and of the sampling policy, r = exp(p - q) the importance ratio, A the
+advantage, and sg(x) is x without gradient.
+"""
 
 from __future__ import annotations
 
@@ -7,43 +11,44 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from pydantic import Field
 from torch import Tensor
+from typing_extensions import override
 
 from tinsmith.rl.algorithms.losses.base import PolicyLoss, Tokens, log_ratio, token_fraction
 from tinsmith.settings import Needs
 
 
 class ImportanceSamplingLoss(PolicyLoss):
-    """-r A."""
+    """-r A, the policy gradient with importance sampling and no clipping."""
 
     type: Literal["importance_sampling"] = "importance_sampling"
 
+    @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T]."""
         return -batch.advantages * log_ratio(logprobs, batch).exp(), {}
 
 
 class PpoLoss(PolicyLoss):
-    """max(-A r, -A clip(r, 1 - low, 1 + high)), and where A < 0 at most -A c (arXiv 1707.06347, 1912.09729)."""
+    """max(-A r, -A clip(r, 1 - low, 1 + high)); where A < 0, at most -A c (arXiv 1707.06347, 1912.09729)."""
 
     type: Literal["ppo"] = "ppo"
     clip_low: float = Field(default=0.2, ge=0)
-    """The ratio may fall this far below 1."""
+    """Lower clip bound of the ratio is 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
-    """The ratio may rise this far above 1."""
+    """Upper clip bound of the ratio is 1 + clip_high."""
     dual_clip: float | None = Field(default=3.0, gt=1)
-    """c; null is none."""
+    """c, the bound of the loss at tokens with A < 0 (dual clip); null: no bound."""
     on_policy: bool = False
-    """Take r = exp(p - sg(p)): the plain policy gradient, whatever the sampler said."""
+    """Use r = exp(p - sg(p)), the plain policy gradient, without importance sampling."""
     mask_drift: float | None = Field(default=None, gt=0)
-    """Leave out tokens of A < 0 in replies whose mean q - p is above this."""
+    """Ignore tokens with A < 0 in replies whose mean q - p is above this; null: ignore none."""
 
     @property
+    @override
     def advantage_kink(self) -> float | None:
-        """Each sign is bounded on its own side."""
         return 0.0
 
+    @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T]."""
         difference = logprobs - logprobs.detach() if self.on_policy else log_ratio(logprobs, batch)
         values, metrics = self.bounded(difference.exp(), batch)
         if self.mask_drift is not None:
@@ -52,7 +57,7 @@ class PpoLoss(PolicyLoss):
         return values, metrics
 
     def bounded(self, ratio: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """The same for ratios [T] that are given."""
+        """The clipped losses for importance ratios [T], and metrics."""
         advantages = batch.advantages
         plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         values = torch.maximum(plain, clipped)
@@ -66,21 +71,24 @@ class PpoLoss(PolicyLoss):
 
 
 class GspoLoss(PolicyLoss):
-    """PPO's with one ratio for a reply: exp(sg(mean(p - q)) + p - sg(p)) (arXiv 2507.18071)."""
+    """PPO with one ratio per reply, exp(sg(mean(p - q)) + p - sg(p)) (arXiv 2507.18071).
+
+    Use the aggregate seq_mean_token_mean.
+    """
 
     type: Literal["gspo"] = "gspo"
     clip_low: float = Field(default=3e-4, ge=0)
-    """The ratio may fall this far below 1."""
+    """Lower clip bound of the ratio is 1 - clip_low."""
     clip_high: float = Field(default=4e-4, ge=0)
-    """The ratio may rise this far above 1."""
+    """Upper clip bound of the ratio is 1 + clip_high."""
 
     @property
+    @override
     def advantage_kink(self) -> float | None:
-        """As of ppo."""
         return 0.0
 
+    @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T]; wants the aggregate seq_mean_token_mean."""
         ratio = (batch.row_mean((logprobs - batch.old).detach()) + logprobs - logprobs.detach()).exp()
         return PpoLoss(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=None).bounded(ratio, batch)
 
@@ -90,19 +98,19 @@ class CispoLoss(PolicyLoss):
 
     type: Literal["cispo"] = "cispo"
     clip_low: float = Field(default=1.0, ge=0)
-    """1 is no lower bound."""
+    """Lower clip bound of the ratio is 1 - clip_low; 1 is no bound."""
     clip_high: float = Field(default=0.28, ge=0)
-    """The ratio may rise this far above 1."""
+    """Upper clip bound of the ratio is 1 + clip_high."""
     mask: bool = False
-    """Leave out what PPO would: A > 0 above the upper bound, A < 0 below the lower."""
+    """Ignore tokens that PPO clips: those with A > 0 above the upper bound and with A < 0 below the lower bound."""
 
     @property
+    @override
     def advantage_kink(self) -> float | None:
-        """The mask looks at the sign."""
         return 0.0 if self.mask else None
 
+    @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T]."""
         ratio = log_ratio(logprobs.detach(), batch).exp()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         beyond = torch.where(batch.advantages > 0, ratio > 1 + self.clip_high, ratio < 1 - self.clip_low)
@@ -112,23 +120,23 @@ class CispoLoss(PolicyLoss):
 
 
 class SapoLoss(PolicyLoss):
-    """-A (4 / tau) sigmoid(tau (r - 1)): a soft gate in place of a clip (arXiv 2511.20347)."""
+    """-A (4 / tau) sigmoid(tau (r - 1)), a soft gate in place of clipping (arXiv 2511.20347)."""
 
     type: Literal["sapo"] = "sapo"
     tau_positive: float = Field(default=1.0, gt=0)
-    """tau where A > 0."""
+    """tau at tokens with A > 0."""
     tau_negative: float = Field(default=1.05, gt=0)
-    """tau elsewhere."""
+    """tau at all other tokens."""
     score_function: bool = False
-    """-A sg(gate) p in place of the paper's objective, which differentiates the gate itself."""
+    """Use -A sg(gate) p, which does not differentiate the gate, in place of the paper's objective."""
 
     @property
+    @override
     def advantage_kink(self) -> float | None:
-        """tau goes by the sign."""
         return 0.0
 
+    @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T]."""
         source = logprobs.detach() if self.score_function else logprobs
         ratio = log_ratio(source, batch).exp()
         positive, negative = ratio.new_tensor(self.tau_positive), ratio.new_tensor(self.tau_negative)
@@ -138,33 +146,33 @@ class SapoLoss(PolicyLoss):
 
 
 class ToprLoss(PolicyLoss):
-    """-sg(a) A p, a = 1 where A is above the threshold and r within [0, 1] elsewhere (arXiv 2503.14286)."""
+    """-sg(a) A p, where a is 1 for A above the threshold, else r clipped to [0, 1] (arXiv 2503.14286)."""
 
     type: Literal["topr"] = "topr"
     threshold: float = 0.0
-    """Replies of a larger advantage are taken as they are."""
+    """Tokens with an advantage above this are not weighted by the ratio."""
 
     @property
+    @override
     def advantage_kink(self) -> float | None:
-        """The threshold."""
         return self.threshold
 
+    @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T]."""
         ratio = log_ratio(logprobs.detach(), batch).exp().clamp(0.0, 1.0)
         taper = torch.where(batch.advantages > self.threshold, torch.ones_like(ratio), ratio)
         return -taper * batch.advantages * logprobs, {}
 
 
 class SppoLoss(PolicyLoss):
-    """-A (p - q) where 1 / (1 + e) <= r <= 1 + e, else 0."""
+    """-A (p - q) where 1 / (1 + epsilon) <= r <= 1 + epsilon, else 0."""
 
     type: Literal["sppo"] = "sppo"
     epsilon: float = Field(default=0.3, gt=0)
-    """e."""
+    """Half-width of the interval in which the ratio must be: 1 / (1 + epsilon) to 1 + epsilon."""
 
+    @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T]."""
         ratio = log_ratio(logprobs.detach(), batch).exp()
         inside = (ratio >= 1 / (1 + self.epsilon)) & (ratio <= 1 + self.epsilon)
         values = -batch.advantages * (logprobs - batch.old)
@@ -172,46 +180,47 @@ class SppoLoss(PolicyLoss):
 
 
 class DroLoss(PolicyLoss):
-    """-(p A - beta / 2 (p - q)^2), with no ratio (arXiv 2405.19107)."""
+    """-(p A - beta / 2 (p - q)^2), without a ratio (arXiv 2405.19107)."""
 
     type: Literal["dro"] = "dro"
     linear: ClassVar[bool] = False
     reads_advantage: ClassVar[bool] = False
     beta: float = Field(default=0.05, ge=0)
-    """How strongly the policy is held where it was."""
+    """Weight of the quadratic term, which keeps the policy near the sampling policy."""
 
+    @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T]."""
         return -logprobs * batch.advantages + 0.5 * self.beta * (logprobs - batch.old).square(), {}
 
 
 class RecLoss(PolicyLoss):
-    """-w A p where the ratio is in range, a family from REINFORCE to PPO (arXiv 2509.24203)."""
+    """-w A p where the ratio is inside the clip region, else 0: a family from REINFORCE to PPO (arXiv 2509.24203)."""
 
     type: Literal["rec"] = "rec"
     linear: ClassVar[bool] = False
     clip: Literal["none", "one_side", "two_side", "ring", "gspo_one_side"] = "one_side"
-    """Which tokens count: those that PPO would not clip, those inside both bounds, the same and those far outside that
-    come back, or one_side by the ratio of the reply."""
+    """Clip region, outside which tokens are ignored. `none`: all ratios; `one_side`: those that PPO does not clip;
+    `two_side`: between both bounds; `ring`: between both bounds, and far outside where the update moves the ratio back
+    to 1; `gspo_one_side`: one_side with the ratio of the reply, exp(mean(p - q))."""
     clip_low: Annotated[float, Needs("clip")] = Field(default=0.2, ge=0)
-    """The ratio may fall this far below 1."""
+    """Lower clip bound of the ratio is 1 - clip_low."""
     clip_high: Annotated[float, Needs("clip")] = Field(default=0.2, ge=0)
-    """The ratio may rise this far above 1."""
+    """Upper clip bound of the ratio is 1 + clip_high."""
     ring_low: Annotated[float, Needs("clip", ("ring",))] = Field(default=0.6, ge=0)
-    """ring: A > 0 counts again further below 1 than this."""
+    """With `ring`: tokens with A > 0 also count where the ratio is at most 1 - ring_low."""
     ring_high: Annotated[float, Needs("clip", ("ring",))] = Field(default=2.0, ge=0)
-    """ring: A < 0 counts again further above 1 than this."""
+    """With `ring`: tokens with A < 0 also count where the ratio is at least 1 + ring_high."""
     weight: Literal["none", "importance_sampling", "gspo_importance_sampling", "advantage"] = "none"
-    """w: 1, sg(r), the reply's ratio, or exp(A / temperature)."""
+    """Weight w: 1 (`none`), sg(r), the ratio of the reply, or exp(A / temperature) (`advantage`)."""
     temperature: Annotated[float, Needs("weight", ("advantage",))] = Field(default=1.0, gt=0)
-    """Of the weight `advantage`."""
+    """Temperature of the weight `advantage`."""
     regularizer: Literal["none", "k2", "forward_kl"] = "none"
-    """Adds (p - q)^2 / 2 or q - p."""
+    """Term added to the loss: (p - q)^2 / 2 (`k2`) or q - p (`forward_kl`)."""
     regularizer_coef: Annotated[float, Needs("regularizer")] = Field(default=0.0, ge=0)
-    """Its weight."""
+    """Weight of the regularizer."""
 
+    @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
-        """[T]."""
         ratio = log_ratio(logprobs.detach(), batch).exp()
         reply = batch.row_mean(logprobs.detach() - batch.old).exp()
         inside = self._inside(reply if self.clip == "gspo_one_side" else ratio, batch.advantages)

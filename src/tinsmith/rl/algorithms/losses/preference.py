@@ -1,4 +1,4 @@
-"""Direct preference optimization: pairs of replies, no rewards (arXiv 2305.18290)."""
+"""Direct preference optimization: a loss over pairs of replies, without rewards (arXiv 2305.18290)."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import torch
 from pydantic import Field
 from torch import Tensor
 from torch.nn.functional import logsigmoid
+from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms.losses.base import Losses, PolicyLoss, Tokens
 
 
 class DpoLoss(PolicyLoss):
-    """-(1 - s) log sigmoid(m) - s log sigmoid(-m), the mean over pairs; m = beta ((c - c_ref) - (r - r_ref)).
+    """-(1 - s) log sigmoid(m) - s log sigmoid(-m), mean over pairs, with m = beta ((c - c_ref) - (r - r_ref)).
 
-    c and r are the logprobs of the whole chosen and the whole rejected reply.
+    c and r are the logprobs of the whole chosen and the whole rejected reply; s is the label smoothing. The aggregate
+    is not used.
     """
 
     type: Literal["dpo"] = "dpo"
@@ -24,14 +26,18 @@ class DpoLoss(PolicyLoss):
     reads_advantage: ClassVar[bool] = False
     reads_reference: ClassVar[bool] = True
     beta: float = Field(default=0.1, gt=0)
-    """How far the policy may go from the reference: smaller is farther."""
+    """Strength of the pull to the reference: the smaller, the further the policy may move away."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
-    """s: the chance that a pair is the wrong way round."""
+    """s, the assumed probability that the labels of a pair are swapped."""
 
+    @override
     def total(self, logprobs: Tensor, batch: Tokens) -> Losses:
-        """The aggregate does not count."""
+        """The loss and its metrics. Raises ConfigError if the batch has no pairs."""
         if batch.pairs is None or batch.reference is None:
-            raise ConfigError("dpo trains on pairs of a chosen and a rejected reply.", "Give data with both.")
+            raise ConfigError(
+                "dpo trains on pairs of a chosen and a rejected reply, but the data has none.",
+                "Set chosen and rejected on demonstrations.data.",
+            )
         rows = int(batch.sequence[-1]) + 1
         log_ratios = torch.zeros(rows, dtype=logprobs.dtype).index_add(0, batch.sequence, logprobs - batch.reference)
         chosen, rejected = log_ratios[batch.pairs[:, 0]], log_ratios[batch.pairs[:, 1]]
