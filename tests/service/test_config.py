@@ -29,15 +29,15 @@ def test_one_model_needs_no_list() -> None:
         ({"models": []}, "NAME"),
         ({"models": ["a", "a=b"]}, "once"),
         ({"models": ["a="]}, "NAME"),
-        ({"vllm": {"rank": 64}}, "give both or none"),
-        ({"sampler": "vllm", "engine": "fake"}, "engine=torch"),
+        ({"vllm": {"rank": 64}}, "not used without sampler: vllm"),
+        ({"sampler": "vllm", "engine": "fake"}, "engine: torch"),
         ({"sampler": "vllm", "vllm": {"rank": 24}}, "vllm.rank"),
         ({"capture_every": 0}, "capture_every"),
         ({"port": 70000}, "port"),
         ({"modles": ["a"]}, "Did you mean 'models'"),
     ],
 )
-def test_what_is_unsafe_or_misspelt_is_refused(values: dict, says: str) -> None:
+def test_invalid_settings_are_refused(values: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         build(ServeConfig, values, "here")
 

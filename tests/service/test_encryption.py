@@ -43,7 +43,7 @@ def test_what_cannot_be_encrypted_leaves_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("bad", ["age1nonsense", "ssh-ed25519 AAAA", "ssh-dss AAAA", "", "AGE-SECRET-KEY-1"])
 def test_what_is_no_public_key_is_named(bad: str) -> None:
-    with pytest.raises(BadRequest, match=r"age_encryption_recipients\[1\] is not a public key"):
+    with pytest.raises(BadRequest, match=r"age_encryption_recipients\[1\] is not an age or SSH public key"):
         recipients([SSH, bad])
 
 

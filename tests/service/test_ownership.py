@@ -121,18 +121,20 @@ def test_access_token_is_valid_for_one_checkpoint(tmp_path: Path) -> None:
     async def main() -> None:
         async with two_tenants(tmp_path) as two:
             await two.on.call("save_weights", {"model_id": two.model, "seq_id": 2, "path": "b"})
-            loan = (await two.on.post(f"{two.at}/access_token", {"ttl_seconds": 60})).json()["weights_access_token"]
-            assert (await two.load(weights_access_token=loan)).status_code == 200
+            weights_token = (await two.on.post(f"{two.at}/access_token", {"ttl_seconds": 60})).json()[
+                "weights_access_token"
+            ]
+            assert (await two.load(weights_access_token=weights_token)).status_code == 200
             copied = await two.stranger.post(
                 "copy_weights",
                 json={"source_path": two.path, "destination_project_id": "p"},
-                headers={"X-Tinker-Weights-Access-Token": loan},
+                headers={"X-Tinker-Weights-Access-Token": weights_token},
             )
             assert copied.status_code == 200
             other = two.path.replace("weights/a", "weights/b")
-            assert (await two.load(path=other, weights_access_token=loan)).status_code == 400
+            assert (await two.load(path=other, weights_access_token=weights_token)).status_code == 400
             assert (await two.load(path=other, weights_access_token=KEY)).status_code == 200
-            as_key = await two.stranger.get("checkpoints", headers={"X-API-Key": loan})
+            as_key = await two.stranger.get("checkpoints", headers={"X-API-Key": weights_token})
             assert as_key.status_code == 401
 
     asyncio.run(main())

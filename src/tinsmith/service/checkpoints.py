@@ -53,8 +53,8 @@ class Checkpoints:
             raise _not_found(path)
         return checkpoint
 
-    def readable(self, path: str, owner: str, lender: str | None = None) -> Checkpoint:
-        """The checkpoint at a path if it is the owner's, the lender's or published. Raises BadRequest, NotFound."""
+    def readable(self, path: str, owner: str, token_owner: str | None = None) -> Checkpoint:
+        """The checkpoint at a path if it is the owner's, the token owner's or public. Raises BadRequest, NotFound."""
         parts = _PATH.fullmatch(path)
         if parts is None:
             raise BadRequest(
@@ -62,7 +62,7 @@ class Checkpoints:
                 "Give tinker://RUN/KIND/NAME, where KIND is weights, sampler_weights or external_weights.",
             )
         checkpoint = self.by_name(parts["run"], parts["kind"], parts["name"])
-        if checkpoint is None or not (checkpoint.public or checkpoint.owner in (owner, lender)):
+        if checkpoint is None or not (checkpoint.public or checkpoint.owner in (owner, token_owner)):
             raise _not_found(path)
         return checkpoint
 

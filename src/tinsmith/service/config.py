@@ -1,4 +1,4 @@
-"""The settings of `tinsmith serve`: a frozen record, from options or from a YAML or TOML file.
+"""Settings of the service, from options of `tinsmith serve` or from a YAML or TOML file.
 
 Example: ServeConfig(models=("HuggingFaceTB/SmolLM2-135M-Instruct",), port=8000, data=Path("served"))
 """
@@ -15,88 +15,93 @@ from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig
 from tinsmith.engine_options import EngineOptions, VllmConfig
 
 KEY_PREFIX = "tml-"
-"""The SDK refuses to send any other key."""
+"""Prefix of every API key; the SDK rejects keys without it."""
 
 
 class ServeConfig(EngineOptions):
-    """A service on one machine."""
+    """Settings of one service."""
 
     models: tuple[str, ...] = (DEFAULT_MODEL,)
-    """Base models as NAME or NAME=SOURCE; names with one source share one set of weights."""
+    """Base models to serve, each as NAME or NAME=SOURCE; a source is a Hub id, a folder or a GGUF file. May be given
+    several times. Names with the same source share one set of weights."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
 
     port: int = Field(default=8000, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on; 0 picks a free one."""
 
     data: Path = Path.home() / ".tinsmith"
-    """Folder of the database, the checkpoints and the key."""
+    """Data folder: database, checkpoints, journal and API key."""
 
     database: str | None = None
-    """postgresql+psycopg://USER:PASSWORD@HOST/NAME; without it the database is a SQLite file in the data folder."""
+    """PostgreSQL URL, as postgresql+psycopg://USER:PASSWORD@HOST/NAME. Default: a SQLite file in the data folder."""
 
     api_key: str | None = None
-    """The server's own key, tml-…; without it, on loopback, one is made and kept in the data folder."""
+    """The server's own API key, tml-…, with access to the data of all tenants. Default: on a loopback address, a key
+    generated at the first start and stored in the data folder."""
 
     tokens: bool = True
-    """Clients exchange their key for a token of 4 hours at each start, which `tinker auth whoami` reads."""
+    """Have clients exchange their API key for a 4-hour token at startup. `tinker auth whoami` needs it."""
 
     public_url: str | None = None
-    """Base URL of download links, for servers that a proxy hides. By default the URL of the client's request."""
+    """Base URL of download links, for a server that is reached through a proxy. Default: the URL of the request."""
 
     engine: Literal["torch", "fake"] = "torch"
-    """`fake` answers in arithmetic instead of a model, so nothing about tensors matters to it: for tests and for trying
-    the API."""
+    """`torch` runs the base models. `fake` computes results by simple arithmetic, without a model and without tensors,
+    for tests and to try the API."""
 
     batch_tokens: int = Field(default=8192, ge=1)
-    """Tokens of waiting forward_backward requests that are handed to an engine together."""
+    """Maximum number of tokens of forward and forward_backward requests that an engine gets together. A larger request
+    runs by itself."""
 
     capture_every: int = Field(default=10, ge=1)
-    """Optimizer steps after which a model's state is written down, so that a restart replays no more than these."""
+    """Optimizer steps between two captures of a model's state. After a crash, the requests since the last capture are
+    replayed."""
 
     compress: bool | None = None
-    """Clients send forward_backward bodies zstd-compressed; by default where a network lies between (no loopback)."""
+    """Have clients compress forward_backward bodies with zstd. Default: yes, unless `host` is a loopback address."""
 
     custom_losses: bool = False
-    """Run losses that clients upload (create_custom_loss), from a list of allowed tensor operations."""
+    """Accept losses that clients upload with create_custom_loss. They may use only allowed tensor operations."""
 
     hold_s: float = Field(default=25.0, gt=0, lt=45)
-    """How long a poll for a result is held open; the client gives up at 45 s."""
+    """Seconds that a poll for a result waits for it. Must be below 45, when the SDK gives up."""
 
     queued_samples: int = 20_000
-    """Sampling requests that may wait or run at once; more are refused with 429."""
+    """Maximum number of sampling requests that wait or run; further ones are refused with status 429."""
 
     session_timeout_s: float = 6 * 3600.0
-    """Silence after which a session, its models and its sampling sessions end."""
+    """Seconds without a request or a heartbeat after which a session ends, with its models and sampling sessions."""
 
     retention_s: float = 3600.0
-    """How long a finished result can still be fetched."""
+    """Seconds that a finished result can be fetched."""
 
     log_format: Literal["text", "json"] = "text"
-    """Of the log on standard error: text for people, json for programs."""
+    """Format of the log on standard error: `text` for people, `json` for programs, one object per line."""
 
     log_level: Literal["debug", "info", "warning"] = "info"
-    """debug has a line for each finished request, info for each that failed or was refused."""
+    """Minimum level of log lines. `debug` logs every finished request, `info` failed and refused requests only."""
 
     otlp_endpoint: str | None = None
-    """Where an OpenTelemetry collector takes spans over HTTP, as http://127.0.0.1:4318; without it none are made."""
+    """OpenTelemetry collector that receives request spans over HTTP, such as http://127.0.0.1:4318. Default: no
+    spans."""
 
     @field_validator("database")
     @classmethod
-    def _database_is_known(cls, database: str | None) -> str | None:
+    def _check_database(cls, database: str | None) -> str | None:
         if database is not None and not database.startswith("postgresql+psycopg://"):
             raise ValueError("give postgresql+psycopg://USER:PASSWORD@HOST/NAME, or leave it out for SQLite")
         return database
 
     @field_validator("models", mode="before")
     @classmethod
-    def _one_is_a_list_of_one(cls, models: Any) -> Any:
+    def _wrap_single_name(cls, models: Any) -> Any:
         return (models,) if isinstance(models, str) else models
 
     @field_validator("models")
     @classmethod
-    def _names_are_distinct(cls, models: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_models(cls, models: tuple[str, ...]) -> tuple[str, ...]:
         names = [entry.partition("=")[0] for entry in models]
         if not names or not all(names) or any(entry.endswith("=") for entry in models):
             raise ValueError("give at least one NAME or NAME=SOURCE")
@@ -105,22 +110,22 @@ class ServeConfig(EngineOptions):
         return models
 
     @model_validator(mode="after")
-    def _key_is_sane(self) -> ServeConfig:
+    def _check_key(self) -> ServeConfig:
         if self.api_key is not None and not self.api_key.startswith(KEY_PREFIX):
-            raise ValueError(f"api_key must start with {KEY_PREFIX}, the SDK sends no other")
+            raise ValueError(f"api_key must start with {KEY_PREFIX}; the SDK sends no other key")
         return self
 
     @model_validator(mode="after")
-    def _sampler_is_there(self) -> ServeConfig:
+    def _check_sampler(self) -> ServeConfig:
         if self.sampler == "torch" and self.vllm != VllmConfig():
-            raise ValueError("settings of vllm are read with sampler=vllm alone: give both or none")
+            raise ValueError("settings of vllm are not used without sampler: vllm; set it, or leave them out")
         if self.sampler == "vllm" and self.engine == "fake":
-            raise ValueError("sampler=vllm samples for engine=torch alone")
+            raise ValueError("sampler: vllm needs engine: torch")
         return self
 
     @property
     def is_loopback(self) -> bool:
-        """Only this machine can connect."""
+        """Whether `host` is a loopback address, which only this machine can reach."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -128,16 +133,16 @@ class ServeConfig(EngineOptions):
 
     @property
     def key_file(self) -> Path:
-        """Where a key is kept that was made for this machine."""
+        """File of the generated API key."""
         return self.data / "api-key"
 
     @property
     def makes_key(self) -> bool:
-        """A key will be made: none was given, none is kept, and nobody else can connect."""
+        """Whether the start generates an API key: none is set or stored, and `host` is a loopback address."""
         return self.api_key is None and self.is_loopback and not self.key_file.is_file()
 
     def sources(self) -> dict[str, list[str]]:
-        """source -> the names it is served under, in the order given."""
+        """Map each source to the names that it is served under, in the order of `models`."""
         grouped: dict[str, list[str]] = {}
         for entry in self.models:
             name, _, source = entry.partition("=")
@@ -145,6 +150,6 @@ class ServeConfig(EngineOptions):
         return grouped
 
     def engine_config(self, source: str) -> EngineConfig:
-        """What the engine of one source is made from."""
+        """Settings of the engine of one source."""
         options = {name: self.__dict__[name] for name in EngineOptions.model_fields}
         return EngineConfig(source=source, kind=self.engine, **options)

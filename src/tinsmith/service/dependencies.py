@@ -91,14 +91,14 @@ class Service:
         return self.signer.fingerprint(self.key) if self.key is not None and key.id == 0 else ""
 
     def token_owner(self, token: str | None, path: str) -> str | None:
-        """The owner whose checkpoint `path` a weights_access_token makes readable: a loan, or the owner's credential.
+        """The owner whose checkpoint `path` a weights_access_token makes readable. The token may be a credential of its owner.
 
         None without a token. Raises BadRequest for a token that is invalid for the path.
         """
         if token is None:
             return None
         key = self._find_key(token)
-        owner = key.owner if key is not None else self.signer.lender(token, path)
+        owner = key.owner if key is not None else self.signer.checkpoint_owner(token, path)
         if owner is None:
             raise BadRequest(
                 f"The weights_access_token is not valid for {path}, or it has expired.",

@@ -1,7 +1,7 @@
-"""A service in a child process, for the duration of a block: the one a run starts if it has no other.
+"""A service in a child process for the duration of a block. A run without a `base_url` starts one.
 
-The child learns its configuration from its standard input and dies when that closes, so it cannot outlive its parent,
-however that ends. It says on its standard output when it is ready; its log goes to serve.log in its data folder.
+The child reads its configuration from standard input and exits when that closes, so it cannot outlive its parent. It
+writes its URL to standard output when it is ready. Its log is serve.log in the data folder.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from tinsmith.service.config import KEY_PREFIX, ServeConfig
 from tinsmith.settings import writable_folder
 
 END_S = 15.0
+"""Time for the child to exit before it is killed."""
 LOG_LINES = 15
+"""Last lines of the log that an error quotes."""
 
 
 @contextmanager
 def embedded(config: ServeConfig) -> Iterator[tuple[str, str]]:
-    """(base_url, api_key) of a service on a free port of this machine.
+    """Start a service on a free port of this machine, and stop it after the block. Yields (base_url, api_key).
 
-    `host` and `port` are not read; a key is drawn if there is none.
-
-    Raises EngineError with the end of the child's log if it does not start.
+    `config.host` and `config.port` are ignored. Without `config.api_key`, a key is generated. Raises EngineError with
+    the last lines of the log if the service does not start.
     """
     key = config.api_key or KEY_PREFIX + secrets.token_urlsafe(32)
     config = config.model_copy(update={"host": "127.0.0.1", "port": 0, "api_key": key})
@@ -50,23 +51,23 @@ def _start(config: ServeConfig, log: Path) -> subprocess.Popen[bytes]:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=out,
-            start_new_session=True,  # Ctrl-C reaches the parent alone, which ends the child when it is done with it
+            start_new_session=True,  # Ctrl-C then interrupts only the parent, which stops the child at its end
         )
     assert child.stdin is not None
-    with suppress(BrokenPipeError):  # it died at once; `_url` reports why
+    with suppress(BrokenPipeError):  # the child has exited; `_url` reports why
         child.stdin.write(config.model_dump_json().encode() + b"\n")
         child.stdin.flush()
     return child
 
 
 def _url(child: subprocess.Popen[bytes], log: Path) -> str:
-    """The child's URL, once it is ready. Raises EngineError if it exits before."""
+    """Wait for the child's URL. Raises EngineError if the child exits before it is ready."""
     assert child.stdout is not None
     line = child.stdout.readline()
     if not line:
         code = child.wait()
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-LOG_LINES:])
-        raise EngineError(f"The embedded service ended with code {code} before it was ready:\n{tail}", f"See {log}.")
+        raise EngineError(f"The embedded service exited with code {code} before it was ready:\n{tail}", f"See {log}.")
     return str(json.loads(line)["url"])
 
 
@@ -85,14 +86,14 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def main() -> int:
-    """The child's side."""
-    from tinsmith.service.server import serve  # the parent's side needs no web server
+    """Entry point of the child process."""
+    from tinsmith.service.server import serve  # the parent process needs no web server
 
     config = ServeConfig.model_validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_die_with_parent, daemon=True).start()
 
     ready = os.dup(1)
-    os.dup2(2, 1)  # whatever else is printed, here or by an engine, belongs in the log
+    os.dup2(2, 1)  # any other output, here or of an engine, goes to the log
 
     def announce(url: str, _key: str) -> None:
         os.write(ready, json.dumps({"url": url}).encode() + b"\n")
@@ -106,7 +107,7 @@ def main() -> int:
 
 
 def _die_with_parent() -> None:
-    while os.read(0, 1):  # not through sys.stdin, whose lock would outlive this thread
+    while os.read(0, 1):  # not sys.stdin.read: this thread would hold its lock at interpreter exit
         pass
     os.kill(os.getpid(), signal.SIGTERM)
 

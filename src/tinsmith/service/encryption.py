@@ -1,10 +1,10 @@
-"""Encryption of external weights with age, for the recipients that a client names.
+"""Encryption of external weights for the recipients that a client names.
 
-Encryption is pyrage's, the Rust implementation of age: recipients are native (age1…) or SSH public keys.
+Uses pyrage, a binding of the Rust implementation of age. Recipients are age (age1…) or SSH public keys.
 """
 
 # pyright: reportAttributeAccessIssue=false
-# pyrage is compiled and says nothing of its types.
+# pyrage is a compiled module without type stubs.
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from tinsmith.atomic import atomic_folder, folder_size
 from tinsmith.errors import BadRequest
 
 RECIPIENTS = 10
-"""Maximum number of recipients in the protocol."""
+"""Maximum number of recipients that the protocol allows."""
 
 
 def recipients(public_keys: Sequence[str]) -> list[Any]:
-    """Parse public keys of age or SSH. Raises BadRequest with the index of an invalid one."""
+    """Parse age or SSH public keys. Raises BadRequest with the index of an invalid key."""
     if len(public_keys) > RECIPIENTS:
-        raise BadRequest(f"{len(public_keys)} age_encryption_recipients are too many.", f"Give at most {RECIPIENTS}.")
+        raise BadRequest(f"There are {len(public_keys)} age_encryption_recipients.", f"Give at most {RECIPIENTS}.")
     return [_recipient(index, text.strip()) for index, text in enumerate(public_keys)]
 
 
@@ -33,13 +33,16 @@ def _recipient(index: int, text: str) -> Any:
         return kind.from_str(text)
     except pyrage.RecipientError as error:
         raise BadRequest(
-            f"age_encryption_recipients[{index}] is not a public key of age or SSH: {error}.",
-            "Give age1… (see age-keygen -y), ssh-ed25519 … or ssh-rsa ….",
+            f"age_encryption_recipients[{index}] is not an age or SSH public key: {error}.",
+            "Give age1… (print it with age-keygen -y), ssh-ed25519 … or ssh-rsa ….",
         ) from error
 
 
 def encrypt(plain: Path, to: Path, public_keys: Sequence[str]) -> int:
-    """Every file of `plain` as NAME.age in `to`, which appears whole or not at all. Returns bytes."""
+    """Encrypt every file of `plain` to NAME.age in the folder `to`, which is created atomically.
+
+    Returns the size of `to` in bytes.
+    """
     keys = recipients(public_keys)
     with atomic_folder(to) as part:
         for file in sorted(plain.iterdir()):

@@ -91,7 +91,7 @@ def test_queued_requests_are_counted_until_they_have_a_result(tmp_path: Path) ->
             ]
             assert [one.status_code for one in refused] == [429, 429]
             assert all(0 < int(one.headers["retry-after-ms"]) <= 60_000 for one in refused)
-            assert "3 requests waiting" in refused[0].json()["detail"]
+            assert "3 requests without a result" in refused[0].json()["detail"]
             again = await running.post("forward_backward", pass_body(model, 2))
             assert again.json() == promises[1].json(), "what was promised is no new request"
             assert (await running.post("asample", {**ask, "seq_id": 0})).status_code == 200
@@ -131,7 +131,7 @@ def test_models_are_given_back_when_their_session_ends(tmp_path: Path) -> None:
             told = {"session_id": model.partition(":")[0], "model_seq_id": 1, "base_model": "toy"}
             refused = await running.post("create_model", told)
             assert refused.status_code == 403
-            assert "may have 1" in refused.json()["detail"]
+            assert "its quota is 1" in refused.json()["detail"]
             saved = await running.call("save_weights", {"model_id": model, "path": "kept", "seq_id": 1})
             refused = await running.post("load_weights", {**told, "path": saved["path"], "optimizer": False})
             assert refused.status_code == 403
@@ -157,7 +157,7 @@ def test_checkpoints_are_refused_when_the_bytes_are_used_up_also_in_the_queue(tm
             results = [(await running.result(one.json())).json() for one in promises]
             assert "path" in results[0]
             assert [one["category"] for one in results[1:]] == ["user", "user"]
-            assert "may take 1" in results[1]["error"]
+            assert "its quota is 1" in results[1]["error"]
             for told in ({"path": "named"}, {"sampling_session_seq_id": 5}):
                 body = {"model_id": model, "seq_id": 4, **told}
                 assert (await running.post("save_weights_for_sampler", body)).status_code == 403
@@ -184,7 +184,7 @@ def test_sdk_retries_rates_and_raises_hard_limits(tmp_path: Path) -> None:
         model = client.create_lora_training_client("toy", rank=4).result()
         futures = [model.forward_backward([datum(list(range(3, 109)))], "cross_entropy") for _ in range(13)]
         assert len([one.result().loss_fn_outputs for one in futures]) == 13, "1365 tokens, of 1200 a minute"
-        with pytest.raises(tinker.PermissionDeniedError, match="may have 1"):
+        with pytest.raises(tinker.PermissionDeniedError, match="its quota is 1"):
             client.create_lora_training_client("toy", rank=4).result()
         sampler = client.create_sampling_client(base_model="toy").result()
         prompt, params = tinker.ModelInput.from_ints([5, 6]), tinker.SamplingParams(max_tokens=3)

@@ -30,7 +30,9 @@ def test_the_sdk_reads_when_a_token_ends_and_whose_it_is() -> None:
     assert (claims["sub"], claims["org_id"]) == (urn("ada"), "ada")
 
 
-@pytest.mark.parametrize("fault", ["another secret", "unsigned", "changed", "over", "no end", "a loan", "no token"])
+@pytest.mark.parametrize(
+    "fault", ["another secret", "unsigned", "changed", "over", "no end", "a weights token", "no token"]
+)
 def test_no_other_token_stands_for_anyone(fault: str) -> None:
     signer = Signer(SECRET)
     good = signer.issue_token("ada", 7, "b")
@@ -43,7 +45,7 @@ def test_no_other_token_stands_for_anyone(fault: str) -> None:
         "changed": f"{head}.{forged}.{signature}",
         "over": jwt.encode({**claims, "exp": time.time() - 1}, SECRET, "HS256"),
         "no end": jwt.encode({k: v for k, v in claims.items() if k != "exp"}, SECRET, "HS256"),
-        "a loan": signer.issue_loan("ada", "tinker://r/weights/a", 60),
+        "a weights token": signer.issue_weights_token("ada", "tinker://r/weights/a", 60),
         "no token": "eyJ",
     }
     assert signer.read_token(bad[fault]) is None
@@ -51,10 +53,10 @@ def test_no_other_token_stands_for_anyone(fault: str) -> None:
 
 def test_a_loan_opens_one_path() -> None:
     signer = Signer(SECRET)
-    loan = signer.issue_loan("ada", "tinker://r/weights/a", 60)
-    assert signer.lender(loan, "tinker://r/weights/a") == "ada"
-    assert signer.lender(loan, "tinker://r/weights/b") is None
-    assert signer.lender(signer.issue_token("ada", 7, "b"), "tinker://r/weights/a") is None
+    token = signer.issue_weights_token("ada", "tinker://r/weights/a", 60)
+    assert signer.checkpoint_owner(token, "tinker://r/weights/a") == "ada"
+    assert signer.checkpoint_owner(token, "tinker://r/weights/b") is None
+    assert signer.checkpoint_owner(signer.issue_token("ada", 7, "b"), "tinker://r/weights/a") is None
 
 
 def test_a_link_cannot_be_changed() -> None:

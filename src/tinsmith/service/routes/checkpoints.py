@@ -93,7 +93,7 @@ async def lend(run: str, kind: str, name: str, tenant: Tenant, service: ServiceD
     if not low <= request.ttl_seconds <= high:
         raise BadRequest(f"ttl_seconds is {request.ttl_seconds}.", f"Give {low} to {high}.")
     checkpoint = _own(service, tenant, run, kind, name)
-    token = service.signer.issue_loan(tenant, checkpoint.path, request.ttl_seconds)
+    token = service.signer.issue_weights_token(tenant, checkpoint.path, request.ttl_seconds)
     service.audit_log.checkpoint_changed(checkpoint, "checkpoint_lent", tenant, ttl_seconds=request.ttl_seconds)
     return {"weights_access_token": token, "expires_at": rfc3339(time.time() + request.ttl_seconds)}
 

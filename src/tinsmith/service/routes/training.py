@@ -282,8 +282,8 @@ async def _create_by_load(service: Service, tenant: str, request: LoadBody) -> d
 def _loadable_checkpoint(service: Service, tenant: str, request: LoadBody, base_model: str | None) -> Checkpoint:
     """The checkpoint to load. Raises BadRequest if it does not fit the base model or lacks the optimizer state."""
     _check_adamw(request.optimizer_config)
-    lender = service.token_owner(request.weights_access_token, request.path)
-    checkpoint = service.checkpoints.readable(request.path, tenant, lender)
+    token_owner = service.token_owner(request.weights_access_token, request.path)
+    checkpoint = service.checkpoints.readable(request.path, tenant, token_owner)
     if checkpoint.kind == "external_weights":
         raise BadRequest(f"{request.path} holds external weights.", "Load a tinker://RUN/weights/NAME path.")
     if request.optimizer and not checkpoint.optimizer:

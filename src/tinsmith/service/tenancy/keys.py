@@ -1,8 +1,8 @@
-"""API keys and quotas in the database: `tinsmith keys` writes them, and a running server reads them every few seconds.
+"""API keys and quotas in the database. `tinsmith keys` writes them; a running server reloads them every READ_S seconds.
 
-A key is shown once, when it is made; only its SHA-256 is stored. A key is 256 random bits, which cannot be guessed from
-the hash, so salt and a slow hash, which protect passwords, would add nothing. If the database is unavailable, the
-server uses the keys and quotas that it read last.
+A key is shown once, when it is created; only its SHA-256 is stored. A key is 256 random bits, so a salt or a slow hash,
+which protect guessable passwords, would add nothing. While the database is unavailable, the server uses the keys and
+quotas that it read last.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ from tinsmith.service.storage.tables import AUDIT, KEYS, QUOTAS
 from tinsmith.settings import writable_folder
 
 LOCAL = "local"
-"""The tenant of the server's own key, who may do everything. Not derived from the key: a new key keeps the old work."""
+"""The tenant of the server's own key. Not derived from the key, so its data stays when the key changes."""
+READ_S = 2.0
+"""Time between two reads of the database by a server."""
 COMMAND = "tinsmith keys"
-"""Who makes and revokes keys, as the audit log has it."""
+"""The actor in audit-log entries of keys that the command creates and revokes."""
 _NAME = re.compile(r"(?!\d+$)[A-Za-z0-9._@-]{1,100}")
-"""Never a mere number, by which a key can be revoked as well."""
+"""Names of keys and tenants. Not digits only: a key can be revoked by its number too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiKey:
-    """A key without the key itself."""
+    """The record of an API key, without the key itself."""
 
     id: int
-    """0 is the server's own, which is in no database."""
+    """0 is the server's own key, which is not in the database."""
     name: str
     owner: str
     admin: bool = False
-    """Whether the key may read data of all tenants."""
+    """Whether the key may read the data of all tenants."""
     created: float
     expires: float | None = None
     revoked: float | None = None
@@ -59,28 +61,31 @@ class Quotas:
     """Limits of one tenant; None is unlimited."""
 
     models: int | None = None
-    """Models that are in training at a time."""
+    """Models in training at a time."""
     checkpoint_bytes: int | None = None
-    """On disk, unnamed versions of living sessions included."""
+    """Bytes of checkpoints on disk, including unnamed versions of open sessions."""
     queued: int | None = None
-    """Requests without a result, training and sampling together."""
+    """Training and sampling requests without a result."""
     tokens_per_minute: int | None = None
-    """Trained, read as prompts and sampled."""
+    """Trained, prompt and sampled tokens per minute."""
 
 
 def generate_key() -> str:
-    """256 random bits, as the SDK wants to see them."""
+    """A new key: 256 random bits after the prefix that the SDK requires."""
     return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
 def key_hash(key: str) -> str:
-    """The hash that is stored in place of a key."""
+    """SHA-256 of a key, in hexadecimal, which is stored in its place."""
     return hashlib.sha256(key.encode()).hexdigest()
 
 
 @asynccontextmanager
 async def open_key_database(data: Path, database: str | None) -> AsyncIterator[AsyncEngine]:
-    """The database of a data folder or at a URL, for commands: made if there is none, never upgraded under a server."""
+    """Open the database of a data folder or at a URL for a command.
+
+    Creates the tables of a new database. Never upgrades an existing one, which a server may be using.
+    """
     if database is None:
         writable_folder(data, "--data")
     engine = open_engine(data, database)
@@ -94,7 +99,7 @@ async def open_key_database(data: Path, database: str | None) -> AsyncIterator[A
 async def create_key(
     engine: AsyncEngine, name: str, owner: str, *, admin: bool = False, lifetime_s: float | None = None
 ) -> tuple[str, ApiKey]:
-    """Create a key. Returns (the key, its record). Raises ConfigError if a name is taken or invalid."""
+    """Create a key. Returns (key, its record). Raises ConfigError if a name is taken or invalid."""
     for word in (name, owner):
         if not _NAME.fullmatch(word):
             raise ConfigError(
@@ -104,20 +109,19 @@ async def create_key(
     values = {"name": name, "owner": owner, "admin": admin, "created": now}
     values["expires"] = now + lifetime_s if lifetime_s is not None else None
     async with _writing(engine) as db:
-        standing = [row for row in (await _keys(db)).values() if row.name == name and row.is_valid(now)]
-        if standing:
+        if any(row.name == name and row.is_valid(now) for row in (await _keys(db)).values()):
             raise ConfigError(f"There is a key '{name}' already.", "Choose another name, or revoke it first.")
-        made = await db.execute(insert(KEYS).values(**values, hash=key_hash(key)).returning(KEYS.c.id))
+        inserted = await db.execute(insert(KEYS).values(**values, hash=key_hash(key)).returning(KEYS.c.id))
         await _audit(db, owner, "organization_key_created", name, COMMAND)
-        return key, ApiKey(id=made.scalar_one(), **values)
+        return key, ApiKey(id=inserted.scalar_one(), **values)
 
 
 async def revoke_key(engine: AsyncEngine, name: str, by: str = COMMAND) -> ApiKey:
-    """Revoke a key by its name or number; a revoked key stays as it is. Raises NotFound."""
+    """Revoke a key by its name or number; a revoked key is not changed. Raises NotFound for an unknown key."""
     async with _writing(engine) as db:
         matches = [row for row in (await _keys(db)).values() if name in (row.name, str(row.id))]
         if not matches:
-            raise NotFound(f"There is no key '{name}'.", "`tinsmith keys list` shows them.")
+            raise NotFound(f"There is no key '{name}'.", "`tinsmith keys list` shows all keys.")
         key = min(matches, key=lambda row: (row.revoked is not None, -row.created))
         if key.revoked is None:
             key = replace(key, revoked=time.time())
@@ -127,10 +131,10 @@ async def revoke_key(engine: AsyncEngine, name: str, by: str = COMMAND) -> ApiKe
 
 
 async def set_quotas(engine: AsyncEngine, owner: str, changes: dict[str, int | None]) -> Quotas:
-    """Change a tenant's quotas; None removes a limit. Raises BadRequest for a negative value."""
+    """Change a tenant's quotas and return all of them. None removes a limit. Raises BadRequest for a negative value."""
     for name, value in changes.items():
         if value is not None and value < 0:
-            raise BadRequest(f"{name} is {value}.", "Give 0 or more.")
+            raise BadRequest(f"Quota {name} is {value}.", "Give 0 or more.")
     async with _writing(engine) as db:
         current = (await _quotas(db)).get(owner)
         quotas = replace(current or Quotas(), **changes)
@@ -141,14 +145,14 @@ async def set_quotas(engine: AsyncEngine, owner: str, changes: dict[str, int | N
 
 
 async def read_keys(engine: AsyncEngine) -> tuple[dict[str, ApiKey], dict[str, Quotas]]:
-    """(key by hash, quotas by tenant)."""
+    """Returns (keys by hash, quotas by tenant)."""
     async with engine.connect() as db:
         return await _keys(db), await _quotas(db)
 
 
 @asynccontextmanager
 async def _writing(engine: AsyncEngine) -> AsyncIterator[AsyncConnection]:
-    """A transaction that no other writer can run into."""
+    """A transaction that excludes all other writers of keys and quotas."""
     async with engine.execution_options(exclusive=True).begin() as db:
         if db.dialect.name == "postgresql":
             await db.exec_driver_sql("lock table keys, quotas in exclusive mode")
@@ -170,11 +174,8 @@ async def _quotas(db: AsyncConnection) -> dict[str, Quotas]:
     return {row["owner"]: Quotas(**{name: value for name, value in row.items() if name != "owner"}) for row in rows}
 
 
-READ_S = 2.0
-
-
 class Tenants:
-    """The keys of one database, and the server's own."""
+    """Keys and quotas of a running server: those of the database, and the server's own key."""
 
     def __init__(self, database: AsyncEngine, own_key: str | None) -> None:
         self._database = database
@@ -188,19 +189,19 @@ class Tenants:
         self._keys, self._quotas = await retry_while_unavailable(self._database, lambda: read_keys(self._database))
 
     async def run(self) -> None:
-        """Forever: reload every READ_S seconds."""
+        """Reload forever, every READ_S seconds."""
         while True:
             await asyncio.sleep(READ_S)
             await self.reload()
 
     def authenticate(self, key: str) -> ApiKey | None:
-        """The key's record, if it is valid."""
+        """The record of a key; None if it is unknown, revoked or expired."""
         digest = key_hash(key)
         key_record = self._own_key if hmac.compare_digest(digest, self._own) else self._keys.get(digest)
         return key_record if key_record is not None and key_record.is_valid(time.time()) else None
 
     def key_by_id(self, key_id: int) -> ApiKey | None:
-        """The record of a valid key by its number, which tokens hold."""
+        """The record of a valid key by its number, which tokens contain."""
         if key_id == self._own_key.id and self._own:
             return self._own_key
         now = time.time()

@@ -1,7 +1,7 @@
 """Enforcement of tenants' quotas.
 
-A request that may succeed later is refused with Busy (429, with the time to wait), and the SDK retries it by itself. A
-request that no waiting helps is refused with Forbidden (403), which the SDK raises at once.
+A request that may succeed later is refused with Busy (429, with the time to wait), and the SDK retries it. A request
+that would not succeed later either is refused with Forbidden (403), which the SDK raises.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from tinsmith.service.storage.records import Checkpoint, Model
 from tinsmith.service.storage.store import Store
 from tinsmith.service.tenancy.keys import Tenants
 
-_ASK_AGAIN_S = 1.0
-_LONGEST_S = 30.0
-"""The SDK ignores waits of more than a minute."""
+_RETRY_S = 1.0
+"""Time after which a client retries when too many of its requests wait."""
+_MAX_RETRY_S = 30.0
+"""Maximum time to wait; the SDK ignores waits longer than a minute."""
 
 
 @dataclass(slots=True)
 class _Bucket:
-    """Tokens that a tenant may still use; negative after a request that used more."""
+    """Token bucket of a tenant. `level` is negative after a request that used more than was left."""
 
     level: float
     at: float
@@ -48,11 +49,11 @@ class QuotaEnforcer:
 
     @contextmanager
     def reserve_request(self, owner: str, tokens: int) -> Iterator[None]:
-        """Reserve a place in the queue for the duration of the block, and charge tokens. Raises Busy."""
+        """Charge tokens, and reserve a queued request for the duration of the block. Raises Busy over a quota."""
         limit = self._tenants.quotas(owner).queued
         if limit is not None and self._futures.pending(owner) + self._arriving[owner] >= limit:
-            problem = f"{owner} has {limit} requests waiting, which is all it may have."
-            raise Busy(problem, "Send it again when some are done.", retry_after_ms=int(1000 * _ASK_AGAIN_S))
+            problem = f"{owner} has {limit} requests without a result, its quota."
+            raise Busy(problem, "Retry when some are finished.", retry_after_ms=int(1000 * _RETRY_S))
         self._spend(owner, tokens)
         self._arriving[owner] += 1
         try:
@@ -62,15 +63,15 @@ class QuotaEnforcer:
 
     @contextmanager
     def reserve_model(self, owner: str) -> Iterator[None]:
-        """Reserve one more model in training for the duration of the block. Raises Forbidden."""
+        """Reserve one more model in training for the duration of the block. Raises Forbidden over the quota."""
         limit = self._tenants.quotas(owner).models
         if limit is not None:
             used = sum(
                 record.owner == owner and record.state in ("pending", "live") for record in self._store.all(Model)
             )
             if used + self._creating[owner] >= limit:
-                problem = f"{owner} has {used} models in training, and may have {limit}."
-                raise Forbidden(problem, "Finish a session that is done with its models.")
+                problem = f"{owner} has {used} models in training; its quota is {limit}."
+                raise Forbidden(problem, "End a session whose models are no longer needed.")
         self._creating[owner] += 1
         try:
             yield
@@ -78,17 +79,17 @@ class QuotaEnforcer:
             self._creating[owner] -= 1
 
     def check_storage(self, owner: str) -> None:
-        """Raise Forbidden if the tenant's checkpoints have reached their limit of bytes."""
+        """Raise Forbidden if the tenant's checkpoints have reached the quota of bytes."""
         limit = self._tenants.quotas(owner).checkpoint_bytes
         if limit is None:
             return
         used = sum(record.size_bytes for record in self._store.all(Checkpoint) if record.owner == owner)
         if used >= limit:
-            problem = f"The checkpoints of {owner} take {used} bytes, and may take {limit}."
-            raise Forbidden(problem, "Delete some, give them a ttl, or finish sessions that sample from unnamed ones.")
+            problem = f"The checkpoints of {owner} take {used} bytes; its quota is {limit}."
+            raise Forbidden(problem, "Delete some, set a ttl, or end sessions that sample from unnamed ones.")
 
     def charge(self, owner: str, tokens: int) -> None:
-        """Charge sampled tokens, whose number is unknown when a request comes."""
+        """Charge sampled tokens, whose number is known only after sampling."""
         if (limit := self._tenants.quotas(owner).tokens_per_minute) is not None:
             self._bucket(owner, limit).level -= tokens
 
@@ -96,14 +97,14 @@ class QuotaEnforcer:
         if (limit := self._tenants.quotas(owner).tokens_per_minute) is None:
             return
         bucket = self._bucket(owner, limit)
-        if bucket.level <= 0:  # not "less than tokens": a request larger than a minute's would never run
-            wait = min(60 * (1 - bucket.level) / limit, _LONGEST_S) if limit else _LONGEST_S
+        if bucket.level <= 0:  # not `< tokens`: a request larger than the quota of a minute would never run
+            wait = min(60 * (1 - bucket.level) / limit, _MAX_RETRY_S) if limit else _MAX_RETRY_S
             problem = f"{owner} has used its {limit} tokens per minute."
-            raise Busy(problem, f"Send it again in {math.ceil(wait)} s.", retry_after_ms=math.ceil(1000 * wait))
+            raise Busy(problem, f"Retry in {math.ceil(wait)} s.", retry_after_ms=math.ceil(1000 * wait))
         bucket.level -= tokens
 
     def _bucket(self, owner: str, limit: int) -> _Bucket:
-        """The tenant's bucket, refilled evenly up to the tokens of one minute."""
+        """The tenant's bucket, refilled at a constant rate up to the quota of one minute."""
         now = self._clock()
         bucket = self._buckets.setdefault(owner, _Bucket(limit, now))
         bucket.level = min(bucket.level + (now - bucket.at) * limit / 60, limit)

@@ -1,6 +1,7 @@
-"""Tokens and links signed with the server's secret: tokens in place of a key, loans of one checkpoint, download links.
+"""Tokens and links signed with the server's secret: access tokens, tokens for one checkpoint, and download links.
 
-The secret is made at the first start and stays in the data folder, so tokens and links outlive a restart.
+The secret is generated at the first start and stored in the data folder, so tokens and links remain valid after a
+restart.
 """
 
 from __future__ import annotations
@@ -16,50 +17,50 @@ from typing import Any
 import jwt
 
 TOKEN_S = 4 * 3600
-"""How long a token stands for a key; clients exchange it for a new one at half of this."""
+"""Lifetime of an access token; clients renew it at half of this."""
 LINK_S = 3600
-"""How long a link can be fetched."""
+"""Lifetime of a download link."""
 TOKEN_PREFIX = "eyJ"
-"""How every JWT begins: a JSON object in base64."""
+"""Prefix of every JWT: the first bytes of a JSON object in base64."""
 
 _LOGIN = "tinsmith:login"
 _WEIGHTS = "tinsmith:weights"
 
 
 class Signer:
-    """Signs tokens and links, and verifies them."""
+    """Issues and verifies signed tokens and links."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
 
-    def issue_token(self, owner: str, key: int, bound: str) -> str:
-        """A token in place of a key, which must still be valid when the token is used. `whoami` shows its claims."""
-        return self._issue(_LOGIN, TOKEN_S, sub=urn(owner), org_id=owner, key=key, bound=bound)
+    def issue_token(self, owner: str, key: int, binding: str) -> str:
+        """An access token for a key. The key must still be valid when the token is used. `whoami` shows its claims."""
+        return self._issue(_LOGIN, TOKEN_S, sub=urn(owner), org_id=owner, key=key, bound=binding)
 
     def read_token(self, token: str) -> tuple[int, str] | None:
-        """(number, bound) of the key that a token stands for; None if it stands for none."""
+        """Returns (key id, binding) of an access token; None if the token is invalid or expired."""
         claims = self._read(token, _LOGIN)
         return (claims["key"], claims["bound"]) if claims else None
 
-    def issue_loan(self, owner: str, path: str, lifetime_s: int) -> str:
-        """A token with which any tenant can read one checkpoint of this owner."""
+    def issue_weights_token(self, owner: str, path: str, lifetime_s: int) -> str:
+        """A token that lets any tenant read one checkpoint of `owner`."""
         return self._issue(_WEIGHTS, lifetime_s, owner=owner, path=path)
 
-    def lender(self, token: str, path: str) -> str | None:
-        """Whose checkpoint a loan lets read; None unless it is for this path."""
+    def checkpoint_owner(self, token: str, path: str) -> str | None:
+        """The owner that issued a token for the checkpoint `path`; None if the token is not valid for it."""
         claims = self._read(token, _WEIGHTS)
         return claims["owner"] if claims and claims["path"] == path else None
 
     def fingerprint(self, key: str) -> str:
-        """A digest that identifies a key and, without the secret, reveals nothing of it."""
+        """A digest that identifies a key and reveals nothing about it without the secret."""
         return self._mac(f"key\n{key}")[:16]
 
     def link(self, path: str, expires: int) -> str:
-        """The query that makes a path fetchable without a key until `expires`."""
+        """Query string with which `path` can be fetched without a key until `expires`."""
         return f"expires={expires}&signature={self._mac(f'link {expires} {path}')}"
 
     def verify_link(self, path: str, expires: int, signature: str) -> bool:
-        """Whether `link` made this signature; the link may have expired."""
+        """Whether the signature is valid. Does not check whether the link has expired."""
         return hmac.compare_digest(self._mac(f"link {expires} {path}").encode(), signature.encode())
 
     def _issue(self, audience: str, lifetime_s: int, **claims: str | int) -> str:
@@ -83,12 +84,12 @@ class Signer:
 
 
 def urn(owner: str) -> str:
-    """An owner as the protocol names users."""
+    """URN of a tenant, as the protocol names users."""
     return f"tml:user:{owner}"
 
 
 def load_signer(data: Path) -> Signer:
-    """The signer of a data folder."""
+    """The signer of a data folder. Generates its secret if there is none."""
     file = data / "signing-key"
     if not file.is_file():
         write_private_file(file, secrets.token_hex(32))
@@ -96,6 +97,6 @@ def load_signer(data: Path) -> Signer:
 
 
 def write_private_file(file: Path, text: str) -> None:
-    """A new file that its owner alone can read."""
+    """Create a file with mode 0600. Raises FileExistsError if it exists."""
     with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
         out.write(text + "\n")
