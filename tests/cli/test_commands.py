@@ -166,7 +166,7 @@ def test_demo_prints_accuracy_before_and_after(work, tiny_llama):
     small = ("service.engine=fake", f"service.source={tiny_llama}", "steps=2", "tasks.held_out=8", "groups_per_step=2")
     done = tinsmith(work, "demo", "--quick", "--seed", "3", "--out", "runs/demo", *small)
     assert done.returncode == 0, done.stderr
-    assert "asked: Which is the largest of" in done.stdout
+    assert "question: Which is the largest of" in done.stdout
     assert "held-out exact match 0.000 → 0.000 on 8 tasks never trained on" in done.stdout
     assert "runs/demo/report.html" in done.stdout
     name = "HuggingFaceTB/SmolLM2-135M-Instruct"

@@ -91,9 +91,10 @@ class Service:
         return self.signer.fingerprint(self.key) if self.key is not None and key.id == 0 else ""
 
     def token_owner(self, token: str | None, path: str) -> str | None:
-        """The owner whose checkpoint `path` a weights_access_token makes readable. The token may be a credential of its owner.
+        """The owner whose checkpoint `path` a weights_access_token makes readable.
 
-        None without a token. Raises BadRequest for a token that is invalid for the path.
+        The token may also be a key or an access token of the owner. None without a token. Raises BadRequest for a token
+        that is invalid for the path.
         """
         if token is None:
             return None

@@ -130,7 +130,7 @@ def test_storage_is_bytes_times_hours_from_save_to_deletion(tmp_path: Path) -> N
         ("2026-07-13T00:00:00", "2026-07-13T02:00:00Z", "whole hours"),
         ("2026-07-13T02:00:00Z", "2026-07-13T02:00:00Z", "empty or too long"),
         ("2026-07-13T02:00:00Z", "2026-07-28T02:00:00Z", "empty or too long"),
-        ("2100-01-01T00:00:00Z", "2100-01-02T00:00:00Z", "to come"),
+        ("2100-01-01T00:00:00Z", "2100-01-02T00:00:00Z", "in the future"),
         ("yesterday", "2026-07-13T02:00:00Z", "starting_on"),
     ],
 )

@@ -51,7 +51,7 @@ def test_no_other_token_stands_for_anyone(fault: str) -> None:
     assert signer.read_token(bad[fault]) is None
 
 
-def test_a_loan_opens_one_path() -> None:
+def test_a_weights_token_opens_one_path() -> None:
     signer = Signer(SECRET)
     token = signer.issue_weights_token("ada", "tinker://r/weights/a", 60)
     assert signer.checkpoint_owner(token, "tinker://r/weights/a") == "ada"

@@ -1,1 +1,1 @@
-"""What the service tells of itself and writes down: metrics, logs, spans, audit, use, traces."""
+"""Metrics, logs, OpenTelemetry spans, audit log, usage reports and Perfetto traces."""

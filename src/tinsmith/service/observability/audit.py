@@ -1,7 +1,7 @@
 """The audit log, the timing of each request, and usage counters, in the database.
 
-Entries are collected in memory and written a moment later in one transaction; readers flush first. A killed process
-loses the entries of its last second, but no request or result.
+Entries are collected in memory and written about once per second in one transaction; readers flush first. A killed
+process loses the entries of its last second, but no request or result.
 """
 
 from __future__ import annotations
@@ -22,60 +22,63 @@ from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession
 from tinsmith.service.storage.store import Store, insert_into
 from tinsmith.service.storage.tables import AUDIT, SPANS, STORED, USAGE
 
-REST_S = 1.0
-"""Between two writes."""
+WRITE_INTERVAL_S = 1.0
+"""Time between two writes."""
 KEEP_SPANS_S = 7 * 86_400
-"""Time that the timings of a request stay."""
+"""Time that the timing of a request is kept."""
 PRUNE_S = 3600.0
-TRAINED = ("forward", "forward_backward")
+"""Time between two deletions of old timings."""
+TRAINING_KINDS = ("forward", "forward_backward")
+"""Token kinds that count as training."""
 
 
 class AuditLog:
-    """Entries that wait to be written to the database, in batches."""
+    """Collects entries and writes them to the database in batches."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
         self._audits: list[dict[str, Any]] = []
         self._spans: list[dict[str, Any]] = []
-        self._used: Counter[tuple[str, int, str, str, str]] = Counter()
+        self._usage: Counter[tuple[str, int, str, str, str]] = Counter()
+        """Quantity by (owner, hour, kind, base model, session)."""
         self._stored: set[str] = set()
-        """Checkpoints that the database says are still there."""
-        self._more = asyncio.Event()
+        """Checkpoints that the database records as stored."""
+        self._pending = asyncio.Event()
         self._writing = asyncio.Lock()
 
     async def load(self) -> None:
         """Read which checkpoints an earlier process recorded as stored."""
         async with self._store.database.connect() as db:
             self._stored = set((await db.execute(select(STORED.c.id).where(STORED.c.ended.is_(None)))).scalars())
-        self._more.set()
+        self._pending.set()
 
     def record(self, owner: str, event: str, actor: str, **details: Any) -> None:
-        """Something was done by `actor` to what belongs to `owner`; `event` is RESOURCE_ACTION."""
+        """Add an entry: `actor` did `event`, named RESOURCE_ACTION, to a resource of `owner`."""
         entry = {"owner": owner, "at": time.time(), "event": event, "details": {"actor": actor, **details}}
         self._audits.append(entry)
-        self._more.set()
+        self._pending.set()
 
     def checkpoint_created(self, checkpoint: Checkpoint, actor: str, **details: Any) -> None:
-        """A named checkpoint came into being."""
-        self.record(checkpoint.owner, "checkpoint_created", actor, **_about(checkpoint), **details)
-        hour, session = int(checkpoint.created // 3600), self._session(checkpoint.run)
-        self._used[checkpoint.owner, hour, "checkpoint", checkpoint.base_model, session] += 1
+        """Record and count a new named checkpoint."""
+        self.record(checkpoint.owner, "checkpoint_created", actor, **_details(checkpoint), **details)
+        hour, session = int(checkpoint.created // 3600), self._session_id(checkpoint.run)
+        self._usage[checkpoint.owner, hour, "checkpoint", checkpoint.base_model, session] += 1
 
     def checkpoint_read(self, checkpoint: Checkpoint, actor: str, purpose: str) -> None:
-        """A tenant was given the contents of a checkpoint."""
-        self.record(checkpoint.owner, "checkpoint_read", actor, **_about(checkpoint), purpose=purpose)
+        """Record that `actor` read the contents of a checkpoint."""
+        self.record(checkpoint.owner, "checkpoint_read", actor, **_details(checkpoint), purpose=purpose)
 
     def checkpoint_changed(self, checkpoint: Checkpoint, event: str, actor: str, **details: Any) -> None:
-        """A checkpoint was changed, as `event` says."""
-        self.record(checkpoint.owner, event, actor, **_about(checkpoint), **details)
+        """Record another event of a checkpoint, such as its deletion."""
+        self.record(checkpoint.owner, event, actor, **_details(checkpoint), **details)
 
     def request_finished(self, line: Timeline) -> None:
         """Record the timing and the usage of a finished request."""
         track = line.request_id.rpartition(":")[0]
-        on = self._store.find(Model, track) or self._store.find(SamplingSession, track)
-        session, base_model = (on.session_id, on.base_model) if on else ("", line.model)
+        record = self._store.find(Model, track) or self._store.find(SamplingSession, track)
+        session, base_model = (record.session_id, record.base_model) if record else ("", line.model)
         tokens = line.tokens
-        trained = sum(tokens.get(kind, 0) for kind in TRAINED)
+        trained = sum(tokens.get(kind, 0) for kind in TRAINING_KINDS)
         cached = tokens.get("prompt_cached", 0)
         self._spans.append(
             {
@@ -94,58 +97,58 @@ class AuditLog:
                 "cached_tokens": cached,
             }
         )
-        used = {
+        quantities = {
             "training": trained,
             "sampling_prefill": tokens.get("prompt", 0) - cached,
             "sampling_prefill_cached": cached,
             "sampling_sample": tokens.get("sample", 0),
         }
-        for kind, count in used.items():
+        for kind, count in quantities.items():
             if count:
-                self._used[line.owner, line.finished // 3_600_000_000_000, kind, base_model, session] += count
-        self._more.set()
+                self._usage[line.owner, line.finished // 3_600_000_000_000, kind, base_model, session] += count
+        self._pending.set()
 
     async def run(self) -> None:
-        """Forever: write new entries and delete old timings."""
+        """Write new entries and delete old timings, forever."""
         pruned = 0.0
         while True:
-            await self._more.wait()
+            await self._pending.wait()
             await self.flush()
             if pruned + PRUNE_S <= time.time():
                 pruned = time.time()
-                long_over = delete(SPANS).where(SPANS.c.ended < pruned - KEEP_SPANS_S)
-                await self._store.write(lambda db, over=long_over: db.execute(over))
-            await asyncio.sleep(REST_S)
+                deletion = delete(SPANS).where(SPANS.c.ended < pruned - KEEP_SPANS_S)
+                await self._store.write(lambda db, statement=deletion: db.execute(statement))
+            await asyncio.sleep(WRITE_INTERVAL_S)
 
     async def flush(self) -> None:
-        """Everything noted so far is in the database when this returns, also if it is cancelled meanwhile."""
+        """Write all entries recorded so far. A cancellation takes effect after the write."""
         await uninterrupted(self._flush())
 
     async def _flush(self) -> None:
         async with self._writing:
-            self._more.clear()
-            audits, spans, used = self._audits, self._spans, self._used
-            self._audits, self._spans, self._used = [], [], Counter()
-            added, removed = self._storage()
-            if not (audits or spans or used or added or removed):
+            self._pending.clear()
+            audits, spans, usage = self._audits, self._spans, self._usage
+            self._audits, self._spans, self._usage = [], [], Counter()
+            added, removed = self._storage_changes()
+            if not (audits or spans or usage or added or removed):
                 return
 
-            def written(db: Connection) -> None:
-                _write(db, audits, spans, used)
+            def write_all(db: Connection) -> None:
+                _write(db, audits, spans, usage)
                 _write_storage(db, added, removed)
 
             try:
-                await self._store.write(written)
+                await self._store.write(write_all)
             except BaseException:
                 self._audits, self._spans = audits + self._audits, spans + self._spans
-                self._used.update(used)
-                self._more.set()
+                self._usage.update(usage)
+                self._pending.set()
                 raise
             self._stored |= {entry["id"] for entry in added}
             self._stored -= removed
 
     async def entries(self, owner: str, kind: str, day: date) -> list[dict[str, Any]]:
-        """An owner's entries of one day in UTC, oldest first; `kind` is a resource in the plural, or `all`."""
+        """Entries of an owner and a day in UTC, oldest first; `kind` is a resource in the plural, or `all`."""
         await self.flush()
         start = datetime.combine(day, midnight(), UTC).timestamp()
         a = AUDIT.c
@@ -155,8 +158,8 @@ class AuditLog:
         async with self._store.database.connect() as db:
             return [dict(entry) for entry in (await db.execute(query.order_by(a.at, a.id))).mappings()]
 
-    def _storage(self) -> tuple[list[dict[str, Any]], set[str]]:
-        """Named checkpoints that the database does not know yet, and those that are no more."""
+    def _storage_changes(self) -> tuple[list[dict[str, Any]], set[str]]:
+        """(rows of new named checkpoints, ids of deleted ones) since the last write."""
         current = {
             entry.id: entry for entry in self._store.all(Checkpoint) if entry.kind != "ephemeral" and not entry.deleted
         }
@@ -164,7 +167,7 @@ class AuditLog:
             {
                 "id": entry.id,
                 "owner": entry.owner,
-                "session_id": self._session(entry.run),
+                "session_id": self._session_id(entry.run),
                 "base_model": entry.base_model,
                 "size_bytes": entry.size_bytes,
                 "begun": entry.created,
@@ -173,12 +176,12 @@ class AuditLog:
         ]
         return added, self._stored - current.keys()
 
-    def _session(self, run: str) -> str:
+    def _session_id(self, run: str) -> str:
         model = self._store.find(Model, run)
         return model.session_id if model else ""
 
 
-def _about(checkpoint: Checkpoint) -> dict[str, Any]:
+def _details(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"tinker_path": checkpoint.path, "model_id": checkpoint.run}
 
 
@@ -186,18 +189,18 @@ def _write(
     db: Connection,
     audits: Sequence[dict[str, Any]],
     spans: Sequence[dict[str, Any]],
-    used: Counter[tuple[str, int, str, str, str]],
+    usage: Counter[tuple[str, int, str, str, str]],
 ) -> None:
     if audits:
         db.execute(AUDIT.insert(), audits)
     if spans:
         db.execute(insert_into(db, SPANS).on_conflict_do_nothing(), spans)
-    if used:
-        keys = ("owner", "hour", "kind", "base_model", "session_id")
-        adding = insert_into(db, USAGE)
-        more = {"quantity": USAGE.c.quantity + adding.excluded.quantity}
-        rows = [{**dict(zip(keys, key, strict=True)), "quantity": count} for key, count in used.items()]
-        db.execute(adding.on_conflict_do_update(index_elements=list(keys), set_=more), rows)
+    if usage:
+        columns = ("owner", "hour", "kind", "base_model", "session_id")
+        insertion = insert_into(db, USAGE)
+        total = {"quantity": USAGE.c.quantity + insertion.excluded.quantity}
+        rows = [{**dict(zip(columns, key, strict=True)), "quantity": count} for key, count in usage.items()]
+        db.execute(insertion.on_conflict_do_update(index_elements=list(columns), set_=total), rows)
 
 
 def _write_storage(db: Connection, added: Sequence[dict[str, Any]], removed: set[str]) -> None:

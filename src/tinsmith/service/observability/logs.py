@@ -1,7 +1,7 @@
-"""Log lines: text for people, JSON for programs. Each tells the request, the session and the owner that it concerns.
+"""Log lines as text for people or as JSON for programs, with the request, session and owner that they concern.
 
-A task that answers a request, or carries one out, notes what it is about; every line written below it has that, and
-tasks begun by it inherit it. Keys, prompts and results are in no line.
+A task that handles a request sets its log context; every line that the task writes contains it, and the tasks that it
+creates inherit it. Lines contain no keys, prompts or results.
 """
 
 from __future__ import annotations
@@ -20,24 +20,25 @@ from typing import Any, Literal
 
 from rich.console import Console
 from rich.logging import RichHandler
+from typing_extensions import override
 
 _SECRET = re.compile(r"tml-[\w-]+|eyJ[\w-]+\.[\w.-]+|(?<=signature=)\w+|(?<=://)[^\s/@]*:[^\s/@]+(?=@)")
-"""Keys, tokens, the signatures of links and what stands before the host in a URL: a message may quote what a client or
-a library said. None of ours holds one."""
+"""Keys, tokens, signatures of links, and credentials in URLs, which are masked: a message may quote a client or a
+library."""
 _VISIBLE = {code: f"\\x{code:02x}" for code in (*range(32), 127)}
-"""A client's text must not begin lines of its own."""
+"""Escapes of control characters, so that text of a client cannot forge log lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogContext:
-    """The owner, session and request that log lines of a task concern; empty if unknown."""
+    """Owner, session and request of a task's log lines; empty if unknown."""
 
     owner: str = ""
     session_id: str = ""
     request_id: str = ""
 
 
-_CONTEXT: ContextVar[LogContext] = ContextVar("about", default=LogContext())  # noqa: B039 - frozen
+_CONTEXT: ContextVar[LogContext] = ContextVar("log_context", default=LogContext())  # noqa: B039 - frozen
 _ARRIVED: ContextVar[int] = ContextVar("arrived", default=0)
 
 
@@ -48,7 +49,7 @@ def current_log_context() -> LogContext:
 
 @contextmanager
 def log_context(request_id: str = "", owner: str = "") -> Iterator[None]:
-    """Lines inside concern this request; its id begins with its session's."""
+    """Set the log context to a request for the duration of the block. The session is the first part of its id."""
     token = _CONTEXT.set(LogContext(owner, request_id.partition(":")[0], request_id))
     try:
         yield
@@ -58,7 +59,7 @@ def log_context(request_id: str = "", owner: str = "") -> Iterator[None]:
 
 @contextmanager
 def http_log_context() -> Iterator[None]:
-    """Handle an HTTP request, which arrives now, inside the block, with an empty context."""
+    """Context of an HTTP request that arrives now: its arrival time, and an empty log context."""
     token = _ARRIVED.set(time.time_ns())
     try:
         with log_context():
@@ -68,38 +69,38 @@ def http_log_context() -> Iterator[None]:
 
 
 def arrival_ns() -> int:
-    """Arrival of the current HTTP request, in nanoseconds since 1970; 0 outside of one."""
+    """Arrival time of the current HTTP request in nanoseconds since 1970; 0 outside of a request."""
     return _ARRIVED.get()
 
 
 def add_log_context(**context: str) -> None:
-    """Add owner, session_id or request_id to the context of the current task."""
+    """Set owner, session_id or request_id in the context of the current task."""
     _CONTEXT.set(replace(_CONTEXT.get(), **context))
 
 
 class TextLines(logging.Formatter):
-    """`time LEVEL message [request=… session=… owner=…]`; on a terminal rich writes time and level."""
+    """`time LEVEL message [request=… session=… owner=…]`. `bare` leaves out time and level, which rich prints."""
 
     def __init__(self, *, bare: bool = False) -> None:
         super().__init__("%(message)s" if bare else "%(asctime)s %(levelname)s %(message)s")
 
+    @override
     def formatMessage(self, record: logging.LogRecord) -> str:
-        """One line, whatever a client put into it."""
         context = {name.removesuffix("_id"): value for name, value in asdict(_CONTEXT.get()).items() if value}
-        about = " ".join(f"{name}={value}" for name, value in reversed(context.items()))
+        suffix = " ".join(f"{name}={value}" for name, value in reversed(context.items()))
         line = super().formatMessage(record)
-        return _SECRET.sub("***", f"{line} [{about}]" if about else line).translate(_VISIBLE)
+        return _SECRET.sub("***", f"{line} [{suffix}]" if suffix else line).translate(_VISIBLE)
 
+    @override
     def formatException(self, ei: Any) -> str:
-        """The traceback."""
         return _SECRET.sub("***", super().formatException(ei))
 
 
 class JsonLines(logging.Formatter):
-    """An object a line: time, level, logger, message, what it concerns, and the traceback of an exception."""
+    """One JSON object per line: time, level, logger, message, the log context and the traceback of an exception."""
 
+    @override
     def format(self, record: logging.LogRecord) -> str:
-        """The line."""
         line: dict[str, Any] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(),
             "level": record.levelname.lower(),
@@ -113,7 +114,7 @@ class JsonLines(logging.Formatter):
 
 
 def configure_logging(form: Literal["text", "json"], level: str) -> None:
-    """The process's log from here on, on standard error."""
+    """Configure the log of the process, on standard error."""
     target: logging.Handler
     if form == "json":
         target = logging.StreamHandler()
@@ -121,7 +122,7 @@ def configure_logging(form: Literal["text", "json"], level: str) -> None:
     elif sys.stderr.isatty():
         target = RichHandler(console=Console(stderr=True), show_path=False)
         target.setFormatter(TextLines(bare=True))
-    else:  # a file: no colours, no wrapping
+    else:  # a file or a pipe: no colours, no wrapping
         target = logging.StreamHandler()
         target.setFormatter(TextLines())
     logging.basicConfig(level=logging.INFO, handlers=[target])

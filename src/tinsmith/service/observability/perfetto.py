@@ -1,7 +1,7 @@
-"""A session's requests on a line of time, as a file that https://ui.perfetto.dev opens (Chrome's JSON trace format).
+"""Traces of a session's requests in Chrome's JSON trace format, for https://ui.perfetto.dev.
 
-Each model and each sampling session is a track. A request that waits and a sample that runs are drawn as spans of their
-own, since they overlap; what a model's engine does comes one after another.
+Each model and each sampling session is a track. Waiting requests and running samples overlap, so they are asynchronous
+spans; the training requests of a model run one after another and are complete events.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from tinsmith.service.storage.tables import SPANS
 from tinsmith.service.tenancy.signing import LINK_S
 
 HOLD_S = 20.0
-"""Longest wait for the file in one call; the client repeats the call."""
+"""Longest time that one call waits for the file; the client repeats the call."""
 
 
 class TraceExporter:
-    """The files of one data folder."""
+    """Writes the traces of one data folder."""
 
     def __init__(self, store: Store, audit_log: AuditLog, root: Path) -> None:
         self._store = store
@@ -36,11 +36,11 @@ class TraceExporter:
         self._building: dict[str, asyncio.Task[str]] = {}
 
     def file(self, name: str) -> Path:
-        """Where a trace is while it may be fetched."""
+        """Path of a trace, which may have been deleted."""
         return self._root / name
 
     async def export(self, session: Session) -> str | None:
-        """The name of the file; None if it is not ready yet, and the call is to be repeated."""
+        """Write a session's trace. Returns the file's name, or None if it is not ready yet: repeat the call."""
         task = self._building.get(session.id)
         if task is None:
             task = self._building[session.id] = asyncio.create_task(self._build(session))
@@ -70,16 +70,16 @@ class TraceExporter:
 
 def _events(session: Session, spans: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     tracks = {track: number for number, track in enumerate(dict.fromkeys(span["track"] for span in spans), 1)}
-    named = f"session {session.display_name or session.id}"
-    yield {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": named}}
+    title = f"session {session.display_name or session.id}"
+    yield {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": title}}
     for track, number in tracks.items():
         name = track.removeprefix(f"{session.id}:")
         yield {"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": name}}
     for span in spans:
-        yield from _request(span, {"pid": 1, "tid": tracks[span["track"]]})
+        yield from _request_events(span, {"pid": 1, "tid": tracks[span["track"]]})
 
 
-def _request(span: dict[str, Any], place: dict[str, int]) -> Iterator[dict[str, Any]]:
+def _request_events(span: dict[str, Any], place: dict[str, int]) -> Iterator[dict[str, Any]]:
     details = {key: span[key] for key in ("id", "state", "base_model", "tokens", "prompt_tokens", "cached_tokens")}
     yield from _async_span(
         f"{span['kind']} waits", span["id"], span["submitted"], span["begun"], {**place, "cat": "queue"}, {}
@@ -87,16 +87,15 @@ def _request(span: dict[str, Any], place: dict[str, int]) -> Iterator[dict[str, 
     if span["kind"] == "sample":
         yield from _async_span("sample", span["id"], span["begun"], span["ended"], {**place, "cat": "sample"}, details)
         return
-    length = _micros(span["ended"] - span["begun"])
-    yield {"ph": "X", "name": span["kind"], "cat": "training", "ts": _micros(span["begun"]), "dur": length, **place} | {
-        "args": details
-    }
+    duration = _micros(span["ended"] - span["begun"])
+    event = {"ph": "X", "name": span["kind"], "cat": "training", "ts": _micros(span["begun"]), "dur": duration}
+    yield {**event, **place, "args": details}
 
 
 def _async_span(
     name: str, key: str, begun: float, ended: float, place: dict[str, Any], details: dict[str, Any]
 ) -> Iterator[dict[str, Any]]:
-    """A span that may overlap with others of its track."""
+    """Begin and end events of a span that may overlap with others of its track."""
     yield {"ph": "b", "name": name, "id": key, "ts": _micros(begun), "args": details, **place}
     yield {"ph": "e", "name": name, "id": key, "ts": _micros(ended), **place}
 

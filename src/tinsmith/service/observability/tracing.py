@@ -1,7 +1,7 @@
-"""A request as OpenTelemetry spans: the request, and in it submit, queue, pass and result.
+"""OpenTelemetry spans of requests: one for the request, with children for submit, queue, pass and result.
 
-Off unless an OTLP endpoint is configured; needs the extra `otel`. Spans are made when the request is closed, from the
-moments that were noted on the way, so nothing is held open and nothing slows a request.
+Off unless an OTLP endpoint is configured; needs the extra `otel`. Spans are created from the timeline of a finished
+request, so tracing does not slow requests down.
 """
 
 from __future__ import annotations
@@ -19,38 +19,38 @@ if TYPE_CHECKING:
 
 
 class SpanExporter:
-    """Timelines in, spans out."""
+    """Creates the spans of finished requests from their timelines."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
         self._tracer = provider.get_tracer("tinsmith")
 
     def __call__(self, line: Timeline) -> None:
-        """One request's spans."""
+        """Create the spans of one request."""
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
-        about = {
+        attributes = {
             "tinsmith.request_id": line.request_id,
             "tinsmith.session_id": line.request_id.partition(":")[0],
             "tinsmith.owner": line.owner,
             "tinsmith.model": line.model,
             **{f"tinsmith.tokens.{kind}": count for kind, count in line.tokens.items()},
         }
-        whole = self._tracer.start_span(line.kind, start_time=line.arrived, attributes=about)
-        inside = set_span_in_context(whole)
+        root = self._tracer.start_span(line.kind, start_time=line.arrived, attributes=attributes)
+        context = set_span_in_context(root)
         for name, (start, end) in line.stages().items():
-            self._tracer.start_span(name, inside, start_time=start).end(end)
+            self._tracer.start_span(name, context, start_time=start).end(end)
         if line.error:
-            whole.set_status(Status(StatusCode.ERROR, line.error))
-        whole.end(line.finished)
+            root.set_status(Status(StatusCode.ERROR, line.error))
+        root.end(line.finished)
 
     def close(self) -> None:
-        """Send what has not been sent."""
+        """Send the remaining spans."""
         self._provider.shutdown()
 
 
 def open_span_exporter(endpoint: str) -> SpanExporter:
-    """Spans to an OTLP collector, sent by a thread of their own. Raises ConfigError without the extra."""
+    """An exporter to an OTLP collector, which sends in a thread. Raises ConfigError without the extra `otel`."""
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -64,7 +64,7 @@ def open_span_exporter(endpoint: str) -> SpanExporter:
 
 @asynccontextmanager
 async def tracing(endpoint: str | None) -> AsyncIterator[SpanExporter | None]:
-    """Spans for as long as the service runs; None without an endpoint."""
+    """An exporter for the duration of the block; None without an endpoint."""
     spans = open_span_exporter(endpoint) if endpoint else None
     try:
         yield spans
@@ -74,7 +74,7 @@ async def tracing(endpoint: str | None) -> AsyncIterator[SpanExporter | None]:
 
 
 def span_exporter(processor: SpanProcessor) -> SpanExporter:
-    """Spans to any processor."""
+    """An exporter to any span processor."""
     from opentelemetry.sdk.resources import Resource
     from opentelemetry.sdk.trace import TracerProvider
 

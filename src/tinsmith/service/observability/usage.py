@@ -1,7 +1,7 @@
-"""What was used, as the billing calls of the protocol show it: by the hour, and what is stored now. No prices.
+"""Usage reports for the billing calls of the protocol: usage by hour, and current storage. Prices are null.
 
-Tokens are those of finished requests. Storage is counted exactly: the bytes of each named checkpoint, from when it was
-saved until it was deleted. A gigabyte is 10^9 bytes.
+Tokens are those of finished requests. Storage is exact: the bytes of each named checkpoint from its creation to its
+deletion. A gigabyte is 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _CACHED = "sampling_prefill_cached"
 
 
 class Usage:
-    """Usage reports from what the audit log wrote."""
+    """Creates usage reports from the counters that the audit log writes."""
 
     def __init__(self, store: Store, audit_log: AuditLog) -> None:
         self._store = store
         self._audit_log = audit_log
 
     async def events(self, owner: str, starting_on: datetime, ending_before: datetime) -> dict[str, Any]:
-        """Every hour's use within a window, ordered by hour, then by tokens, most first. Raises BadRequest."""
+        """Usage of each hour in a window, ordered by hour, then by tokens in descending order. Raises BadRequest."""
         first, end = _window(starting_on, ending_before)
         await self._audit_log.flush()
         u, s = USAGE.c, STORED.c
         used = select(USAGE).where(u.owner == owner, u.hour >= first, u.hour < end)
-        living = or_(s.ended.is_(None), s.ended > first * HOUR)
-        stored = select(STORED).where(s.owner == owner, s.begun < end * HOUR, living)
+        still_stored = or_(s.ended.is_(None), s.ended > first * HOUR)
+        stored = select(STORED).where(s.owner == owner, s.begun < end * HOUR, still_stored)
         async with self._store.database.connect() as db:
             rows = [dict(record) for record in (await db.execute(used)).mappings()]
             spans = [dict(record) for record in (await db.execute(stored)).mappings()]
@@ -54,7 +54,7 @@ class Usage:
         return {"data": data, "sessions": self._sessions(data), "cost_data_through": None}
 
     def stored(self, owner: str, project_id: str | None) -> dict[str, Any]:
-        """Named checkpoints of this moment, by project."""
+        """Number and size of the current named checkpoints by project."""
         results: dict[str, list[int]] = {}
         for record in self._store.all(Checkpoint):
             if record.owner == owner and record.kind != "ephemeral" and not record.deleted:
@@ -94,7 +94,7 @@ class Usage:
         }
 
     def _storage(self, spans: Iterable[dict[str, Any]], first: int, end: int) -> dict[tuple[str, str], np.ndarray]:
-        """(base model, project) -> byte-hours of each hour of the window; whole bytes, so that sums are exact."""
+        """Map (base model, project) to the byte-hours of each hour of the window."""
         now = time.time()
         results: dict[tuple[str, str], np.ndarray] = {}
         for record in spans:
@@ -102,7 +102,7 @@ class Usage:
             hours = results.setdefault(place, np.zeros(end - first + 1))
             begun = max(record["begun"] / HOUR - first, 0.0)
             ended = min((record["ended"] or now) / HOUR - first, float(end - first))
-            # What lies before the end, less what lies before the beginning: whole hours, and a part of one each.
+            # Byte-hours up to the end minus byte-hours up to the start; each is whole hours plus a part of one.
             for until, sign in ((ended, 1), (begun, -1)):
                 hours[: int(until)] += sign * record["size_bytes"]
                 hours[int(until)] += sign * (until % 1) * record["size_bytes"]
@@ -114,7 +114,7 @@ class Usage:
 
     def _sessions(self, data: Iterable[dict[str, Any]]) -> dict[str, Any]:
         results = (
-            self._store.find(Session, key) for key in {record["session_id"] for record in data if record["session_id"]}
+            self._store.find(Session, key) for key in {event["session_id"] for event in data if event["session_id"]}
         )
         return {
             session.id: {"user_metadata": metadata_texts(session.metadata)}
@@ -133,14 +133,20 @@ def _info(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _window(starting_on: datetime, ending_before: datetime) -> tuple[int, int]:
-    """(first hour, the hour after the last). Raises BadRequest for what is no window of whole hours."""
+    """(first hour, hour after the last). Raises BadRequest unless the window has whole hours and at most 14 days."""
     times = {"starting_on": starting_on, "ending_before": ending_before}
     for name, value in times.items():
         if value.tzinfo is None or value.timestamp() % HOUR:
-            raise BadRequest(f"{name} is {value.isoformat()}.", "Give whole hours in UTC, as in 2026-07-13T05:00:00Z.")
+            raise BadRequest(
+                f"{name} is {value.isoformat()}.", "Give whole hours in UTC, such as 2026-07-13T05:00:00Z."
+            )
     first, end = (int(value.timestamp() // HOUR) for value in times.values())
     if not first < end <= first + WINDOW_HOURS:
-        raise BadRequest("The window is empty or too long.", "Give up to 14 days, the earlier end first.")
+        raise BadRequest(
+            "The window is empty or too long.", "Give up to 14 days, with starting_on before ending_before."
+        )
     if first * HOUR > time.time():
-        raise BadRequest(f"starting_on is {starting_on.isoformat()}, which is to come.", "Begin in the past.")
+        raise BadRequest(
+            f"starting_on is {starting_on.isoformat()}, which is in the future.", "Give a time in the past."
+        )
     return first, end

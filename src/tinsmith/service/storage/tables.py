@@ -1,6 +1,7 @@
-"""The database's tables, a column for each field of a record. Ids and seq_ids are 64 bit: asample counts to 10^18.
+"""Tables of the database; the columns of a record's table are its fields.
 
-A change here needs a migration in `migrations/versions`; a test compares the two.
+Sequence numbers are 64 bit: seq_ids of asample go up to 10^18. A change here needs a migration in
+`migrations/versions`; a test compares the two.
 """
 
 from __future__ import annotations
@@ -110,16 +111,16 @@ REQUESTS = Table(
     Column("seq", BigInteger, nullable=False),
     Column("kind", String, nullable=False),
     Column("created", Float, nullable=False),
-    # pending | done | failed
+    # pending, done or failed
     Column("state", String, nullable=False),
-    # Until a captured state covers the request; then it is no longer needed.
+    # Deleted when a captured state covers the request.
     Column("payload", LargeBinary),
-    # Requests that ran in one pass share it, so that a replay packs them alike.
+    # Equal for requests that ran in one pass: a replay packs the same requests together.
     Column("batch", BigInteger, nullable=False),
     Column("done", Float),
     Column("status", BigInteger),
     Column("media", String),
-    # The result, until it is too old to be fetched.
+    # The result; deleted when its retention time is over.
     Column("body", LargeBinary),
     Index("requests_of_model", "model_id", "seq"),
 )
@@ -141,14 +142,14 @@ QUOTAS = Table(
     "quotas",
     META,
     Column("owner", String, primary_key=True),
-    # Each without limit where it is null.
+    # Null is unlimited.
     Column("models", BigInteger),
     Column("checkpoint_bytes", BigInteger),
     Column("queued", BigInteger),
     Column("tokens_per_minute", BigInteger),
 )
 
-# What was done to things that outlast a request, and by whom.
+# Audit log: events of checkpoints and keys, with the actor.
 AUDIT = Table(
     "audit",
     META,
@@ -160,7 +161,7 @@ AUDIT = Table(
     Index("audit_of_owner", "owner", "at"),
 )
 
-# When each request came, began and ended, and how many tokens it took.
+# Timing and token counts of finished requests.
 SPANS = Table(
     "spans",
     META,
@@ -168,7 +169,7 @@ SPANS = Table(
     Column("owner", String, nullable=False),
     Column("session_id", String, nullable=False),
     Column("base_model", String, nullable=False),
-    # The model or the sampling session.
+    # Id of the model or the sampling session.
     Column("track", String, nullable=False),
     Column("kind", String, nullable=False),
     Column("state", String, nullable=False),
@@ -182,7 +183,7 @@ SPANS = Table(
     Index("spans_by_end", "ended"),
 )
 
-# How much of what was used in which hour (since 1970).
+# Usage counters; `hour` counts from 1970.
 USAGE = Table(
     "usage",
     META,
@@ -194,7 +195,7 @@ USAGE = Table(
     Column("quantity", BigInteger, nullable=False),
 )
 
-# From when until when each named checkpoint took its bytes; still, if it has not ended.
+# Storage time of named checkpoints; `ended` is null while a checkpoint exists.
 STORED = Table(
     "stored",
     META,

@@ -34,7 +34,7 @@ class Signer:
         self._secret = secret
 
     def issue_token(self, owner: str, key: int, binding: str) -> str:
-        """An access token for a key. The key must still be valid when the token is used. `whoami` shows its claims."""
+        """An access token for a key, which must still be valid when the token is used. `whoami` shows its claims."""
         return self._issue(_LOGIN, TOKEN_S, sub=urn(owner), org_id=owner, key=key, bound=binding)
 
     def read_token(self, token: str) -> tuple[int, str] | None:
