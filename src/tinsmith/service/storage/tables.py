@@ -149,7 +149,7 @@ QUOTAS = Table(
     Column("tokens_per_minute", BigInteger),
 )
 
-# Audit log: events of checkpoints and keys, with the actor.
+# Audit log: events of checkpoints, keys and projects, with the actor.
 AUDIT = Table(
     "audit",
     META,
