@@ -113,14 +113,14 @@ def changed_keys(settings: BaseModel) -> tuple[str, ...]:
     return tuple(name for name, value in settings if value != fields[name].get_default(call_default_factory=True))
 
 
-def nearest_name(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
-    """The most similar of `known`; empty if none is similar."""
-    return next(iter(get_close_matches(name, list(known), n=1, cutoff=cutoff)), "")
+def nearest_name(name: str, names: Iterable[str], cutoff: float = 0.6) -> str:
+    """The most similar of `names`; empty if none is similar."""
+    return next(iter(get_close_matches(name, list(names), n=1, cutoff=cutoff)), "")
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The question "Did you mean 'x'?" with the most similar of `known`; empty if none is similar."""
-    nearest = nearest_name(name, known)
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The question "Did you mean 'x'?" with the most similar of `names`; empty if none is similar."""
+    nearest = nearest_name(name, names)
     return f"Did you mean '{nearest}'?" if nearest else ""
 
 
@@ -275,10 +275,10 @@ def _cure(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[Ba
     names = sorted({name for parent in parents for name in parent.model_fields})
     if near := nearest_name(parts[-1], names):
         return f"Did you mean '{'.'.join([*parts[:-1], near])}'?"
-    known = list(paths(kind))
-    if ".".join(parts) in known:
+    all_paths = list(paths(kind))
+    if ".".join(parts) in all_paths:
         return f"It belongs to another type; this type has: {', '.join(names)}."
-    elsewhere = {path.rpartition(".")[2]: path for path in sorted(known, key=lambda path: path.count("."))[::-1]}
+    elsewhere = {path.rpartition(".")[2]: path for path in sorted(all_paths, key=lambda path: path.count("."))[::-1]}
     if far := nearest_name(parts[-1], elsewhere, cutoff=0.8):
         return f"Did you mean '{elsewhere[far]}'?"
     return f"Known here: {', '.join(names)}."

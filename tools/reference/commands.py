@@ -20,15 +20,15 @@ def page() -> str:
 
 
 def _commands(group: App, prefix: tuple[str, ...]) -> list[tuple[str, ...]]:
-    found = []
+    commands = []
     for name in sorted(name for name in group if not name.startswith("-")):
         command = group[name]
         words = (*prefix, name)
         below = _commands(command, words)
         if command.default_command is not None or not below:
-            found.append(words)
-        found += below
-    return found
+            commands.append(words)
+        commands += below
+    return commands
 
 
 def _help(words: tuple[str, ...]) -> str:

@@ -20,10 +20,10 @@ _PARSED = re.compile(r"\b(?:parse(?:_exact)?\(\s*|NewRequest\[)(\w+)")
 
 def routes() -> str:
     """A table for each router: method, path, body, and what the route does."""
-    rooms: dict[str, list[Any]] = {}
+    modules: dict[str, list[Any]] = {}
     for route in _routes():
-        rooms.setdefault(route.endpoint.__module__.removeprefix("tinsmith.service."), []).append(route)
-    return "\n\n".join(_room(module, found) for module, found in rooms.items())
+        modules.setdefault(route.endpoint.__module__.removeprefix("tinsmith.service."), []).append(route)
+    return "\n\n".join(_module_table(module, routes) for module, routes in modules.items())
 
 
 def bodies() -> str:
@@ -37,9 +37,9 @@ def _routes() -> Iterator[Any]:
     return (route for route in iter_route_contexts(app.routes) if not route.path.startswith("/oai"))
 
 
-def _room(module: str, found: list[Any]) -> str:
+def _module_table(module: str, routes: list[Any]) -> str:
     lines = [f"### {module}", "", "| method | path | body | |", "| --- | --- | --- | --- |"]
-    for route in found:
+    for route in routes:
         kinds = " · ".join(f"[{kind.__name__}](#{kind.__name__.lower()})" for kind in _bodies_of(route))
         about = " ".join((inspect.getdoc(route.endpoint) or "").partition("\n\n")[0].split()).replace("|", "\\|")
         lines.append(f"| {', '.join(sorted(route.methods))} | `{route.path}` | {kinds} | {about} |")
@@ -49,8 +49,8 @@ def _room(module: str, found: list[Any]) -> str:
 def _bodies_of(route: Any) -> list[type[BaseModel]]:
     """The pydantic classes that a route's own source parses its body into."""
     names = _PARSED.findall(inspect.getsource(route.endpoint))
-    found = [route.endpoint.__globals__[name] for name in dict.fromkeys(names) if name in route.endpoint.__globals__]
-    return [kind for kind in found if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    types = [route.endpoint.__globals__[name] for name in dict.fromkeys(names) if name in route.endpoint.__globals__]
+    return [kind for kind in types if isinstance(kind, type) and issubclass(kind, BaseModel)]
 
 
 def _fields(kind: type[BaseModel]) -> str:
