@@ -1,9 +1,10 @@
-"""What passes through a run: Task -> Turn -> Rollout -> Group. Frozen records; no behaviour beyond reading them.
+"""Data types of a run: Task, Message, Turn, Rollout, Group and Demonstration. All are frozen dataclasses.
 
-A rollout is a list of turns, each turn is spoken by one role, rewards are by role, and a group compares rollouts of one
-task: so single-turn, multi-turn, tools, and solver with judge are one shape.
+A workflow runs a Task and returns Rollouts. A Rollout is a list of Turns with rewards; a Turn is one sampled reply. A
+Group holds the Rollouts of one Task by one version of the policy, so that an algorithm can compare them. Turns and
+rewards carry a role, so single-turn, multi-turn, tool-use and solver-judge workflows share these types.
 
-Dimensions: P groups of a step, G rollouts of a group, N prompt tokens, L sampled tokens of a turn.
+Dimensions: G rollouts of a group, N prompt tokens of a turn, L sampled tokens of a turn.
 """
 
 from __future__ import annotations
@@ -13,122 +14,132 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 POLICY = "policy"
-"""The role of the model in training; the only one in a single-turn workflow."""
+"""Role of the model in training; the only role in a single-turn workflow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One message of a chat.
+    """A chat message.
 
     Example: Message(role="user", content="What is 39 + 13? Answer with the number only.")
     """
 
     role: str
+    """Role for the chat template: system, user, assistant or tool."""
     content: str
+    """Text of the message."""
     more: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    """What else a chat template may read of it, as tool_calls and name."""
+    """Further fields for the chat template, such as tool_calls and name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """One thing to ask, and what is needed to judge the answer.
+    """A prompt and the data that rewards need to score a reply.
 
     Example: Task(id="addition/2042", messages=(Message(role="user", content="What is 39 + 13?"),), answer="52")
     """
 
     id: str
-    """Source and index; the same in every run of the same file."""
+    """Name of the source and index within it, such as gsm8k/17; stable across runs of the same run file."""
     messages: tuple[Message, ...]
+    """The prompt. If the last message is the assistant's, the policy continues it."""
     answer: str = ""
-    """What is right; empty where only `extra` tells."""
+    """Reference answer; empty if there is none, or if `extra` holds it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What a source's own scorer wants back, as reasoning-gym's entry; plain JSON values."""
+    """Further JSON-serializable data for workflows and rewards, such as a reasoning-gym entry."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demonstration:
-    """What somebody else said, to learn from.
+    """A reply from a dataset to train on, or a pair of a better and a worse reply.
 
     Example: Demonstration(id="addition/2042", messages=(question, Message(role="assistant", content="52")))
     """
 
     id: str
+    """Name of the source and index within it."""
     messages: tuple[Message, ...]
-    """A chat that ends with the reply to learn."""
+    """A chat that ends with the reply to learn; of a pair, with the better reply."""
     rejected: tuple[Message, ...] = ()
-    """Of a pair: the chat with the worse reply at its end."""
+    """Of a pair: the chat that ends with the worse reply. Empty if there is no pair."""
     tools: tuple[Mapping[str, Any], ...] = ()
-    """Tools for the chat template."""
+    """Tool definitions for the chat template."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """One sampled reply and the prompt that it follows.
+    """A sampled reply and its prompt.
 
     Example: Turn(prompt=(1, 4093, 198), tokens=(37, 34, 2), logprobs=(-0.9, -0.4, -0.1), text="52", stop="stop")
     """
 
     prompt: tuple[int, ...]
-    """[N] tokens before the reply, of any role."""
+    """[N] token ids before the reply, including earlier turns of the conversation."""
     tokens: tuple[int, ...]
-    """[L] sampled tokens, the stop token among them."""
+    """[L] sampled token ids, including the stop token."""
     logprobs: tuple[float, ...]
-    """[L] of the sampler, at its temperature."""
+    """[L] log-probabilities (nats) of `tokens` under the sampling distribution, at its temperature."""
     text: str
-    """The reply as read by rewards: decoded, without the stop token or stop string."""
+    """Decoded reply without the stop token or stop string; rewards read this."""
     stop: Literal["stop", "length"]
+    """Why sampling ended: `stop` at a stop token or string, `length` at max_tokens."""
     role: str = POLICY
+    """Role that sampled the reply; only turns of the policy are trained on."""
     version: int = 0
-    """How many updates the weights that spoke had seen."""
+    """Number of updates of the weights that sampled the reply."""
     reward: float | None = None
-    """Of this turn alone, where the workflow knows one; the rollout's reward is the whole."""
+    """Reward of this turn alone, if the workflow sets one; the rollout's reward covers all turns."""
     state: str = ""
-    """What the policy was looking at, as a word equal for equal states; for algorithms that compare turns."""
+    """Key of the environment state before the reply, equal for equal states; for algorithms that compare turns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One attempt at a task. A failed one is data: `error` says why and there is nothing to train on.
+    """An attempt at a task. A failed rollout has an `error` and is not trained on.
 
     Example: Rollout(turns=(turn,), rewards={"policy": 1.1}, reward_parts={"closeness": 1.0, "format": 1.0})
     """
 
     turns: tuple[Turn, ...] = ()
+    """Sampled replies in order."""
     rewards: Mapping[str, float] = field(default_factory=dict)
-    """Weighted sum by role."""
+    """Reward by role: the weighted sum of the reward functions plus the workflow's own reward."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Each named reward before its weight."""
+    """Value of each reward function by name, before its weight."""
     error: str = ""
+    """Reason of the failure; empty if the rollout succeeded."""
 
     @property
     def text(self) -> str:
-        """The last thing said."""
+        """Text of the last turn; empty if there are no turns."""
         return self.turns[-1].text if self.turns else ""
 
     @property
     def reward(self) -> float:
-        """Of the policy's role; 0 where the rollout failed."""
+        """Reward of the policy; 0 if the rollout failed."""
         return self.rewards.get(POLICY, 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """Rollouts of one task by one version of the policy, to be compared with each other.
+    """Rollouts of one task by one version of the policy; algorithms compare them with each other.
 
-    Example: Group(task=task, rollouts=(right, wrong, failed), version=12)
+    Example: Group(task=task, rollouts=(correct, wrong, failed), version=12)
     """
 
     task: Task
+    """The task of all rollouts."""
     rollouts: tuple[Rollout, ...]
-    """[G], failed ones among them."""
+    """[G] rollouts, including failed ones."""
     version: int = 0
+    """Number of updates of the weights that sampled the group."""
 
     @property
     def rewards(self) -> tuple[float, ...]:
-        """Of the rollouts that did not fail."""
+        """Rewards of the rollouts that did not fail."""
         return tuple(rollout.reward for rollout in self.rollouts if not rollout.error)
 
     @property
     def constant(self) -> bool:
-        """Whether comparing teaches nothing: all rewards equal, or fewer than two rollouts left."""
+        """Whether a comparison has no signal: all rewards are equal, or fewer than two rollouts succeeded."""
         return len(set(self.rewards)) < 2

@@ -1,6 +1,4 @@
-"""Mapping of a row of data to a task or a demonstration.
-
-Leaves out where rows come from (`tables.py`).
+"""Convert rows of data to tasks and demonstrations. Rows come from `row_sources.py`.
 
 Example: RowMapping(answer_after="####").task("gsm8k/0", {"question": "2+2?", "answer": "#### 4"}).answer == "4"
 """
@@ -13,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from string import Formatter
 from typing import Any, TypeVar, overload
 
+from typing_extensions import override
+
 from tinsmith.errors import ConfigError
 from tinsmith.rl.types import Demonstration, Message, Task
 from tinsmith.settings import Settings
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class LazySequence(Sequence[T]):
-    """Sequence whose items are made on access: `make(i)` for 0 <= i < `length`."""
+    """Sequence that creates its items on access: item i is `make(i)`, 0 <= i < `length`."""
 
     def __init__(self, length: int, make: Callable[[int], T]) -> None:
         self._length, self._make = length, make
@@ -35,120 +35,125 @@ class LazySequence(Sequence[T]):
     def __getitem__(self, index: slice) -> Sequence[T]: ...
     def __getitem__(self, index: int | slice) -> T | Sequence[T]:
         if isinstance(index, slice):
-            return [self._make(one) for one in range(*index.indices(self._length))]
+            return [self._make(position) for position in range(*index.indices(self._length))]
         return self._make(range(self._length)[index])
 
 
 def user_task(task_id: str, question: str, answer: str) -> Task:
-    """A task of one user message."""
+    """A task with a single user message."""
     return Task(id=task_id, messages=(Message(role="user", content=question),), answer=answer)
 
 
 def fill_template(template: str, values: Mapping[str, Any], place: str) -> str:
-    """`template` with its {fields} put in. Raises ConfigError that names the place and the fields it has.
+    """`template` with its {fields} replaced by `values`.
 
-    A name is that of a field as it stands, whatever characters it has, or else a path: {answer.value}, {answers[0]}.
+    A name in braces is the exact name of a field, with any characters, or a path such as {answer.value} or
+    {answers[0]}. Raises ConfigError that names `place` and the fields of `values`.
     """
     try:
-        return _Filled(values).vformat(template, (), values)
+        return _RowFormatter(values).vformat(template, (), values)
     except (LookupError, ValueError, TypeError, AttributeError) as error:
-        known = ", ".join(sorted(map(str, values)))
-        raise ConfigError(f"{place}: {template!r} cannot be filled: {error}.", f"Its fields are: {known}.") from error
+        fields = ", ".join(sorted(map(str, values)))
+        raise ConfigError(f"{place}: {template!r} cannot be filled: {error}.", f"Its fields are: {fields}.") from error
 
 
-class _Filled(Formatter):
-    """Python's templates, but that names are looked up in a row."""
+class _RowFormatter(Formatter):
+    """Python's format syntax, with names looked up in a row."""
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self._row = row
 
+    @override
     def parse(self, format_string: str) -> Iterator[tuple[str, str | None, str | None, str | None]]:
-        """A field name may contain what would otherwise be a conversion or a format."""
-        for literal, name, form, conversion in super().parse(format_string):
-            whole = f"{name}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
-            if name is not None and whole in self._row:
-                yield literal, whole, "", None
+        for literal, name, format_spec, conversion in super().parse(format_string):
+            # A field name may contain ! and :, which otherwise begin a conversion and a format.
+            full_name = f"{name}{f'!{conversion}' if conversion else ''}{f':{format_spec}' if format_spec else ''}"
+            if name is not None and full_name in self._row:
+                yield literal, full_name, "", None
             elif name == "":
-                raise ValueError("braces that stand for themselves are written twice, {{ and }}")
+                raise ValueError("write literal braces twice, as {{ and }}")
             else:
-                yield literal, name, form, conversion
+                yield literal, name, format_spec, conversion
 
+    @override
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-        """The value, nothing being no text, and what it was looked up by."""
         value = _value(kwargs, field_name)
         return "" if value is None else value, field_name
 
 
 def _value(row: Mapping[str, Any], name: str) -> Any:
-    """Of the field of that name, or at that path. Raises LookupError, TypeError or ValueError where nothing is."""
+    """The value of the field `name`, or at the path `name`. Raises LookupError, TypeError or ValueError if missing."""
     if name in row:
         return row[name]
-    found: Any = row
+    value: Any = row
     for part in re.findall(r"[^.\[\]]+", name):
-        found = found[int(part) if isinstance(found, list | tuple) else part]
-    return found
+        value = value[int(part) if isinstance(value, list | tuple) else part]
+    return value
 
 
 class RowMapping(Settings):
-    """Mapping of a row of data to a task or a demonstration."""
+    """How a row of data becomes a task or a demonstration."""
 
     prompt: str = "{question}"
-    """Fields of the row in braces; a single field that holds a list of {role, content} is a chat as it stands."""
+    """Template of the prompt, with fields of the row in braces. A single field may hold a chat: a list of {role,
+    content}."""
     answer: str = "{answer}"
-    """Fields of the row in braces; empty where the rows have no answer."""
+    """Template of the answer, with fields of the row in braces; empty if the rows have no answer."""
     answer_optional: bool = False
-    """Of tasks: a row without the one field that `answer` names has an empty answer."""
+    """Of tasks: if a row lacks the field that `answer` names, its answer is empty; otherwise this is an error."""
     answer_after: str = ""
-    """Of tasks: only what follows the last such mark is the answer, as '####' in GSM8K.
-    A demonstration is the whole answer."""
+    """Of tasks: the answer is the text after the last occurrence of this mark, such as '####' in GSM8K.
+    Demonstrations keep the whole answer."""
     system: str = ""
-    """A system message before each prompt; braces are as they stand."""
+    """System message before each prompt; not a template."""
     system_key: str = ""
-    """The field with the row's own system message, in place of `system` where it is not empty."""
+    """Field with the system message of the row; if that is empty, `system` applies."""
     reply_prefix: str = ""
-    """Of tasks: how every reply begins; the policy goes on from there."""
+    """Of tasks: the start of every reply, which the policy continues."""
     extra: tuple[str, ...] = ()
-    """Of tasks: fields of the row that workflows and rewards read besides, as `task.extra`; '*' is all of them."""
+    """Of tasks: fields of the row for workflows and rewards, as `task.extra`; '*' is all fields."""
     reply: str = ""
-    """Of demonstrations: what to learn to say, fields in braces; empty: the chat's last turn, or the
-    whole answer field."""
+    """Of demonstrations: template of the reply, with fields of the row in braces; empty: the last message of the chat
+    if it is the assistant's, otherwise `answer`."""
     chosen: str = ""
-    """Of pairs: the better reply, fields in braces; a single field may hold a chat that ends with it."""
+    """Of pairs: template of the better reply; a single field may hold a chat that ends with it."""
     rejected: str = ""
-    """Of pairs: the worse reply, likewise."""
+    """Of pairs: template of the worse reply; a single field may hold a chat that ends with it."""
     tools_key: str = ""
-    """Of demonstrations: the field that lists tools for the chat template, as JSON text or as it stands."""
+    """Of demonstrations: field with the list of tools for the chat template, as a list or as JSON text."""
 
     def task(self, task_id: str, row: Mapping[str, Any]) -> Task:
-        """Raises ConfigError that names the row and its fields."""
-        without = self.answer_optional and _single(self.answer, row) is None
-        answer = "" if without else fill_template(self.answer, row, task_id)
+        """The task of a row. Raises ConfigError that names the row and its fields if a field is missing."""
+        has_no_answer = self.answer_optional and _single_field(self.answer, row) is None
+        answer = "" if has_no_answer else fill_template(self.answer, row, task_id)
         if self.answer_after:
             answer = answer.rpartition(self.answer_after)[2]
-        begun = (Message(role="assistant", content=self.reply_prefix),) if self.reply_prefix else ()
+        reply_start = (Message(role="assistant", content=self.reply_prefix),) if self.reply_prefix else ()
         return Task(
             id=task_id,
-            messages=(*self._prompt_messages(task_id, row), *begun),
+            messages=(*self._prompt_messages(task_id, row), *reply_start),
             answer=answer.strip(),
             extra=self._extra(task_id, row),
         )
 
     def demonstration(self, demonstration_id: str, row: Mapping[str, Any]) -> Demonstration:
-        """What the row says to say. Raises ConfigError that names the row where it says nothing."""
+        """The reply, or pair of replies, of a row. Raises ConfigError that names the row if it has no reply."""
         messages = self._prompt_messages(demonstration_id, row)
         tools = self._tools(demonstration_id, row)
         if self.chosen or self.rejected:
-            said, rejected = (self._said(end, messages, row, demonstration_id) for end in (self.chosen, self.rejected))
-            return Demonstration(id=demonstration_id, messages=said, rejected=rejected, tools=tools)
+            chosen, rejected = (
+                self._with_reply(template, messages, row, demonstration_id) for template in (self.chosen, self.rejected)
+            )
+            return Demonstration(id=demonstration_id, messages=chosen, rejected=rejected, tools=tools)
         if not self.reply and messages[-1].role == "assistant":
             return Demonstration(id=demonstration_id, messages=messages, tools=tools)
-        said = self._said(self.reply or self.answer, messages, row, demonstration_id)
-        return Demonstration(id=demonstration_id, messages=said, tools=tools)
+        messages = self._with_reply(self.reply or self.answer, messages, row, demonstration_id)
+        return Demonstration(id=demonstration_id, messages=messages, tools=tools)
 
     def text(self, demonstration_id: str, row: Mapping[str, Any]) -> Demonstration:
-        """The prompt as plain text to learn, without a chat around it."""
-        said = Message(role="assistant", content=fill_template(self.prompt, row, demonstration_id))
-        return Demonstration(id=demonstration_id, messages=(said,))
+        """The filled prompt as plain text to train on, without a chat."""
+        message = Message(role="assistant", content=fill_template(self.prompt, row, demonstration_id))
+        return Demonstration(id=demonstration_id, messages=(message,))
 
     def _prompt_messages(self, row_id: str, row: Mapping[str, Any]) -> tuple[Message, ...]:
         messages = _chat(self.prompt, row, row_id)
@@ -172,24 +177,26 @@ class RowMapping(Settings):
         try:
             return tuple(json.loads(tools) if isinstance(tools, str) else tools)
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"{row_id}: {self.tools_key!r} holds no list of tools.", "Write it as JSON.") from error
+            raise ConfigError(f"{row_id}: {self.tools_key!r} is not a list of tools.", "Write a JSON list.") from error
 
-    def _said(
+    def _with_reply(
         self, template: str, messages: Sequence[Message], row: Mapping[str, Any], row_id: str
     ) -> tuple[Message, ...]:
-        """The chat with the reply at its end."""
+        """`messages` followed by the reply that `template` names."""
         if not template:
-            raise ConfigError(f"{row_id} says nothing to learn.", "Set reply, or chosen and rejected, on the source.")
+            raise ConfigError(
+                f"{row_id} has no reply to train on.", "Set reply, or chosen and rejected, on the source."
+            )
         chat = _chat(template, row, row_id)
         if chat is None:
             return (*messages, Message(role="assistant", content=fill_template(template, row, row_id)))
         if chat[-1].role != "assistant":
-            raise ConfigError(f"{row_id}: the chat in {template} does not end with an assistant's turn.")
+            raise ConfigError(f"{row_id}: the chat in {template} does not end with an assistant message.")
         return chat if len(chat) > 1 else (*messages, *chat)
 
 
-def _single(template: str, row: Mapping[str, Any]) -> Any:
-    """What stands in the one field that the template names; None where nothing does."""
+def _single_field(template: str, row: Mapping[str, Any]) -> Any:
+    """The value of the only field in `template`; None if the template is not a single field or the field is missing."""
     try:
         return _value(row, template.removeprefix("{").removesuffix("}"))
     except (LookupError, TypeError, ValueError):
@@ -197,8 +204,8 @@ def _single(template: str, row: Mapping[str, Any]) -> Any:
 
 
 def _chat(template: str, row: Mapping[str, Any], place: str) -> tuple[Message, ...] | None:
-    """The chat in the one field that the template names; None where it holds none. A chat may be written as JSON."""
-    chat = _single(template, row)
+    """The chat in the only field of `template`, as a list or as JSON text; None if there is no chat."""
+    chat = _single_field(template, row)
     if isinstance(chat, str) and chat.startswith("[{"):
         try:
             chat = json.loads(chat)
@@ -207,14 +214,16 @@ def _chat(template: str, row: Mapping[str, Any], place: str) -> tuple[Message, .
     if not isinstance(chat, list):
         return None
     try:
-        messages = tuple(_message(one) for one in chat)
+        messages = tuple(_message(entry) for entry in chat)
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"{place}: '{template}' is no chat.", "Each message is {role, content}.") from error
+        raise ConfigError(f"{place}: '{template}' is not a chat.", "Write each message as {role, content}.") from error
     if not messages:
-        raise ConfigError(f"{place}: the chat in '{template}' is empty.", "Leave the row out, as by an operator.")
+        raise ConfigError(
+            f"{place}: the chat in '{template}' is empty.", "Remove the row, for example with a filter operator."
+        )
     return messages
 
 
-def _message(one: Mapping[str, Any]) -> Message:
-    more = {name: value for name, value in one.items() if name not in ("role", "content") and value is not None}
-    return Message(role=str(one["role"]), content=str(one["content"] or ""), more=more)
+def _message(entry: Mapping[str, Any]) -> Message:
+    more = {name: value for name, value in entry.items() if name not in ("role", "content") and value is not None}
+    return Message(role=str(entry["role"]), content=str(entry["content"] or ""), more=more)

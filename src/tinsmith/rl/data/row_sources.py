@@ -1,6 +1,6 @@
-"""Where rows of data come from: files, the hub, a database. Each gives the same rows in every run.
+"""Sources of rows: files, the Hugging Face hub, databases. A source returns the same rows in every run.
 
-Leaves out how a row becomes a task (`fields.py`). Relative paths are relative to where the command runs.
+`row_mapping.py` converts rows to tasks. Relative paths are relative to the working directory.
 
 Example: Jsonl(type="jsonl", path="gsm8k.jsonl", answer_after="####").load()[0].answer == "72"
 """
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import numpy as np
 from pydantic import model_validator
+from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data.row_mapping import LazySequence, RowMapping
@@ -21,46 +22,46 @@ from tinsmith.rl.data.row_operators import Operator, Rows, apply_operators
 from tinsmith.rl.types import Demonstration, Task
 
 LearnFrom = Literal["last", "all", "text"]
-"""Of a demonstration: the last turn of its assistant, every one, or plain text without a chat."""
+"""Which tokens of a demonstration to train on: the last reply, all replies, or plain text without a chat."""
 
 
 class RowSource(RowMapping):
-    """What every source of rows has."""
+    """Base of the sources of rows."""
 
     operators: tuple[Operator, ...] = ()
-    """What is done to the rows first, in turn."""
+    """Operators on the rows, applied in order before rows become tasks."""
 
     @property
     def label(self) -> str:
-        """Begins the ids of its tasks."""
+        """Prefix of task ids."""
         raise NotImplementedError
 
     def read(self) -> Rows:
-        """All rows in their order, before operators."""
+        """All rows in order, before operators."""
         raise NotImplementedError
 
     def rows(self) -> Rows:
-        """After operators."""
+        """All rows in order, after operators."""
         return apply_operators(self.read(), self.operators, self.label)
 
     def load(self) -> Sequence[Task]:
-        """A task for each row; an invalid row raises at once if it is the first, else when it is drawn."""
+        """A task per row. An invalid first row raises ConfigError here, a later one when it is accessed."""
         rows = self.rows()
         tasks = LazySequence(len(rows), lambda index: self.task(f"{self.label}/{index}", rows[index]))
-        return _tried(tasks)
+        return _check_first(tasks)
 
     def demonstrations(self, learn: LearnFrom) -> Sequence[Demonstration]:
-        """A demonstration for each row."""
+        """A demonstration per row. An invalid first row raises ConfigError here, a later one when it is accessed."""
         rows, make = self.rows(), self.text if learn == "text" else self.demonstration
-        return _tried(LazySequence(len(rows), lambda index: make(f"{self.label}/{index}", rows[index])))
+        return _check_first(LazySequence(len(rows), lambda index: make(f"{self.label}/{index}", rows[index])))
 
     def feature(self, key: str) -> np.ndarray:
-        """float64 [M]: a field of every row. Raises ConfigError where it is no number."""
+        """float64 [M]: field `key` of all M rows. Raises ConfigError if a row has no number in it."""
         try:
             return np.array([float(row[key]) for row in self.rows()], np.float64)
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                f"{self.label}: not every row has a number in {key!r}.", "Name another field in tasks.order.by."
+                f"{self.label}: not every row has a number in {key!r}.", "Set tasks.order.by to a numeric field."
             ) from error
 
 
@@ -69,66 +70,70 @@ class Jsonl(RowSource):
 
     type: Literal["jsonl"] = "jsonl"
     path: str
-    """The file."""
+    """Path of the file."""
 
     @property
+    @override
     def label(self) -> str:
-        """The file's name."""
         return Path(self.path).stem
 
+    @override
     def read(self) -> Rows:
-        """Blank lines are passed over."""
         file = Path(self.path).expanduser()
         if not file.is_file():
-            raise ConfigError(f"There is no task file {file}.", "Check tasks' path; it is relative to where you are.")
+            raise ConfigError(f"There is no data file {file}.", "Check path; it is relative to the working directory.")
         with file.open(encoding="utf-8") as lines:
             return list(_objects(file, (line for line in lines if line.strip())))
 
 
 class Files(RowSource):
-    """Parquet, CSV, JSON or Arrow files, read by the package datasets."""
+    """Parquet, CSV, JSON or Arrow files, read with the datasets package in the order of their names."""
 
     type: Literal["files"] = "files"
     path: str
-    """A file, or a pattern as data/*.parquet; its ending tells what it is: parquet, csv, json, jsonl or arrow."""
+    """A file, or a pattern such as data/*.parquet. Its extension is its format: parquet, csv, json, jsonl or arrow."""
 
     @property
+    @override
     def label(self) -> str:
-        """The file's name."""
         return Path(self.path).stem
 
+    @override
     def read(self) -> Rows:
-        """All files' rows, by name."""
-        kinds = {"parquet": "parquet", "csv": "csv", "json": "json", "jsonl": "json", "arrow": "arrow"}
-        kind = kinds.get(Path(self.path).suffix.removeprefix("."))
-        if kind is None:
-            raise ConfigError(f"{self.path} has none of the endings {', '.join(kinds)}.", "Set path to such a file.")
-        return _dataset(self.path, kind, data_files=str(Path(self.path).expanduser()), split="train")
+        formats = {"parquet": "parquet", "csv": "csv", "json": "json", "jsonl": "json", "arrow": "arrow"}
+        format_name = formats.get(Path(self.path).suffix.removeprefix("."))
+        if format_name is None:
+            raise ConfigError(
+                f"{self.path} does not have the extension of a supported format.",
+                f"Set path to a file with one of the extensions {', '.join(formats)}.",
+            )
+        return _load_dataset(self.path, format_name, data_files=str(Path(self.path).expanduser()), split="train")
 
 
 class Hub(RowSource):
-    """A dataset of the Hugging Face hub, or a local folder in its layout."""
+    """A dataset of the Hugging Face hub, or a local folder with the layout of one."""
 
     type: Literal["hub"] = "hub"
     name: str
-    """As openai/gsm8k, or a folder."""
+    """Dataset id, such as openai/gsm8k, or path of a folder."""
     subset: str | None = None
-    """As main. A local folder without a README.md has it as a folder of that name, or is all of one subset."""
+    """Configuration of the dataset, such as main. In a local folder without a README.md: a subfolder of this name, if
+    there is one."""
     split: str = "train"
-    """As train or test."""
+    """Split of the dataset, such as train or test."""
 
     @property
+    @override
     def label(self) -> str:
-        """Its name."""
         return self.name
 
+    @override
     def read(self) -> Rows:
-        """The split's rows."""
         folder = Path(self.name).expanduser()
         if self.subset and folder.is_dir() and not (folder / "README.md").is_file():
-            inside = folder / self.subset
-            return _dataset(self.name, str(inside if inside.is_dir() else folder), split=self.split)
-        return _dataset(self.name, self.name, self.subset, split=self.split)
+            subfolder = folder / self.subset
+            return _load_dataset(self.name, str(subfolder if subfolder.is_dir() else folder), split=self.split)
+        return _load_dataset(self.name, self.name, self.subset, split=self.split)
 
 
 class Sql(RowSource):
@@ -136,25 +141,25 @@ class Sql(RowSource):
 
     type: Literal["sql"] = "sql"
     url: str
-    """As sqlite:///tasks.db or postgresql+psycopg://user:password@host/name."""
+    """SQLAlchemy URL, such as sqlite:///tasks.db or postgresql+psycopg://user:password@host/name."""
     table: str = ""
-    """All rows of this table, in the order of its primary key."""
+    """Table to read, in the order of its primary key."""
     query: str = ""
-    """In place of a table; let it say ORDER BY, so that every run has the same rows."""
+    """Query in place of `table`. Use ORDER BY, so that every run has the same rows."""
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> Sql:
+    def _check_table_or_query(self) -> Sql:
         if bool(self.table) == bool(self.query):
-            raise ValueError("sql wants a table or a query")
+            raise ValueError("set either table or query")
         return self
 
     @property
+    @override
     def label(self) -> str:
-        """The table's name."""
         return self.table or "query"
 
+    @override
     def read(self) -> Rows:
-        """Read whole, once."""
         from sqlalchemy import MetaData, Table, create_engine, make_url, select, text
         from sqlalchemy.exc import SQLAlchemyError
 
@@ -164,32 +169,33 @@ class Sql(RowSource):
                 with engine.connect() as db:
                     if self.query:
                         return [dict(row) for row in db.execute(text(self.query)).mappings()]
-                    stored = Table(self.table, MetaData(), autoload_with=db)
-                    found = db.execute(select(stored).order_by(*stored.primary_key.columns)).mappings()
-                    return [dict(row) for row in found]
+                    table = Table(self.table, MetaData(), autoload_with=db)
+                    rows = db.execute(select(table).order_by(*table.primary_key.columns)).mappings()
+                    return [dict(row) for row in rows]
             finally:
                 engine.dispose()
         except (SQLAlchemyError, ImportError) as error:
-            what = str(error).splitlines()[0]  # the URL may hold a password; the error's first line does not
-            raise ConfigError(f"The rows of {self.label} cannot be read: {what}", "Check url and table.") from error
+            reason = str(error).splitlines()[0]  # later lines may contain the URL with its password
+            raise ConfigError(f"Cannot read the rows of {self.label}: {reason}", "Check url and table.") from error
 
 
-def _tried(things: LazySequence[Any]) -> LazySequence[Any]:
-    if not len(things):
-        return things
-    _ = things[0]
-    return things
+def _check_first(items: LazySequence[Any]) -> LazySequence[Any]:
+    """Return `items` after creating the first item, so that a wrong mapping raises before the run starts."""
+    if not len(items):
+        return items
+    _ = items[0]
+    return items
 
 
-def _dataset(place: str, *words: Any, **options: Any) -> Rows:
+def _load_dataset(label: str, *arguments: Any, **options: Any) -> Rows:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ConfigError(f"{place} needs the package datasets.", "pip install 'tinsmith[hub]'.") from error
+        raise ConfigError(f"{label} needs the datasets package.", "Run pip install 'tinsmith[hub]'.") from error
     try:
-        return load_dataset(*words, **options)
+        return load_dataset(*arguments, **options)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"The dataset {place} cannot be loaded: {error}") from error
+        raise ConfigError(f"Cannot load the dataset {label}: {error}") from error
 
 
 def _objects(file: Path, lines: Iterable[str]) -> Iterable[dict[str, Any]]:
@@ -197,7 +203,9 @@ def _objects(file: Path, lines: Iterable[str]) -> Iterable[dict[str, Any]]:
         try:
             row = json.loads(line)
         except ValueError as error:
-            raise ConfigError(f"{file}, object {number}: {error}.", "Write one JSON object on each line.") from error
+            raise ConfigError(
+                f"{file}, object {number} is not valid JSON: {error}.", "Write one JSON object on each line."
+            ) from error
         if not isinstance(row, dict):
-            raise ConfigError(f"{file}, object {number} is no JSON object.", "Write one JSON object on each line.")
+            raise ConfigError(f"{file}, object {number} is not a JSON object.", "Write one JSON object on each line.")
         yield row

@@ -1,7 +1,7 @@
-"""Sources of tasks: the table of all sources, and the sources that generate tasks.
+"""Sources of tasks: the union of all source settings, and the sources that generate tasks.
 
-Each source is a settings class. `load` returns a sequence of tasks, the same in every run; `demonstrations` returns
-replies to learn. Rows of data are in `row_sources.py`, held-out tasks in `tasks.py`, and the order in `ordering.py`.
+Each source is a settings class. `load` returns its tasks, the same in every run; `demonstrations` returns replies to
+train on. Sources of rows are in `row_sources.py`, held-out tasks in `tasks.py`, the order of tasks in `ordering.py`.
 
 Example: Addition().load()[0].answer == "20"
 """
@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 from pydantic import Discriminator, Field, Tag
+from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data.row_mapping import LazySequence, RowMapping, fill_template, user_task
@@ -24,14 +25,14 @@ from tinsmith.settings import SEVERAL_TAG, SINGLE_TAG, Settings, changed_keys, d
 
 
 class GeneratedSource(Settings):
-    """Base of sources that generate tasks. A demonstration is the answer of a task."""
+    """Base of the sources that generate tasks. The demonstration of a task is its answer."""
 
     def load(self) -> Sequence[Task]:
-        """The same tasks in every run."""
+        """All tasks, the same in every run."""
         raise NotImplementedError
 
     def demonstrations(self, learn: LearnFrom) -> Sequence[Demonstration]:
-        """Each task with its answer as the reply."""
+        """Each task with its answer as the reply; with `learn` text, prompt and answer as plain text."""
         tasks = self.load()
 
         def make(index: int) -> Demonstration:
@@ -44,12 +45,12 @@ class GeneratedSource(Settings):
         return LazySequence(len(tasks), make)
 
     def feature(self, key: str) -> np.ndarray:
-        """There are none."""
-        raise ConfigError(f"These tasks have no field {key!r}.", "Take a source of rows, or leave out tasks.order.by.")
+        """Raises ConfigError: generated tasks have no fields."""
+        raise ConfigError(f"Generated tasks have no field {key!r}.", "Use a source of rows, or remove tasks.order.by.")
 
 
 class Addition(GeneratedSource):
-    """Sums of two numbers; built in, so that a first run needs no data."""
+    """Sums of two numbers; built in, so that a first run needs no data files."""
 
     type: Literal["addition"] = "addition"
     low: int = Field(default=10, ge=0)
@@ -57,35 +58,35 @@ class Addition(GeneratedSource):
     high: int = 99
     """Largest number to add."""
     prompt: str = "What is {a} + {b}? Answer with the number only."
-    """Prompt of each pair; {a} and {b} are the numbers."""
+    """Template of the prompt; {a} and {b} are the numbers."""
 
+    @override
     def load(self) -> Sequence[Task]:
-        """Every ordered pair once."""
-        span = self.high - self.low + 1
-        if span < 1:
-            raise ConfigError(f"addition: high {self.high} is below low {self.low}.", "Swap them.")
+        count = self.high - self.low + 1
+        if count < 1:
+            raise ConfigError(f"addition: high {self.high} is below low {self.low}.", "Swap high and low.")
 
         def make(index: int) -> Task:
-            a, b = self.low + index // span, self.low + index % span
+            a, b = self.low + index // count, self.low + index % count
             return user_task(f"addition/{index}", fill_template(self.prompt, {"a": a, "b": b}, "addition"), str(a + b))
 
-        return LazySequence(span * span, make)
+        return LazySequence(count * count, make)
 
 
 class Largest(GeneratedSource):
-    """The largest of four different two-digit numbers; built in. Guessing one of the four is right one time in four."""
+    """The largest of four different two-digit numbers; built in. A random choice among the four is correct 25 % of the
+    time."""
 
     type: Literal["largest"] = "largest"
     size: int = Field(default=10_000, ge=1)
-    """How many tasks."""
+    """Number of tasks."""
     seed: int = 0
-    """Which tasks."""
+    """Seed of the generated tasks."""
     prompt: str = "Which is the largest of {a}, {b}, {c} and {d}? Answer with the number only."
-    """Prompt of each four; {a} to {d} are the numbers."""
+    """Template of the prompt; {a}, {b}, {c} and {d} are the numbers."""
 
+    @override
     def load(self) -> Sequence[Task]:
-        """Task i is drawn from (seed, i) alone."""
-
         def make(index: int) -> Task:
             a, b, c, d = Random(f"largest/{self.seed}/{index}").sample(range(10, 100), 4)
             question = fill_template(self.prompt, {"a": a, "b": b, "c": c, "d": d}, "largest")
@@ -95,37 +96,41 @@ class Largest(GeneratedSource):
 
 
 class ReasoningGym(GeneratedSource):
-    """A dataset of reasoning-gym, generated here; its own scorer is the reward `reasoning_gym`."""
+    """A generated dataset of reasoning-gym. The reward `reasoning_gym` calls its scorer."""
 
     type: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str
-    """Its name, as basic_arithmetic or countdown."""
+    """Name of the dataset, such as basic_arithmetic or countdown."""
     size: int = Field(default=10_000, ge=1)
-    """How many tasks."""
+    """Number of tasks."""
     seed: int = 0
-    """Which tasks."""
+    """Seed of the generated tasks."""
     config: dict[str, Any] = Field(default_factory=dict)
-    """The dataset's own options, as {max_terms: 3}."""
+    """Options of the dataset, such as {max_terms: 3}."""
     prompt: str = "{question}"
-    """Wrapped around each question."""
+    """Template of the prompt; {question} is the question of the entry."""
 
+    @override
     def load(self) -> Sequence[Task]:
-        """Task i is the dataset's entry i, kept in `extra` for its scorer."""
         from reasoning_gym.factory import DATASETS, create_dataset
 
         if self.dataset not in DATASETS:
-            cure = did_you_mean(self.dataset, DATASETS) or f"It has {len(DATASETS)}, as basic_arithmetic."
+            cure = (
+                did_you_mean(self.dataset, DATASETS) or f"There are {len(DATASETS)} datasets, such as basic_arithmetic."
+            )
             raise ConfigError(f"reasoning-gym has no dataset '{self.dataset}'.", cure)
         try:
             entries = create_dataset(self.dataset, seed=self.seed, size=self.size, **self.config)
         except (TypeError, AssertionError, ValueError) as error:
-            raise ConfigError(f"reasoning-gym's '{self.dataset}' refuses its config: {error}.") from error
+            raise ConfigError(f"The reasoning-gym dataset '{self.dataset}' rejects its config: {error}.") from error
 
         def make(index: int) -> Task:
             entry = dict(entries[index])
             question = fill_template(self.prompt, {"question": entry["question"]}, self.dataset)
             answer = "" if entry["answer"] is None else str(entry["answer"])
-            return replace(user_task(f"{self.dataset}/{index}", question, answer), extra=entry)
+            return replace(
+                user_task(f"{self.dataset}/{index}", question, answer), extra=entry
+            )  # the scorer reads extra
 
         return LazySequence(self.size, make)
 
@@ -136,36 +141,36 @@ Source = Annotated[
 ]
 
 
-def _count(given: Any) -> str:
-    return SEVERAL_TAG if isinstance(given, list | tuple) else SINGLE_TAG
+def _list_tag(value: Any) -> str:
+    return SEVERAL_TAG if isinstance(value, list | tuple) else SINGLE_TAG
 
 
-def _named(given: Any) -> str:
-    return SEVERAL_TAG if isinstance(given, dict) and not isinstance(given.get("type"), str) else SINGLE_TAG
+def _mapping_tag(value: Any) -> str:
+    return SEVERAL_TAG if isinstance(value, dict) and not isinstance(value.get("type"), str) else SINGLE_TAG
 
 
 Sources = Annotated[
     Annotated[Source, Tag(SINGLE_TAG)] | Annotated[tuple[Source, ...], Tag(SEVERAL_TAG)],
-    Discriminator(_count),
+    Discriminator(_list_tag),
 ]
-"""One source, or a list of them."""
+"""A source, or a list of sources."""
 
 NamedSources = Annotated[
     Annotated[Source, Tag(SINGLE_TAG)] | Annotated[dict[str, Source], Tag(SEVERAL_TAG)],
-    Discriminator(_named),
+    Discriminator(_mapping_tag),
 ]
-"""One source, or several by name."""
+"""A source, or a mapping of names to sources."""
 
 
 def as_tuple(sources: Source | tuple[Source, ...] | None) -> tuple[Source, ...]:
-    """As a tuple, whatever was given."""
+    """`sources` as a tuple; None is empty."""
     if sources is None:
         return ()
     return sources if isinstance(sources, tuple) else (sources,)
 
 
-def reject_fields(sources: Iterable[Source], names: Sequence[str], other: str) -> None:
-    """For a check of a settings class: raises ValueError if a source of rows sets a key that `other` reads."""
+def reject_fields(sources: Iterable[Source], names: Sequence[str], reader: str) -> None:
+    """Raises ValueError if a source of rows sets one of the keys `names`, which only apply to `reader`."""
     for source in sources:
-        if isinstance(source, RowMapping) and (given := [name for name in names if name in changed_keys(source)]):
-            raise ValueError(f"{given[0]} is read of {other} alone; leave it out here")
+        if isinstance(source, RowMapping) and (unused := [name for name in names if name in changed_keys(source)]):
+            raise ValueError(f"{unused[0]} applies only to {reader}; remove it here")

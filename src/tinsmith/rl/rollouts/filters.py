@@ -1,7 +1,7 @@
-"""Filters choose the rollouts and groups of a batch to learn from.
+"""Filters: which rollouts and groups of a batch are trained on.
 
-Each filter is a settings class whose `of` returns what it keeps of a group, or None. Filtered rollouts are still logged
-and counted, and update the order of tasks. Sampling replacements is in `producer.py`.
+Each filter is a settings class; its `of` returns the group without the dropped rollouts, or None to drop the group.
+Dropped rollouts are still logged, counted in metrics and passed to the task order. `producer.py` samples replacements.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from tinsmith.settings import Settings
 
 
 class _Bounds(Settings):
-    """Bounds of a value; one may be missing."""
+    """Inclusive bounds of a value; one of them may be missing."""
 
     low: float | None = None
-    """Smallest value to keep; null is no bound."""
+    """Smallest value to keep; null: no lower bound."""
     high: float | None = None
-    """Largest value to keep; null is no bound."""
+    """Largest value to keep; null: no upper bound."""
 
     @model_validator(mode="after")
     def _bound_something(self) -> _Bounds:
         if self.low is None and self.high is None:
-            raise ValueError("give low, high or both")
+            raise ValueError("set low, high or both")
         if self.low is not None and self.high is not None and self.low > self.high:
             raise ValueError(f"low {self.low:g} is above high {self.high:g}")
         return self
 
     def within(self, value: float) -> bool:
-        """Whether the value is within both bounds."""
+        """Whether `value` is within the bounds."""
         return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
 
@@ -45,17 +45,17 @@ class RewardBounds(_Bounds):
     type: Literal["reward"] = "reward"
 
     def of(self, group: Group) -> Group | None:
-        """Keep the other rollouts."""
+        """The group without the dropped rollouts; None if no successful rollout remains."""
         return _select(group, lambda rollout: self.within(rollout.reward))
 
 
 class ValidReward(Settings):
-    """Drop rollouts whose reward is not finite. In a run they have failed already."""
+    """Drop rollouts whose reward is not finite. In a run, such rollouts have already failed."""
 
     type: Literal["valid_reward"] = "valid_reward"
 
     def of(self, group: Group) -> Group | None:
-        """Keep the other rollouts."""
+        """The group without the dropped rollouts; None if no successful rollout remains."""
         return _select(group, lambda rollout: math.isfinite(rollout.reward))
 
 
@@ -65,7 +65,7 @@ class GroupMean(_Bounds):
     type: Literal["group_mean"] = "group_mean"
 
     def of(self, group: Group) -> Group | None:
-        """Keep the whole group or none of it."""
+        """The group, or None if it is dropped."""
         return group if group.rewards and self.within(float(np.mean(group.rewards))) else None
 
 
@@ -77,19 +77,19 @@ class RewardStd(Settings):
     """Drop a group if the standard deviation of its rewards is at most this."""
 
     def of(self, group: Group) -> Group | None:
-        """Keep the whole group or none of it."""
+        """The group, or None if it is dropped."""
         return group if group.rewards and float(np.std(group.rewards)) > self.threshold else None
 
 
 class TruncatedReplies(Settings):
-    """Do not learn from replies truncated at max_tokens; their rewards still count for the advantages of the group."""
+    """Do not train on replies truncated at max_tokens; their rewards still count for the advantages of the group."""
 
     type: Literal["cut"] = "cut"
     drop: bool = False
-    """Drop their rewards too."""
+    """Drop the rollouts and their rewards."""
 
     def of(self, group: Group) -> Group | None:
-        """Keep the other rollouts; each truncated rollout is replaced by one without turns, with the same reward."""
+        """The group with the turns of truncated rollouts removed, or with `drop` without these rollouts."""
         if self.drop:
             return _select(group, lambda rollout: not _is_truncated(rollout))
         emptied = (
@@ -105,7 +105,7 @@ FilterConfig = Annotated[
 
 
 def apply_filters(filters: Sequence[FilterConfig], groups: Sequence[Group]) -> tuple[Group, ...]:
-    """What all filters, applied in order, keep of `groups`."""
+    """The groups that remain after all filters, applied in order."""
     result: list[Group] = []
     for group in groups:
         remaining: Group | None = group
@@ -117,7 +117,7 @@ def apply_filters(filters: Sequence[FilterConfig], groups: Sequence[Group]) -> t
 
 
 def _select(group: Group, keep: Callable[[Rollout], bool]) -> Group | None:
-    """The group with the rollouts to keep and its failed ones; None if every remaining rollout failed."""
+    """The group with its failed rollouts and those that `keep` accepts; None if no successful rollout remains."""
     rollouts = tuple(rollout for rollout in group.rollouts if rollout.error or keep(rollout))
     return replace(group, rollouts=rollouts) if any(not rollout.error for rollout in rollouts) else None
 

@@ -1,4 +1,4 @@
-"""The table of buffers."""
+"""Buffers: where batches wait between sampling and training. Maps buffer settings to their classes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BufferConfig = Annotated[MemoryConfig | FileConfig | SqlConfig, Field(discrimina
 
 
 def build(config: BufferConfig, folder: Path, name: str) -> Buffer:
-    """The buffer that the configuration names, of the run `name` in `folder`. Raises ConfigError."""
+    """The buffer of run `name` in `folder`. Raises ConfigError if its database cannot be opened."""
     match config:
         case FileConfig():
             return FileBuffer(Path(config.path).expanduser() if config.path else folder / "buffer")

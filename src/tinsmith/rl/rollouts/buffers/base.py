@@ -1,6 +1,6 @@
-"""Protocol of buffers: batches on their way from sampling to training, and notes of the two sides.
+"""Buffer protocol: batches that wait for training, and notes that the sampling and training processes exchange.
 
-Which batch is trained on next is in `replay.py`.
+`replay.py` selects the next batch to train on.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from tinsmith.rl.rollouts.producer import Batch
 
 
 class Buffer(Protocol):
-    """Batches by number and notes by name. Writes are durable when the call returns, if the buffer is."""
+    """Batches by number and notes by name. In a durable buffer, a write is durable when the call returns."""
 
-    @property
-    def durable(self) -> bool:
-        """Whether the buffer outlives the process and other processes can open it."""
-        ...
+    durable: bool
+    """Whether the buffer outlives the process and other processes can open it."""
 
     async def put(self, batch: Batch) -> None:
-        """Add a batch; replaces a batch of the same number."""
+        """Store a batch under its step number; replaces a batch with the same number."""
         ...
 
     async def numbers(self) -> Collection[int]:
@@ -28,15 +26,15 @@ class Buffer(Protocol):
         ...
 
     async def get(self, number: int) -> Batch:
-        """The batch of that number, which must be in the buffer."""
+        """The batch with `number`, which must be in the buffer."""
         ...
 
     async def drop(self, numbers: Collection[int]) -> None:
-        """Delete batches; unknown numbers are ignored."""
+        """Delete batches; numbers that are not in the buffer are ignored."""
         ...
 
     async def note(self, name: str, text: str) -> None:
-        """Write a note; replaces a note of the same name."""
+        """Store a note; replaces a note with the same name."""
         ...
 
     async def notes(self) -> Mapping[str, str]:

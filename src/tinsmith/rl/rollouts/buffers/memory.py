@@ -1,22 +1,25 @@
-"""Batches in memory; a resumed run restores them from its state."""
+"""Buffer in memory. A resumed run restores the waiting batches from its saved state."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Literal
 
+from typing_extensions import override
+
+from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.buffers.replay import BufferSettings
 from tinsmith.rl.rollouts.producer import Batch
 
 
 class MemoryConfig(BufferSettings):
-    """Batches in the process that samples and trains; the run's state holds the waiting ones."""
+    """Batches in memory, for a process that both samples and trains; checkpoints hold the waiting batches."""
 
     type: Literal["memory"] = "memory"
 
 
-class MemoryBuffer:
-    """Implements `base.Buffer`."""
+class MemoryBuffer(Buffer):
+    """Buffer in memory."""
 
     durable = False
 
@@ -24,30 +27,31 @@ class MemoryBuffer:
         self._batches: dict[int, Batch] = {}
         self._notes: dict[str, str] = {}
 
+    @override
     async def put(self, batch: Batch) -> None:
-        """Kept."""
         self._batches[batch.step] = batch
 
+    @override
     async def numbers(self) -> Collection[int]:
-        """Of the batches that are here."""
         return self._batches.keys()
 
+    @override
     async def get(self, number: int) -> Batch:
-        """The batch itself."""
         return self._batches[number]
 
+    @override
     async def drop(self, numbers: Collection[int]) -> None:
-        """Forgotten."""
         for number in numbers:
             self._batches.pop(number, None)
 
+    @override
     async def note(self, name: str, text: str) -> None:
-        """Kept."""
         self._notes[name] = text
 
+    @override
     async def notes(self) -> Mapping[str, str]:
-        """All of them."""
         return dict(self._notes)
 
+    @override
     async def close(self) -> None:
-        """Nothing to let go of."""
+        pass

@@ -1,6 +1,7 @@
-"""Selection of the next batch: the oldest unused one or, with replay, the one of highest priority.
+"""Select the next batch to train on: the oldest unused batch or, with replay, the batch of highest priority.
 
-A batch is not reused by the same weights that used it last: they learned nothing from it and would not now.
+A batch is not used twice in a row by the same version of the weights: if the version did not change, the batch had no
+training signal.
 """
 
 from __future__ import annotations
@@ -23,73 +24,73 @@ _LIMITED = Needs("priority", ("linear_decay_limited",))
 
 
 class ReplayConfig(Settings):
-    """Reuse of batches."""
+    """Train on batches more than once."""
 
     enable: bool = False
-    """By priority, in place of oldest first and once."""
+    """Select batches by priority and reuse them; otherwise each batch is used once, oldest first."""
     priority: Annotated[Literal["linear_decay", "linear_decay_limited"], _ENABLED] = "linear_decay"
-    """`linear_decay`: the weights' version less `decay` for each use. `linear_decay_limited`: the same with some noise,
-    and never after `limit` uses."""
+    """`linear_decay`: version of the batch minus `decay` per use. `linear_decay_limited`: the same plus noise, and at
+    most `limit` uses."""
     decay: Annotated[float, _ENABLED] = Field(default=2.0, ge=0)
-    """What one use counts, in versions."""
+    """Priority lost per use, in versions."""
     limit: Annotated[int, _ENABLED, _LIMITED] = Field(default=3, ge=1)
-    """Uses of a batch, in `linear_decay_limited`."""
+    """Maximum number of uses of a batch, for `linear_decay_limited`."""
     sigma: Annotated[float, _ENABLED, _LIMITED] = Field(default=0.0, ge=0)
-    """Deviation of the noise in `linear_decay_limited`, in versions."""
+    """Standard deviation of the noise, in versions, for `linear_decay_limited`."""
     cooldown: Annotated[float | None, _ENABLED] = Field(default=None, ge=0)
-    """Seconds after a use until the batch may be used again; null is never."""
+    """Seconds after a use before the batch may be used again; null: each batch is used once."""
     size: Annotated[int, _ENABLED] = Field(default=64, ge=1)
-    """Batches fresh; those of the lowest priority go first."""
+    """Maximum number of batches to keep; batches of the lowest priority are dropped first."""
 
-    def value(self, version: int, uses: int, number: int, seed: int) -> float:
-        """The priority of batch `number`, by weights of `version`, used so often; -inf: not again."""
-        plain = version - self.decay * uses
+    def priority_of(self, number: int, *, version: int, uses: int, seed: int) -> float:
+        """Priority of batch `number`, sampled by weights of `version` and used `uses` times; -inf: do not use it."""
+        decayed = version - self.decay * uses
         if self.priority == "linear_decay":
-            return plain
+            return decayed
         if uses >= self.limit:
             return float("-inf")
         noise = np.random.default_rng(request_seed(seed, number, uses)).normal() if self.sigma else 0.0
-        return plain + self.sigma * float(noise)
+        return decayed + self.sigma * float(noise)
 
 
 class BufferSettings(Settings):
-    """Settings of every buffer."""
+    """Settings of all buffers."""
 
     capacity: int = Field(default=16, ge=1)
-    """Batches that may wait for training before sampling pauses; in every sync.style but `fixed`."""
+    """Number of batches that may wait for training before sampling pauses; not used with sync.style: fixed."""
     max_staleness: int | None = Field(default=None, ge=0)
-    """Drop groups sampled by weights more than this many updates old; null keeps all. `buffer/dropped_groups` counts
-    the dropped groups."""
+    """Drop groups sampled more than this many updates ago; null keeps all. The metric `buffer/dropped_groups` counts
+    them."""
     replay: ReplayConfig = ReplayConfig()
 
 
 class BatchUse(Settings):
-    """Uses of a batch."""
+    """How often and when a batch was trained on."""
 
     count: int = 0
-    """Times it was trained on."""
+    """Number of uses."""
     rests_until: float = 0.0
-    """Seconds since 1970 before which it is not used again."""
+    """Unix time in seconds before which the batch is not used again."""
     version: int = -1
-    """Of the weights that trained on it last."""
+    """Version of the weights at the last use; -1 before the first."""
 
 
 class SelectorState(Settings):
     """State of a BatchSelector."""
 
     next: int = 1
-    """The oldest batch not yet used, without replay."""
+    """Without replay: number of the oldest unused batch."""
     uses: dict[int, BatchUse] = Field(default_factory=dict)
-    """By number, where batches may be used again; those left out unused are among them."""
+    """With replay: uses by batch number, including batches dropped without a use."""
 
 
 class BatchSelector:
-    """Selects batches of a buffer for training."""
+    """Selects the batches of a buffer to train on."""
 
     def __init__(
         self, buffer: Buffer, config: BufferSettings, seed: int, clock: Callable[[], float] = time.time
     ) -> None:
-        """`clock` tells seconds since 1970."""
+        """`clock` returns the Unix time in seconds."""
         self._buffer, self._config, self._seed, self._clock = buffer, config, seed, clock
         self._next = 1
         self._uses: dict[int, BatchUse] = {}
@@ -99,40 +100,40 @@ class BatchSelector:
 
     @property
     def taken(self) -> int:
-        """Batches taken so far."""
+        """Number of different batches taken so far."""
         return len(self._uses) if self._config.replay.enable else self._next - 1
 
     @property
     def reuses(self) -> bool:
-        """Whether batches are reused, so that there is always one."""
+        """Whether batches may be used more than once."""
         return self._config.replay.enable and self._config.replay.cooldown is not None
 
     @property
     def done(self) -> frozenset[int]:
-        """Numbers of batches that will not be used again."""
+        """Numbers of the batches that will not be used again."""
         return frozenset(self._done)
 
     @property
     def state(self) -> SelectorState:
-        """What a run that goes on must know."""
+        """State for a checkpoint."""
         return SelectorState(next=self._next, uses=dict(self._uses))
 
     def restore(self, state: SelectorState) -> None:
-        """As it was."""
+        """Continue from the state of a checkpoint."""
         self._next, self._uses = state.next, dict(state.uses)
 
     async def take(self, version: int, *, again: bool = False) -> Batch | None:
-        """What weights of `version` train on next; None if there is nothing yet.
+        """The next batch for weights of `version`; None if no batch is ready.
 
-        `again`: nothing else will come, so a batch that these weights were trained on already may do.
+        `again` also allows batches last used by the same version; set it when no other batch will arrive.
         """
         while True:
             batch = await (self._best(version, again) if self._config.replay.enable else self._oldest())
             if batch is None:
                 return None
-            fresh = tuple(group for group in batch.groups if self._fresh(version - group.version))
+            fresh = tuple(group for group in batch.groups if self._is_fresh(version - group.version))
             self._dropped += len(batch.groups) - len(fresh)
-            if not fresh:  # and it grows no younger
+            if not fresh:  # versions only increase, so its groups stay too old
                 self._done.add(batch.step)
                 continue
             numbers = dict(batch.numbers)
@@ -144,11 +145,11 @@ class BatchSelector:
             return replace(batch, groups=fresh, numbers=numbers)
 
     async def clear(self) -> None:
-        """Drops what is done with; called when a run that goes on would not ask for it."""
+        """Delete the batches in `done` from the buffer. Call this once a checkpoint no longer needs them."""
         await self._buffer.drop(sorted(self._done))
         self._done.clear()
 
-    def _fresh(self, age: int) -> bool:
+    def _is_fresh(self, age: int) -> bool:
         return self._config.max_staleness is None or age <= self._config.max_staleness
 
     async def _oldest(self) -> Batch | None:
@@ -160,27 +161,32 @@ class BatchSelector:
 
     async def _best(self, version: int, again: bool) -> Batch | None:
         replay, now = self._config.replay, self._clock()
-        values: dict[int, float] = {}
+        priorities: dict[int, float] = {}
         for number in sorted(set(await self._buffer.numbers()) - self._done):
             if number not in self._versions:
                 self._versions[number] = min(group.version for group in (await self._buffer.get(number)).groups)
             use = self._uses.get(number, BatchUse())
-            if use.count and replay.cooldown is None:  # by a process that was killed before it dropped what it had used
+            if use.count and replay.cooldown is None:  # the process was killed before it deleted this used batch
                 self._done.add(number)
                 continue
-            values[number] = replay.value(self._versions[number], use.count, number, self._seed)
-        for number in sorted(values, key=lambda number: values[number])[: max(0, len(values) - replay.size)]:
+            priorities[number] = replay.priority_of(
+                number, version=self._versions[number], uses=use.count, seed=self._seed
+            )
+        excess = max(0, len(priorities) - replay.size)
+        for number in sorted(priorities, key=lambda number: priorities[number])[:excess]:
             self._uses.setdefault(number, BatchUse())
             self._done.add(number)
-            del values[number]
-        uses = {number: self._uses.get(number, BatchUse()) for number in values}
-        ready = [number for number, use in uses.items() if use.rests_until <= now and values[number] > float("-inf")]
+            del priorities[number]
+        uses = {number: self._uses.get(number, BatchUse()) for number in priorities}
+        ready = [
+            number for number, use in uses.items() if use.rests_until <= now and priorities[number] > float("-inf")
+        ]
         ready = [number for number in ready if uses[number].version != version] or (ready if again else [])
         if not ready:
             return None
-        best = max(ready, key=lambda number: (values[number], -number))
+        best = max(ready, key=lambda number: (priorities[number], -number))
         count = uses[best].count + 1
         self._uses[best] = BatchUse(count=count, rests_until=now + (replay.cooldown or 0.0), version=version)
-        if replay.cooldown is None or replay.value(0, count, best, self._seed) == float("-inf"):
+        if replay.cooldown is None or replay.priority_of(best, version=0, uses=count, seed=self._seed) == float("-inf"):
             self._done.add(best)
         return await self._buffer.get(best)

@@ -1,4 +1,4 @@
-"""Batches as rows of a database that a sampling and a training process share, on any two machines."""
+"""Buffer in a database that the sampling and training processes share, also across machines."""
 
 from __future__ import annotations
 
@@ -23,8 +23,10 @@ from sqlalchemy import (
     select,
 )
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from typing_extensions import override
 
 from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.buffers.replay import BufferSettings
 from tinsmith.rl.rollouts.producer import Batch
 
@@ -32,17 +34,17 @@ T = TypeVar("T")
 
 
 class SerialExecutor:
-    """Runs functions one after the other in a thread of its own."""
+    """Runs functions in order in a single thread."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="buffer")
 
-    async def do(self, piece: Callable[[], T]) -> T:
-        """Run `piece` after all earlier ones and return its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._thread, piece)
+    async def run(self, function: Callable[[], T]) -> T:
+        """Run `function` after all functions submitted earlier, and return its result."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
 
     async def close(self) -> None:
-        """Wait for all functions."""
+        """Wait until all submitted functions have run, then end the thread."""
         await asyncio.to_thread(self._thread.shutdown)
 
 
@@ -65,84 +67,86 @@ _NOTES = Table(
 
 
 class SqlConfig(BufferSettings):
-    """Batches in a database, which outlives the process and which other processes can open."""
+    """Batches in a database. They outlive the process and other processes can open them."""
 
     type: Literal["sql"] = "sql"
     url: str
-    """SQLAlchemy URL: sqlite:///FILE, or postgresql+psycopg://USER:PASSWORD@HOST/NAME."""
+    """SQLAlchemy URL, such as sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/NAME."""
     run: str = Field(default="", max_length=200)
-    """Name of the rows, the same in both processes; empty: the name of the run."""
+    """Name that the rows are stored under, equal in both processes; empty: the name of the run."""
 
 
-class SqlBuffer:
-    """Implements `base.Buffer`; statements run in a thread."""
+class SqlBuffer(Buffer):
+    """Buffer in a database. Statements run in a separate thread."""
 
     durable = True
 
     def __init__(self, url: str, run: str) -> None:
-        """Makes the tables where they are missing. Raises ConfigError where the database cannot be opened."""
-        self._run, self._turn = run, SerialExecutor()
+        """Open the database and create missing tables. Raises ConfigError if it cannot be opened."""
+        self._run, self._executor = run, SerialExecutor()
         try:
             self._engine = create_engine(url)
             _TABLES.create_all(self._engine)
         except (SQLAlchemyError, ArgumentError, NoSuchModuleError, ImportError) as error:
             reason = str(error).splitlines()[0]
-            raise ConfigError(f"buffer.url: the database cannot be opened: {reason}", "Check the URL.") from error
+            raise ConfigError(f"buffer.url: cannot open the database: {reason}", "Check the URL.") from error
 
+    @override
     async def put(self, batch: Batch) -> None:
-        """Committed when this returns."""
         body = _BATCH.dump_json(batch).decode()
 
         def write(connection: Connection) -> None:
-            connection.execute(delete(_BATCHES).where(self._batch(batch.step)))
+            connection.execute(delete(_BATCHES).where(self._is_batch(batch.step)))
             connection.execute(insert(_BATCHES).values(run=self._run, number=batch.step, batch=body))
 
-        await self._do(write)
+        await self._execute(write)
 
+    @override
     async def numbers(self) -> Collection[int]:
-        """Of the rows that are there now."""
         query = select(_BATCHES.c.number).where(_BATCHES.c.run == self._run)
-        return await self._do(lambda connection: list(connection.execute(query).scalars()))
+        return await self._execute(lambda connection: list(connection.execute(query).scalars()))
 
+    @override
     async def get(self, number: int) -> Batch:
-        """Read from the database on each call."""
-        query = select(_BATCHES.c.batch).where(self._batch(number))
-        return _BATCH.validate_json(await self._do(lambda connection: connection.execute(query).scalar_one()))
+        query = select(_BATCHES.c.batch).where(self._is_batch(number))
+        return _BATCH.validate_json(await self._execute(lambda connection: connection.execute(query).scalar_one()))
 
+    @override
     async def drop(self, numbers: Collection[int]) -> None:
-        """The rows go."""
-        gone = delete(_BATCHES).where(_BATCHES.c.run == self._run, _BATCHES.c.number.in_(list(numbers)))
+        statement = delete(_BATCHES).where(_BATCHES.c.run == self._run, _BATCHES.c.number.in_(list(numbers)))
         if numbers:
-            await self._do(lambda connection: connection.execute(gone))
+            await self._execute(lambda connection: connection.execute(statement))
 
+    @override
     async def note(self, name: str, text: str) -> None:
-        """Committed when this returns."""
 
         def write(connection: Connection) -> None:
             connection.execute(delete(_NOTES).where(_NOTES.c.run == self._run, _NOTES.c.name == name))
             connection.execute(insert(_NOTES).values(run=self._run, name=name, text=text))
 
-        await self._do(write)
+        await self._execute(write)
 
+    @override
     async def notes(self) -> Mapping[str, str]:
-        """Those that are there now."""
         query = select(_NOTES.c.name, _NOTES.c.text).where(_NOTES.c.run == self._run)
-        return await self._do(lambda connection: {row.name: row.text for row in connection.execute(query)})
+        return await self._execute(lambda connection: {row.name: row.text for row in connection.execute(query)})
 
+    @override
     async def close(self) -> None:
-        """Lets go of the connections."""
-        await self._turn.do(self._engine.dispose)
-        await self._turn.close()
+        await self._executor.run(self._engine.dispose)
+        await self._executor.close()
 
-    def _batch(self, number: int) -> ColumnElement[bool]:
+    def _is_batch(self, number: int) -> ColumnElement[bool]:
         return (_BATCHES.c.run == self._run) & (_BATCHES.c.number == number)
 
-    async def _do(self, work: Callable[[Connection], T]) -> T:
+    async def _execute(self, function: Callable[[Connection], T]) -> T:
+        """Run `function` in a transaction. Raises TinsmithError if the database fails."""
+
         def run() -> T:
             with self._engine.begin() as connection:
-                return work(connection)
+                return function(connection)
 
         try:
-            return await self._turn.do(run)
+            return await self._executor.run(run)
         except SQLAlchemyError as error:
-            raise TinsmithError(f"The buffer's database failed: {str(error).splitlines()[0]}") from error
+            raise TinsmithError(f"The database of the buffer failed: {str(error).splitlines()[0]}") from error
