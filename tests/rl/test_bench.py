@@ -80,7 +80,7 @@ def test_a_comparison_may_refuse_to_be_made_again_or_be_made_anew_beside_the_fir
     run(settings(tmp_path / "run", steps=2))
     config = settings(tmp_path / "run", mode="bench", eval={})
     first, _ = compared(config, tmp_path / "run")
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         compared(settings(tmp_path / "run", mode="bench", eval={}, resume=False), tmp_path / "run")
     again, _ = compared(settings(tmp_path / "run", mode="bench", eval={}, resume="rename"), tmp_path / "run")
     assert again == first

@@ -261,10 +261,10 @@ def test_a_second_process_of_the_same_kind_and_other_settings_are_refused(tmp_pa
     async def twice() -> None:
         await asyncio.gather(sampling(tmp_path, **how), sampling(tmp_path, **how))
 
-    refused(twice, "A run is under way")
-    with pytest.raises(ConfigError, match="other settings: group_size"):
+    refused(twice, "Another process is using the run folder")
+    with pytest.raises(ConfigError, match="different settings: group_size"):
         asyncio.run(sampling(tmp_path, group_size=2, **how))
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         asyncio.run(sampling(tmp_path, resume=False, **how))
 
 
@@ -286,7 +286,7 @@ def test_each_process_has_settings_of_its_own_but_for_what_both_go_by(tmp_path):
     assert (tmp_path / "run.yaml").exists()
     assert (tmp_path / "explore" / "run.yaml").exists()
     (tmp_path / "run.yaml").unlink()
-    with pytest.raises(ConfigError, match=r"explore.run\.yaml is of the same run, and differs in group_size"):
+    with pytest.raises(ConfigError, match=r"explore.run\.yaml belongs to the same run but differs in group_size"):
         asyncio.run(training(tmp_path, group_size=2, **shared))
 
 

@@ -78,20 +78,20 @@ def test_more_steps_go_on_from_a_finished_run(tmp_path):
 
 def test_other_settings_are_refused_by_name(tmp_path):
     run(settings(tmp_path, steps=1))
-    with pytest.raises(ConfigError, match=r"other settings: group_size, optimizer\.learning_rate\.") as caught:
+    with pytest.raises(ConfigError, match=r"different settings: group_size, optimizer\.learning_rate\.") as caught:
         run(settings(tmp_path, steps=1, group_size=5, optimizer={"learning_rate": 0.3}))
     assert "folder=" in caught.value.hint
 
 
 def test_a_run_may_refuse_to_go_on(tmp_path):
     run(settings(tmp_path, steps=1))
-    with pytest.raises(ConfigError, match="holds a run already"):
+    with pytest.raises(ConfigError, match="already holds a run"):
         run(settings(tmp_path, steps=2, resume=False))
 
 
 def test_two_processes_may_not_share_a_folder(tmp_path):
     folder = RunFolder.open(tmp_path, {"seed": 0})
-    with pytest.raises(ConfigError, match="under way"):
+    with pytest.raises(ConfigError, match="is using the run folder"):
         RunFolder.open(tmp_path, {"seed": 0})
     folder.close()
     RunFolder.open(tmp_path, {"seed": 0}).close()
@@ -155,5 +155,5 @@ def test_state_of_an_older_run_folder_is_read(tmp_path):
 def test_demonstrations_may_be_named_experts_in_an_older_run_folder(tmp_path):
     RunFolder.open(tmp_path, {"experts": {"data": {"type": "addition"}}}).close()
     RunFolder.open(tmp_path, {"demonstrations": {"data": {"type": "addition"}}}).close()
-    with pytest.raises(ConfigError, match="other settings"):
+    with pytest.raises(ConfigError, match="different settings"):
         RunFolder.open(tmp_path, {"demonstrations": {"data": {"type": "largest"}}})

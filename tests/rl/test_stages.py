@@ -171,7 +171,7 @@ def test_other_stages_in_the_folder_are_refused(tmp_path):
     run(staged_settings(tmp_path / "run", SFT, GRPO))
     with pytest.raises(ConfigError, match="holds a run of the stages sft, grpo"):
         run(staged_settings(tmp_path / "run", GRPO))
-    with pytest.raises(ConfigError, match=r"02-grpo holds a run with other settings: group_size"):
+    with pytest.raises(ConfigError, match=r"02-grpo holds a run with different settings: group_size"):
         run(staged_settings(tmp_path / "run", SFT, {**GRPO, "group_size": 7}))
     with pytest.raises(ConfigError, match="holds a run in stages"):
         run(settings(tmp_path / "run"))

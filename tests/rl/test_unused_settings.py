@@ -107,19 +107,19 @@ ROWS = {"type": "jsonl", "path": "rows.jsonl"}
 
 @pytest.mark.parametrize("key", ["reply", "chosen", "rejected", "tools_key"])
 def test_tasks_have_no_keys_of_lessons(key):
-    words = f"{key} is read of demonstrations alone; leave it out here"
+    words = f"{key} applies only to demonstrations; remove it here"
     refused(ASKED, words, tasks={"train": {**ROWS, key: "some"}})
     refused(ASKED, words, tasks={"train": {"type": "addition"}, "eval": {"one": {**ROWS, key: "some"}}})
 
 
 @pytest.mark.parametrize(("key", "value"), [("reply_prefix", "So:"), ("extra", ["level"])])
 def test_lessons_have_no_keys_of_tasks(key, value):
-    refused(TAUGHT, f"{key} is read of tasks alone", demonstrations={"data": [{**ROWS, key: value}]})
+    refused(TAUGHT, f"{key} applies only to tasks", demonstrations={"data": [{**ROWS, key: value}]})
 
 
 def test_plain_text_to_learn_has_no_chat_around_it():
     experts = {"data": {**ROWS, "system": "Be brief."}, "learn": "text"}
-    refused({**TAUGHT, "algorithm": {"type": "cpt"}}, "system is read of chats", demonstrations=experts)
+    refused({**TAUGHT, "algorithm": {"type": "cpt"}}, "system applies only to chats", demonstrations=experts)
 
 
 def test_how_many_lessons_a_step_has_is_said_once():

@@ -48,10 +48,10 @@ def test_reasoning_gym_task_keeps_its_entry_in_extra():
     ("source", "sentence"),
     [
         (ReasoningGym(dataset="basic_aritmetic"), "Did you mean 'basic_arithmetic'"),
-        (ReasoningGym(dataset="basic_arithmetic", config={"max_term": 2}), "refuses its config"),
-        (ReasoningGym(dataset="basic_arithmetic", config={"min_terms": 0}), "refuses its config"),
+        (ReasoningGym(dataset="basic_arithmetic", config={"max_term": 2}), "rejects its config"),
+        (ReasoningGym(dataset="basic_arithmetic", config={"min_terms": 0}), "rejects its config"),
         (Addition(low=5, high=4), "high 4 is below low 5"),
-        (Jsonl(path="/no/such.jsonl"), "There is no task file"),
+        (Jsonl(path="/no/such.jsonl"), "There is no data file"),
     ],
 )
 def test_load_errors_give_the_reason(source, sentence):
@@ -97,7 +97,7 @@ def test_template_field_is_a_literal_name_or_a_path(template, row, answer):
         ("{more.value}", "cannot be filled"),
         ("{more[1]}", "cannot be filled"),
         ("{answer.__class__}", "cannot be filled"),
-        ("\\boxed{}", "written twice"),
+        ("\\boxed{}", "braces twice"),
     ],
 )
 def test_template_path_without_value_is_an_error(template, sentence):
@@ -151,7 +151,7 @@ def test_jsonl_errors_name_the_row(tmp_path):
     with pytest.raises(ConfigError, match="object 2"):
         Jsonl(path=str(tmp_path / "y.jsonl")).load()
     (tmp_path / "z.jsonl").write_text("[1]\n")
-    with pytest.raises(ConfigError, match="no JSON object"):
+    with pytest.raises(ConfigError, match="is not a JSON object"):
         Jsonl(path=str(tmp_path / "z.jsonl")).load()
 
 
@@ -162,5 +162,5 @@ def test_hub_reads_a_local_folder(tmp_path, monkeypatch):
     write(tmp_path / "sums" / "train.jsonl", [{"question": "1+1?", "answer": "2"}, {"question": "1+2?", "answer": "3"}])
     tasks = Hub(name=str(tmp_path / "sums")).load()
     assert [task.answer for task in tasks] == ["2", "3"]
-    with pytest.raises(ConfigError, match="cannot be loaded"):
+    with pytest.raises(ConfigError, match="Cannot load the dataset"):
         Hub(name=str(tmp_path / "none")).load()

@@ -81,7 +81,7 @@ def test_algorithms_accept_rollouts_without_turns(name):
 
 @pytest.mark.parametrize(
     ("values", "sentence"),
-    [({"type": "reward"}, "give low, high or both"), ({"type": "group_mean", "low": 1, "high": 0}, "is above high")],
+    [({"type": "reward"}, "set low, high or both"), ({"type": "group_mean", "low": 1, "high": 0}, "is above high")],
 )
 def test_filters_reject_missing_or_crossed_bounds(values, sentence):
     with pytest.raises(ValueError, match=sentence):

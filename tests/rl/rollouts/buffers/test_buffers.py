@@ -130,5 +130,5 @@ def test_build_makes_the_buffer_of_each_config(tmp_path):
 
 @pytest.mark.parametrize("url", ["nonsense", "nodialect://x", "sqlite:////no/such/folder/b.db"])
 def test_database_that_cannot_be_opened_is_an_error(url):
-    with pytest.raises(ConfigError, match=r"buffer\.url: the database cannot be opened"):
+    with pytest.raises(ConfigError, match=r"buffer\.url: cannot open the database"):
         SqlBuffer(url, "run")

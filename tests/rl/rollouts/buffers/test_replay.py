@@ -163,10 +163,10 @@ def test_linear_decay_limited_stops_after_limit_uses():
 
 def test_linear_decay_limited_noise_has_deviation_sigma():
     config = ReplayConfig(enable=True, priority="linear_decay_limited", sigma=0.5, decay=2.0, limit=3)
-    drawn = [config.value(7, 1, number, 0) for number in range(2000)]
+    drawn = [config.priority_of(number, version=7, uses=1, seed=0) for number in range(2000)]
     assert statistics.mean(drawn) == pytest.approx(5.0, abs=0.05)
     assert statistics.stdev(drawn) == pytest.approx(0.5, rel=0.1)
-    assert config.value(7, 3, 1, 0) == float("-inf")
+    assert config.priority_of(1, version=7, uses=3, seed=0) == float("-inf")
 
 
 def test_replay_size_bounds_stored_batches():
