@@ -1,4 +1,8 @@
-"""A served fake engine for a module's tests, the SDK's client to it, and raw requests beside it."""
+"""Fixtures of the service tests.
+
+`served` is a running service with a fake engine, one per module; `client` is an SDK client of it and `train` a training
+client. `database` chooses SQLite or PostgreSQL. `datum` builds training data.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,13 @@ from tests.service.databases import SERVER, postgres, url_of
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-ON_BOTH = {"test_store", "test_app", "test_journal", "test_database", "test_keys"}
-"""Tests that run on SQLite and on PostgreSQL, unless --database chooses one."""
+ON_BOTH_DATABASES = {"test_store", "test_app", "test_journal", "test_database", "test_keys"}
+"""Test modules that run on SQLite and on PostgreSQL, unless --database chooses."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     chosen = metafunc.config.getoption("--database")
-    kinds = ["sqlite", "postgresql"] if metafunc.module.__name__.rpartition(".")[2] in ON_BOTH else ["sqlite"]
+    kinds = ["sqlite", "postgresql"] if metafunc.module.__name__.rpartition(".")[2] in ON_BOTH_DATABASES else ["sqlite"]
     kinds = [chosen] if chosen else kinds
     if only := metafunc.definition.get_closest_marker("only_on"):
         kinds = [kind for kind in (kinds if chosen is None else ["sqlite", "postgresql"]) if kind in only.args]
@@ -34,13 +38,14 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def postgres_port() -> Iterator[str]:
+    """Port of a PostgreSQL server of the test session."""
     with postgres() as port:
         yield port
 
 
 @pytest.fixture(scope="module", autouse=True)
 def database(request: pytest.FixtureRequest) -> Iterator[str]:
-    """What `databases.url_of` answers during a test."""
+    """Kind of database that `databases.url_of` uses during the module."""
     kind = getattr(request, "param", "sqlite")
     with pytest.MonkeyPatch.context() as patch:
         if kind == "postgresql":
@@ -50,7 +55,7 @@ def database(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A running service."""
+    """A running service: address, key and data folder."""
 
     url: str
     key: str
@@ -58,7 +63,7 @@ class Served:
 
     @contextmanager
     def raw(self, key: str | None = None) -> Iterator[Callable[..., httpx.Response]]:
-        """post(path, body) with plain HTTP; a body of None is a GET."""
+        """A function `call(path, body)` that sends plain HTTP: POST, or GET if the body is None."""
         headers = {"X-API-Key": self.key if key is None else key}
         with httpx.Client(base_url=f"{self.url}/api/v1/", headers=headers, timeout=40) as http:
 
@@ -71,11 +76,12 @@ class Served:
             yield call
 
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # of the served fakes: two threads on busy cores are 20 times slower
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # fake engines with two threads on busy cores are 20 times slower
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[Served]:
+    """A service with a fake engine: models `toy`, `alias` (the same source) and `other/model`."""
     data = tmp_path_factory.mktemp("served")
     models = ("toy", "alias=toy", "other/model=else")
     config = ServeConfig(models=models, engine="fake", data=data, database=url_of(data))
@@ -85,13 +91,14 @@ def served(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[
 
 @pytest.fixture
 def client(served: Served) -> Iterator[tinker.ServiceClient]:
+    """An SDK client of `served`, closed after the test."""
     made = tinker.ServiceClient(base_url=served.url, api_key=served.key)
     yield made
     made.close("success").result()
 
 
 def datum(tokens: list[int], **inputs: list[float]) -> types.Datum:
-    """A datum that predicts each next token; inputs beyond target_tokens are given."""
+    """A datum that predicts each next token; `inputs` are further loss inputs."""
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={"target_tokens": tokens[1:], **inputs},
@@ -100,4 +107,5 @@ def datum(tokens: list[int], **inputs: list[float]) -> types.Datum:
 
 @pytest.fixture
 def train(client: tinker.ServiceClient) -> tinker.TrainingClient:
+    """A training client of a rank-4 adapter on `toy`."""
     return client.create_lora_training_client("toy", rank=4, seed=1).result()

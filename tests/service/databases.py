@@ -1,4 +1,7 @@
-"""Which database a test's service uses: SQLite in its data folder, or one of its own on a PostgreSQL started here."""
+"""Databases of the service tests: SQLite in the data folder, or one PostgreSQL database for each data folder.
+
+`postgres` runs a PostgreSQL server, `url_of` is the `database` setting of a data folder, `beside` opens its database.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ import pytest
 from sqlalchemy import Engine, create_engine
 
 SERVER = "TINSMITH_TEST_POSTGRES"
-"""Port of the PostgreSQL that tests run on; not set: SQLite."""
+"""Environment variable with the port of the PostgreSQL server; tests use SQLite if it is not set."""
 
 
 def free_port() -> int:
@@ -26,7 +29,7 @@ def free_port() -> int:
 
 
 def url_of(data: Path) -> str | None:
-    """The setting `database` for a data folder: the same folder has the same database."""
+    """The `database` setting for a data folder, None for SQLite. Creates the PostgreSQL database once."""
     port = os.environ.get(SERVER)
     if port is None:
         return None
@@ -39,7 +42,7 @@ def url_of(data: Path) -> str | None:
 
 @contextmanager
 def beside(data: Path) -> Iterator[Engine]:
-    """The database as somebody else sees it."""
+    """A second connection to the database of a data folder."""
     engine = create_engine(url_of(data) or f"sqlite:///{data / 'tinsmith.db'}")
     yield engine
     engine.dispose()
@@ -47,35 +50,35 @@ def beside(data: Path) -> Iterator[Engine]:
 
 @contextmanager
 def postgres() -> Iterator[str]:
-    """The port of a fresh PostgreSQL server. Skips where Debian's `postgresql` is not installed."""
+    """Run a new PostgreSQL server and return its port. Skips if PostgreSQL is not installed."""
     tools = _tools()
     if tools is None:
         pytest.skip("PostgreSQL is not installed (apt-get install postgresql)")
     folder = Path(tempfile.mkdtemp(prefix="tinsmith-postgres-"))
-    # It refuses to run as root; the package made it a user.
-    be: list[str] = []
+    # PostgreSQL refuses to run as root; the package creates the user postgres.
+    prefix: list[str] = []
     if os.geteuid() == 0:
-        be = ["runuser", "-u", "postgres", "--"]
+        prefix = ["runuser", "-u", "postgres", "--"]
         shutil.chown(folder, "postgres")
     port, data = str(free_port()), str(folder / "data")
     options = f"-p {port} -h 127.0.0.1 -k '' -c fsync=off -c full_page_writes=off -c max_connections=200"
     try:
-        make = [*be, str(tools / "initdb"), "-D", data, "-U", "postgres", "-A", "trust", "--no-sync"]
+        make = [*prefix, str(tools / "initdb"), "-D", data, "-U", "postgres", "-A", "trust", "--no-sync"]
         subprocess.run(make, check=True, capture_output=True, cwd=folder)
-        start = [*be, str(tools / "pg_ctl"), "-D", data, "-o", options, "-l", str(folder / "log"), "-w", "start"]
+        start = [*prefix, str(tools / "pg_ctl"), "-D", data, "-o", options, "-l", str(folder / "log"), "-w", "start"]
         subprocess.run(start, check=True, stdout=subprocess.DEVNULL, cwd=folder)
         yield port
-        stop = [*be, str(tools / "pg_ctl"), "-D", data, "-m", "immediate", "stop"]
+        stop = [*prefix, str(tools / "pg_ctl"), "-D", data, "-m", "immediate", "stop"]
         subprocess.run(stop, check=True, stdout=subprocess.DEVNULL, cwd=folder)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tools() -> Path | None:
-    """Debian keeps them out of the PATH, by version."""
-    kept = [one.parent for one in sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))]
-    found = shutil.which("initdb")
-    return kept[-1] if kept else Path(found).parent if found else None
+    """Folder of initdb and pg_ctl. Debian installs them outside the PATH, in a folder for each version."""
+    packaged = [file.parent for file in sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))]
+    on_path = shutil.which("initdb")
+    return packaged[-1] if packaged else Path(on_path).parent if on_path else None
 
 
 def _conninfo(port: str) -> str:

@@ -1,4 +1,8 @@
-"""The API in the test's own process and event loop, over an engine that the test can make fail."""
+"""The API in the process and event loop of a test, with fake engines that the test can delay or kill.
+
+`api` runs a service and gives an `Api` for raw calls; `Factory` starts its engines; `pass_body` and `loss_in` encode
+and decode a forward_backward.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,7 @@ Hook = Callable[[str, object], Awaitable[None] | None]
 
 
 class MortalEngine(FakeEngine):
-    """Dies as a process does: every call after that raises EngineDied. `hook(call, argument)` may kill it."""
+    """A fake engine that can die: every later call raises EngineDied. `hook(call, argument)` runs before a call."""
 
     def __init__(self, config: EngineConfig, hook: Hook, died: asyncio.Event) -> None:
         super().__init__(config)
@@ -73,7 +77,7 @@ class MortalEngine(FakeEngine):
 
 
 class Factory:
-    """Starts engines and remembers them."""
+    """Starts engines with the current `hook` and lists them in `made`; `kill` ends the newest."""
 
     def __init__(self) -> None:
         self.made: list[RunningEngine] = []
@@ -91,7 +95,7 @@ class Factory:
 
 
 class Api:
-    """Raw calls to the app, with the server's own key or another's."""
+    """Raw calls to the app with the key of the server or of a tenant."""
 
     def __init__(self, http: httpx.AsyncClient, service: Service, key: str | None = None) -> None:
         self.http = http
@@ -99,7 +103,7 @@ class Api:
         self._headers = {"X-API-Key": key} if key else {}
 
     async def tenant(self, name: str, owner: str | None = None) -> Api:
-        """The same service for another tenant, by a new key."""
+        """The same service with a new key of another tenant."""
         key, _ = await create_key(self.service.store.database, name, owner or name)
         await self.service.tenants.reload()
         return Api(self.http, self.service, key)
@@ -132,6 +136,7 @@ class Api:
 
 @asynccontextmanager
 async def api(data: Path, start: EngineFactory | None = None, **config) -> AsyncIterator[Api]:
+    """A running service on a data folder, after its engines have started."""
     config = {"engine": "fake", "models": ("toy",), "hold_s": 5.0, "database": url_of(data), "api_key": KEY, **config}
     settings = ServeConfig(data=data, **config)
     loaded = asyncio.Event()
@@ -150,15 +155,16 @@ def pass_body(model: str, seq: int, tokens: Sequence[int] = (5, 6, 7, 8), **opti
     from tinsmith.service.wire.protobuf import pb
 
     message = pb.ForwardBackwardRequest(model_id=model, seq_id=seq, **{"loss_fn": "cross_entropy", **options})
-    one = message.data.add()
-    one.model_input.add().encoded_text.tokens = np.asarray(tokens[:-1], "<i4").tobytes()
-    target = one.loss_fn_inputs["target_tokens"]
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.asarray(tokens[:-1], "<i4").tobytes()
+    target = datum.loss_fn_inputs["target_tokens"]
     target.dense, target.dtype = np.asarray(tokens[1:], "<i8").tobytes(), pb.DTYPE_INT64
     target.shape.append(len(tokens) - 1)
     return message.SerializeToString()
 
 
 def loss_in(response: httpx.Response) -> float:
+    """`loss:sum` of a forward_backward result."""
     from tinsmith.service.wire.protobuf import pb
 
     assert response.headers["content-type"] == "application/x-protobuf", response.text
@@ -168,9 +174,9 @@ def loss_in(response: httpx.Response) -> float:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Wait for what another task brings about."""
+    """Wait up to 5 seconds until `holds()` is true."""
     for _ in range(500):
         if holds():
             return
         await asyncio.sleep(0.01)
-    raise AssertionError("It did not come to pass.")
+    raise AssertionError("The condition did not become true within 5 seconds.")

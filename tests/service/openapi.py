@@ -1,6 +1,6 @@
-"""The OpenAPI schema of the service, for fuzzing: routes read raw bodies, so body types are read from their source.
+"""The OpenAPI schema of the service, for fuzzing.
 
-With existing ids, generated requests get past the first lookup.
+Routes read raw bodies, so the types of the bodies are read from the source of the routes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ BINARY = {"application/octet-stream": {"schema": {"type": "string", "format": "b
 
 
 def schema(ids: Mapping[str, str]) -> dict[str, Any]:
-    """`ids` maps a field or parameter to an existing id, which is used half of the time."""
+    """The schema. `ids` maps a field or parameter to an existing id, which half of the requests use."""
     app = create_app(SimpleNamespace(telemetry=None, drain=None))  # type: ignore[arg-type]
     made = get_openapi(title="Tinsmith", version="1", openapi_version="3.1.0", routes=app.routes)
     parsed = dict(_parsed())
     for path, operations in made["paths"].items():
         for method, operation in operations.items():
             operation["parameters"] = [
-                {**item, "schema": _known(item["name"], item["schema"], ids)}
+                {**item, "schema": _prefer_existing_id(item["name"], item["schema"], ids)}
                 for item in operation.get("parameters", [])
                 if item["name"] != "x-api-key"
             ]
@@ -45,7 +45,7 @@ def schema(ids: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _parsed() -> Iterator[tuple[str, type[schemas.WireModel]]]:
-    """(prefix of an operation's id, body type of its route)."""
+    """Pairs of an operation-id prefix and the body type of its route."""
     routers = [
         importlib.import_module(f"{routes.__name__}.{info.name}").router
         for info in pkgutil.iter_modules(routes.__path__)
@@ -69,10 +69,10 @@ def _content(made: dict[str, Any], kind: type[schemas.WireModel], ids: Mapping[s
     parts = {**schema_.pop("$defs", {}), kind.__name__: schema_}
     for part in parts.values():
         for name, field in part.get("properties", {}).items():
-            part["properties"][name] = _known(name, field, ids)
+            part["properties"][name] = _prefer_existing_id(name, field, ids)
     made.setdefault("components", {}).setdefault("schemas", {}).update(parts)
     return {"application/json": {"schema": {"$ref": REF.format(model=kind.__name__)}}}
 
 
-def _known(name: str, field: dict[str, Any], ids: Mapping[str, str]) -> dict[str, Any]:
+def _prefer_existing_id(name: str, field: dict[str, Any], ids: Mapping[str, str]) -> dict[str, Any]:
     return {"anyOf": [{"enum": [ids[name]]}, field]} if name in ids else field

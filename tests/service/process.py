@@ -1,6 +1,7 @@
-"""A service in a process that tests may kill: `python -m tests.service.process`, configured through its standard input.
+"""A service in a process of its own that tests may kill.
 
-Its fake engine takes `delay` seconds for each training call, so that something is always in flight.
+`child` starts `python -m tests.service.process`, which reads its settings from standard input. The fake engine waits
+`delay` seconds before each call, so that requests are in flight when the process is killed.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class SlowEngine(FakeEngine):
 
 
 def slow(delay: float, boot: float = 0.0) -> EngineFactory:
+    """Starts fake engines after `boot` seconds; they wait `delay` seconds before each call."""
+
     async def start(config: EngineConfig) -> RunningEngine:
         await asyncio.sleep(boot)
         engine = SlowEngine(config)
@@ -56,7 +59,7 @@ def slow(delay: float, boot: float = 0.0) -> EngineFactory:
 
 @dataclass
 class Child:
-    """The process, and its address when it is ready."""
+    """A running service process and its address."""
 
     popen: subprocess.Popen
     url: str
@@ -68,6 +71,7 @@ class Child:
 
 @contextmanager
 def child(config: ServeConfig, delay: float = 0.0, boot: float = 0.0, wait: bool = True) -> Iterator[Child]:
+    """Run a service in a child process; with `wait`, until it is ready."""
     config.data.mkdir(parents=True, exist_ok=True)
     config = config.model_copy(update={"database": config.database or url_of(config.data)})
     with (config.data / "log").open("ab") as log:

@@ -1,4 +1,4 @@
-"""Names, folders and how long they live."""
+"""Checkpoints: names, folders, time to live, and the cleanup at the start."""
 
 from __future__ import annotations
 
@@ -15,159 +15,159 @@ from tinsmith.service.storage.records import Checkpoint, Model
 
 
 @pytest.mark.parametrize("name", ["a", "0001", "step=3,".rstrip(","), "A.b_c-d@e+f", "x" * 200])
-def test_names_that_can_end_a_path(name: str) -> None:
+def test_check_name_accepts_path_segments(name: str) -> None:
     assert check_name(name) is None
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".", "a b", "ü", "x" * 201, "a\n"])
-def test_names_that_cannot(name: str) -> None:
+def test_check_name_rejects_other_names(name: str) -> None:
     with pytest.raises(BadRequest, match="cannot name"):
         check_name(name)
 
 
-def test_times_to_live_are_an_hour_to_ten_years() -> None:
+def test_ttl_is_between_an_hour_and_ten_years() -> None:
     assert [check_ttl(ttl) for ttl in (None, 3600, 315_360_000)] == [None] * 3
     for ttl in (0, 3599, 315_360_001):
         with pytest.raises(BadRequest, match="ttl_seconds"):
             check_ttl(ttl)
 
 
-async def saved(on: Api, model: str, seq: int, **options) -> str:
-    return (await on.call("save_weights", {"model_id": model, "seq_id": seq, "path": "a", **options}))["path"]
+async def saved(app: Api, model: str, seq: int, **options) -> str:
+    return (await app.call("save_weights", {"model_id": model, "seq_id": seq, "path": "a", **options}))["path"]
 
 
-def test_what_is_over_its_time_is_deleted_for_good(tmp_path: Path) -> None:
+def test_expired_checkpoint_is_deleted(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            path = await saved(on, await on.model(), 1, ttl_seconds=3600)
-            [checkpoint] = on.service.store.all(Checkpoint)
-            folder = on.service.checkpoints.folder(checkpoint.id)
+        async with api(tmp_path) as app:
+            path = await saved(app, await app.model(), 1, ttl_seconds=3600)
+            [checkpoint] = app.service.store.all(Checkpoint)
+            folder = app.service.checkpoints.folder(checkpoint.id)
             assert folder.is_dir()
-            await on.service.store.update(Checkpoint, checkpoint.id, expires=time.time() + 1.0)
-            on.service.sessions.wake()
-            assert (await on.post("weights_info", {"tinker_path": path})).status_code == 200
-            await until(lambda: not on.service.store.all(Checkpoint))
-            assert (await on.post("weights_info", {"tinker_path": path})).status_code == 404
+            await app.service.store.update(Checkpoint, checkpoint.id, expires=time.time() + 1.0)
+            app.service.sessions.wake()
+            assert (await app.post("weights_info", {"tinker_path": path})).status_code == 200
+            await until(lambda: not app.service.store.all(Checkpoint))
+            assert (await app.post("weights_info", {"tinker_path": path})).status_code == 404
             assert not folder.exists()
 
     asyncio.run(main())
 
 
-def test_overwriting_deletes_the_old_folder(tmp_path: Path) -> None:
+def test_overwrite_deletes_the_old_folder(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            model = await on.model()
-            one = await saved(on, model, 1, user_metadata={"a": "1"})
-            await on.step(model, 2)
-            assert await saved(on, model, 3, overwrite=True) == one
+        async with api(tmp_path) as app:
+            model = await app.model()
+            path = await saved(app, model, 1, user_metadata={"a": "1"})
+            await app.step(model, 2)
+            assert await saved(app, model, 3, overwrite=True) == path
             for _ in range(20):
                 await asyncio.sleep(0.01)
-            [checkpoint] = on.service.store.all(Checkpoint)
+            [checkpoint] = app.service.store.all(Checkpoint)
             assert checkpoint.metadata is None
             assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == [checkpoint.id]
 
     asyncio.run(main())
 
 
-def test_what_was_half_written_is_swept_at_the_start(tmp_path: Path) -> None:
+def test_start_removes_partial_folders(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path, capture_every=1) as on:
-            model = await on.model()
-            await on.step(model, 1)
-            await saved(on, model, 2)
+        async with api(tmp_path, capture_every=1) as app:
+            model = await app.model()
+            await app.step(model, 1)
+            await saved(app, model, 2)
             [home] = (tmp_path / "journal").iterdir()
         (tmp_path / "checkpoints" / ".half.1234").mkdir()
         (home / ".7-half.writing").mkdir()
         (home / "0-older").mkdir()
-        async with api(tmp_path) as on:
-            [checkpoint] = on.service.store.all(Checkpoint)
+        async with api(tmp_path) as app:
+            [checkpoint] = app.service.store.all(Checkpoint)
             assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == [checkpoint.id]
-            found = on.service.store.find(Model, model)
-            assert found is not None
-            assert [f"{home.name}/{state.name}" for state in home.iterdir()] == [found.captured]
+            record = app.service.store.find(Model, model)
+            assert record is not None
+            assert [f"{home.name}/{state.name}" for state in home.iterdir()] == [record.captured]
 
     asyncio.run(main())
 
 
-def test_another_database_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_start_with_another_database_deletes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def folders() -> set[Path]:
-        return {one.parent for room in ("checkpoints", "journal") for one in (tmp_path / room).rglob("*.safetensors")}
+        return {file.parent for kind in ("checkpoints", "journal") for file in (tmp_path / kind).rglob("*.safetensors")}
 
     async def main() -> None:
-        async with api(tmp_path, database=None, capture_every=1) as on:
-            model = await on.model(seed=1)
-            await on.step(model, 1)
-            path = await saved(on, model, 2)
-        known = tmp_path / "known"
-        known.mkdir()
+        async with api(tmp_path, database=None, capture_every=1) as app:
+            model = await app.model(seed=1)
+            await app.step(model, 1)
+            path = await saved(app, model, 2)
+        backup = tmp_path / "backup"
+        backup.mkdir()
         for file in tmp_path.glob("tinsmith.db*"):
-            file.rename(known / file.name)
+            file.rename(backup / file.name)
         there = folders()
         assert there
-        async with api(tmp_path, database=None) as on:
-            assert on.service.store.all(Checkpoint) == []
+        async with api(tmp_path, database=None) as app:
+            assert app.service.store.all(Checkpoint) == []
             assert folders() == there
             assert caplog.text.count("1 folders in") == 2
         for file in tmp_path.glob("tinsmith.db*"):
             file.unlink()
-        for file in known.iterdir():
+        for file in backup.iterdir():
             file.rename(tmp_path / file.name)
-        async with api(tmp_path, database=None) as on:
-            assert "metrics" in await on.step(model, 3)
+        async with api(tmp_path, database=None) as app:
+            assert "metrics" in await app.step(model, 3)
             load = {"model_id": model, "seq_id": 4, "path": path, "optimizer": True}
-            assert (await on.call("load_weights", load))["path"] == path
+            assert (await app.call("load_weights", load))["path"] == path
 
     asyncio.run(main())
 
 
-def test_an_older_copy_of_the_database_deletes_nothing(tmp_path: Path) -> None:
+def test_start_with_an_older_database_deletes_nothing(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path, database=None, capture_every=1) as on:
-            model = await on.model(seed=1)
-            await on.step(model, 1)
+        async with api(tmp_path, database=None, capture_every=1) as app:
+            model = await app.model(seed=1)
+            await app.step(model, 1)
         older = (tmp_path / "tinsmith.db").read_bytes()
-        async with api(tmp_path, database=None, capture_every=1) as on:
-            await on.step(model, 2)
-            await saved(on, model, 3)
+        async with api(tmp_path, database=None, capture_every=1) as app:
+            await app.step(model, 2)
+            await saved(app, model, 3)
         there = set(tmp_path.glob("journal/*/*")) | set(tmp_path.glob("checkpoints/*"))
         (tmp_path / "tinsmith.db").write_bytes(older)
-        async with api(tmp_path, database=None) as on:
-            assert on.service.store.all(Checkpoint) == []
+        async with api(tmp_path, database=None) as app:
+            assert app.service.store.all(Checkpoint) == []
             assert set(tmp_path.glob("journal/*/*")) | set(tmp_path.glob("checkpoints/*")) == there
 
     asyncio.run(main())
 
 
-def test_a_deletion_that_the_process_died_in_is_finished_at_the_start(tmp_path: Path) -> None:
+def test_start_completes_an_interrupted_deletion(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            await saved(on, await on.model(), 1)
-            [checkpoint] = on.service.store.all(Checkpoint)
-            await on.service.store.update(Checkpoint, checkpoint.id, deleted=True)
-        async with api(tmp_path) as on:
-            assert on.service.store.all(Checkpoint) == []
+        async with api(tmp_path) as app:
+            await saved(app, await app.model(), 1)
+            [checkpoint] = app.service.store.all(Checkpoint)
+            await app.service.store.update(Checkpoint, checkpoint.id, deleted=True)
+        async with api(tmp_path) as app:
+            assert app.service.store.all(Checkpoint) == []
             assert list((tmp_path / "checkpoints").iterdir()) == []
 
     asyncio.run(main())
 
 
-def test_stray_files_in_the_folders_are_left_alone(tmp_path: Path) -> None:
+def test_stray_files_are_not_deleted(tmp_path: Path) -> None:
     async def main() -> None:
-        for room in ("journal", "journal/s-train-0", "checkpoints"):
-            (tmp_path / room).mkdir(parents=True)
-            (tmp_path / room / ".DS_Store").write_text("x")
-        async with api(tmp_path) as on:
-            await saved(on, await on.model(), 1)
+        for folder in ("journal", "journal/s-train-0", "checkpoints"):
+            (tmp_path / folder).mkdir(parents=True)
+            (tmp_path / folder / ".DS_Store").write_text("x")
+        async with api(tmp_path) as app:
+            await saved(app, await app.model(), 1)
             assert len(list(tmp_path.rglob(".DS_Store"))) == 3
 
     asyncio.run(main())
 
 
-def test_another_checkpoint_kind_or_path_is_refused(tmp_path: Path) -> None:
+def test_weights_info_rejects_other_kinds_and_paths(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            model = await on.model()
-            await saved(on, model, 1)
+        async with api(tmp_path) as app:
+            model = await app.model()
+            await saved(app, model, 1)
             for path, status in (
                 (f"tinker://{model}/weights/b", 404),
                 (f"tinker://{model}/sampler_weights/a", 404),
@@ -175,6 +175,6 @@ def test_another_checkpoint_kind_or_path_is_refused(tmp_path: Path) -> None:
                 (f"tinker://{model}/weights/a/b", 400),
                 ("weights/a", 400),
             ):
-                assert (await on.post("weights_info", {"tinker_path": path})).status_code == status
+                assert (await app.post("weights_info", {"tinker_path": path})).status_code == status
 
     asyncio.run(main())

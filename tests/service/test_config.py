@@ -1,4 +1,4 @@
-"""Settings of the service."""
+"""ServeConfig: defaults, validation, and settings files."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def test_names_of_one_source_share_an_engine() -> None:
     assert config.engine_config("src").source == "src"
 
 
-def test_one_model_needs_no_list() -> None:
+def test_models_accepts_a_single_string() -> None:
     assert build(ServeConfig, {"models": "org/name"}, "here").sources() == {"org/name": ["org/name"]}
 
 
@@ -37,7 +37,7 @@ def test_one_model_needs_no_list() -> None:
         ({"modles": ["a"]}, "Did you mean 'models'"),
     ],
 )
-def test_invalid_settings_are_refused(values: dict, says: str) -> None:
+def test_rejects_invalid_settings(values: dict, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         build(ServeConfig, values, "here")
 
@@ -49,12 +49,12 @@ def test_vllm_settings_reach_the_engine() -> None:
     assert again == ServeConfig()
 
 
-def test_which_addresses_only_this_machine_reaches() -> None:
+def test_is_loopback_holds_for_local_addresses_only() -> None:
     assert not any(ServeConfig(host=host).is_loopback for host in ("0.0.0.0", "box.example", "10.0.0.1"))
     assert all(ServeConfig(host=host).is_loopback for host in ("127.0.0.1", "localhost", "::1"))
 
 
-def test_a_file_is_read_with_overrides(tmp_path: Path) -> None:
+def test_overrides_replace_settings_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "service.yaml"
     file.write_text("models: [a=b]\nport: 9000\nengine: fake\n")
     config = read(ServeConfig, file, ["port=9001"])

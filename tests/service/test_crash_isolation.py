@@ -1,4 +1,4 @@
-"""Samples that kill engines are found out, and nobody else fails by them."""
+"""Crash isolation: a sample that kills engines fails alone."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from tinsmith.service.sampling import CrashIsolation
 DEADLY = [9, 9, 9]
 
 
-async def session(on: Api) -> str:
-    made = (await on.post("create_session", {"tags": []})).json()["session_id"]
+async def session(app: Api) -> str:
+    made = (await app.post("create_session", {"tags": []})).json()["session_id"]
     body = {"session_id": made, "sampling_session_seq_id": 0, "base_model": "toy"}
-    return (await on.post("create_sampling_session", body)).json()["sampling_session_id"]
+    return (await app.post("create_sampling_session", body)).json()["sampling_session_id"]
 
 
-async def sampled(on: Api, sampler: str, prompt: list[int], first: int = 0) -> tuple[int, dict | None]:
-    """As the SDK does: again and again after 410. How often it was sent, and the error that it ended with."""
+async def sampled(app: Api, sampler: str, prompt: list[int], first: int = 0) -> tuple[int, dict | None]:
+    """Submit a sample again after each 410, as the SDK does. Returns (submissions, error or None)."""
     for number in range(10):
         body = {"sampling_session_id": sampler, "seq_id": first + number, "sampling_params": {"max_tokens": 2}}
-        promise = await on.post("asample", {**body, "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]}})
-        answer = await on.result(promise.json())
+        promise = await app.post(
+            "asample", {**body, "prompt": {"chunks": [{"type": "encoded_text", "tokens": prompt}]}}
+        )
+        answer = await app.result(promise.json())
         if answer.status_code != 410:
             assert answer.status_code == 200, answer.text
             return number + 1, answer.json() if answer.headers["content-type"] == "application/json" else None
@@ -45,11 +47,11 @@ def deadly(start: Factory):
     return hook
 
 
-def test_a_sample_that_kills_engines_fails_and_no_training_does(tmp_path: Path) -> None:
+def test_sample_that_kills_engines_fails_and_training_does_not(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
-        async with api(tmp_path, start) as on:
-            alice, bob = await on.tenant("alice"), await on.tenant("bob")
+        async with api(tmp_path, start) as app:
+            alice, bob = await app.tenant("alice"), await app.tenant("bob")
             model, sampler = await alice.model(), await session(bob)
             start.hook = deadly(start)
             killing = asyncio.create_task(sampled(bob, sampler, DEADLY))
@@ -62,32 +64,32 @@ def test_a_sample_that_kills_engines_fails_and_no_training_does(tmp_path: Path) 
             engines = len(start.made)
             assert engines == 4
             assert "died 3 times" in ((await sampled(bob, sampler, DEADLY, first=20))[1] or {})["error"]
-            assert len(start.made) == engines, "it is not tried again"
+            assert len(start.made) == engines, "the same prompt is not run again"
 
     asyncio.run(main())
 
 
-def test_samples_beside_one_that_kills_engines_are_answered(tmp_path: Path) -> None:
+def test_samples_next_to_one_that_kills_engines_complete(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
-        async with api(tmp_path, start) as on:
-            sampler = await session(on)
+        async with api(tmp_path, start) as app:
+            sampler = await session(app)
             start.hook = deadly(start)
             prompts = [[5], [6], DEADLY, [7], [5]]
-            samples = [sampled(on, sampler, prompt, first=20 * number) for number, prompt in enumerate(prompts)]
+            samples = [sampled(app, sampler, prompt, first=20 * number) for number, prompt in enumerate(prompts)]
             ended = await asyncio.gather(*samples)
             assert [error is None for _, error in ended] == [True, True, False, True, True]
 
     asyncio.run(main())
 
 
-def test_a_group_that_was_lost_once_counts_once(tmp_path: Path) -> None:
+def test_samples_lost_together_are_submitted_twice(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
-        async with api(tmp_path, start) as on:
-            sampler = await session(on)
+        async with api(tmp_path, start) as app:
+            sampler = await session(app)
             start.hook = lambda call, _: asyncio.sleep(0.1) if call == "sample" and len(start.made) == 1 else None
-            group = [asyncio.create_task(sampled(on, sampler, [5, 6], first=20 * number)) for number in range(8)]
+            group = [asyncio.create_task(sampled(app, sampler, [5, 6], first=20 * number)) for number in range(8)]
             await asyncio.sleep(0.05)
             start.kill()
             assert await asyncio.gather(*group) == [(2, None)] * 8

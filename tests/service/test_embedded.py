@@ -1,4 +1,4 @@
-"""A service for a block of code: it starts, it ends, it never outlives its parent."""
+"""`embedded`: a service for a block of code, which ends with the block or with its parent process."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from tinsmith.service.embedded import embedded
 
 
 def children() -> set[int]:
-    return {one.pid for one in psutil.Process().children(recursive=True)}
+    return {process.pid for process in psutil.Process().children(recursive=True)}
 
 
-def test_it_is_ready_when_the_block_begins_and_gone_after_it(tmp_path: Path) -> None:
+def test_embedded_service_runs_for_the_block(tmp_path: Path) -> None:
     before = children()
     began = time.monotonic()
     with embedded(ServeConfig(models=("toy",), engine="fake", data=tmp_path)) as (url, key):
@@ -37,13 +37,13 @@ def test_it_is_ready_when_the_block_begins_and_gone_after_it(tmp_path: Path) -> 
     assert not (tmp_path / "api-key").exists()
 
 
-def test_a_start_that_fails_shows_why(tmp_path: Path) -> None:
+def test_failed_start_raises_its_reason(tmp_path: Path) -> None:
     config = ServeConfig(models=("toy",), engine="fake", data=tmp_path)
     with embedded(config), pytest.raises(EngineError, match="Another server uses"), embedded(config):
         pass
 
 
-def test_it_dies_with_its_parent(tmp_path: Path) -> None:
+def test_embedded_service_dies_with_its_parent(tmp_path: Path) -> None:
     code = f"""
 import os, sys, time
 from pathlib import Path

@@ -1,6 +1,6 @@
-"""Everything that names tokens on the wire, (N, K) or sparse, against the full logits of plain transformers.
+"""Targets, alternative tokens and top-k, (N, K) or sparse, against full logits of plain transformers.
 
-A served torch engine on a tiny Llama with random weights, called through the SDK.
+Uses a served torch engine with a tiny Llama of random weights, called through the SDK.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def sampler(service: tinker.ServiceClient) -> tinker.SamplingClient:
 
 
 def scattered(fill: int) -> torch.Tensor:
-    """A wide tensor with few ids, so that it is sent as CSR; one row is empty."""
+    """[N, K] with few ids, which the SDK sends as CSR; some rows are empty."""
     draw = np.random.default_rng(3)
     ids = torch.full((N, K), fill, dtype=torch.int64)
     for row in range(N):
@@ -91,12 +91,12 @@ def test_topk_logprobs_equal_full_logits(sampler: tinker.SamplingClient, wanted:
 
 
 def test_training_targets_equal_full_logits(service: tinker.ServiceClient, wanted: np.ndarray) -> None:
-    """Dense and sparse, targets and weights each with their own pattern; then the gradient, by a step along it."""
+    """Dense and sparse tensors, each with its own pattern; a step along the gradient lowers the loss."""
     ids = scattered(0)
     weights = torch.zeros((N, K))
     weights[ids > 0] = torch.linspace(-1, 2, int((ids > 0).sum()))
-    weights[2, :] = 0.0  # other cells than the ids'
-    weights[0, 5] = 0.25  # on a cell that names nothing: token 0
+    weights[2, :] = 0.0  # the pattern differs from the one of the ids
+    weights[0, 5] = 0.25  # where the ids are zero, which is token 0
     as_torch = {"target_tokens": ids, "weights": weights}
     dense = {name: types.TensorData.from_torch(value) for name, value in as_torch.items()}
     data = [

@@ -31,7 +31,7 @@ MIB = 2**20
 
 @dataclass
 class Fuzzed:
-    """A served fake, a session with a model, a sampling session and checkpoints in it, and good requests."""
+    """A served fake engine with a session, a model, a sampling session and checkpoints."""
 
     http: httpx.Client
     url: str
@@ -75,7 +75,7 @@ def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fuzzed]:
         request = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
         assert made.post("create_sampling_session", request).status_code == 200
         for path in ("save_weights", "save_weights_for_sampler"):
-            made.result(made.post(path, {"model_id": made.model, "seq_id": next(made.seqs), "path": "kept"}))
+            made.result(made.post(path, {"model_id": made.model, "seq_id": next(made.seqs), "path": "saved"}))
         made.works()
         yield made
         made.works()
@@ -87,12 +87,12 @@ def fuzz_by_schema(fuzzed: Fuzzed, examples: int) -> None:
     ids = {
         "session_id": fuzzed.session, "model_id": fuzzed.model, "sampling_session_id": fuzzed.sampler,
         "run": fuzzed.model,
-        "sampler_id": fuzzed.sampler, "base_model": "toy", "model": "toy", "kind": "weights", "name": "kept",
-        "path": f"tinker://{fuzzed.model}/weights/kept", "tinker_path": f"tinker://{fuzzed.model}/weights/kept",
-        "request_id": f"{fuzzed.model}:1", "source_path": f"tinker://{fuzzed.model}/weights/kept",
+        "sampler_id": fuzzed.sampler, "base_model": "toy", "model": "toy", "kind": "weights", "name": "saved",
+        "path": f"tinker://{fuzzed.model}/weights/saved", "tinker_path": f"tinker://{fuzzed.model}/weights/saved",
+        "request_id": f"{fuzzed.model}:1", "source_path": f"tinker://{fuzzed.model}/weights/saved",
     }  # fmt: skip
     spec = openapi.schema(ids)
-    spec["paths"].pop("/api/v1/sessions/{session_id}/finish")  # would end what the others work on
+    spec["paths"].pop("/api/v1/sessions/{session_id}/finish")  # would end the session that other operations use
     spec["paths"]["/api/v1/auth/apikey/me"].pop("delete")
     operations = [operation.ok() for operation in schemathesis.openapi.from_dict(spec).get_all_operations()]
     assert len(operations) > 30
@@ -135,7 +135,7 @@ def test_long_search_never_returns_5xx(fuzzed: Fuzzed) -> None:
 
 
 def frame(size: int, declared: int | None = None) -> bytes:
-    """A zstd frame of zeros without a declared size, or with `declared` bytes."""
+    """A zstd frame of `size` zeros; its header declares no size, or `declared` bytes."""
     out = io.BytesIO()
     with zstandard.ZstdCompressor().stream_writer(out, closefd=False) as writer:
         for _ in range(size // MIB):
@@ -150,7 +150,7 @@ BODIES = {
     "empty": (b"", {}),
     "JSON": (b'{"model_id": "x"}', {}),
     "random": (np.random.default_rng(0).bytes(4096), {}),
-    "zstd that is none": (b"\x00" * 64, {"Content-Encoding": "zstd"}),
+    "not zstd": (b"\x00" * 64, {"Content-Encoding": "zstd"}),
     "zstd cut short": (frame(4 * MIB)[:20], {"Content-Encoding": "zstd"}),
     "zstd bomb": (frame(1024 * MIB), {"Content-Encoding": "zstd"}),
     "zstd with a false size": (frame(4 * MIB, declared=2**62), {"Content-Encoding": "zstd"}),
@@ -197,7 +197,7 @@ def damaged(fuzzed: Fuzzed) -> Iterator[tuple[str, pb.ForwardBackwardRequest]]:
     yield "float targets", bad
     bad = message(fuzzed)
     bad.data[0].loss_fn_inputs[targets].dense = b"abc"
-    yield "bytes that are no numbers", bad
+    yield "partial float32", bad
     bad = message(fuzzed)
     csr = bad.data[0].loss_fn_inputs[targets].sparse_csr
     csr.values, csr.crow_indices, csr.col_indices = (np.array(v, "<i8").tobytes() for v in ([1], [0, 1], [2**40]))
@@ -237,7 +237,7 @@ def test_rejects_each_invalid_message_by_name(fuzzed: Fuzzed) -> None:
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_damaged_body_is_rejected_or_runs(fuzzed: Fuzzed, draws: st.DataObject) -> None:
-    """Uses a model of its own: the damage may be in its seq_id."""
+    """Each example uses a new model, since the damage may be in the seq_id."""
     number = next(fuzzed.seqs)
     request = {"session_id": fuzzed.session, "model_seq_id": number, "base_model": "toy"}
     fuzzed.result(fuzzed.post("create_model", request))

@@ -1,7 +1,7 @@
 """Tenant isolation: two tenants send each other's ids to every route.
 
-The routes come from the routers themselves, so a new one fails here until it has a line in CASES. A try is made twice:
-with another tenant's ids, and with ids that nobody has. The two answers must be the same but for the ids.
+Routes are read from the routers, so a new route fails here until it has a line in CASES. Each request is sent twice,
+with ids of another tenant and with ids that do not exist; the responses must be equal except for the ids.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tinsmith.service.routes import admin
 from tinsmith.service.storage.records import Checkpoint, CustomLoss, Model, SamplingSession, Session
 
 SECRET = "opensesame"
-"""Part of every name that a tenant chooses."""
+"""In every name that a tenant chooses."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Case:
     status: int = 404
     query: str = ""
     headers: dict[str, str] = field(default_factory=dict)
-    once: bool = False
+    single_use: bool = False
     """The request can be sent only once."""
 
 
@@ -187,7 +187,7 @@ CASES = {
     "GET /files/{folder}/{name}": replace(of_path(), query="?expires=99999999999&signature=0"),
     "POST /auth/token": silent(),
     "GET /auth/apikey/me": silent(),
-    "DELETE /auth/apikey/me": Case(status=204, once=True),
+    "DELETE /auth/apikey/me": Case(status=204, single_use=True),
     "POST /weights_info": unknown(lambda ids: {"tinker_path": ids.path}),
     "POST /copy_weights": unknown(
         lambda ids: {"source_path": ids.path, "destination_project_id": "mine"},
@@ -220,13 +220,11 @@ def routes() -> list[str]:
 
 
 def test_every_route_has_a_case() -> None:
-    assert sorted(CASES) == sorted(set(routes())), (
-        "a new route needs a line in CASES: what does it answer to a stranger?"
-    )
+    assert sorted(CASES) == sorted(set(routes())), "a new route needs a line in CASES: its response to another tenant"
 
 
-def records(on: Api) -> list:
-    store = on.service.store
+def records(app: Api) -> list:
+    store = app.service.store
     return [
         item
         for kind in (Session, Model, SamplingSession, Checkpoint, CustomLoss)
@@ -235,8 +233,8 @@ def records(on: Api) -> list:
     ]
 
 
-async def furnished(alice: Api) -> Ids:
-    """One of everything, all of it named SECRET where a tenant may name something; and requests without a result."""
+async def fill(alice: Api) -> Ids:
+    """Create an object of every kind, named SECRET where tenants choose names, and run requests on them."""
     fields = {"tags": [SECRET], "user_metadata": {"k": SECRET}, "display_name": SECRET, "project_id": SECRET}
     session = (await alice.post("create_session", fields)).json()["session_id"]
     model = await alice.model(session, 0)
@@ -257,7 +255,7 @@ async def furnished(alice: Api) -> Ids:
     )  # fmt: skip
 
 
-def nobodys(ids: Ids) -> Ids:
+def nonexistent(ids: Ids) -> Ids:
     """Ids of the same form that do not exist."""
     session = "0" * 8 + ids.session[8:]
     return replace(
@@ -280,7 +278,7 @@ def places(route: str, ids: Ids) -> list[str]:
 
 
 def bare(text: str, ids: Ids) -> str:
-    """A response without the parts that always differ: ids, and the time."""
+    """A response without its ids and tokens."""
     for word in (ids.request, ids.sample, ids.path, ids.model, ids.sampler, ids.session, ids.folder, ids.name):
         text = text.replace(word, "*")
     return re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}|eyJ[\w.-]+", "*", text)
@@ -290,15 +288,15 @@ def bare(text: str, ids: Ids) -> str:
 def test_ids_of_another_tenant_are_unknown(tmp_path: Path, route: str) -> None:
     async def main() -> None:
         case, method = CASES[route], route.partition(" ")[0]
-        async with api(tmp_path, custom_losses=True) as on:
-            alice, bob = await on.tenant("alice"), await on.tenant("bob")
-            hers = await furnished(alice)
+        async with api(tmp_path, custom_losses=True) as app:
+            alice, bob = await app.tenant("alice"), await app.tenant("bob")
+            hers = await fill(alice)
             own = (await bob.post("create_session", {})).json()["session_id"]
             hers = replace(hers, own_session=own)
-            before, result = records(on), (await alice.result({"request_id": hers.request})).content
+            before, result = records(app), (await alice.result({"request_id": hers.request})).content
             for body in case.bodies:
                 fields: list[list[str]] = []
-                for ids in (hers, nobodys(hers))[: 1 if case.once else 2]:
+                for ids in (hers, nonexistent(hers))[: 1 if case.single_use else 2]:
                     fields.append([])
                     for place in places(route, ids):
                         answer = await bob.send(method, f"{place}{case.query}", body(ids), **case.headers)
@@ -308,20 +306,20 @@ def test_ids_of_another_tenant_are_unknown(tmp_path: Path, route: str) -> None:
                         assert SECRET in sent or SECRET not in answer.text
                         assert hers.session in sent or hers.session not in answer.text
                 assert fields[0] == fields[-1], "the response reveals which ids exist"
-            assert records(on) == before
+            assert records(app) == before
             assert (await alice.result({"request_id": hers.request})).content == result
             assert (await alice.result({"request_id": hers.sample})).status_code == 200
             passed = (await alice.post("forward_backward", pass_body(hers.model, 50))).json()
-            assert loss_in(await alice.result(passed)) > 0, "she goes on as if nobody had tried"
-            assert await (await on.tenant("carol")).model(), "and the next tenant is served"
+            assert loss_in(await alice.result(passed)) > 0, "her model still trains"
+            assert await (await app.tenant("carol")).model(), "another tenant is served"
 
     asyncio.run(main())
 
 
 def test_idempotency_keys_are_per_tenant(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            alice, bob = await on.tenant("alice"), await on.tenant("bob")
+        async with api(tmp_path) as app:
+            alice, bob = await app.tenant("alice"), await app.tenant("bob")
 
             async def begin(tenant: Api) -> str:
                 answer = await tenant.send("POST", "/api/v1/create_session", {}, **{"X-Idempotency-Key": "same"})
@@ -336,9 +334,9 @@ def test_idempotency_keys_are_per_tenant(tmp_path: Path) -> None:
 
 def test_keys_of_one_tenant_share_resources(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            alice, ci = await on.tenant("alice"), await on.tenant("ci", "alice")
-            hers = await furnished(alice)
+        async with api(tmp_path) as app:
+            alice, ci = await app.tenant("alice"), await app.tenant("ci", "alice")
+            hers = await fill(alice)
             assert (await ci.result({"request_id": hers.request})).status_code == 200
             assert (await ci.step(hers.model, 60))["metrics"]
 

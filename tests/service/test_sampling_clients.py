@@ -1,4 +1,4 @@
-"""Sampling clients in several processes, and inflight ones: the unmodified SDK against a served fake."""
+"""Copied and inflight sampling clients of the unmodified SDK, also across a crash of the server."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def logprobs(sampler: tinker.SamplingClient) -> list[float | None]:
 
 
 def numbers(samplers: list[tinker.SamplingClient]) -> list[int]:
-    """The clients' own, from the ids of what they sample."""
-    found = []
+    """Numbers of the clients within their session, read from the ids of their samples."""
+    result = []
     for sampler in samplers:
-        [one] = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1)).result().sequences
-        found.append(int(one.sequence_id.split(":")[-2]) // 10**9)
-    return found
+        [sequence] = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=1)).result().sequences
+        result.append(int(sequence.sequence_id.split(":")[-2]) // 10**9)
+    return result
 
 
-def test_copies_of_a_client_have_numbers_of_their_own(client: tinker.ServiceClient) -> None:
+def test_copies_of_a_client_get_distinct_numbers(client: tinker.ServiceClient) -> None:
     original = client.create_sampling_client(base_model="toy").result()
     copies = [pickle.loads(pickle.dumps(original)) for _ in range(3)]
     assert numbers([original, *copies]) == [0, 1, 2, 3]
-    assert {tuple(logprobs(one)[1:]) for one in [original, *copies]} == {tuple(logprobs(original)[1:])}
+    assert {tuple(logprobs(copy)[1:]) for copy in [original, *copies]} == {tuple(logprobs(original)[1:])}
 
 
-def test_numbers_are_never_given_twice_also_after_a_restart(tmp_path: Path) -> None:
+def test_client_numbers_are_not_reused_after_a_restart(tmp_path: Path) -> None:
     config = ServeConfig(models=("toy",), engine="fake", data=tmp_path, port=free_port(), api_key="tml-x")
     with child(config) as first:
         client = tinker.ServiceClient(base_url=first.url, api_key="tml-x")
@@ -60,14 +60,14 @@ def test_numbers_are_never_given_twice_also_after_a_restart(tmp_path: Path) -> N
 
 
 @pytest.mark.filterwarnings("ignore:DEPRECATED:FutureWarning")
-def test_inflight_clients_share_weights_that_move(train: tinker.TrainingClient) -> None:
+def test_inflight_clients_share_the_newest_saved_weights(train: tinker.TrainingClient) -> None:
     step(train)
     still = train.save_weights_and_get_sampling_client().result()
     first = train.save_weights_and_get_sampling_client(kind="inflight").result()
     early = logprobs(first)
     assert logprobs(still) == early
     step(train)
-    assert logprobs(first) == early  # steps move nothing, saves do
+    assert logprobs(first) == early  # a step does not change sampling weights; a save does
     second = train.save_weights_and_get_sampling_client(kind="inflight").result()
     later = logprobs(second)
     assert sum(later[1:]) > sum(early[1:])
@@ -81,7 +81,7 @@ def test_only_the_newest_inflight_weights_are_kept(
     served: Served, client: tinker.ServiceClient, train: tinker.TrainingClient
 ) -> None:
     def folders() -> set[str]:
-        return {one.name for one in (served.data / "checkpoints").iterdir()}
+        return {folder.name for folder in (served.data / "checkpoints").iterdir()}
 
     before = folders()
     samplers = []
@@ -89,7 +89,7 @@ def test_only_the_newest_inflight_weights_are_kept(
         step(train)
         samplers.append(train.save_weights_and_get_sampling_client(kind="inflight").result())
     expected = logprobs(samplers[-1])
-    assert all(logprobs(one) == expected for one in samplers)
+    assert all(logprobs(sampler) == expected for sampler in samplers)
     train.save_state("settled").result()  # background writes have ended
     assert len(folders() - before) <= 2
 
@@ -106,28 +106,29 @@ def test_inflight_weights_survive_a_crash(tmp_path: Path) -> None:
         expected = logprobs(samplers[0])
         first.kill()
     with child(config):
-        assert [logprobs(one) for one in samplers] == [expected] * 2
+        assert [logprobs(sampler) for sampler in samplers] == [expected] * 2
         step(train)
         newer = train.save_weights_and_get_sampling_client(kind="inflight").result()
         assert logprobs(samplers[0]) == logprobs(newer) != expected
 
 
-def test_a_crash_under_a_crowd_is_a_pause(tmp_path: Path) -> None:
-    """Some samples have ended and were fetched, some ended, some run, from two clients of one session."""
+def test_crash_during_many_samples_loses_none(tmp_path: Path) -> None:
+    """At the crash some samples are fetched, some done and some running, for two clients of a session."""
     config = ServeConfig(models=("toy",), engine="fake", data=tmp_path, port=free_port(), api_key="tml-x")
     params = types.SamplingParams(max_tokens=3, stop=[])
     with child(config, delay=0.4) as first:
         client = tinker.ServiceClient(base_url=first.url, api_key="tml-x")
         original = client.create_sampling_client(base_model="toy").result()
-        both = [original, pickle.loads(pickle.dumps(original))]
+        clients = [original, pickle.loads(pickle.dumps(original))]
         futures = []
         for _ in range(3):
-            futures += [one.sample(PROMPT, 2, params).future() for one in both for _ in range(10)]
+            futures += [sampler.sample(PROMPT, 2, params).future() for sampler in clients for _ in range(10)]
             time.sleep(0.2)
         first.kill()
         ended = sum(future.done() for future in futures)
     with child(config):
-        found = [future.result(60) for future in futures]
+        responses = [future.result(60) for future in futures]
     assert ended < len(futures)
-    assert all(len(one.tokens) == 3 for answer in found for one in answer.sequences)
-    assert len({one.sequence_id for answer in found for one in answer.sequences}) == 2 * len(futures)
+    sequences = [sequence for response in responses for sequence in response.sequences]
+    assert all(len(sequence.tokens) == 3 for sequence in sequences)
+    assert len({sequence.sequence_id for sequence in sequences}) == 2 * len(futures)

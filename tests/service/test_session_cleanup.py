@@ -1,4 +1,4 @@
-"""What a session held is gone after its end, also what it came to hold while it ended or since."""
+"""Cleanup after a session: its models, versions, checkpoints and samples are removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tinsmith.service.tenancy.keys import set_quotas
 
 
 @pytest.fixture(autouse=True)
-def often(monkeypatch: pytest.MonkeyPatch) -> None:
+def frequent_cleanup(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tinsmith.service.sessions.CLEANUP_S", 0.05)
 
 
@@ -24,8 +24,8 @@ async def _wait(event: asyncio.Event) -> None:
     await event.wait()
 
 
-async def finish(on: Api, session: str) -> None:
-    answer = await on.send("POST", f"/api/v1/sessions/{session}/finish", {"reason": {"type": "success"}})
+async def finish(app: Api, session: str) -> None:
+    answer = await app.send("POST", f"/api/v1/sessions/{session}/finish", {"reason": {"type": "success"}})
     assert answer.status_code == 204
 
 
@@ -33,64 +33,64 @@ def unnamed(model: str, seq: int) -> dict:
     return {"model_id": model, "seq_id": seq, "sampling_session_seq_id": seq, "kind": "snapshot"}
 
 
-def nothing_is_left(on: Api, engine: MortalEngine) -> bool:
+def is_clean(app: Api, engine: MortalEngine) -> bool:
     return (
-        all(one.state == "ended" for one in on.service.store.all(Model))
-        and not on.service.store.all(Checkpoint)
-        and not list(on.service.config.data.glob("checkpoints/*"))
+        all(model.state == "ended" for model in app.service.store.all(Model))
+        and not app.service.store.all(Checkpoint)
+        and not list(app.service.config.data.glob("checkpoints/*"))
         and not engine._versions
         and not engine._models
     )
 
 
-def test_an_unnamed_save_that_is_queued_when_its_session_ends_is_gone_after_it(tmp_path: Path) -> None:
+def test_queued_unnamed_save_is_removed_after_session_end(tmp_path: Path) -> None:
     async def main() -> None:
         start, go = Factory(), asyncio.Event()
         start.hook = lambda call, argument: _wait(go) if call == "run" else None
-        async with api(tmp_path, start) as on:
-            model = await on.model()
-            await on.post("forward_backward", pass_body(model, 1))
-            saved = (await on.post("save_weights_for_sampler", unnamed(model, 2))).json()
-            await finish(on, model.split(":")[0])
+        async with api(tmp_path, start) as app:
+            model = await app.model()
+            await app.post("forward_backward", pass_body(model, 1))
+            saved = (await app.post("save_weights_for_sampler", unnamed(model, 2))).json()
+            await finish(app, model.split(":")[0])
             go.set()
-            assert "sampling_session_id" in (await on.result(saved)).json()
-            await until(lambda: nothing_is_left(on, start.made[0].engine))  # type: ignore[arg-type]
+            assert "sampling_session_id" in (await app.result(saved)).json()
+            await until(lambda: is_clean(app, start.made[0].engine))  # type: ignore[arg-type]
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("later", range(0, 12, 2))
-def test_a_model_that_is_being_made_when_its_session_ends_ends_too(tmp_path: Path, later: int) -> None:
+def test_model_under_creation_ends_with_its_session(tmp_path: Path, later: int) -> None:
     async def main() -> None:
         start = Factory()
-        async with api(tmp_path, start) as on:
-            session = (await on.post("create_session", {"tags": []})).json()["session_id"]
-            making = asyncio.create_task(on.model(session))
+        async with api(tmp_path, start) as app:
+            session = (await app.post("create_session", {"tags": []})).json()["session_id"]
+            making = asyncio.create_task(app.model(session))
             for _ in range(later):
                 await asyncio.sleep(0)
-            await finish(on, session)
-            await asyncio.gather(making, return_exceptions=True)  # refused, if it came after the end
-            await until(lambda: nothing_is_left(on, start.made[0].engine))  # type: ignore[arg-type]
+            await finish(app, session)
+            await asyncio.gather(making, return_exceptions=True)  # refused if it arrives after the end
+            await until(lambda: is_clean(app, start.made[0].engine))  # type: ignore[arg-type]
 
     asyncio.run(main())
 
 
-def test_an_engine_that_dies_while_a_session_ends_leaves_nothing(tmp_path: Path) -> None:
+def test_engine_death_during_cleanup_leaves_nothing(tmp_path: Path) -> None:
     async def main() -> None:
-        start = _Dying()
-        async with api(tmp_path, start) as on:
-            model = await on.model()
+        start = _DyingFactory()
+        async with api(tmp_path, start) as app:
+            model = await app.model()
             for seq in range(1, 4):
-                await on.call("save_weights_for_sampler", unnamed(model, seq))
-            await until(lambda: all(one.ready for one in on.service.store.all(Checkpoint)))
-            await finish(on, model.split(":")[0])
-            await until(lambda: len(start.made) == 2 and nothing_is_left(on, start.made[1].engine))  # type: ignore[arg-type]
+                await app.call("save_weights_for_sampler", unnamed(model, seq))
+            await until(lambda: all(checkpoint.ready for checkpoint in app.service.store.all(Checkpoint)))
+            await finish(app, model.split(":")[0])
+            await until(lambda: len(start.made) == 2 and is_clean(app, start.made[1].engine))  # type: ignore[arg-type]
 
     asyncio.run(main())
 
 
-class _Dying(Factory):
-    """Its first engine dies of its first detach."""
+class _DyingFactory(Factory):
+    """A factory whose first engine dies at its first detach."""
 
     async def __call__(self, config: EngineConfig) -> RunningEngine:
         died, first = asyncio.Event(), not self.made
@@ -106,48 +106,47 @@ class _Dying(Factory):
         return self.made[-1]
 
 
-def test_models_whose_base_model_is_no_longer_served_end_with_their_session(tmp_path: Path) -> None:
+def test_models_of_unserved_base_models_end_with_their_session(tmp_path: Path) -> None:
     async def main() -> None:
         start, never = Factory(), asyncio.Event()
         start.hook = lambda call, argument: _wait(never) if call == "run" else None
-        async with api(tmp_path, start, capture_every=1) as on:
-            ended, promised = await on.model(), await on.model()
-            await on.step(ended, 1)
-            await on.post("forward_backward", pass_body(promised, 1))
-            await on.post("save_weights", {"model_id": promised, "seq_id": 2, "path": "last"})
-            await set_quotas(on.service.store.database, "local", {"models": 2})
-        async with api(tmp_path, models=("other",)) as on:
+        async with api(tmp_path, start, capture_every=1) as app:
+            ended, promised = await app.model(), await app.model()
+            await app.step(ended, 1)
+            await app.post("forward_backward", pass_body(promised, 1))
+            await app.post("save_weights", {"model_id": promised, "seq_id": 2, "path": "last"})
+            await set_quotas(app.service.store.database, "local", {"models": 2})
+        async with api(tmp_path, models=("other",)) as app:
             for model in (ended, promised):
-                await finish(on, model.split(":")[0])
-            await until(lambda: on.service.model(ended, "local").state == "ended")
-            await until(
-                lambda: not list(tmp_path.glob("journal/*/*"))
-            )  # the folder is removed after the record changed
-            assert on.service.model(promised, "local").state == "live", "its save is promised still"
+                await finish(app, model.split(":")[0])
+            await until(lambda: app.service.model(ended, "local").state == "ended")
+            # The folder is removed after the record has changed.
+            await until(lambda: not list(tmp_path.glob("journal/*/*")))
+            assert app.service.model(promised, "local").state == "live", "its save is still queued"
             body = {"base_model": "other", "lora_config": {"rank": 4}, "model_seq_id": 0}
-            session = (await on.post("create_session", {"tags": []})).json()["session_id"]
-            assert (await on.post("create_model", {**body, "session_id": session})).status_code == 200
-        async with api(tmp_path) as on:
-            await until(lambda: on.service.model(promised, "local").state == "ended")
-            assert on.service.checkpoints.by_name(promised, "weights", "last") is not None
+            session = (await app.post("create_session", {"tags": []})).json()["session_id"]
+            assert (await app.post("create_model", {**body, "session_id": session})).status_code == 200
+        async with api(tmp_path) as app:
+            await until(lambda: app.service.model(promised, "local").state == "ended")
+            assert app.service.checkpoints.by_name(promised, "weights", "last") is not None
 
     asyncio.run(main())
 
 
-def test_unacknowledged_samples_go_with_their_session(tmp_path: Path) -> None:
+def test_unacknowledged_samples_are_removed_with_their_session(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path, retention_s=2.0) as on:
-            sampler = await base_sampler(on)
-            futures = on.service.futures
-            promises = [(await on.post("asample", sample_body(sampler, seq))).json() for seq in range(3)]
+        async with api(tmp_path, retention_s=2.0) as app:
+            sampler = await base_sampler(app)
+            futures = app.service.futures
+            promises = [(await app.post("asample", sample_body(sampler, seq))).json() for seq in range(3)]
             await until(lambda: futures.pending("local") == 0)
             for clone in range(5, 50):
-                assert (await poll(on, sampler, clone=clone, timeout=0)).json()["completions"] == []
+                assert (await poll(app, sampler, clone=clone, timeout=0)).json()["completions"] == []
             assert len(futures.completions._logs) == 1
-            await finish(on, sampler.split(":")[0])
-            body = (await poll(on, sampler, timeout=0)).json()["completions"]
-            assert len(body) == 3, "a clone elsewhere may still fetch them"
+            await finish(app, sampler.split(":")[0])
+            body = (await poll(app, sampler, timeout=0)).json()["completions"]
+            assert len(body) == 3, "another clone may still fetch them"
             await until(lambda: not futures.completions._logs)
-            assert not any(one["request_id"] in futures._unfinished for one in promises)
+            assert not any(promise["request_id"] in futures._unfinished for promise in promises)
 
     asyncio.run(main())

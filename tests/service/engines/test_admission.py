@@ -1,4 +1,4 @@
-"""Admission of samples: never more than the engine can run, tenants in turn, no request starves."""
+"""AdmissionQueue: capacity, turns of tenants, no starvation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tinsmith.engine.sampling.capacity import cache_reserve
 from tinsmith.service.engines.admission import AdmissionQueue
 
 CACHE = 8 * 64
-"""Of eight small requests, and a ninth at hand."""
+"""Cache of eight small requests; one eighth more is admitted ahead."""
 
 
 def request(prompt: int = 5, answers: int = 1, max_tokens: int | None = 10) -> SampleRequest:
@@ -22,7 +22,7 @@ def request(prompt: int = 5, answers: int = 1, max_tokens: int | None = 10) -> S
 
 
 class Load:
-    """Requests in an admission queue, and an engine that runs the admitted ones until `end`."""
+    """An admission queue and a stand-in engine that runs admitted requests until `end(name)`."""
 
     def __init__(self, cache_tokens: int = CACHE) -> None:
         self.admission_queue = AdmissionQueue(cache_tokens)
@@ -30,20 +30,20 @@ class Load:
         self.inside: list[tuple[str, int, asyncio.Event]] = []
         self.tasks: list[asyncio.Task[None]] = []
 
-    def come(self, name: str, one: SampleRequest) -> asyncio.Task[None]:
-        task = asyncio.create_task(self._go(name, one))
+    def submit(self, name: str, request: SampleRequest) -> asyncio.Task[None]:
+        task = asyncio.create_task(self._run(name, request))
         self.tasks.append(task)
         return task
 
-    async def _go(self, name: str, one: SampleRequest) -> None:
-        async with self.admission_queue.admit(name[0], one):
+    async def _run(self, name: str, request: SampleRequest) -> None:
+        async with self.admission_queue.admit(name[0], request):
             self.order.append(name)
-            mine = (name, cache_reserve(one), asyncio.Event())
-            self.inside.append(mine)
+            entry = (name, cache_reserve(request), asyncio.Event())
+            self.inside.append(entry)
             try:
-                await mine[2].wait()
+                await entry[2].wait()
             finally:
-                self.inside.remove(mine)
+                self.inside.remove(entry)
 
     async def settle(self) -> list[str]:
         for _ in range(5):
@@ -51,19 +51,19 @@ class Load:
         return [name for name, _, _ in self.inside]
 
     async def end(self, name: str) -> list[str]:
-        next(event for held, _, event in self.inside if held == name).set()
+        next(event for running, _, event in self.inside if running == name).set()
         return await self.settle()
 
 
-def test_a_thousand_of_one_tenant_delay_the_single_one_of_another_by_no_more_than_a_turn() -> None:
+def test_single_request_of_another_tenant_waits_one_turn() -> None:
     async def main() -> None:
         load = Load()
         for number in range(1000):
-            load.come(f"a{number}", request())
-        assert await load.settle() == [f"a{number}" for number in range(9)], "no more than the engine can run"
+            load.submit(f"a{number}", request())
+        assert await load.settle() == [f"a{number}" for number in range(9)], "admitted requests"
         assert load.admission_queue.waiting() == {"a": 991}
         for name in ("b0", "b1", "c0"):
-            load.come(name, request())
+            load.submit(name, request())
         for number in range(6):
             await load.end(f"a{number}")
         assert load.order[9:] == ["a9", "b0", "c0", "a10", "b1", "a11"]
@@ -75,18 +75,18 @@ def test_a_thousand_of_one_tenant_delay_the_single_one_of_another_by_no_more_tha
     asyncio.run(main())
 
 
-def test_a_large_request_gets_its_turn_and_what_fits_nowhere_runs_alone() -> None:
+def test_large_request_gets_its_turn_and_runs_alone() -> None:
     async def main() -> None:
         load = Load()
         for number in range(20):
-            load.come(f"a{number}", request())
-        load.come("b0", request())
-        large = load.come("b1", request(answers=100))
+            load.submit(f"a{number}", request())
+        load.submit("b0", request())
+        large = load.submit("b1", request(answers=100))
         await load.settle()
         while "b1" not in load.order:
             await load.end(load.inside[0][0])
-        assert load.order.index("b1") < 20, "not overtaken by all who are smaller"
-        assert [name for name, _, _ in load.inside] == ["b1"], "it waited for room"
+        assert load.order.index("b1") < 20, "overtaken by all smaller requests"
+        assert [name for name, _, _ in load.inside] == ["b1"], "an oversized request runs alone"
         large.cancel()
         assert len(await load.settle()) == 9
         for task in load.tasks:
@@ -96,17 +96,17 @@ def test_a_large_request_gets_its_turn_and_what_fits_nowhere_runs_alone() -> Non
     asyncio.run(main())
 
 
-def test_giving_up_while_waiting_leaves_no_trace() -> None:
+def test_cancelled_waiters_leave_no_state() -> None:
     async def main() -> None:
         load = Load()
-        tasks = [load.come(f"a{number}", request()) for number in range(12)]
+        tasks = [load.submit(f"a{number}", request()) for number in range(12)]
         await load.settle()
         for task in tasks[9:]:
             task.cancel()
         await load.settle()
         assert load.admission_queue.waiting() == {}
         tasks[0].cancel()
-        late = load.come("a99", request())
+        late = load.submit("a99", request())
         assert "a99" in await load.settle()
         for task in (*tasks, late):
             task.cancel()
@@ -125,13 +125,13 @@ COMING = st.lists(
 
 @given(COMING)
 @settings(deadline=None, max_examples=60)
-def test_everyone_runs_once_within_the_room_and_in_their_tenants_order(
+def test_requests_run_once_within_capacity_in_tenant_order(
     coming: Sequence[tuple[str, int, int, int]],
 ) -> None:
     async def main() -> None:
         load = Load()
         for number, (owner, prompt, answers, ends) in enumerate(coming):
-            load.come(f"{owner}{number}", request(prompt, answers))
+            load.submit(f"{owner}{number}", request(prompt, answers))
             await load.settle()
             check(load)
             if ends < 5 and load.inside:
@@ -142,12 +142,12 @@ def test_everyone_runs_once_within_the_room_and_in_their_tenants_order(
         await asyncio.gather(*load.tasks)
         assert len(load.order) == len(coming)
         for owner in "abc":
-            mine = [int(name[1:]) for name in load.order if name[0] == owner]
-            assert mine == sorted(mine)
+            numbers = [int(name[1:]) for name in load.order if name[0] == owner]
+            assert numbers == sorted(numbers)
 
     asyncio.run(main())
 
 
 def check(load: Load) -> None:
-    assert sum(room for _, room, _ in load.inside) <= CACHE + CACHE // 8 or len(load.inside) == 1
-    assert load.inside or not load.admission_queue.waiting(), "nobody waits for an idle engine"
+    assert sum(reserve for _, reserve, _ in load.inside) <= CACHE + CACHE // 8 or len(load.inside) == 1
+    assert load.inside or not load.admission_queue.waiting(), "a request waits for an idle engine"

@@ -1,4 +1,4 @@
-"""What is noted reaches the database once, whoever is interrupted on the way."""
+"""AuditLog.flush under cancellation."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tinsmith.service.storage.store import exclusive_store
 from tinsmith.service.storage.tables import AUDIT
 
 
-def test_a_flush_that_is_cancelled_loses_nothing_doubles_nothing_and_locks_nothing(tmp_path: Path) -> None:
-    """As when the server ends. A transaction left open would lock SQLite's file for whoever writes next."""
+def test_cancelled_flush_neither_loses_nor_repeats_entries(tmp_path: Path) -> None:
+    """A shutdown cancels the flush; a transaction left open would lock the SQLite file."""
 
     async def main() -> None:
         async with exclusive_store(tmp_path, None) as store:

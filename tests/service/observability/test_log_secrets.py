@@ -1,4 +1,4 @@
-"""No key, no token, no signature and no password is in the log of a run, whatever its form, however much it tells."""
+"""Logs contain no key, token, signature or password, in either format, at debug level."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OWN = "tml-own-key-of-the-server"
 WRONG = "tml-key-that-nobody-made"
 
 
-def made(data: Path) -> str:
+def make_key(data: Path) -> str:
     async def main() -> str:
         async with open_key_database(data, url_of(data)) as engine:
             return (await create_key(engine, "alice", "alice"))[0]
@@ -30,8 +30,8 @@ def made(data: Path) -> str:
     return asyncio.run(main())
 
 
-def lived(url: str, key: str) -> list[str]:
-    """A client's life, mistakes included; every secret that it met."""
+def use_service(url: str, key: str) -> list[str]:
+    """Use the service as a client does, invalid requests included. Returns the secrets involved."""
     client = tinker.ServiceClient(base_url=url, api_key=key)
     model = client.create_lora_training_client("toy", rank=4).result()
     model.forward_backward([datum([5, 6, 7])], "cross_entropy").result()
@@ -43,8 +43,8 @@ def lived(url: str, key: str) -> list[str]:
         at = f"training_runs/{run}/checkpoints"
         secrets.append(http.post(f"{at}/weights/kept/access_token", json={}).json()["weights_access_token"])
         secrets.append(http.post("auth/token").json()["jwt"])
-        told = {"model_id": run, "seq_id": 90, "path": "out"}
-        http.post("retrieve_future", json=http.post("save_weights_external", json=told).json())
+        save = {"model_id": run, "seq_id": 90, "path": "out"}
+        http.post("retrieve_future", json=http.post("save_weights_external", json=save).json())
         links = http.get(f"{at}/external_weights/out/external_weights_urls").json()["urls"].values()
         for link in links:
             assert httpx.get(link).status_code == 200
@@ -60,28 +60,28 @@ def lived(url: str, key: str) -> list[str]:
             http.get(f"samplers/{secrets[4]}"),
             http.post("asample", content=f'{{"seq_id": "{key}"}}'),
         ]
-        assert {400 <= one.status_code < 500 for one in mistakes} == {True}
+        assert {400 <= answer.status_code < 500 for answer in mistakes} == {True}
     client.close("success").result()
     return secrets
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
-def test_a_runs_log_holds_no_secret(tmp_path: Path, form: str) -> None:
-    key = made(tmp_path)
+def test_log_of_a_run_contains_no_secret(tmp_path: Path, form: str) -> None:
+    key = make_key(tmp_path)
     options = {"models": ("toy",), "engine": "fake", "data": tmp_path, "api_key": OWN, "port": free_port()}
     config = ServeConfig(**options, log_format=form, log_level="debug")  # type: ignore[arg-type]
     with child(config) as served:
-        secrets = lived(served.url, key)
+        secrets = use_service(served.url, key)
         served.kill()
     with child(config):
         pass
     log = (tmp_path / "log").read_text()
-    assert "forward_backward" in log, "the log tells what happens"
-    assert "***" in log, "mistakes are told, without what was given"
+    assert "forward_backward" in log, "the log names the calls"
+    assert "***" in log, "secrets of refused requests are masked"
     assert [secret for secret in secrets if secret in log] == []
 
 
-def test_what_others_say_is_masked_in_messages_and_tracebacks() -> None:
+def test_secrets_in_messages_and_tracebacks_are_masked() -> None:
     try:
         raise ValueError(
             "cannot connect to postgresql+psycopg://me:hunter2@db/name with tml-abc-DEF_9 or eyJhb.eyJz.x-y"

@@ -1,4 +1,4 @@
-"""How far sampler and trainer are apart, from what clients train on."""
+"""mean_logprob_gap: difference of sampler and trainer logprobs in training data."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ def datum(**inputs: list[float]) -> Datum:
 
 
 def request(*data: Datum, loss_fn: str = "importance_sampling") -> tuple[Pass, PassResult]:
-    found = tuple(np.array([-9.0, -1.0, -2.0], np.float32) for _ in data)
-    return Pass(model_id="m", data=data, loss_fn=loss_fn), PassResult(logprobs=found, metrics={"loss:sum": 0.0})
+    logprobs = tuple(np.array([-9.0, -1.0, -2.0], np.float32) for _ in data)
+    return Pass(model_id="m", data=data, loss_fn=loss_fn), PassResult(logprobs=logprobs, metrics={"loss:sum": 0.0})
 
 
-def test_it_is_the_mean_over_tokens_with_an_advantage() -> None:
-    one = datum(logprobs=[0.0, -1.5, -2.0], advantages=[0.0, 0.5, 0.5])
-    two = datum(logprobs=[0.0, -1.0, -1.0], advantages=[0.0, 0.0, -2.0])
-    assert metrics.mean_logprob_gap(*request(one, two)) == pytest.approx((0.5 + 0.0 + 1.0) / 3)
+def test_gap_is_the_mean_over_tokens_with_an_advantage() -> None:
+    first = datum(logprobs=[0.0, -1.5, -2.0], advantages=[0.0, 0.5, 0.5])
+    second = datum(logprobs=[0.0, -1.0, -1.0], advantages=[0.0, 0.0, -2.0])
+    assert metrics.mean_logprob_gap(*request(first, second)) == pytest.approx((0.5 + 0.0 + 1.0) / 3)
 
 
-def test_where_nothing_was_sampled_there_is_none() -> None:
+def test_gap_is_none_without_sampled_tokens() -> None:
     assert metrics.mean_logprob_gap(*request(datum(weights=[1.0, 1.0, 1.0]), loss_fn="cross_entropy")) is None
     assert metrics.mean_logprob_gap(*request(datum(logprobs=[0.0, 0.0, 0.0], advantages=[0.0, 0.0, 0.0]))) is None

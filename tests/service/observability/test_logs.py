@@ -1,4 +1,4 @@
-"""Log lines: what they concern, in both forms, and what must not be in them."""
+"""Log lines in text and JSON: context, masking, and which requests are logged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def record(message: str, *values: object) -> logging.LogRecord:
     return logging.LogRecord("tinsmith.x", logging.INFO, "file", 1, message, values, None)
 
 
-def test_text_lines_end_with_what_they_concern_and_are_single_lines() -> None:
+def test_text_lines_are_single_and_end_with_their_context() -> None:
     lines = TextLines(bare=True)
     assert lines.format(record("plain")) == "plain"
     with log_context("s1:train:0:4", "ann"):
@@ -31,7 +31,7 @@ def test_text_lines_end_with_what_they_concern_and_are_single_lines() -> None:
     assert lines.format(record("plain")) == "plain"
 
 
-def test_json_lines_are_objects_with_the_same_knowledge_and_the_traceback() -> None:
+def test_json_lines_contain_context_and_traceback() -> None:
     try:
         raise ValueError("inner")
     except ValueError as error:
@@ -45,37 +45,35 @@ def test_json_lines_are_objects_with_the_same_knowledge_and_the_traceback() -> N
     assert "request_id" not in json.loads(JsonLines().format(record("plain")))
 
 
-def test_tasks_begun_by_a_request_inherit_what_it_concerns(caplog: pytest.LogCaptureFixture) -> None:
+def test_tasks_inherit_the_log_context_of_their_request(caplog: pytest.LogCaptureFixture) -> None:
     async def inner() -> str:
         await asyncio.sleep(0)
         return TextLines(bare=True).format(record("later"))
 
-    async def story() -> list[str]:
+    async def main() -> list[str]:
         with log_context("a:sample:0:1"):
             first = asyncio.create_task(inner())
         with log_context("b:sample:0:1"):
             second = asyncio.create_task(inner())
         return [await first, await second]
 
-    first, second = asyncio.run(story())
+    first, second = asyncio.run(main())
     assert "session=a" in first
     assert "session=b" in second
 
 
-def test_refused_and_failed_requests_have_a_line_each_and_done_ones_in_debug(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_refused_requests_are_logged_and_done_ones_at_debug(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "tinsmith")
     caplog.handler.setFormatter(JsonLines())
 
-    async def story() -> str:
+    async def main() -> str:
         async with api(tmp_path) as app:
             model = await app.model()
             await app.result((await app.post("forward_backward", pass_body(model, 1))).json())
             await app.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {"beta1": 7}})
             return model
 
-    model = asyncio.run(story())
+    model = asyncio.run(main())
     lines = [json.loads(line) for line in caplog.text.splitlines()]
     [refused] = [line for line in lines if "refused with 400" in line["message"]]
     assert refused["message"].startswith("POST /optim_step")
@@ -84,7 +82,7 @@ def test_refused_and_failed_requests_have_a_line_each_and_done_ones_in_debug(
     assert (done["request_id"], done["level"]) == (f"{model}:1", "debug")
 
 
-def test_a_served_log_is_json_throughout_and_holds_no_key(tmp_path: Path) -> None:
+def test_json_log_of_a_server_is_valid_and_contains_no_key(tmp_path: Path) -> None:
     settings = ServeConfig(
         models=("toy",), engine="fake", data=tmp_path, api_key=KEY, port=free_port(), log_format="json"
     )

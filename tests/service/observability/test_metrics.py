@@ -1,4 +1,4 @@
-"""What /metrics tells, who may read it, and the stages of a request as spans."""
+"""/metrics: values and access; spans of requests."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tinsmith.service.storage.records import FutureResult
 
 
 async def measured(app: Api) -> dict[tuple[str, ...], float]:
-    """(name, label values in the order of their names) -> value, as Prometheus's own parser reads it."""
+    """(name, label values in order of label names) -> value, read by the Prometheus parser."""
     answer = await app.http.get("/metrics")
     assert answer.status_code == 200, answer.text
     families = text_string_to_metric_families(answer.text)
     return {
-        (one.name, *(one.labels[name] for name in sorted(one.labels))): one.value
+        (sample.name, *(sample.labels[name] for name in sorted(sample.labels))): sample.value
         for family in families
-        for one in family.samples
+        for sample in family.samples
     }
 
 
@@ -40,8 +40,8 @@ async def sampled(app: Api, session: str, seq: int = 0, **params) -> httpx.Respo
     return await app.post("asample", body)
 
 
-def test_metrics_count_requests_tokens_batches_and_what_is_held(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_metrics_count_requests_tokens_batches_and_objects(tmp_path: Path) -> None:
+    async def main() -> None:
         async with api(tmp_path, batch_tokens=10) as app:
             model = await app.model()
             await app.result((await app.post("forward_backward", pass_body(model, 1))).json())
@@ -67,10 +67,10 @@ def test_metrics_count_requests_tokens_batches_and_what_is_held(tmp_path: Path) 
             assert values["tinsmith_http_seconds_count", "POST", "/optim_step", "400"] == 1
             assert values[("process_resident_memory_bytes",)] > 1e6
 
-    asyncio.run(story())
+    asyncio.run(main())
 
 
-def test_methods_and_paths_that_are_made_up_are_counted_as_one(tmp_path: Path) -> None:
+def test_unknown_methods_and_paths_share_one_label(tmp_path: Path) -> None:
     async def main() -> None:
         async with api(tmp_path) as app:
             for number in range(5):
@@ -81,8 +81,8 @@ def test_methods_and_paths_that_are_made_up_are_counted_as_one(tmp_path: Path) -
     asyncio.run(main())
 
 
-def test_the_queue_is_seen_while_it_waits_and_a_dead_engine_is_counted(tmp_path: Path) -> None:
-    async def story() -> None:
+def test_metrics_show_queued_requests_and_engine_restarts(tmp_path: Path) -> None:
+    async def main() -> None:
         factory, go = Factory(), asyncio.Event()
         factory.hook = lambda call, argument: go.wait() if call in ("step", "sample") else None
         async with api(tmp_path, factory) as app:
@@ -103,7 +103,7 @@ def test_the_queue_is_seen_while_it_waits_and_a_dead_engine_is_counted(tmp_path:
             assert values["tinsmith_requests_total", "sample", "toy", "failed", "local"] == 1
             assert not [name for name in values if name[0] == "tinsmith_queue_requests"]
 
-    asyncio.run(story())
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize(
@@ -118,19 +118,19 @@ def test_the_queue_is_seen_while_it_waits_and_a_dead_engine_is_counted(tmp_path:
         ("10.0.0.7", {"Authorization": "Bearer tml-other"}, 401),
     ],
 )
-def test_metrics_are_for_this_machine_and_for_the_servers_own_key(
+def test_metrics_are_readable_locally_or_with_the_server_key(
     tmp_path: Path, client: str, headers: dict[str, str], status: int
 ) -> None:
-    async def story() -> None:
+    async def main() -> None:
         async with api(tmp_path) as app:
             transport = httpx.ASGITransport(create_app(app.service), client=(client, 1))
             async with httpx.AsyncClient(transport=transport, base_url="http://t") as http:
                 assert (await http.get("/metrics", headers=headers)).status_code == status
 
-    asyncio.run(story())
+    asyncio.run(main())
 
 
-def test_a_request_is_a_span_with_its_stages_inside() -> None:
+def test_span_of_a_request_contains_its_stages() -> None:
     memory = InMemorySpanExporter()
     spans = span_exporter(SimpleSpanProcessor(memory))
     telemetry = Telemetry(lambda: [], spans)
@@ -142,21 +142,21 @@ def test_a_request_is_a_span_with_its_stages_inside() -> None:
     telemetry.request_finished("s:train:0:2", FutureResult(body=b'{"error": "too long"}', failed=True))
     telemetry.request_finished("unknown", FutureResult.of({}))
     *inner, whole = memory.get_finished_spans()[:5]
-    assert [one.name for one in inner] == ["submit", "queue", "pass", "result"]
-    assert {one.parent.span_id for one in inner if one.parent} == {whole.context.span_id}
+    assert [span.name for span in inner] == ["submit", "queue", "pass", "result"]
+    assert {span.parent.span_id for span in inner if span.parent} == {whole.context.span_id}
     assert whole.attributes is not None
     assert whole.attributes["tinsmith.session_id"] == "s"
     assert whole.attributes["tinsmith.tokens.forward_backward"] == 7
     assert inner[0].start_time == whole.start_time
     assert inner[-1].end_time == whole.end_time
-    assert [one.end_time for one in inner[:-1]] == [one.start_time for one in inner[1:]]
+    assert [span.end_time for span in inner[:-1]] == [span.start_time for span in inner[1:]]
     *inner, failed = memory.get_finished_spans()[5:]
-    assert [one.name for one in inner] == ["submit", "queue"]
+    assert [span.name for span in inner] == ["submit", "queue"]
     assert failed.status.description == "too long"
     spans.close()
 
 
-def test_spans_reach_a_collector_over_http() -> None:
+def test_spans_are_exported_over_http() -> None:
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
     got: list[tuple[str, bytes]] = []

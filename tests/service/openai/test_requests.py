@@ -25,38 +25,38 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def said(tokenizer: Tokenizer, *messages: dict[str, Any], **more: Any) -> str:
+def render(tokenizer: Tokenizer, *messages: dict[str, Any], **more: Any) -> str:
     ids, _ = render_prompt(ChatBody(model="toy", messages=list(messages), **more), tokenizer)
     return tokenizer.decode(ids)
 
 
 def test_renders_roles_content_parts_and_missing_content(tokenizer: Tokenizer):
-    assert said(tokenizer, {"role": "user", "content": "hi"}) == "[user||hi|]>"
-    assert said(tokenizer, {"role": "developer", "content": "be brief"}) == "[system||be brief|]>"
+    assert render(tokenizer, {"role": "user", "content": "hi"}) == "[user||hi|]>"
+    assert render(tokenizer, {"role": "developer", "content": "be brief"}) == "[system||be brief|]>"
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert said(tokenizer, {"role": "user", "content": parts}, add_generation_prompt=False) == "[user||a\nb|]"
-    assert said(tokenizer, {"role": "assistant", "content": None, "refusal": None}) == "[assistant|||]>"
+    assert render(tokenizer, {"role": "user", "content": parts}, add_generation_prompt=False) == "[user||a\nb|]"
+    assert render(tokenizer, {"role": "assistant", "content": None, "refusal": None}) == "[assistant|||]>"
 
 
 def test_tool_calls_get_object_arguments_and_results_get_names(tokenizer: Tokenizer):
     call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 39}'}}
     history = ({"role": "assistant", "tool_calls": [call]}, {"role": "tool", "tool_call_id": "1", "content": "52"})
-    assert said(tokenizer, *history) == "[assistant|||add:39][tool|add|52|]>"
+    assert render(tokenizer, *history) == "[assistant|||add:39][tool|add|52|]>"
 
 
 def test_continue_final_message_continues_the_reply(tokenizer: Tokenizer):
     begun = {"role": "assistant", "content": "It is"}
-    assert said(tokenizer, begun, continue_final_message=True) == "[assistant||It is"
+    assert render(tokenizer, begun, continue_final_message=True) == "[assistant||It is"
     with pytest.raises(BadRequest, match="exclude each other"):
-        said(tokenizer, begun, continue_final_message=True, add_generation_prompt=True)
+        render(tokenizer, begun, continue_final_message=True, add_generation_prompt=True)
 
 
 def test_rejects_invalid_messages_and_tools(tokenizer: Tokenizer):
     with pytest.raises(BadRequest, match=r"messages\[0\].role"):
-        said(tokenizer, {"content": "hi"})
+        render(tokenizer, {"content": "hi"})
     with pytest.raises(Unsupported, match="part of type image_url"):
-        said(tokenizer, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
+        render(tokenizer, {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]})
     with pytest.raises(BadRequest, match="not a function call"):
-        said(tokenizer, {"role": "assistant", "tool_calls": [{"id": 1}]})
+        render(tokenizer, {"role": "assistant", "tool_calls": [{"id": 1}]})
     with pytest.raises(BadRequest, match=r"tools\[0\]"):
-        said(tokenizer, {"role": "user", "content": "hi"}, tools=({"type": "function"},))
+        render(tokenizer, {"role": "user", "content": "hi"}, tools=({"type": "function"},))

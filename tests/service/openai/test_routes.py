@@ -23,16 +23,16 @@ HI = [{"role": "user", "content": "What is 39 + 13?"}]
 
 
 @pytest.fixture(scope="module")
-def worded(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    data = tmp_path_factory.mktemp("worded")
+def served_llama(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    data = tmp_path_factory.mktemp("served_llama")
     config = ServeConfig(models=(f"tiny={tiny_llama}", "toy"), engine="fake", data=data)
     with embedded(config) as (url, key):
         yield Served(url, key, data)
 
 
 @pytest.fixture(scope="module", params=("/v1", "/oai/api/v1"))
-def ai(request: pytest.FixtureRequest, worded: Served) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=worded.url + request.param, api_key=worded.key, max_retries=0) as client:
+def ai(request: pytest.FixtureRequest, served_llama: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=served_llama.url + request.param, api_key=served_llama.key, max_retries=0) as client:
         yield client
 
 
@@ -156,8 +156,8 @@ def test_echo_returns_prompt_logprobs(ai: openai.OpenAI, tokenizer: Any):
     assert more.choices[0].text.startswith("The quick fox")
 
 
-def test_samples_saved_weights_by_path_model_and_session(ai: openai.OpenAI, worded: Served):
-    service = tinker.ServiceClient(base_url=worded.url, api_key=worded.key)
+def test_samples_saved_weights_by_path_model_and_session(ai: openai.OpenAI, served_llama: Served):
+    service = tinker.ServiceClient(base_url=served_llama.url, api_key=served_llama.key)
     train = service.create_lora_training_client("tiny", rank=4, seed=1).result()
     call_options: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 8, "temperature": 0, "logprobs": 0}
 
@@ -237,22 +237,22 @@ def test_accepts_fields_without_effect(ai: openai.OpenAI):
     assert reply.usage.completion_tokens <= 2
 
 
-def test_wrong_key_returns_an_openai_error(worded: Served):
+def test_wrong_key_returns_an_openai_error(served_llama: Served):
     with (
-        openai.OpenAI(base_url=f"{worded.url}/v1", api_key="tml-wrong") as client,
+        openai.OpenAI(base_url=f"{served_llama.url}/v1", api_key="tml-wrong") as client,
         pytest.raises(openai.AuthenticationError) as error,
     ):
         client.models.list()
     assert error.value.code == "invalid_api_key"
-    headers = {"X-API-Key": worded.key}
-    assert httpx.get(f"{worded.url}/v1/models", headers=headers).status_code == 200
-    missing = httpx.get(f"{worded.url}/v1/nothing", headers=headers)
+    headers = {"X-API-Key": served_llama.key}
+    assert httpx.get(f"{served_llama.url}/v1/models", headers=headers).status_code == 200
+    missing = httpx.get(f"{served_llama.url}/v1/nothing", headers=headers)
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_served")
 
 
-def test_concurrent_async_requests_keep_their_seeds(worded: Served):
+def test_concurrent_async_requests_keep_their_seeds(served_llama: Served):
     async def ask_all() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=f"{worded.url}/v1", api_key=worded.key) as client:
+        async with openai.AsyncOpenAI(base_url=f"{served_llama.url}/v1", api_key=served_llama.key) as client:
 
             async def sample(seed: int) -> str:
                 chunks = await client.chat.completions.create(
@@ -268,17 +268,17 @@ def test_concurrent_async_requests_keep_their_seeds(worded: Served):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_disconnect_cancels_sampling(worded: Served, stream: bool):
+def test_disconnect_cancels_sampling(served_llama: Served, stream: bool):
     """20,000 tokens take the fake engine several seconds; a disconnect makes them a failed completion at once."""
 
     def failed() -> float:
-        lines = httpx.get(f"{worded.url}/metrics", headers={"X-API-Key": worded.key}).text.splitlines()
+        lines = httpx.get(f"{served_llama.url}/metrics", headers={"X-API-Key": served_llama.key}).text.splitlines()
         counts = [line for line in lines if line.startswith("tinsmith_requests_total") and 'kind="completion"' in line]
         return sum(float(line.split()[-1]) for line in counts if 'outcome="failed"' in line)
 
     before = failed()
     call_options = {"model": "toy", "prompt": "abc", "max_tokens": 20_000, "ignore_eos": True, "stream": stream}
-    with httpx.Client(base_url=worded.url, headers={"X-API-Key": worded.key}) as http:
+    with httpx.Client(base_url=served_llama.url, headers={"X-API-Key": served_llama.key}) as http:
         if stream:
             with http.stream("POST", "/v1/completions", json=call_options) as answer:
                 next(answer.iter_lines())

@@ -30,9 +30,9 @@ LENGTHS = (9, 5, 14)
 
 
 @pytest.fixture(scope="module", params=["fake", "torch"])
-def willing(request: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def accepting(request: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server with custom losses enabled."""
-    data = tmp_path_factory.mktemp("willing")
+    data = tmp_path_factory.mktemp("accepting")
     source = "toy" if request.param == "fake" else f"toy={tiny_llama}"
     config = ServeConfig(
         models=(source,), engine=request.param, data=data, custom_losses=True, dtype="float32", threads=1
@@ -42,8 +42,8 @@ def willing(request: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.fixture
-def client(willing: Served) -> Iterator[tinker.ServiceClient]:
-    made = tinker.ServiceClient(base_url=willing.url, api_key=willing.key)
+def client(accepting: Served) -> Iterator[tinker.ServiceClient]:
+    made = tinker.ServiceClient(base_url=accepting.url, api_key=accepting.key)
     yield made
     made.close("success").result()
 
@@ -57,7 +57,7 @@ def data_of(lengths: tuple[int, ...] = LENGTHS) -> list[types.Datum]:
             "target_tokens": tokens[1:],
             "advantages": draw.normal(size=length).astype(np.float32),
             "mask": (np.arange(length) % 3 != 0).astype(np.float32),
-            "logprobs": np.full(length, -1, np.float32),  # not read by the loss, and no harm
+            "logprobs": np.full(length, -1, np.float32),  # allowed, but not read by the loss
         }
         outputs.append(types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs))
     return outputs
@@ -215,8 +215,8 @@ HOSTILE: dict[str, Callable[[str], Any]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_rejects_hostile_uploads(willing: Served, case: str) -> None:
-    with willing.raw() as call:
+def test_rejects_hostile_uploads(accepting: Served, case: str) -> None:
+    with accepting.raw() as call:
         session = call("create_session", {"tags": []}).json()["session_id"]
         refused = call("create_custom_loss", HOSTILE[case](session))
         assert 400 <= refused.status_code < 500
@@ -224,14 +224,14 @@ def test_rejects_hostile_uploads(willing: Served, case: str) -> None:
         assert call("create_custom_loss", definition(session)).status_code == 200
 
 
-def test_upload_is_idempotent_and_bound_to_its_session(willing: Served) -> None:
-    with willing.raw() as call:
+def test_upload_is_idempotent_and_bound_to_its_session(accepting: Served) -> None:
+    with accepting.raw() as call:
         single, other = (call("create_session", {"tags": []}).json()["session_id"] for _ in range(2))
         first, again = (call("create_custom_loss", definition(single)).json() for _ in range(2))
         assert first == again
         answer = call("retrieve_future", first).json()
         assert answer == {"loss_id": first["request_id"], "type": "create_custom_loss"}
-    with tinker.ServiceClient(base_url=willing.url, api_key=willing.key) as client:
+    with tinker.ServiceClient(base_url=accepting.url, api_key=accepting.key) as client:
         model = client.create_lora_training_client("toy", rank=4, seed=1).result()
         for stranger in (answer["loss_id"], "nothing", ""):
             with pytest.raises(tinker.NotFoundError, match="no loss"):

@@ -1,4 +1,4 @@
-"""The management API with ten thousand checkpoints, whole and in pages."""
+"""The management API: lists of ten thousand checkpoints, paging, states of runs."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ MANY = 10_000
 LIMIT_S = 0.3
 
 
-async def filled(on: Api) -> str:
-    """A run with ten thousand checkpoints, of which only the records are there."""
-    run = await on.model()
-    [model] = on.service.store.all(Model)
+async def filled(app: Api) -> str:
+    """Make records of ten thousand checkpoints, without files. Returns the run."""
+    run = await app.model()
+    [model] = app.service.store.all(Model)
     first = Checkpoint(
         id="c0",
         owner=model.owner,
@@ -39,7 +39,7 @@ async def filled(on: Api) -> str:
         replace(first, id=f"c{n}", name=f"{n:05d}", created=first.created + n, expires=first.created + 99_999)
         for n in range(MANY)
     ]
-    on.service.store._keep(made)  # row by row into the database takes longer than all else here
+    app.service.store._keep(made)  # writing each row to the database takes too long
     return run
 
 
@@ -54,10 +54,10 @@ async def fastest(call: Callable) -> tuple[float, object]:
 
 def test_lists_ten_thousand_checkpoints(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            run = await filled(on)
+        async with api(tmp_path) as app:
+            run = await filled(app)
             for path in (f"training_runs/{run}/checkpoints", f"checkpoints?limit={MANY}"):
-                spent, answer = await fastest(lambda path=path: on.http.get(f"/api/v1/{path}"))
+                spent, answer = await fastest(lambda path=path: app.http.get(f"/api/v1/{path}"))
                 listed = answer.json()["checkpoints"]
                 assert [item["checkpoint_id"] for item in listed] == [f"weights/{n:05d}" for n in range(MANY)][::-1]
                 assert all(datetime.fromisoformat(item["time"]).tzinfo for item in listed)
@@ -65,8 +65,8 @@ def test_lists_ten_thousand_checkpoints(tmp_path: Path) -> None:
                 json.dumps(listed)
                 plain = time.perf_counter() - begun
                 print(f"{path}: {spent * 1e3:.0f} ms, {spent / plain:.1f} times a plain dump")
-                assert spent < max(LIMIT_S, 5 * plain)  # where other work slows both down
-            spent, answer = await fastest(lambda: on.http.get("/api/v1/checkpoints?limit=1000&offset=9500"))
+                assert spent < max(LIMIT_S, 5 * plain)  # other load slows down both
+            spent, answer = await fastest(lambda: app.http.get("/api/v1/checkpoints?limit=1000&offset=9500"))
             assert len(answer.json()["checkpoints"]) == 500
             assert answer.json()["cursor"] == {"offset": 9500, "limit": 1000, "total_count": MANY}
 
@@ -75,12 +75,12 @@ def test_lists_ten_thousand_checkpoints(tmp_path: Path) -> None:
 
 def test_rejects_invalid_paging(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
+        async with api(tmp_path) as app:
             for query in ("limit=-1", "offset=-1", "limit=x", "access_scope=all"):
-                answer = await on.http.get(f"/api/v1/training_runs?{query}")
+                answer = await app.http.get(f"/api/v1/training_runs?{query}")
                 assert answer.status_code == 400
                 assert query.partition("=")[0] in answer.json()["detail"]
-            empty = (await on.http.get("/api/v1/training_runs")).json()
+            empty = (await app.http.get("/api/v1/training_runs")).json()
             assert empty == {"training_runs": [], "cursor": {"offset": 0, "limit": 20, "total_count": 0}}
 
     asyncio.run(main())
@@ -88,20 +88,20 @@ def test_rejects_invalid_paging(tmp_path: Path) -> None:
 
 def test_failed_run_is_corrupted_and_ended_run_is_listed(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            run = await on.model()
-            await on.step(run, 1)
-            [before] = (await on.http.get("/api/v1/training_runs")).json()["training_runs"]
+        async with api(tmp_path) as app:
+            run = await app.model()
+            await app.step(run, 1)
+            [before] = (await app.http.get("/api/v1/training_runs")).json()["training_runs"]
             assert before["corrupted"] is False
-            await on.post(f"sessions/{run.partition(':')[0]}/finish", {"reason": {"type": "success"}, "detail": None})
+            await app.post(f"sessions/{run.partition(':')[0]}/finish", {"reason": {"type": "success"}, "detail": None})
             for _ in range(100):
-                if on.service.store.find(Model, run).state == "ended":
+                if app.service.store.find(Model, run).state == "ended":
                     break
                 await asyncio.sleep(0.01)
-            await on.service.store.prune(time.time() + 1, [run])
-            [after] = (await on.http.get("/api/v1/training_runs")).json()["training_runs"]
+            await app.service.store.prune(time.time() + 1, [run])
+            [after] = (await app.http.get("/api/v1/training_runs")).json()["training_runs"]
             assert after == before
-            await on.service.store.update(Model, run, state="failed")
-            assert (await on.http.get(f"/api/v1/training_runs/{run}")).json()["corrupted"] is True
+            await app.service.store.update(Model, run, state="failed")
+            assert (await app.http.get(f"/api/v1/training_runs/{run}")).json()["corrupted"] is True
 
     asyncio.run(main())

@@ -17,14 +17,14 @@ from tinsmith.service.config import ServeConfig
 
 def test_sampling_session_is_created_once(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            sampler = await base_sampler(on)
+        async with api(tmp_path) as app:
+            sampler = await base_sampler(app)
             body = {"session_id": sampler.split(":")[0], "sampling_session_seq_id": 0, "base_model": "toy"}
-            assert (await on.post("create_sampling_session", body)).json()["sampling_session_id"] == sampler
-            info = (await on.http.get(f"/api/v1/samplers/{sampler}")).json()
+            assert (await app.post("create_sampling_session", body)).json()["sampling_session_id"] == sampler
+            info = (await app.http.get(f"/api/v1/samplers/{sampler}")).json()
             assert info == {"sampler_id": sampler, "base_model": "toy", "model_path": None}
-            assert (await on.http.get("/api/v1/samplers/no")).status_code == 404
-            refused = await on.post(
+            assert (await app.http.get("/api/v1/samplers/no")).status_code == 404
+            refused = await app.post(
                 "create_sampling_session", {**body, "sampling_session_seq_id": 1, "base_model": None}
             )
             assert refused.status_code == 400
@@ -37,11 +37,11 @@ def test_local_client_gets_the_tokenizer_folder(tmp_path: Path) -> None:
         source = tmp_path / "m"
         source.mkdir()
         (source / "config.json").write_text('{"vocab_size": 300}')
-        async with api(tmp_path / "d", models=(f"Org/Name={source}",)) as on:
-            session = (await on.post("create_session", {})).json()["session_id"]
+        async with api(tmp_path / "d", models=(f"Org/Name={source}",)) as app:
+            session = (await app.post("create_session", {})).json()["session_id"]
             body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "Org/Name"}
-            sampler = (await on.post("create_sampling_session", body)).json()["sampling_session_id"]
-            name = (await on.http.get(f"/api/v1/samplers/{sampler}")).json()["base_model"]
+            sampler = (await app.post("create_sampling_session", body)).json()["sampling_session_id"]
+            name = (await app.http.get(f"/api/v1/samplers/{sampler}")).json()["base_model"]
             assert Path(name).samefile(source)
             assert name.count("/") != 2
 
@@ -53,7 +53,7 @@ def test_remote_client_gets_the_served_name(tmp_path: Path, monkeypatch) -> None
         folder.mkdir(parents=True)
         save_tokenizer(folder)
         (folder / "config.json").write_text('{"vocab_size": 512}')
-    monkeypatch.chdir(tmp_path / "client")  # where Org/Name is, as if it were on the hub
+    monkeypatch.chdir(tmp_path / "client")  # Org/Name exists there, as a stand-in for the hub
     source = tmp_path / "server" / "m"
     config = ServeConfig(
         host="0.0.0.0", port=0, api_key=KEY, engine="fake", data=tmp_path / "d", models=(f"Org/Name={source}",)
@@ -71,8 +71,8 @@ def test_remote_client_gets_the_served_name(tmp_path: Path, monkeypatch) -> None
 
 def test_asample_rejects_invalid_requests(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            sampler = await base_sampler(on)
+        async with api(tmp_path) as app:
+            sampler = await base_sampler(app)
             for changes, says in (
                 ({"sampling_session_id": "no"}, "no sampling session"),
                 ({"sampling_session_id": None, "base_model": "toy"}, "sampling_session_id"),
@@ -82,10 +82,12 @@ def test_asample_rejects_invalid_requests(tmp_path: Path) -> None:
                 ({"sampling_params": {"stop": [1, "a"]}}, "stop"),
                 ({"prompt": 3}, "prompt"),
             ):
-                answer = await on.post("asample", sample_body(sampler, 0, **changes))
+                answer = await app.post("asample", sample_body(sampler, 0, **changes))
                 assert 400 <= answer.status_code < 405, answer.text
                 assert says in answer.json()["detail"]
-            ok = (await on.post("asample", sample_body(sampler, 0, record_stability_info=False, new_field=[{}]))).json()
-            assert (await on.result(ok)).status_code == 200
+            ok = (
+                await app.post("asample", sample_body(sampler, 0, record_stability_info=False, new_field=[{}]))
+            ).json()
+            assert (await app.result(ok)).status_code == 200
 
     asyncio.run(main())

@@ -10,11 +10,11 @@ from tests.service.inprocess import Factory, api
 
 def test_client_config_disables_parallel_chunks(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            flags = (await on.post("client/config", {"sdk_version": "0.38.0"})).json()
+        async with api(tmp_path) as app:
+            flags = (await app.post("client/config", {"sdk_version": "0.38.0"})).json()
             assert flags["parallel_fwdbwd_chunks"] is False
             assert flags["custom_loss_server_side"] is False
-            dynamic = (await on.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
+            dynamic = (await app.post("client/dynamic_config", {"sdk_version": "0.38.0"})).json()
             assert dynamic["sample_cancel_enabled"] is True
 
     asyncio.run(main())
@@ -22,23 +22,23 @@ def test_client_config_disables_parallel_chunks(tmp_path: Path) -> None:
 
 def test_every_route_except_healthz_needs_a_key(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            on.http.headers["X-API-Key"] = "tml-other"
+        async with api(tmp_path) as app:
+            app.http.headers["X-API-Key"] = "tml-other"
             for path in ("client/config", "create_session", "optim_step", "retrieve_future", "telemetry"):
-                answer = await on.post(path, {})
+                answer = await app.post(path, {})
                 assert answer.status_code == 401
                 assert "X-API-Key" in answer.json()["detail"]
-            del on.http.headers["X-API-Key"]
-            assert (await on.post("asample", {})).status_code == 401
-            assert (await on.http.get("/api/v1/healthz")).status_code == 200
+            del app.http.headers["X-API-Key"]
+            assert (await app.post("asample", {})).status_code == 401
+            assert (await app.http.get("/api/v1/healthz")).status_code == 200
 
     asyncio.run(main())
 
 
 def test_unknown_routes_return_json_errors(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            for answer in (await on.post("archive_weights", {}), await on.http.get("/api/v1/create_session")):
+        async with api(tmp_path) as app:
+            for answer in (await app.post("archive_weights", {}), await app.http.get("/api/v1/create_session")):
                 assert answer.status_code in (404, 405)
                 assert "is not served here" in answer.json()["detail"]
 
@@ -47,28 +47,28 @@ def test_unknown_routes_return_json_errors(tmp_path: Path) -> None:
 
 def test_idempotency_key_returns_the_same_session(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
+        async with api(tmp_path) as app:
             headers = {"X-Idempotency-Key": "k"}
-            one, two = [
-                (await on.http.post("/api/v1/create_session", content=b"{}", headers=headers)).json() for _ in range(2)
+            first, second = [
+                (await app.http.post("/api/v1/create_session", content=b"{}", headers=headers)).json() for _ in range(2)
             ]
-            assert one == two
-            assert (await on.post("create_session", {})).json() != one
+            assert first == second
+            assert (await app.post("create_session", {})).json() != first
 
     asyncio.run(main())
 
 
 def test_heartbeat_fails_after_the_end(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path) as on:
-            session = (await on.post("create_session", {"tags": ["a"], "user_metadata": None})).json()["session_id"]
-            assert (await on.post("session_heartbeat", {"session_id": session})).json()["type"] == "session_heartbeat"
-            assert (await on.post("session_heartbeat", {"session_id": "no"})).status_code == 404
+        async with api(tmp_path) as app:
+            session = (await app.post("create_session", {"tags": ["a"], "user_metadata": None})).json()["session_id"]
+            assert (await app.post("session_heartbeat", {"session_id": session})).json()["type"] == "session_heartbeat"
+            assert (await app.post("session_heartbeat", {"session_id": "no"})).status_code == 404
             for _ in range(2):  # the first reason counts
-                answer = await on.post(f"sessions/{session}/finish", {"reason": {"type": "errored"}, "detail": "x"})
+                answer = await app.post(f"sessions/{session}/finish", {"reason": {"type": "errored"}, "detail": "x"})
                 assert answer.status_code == 204
-            assert (await on.post("session_heartbeat", {"session_id": session})).status_code == 410
-            assert (await on.post("telemetry", {"events": [], "anything": 1})).json() == {"status": "accepted"}
+            assert (await app.post("session_heartbeat", {"session_id": session})).status_code == 410
+            assert (await app.post("telemetry", {"events": [], "anything": 1})).json() == {"status": "accepted"}
 
     asyncio.run(main())
 
@@ -76,11 +76,11 @@ def test_heartbeat_fails_after_the_end(tmp_path: Path) -> None:
 def test_silent_session_ends_and_unloads_its_model(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
-        async with api(tmp_path, start, session_timeout_s=0.3) as on:
-            model = await on.model()
-            await on.step(model, 1)
+        async with api(tmp_path, start, session_timeout_s=0.3) as app:
+            model = await app.model()
+            await app.step(model, 1)
             body = {"session_id": model.split(":")[0], "sampling_session_seq_id": 0, "base_model": "toy"}
-            sampler = (await on.post("create_sampling_session", body)).json()["sampling_session_id"]
+            sampler = (await app.post("create_sampling_session", body)).json()["sampling_session_id"]
             engine = start.made[0].engine
             assert model in engine._models  # type: ignore[attr-defined]
             for _ in range(100):
@@ -88,9 +88,9 @@ def test_silent_session_ends_and_unloads_its_model(tmp_path: Path) -> None:
                 if model not in engine._models:  # type: ignore[attr-defined]
                     break
             assert model not in engine._models  # type: ignore[attr-defined]
-            refused = await on.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
+            refused = await app.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
             assert "silence" in refused.json()["detail"]
-            assert "silence" in (await on.post("asample", _ask(sampler))).json()["detail"]
+            assert "silence" in (await app.post("asample", _ask(sampler))).json()["detail"]
 
     asyncio.run(main())
 
@@ -101,10 +101,10 @@ def _ask(sampler: str) -> dict:
 
 def test_heartbeats_keep_a_session_alive(tmp_path: Path) -> None:
     async def main() -> None:
-        async with api(tmp_path, session_timeout_s=0.4) as on:
-            session = (await on.post("create_session", {})).json()["session_id"]
+        async with api(tmp_path, session_timeout_s=0.4) as app:
+            session = (await app.post("create_session", {})).json()["session_id"]
             for _ in range(6):
                 await asyncio.sleep(0.15)
-                assert (await on.post("session_heartbeat", {"session_id": session})).status_code == 200
+                assert (await app.post("session_heartbeat", {"session_id": session})).status_code == 200
 
     asyncio.run(main())

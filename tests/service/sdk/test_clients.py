@@ -68,10 +68,10 @@ def test_gradients_of_several_calls_and_chunks_add_up(client: tinker.ServiceClie
     data = [
         datum([i % 500, i % 500 + 1, i % 500 + 2], weights=[1.0, 1.0]) for i in range(1100)
     ]  # over one chunk of 1024
-    one = whole.forward_backward(data, "cross_entropy").result()
-    assert len(one.loss_fn_outputs) == 1100
-    two = [parts.forward_backward(piece, "cross_entropy") for piece in (data[:500], data[500:])]
-    assert one.metrics["loss:sum"] == pytest.approx(sum(f.result().metrics["loss:sum"] for f in two))
+    result = whole.forward_backward(data, "cross_entropy").result()
+    assert len(result.loss_fn_outputs) == 1100
+    results = [parts.forward_backward(piece, "cross_entropy") for piece in (data[:500], data[500:])]
+    assert result.metrics["loss:sum"] == pytest.approx(sum(f.result().metrics["loss:sum"] for f in results))
     norms = [c.optim_step(ADAM).result().metrics["grad_norm"] for c in (whole, parts)]
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
 
@@ -89,9 +89,9 @@ def test_soft_targets_dense_and_sparse_agree(train: tinker.TrainingClient) -> No
     data = [types.Datum(model_input=prompt, loss_fn_inputs=inputs) for inputs in (dense, sparse)]
     assert data[1].loss_fn_inputs["target_tokens"].sparse_crow_indices is not None
     answer = train.forward(data, "cross_entropy").result()
-    one, two = logprobs_of(answer)
-    assert one.shape == (N, k)
-    np.testing.assert_array_equal(one, two)
+    from_dense, from_sparse = logprobs_of(answer)
+    assert from_dense.shape == (N, k)
+    np.testing.assert_array_equal(from_dense, from_sparse)
     plain = train.forward([datum(TOKENS)], "cross_entropy").result()  # missing weights are 1
     assert answer.metrics["loss:sum"] == pytest.approx(2 * plain.metrics["loss:sum"])
 
@@ -132,12 +132,12 @@ def test_samples_have_ids_and_obey_seed_and_stop(client: tinker.ServiceClient) -
     def ask(n: int = 1, **params) -> list[types.SampledSequence]:
         return sampler.sample(prompt, n, types.SamplingParams(**params)).result().sequences
 
-    one, again = ask(3, max_tokens=9, seed=7, stop=[]), ask(3, max_tokens=9, seed=7, stop=[])
-    assert [s.tokens for s in one] == [s.tokens for s in again]
-    assert len({tuple(s.tokens) for s in one}) == 3
-    assert len({s.sequence_id for s in one + again}) == 6
-    assert [(len(s.tokens), len(s.logprobs), s.stop_reason) for s in one] == [(9, 9, "length")] * 3
-    token = one[0].tokens[4]
+    first, again = ask(3, max_tokens=9, seed=7, stop=[]), ask(3, max_tokens=9, seed=7, stop=[])
+    assert [s.tokens for s in first] == [s.tokens for s in again]
+    assert len({tuple(s.tokens) for s in first}) == 3
+    assert len({s.sequence_id for s in first + again}) == 6
+    assert [(len(s.tokens), len(s.logprobs), s.stop_reason) for s in first] == [(9, 9, "length")] * 3
+    token = first[0].tokens[4]
     [stopped] = ask(max_tokens=9, seed=7, stop=[token])
     assert (stopped.tokens[-1], stopped.stop_reason) == (token, "stop")
     [spelled] = ask(max_tokens=9, seed=7, stop=chr(token))  # the fake spells a token as its character
@@ -215,7 +215,7 @@ def test_checkpoint_names_are_unique(train: tinker.TrainingClient) -> None:
     assert sampler_path == f"tinker://{train.model_id}/sampler_weights/s"
     with pytest.raises(tinker.BadRequestError, match="exists"):
         train.save_weights_for_sampler("s").result()
-    assert step(train) < first  # refusals leave gaps in seq_id, which block nothing
+    assert step(train) < first  # refused requests leave gaps in seq_id
 
 
 def test_sampling_from_named_checkpoints(client: tinker.ServiceClient, train: tinker.TrainingClient) -> None:

@@ -57,7 +57,7 @@ def test_hold_time_is_limited_to_what_clients_support(hold_s: float) -> None:
 
 
 def test_waiting_client_polls_rarely(served: Served, sampler: tinker.SamplingClient, caplog) -> None:
-    """A single open poll for the duration of a sample."""
+    """Few polls stay open for the duration of a sample."""
     caplog.set_level(logging.DEBUG)
     futures = [sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=400, stop=[])) for _ in range(20)]
     for future in futures:
@@ -65,7 +65,7 @@ def test_waiting_client_polls_rarely(served: Served, sampler: tinker.SamplingCli
     polls = [
         record for record in caplog.records if "retrieve_future" in record.getMessage() and "HTTP Request" in record.msg
     ]
-    assert len(futures) <= len(polls) < 3 * len(futures)  # a fetch of each, and few polls for all of them
+    assert len(futures) <= len(polls) < 3 * len(futures)  # a fetch for each sample and few session polls
 
 
 def test_abandoned_seq_ids_block_nothing(train: tinker.TrainingClient) -> None:
@@ -81,10 +81,10 @@ def test_logprobs_are_of_the_tempered_distribution(sampler: tinker.SamplingClien
     [best] = sampler.sample(PROMPT, 1, plain, topk_sample_logprobs=512).result().sequences
     every = np.asarray([logprob for _, logprob in sorted(best.topk_logprobs[0])])
     for temperature in (0.5, 2.0):
-        one = sampled(sampler, temperature=temperature, max_tokens=1)
+        sequence = sampled(sampler, temperature=temperature, max_tokens=1)
         tempered = every / temperature
-        expected = tempered[one.tokens[0]] - np.log(np.exp(tempered).sum())
-        assert one.logprobs[0] == pytest.approx(expected, abs=1e-4)
+        expected = tempered[sequence.tokens[0]] - np.log(np.exp(tempered).sum())
+        assert sequence.logprobs[0] == pytest.approx(expected, abs=1e-4)
 
 
 def test_each_sampling_parameter_has_an_effect(sampler: tinker.SamplingClient) -> None:
@@ -104,8 +104,8 @@ def test_each_chunk_of_a_prompt_is_used(sampler: tinker.SamplingClient) -> None:
 
 
 def test_sample_is_never_empty(sampler: tinker.SamplingClient) -> None:
-    one = sampled(sampler, stop=list(range(512)))
-    assert (len(one.tokens), len(one.logprobs), one.stop_reason) == (1, 1, "stop")
+    sequence = sampled(sampler, stop=list(range(512)))
+    assert (len(sequence.tokens), len(sequence.logprobs), sequence.stop_reason) == (1, 1, "stop")
 
 
 def test_old_sampling_sessions_stay_valid(train: tinker.TrainingClient) -> None:
@@ -135,7 +135,7 @@ def test_gradient_clipping_has_an_effect(client: tinker.ServiceClient) -> None:
 
 def test_dropped_future_cancels_its_sample(served: Served, sampler: tinker.SamplingClient) -> None:
     future = sampler.sample(PROMPT, 1, types.SamplingParams(max_tokens=32000, stop=[])).future()
-    assert sampled(sampler).tokens  # the one before it is under way
+    assert sampled(sampler).tokens  # the dropped sample was submitted before it
     future.cancel()
     with served.raw() as post:
         answer = post("retrieve_future", {"request_id": f"{sampler._sampling_session_id}:0"})

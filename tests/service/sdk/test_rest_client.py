@@ -96,11 +96,11 @@ def test_publish_and_unpublish_are_idempotent(rest: tinker.RestClient, train: ti
     run = run_of(path)
 
     def public() -> bool:
-        [one] = rest.list_checkpoints(run).result().checkpoints
-        return one.public
+        [checkpoint] = rest.list_checkpoints(run).result().checkpoints
+        return checkpoint.public
 
     assert not public()
-    for _ in range(2):  # a conflict would keep the client trying for minutes
+    for _ in range(2):  # the client would repeat a conflict for minutes
         rest.publish_checkpoint_from_tinker_path(path).result(timeout=5)
         assert public()
     for _ in range(2):
@@ -113,8 +113,8 @@ def test_ttl_is_set_and_removed(rest: tinker.RestClient, train: tinker.TrainingC
     run = run_of(path)
 
     def left() -> float | None:
-        [one] = rest.list_checkpoints(run).result().checkpoints
-        return (one.expires_at - datetime.now(UTC)).total_seconds() if one.expires_at else None
+        [checkpoint] = rest.list_checkpoints(run).result().checkpoints
+        return (checkpoint.expires_at - datetime.now(UTC)).total_seconds() if checkpoint.expires_at else None
 
     assert 3590 < left() <= 3600
     rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result()
@@ -125,7 +125,7 @@ def test_ttl_is_set_and_removed(rest: tinker.RestClient, train: tinker.TrainingC
         rest.set_checkpoint_ttl_from_tinker_path(path, 5).result()
 
 
-def test_a_missing_ttl_is_not_null(served: Served, train: tinker.TrainingClient) -> None:
+def test_missing_ttl_differs_from_null(served: Served, train: tinker.TrainingClient) -> None:
     path = train.save_state("kept", ttl_seconds=3600).result().path
     run = run_of(path)
     with httpx.Client(base_url=served.url, headers={"X-API-Key": served.key}) as http:
@@ -372,7 +372,7 @@ def test_session_search_pages_and_filters(served: Served, raw: Callable[..., htt
 
 
 def test_access_token_and_key_allow_loading(served: Served, client: tinker.ServiceClient, train, raw) -> None:
-    """With one key they are one's own; that a stranger may is in test_tenants."""
+    """Both belong to the tenant; test_ownership covers other tenants."""
     path = train.save_state("lent").result().path
     url = f"training_runs/{run_of(path)}/checkpoints/weights/lent/access_token"
     token = raw(url, {"ttl_seconds": 60}).json()["weights_access_token"]

@@ -75,13 +75,13 @@ def test_version_status_and_whoami(cli: Tinker) -> None:
     }
 
 
-def test_models(cli: Tinker) -> None:
+def test_model_list(cli: Tinker) -> None:
     assert "toy" in cli("model", "list").out
     assert "other/model" in cli("model", "list", "other").out
     assert "toy" not in cli("model", "list", "other").out
 
 
-def test_runs(cli: Tinker, saved: dict[str, str]) -> None:
+def test_run_list_and_info(cli: Tinker, saved: dict[str, str]) -> None:
     run = run_of(saved["state"])
     assert run in [run["training_run_id"] for run in cli.json("run", "list", "--limit", "0")["runs"]]
     info = cli.json("run", "info", run)
@@ -90,7 +90,7 @@ def test_runs(cli: Tinker, saved: dict[str, str]) -> None:
     assert run in cli("run", "list").out
 
 
-def test_lists_of_checkpoints(cli: Tinker, saved: dict[str, str]) -> None:
+def test_checkpoint_lists(cli: Tinker, saved: dict[str, str]) -> None:
     of_run = cli.json("checkpoint", "list", "--run-id", run_of(saved["state"]))["checkpoints"]
     assert [item["tinker_path"] for item in of_run] == [saved[kind] for kind in ("external", "sampler", "state")]
     listed = cli.json("checkpoint", "list", "--limit", "0")["checkpoints"]
@@ -165,7 +165,7 @@ def test_push_to_the_hub(cli: Tinker, saved: dict[str, str], pushed: Hub) -> Non
     assert isinstance(json.loads(pushed.files["adapter_config.json"])["base_model_name_or_path"], str)
 
 
-def test_the_trace_of_a_session(cli: Tinker, saved: dict[str, str], tmp_path: Path) -> None:
+def test_session_trace(cli: Tinker, saved: dict[str, str], tmp_path: Path) -> None:
     session = run_of(saved["state"]).partition(":")[0]
     file = tmp_path / "trace.pftrace"
     report = cli.json("session", "export-trace", session, "--output", str(file))

@@ -1,7 +1,7 @@
-"""The `tinker` command, each call in a process of its own: forked from one that has imported it already.
+"""The `tinker` command in subprocesses.
 
-Importing the SDK takes seconds, and there are two dozen commands. Run as a module it reads a call from each line of its
-standard input and answers with a line: the exit status, and what the command wrote.
+Importing the SDK takes seconds, so a server process imports it once and forks for each command. Run as a module, this
+file reads a call from each line of standard input and writes a line with the exit status and the output.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Said:
-    """How a call ended."""
+class CommandResult:
+    """Exit status and output of a command."""
 
     status: int
     out: str
@@ -33,18 +33,18 @@ class Said:
 
 
 class Tinker:
-    """Calls the command."""
+    """Runs `tinker` commands."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         self._process = process
 
-    def __call__(self, *words: str, cwd: Path | None = None, stdin: str = "") -> Said:
+    def __call__(self, *words: str, cwd: Path | None = None, stdin: str = "") -> CommandResult:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         call = {"words": words, "cwd": str(cwd or "."), "stdin": stdin}
         self._process.stdin.write(json.dumps(call) + "\n")
         self._process.stdin.flush()
-        return Said(**json.loads(self._process.stdout.readline()))
+        return CommandResult(**json.loads(self._process.stdout.readline()))
 
     def json(self, *words: str, **more: Any) -> Any:
         return self("--format", "json", *words, **more).json
@@ -52,7 +52,7 @@ class Tinker:
 
 @contextmanager
 def tinker_command(**environment: str) -> Iterator[Tinker]:
-    """The command in an environment of its own."""
+    """Run the server process with these environment variables."""
     process = subprocess.Popen(
         [sys.executable, "-m", __name__],
         stdin=subprocess.PIPE,
@@ -94,13 +94,13 @@ def main() -> None:
 
 
 def _run(cli: Any) -> None:
-    """As the interpreter would, up to its end."""
+    """Run the command and exit as the interpreter would."""
     status = 0
     try:
         cli()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:  # noqa: BLE001  whatever it is, the interpreter would print it and end
+    except BaseException as error:  # noqa: BLE001  the interpreter prints any exception and exits
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         status = 1
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Tables and migrations agree, old folders are taken over, and a database serves one server."""
+"""Migrations, databases of older versions, and the lock of a database."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from tinsmith.service.storage.store import FinishedRequest, exclusive_store, ope
 from tinsmith.service.storage.tables import META
 
 REVISION_0005 = Path(__file__).parent / "revision_0005.sql"
-"""The same, of the last development version."""
+"""Database dump of the last development version."""
 BEFORE_MIGRATIONS = Path(__file__).parent / "before_migrations.sql"
-"""What `tinsmith serve` of the time before migrations wrote: a session, a model, a sampler, a checkpoint, requests."""
+"""Database dump from before migrations: a session, a model, a sampling session, a checkpoint, requests."""
 
 
 def migrated(data: Path) -> None:
@@ -47,7 +47,7 @@ def differences(data: Path) -> list:
         return compare_metadata(MigrationContext.configure(db, opts={"compare_type": True}), META)
 
 
-def test_migrations_make_the_tables(tmp_path: Path) -> None:
+def test_migrations_create_the_declared_tables(tmp_path: Path) -> None:
     migrated(tmp_path)
     assert differences(tmp_path) == []
     migrated(tmp_path)
@@ -57,11 +57,11 @@ def test_migrations_make_the_tables(tmp_path: Path) -> None:
 def test_migrations_are_linear() -> None:
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
-    numbers = [one.revision for one in ScriptDirectory.from_config(config).walk_revisions()]
+    numbers = [script.revision for script in ScriptDirectory.from_config(config).walk_revisions()]
     assert numbers == [f"{number:04d}" for number in range(4 + len(numbers), 4, -1)]
 
 
-def test_starts_at_the_same_moment_migrate_once(tmp_path: Path) -> None:
+def test_concurrent_starts_migrate_once(tmp_path: Path) -> None:
     async def main() -> None:
         engines = [open_engine(tmp_path, url_of(tmp_path)) for _ in range(4)]
         await asyncio.gather(*(migrate(engine) for engine in engines))
@@ -72,7 +72,7 @@ def test_starts_at_the_same_moment_migrate_once(tmp_path: Path) -> None:
     assert differences(tmp_path) == []
 
 
-def test_a_database_of_a_newer_version_or_of_something_else_is_refused(tmp_path: Path) -> None:
+def test_newer_and_foreign_databases_are_rejected(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     migrated(tmp_path)
@@ -85,11 +85,11 @@ def test_a_database_of_a_newer_version_or_of_something_else_is_refused(tmp_path:
     with pytest.raises(ConfigError, match="something else"):
         asyncio.run(open_store(other, url_of(other)))
     with beside(other) as engine, engine.begin() as db:
-        assert db.execute(text("select * from sessions")).keys() == {"mine"}, "nothing of it was touched"
+        assert db.execute(text("select * from sessions")).keys() == {"mine"}, "the database is unchanged"
 
 
 @pytest.mark.only_on("postgresql")
-def test_a_second_server_is_refused_as_long_as_the_first_one_serves(tmp_path: Path) -> None:
+def test_second_server_is_refused_while_the_first_runs(tmp_path: Path) -> None:
 
     async def main() -> None:
         url = url_of(tmp_path)
@@ -105,7 +105,7 @@ def test_a_second_server_is_refused_as_long_as_the_first_one_serves(tmp_path: Pa
 
 @pytest.mark.only_on("postgresql")
 def test_lock_is_acquired_again_after_a_database_restart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And if another server was faster, this one ends itself."""
+    """If another server acquired it first, this server exits."""
     monkeypatch.setattr(database_module, "_PING_S", 0.1)
     ended = []
     monkeypatch.setattr(os, "kill", lambda pid, number: ended.append((pid, number)))
@@ -135,7 +135,7 @@ def test_lock_is_acquired_again_after_a_database_restart(tmp_path: Path, monkeyp
 
 
 def give_up(release, url):
-    """Another server takes the lock in the moment in which it is free."""
+    """Let another server take the lock when it is free."""
     taken = []
 
     async def released(self) -> None:
@@ -222,8 +222,8 @@ def test_folder_from_before_migrations_is_upgraded(tmp_path: Path) -> None:
 
 
 @pytest.mark.only_on("sqlite")
-def test_the_kept_schema_is_the_one_before_migrations(tmp_path: Path) -> None:
-    """The first migration makes the same tables as the code of that time did."""
+def test_migrations_remove_no_table_or_column(tmp_path: Path) -> None:
+    """The first migration only adds and widens columns."""
     with sqlite3.connect(tmp_path / "old.db") as old:
         old.executescript(BEFORE_MIGRATIONS.read_text())
     old.close()
@@ -231,4 +231,4 @@ def test_the_kept_schema_is_the_one_before_migrations(tmp_path: Path) -> None:
     with engine.connect() as db:
         before = compare_metadata(MigrationContext.configure(db, opts={"compare_type": True}), META)
     engine.dispose()
-    assert [one for one in before if "remove" in str(one[0])] == [], "tables are added and widened, none is lost"
+    assert [change for change in before if "remove" in str(change[0])] == [], "tables or columns are removed"

@@ -1,4 +1,4 @@
-"""What is written comes back, whoever else writes at the same time."""
+"""Store: round trips, concurrent writes, lost databases and errors."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WORKS = (
 )
 
 
-def test_records_and_requests_come_back(tmp_path: Path) -> None:
+def test_records_and_requests_are_read_back(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))
         await store.put(SESSION, MODEL, SAMPLER, CHECKPOINT)
@@ -71,7 +71,7 @@ def test_records_and_requests_come_back(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_results_belong_to_their_owner_and_payloads_go_when_covered(tmp_path: Path) -> None:
+def test_results_are_private_and_covered_payloads_are_deleted(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))
         await store.put(MODEL)
@@ -82,17 +82,17 @@ def test_results_belong_to_their_owner_and_payloads_go_when_covered(tmp_path: Pa
         assert await store.result("r1", "o") == ("done", FutureResult(body=b"x"))
         assert await store.result("r1", "another") is None
         assert await store.result("r3", "o") == ("pending", None)
-        assert [(one.seq, one.batch) for one in await store.requests_to_replay(MODEL)] == [(1, 7), (2, 7)]
+        assert [(request.seq, request.batch) for request in await store.requests_to_replay(MODEL)] == [(1, 7), (2, 7)]
         covered = replace(MODEL, covered=1)
         await store.cover(covered)
-        assert [one.seq for one in await store.requests_to_replay(covered)] == [2]
+        assert [request.seq for request in await store.requests_to_replay(covered)] == [2]
         assert [row.id for row in await store.pending_requests()] == ["r3"]
         await store.close()
 
     asyncio.run(main())
 
 
-def test_a_run_knows_its_own_checkpoints_whatever_becomes_of_them(tmp_path: Path) -> None:
+def test_checkpoints_of_a_run_follow_updates_and_removals(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))
         others = replace(CHECKPOINT, id="d", run="other")
@@ -121,15 +121,15 @@ def test_last_used_takes_any_number_of_models(tmp_path: Path) -> None:
         await store.put(MODEL)
         await store.accept(queued_request("r1", "o", MODEL.id, 1, 1, WORKS[0]), encode_operation(WORKS[0]))
         other = replace(MODEL, id="other", used=7.0)
-        found = await store.last_used([other, *[MODEL] * 260_000])
-        assert found[0] == 7.0
-        assert min(found[1:]) > MODEL.created
+        times = await store.last_used([other, *[MODEL] * 260_000])
+        assert times[0] == 7.0
+        assert min(times[1:]) > MODEL.created
         await store.close()
 
     asyncio.run(main())
 
 
-def test_changes_at_the_same_time_do_not_undo_each_other(tmp_path: Path) -> None:
+def test_concurrent_updates_are_all_applied(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))
         await store.put(SESSION, CHECKPOINT)
@@ -149,8 +149,8 @@ def test_changes_at_the_same_time_do_not_undo_each_other(tmp_path: Path) -> None
 
 
 @pytest.mark.only_on("postgresql")
-def test_a_database_that_goes_away_is_waited_for(tmp_path: Path) -> None:
-    """Connections are cut under every kind of write, and none are let in for a while."""
+def test_writes_wait_for_a_lost_database(tmp_path: Path) -> None:
+    """Connections are closed during each kind of write and refused for a while."""
     url = url_of(tmp_path) or ""
     name = url.rpartition("/")[2]
     elsewhere = create_engine(url.replace(name, "postgres"), isolation_level="AUTOCOMMIT")
@@ -170,7 +170,7 @@ def test_a_database_that_goes_away_is_waited_for(tmp_path: Path) -> None:
         accepted = asyncio.create_task(store.accept(row, encode_operation(row.operation)))
         query = asyncio.create_task(store.result(row.id, "o"))
         done, _ = await asyncio.wait({accepted, query}, timeout=1.5)
-        assert not done, "neither refused nor promised"
+        assert not done, "the write waits"
         await asyncio.to_thread(admin, f"alter database {name} allow_connections true")
         assert await accepted
         await query
@@ -193,8 +193,8 @@ def test_a_database_that_goes_away_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.only_on("sqlite")
-def test_a_commit_is_on_the_disk(tmp_path: Path) -> None:
-    """SQLite's own default in WAL would leave the last commits to a power cut."""
+def test_sqlite_commits_are_synchronous(tmp_path: Path) -> None:
+    """The default of SQLite in WAL mode loses the last commits in a power failure."""
 
     async def main() -> None:
         store = await open_store(tmp_path)
@@ -207,9 +207,9 @@ def test_a_commit_is_on_the_disk(tmp_path: Path) -> None:
 
 @pytest.mark.only_on("sqlite")
 @pytest.mark.parametrize("fault", ["locked", "full"])
-def test_a_database_file_that_cannot_be_written_is_waited_for(tmp_path: Path, fault: str) -> None:
+def test_writes_wait_for_an_unwritable_database_file(tmp_path: Path, fault: str) -> None:
     def arrange(kind: str) -> Callable[[], None]:
-        """Returns what ends the fault."""
+        """Cause the fault. Returns a function that ends it."""
         if kind == "locked":
             other = sqlite3.connect(tmp_path / "tinsmith.db", isolation_level=None, check_same_thread=False)
             other.execute("BEGIN IMMEDIATE")
@@ -231,7 +231,7 @@ def test_a_database_file_that_cannot_be_written_is_waited_for(tmp_path: Path, fa
                 store.finish([FinishedRequest(request=row, result=FutureResult(body=b"x" * 2**16))])
             )
             done, _ = await asyncio.wait({finishing}, timeout=0.7)
-            assert not done, "neither written nor given up"
+            assert not done, "the write waits"
         finally:
             end()
         await finishing
@@ -256,7 +256,7 @@ def test_permanent_database_errors_are_raised(tmp_path: Path) -> None:
 
 @pytest.mark.only_on("postgresql")
 def test_accept_survives_a_lost_commit_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The commit went through and its answer was lost."""
+    """The commit succeeds and its confirmation is lost."""
 
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))
@@ -276,7 +276,7 @@ def test_accept_survives_a_lost_commit_report(tmp_path: Path, monkeypatch: pytes
         assert await store.accept(row, encode_operation(row.operation), SESSION)
         assert attempts == 2
         assert not await store.accept(row, encode_operation(row.operation))
-        assert [one.id for one in await store.pending_requests()] == ["r1"]
+        assert [request.id for request in await store.pending_requests()] == ["r1"]
         assert store.all(Session) == [SESSION]
         await store.close()
 
@@ -284,7 +284,7 @@ def test_accept_survives_a_lost_commit_report(tmp_path: Path, monkeypatch: pytes
 
 
 @pytest.mark.only_on("postgresql")
-def test_what_postgresql_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_values_that_postgresql_cannot_store_are_rejected(tmp_path: Path) -> None:
     async def main() -> None:
         store = await open_store(tmp_path, url_of(tmp_path))
         for bad in ({"display_name": "a\0b"}, {"metadata": {"a": float("nan")}}, {"project_id": "\0"}):
@@ -297,7 +297,7 @@ def test_what_postgresql_cannot_hold_is_refused(tmp_path: Path) -> None:
         await store.put(held)
         await store.close()
         store = await open_store(tmp_path, url_of(tmp_path))
-        assert store.all(Session) == [held], "JSON holds any text"
+        assert store.all(Session) == [held], "JSON columns store any text"
         await store.close()
 
     asyncio.run(main())
@@ -312,8 +312,8 @@ def test_cancellation_leaves_no_open_transaction(tmp_path: Path) -> None:
         for task in writing:
             task.cancel()
         await asyncio.gather(*writing, return_exceptions=True)
-        kept = {row.id for row in await store.pending_requests()}
-        assert {row.id for row, task in zip(rows, writing, strict=True) if not task.cancelled()} <= kept
+        stored = {row.id for row in await store.pending_requests()}
+        assert {row.id for row, task in zip(rows, writing, strict=True) if not task.cancelled()} <= stored
         await store.close()
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Keys in the database: what is kept of them, and that two who write do not undo each other."""
+"""API keys and quotas in the database."""
 
 from __future__ import annotations
 
@@ -33,35 +33,35 @@ def within(data: Path, work: Callable[[AsyncEngine], Awaitable[None]]) -> None:
     asyncio.run(main())
 
 
-def test_only_a_hash_is_kept(tmp_path: Path) -> None:
+def test_database_stores_only_the_hash_of_a_key(tmp_path: Path) -> None:
     made = []
 
     async def work(engine: AsyncEngine) -> None:
         made.extend(await create_key(engine, "ci", "alice", admin=True, lifetime_s=60))
 
     within(tmp_path, work)
-    key, kept = made
+    key, record = made
     assert key.startswith("tml-")
     assert len(key) > 40
     with beside(tmp_path) as engine, engine.connect() as db:
         [row] = db.execute(text("select * from keys")).mappings()
     assert row["hash"] == hashlib.sha256(key.encode()).hexdigest()
     assert key not in str(dict(row))
-    assert (kept.name, kept.owner, kept.admin, kept.id) == ("ci", "alice", True, row["id"])
-    assert kept.expires == pytest.approx(time.time() + 60, abs=30)
+    assert (record.name, record.owner, record.admin, record.id) == ("ci", "alice", True, row["id"])
+    assert record.expires == pytest.approx(time.time() + 60, abs=30)
 
 
-def test_a_key_is_good_until_it_ends_or_is_revoked(tmp_path: Path) -> None:
+def test_key_is_valid_until_it_expires_or_is_revoked(tmp_path: Path) -> None:
     async def work(engine: AsyncEngine) -> None:
         tenants = Tenants(engine, "tml-own")
         good, _ = await create_key(engine, "good", "alice")
         over, _ = await create_key(engine, "over", "alice", lifetime_s=0)
-        assert tenants.authenticate(good) is None, "not read yet"
+        assert tenants.authenticate(good) is None, "keys are read by reload"
         await tenants.reload()
-        found = tenants.authenticate(good)
-        assert found is not None
-        assert (found.owner, found.admin) == ("alice", False)
-        assert tenants.key_by_id(found.id) == found
+        record = tenants.authenticate(good)
+        assert record is not None
+        assert (record.owner, record.admin) == ("alice", False)
+        assert tenants.key_by_id(record.id) == record
         assert [tenants.authenticate(key) for key in (over, "", "tml-", good[:-1], good + "x")] == [None] * 5
         own = tenants.authenticate("tml-own")
         assert own is not None
@@ -69,20 +69,20 @@ def test_a_key_is_good_until_it_ends_or_is_revoked(tmp_path: Path) -> None:
         assert tenants.has_keys
         await revoke_key(engine, "good")
         await tenants.reload()
-        assert (tenants.authenticate(good), tenants.key_by_id(found.id), tenants.has_keys) == (None, None, False)
+        assert (tenants.authenticate(good), tenants.key_by_id(record.id), tenants.has_keys) == (None, None, False)
         assert Tenants(engine, None).authenticate("") is None
         assert Tenants(engine, None).key_by_id(0) is None
 
     within(tmp_path, work)
 
 
-def test_a_name_means_one_good_key(tmp_path: Path) -> None:
+def test_name_has_at_most_one_valid_key(tmp_path: Path) -> None:
     async def work(engine: AsyncEngine) -> None:
         made = await asyncio.gather(*(create_key(engine, "a", "alice") for _ in range(5)), return_exceptions=True)
-        refused = [one for one in made if isinstance(one, ConfigError)]
+        refused = [result for result in made if isinstance(result, ConfigError)]
         assert len(refused) == 4
         first = await revoke_key(engine, "a")
-        assert await revoke_key(engine, "a") == first, "to revoke again changes nothing"
+        assert await revoke_key(engine, "a") == first, "revoking is idempotent"
         _, second = await create_key(engine, "a", "alice")
         assert (await revoke_key(engine, "a")).id == second.id
         assert (await revoke_key(engine, str(first.id))).id == first.id
@@ -97,7 +97,7 @@ def test_a_name_means_one_good_key(tmp_path: Path) -> None:
     within(tmp_path, work)
 
 
-def test_quotas_change_one_by_one(tmp_path: Path) -> None:
+def test_quotas_are_set_individually(tmp_path: Path) -> None:
     async def work(engine: AsyncEngine) -> None:
         await set_quotas(engine, "alice", {"models": 3, "queued": 0})
         await set_quotas(engine, "bob", {"tokens_per_minute": 10**12})
@@ -113,7 +113,7 @@ def test_quotas_change_one_by_one(tmp_path: Path) -> None:
     within(tmp_path, work)
 
 
-def test_commands_do_not_upgrade_a_database_under_its_server(tmp_path: Path) -> None:
+def test_key_commands_do_not_migrate_the_database(tmp_path: Path) -> None:
     within(tmp_path, lambda engine: asyncio.sleep(0))
     with beside(tmp_path) as engine, engine.begin() as db:
         db.execute(text("update alembic_version set version_num = '0001'"))

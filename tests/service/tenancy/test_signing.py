@@ -1,4 +1,4 @@
-"""Tokens and links: what is signed is known again, and nothing else is."""
+"""Signer: tokens, access tokens of checkpoints, and links."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from tinsmith.service.tenancy.signing import TOKEN_S, Signer, load_signer, urn
 SECRET = b"s" * 32
 
 
-def test_a_token_stands_for_its_key() -> None:
+def test_token_identifies_its_key() -> None:
     signer = Signer(SECRET)
     assert signer.read_token(signer.issue_token("ada", 7, "b")) == (7, "b")
 
 
-def test_the_sdk_reads_when_a_token_ends_and_whose_it_is() -> None:
+def test_sdk_reads_expiry_and_owner_of_a_token() -> None:
     token = Signer(SECRET).issue_token("ada", 7, "b")
     assert _lifetime(token) == TOKEN_S
     assert TOKEN_S - 5 < _seconds_until_expiry(token) <= TOKEN_S
@@ -33,7 +33,7 @@ def test_the_sdk_reads_when_a_token_ends_and_whose_it_is() -> None:
 @pytest.mark.parametrize(
     "fault", ["another secret", "unsigned", "changed", "over", "no end", "a weights token", "no token"]
 )
-def test_no_other_token_stands_for_anyone(fault: str) -> None:
+def test_invalid_tokens_are_rejected(fault: str) -> None:
     signer = Signer(SECRET)
     good = signer.issue_token("ada", 7, "b")
     claims = jwt_claims(good)
@@ -51,7 +51,7 @@ def test_no_other_token_stands_for_anyone(fault: str) -> None:
     assert signer.read_token(bad[fault]) is None
 
 
-def test_a_weights_token_opens_one_path() -> None:
+def test_weights_token_opens_one_path() -> None:
     signer = Signer(SECRET)
     token = signer.issue_weights_token("ada", "tinker://r/weights/a", 60)
     assert signer.checkpoint_owner(token, "tinker://r/weights/a") == "ada"
@@ -59,7 +59,7 @@ def test_a_weights_token_opens_one_path() -> None:
     assert signer.checkpoint_owner(signer.issue_token("ada", 7, "b"), "tinker://r/weights/a") is None
 
 
-def test_a_link_cannot_be_changed() -> None:
+def test_changed_links_are_rejected() -> None:
     signer = Signer(SECRET)
     query = dict(part.split("=") for part in signer.link("folder/file", 100).split("&"))
     assert query["expires"] == "100"
@@ -69,7 +69,7 @@ def test_a_link_cannot_be_changed() -> None:
     assert not signer.verify_link("folder/file", 100, "ü")
 
 
-def test_the_secret_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
+def test_secret_file_is_private(tmp_path: Path) -> None:
     token = load_signer(tmp_path).issue_token("ada", 7, "b")
     assert load_signer(tmp_path).read_token(token) == (7, "b")
     assert stat.S_IMODE((tmp_path / "signing-key").stat().st_mode) == 0o600

@@ -1,4 +1,4 @@
-"""Keys and a running server: it notices what is made and revoked beside it, and opens to nobody without one."""
+"""Keys and a running server: reloads, and the keys that a start requires."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def becomes(url: str, key: str, status: int) -> None:
         time.sleep(0.1)
 
 
-def test_a_running_server_notices_keys_within_seconds(tmp_path: Path) -> None:
+def test_running_server_reloads_keys_within_seconds(tmp_path: Path) -> None:
     settings = ServeConfig(models=("toy",), engine="fake", data=tmp_path, api_key="tml-x", port=free_port())
     with child(settings) as served:
         key = keys(tmp_path, "create", "alice-laptop", "--tenant", "alice", "--models", "1").strip().split("=")[1]
@@ -58,8 +58,8 @@ def test_a_running_server_notices_keys_within_seconds(tmp_path: Path) -> None:
     assert key not in (tmp_path / "log").read_text()
 
 
-def test_a_public_address_wants_a_key_that_was_given_or_made_for_it(tmp_path: Path) -> None:
-    """Without any, nothing is served; the key of a private start is not taken for one."""
+def test_public_address_requires_an_explicit_key(tmp_path: Path) -> None:
+    """The generated key of a local start does not count."""
 
     async def serve(**changes) -> str | None:
         options = {"models": ("toy",), "engine": "fake", "data": tmp_path, "database": url_of(tmp_path), **changes}

@@ -1,4 +1,4 @@
-"""Nothing acknowledged is lost: kill -9 at any moment, start again, and an unmodified client sees only a pause."""
+"""The journal: acknowledged requests survive kill -9, and an unmodified client continues."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def data(step: int) -> list[types.Datum]:
 
 
 def losses(model: tinker.TrainingClient, steps: range) -> list[float]:
-    """All steps submitted before a result is read, as clients do."""
+    """Losses of these steps; all are submitted before the first result is read."""
     futures = [(model.forward_backward(data(step), "cross_entropy"), model.optim_step(ADAM)) for step in steps]
     return [(passed.result().metrics["loss:sum"], stepped.result())[0] for passed, stepped in futures]
 
 
-def test_kill_in_the_middle_of_training_changes_nothing(tmp_path: Path) -> None:
+def test_kill_during_training_keeps_the_losses(tmp_path: Path) -> None:
     config = ServeConfig(
         models=("toy",), engine="fake", data=tmp_path, port=free_port(), api_key="tml-x", capture_every=3
     )
@@ -47,15 +47,15 @@ def test_kill_in_the_middle_of_training_changes_nothing(tmp_path: Path) -> None:
         unnamed = broken.save_weights_and_get_sampling_client().result()
         sampled = unnamed.compute_logprobs(PROMPT).result()
         broken.save_state("kept").result()
-        found: list[float] = []
-        run = threading.Thread(target=lambda: found.extend(losses(broken, steps[4:])))
+        late: list[float] = []
+        run = threading.Thread(target=lambda: late.extend(losses(broken, steps[4:])))
         run.start()
         time.sleep(0.33)
         in_flight = unnamed.compute_logprobs(PROMPT)
         first.kill()
     with child(config, delay=0.05):
         run.join(60)
-        assert early + found == expected
+        assert early + late == expected
         final = [
             model.save_weights_and_get_sampling_client().result().compute_logprobs(PROMPT).result()
             for model in (straight, broken)
@@ -66,7 +66,7 @@ def test_kill_in_the_middle_of_training_changes_nothing(tmp_path: Path) -> None:
         client.close("success").result()
 
 
-def test_kill_between_a_gradient_and_its_step(tmp_path: Path) -> None:
+def test_kill_between_gradient_and_step_keeps_the_gradient(tmp_path: Path) -> None:
     config = ServeConfig(
         models=("toy",), engine="fake", data=tmp_path, port=free_port(), api_key="tml-x", capture_every=1
     )
@@ -76,7 +76,7 @@ def test_kill_between_a_gradient_and_its_step(tmp_path: Path) -> None:
         for model in models:
             losses(model, range(2))
             model.forward_backward(data(7), "cross_entropy").result()
-            # A save covers up to the last step: the gradient since then is only in the journal.
+            # A save covers requests up to the last step; the gradient after it is only in the journal.
             model.save_state("mid").result()
             model.forward_backward(data(8), "cross_entropy").result()
         whole = models[0].optim_step(ADAM).result().metrics
@@ -87,8 +87,8 @@ def test_kill_between_a_gradient_and_its_step(tmp_path: Path) -> None:
         client.close("success").result()
 
 
-def test_versions_that_were_only_in_memory_come_back(tmp_path: Path) -> None:
-    """The unnamed sampler is killed before it is on disk; its replay makes the same version again."""
+def test_unwritten_versions_are_replayed(tmp_path: Path) -> None:
+    """The kill precedes the write of an unnamed version; a replay makes the same version again."""
     config = ServeConfig(models=("toy",), engine="fake", data=tmp_path, port=free_port(), api_key="tml-x")
     with child(config) as first:
         client = tinker.ServiceClient(base_url=first.url, api_key="tml-x")
@@ -111,7 +111,7 @@ def mark_unwritten(folder: Path) -> None:
         db.execute(update(CHECKPOINTS).values(ready=False))
 
 
-def test_sessions_that_ended_take_their_states_with_them(tmp_path: Path) -> None:
+def test_ended_sessions_delete_their_captures(tmp_path: Path) -> None:
     config = ServeConfig(
         models=("toy",), engine="fake", data=tmp_path, port=free_port(), api_key="tml-x", capture_every=1
     )
@@ -120,35 +120,35 @@ def test_sessions_that_ended_take_their_states_with_them(tmp_path: Path) -> None
         model = client.create_lora_training_client("toy", rank=4).result()
         losses(model, range(2))
         model.save_weights_and_get_sampling_client().result()
-        kept = model.save_state("kept").result().path
+        checkpoint = model.save_state("kept").result().path
         assert len(list((tmp_path / "journal").iterdir())) == 1
         client.close("success").result()
         other = tinker.ServiceClient(base_url=running.url, api_key="tml-x")
-        other.create_training_client_from_state(kept).result()
+        other.create_training_client_from_state(checkpoint).result()
         assert len(list((tmp_path / "journal").iterdir())) == 1
         assert len(list((tmp_path / "checkpoints").iterdir())) == 1
         other.close("success").result()
 
 
-def test_a_forward_among_passes_does_not_part_them_when_they_are_replayed(tmp_path: Path) -> None:
+def test_replay_does_not_split_passes_at_a_forward(tmp_path: Path) -> None:
     async def main() -> None:
         start, ran, hold = Factory(), [], asyncio.Event()
 
         def hook(call: str, argument: object):
             if call == "run":
-                ran.append([one.forward_only for one in argument])  # type: ignore[attr-defined]
+                ran.append([batched.forward_only for batched in argument])  # type: ignore[attr-defined]
             return hold.wait() if call == "step" else None
 
         start.hook = hook
-        async with api(tmp_path, start) as on:
-            model = await on.model()
-            await on.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
+        async with api(tmp_path, start) as app:
+            model = await app.model()
+            await app.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})
             for seq, forward_only in ((2, False), (3, True), (4, False)):
-                await on.post("forward_backward", pass_body(model, seq, forward_only=forward_only))
+                await app.post("forward_backward", pass_body(model, seq, forward_only=forward_only))
             hold.set()
-            await on.result({"request_id": f"{model}:4"})
+            await app.result({"request_id": f"{model}:4"})
             start.kill()
-            await on.step(model, 5)
+            await app.step(model, 5)
             assert ran == [[False, True, False], [False, False]]
 
     asyncio.run(main())

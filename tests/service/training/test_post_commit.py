@@ -1,4 +1,4 @@
-"""What follows from an answered request never undoes it."""
+"""Work after a commit: a failure does not undo the request."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from tinsmith.errors import EngineError
 from tinsmith.service.storage.records import Model
 
 
-async def loss(on: Api, model: str, seq: int) -> float:
-    return loss_in(await on.result((await on.post("forward_backward", pass_body(model, seq))).json()))
+async def loss(app: Api, model: str, seq: int) -> float:
+    return loss_in(await app.result((await app.post("forward_backward", pass_body(model, seq))).json()))
 
 
-def test_a_state_that_cannot_be_captured_takes_nothing_back(tmp_path: Path) -> None:
+def test_failed_capture_does_not_undo_the_request(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
 
@@ -23,20 +23,20 @@ def test_a_state_that_cannot_be_captured_takes_nothing_back(tmp_path: Path) -> N
                 raise EngineError("No space left on device.")
 
         start.hook = full
-        async with api(tmp_path, start, capture_every=1) as on:
-            model = await on.model(seed=1)
-            await loss(on, model, 1)
-            stepped = await on.step(model, 2)
-            trained = await loss(on, model, 3)
+        async with api(tmp_path, start, capture_every=1) as app:
+            model = await app.model(seed=1)
+            await loss(app, model, 1)
+            stepped = await app.step(model, 2)
+            trained = await loss(app, model, 3)
             assert "metrics" in stepped
-        async with api(tmp_path, start, capture_every=1) as on:
-            assert await loss(on, model, 4) == trained
-            assert (await on.result({"request_id": f"{model}:2"})).json() == stepped
+        async with api(tmp_path, start, capture_every=1) as app:
+            assert await loss(app, model, 4) == trained
+            assert (await app.result({"request_id": f"{model}:2"})).json() == stepped
             start.hook = lambda call, argument: None
-            await on.step(model, 5)
-            await loss(on, model, 6)
-            found = on.service.store.find(Model, model)
-            assert found is not None
-            assert found.covered == 5, "the next step has it captured"
+            await app.step(model, 5)
+            await loss(app, model, 6)
+            record = app.service.store.find(Model, model)
+            assert record is not None
+            assert record.covered == 5, "the next step captures again"
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Properties of the scheduler, over queues that hypothesis makes up."""
+"""Properties of next_batch over generated queues."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ BUDGET = 100
 
 
 def row(owner: str, model: str, seq: int, tokens: int | None, order: int, alone: bool = False) -> QueuedRequest:
-    """tokens None makes a barrier."""
+    """A queued pass of `tokens` tokens, or an optimizer step (a barrier) if None."""
     name = f"{owner}{model}"
     if tokens is None:
         work = OptimStep(adam=AdamParams())
     else:
-        one = Datum(tokens=np.zeros(tokens, np.int32), targets=np.zeros(tokens, np.int64))
-        work = Pass(model_id=name, data=(one,), loss_fn="cross_entropy")
+        datum = Datum(tokens=np.zeros(tokens, np.int32), targets=np.zeros(tokens, np.int64))
+        work = Pass(model_id=name, data=(datum,), loss_fn="cross_entropy")
     return replace(queued_request(f"{name}:{seq}", owner, name, seq, order, work), alone=alone)
 
 
 @st.composite
 def queues(draw) -> list[QueuedRequest]:
-    """Rows of a few owners and models, seq_ids rising with gaps, in a mixed order of arrival."""
+    """Requests of a few owners and models: increasing seq_ids with gaps, in random order of arrival."""
     seqs: dict[tuple[str, str], int] = defaultdict(int)
     rows = []
     for order in range(draw(st.integers(1, 30))):
@@ -42,12 +42,12 @@ def queues(draw) -> list[QueuedRequest]:
 
 
 def drain(rows: list[QueuedRequest]) -> list[tuple[QueuedRequest, ...]]:
-    batches, waiting, last = [], {one.id: one for one in rows}, ""
+    batches, waiting, last = [], {request.id: request for request in rows}, ""
     while waiting:
         batch = next_batch(waiting.values(), BUDGET, last)
-        assert batch, "rows wait and nothing runs"
-        for one in batch:
-            del waiting[one.id]
+        assert batch, "requests wait but no batch runs"
+        for request in batch:
+            del waiting[request.id]
         last = batch[0].owner
         batches.append(batch)
     return batches
@@ -55,57 +55,57 @@ def drain(rows: list[QueuedRequest]) -> list[tuple[QueuedRequest, ...]]:
 
 @given(queues())
 @settings(deadline=None)
-def test_every_row_runs_once_in_its_models_order(rows: list[QueuedRequest]) -> None:
+def test_requests_run_once_in_the_order_of_their_model(rows: list[QueuedRequest]) -> None:
     seen: dict[str, list[int]] = defaultdict(list)
     for batch in drain(rows):
-        for one in batch:
-            seen[one.model_id].append(one.seq)
+        for request in batch:
+            seen[request.model_id].append(request.seq)
     assert sum(map(len, seen.values())) == len(rows)
     assert all(seqs == sorted(seqs) for seqs in seen.values())
 
 
 @given(queues())
 @settings(deadline=None)
-def test_a_batch_is_one_barrier_or_passes_within_the_budget(rows: list[QueuedRequest]) -> None:
+def test_batch_is_one_barrier_or_passes_within_the_budget(rows: list[QueuedRequest]) -> None:
     for batch in drain(rows):
         if len(batch) > 1:
-            assert all(one.packs and not one.alone for one in batch)
-            assert sum(one.tokens for one in batch) <= BUDGET
+            assert all(request.packs and not request.alone for request in batch)
+            assert sum(request.tokens for request in batch) <= BUDGET
 
 
 @given(queues())
 @settings(deadline=None)
-def test_no_owner_waits_while_others_lead_twice(rows: list[QueuedRequest]) -> None:
-    waiting, last = {one.id: one for one in rows}, ""
+def test_no_owner_leads_twice_while_another_waits(rows: list[QueuedRequest]) -> None:
+    waiting, last = {request.id: request for request in rows}, ""
     passed: dict[str, list[str]] = defaultdict(list)
     while waiting:
-        owners = {one.owner for one in waiting.values()}
+        owners = {request.owner for request in waiting.values()}
         batch = next_batch(waiting.values(), BUDGET, last)
         last = batch[0].owner
         for owner in owners - {last}:
             passed[owner].append(last)
             assert len(set(passed[owner])) == len(passed[owner]), "an owner led twice while another waited"
         passed[last].clear()
-        for one in batch:
-            del waiting[one.id]
+        for request in batch:
+            del waiting[request.id]
 
 
-def test_nothing_waits_for_nothing() -> None:
+def test_empty_queue_makes_no_batch() -> None:
     assert next_batch([], BUDGET) == ()
 
 
-def test_models_and_owners_share_a_pass_and_a_barrier_holds_only_its_own() -> None:
+def test_models_share_a_pass_and_barriers_block_their_model() -> None:
     rows = [
         row("a", "x", 1, 30, 0), row("a", "x", 2, None, 1), row("a", "x", 3, 10, 2),
         row("a", "y", 7, 30, 3), row("b", "x", 4, 30, 4),
     ]  # fmt: skip
     first = next_batch(rows, BUDGET)
-    assert [one.id for one in first] == ["ax:1", "bx:4", "ay:7"]
-    rest = [one for one in rows if one not in first]
-    assert [one.id for one in next_batch(rest, BUDGET, "a")] == ["ax:2"]
-    assert [one.id for one in next_batch(rest[1:], BUDGET, "a")] == ["ax:3"]
+    assert [request.id for request in first] == ["ax:1", "bx:4", "ay:7"]
+    rest = [request for request in rows if request not in first]
+    assert [request.id for request in next_batch(rest, BUDGET, "a")] == ["ax:2"]
+    assert [request.id for request in next_batch(rest[1:], BUDGET, "a")] == ["ax:3"]
 
 
-def test_owners_take_turns_within_a_batch() -> None:
+def test_owners_alternate_within_a_batch() -> None:
     rows = [row("a", "x", seq, 20, seq) for seq in range(1, 9)] + [row("b", "x", seq, 20, 50 + seq) for seq in (1, 2)]
-    assert [one.id for one in next_batch(rows, BUDGET)] == ["ax:1", "bx:1", "ax:2", "bx:2", "ax:3"]
+    assert [request.id for request in next_batch(rows, BUDGET)] == ["ax:1", "bx:1", "ax:2", "bx:2", "ax:3"]

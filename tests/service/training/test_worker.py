@@ -1,4 +1,4 @@
-"""The loop between the queue and the engine: failures, deaths, barriers."""
+"""Worker: failures and deaths of engines, failed commits, packed passes."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.server import run_service
 
 
-async def train(on: Api, model: str, seq: int, steps: int) -> list[float]:
-    found = []
+async def train(app: Api, model: str, seq: int, steps: int) -> list[float]:
+    losses = []
     for _ in range(steps):
-        promise = (await on.post("forward_backward", pass_body(model, seq))).json()
-        stepped = (await on.post("optim_step", {"model_id": model, "seq_id": seq + 1, "adam_params": {}})).json()
-        found.append(loss_in(await on.result(promise)))
-        assert "metrics" in (await on.result(stepped)).json()
+        promise = (await app.post("forward_backward", pass_body(model, seq))).json()
+        stepped = (await app.post("optim_step", {"model_id": model, "seq_id": seq + 1, "adam_params": {}})).json()
+        losses.append(loss_in(await app.result(promise)))
+        assert "metrics" in (await app.result(stepped)).json()
         seq += 2
-    return found
+    return losses
 
 
 @pytest.mark.parametrize("call", ["run", "step", "capture", "persist", "sample"])
-def test_an_engine_that_dies_is_started_again_and_replayed(tmp_path: Path, call: str) -> None:
+def test_dead_engine_is_restarted_and_replayed(tmp_path: Path, call: str) -> None:
     async def main() -> None:
         start, calls = Factory(), 0
 
@@ -39,21 +39,21 @@ def test_an_engine_that_dies_is_started_again_and_replayed(tmp_path: Path, call:
         async with api(tmp_path / "a", capture_every=2) as calm, api(tmp_path / "b", start, capture_every=2) as shaken:
             start.hook = hook
             answers = []
-            for one in (calm, shaken):
-                model = await one.model(seed=1)
-                losses = await train(one, model, 1, 3)
+            for app in (calm, shaken):
+                model = await app.model(seed=1)
+                losses = await train(app, model, 1, 3)
                 save = {"model_id": model, "seq_id": 7, "sampling_session_seq_id": 0}
-                sampler = (await one.call("save_weights_for_sampler", save))["sampling_session_id"]
-                losses += await train(one, model, 8, 2)
-                answers.append((losses, await sampled(one, sampler)))
+                sampler = (await app.call("save_weights_for_sampler", save))["sampling_session_id"]
+                losses += await train(app, model, 8, 2)
+                answers.append((losses, await sampled(app, sampler)))
             assert answers[0] == answers[1]
             assert len(start.made) == 2
 
     asyncio.run(main())
 
 
-async def sampled(on: Api, sampler: str) -> bytes:
-    """As the SDK does: a sample that was lost is submitted again under the next number."""
+async def sampled(app: Api, sampler: str) -> bytes:
+    """Submit a sample; after a 410 submit it again under the next seq_id, as the SDK does."""
     for number in range(3):
         body = {
             "sampling_session_id": sampler,
@@ -62,62 +62,64 @@ async def sampled(on: Api, sampler: str) -> bytes:
             "sampling_params": {"max_tokens": 4, "seed": 3},
             "prompt_logprobs": True,
         }
-        answer = await on.result((await on.post("asample", body)).json())
+        answer = await app.result((await app.post("asample", body)).json())
         if answer.status_code != 410:
             assert answer.status_code == 200, answer.text
             return answer.content
     raise AssertionError("lost three times")
 
 
-def test_an_idle_engine_that_dies_is_started_again_at_once(tmp_path: Path) -> None:
+def test_dead_idle_engine_is_restarted_at_once(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
-        async with api(tmp_path, start) as on:
-            model = await on.model()
+        async with api(tmp_path, start) as app:
+            model = await app.model()
             start.kill()
             for _ in range(50):
                 await asyncio.sleep(0.01)
             assert len(start.made) == 2
-            assert (await on.http.get("/api/v1/healthz")).status_code == 200
-            assert len(await train(on, model, 1, 1)) == 1
+            assert (await app.http.get("/api/v1/healthz")).status_code == 200
+            assert len(await train(app, model, 1, 1)) == 1
 
     asyncio.run(main())
 
 
-def test_training_goes_on_while_a_sampler_of_its_own_is_away(tmp_path: Path) -> None:
+def test_training_continues_while_a_separate_sampler_is_down(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
         start.sampler_up = asyncio.Event()
-        async with api(tmp_path, start) as on:
-            model = await on.model()
-            waiting = await on.http.get("/api/v1/healthz")
+        async with api(tmp_path, start) as app:
+            model = await app.model()
+            waiting = await app.http.get("/api/v1/healthz")
             assert (waiting.status_code, waiting.json()["waiting_for"]) == (503, ["toy"])
-            assert 'tinsmith_sampler_up{model="toy"} 0.0' in (await on.http.get("/metrics")).text
-            assert len(await train(on, model, 1, 1)) == 1
+            assert 'tinsmith_sampler_up{model="toy"} 0.0' in (await app.http.get("/metrics")).text
+            assert len(await train(app, model, 1, 1)) == 1
             start.sampler_up.set()
-            assert (await on.http.get("/api/v1/healthz")).status_code == 200
-            assert 'tinsmith_sampler_up{model="toy"} 1.0' in (await on.http.get("/metrics")).text
+            assert (await app.http.get("/api/v1/healthz")).status_code == 200
+            assert 'tinsmith_sampler_up{model="toy"} 1.0' in (await app.http.get("/metrics")).text
 
     asyncio.run(main())
 
 
-def test_a_request_that_kills_every_engine_fails_alone(tmp_path: Path) -> None:
+def test_request_that_kills_engines_fails_alone(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
 
         def hook(name: str, argument: object) -> None:
-            if name == "run" and any(len(one.data[0].tokens) == 9 for one in argument if isinstance(one, Pass)):  # type: ignore[union-attr]
+            if name == "run" and any(
+                len(batched.data[0].tokens) == 9 for batched in argument if isinstance(batched, Pass)
+            ):  # type: ignore[union-attr]
                 start.kill()
 
         start.hook = hook
-        async with api(tmp_path, start) as on:
-            session = (await on.post("create_session", {"tags": []})).json()["session_id"]
-            good, bad = await on.model(session, 0), await on.model(session, 1)
+        async with api(tmp_path, start) as app:
+            session = (await app.post("create_session", {"tags": []})).json()["session_id"]
+            good, bad = await app.model(session, 0), await app.model(session, 1)
             promises = [
-                (await on.post("forward_backward", body)).json()
+                (await app.post("forward_backward", body)).json()
                 for body in (pass_body(good, 1), pass_body(bad, 1, range(10)), pass_body(bad, 2), pass_body(good, 2))
             ]
-            answers = [await on.result(promise) for promise in promises]
+            answers = [await app.result(promise) for promise in promises]
             failed = answers.pop(1).json()
             assert failed["category"] == "server"
             assert "died 3 times" in failed["error"]
@@ -126,7 +128,7 @@ def test_a_request_that_kills_every_engine_fails_alone(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_failures_are_answers_and_block_nothing(tmp_path: Path) -> None:
+def test_failed_requests_block_nothing(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
         faults: list[Exception] = [BadRequest("No such step.", "Try another."), ZeroDivisionError()]
@@ -136,25 +138,25 @@ def test_failures_are_answers_and_block_nothing(tmp_path: Path) -> None:
                 raise faults.pop(0)
 
         start.hook = hook
-        async with api(tmp_path, start) as on:
-            model = await on.model()
-            assert await on.step(model, 1) == {"error": "No such step. Try another.", "category": "user"}
-            assert (await on.step(model, 2))["category"] == "server"
-            assert "metrics" in await on.step(model, 4)
+        async with api(tmp_path, start) as app:
+            model = await app.model()
+            assert await app.step(model, 1) == {"error": "No such step. Try another.", "category": "user"}
+            assert (await app.step(model, 2))["category"] == "server"
+            assert "metrics" in await app.step(model, 4)
 
     asyncio.run(main())
 
 
 @pytest.mark.parametrize("fault", [BadRequest("No."), ZeroDivisionError()])
-def test_what_cannot_be_written_has_not_happened(tmp_path: Path, fault: Exception) -> None:
+def test_failed_commit_replaces_the_engine(tmp_path: Path, fault: Exception) -> None:
     async def main() -> None:
         start = Factory()
-        async with api(tmp_path / "calm") as on:
-            model = await on.model(seed=1)
-            await train(on, model, 1, 1)
-            expected = await train(on, model, 5, 2)
-        async with api(tmp_path / "faulty", start) as on:
-            finish, store = on.service.store.finish, on.service.store
+        async with api(tmp_path / "calm") as app:
+            model = await app.model(seed=1)
+            await train(app, model, 1, 1)
+            expected = await train(app, model, 5, 2)
+        async with api(tmp_path / "faulty", start) as app:
+            finish, store = app.service.store.finish, app.service.store
 
             async def failing(ends, *records) -> None:
                 if any(end.request.seq == 3 and not end.result.failed for end in ends):
@@ -162,18 +164,18 @@ def test_what_cannot_be_written_has_not_happened(tmp_path: Path, fault: Exceptio
                 await finish(ends, *records)
 
             store.finish = failing  # type: ignore[method-assign]
-            model = await on.model(seed=1)
-            await train(on, model, 1, 1)
-            assert (await on.step(model, 3))["category"] == "server"
-            assert len(start.made) == 2, "what the engine had done is gone with it"
-            found = await train(on, model, 5, 1)
-        async with api(tmp_path / "faulty") as on:
-            assert found + await train(on, model, 7, 1) == expected
+            model = await app.model(seed=1)
+            await train(app, model, 1, 1)
+            assert (await app.step(model, 3))["category"] == "server"
+            assert len(start.made) == 2, "the engine is replaced"
+            losses = await train(app, model, 5, 1)
+        async with api(tmp_path / "faulty") as app:
+            assert losses + await train(app, model, 7, 1) == expected
 
     asyncio.run(main())
 
 
-def test_one_bad_request_in_a_packed_pass_fails_alone(tmp_path: Path) -> None:
+def test_bad_request_in_a_packed_pass_fails_alone(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
         gate, entered = asyncio.Event(), asyncio.Event()
@@ -187,15 +189,15 @@ def test_one_bad_request_in_a_packed_pass_fails_alone(tmp_path: Path) -> None:
             return None
 
         start.hook = hook
-        async with api(tmp_path, start) as on:
-            session = (await on.post("create_session", {"tags": []})).json()["session_id"]
-            models = [await on.model(session, number) for number in range(3)]
-            promises = [(await on.post("forward_backward", pass_body(models[0], 1))).json()]
+        async with api(tmp_path, start) as app:
+            session = (await app.post("create_session", {"tags": []})).json()["session_id"]
+            models = [await app.model(session, number) for number in range(3)]
+            promises = [(await app.post("forward_backward", pass_body(models[0], 1))).json()]
             await entered.wait()
-            promises += [(await on.post("forward_backward", pass_body(model, 2))).json() for model in models]
+            promises += [(await app.post("forward_backward", pass_body(model, 2))).json() for model in models]
             start.made[-1].engine._models.pop(models[1])  # type: ignore[attr-defined]
             gate.set()
-            answers = [await on.result(promise) for promise in promises]
+            answers = [await app.result(promise) for promise in promises]
             assert sizes == [1, 3]
             assert "has no model" in answers[2].json()["error"]
             assert loss_in(answers[1]) == loss_in(answers[3])
@@ -203,66 +205,66 @@ def test_one_bad_request_in_a_packed_pass_fails_alone(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_model_that_cannot_come_back_says_so(tmp_path: Path) -> None:
+def test_model_without_its_capture_returns_an_error(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
-        async with api(tmp_path, start, capture_every=1) as on:
-            session = (await on.post("create_session", {"tags": []})).json()["session_id"]
-            model, other = await on.model(session, 0), await on.model(session, 1)
-            await on.step(model, 1)
+        async with api(tmp_path, start, capture_every=1) as app:
+            session = (await app.post("create_session", {"tags": []})).json()["session_id"]
+            model, other = await app.model(session, 0), await app.model(session, 1)
+            await app.step(model, 1)
             [state] = (tmp_path / "journal").glob("*/*/adapter_model.safetensors")
             state.unlink()
             start.kill()
-            answer = await on.step(model, 2)
+            answer = await app.step(model, 2)
             assert answer["category"] == "server"
             assert "cannot be restored" in answer["error"]
-            assert "metrics" in await on.step(other, 1)
+            assert "metrics" in await app.step(other, 1)
 
     asyncio.run(main())
 
 
-def test_a_model_whose_replay_kills_engines_is_given_up(tmp_path: Path) -> None:
-    """Whoever waits for it hears so, and later requests on it cost nobody an engine."""
+def test_model_whose_replay_kills_engines_is_abandoned(tmp_path: Path) -> None:
+    """Its waiting samples fail, and later requests on it start no engine."""
 
     async def main() -> None:
         start, held = Factory(), asyncio.Event()
         start.hook = lambda call, _: held.wait() if call == "persist" else None
-        async with api(tmp_path, start) as on:
-            session = (await on.post("create_session", {"tags": []})).json()["session_id"]
-            model, other = await on.model(session, 0), await on.model(session, 1)
-            await train(on, model, 1, 1)
+        async with api(tmp_path, start) as app:
+            session = (await app.post("create_session", {"tags": []})).json()["session_id"]
+            model, other = await app.model(session, 0), await app.model(session, 1)
+            await train(app, model, 1, 1)
             save = {"model_id": model, "seq_id": 3, "sampling_session_seq_id": 0}
-            sampler = (await on.call("save_weights_for_sampler", save))["sampling_session_id"]
+            sampler = (await app.call("save_weights_for_sampler", save))["sampling_session_id"]
             start.hook = lambda call, _: start.kill() if call == "run" else None
             start.kill()
             held.set()
             body = {"sampling_session_id": sampler, "seq_id": 0, "prompt": {"chunks": [{"tokens": [5]}]}}
-            asked = (await on.post("asample", {**body, "sampling_params": {"max_tokens": 1}})).json()
-            while (answer := await on.result(asked)).status_code == 410:
+            promise = (await app.post("asample", {**body, "sampling_params": {"max_tokens": 1}})).json()
+            while (answer := await app.result(promise)).status_code == 410:
                 body["seq_id"] += 1
-                asked = (await on.post("asample", {**body, "sampling_params": {"max_tokens": 1}})).json()
+                promise = (await app.post("asample", {**body, "sampling_params": {"max_tokens": 1}})).json()
             assert "3 engines died" in answer.json()["error"]
             engines = len(start.made)
             assert engines <= 5
             for seq in (4, 5):
-                assert "3 engines died" in (await on.step(model, seq))["error"]
-            assert "metrics" in await on.step(other, 1)
+                assert "3 engines died" in (await app.step(model, seq))["error"]
+            assert "metrics" in await app.step(other, 1)
             assert len(start.made) == engines
         start.hook = lambda call, _: None
-        async with api(tmp_path, start) as on:
-            assert "metrics" in await on.step(model, 6), "the next start tries again"
+        async with api(tmp_path, start) as app:
+            assert "metrics" in await app.step(model, 6), "a restart replays the model again"
 
     asyncio.run(main())
 
 
-def test_an_engine_that_does_not_start_is_reported(tmp_path: Path) -> None:
+def test_failed_engine_start_is_reported(tmp_path: Path) -> None:
     async def refuse(_config):
         raise EngineError("No memory.", "Take a smaller model.")
 
     async def main() -> None:
-        told = asyncio.get_running_loop().create_future()
+        reported = asyncio.get_running_loop().create_future()
         config = ServeConfig(models=("toy",), engine="fake", data=tmp_path)
-        async with run_service(config, refuse, told.set_result):
-            assert "No memory" in str(await told)
+        async with run_service(config, refuse, reported.set_result):
+            assert "No memory" in str(await reported)
 
     asyncio.run(main())

@@ -1,4 +1,4 @@
-"""Protobuf bodies: the SDK's encoder and decoder against ours."""
+"""Protobuf bodies against the encoder and decoder of the SDK."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_rejects_invalid_tensors(changes: dict, error: type[Exception]) -> None:
 
 
 def sparse_body(shapes: list[tuple[int, int]]) -> bytes:
-    """A datum of one token for each shape, its targets sparse with no cell listed."""
+    """A body with a datum for each shape: one token, sparse targets without values."""
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     for rows, columns in shapes:
         datum = message.data.add()

@@ -1,7 +1,4 @@
-"""Any datum that the SDK can send is read as it was meant; any result that an engine can give, the SDK reads so.
-
-The other side of each round trip is the SDK's own encoder or decoder.
-"""
+"""Round trips of generated data and results through the encoder and decoder of the SDK."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ def same(left: Any, right: Any) -> None:
 
 @st.composite
 def tensors(draw: st.DrawFn, shape: tuple[int, ...], kind: str) -> tuple[types.TensorData, np.ndarray]:
-    """(what the SDK sends, what is meant): dense, or CSR with its own pattern."""
+    """(tensor of the SDK, its dense array): dense, or CSR with its own pattern."""
     dtype = np.int64 if kind == "int64" else np.float32
     elements = ids if kind == "int64" else floats
     dense = draw(npst.arrays(dtype, shape, elements=elements))
@@ -96,7 +93,7 @@ test_many_requests_are_read_as_they_were_meant = pytest.mark.slow(thorough(reque
 
 @st.composite
 def results(draw: st.DrawFn) -> PassResult:
-    """Mixed ranks and lengths, empty ones and none at all."""
+    """Pass results with mixed ranks and lengths, possibly empty."""
     shape = st.one_of(st.tuples(st.integers(0, 5)), st.tuples(st.integers(0, 5), st.integers(1, 3)))
     arrays = draw(
         st.lists(shape.flatmap(lambda array_shape: npst.arrays(np.float32, array_shape, elements=floats)), max_size=6)
@@ -188,7 +185,7 @@ def test_sdk_decodes_any_sample_result(made: tuple[SampleResult, SparseLayout | 
 @given(st.binary(max_size=300))
 def test_any_bytes_are_decoded_or_rejected(body: bytes) -> None:
     for read in (decode_pass, lambda raw: decompress(raw, "zstd")):
-        with suppress(UserError):  # 4xx, each of them; anything else fails the test
+        with suppress(UserError):  # a 4xx status; any other exception fails the test
             read(body)
 
 

@@ -13,7 +13,7 @@ from tinsmith.service.wire.provenance import MAX_REQUESTS, SequenceRegistry, par
 
 
 def spanned(sequence: str, prompt: int, sampled: int) -> types.Datum:
-    """A datum of a prompt and what was sampled after it, as a trainer makes it: targets are shifted by one."""
+    """A datum of a prompt and a sampled reply, with targets shifted by one."""
     whole = [5] * (prompt + sampled)
     inputs = {"target_tokens": whole[1:], "weights": [1.0] * (len(whole) - 1)}
     datum = types.Datum(model_input=types.ModelInput.from_ints(whole[:-1]), loss_fn_inputs=inputs)
