@@ -40,7 +40,7 @@ def from_state(world: World) -> None:
 
 @case("ServiceClient.create_training_client_from_state_with_optimizer")
 def from_state_with_optimizer(world: World) -> None:
-    """A step after loading equals a step without interruption: the moments were restored."""
+    """A step after loading equals a step without interruption, so the moments were restored."""
     model, path = world.saved()
     other = world.call(world.service.create_training_client_from_state_with_optimizer, path)
     after = []
@@ -178,7 +178,7 @@ def create_sampler(world: World) -> None:
 
 @case("SamplingClient.on_queue_state_change")
 def queue_state(world: World) -> None:
-    """Called by the SDK's own polls; a sampler that has to wait continues."""
+    """The SDK calls the observer during polls; a waiting sampler continues."""
     from tinker.lib.api_future_impl import QueueState
 
     sampler = world.sampler()

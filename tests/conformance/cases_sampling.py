@@ -25,9 +25,9 @@ def sample(world: World) -> None:
     again = settled(world.plain(), sampler.sample, prompt(), 3, params())
     assert [sequence.tokens for sequence in again.sequences] == [
         sequence.tokens for sequence in result.sequences
-    ]  # the seed decides
+    ]  # equal seeds give equal samples
     stops(world, sampler)
-    about_the_prompt(world, sampler)
+    prompt_options(world, sampler)
     for bad in ({"temperature": -1.0}, {"top_p": 0.0}, {"max_tokens": 0}):
         with pytest.raises((tinker.BadRequestError, tinker.RequestFailedError)):
             settled(world.plain(), sampler.sample, prompt(), 1, params(**bad))
@@ -36,7 +36,7 @@ def sample(world: World) -> None:
 
 
 def stops(world: World, sampler) -> None:  # type: ignore[no-untyped-def]
-    """The stop token is in what is returned; a single string, several, token ids and none at all are understood."""
+    """Stops: a string, several, token ids, none. The result includes the stop token."""
     free = settled(world.plain(), sampler.sample, prompt(), 1, params(max_tokens=6)).sequences[0].tokens
     cut = settled(world.plain(), sampler.sample, prompt(), 1, params(max_tokens=6, stop=[free[2]])).sequences[0]
     first = free.index(free[2])
@@ -45,7 +45,7 @@ def stops(world: World, sampler) -> None:  # type: ignore[no-untyped-def]
         assert settled(world.plain(), sampler.sample, prompt(), 1, params(stop=stop)).sequences[0].tokens
 
 
-def about_the_prompt(world: World, sampler) -> None:  # type: ignore[no-untyped-def]
+def prompt_options(world: World, sampler) -> None:  # type: ignore[no-untyped-def]
     targets = np.array([[6, 7], [7, 8]], np.int64)
     result = settled(
         world.plain(), lambda *args: sampler.sample(*args, include_prompt_logprobs=True, topk_prompt_logprobs=2,
@@ -76,7 +76,7 @@ def get_base_model(world: World) -> None:
 
 @case("SamplingClient.get_tokenizer")
 def get_tokenizer(world: World) -> None:
-    """Of a client made from a path: the name of a base model alone need not be one that the hub knows."""
+    """Uses a client made from a path, since the hub need not have the name of the base model."""
     model = world.plain().train()
     path = model.save_weights_for_sampler(fresh("t")).result().path
     tokenizer = world.sampler(base_model=None, model_path=path).get_tokenizer()

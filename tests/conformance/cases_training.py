@@ -36,7 +36,9 @@ def forward_backward(world: World) -> None:
             for output, original in zip(result.loss_fn_outputs, DATA, strict=True)
             for w, lp in zip(original.loss_fn_inputs["weights"].data, output["logprobs"].data, strict=True)
         )
-        assert result.metrics["loss:sum"] == pytest.approx(expected, rel=1e-4)  # a sum, and weights of any sign
+        assert result.metrics["loss:sum"] == pytest.approx(
+            expected, rel=1e-4
+        )  # the sum over tokens, with weights of any sign
         assert all(key.count(":") == 1 for key in result.metrics)
         for loss_fn, data in losses().items():
             assert math.isfinite(settled(world, method, data, loss_fn).metrics["loss:sum"]), loss_fn
@@ -68,7 +70,7 @@ def several(world: World, method) -> None:  # type: ignore[no-untyped-def]
 
 
 def settled(world: World, method, *args):  # type: ignore[no-untyped-def]
-    """The result itself: through a future, a method still returns a future."""
+    """The result of a call; a method called through a future returns a future."""
     made = world.call(method, *args)
     return made.result(timeout=120) if isinstance(made, tinker.APIFuture) else made
 

@@ -1,7 +1,7 @@
-"""The public methods of the SDK's clients, found by reflection, and their cases.
+"""The public methods of the SDK clients, listed by reflection, and their cases.
 
-A case belongs to `Class.method`. An `_async` form runs the case of the plain one; a future that stands for a client
-runs the client's. A method without a case is a failure of the suite: so a new SDK method shows up.
+A case belongs to `Class.method`. `_async` forms run the case of the plain method, and futures of clients run the cases of
+the client. The suite fails for a method without a case, which reveals new SDK methods.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ FUTURES = {
     tinker.BackcompatTrainingClientFuture: tinker.TrainingClient,
     tinker.BackcompatSamplingClientFuture: tinker.SamplingClient,
 }
-"""Future -> the client that it becomes, whose methods it has as well."""
+"""Future class -> its client class; the future also has the methods of the client."""
 PLAIN_FUTURES = (tinker.APIFuture, AwaitableConcurrentFuture)
 
 CASES: dict[str, Case] = {}
@@ -49,7 +49,7 @@ def methods() -> list[str]:
 
 
 def case_of(method: str) -> tuple[Case | None, bool, bool]:
-    """(the method's case, whether it is called in its async form, whether through a future)."""
+    """(case of the method, whether in its async form, whether through a future)."""
     kind, name = method.split(".")
     through = {future.__name__: client for future, client in FUTURES.items()}.get(kind)
     if any(kind == item.__name__ for item in PLAIN_FUTURES) or (through and name in public(tinker.APIFuture)):

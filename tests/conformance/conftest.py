@@ -1,6 +1,7 @@
-"""Against any server of the Tinker API: `pytest tests/conformance --url URL --key KEY [--model NAME]`.
+"""Conformance tests of any Tinker API server: `pytest tests/conformance --url URL --key KEY [--model NAME]`.
 
-Without --url our own service is started with its fake engine. At the end summary.py says what is supported and refused.
+Without --url the tests start a service with the fake engine. `world` is the server under test, `real` a service with a
+tiny model, `outcomes` collects refused methods for summary.py.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture(scope="session")
 def outcomes(pytestconfig: pytest.Config) -> dict[str, str]:
-    """method -> why it was refused, or nothing."""
+    """Reason of refusal by method, empty if it is supported."""
     return pytestconfig.stash[OUTCOMES]
 
 
@@ -48,7 +49,7 @@ def world(
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory, tiny: Callable[[str], Path]) -> Iterator[World]:
-    """Our own service with a tiny model of random weights; in float32, where the sampler's memory changes no draw."""
+    """A service with a tiny model of random weights, in float32, so that samples do not depend on the KV cache."""
     config = ServeConfig(
         models=(f"tiny={tiny('llama')}",), threads=1, dtype="float32", data=tmp_path_factory.mktemp("real")
     )

@@ -1,7 +1,7 @@
 """Terminal summary: supported methods of the Tinker API, and rejected ones with the reason.
 
-A plugin of tests/conftest.py: under pytest-xdist the process that prints collects nothing, so it would not find this by
-itself, and knows only what the workers hand over.
+Loaded by tests/conftest.py, because under pytest-xdist the printing process collects no tests and gets the
+outcomes from its workers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 OUTCOMES = pytest.StashKey[dict[str, str]]()
-"""method -> why it was refused, or nothing."""
-_HANDED_OVER = "tinker_api"
+"""Reason of refusal by method, empty if it is supported."""
+_OUTCOMES_KEY = "tinker_api"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -20,14 +20,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if "workeroutput" in vars(session.config):  # in a worker of xdist alone
-        session.config.workeroutput[_HANDED_OVER] = session.config.stash[OUTCOMES]  # type: ignore[attr-defined]
+    if "workeroutput" in vars(session.config):  # only in a worker of xdist
+        session.config.workeroutput[_OUTCOMES_KEY] = session.config.stash[OUTCOMES]  # type: ignore[attr-defined]
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    output = vars(node).get("workeroutput", {})  # a worker that crashed leaves none
-    node.config.stash[OUTCOMES].update(output.get(_HANDED_OVER, {}))
+    output = vars(node).get("workeroutput", {})  # a crashed worker has none
+    node.config.stash[OUTCOMES].update(output.get(_OUTCOMES_KEY, {}))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

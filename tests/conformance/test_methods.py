@@ -1,4 +1,4 @@
-"""Every public method of every client class, in all its forms."""
+"""Every public method of every client class: plain, async and through futures."""
 
 from __future__ import annotations
 

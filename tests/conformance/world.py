@@ -1,4 +1,4 @@
-"""World: a server, its clients, and a way to call a method in each of its forms."""
+"""World: a server, its clients, and calls of a method in its plain, async and future forms."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _NUMBERS = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    """A server as its clients see it."""
+    """A server under test and its clients."""
 
     url: str
     key: str
     model: str
     is_ours: bool = False
-    """Our fake engine: assertions about the engine's numbers are skipped."""
+    """The server runs the fake engine, so assertions about numbers of the engine are skipped."""
     is_async: bool = False
     """Methods are called in their deprecated `_async` form where they have one, and futures are awaited."""
     through_future: bool = False
@@ -34,9 +34,9 @@ class World:
     admin: tinker.AdminClient = field(repr=False)
 
     def call(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """The method's result, whatever it is wrapped in."""
+        """The result of a method, unwrapped from futures and coroutines."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # every `_async` form is deprecated, and says so
+            warnings.simplefilter("ignore")  # `_async` forms warn that they are deprecated
             if self.is_async:
                 return asyncio.run(self._awaited(method, args, options))
             made = method(*args, **options)
@@ -64,14 +64,14 @@ class World:
         return replace(self, is_async=False, through_future=False)
 
     def saved(self, **options: Any) -> tuple[tinker.TrainingClient, str]:
-        """(a model that was trained a step, the path of its state)."""
+        """(model trained for a step, path of its state)."""
         model = self.plain().train(**options)
         model.forward_backward([datum([5, 6, 7, 8])], "cross_entropy").result()
         model.optim_step(types.AdamParams(learning_rate=0.02)).result()
         return model, model.save_state("state").result().path
 
     def session(self) -> str:
-        """The session of this server's clients."""
+        """Id of the session of the clients."""
         return self.service.holder.get_session_id()
 
 
@@ -88,12 +88,12 @@ def datum(tokens: list[int], **inputs: Any) -> types.Datum:
 
 
 def prompt(*tokens: int) -> types.ModelInput:
-    """A prompt of these tokens, or of three."""
+    """A prompt of these tokens, by default of three."""
     return types.ModelInput.from_ints(list(tokens or (5, 6, 7)))
 
 
 def params(**options: Any) -> types.SamplingParams:
-    """Options for four tokens."""
+    """Sampling parameters, by default for four tokens."""
     return types.SamplingParams(**{"max_tokens": 4, "seed": 7, "stop": [], **options})
 
 
@@ -103,5 +103,5 @@ def fresh(name: str) -> str:
 
 
 def logprobs(output: types.ForwardBackwardOutput) -> list[float]:
-    """Of the first datum, flat."""
+    """Flat logprobs of the first datum."""
     return list(output.loss_fn_outputs[0]["logprobs"].data)

@@ -1,8 +1,4 @@
-"""Unmodified tinker-cookbook recipes against `tinsmith serve`: RL on arithmetic, fine-tuning on the bundled chats.
-
-The cookbook is installed from the package registry into a venv of its own that sees this one's packages, so only what
-is missing is fetched. `tml-renderers` is left out: the recipes here do without it.
-"""
+"""Unmodified tinker-cookbook recipes against `tinsmith serve`: RL on arithmetic, fine-tuning on the bundled chats."""
 
 from __future__ import annotations
 
@@ -42,7 +38,7 @@ ITS_NEEDS = (
     "termcolor==3.3.0",
     "tiktoken==0.14.0",
 )
-MODEL = "local/smollm2"  # a folder of this name stands where the recipe runs, so both sides find the tokenizer in it
+MODEL = "local/smollm2"  # a folder with the tokenizer where recipe and server run
 KEY = "tml-cookbook"
 
 Recipe = Callable[..., list[dict[str, Any]]]
@@ -68,7 +64,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def workplace(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that recipes and server run in: the model's name is a path in it."""
+    """The folder that recipes and server run in; the name of the model is a path in it."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "local").mkdir()
     (folder / MODEL).symlink_to(smollm2)
@@ -77,7 +73,7 @@ def workplace(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """`tinsmith serve`, ended by SIGTERM within its ten seconds."""
+    """Address of `tinsmith serve`, which must end within ten seconds of SIGTERM."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -95,7 +91,7 @@ def url(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 @pytest.fixture
 def recipe(python: Path, workplace: Path, url: str, tmp_path: Path) -> Recipe:
-    """Runs a recipe to its end; returns the lines of its metrics."""
+    """A function that runs a recipe and returns the lines of its metrics."""
 
     def run(name: str, folder: str, **settings: object) -> list[dict[str, Any]]:
         log = tmp_path / folder
@@ -132,7 +128,7 @@ def test_cookbook_rl_on_arithmetic(loss_fn: str, recipe: Recipe) -> None:
     steps = [line for line in lines if "env/all/reward/total" in line]
     assert len(steps) == 2
     for step in steps:
-        # How far the trainer's logprobs are from the sampler's; a dense model is healthy below 1e-2, float32 far below.
+        # Difference of trainer and sampler logprobs; dense models are below 1e-2, float32 far below.
         assert step["optim/kl_sample_train_v2"] < 1e-8
         assert step["tokens/sampled"] > 0
 
@@ -146,13 +142,13 @@ def test_cookbook_sft_resumes_from_a_checkpoint(recipe: Recipe, python: Path, tm
     chats = next(python.parent.parent.rglob("tinker_cookbook/example_data/conversations.jsonl"))
     settings = {"dataset": chats, "batch_size": 16, "max_length": 256, "lora_rank": 8, "learning_rate": 5e-4}
     first = recipe("chat_sl", "sl", max_steps=2, save_every=1, behavior_if_log_dir_exists="raise", **settings)
-    # As a run that was killed before its end leaves it: a finished one would not go on.
+    # As left by a killed run; a finished run would not resume.
     saved = (tmp_path / "sl" / "checkpoints.jsonl").read_text().splitlines()
     (tmp_path / "sl" / "checkpoints.jsonl").write_text("".join(f"{line}\n" for line in saved if "final" not in line))
     again = recipe("chat_sl", "sl", max_steps=4, save_every=1, behavior_if_log_dir_exists="resume", **settings)
     losses = [line["train_mean_nll"] for line in again if "train_mean_nll" in line]
     assert [line["step"] for line in again if "train_mean_nll" in line] == [0, 1, 2, 3]
-    # The cookbook saves a state after its step and begins again with that same batch: better than the first time.
+    # The cookbook resumes with the batch of the saved step, so its loss is lower than the first time.
     assert losses[1] < next(line["train_mean_nll"] for line in first if line["step"] == 1) < 0.9 * losses[0]
     assert losses[3] < 0.7 * losses[0]
 

@@ -144,7 +144,7 @@ def test_all_four_runs_write_pictures_and_numbers(tmp_path: Path, tiny_llama: Pa
     )
     about = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(FOLDER / "compare.py"), str(data), f"--out={tmp_path / 'out'}", *small]
-    for _ in range(2):  # the second time all is there already
+    for _ in range(2):  # the second call finds complete runs
         done = subprocess.run(command, env=about, capture_output=True, text=True, timeout=900, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     out = tmp_path / "out"

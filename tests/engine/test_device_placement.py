@@ -1,4 +1,4 @@
-"""The engine creates no tensor on torch's default device, so what holds on a CPU holds on a GPU.
+"""The engine creates no tensor on the default device of torch, so CPU tests cover device placement on GPUs.
 
 The default device is set to `meta` while the model is on the CPU. A tensor created without a device then has no
 storage, and the first operation with one of the model's tensors raises an error, as a CPU tensor would on a GPU.

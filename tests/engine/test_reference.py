@@ -22,7 +22,7 @@ def value_and_gradient(p: np.ndarray, datum: Datum, request: Pass) -> tuple[floa
     return float(loss.detach()), np.zeros_like(p) if gradient is None else gradient.numpy()
 
 
-def one(loss_fn: str, length: int = 12, seed: int = 3) -> tuple[np.ndarray, Datum, Pass]:
+def example(loss_fn: str, length: int = 12, seed: int = 3) -> tuple[np.ndarray, Datum, Pass]:
     draw = np.random.default_rng(seed)
     datum = datum_for(loss_fn, draw, length)
     return draw.normal(-6.0, 1.5, length), datum, Pass(model_id="m", data=(datum,), loss_fn=loss_fn)
@@ -30,7 +30,7 @@ def one(loss_fn: str, length: int = 12, seed: int = 3) -> tuple[np.ndarray, Datu
 
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling", "ppo", "dro"])
 def test_gradient_matches_finite_differences(loss_fn: str) -> None:
-    p, datum, request = one(loss_fn)
+    p, datum, request = example(loss_fn)
     _, gradient = value_and_gradient(p, datum, request)
     for t in range(len(p)):
         nudge = np.zeros_like(p)
@@ -41,7 +41,7 @@ def test_gradient_matches_finite_differences(loss_fn: str) -> None:
 
 
 def test_importance_sampling_gradient_is_minus_ratio_advantage() -> None:
-    p, datum, request = one("importance_sampling")
+    p, datum, request = example("importance_sampling")
     _, gradient = value_and_gradient(p, datum, request)
     ratio = np.exp(p - datum.inputs["logprobs"])
     np.testing.assert_allclose(gradient, np.where(datum.inputs["advantages"], -ratio * datum.inputs["advantages"], 0))
@@ -58,14 +58,14 @@ def test_ppo_gradient_is_zero_beyond_the_clip() -> None:
 
 
 def test_cispo_gradient_is_clipped_ratio_times_advantage() -> None:
-    p, datum, request = one("cispo")
+    p, datum, request = example("cispo")
     _, gradient = value_and_gradient(p, datum, request)
     ratio = np.clip(np.exp(np.minimum(p - datum.inputs["logprobs"], 50)), 0.0, 4.0)
     np.testing.assert_allclose(gradient, -ratio * datum.inputs["advantages"])
 
 
 def test_gspo_ratio_is_the_same_for_all_tokens_of_a_sequence() -> None:
-    p, datum, request = one("gspo")
+    p, datum, request = example("gspo")
     wide = Pass(
         model_id="m",
         data=request.data,
@@ -81,7 +81,7 @@ def test_gspo_ratio_is_the_same_for_all_tokens_of_a_sequence() -> None:
 
 @pytest.mark.parametrize("loss_fn", ["importance_sampling", "ppo", "gspo"])
 def test_loss_is_minus_sum_of_advantages_on_policy(loss_fn: str) -> None:
-    p, datum, request = one(loss_fn)
+    p, datum, request = example(loss_fn)
     datum = Datum(tokens=datum.tokens, targets=datum.targets, inputs={**datum.inputs, "logprobs": p})
     loss, gradient = value_and_gradient(p, datum, request)
     assert loss == pytest.approx(-datum.inputs["advantages"].sum())

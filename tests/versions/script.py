@@ -1,7 +1,7 @@
 """One script for every SDK from 0.23 on: `python script.py URL KEY`, with that SDK importable.
 
-Prints step -> outcome as JSON. It imports nothing of ours: it runs in a venv where only the SDK and its dependencies
-are. A step that the SDK does not have is left out; one that fails has the error's first line.
+Prints outcomes by step as JSON: "ok" or the first line of the error. Steps that the SDK does not have are left out. The
+script imports nothing of Tinsmith, because it runs in a venv with only the SDK and its dependencies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TIMEOUT_S = 60
 
 
 def settled(made: Any) -> Any:
-    """What a call comes to: older SDKs answer clients where newer ones answer futures of clients."""
+    """The result of a call; older SDKs return clients where newer ones return futures of clients."""
     waits = (tinker.APIFuture, concurrent.futures.Future)
     return made.result(TIMEOUT_S) if isinstance(made, waits) else made
 
@@ -40,7 +40,7 @@ PARAMS = types.SamplingParams(max_tokens=4, seed=7, temperature=1.0)
 
 
 class Script:
-    """The steps; each may use what the ones before it made."""
+    """The steps, in order; a step may use results of earlier steps."""
 
     def __init__(self, url: str, key: str) -> None:
         self.client = tinker.ServiceClient(base_url=url, api_key=key)
@@ -51,7 +51,7 @@ class Script:
     def step(self, name: str, run: Callable[[], Any]) -> None:
         try:
             run()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is this step's outcome
+        except Exception as error:  # noqa: BLE001 - any error is the outcome of the step
             self.outcomes[name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
         else:
             self.outcomes[name] = "ok"
@@ -129,7 +129,7 @@ class Script:
         settled(rest.delete_checkpoint_from_tinker_path(self.path))
 
     def unload(self) -> None:
-        """SDKs before 0.26 have it in their inner client alone."""
+        """SDKs before 0.26 have unload_model in their internal client only."""
         from tinker.lib.client_connection_pool_type import ClientConnectionPoolType
 
         model_id, holder = self.model.get_info().model_id, self.client.holder
@@ -161,5 +161,5 @@ class Script:
 
 
 if __name__ == "__main__":
-    assert str(tinker.__file__).startswith(sys.prefix), "another SDK than this venv's"
+    assert str(tinker.__file__).startswith(sys.prefix), "the SDK is not the one of this venv"
     print(json.dumps(Script(*sys.argv[1:]).run()), flush=True)

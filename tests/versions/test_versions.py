@@ -1,7 +1,7 @@
 """Run one script with each SDK from 0.23 on; docs/reference/compatibility.md holds the results.
 
-A venv for each version, with the SDK alone in it; what it depends on is lent by the venv that runs the tests. They are
-made once, in the cache folder. `python -m tests.versions.test_versions` rewrites the page.
+Each version has a venv with the SDK only; its dependencies come from the venv that runs the tests. Venvs are created
+once, in the cache folder. `python -m tests.versions.test_versions` rewrites the page.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BEGIN, END = "<!-- versions: begin -->", "<!-- versions: end -->"
 
 
 def python_with(version: str) -> Path:
-    """The interpreter of a venv that has this SDK."""
+    """The interpreter of a venv with this SDK, created if missing."""
     folder = cache_folder() / "sdk" / version
     python = folder / "bin" / "python"
     if not (folder / "ready").exists():
@@ -41,14 +41,14 @@ def python_with(version: str) -> Path:
         install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps"]
         subprocess.run([*install, f"tinker=={version}"], check=True)
         [packages] = folder.glob("lib/python*/site-packages")
-        lent = site.getsitepackages()[0]
-        (packages / "lent.pth").write_text(f"{lent}\n")  # after the venv's own: its SDK comes first
+        shared = site.getsitepackages()[0]
+        (packages / "shared.pth").write_text(f"{shared}\n")  # listed last, so the SDK of the venv is imported
         (folder / "ready").touch()
     return python
 
 
 def outcomes(version: str, url: str, key: str) -> dict[str, str]:
-    """step -> ok, or why not."""
+    """Outcome by step: "ok" or an error."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TINKER_"))}
     command = [str(python_with(version)), str(Path(__file__).with_name("script.py")), url, key]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=clean)

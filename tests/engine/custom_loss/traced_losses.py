@@ -21,7 +21,7 @@ def traced(fn: Fn, ranks: Mapping[str, Any]) -> LossHandle:
 
 
 def uploaded(handle: LossHandle) -> LossGraph:
-    """The graph that the service receives, through the text that the store keeps."""
+    """The graph that the service receives, through the text that the store holds."""
     nodes = [Node(**node.model_dump()) for node in encode_graph(handle).nodes]
     return read_text(read_graph(handle.name, [(item.name, item.rank) for item in handle.inputs], nodes).text)
 

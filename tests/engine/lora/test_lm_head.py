@@ -24,7 +24,7 @@ def test_entropies_and_their_gradients_match_autograd(dtype: torch.dtype, near: 
     rows, width, words = 2 * BLOCK_ROWS + 7, 32, 900
     weight = torch.randn(words, width, generator=draw).bfloat16().float()
     hidden = (torch.randn(rows, width, generator=draw) * sharp / width**0.5).to(dtype)
-    at = torch.randint(0, rows, (3 * rows,), generator=draw).sort().values  # none, one or several at a position
+    at = torch.randint(0, rows, (3 * rows,), generator=draw).sort().values  # zero or more targets at a position
     targets = PackedTargets(at, torch.randint(0, words, at.shape, generator=draw))
     entropy_grads = torch.randn(rows, generator=draw) * (torch.arange(rows) % 3 > 0)
     grads = torch.randn(len(at), generator=draw) * (at % 2)

@@ -1,4 +1,4 @@
-"""Packing rows into a tree of shared prefixes: every row sees exactly its own past."""
+"""Packing rows into a tree of shared prefixes: each row attends to its own past only."""
 
 from itertools import pairwise, takewhile
 

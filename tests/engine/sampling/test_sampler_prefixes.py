@@ -21,7 +21,7 @@ from tinsmith.errors import Gone
 
 @pytest.fixture
 def uncached(engine_of: Any) -> Any:
-    """An engine whose cache has no cache_scope for prefixes."""
+    """An engine without space for cached prefixes."""
     return engine_of("llama", cache_tokens=1)
 
 

@@ -2,8 +2,8 @@
 
     python -m tests.engine.training.peak_memory FOLDER COUNT...
 
-Runs as a process of its own because peak memory is a process's. Each line is the peak in bytes above the resident size
-before the pass. The rows of the largest count are made before the first measurement; smaller counts take a prefix.
+Runs in a separate process because peak memory is counted per process. Each line is the peak in bytes above the resident
+size before the pass. The rows of the largest count are made before the first measurement; smaller counts take a prefix.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def test_storage_is_billed_from_save_to_deletion(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("starting_on", "ending_before", "told"),
+    ("starting_on", "ending_before", "says"),
     [
         ("2026-07-13T00:30:00Z", "2026-07-13T02:00:00Z", "whole hours"),
         ("2026-07-13T00:00:00", "2026-07-13T02:00:00Z", "whole hours"),
