@@ -1,7 +1,7 @@
 """The public methods of the SDK clients, listed by reflection, and their cases.
 
-A case belongs to `Class.method`. `_async` forms run the case of the plain method, and futures of clients run the cases of
-the client. The suite fails for a method without a case, which reveals new SDK methods.
+A case belongs to `Class.method`. `_async` forms run the case of the plain method, and futures of clients run the cases
+of the client. The suite fails for a method without a case, which reveals new SDK methods.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Unmodified tinker-cookbook recipes against `tinsmith serve`: RL on arithmetic, fine-tuning on the bundled chats."""
+"""Unmodified tinker-cookbook recipes against `tinsmith serve`: RL on arithmetic, fine-tuning on the bundled chats.
+
+The cookbook is installed from the package registry into a venv that also sees the packages of the test venv, so only
+missing packages are downloaded. `tml-renderers` is left out, since these recipes do not use it.
+"""
 
 from __future__ import annotations
 
