@@ -81,8 +81,8 @@ def test_no_workload_starves(sharing: Sharing, training: list[float], sampling: 
     slices = list(simulation.slices())
     for (workload, length), (_, following) in itertools.pairwise(slices[1:-1]):
         if workload == "training":
-            assert length < policy.training_slice_s + max(training) + 1e-9  # sampling waits no longer
-            assert following > policy.sampling_ratio * length - 1e-9  # and then has its share
+            assert length < policy.training_slice_s + max(training) + 1e-9  # the longest wait of sampling
+            assert following > policy.sampling_ratio * length - 1e-9  # the share of sampling after it
         else:
             assert following >= policy.training_slice_s - 1e-9
     for workload in WORKLOADS:
@@ -112,7 +112,7 @@ def test_late_workload_gets_the_next_turn_and_no_longer_slice(sharing: Sharing, 
     late: Workload = "sampling" if early == "training" else "training"
 
     async def run() -> None:
-        await simulation.work(early, [1.0] * 100)  # a long time alone
+        await simulation.work(early, [1.0] * 100)  # runs alone for a long time
         simulation.turns.clear()
         await asyncio.gather(simulation.work(early, [0.1] * 200), simulation.work(late, [0.1] * 200))
 

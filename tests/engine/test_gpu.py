@@ -1,4 +1,4 @@
-"""The same comparisons on a GPU; run by `make gpu-check`."""
+"""Comparisons with the oracle on a GPU; run by `make gpu-check`."""
 
 from __future__ import annotations
 

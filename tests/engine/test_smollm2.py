@@ -1,4 +1,4 @@
-"""The same comparisons on SmolLM2-135M-Instruct in float32 and bfloat16. Takes minutes, so only in test-all."""
+"""Comparisons with the oracle on SmolLM2-135M-Instruct in float32 and bfloat16. Takes minutes, so only in test-all."""
 
 from __future__ import annotations
 

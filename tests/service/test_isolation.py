@@ -30,7 +30,7 @@ SECRET = "opensesame"
 
 @dataclass(frozen=True, kw_only=True)
 class Ids:
-    """Ids of one tenant, or of nobody."""
+    """Ids of one tenant, or ids that do not exist."""
 
     session: str
     number: str
@@ -82,7 +82,7 @@ def of_path() -> Case:
 
 
 def silent(*bodies: Body, status: int = 200) -> Case:
-    """Names no object, or returns the same to everyone: the response holds nothing of another tenant."""
+    """Names no object, or has an equal response for every tenant; it contains no data of another tenant."""
     return Case(bodies=bodies or (lambda ids: {},), status=status)
 
 

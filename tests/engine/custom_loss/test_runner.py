@@ -1,4 +1,4 @@
-"""Uploaded losses give the results of torch.fx, and dangerous ones are refused before they run."""
+"""Uploaded losses compute what torch.fx computes; dangerous losses are refused before they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Free heap memory is kept during work, and returned when it is too much or the engine is idle."""
+"""HeapTrimmer returns free heap memory when it exceeds the need of a pass or the engine is idle."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ def test_stop_string_ends_at_the_completing_token(engine: Any, tiny_llama: Path,
     for index, sequence in enumerate(free.sequences):
         parts = [tokenizer.decode(sequence.tokens[: end + 1]) for end in range(len(sequence.tokens))]
         if "\ufffd" in parts[6] or cut == 4:
-            continue  # part of a character decodes differently once the rest has come
+            continue  # part of a character decodes differently from the whole
         cut += 1
         stop = parts[6][len(parts[4]) - 1 : len(parts[4]) + 1]  # spans two tokens
         first = next(end for end, part in enumerate(parts) if stop in part)

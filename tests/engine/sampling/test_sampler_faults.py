@@ -1,4 +1,4 @@
-"""Faults: an adapter that overflows, or a listener that raises, fails its own requests only."""
+"""Faults: an adapter that overflows, or an on_delta that raises, fails only its own requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any packing gives the results of each row alone: random rows and adapters against the oracle in float64."""
+"""Packing does not change the results of a row: random rows and adapters against the oracle in float64."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_samples_are_parsed_from_the_response(engine: VllmEngine, wait: Any, rec
     assert (long.tokens.tolist(), long.stop_reason) == ([21, 22, 23], "length")
     assert not any(
         body["model"] == "base" for body in recorded("/v1/completions")
-    )  # ZERO_ADAPTER stands for it on a CPU
+    )  # ZERO_ADAPTER represents the base model on a CPU
 
 
 def test_topk_drops_the_sampled_token(engine: VllmEngine, wait: Any):
@@ -217,7 +217,7 @@ def test_attached_version_is_linked_from_its_checkpoint(
     wait(engine.persist(version, tmp_path / "kept"))
     wait(engine.attach("again", tmp_path / "kept"))
     wait(engine.sample(sample_request(version="again")))
-    wait(engine.attach("again", tmp_path / "kept"))  # replaced: it must not get the old one's name
+    wait(engine.attach("again", tmp_path / "kept"))  # a replaced version must not get the name of the old one
     wait(engine.sample(sample_request(version="again")))
     assert len({body["lora_name"] for body in recorded("/v1/load_lora_adapter")}) == 2
     assert len(recorded("/v1/unload_lora_adapter")) == 1

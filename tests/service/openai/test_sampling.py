@@ -1,4 +1,4 @@
-"""ChoiceDecoder: text is final once it is returned, and ends before a stop string."""
+"""ChoiceDecoder: returned text is final and ends before a stop string."""
 
 from __future__ import annotations
 

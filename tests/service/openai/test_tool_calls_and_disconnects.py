@@ -74,7 +74,7 @@ async def acted(data: Path, lines: Sequence[str | None]) -> AsyncIterator[tuple[
 
 
 def test_tool_call_round_trip(tmp_path: Path):
-    async def play() -> None:
+    async def main() -> None:
         async with acted(tmp_path, [f"Let me see. {CALL}", "It is 52."]) as (_, actor, ai):
             first = await ai.chat.completions.create(model="toy", messages=HI, tools=TOOLS)
             (choice,) = first.choices
@@ -92,11 +92,11 @@ def test_tool_call_round_trip(tmp_path: Path):
             assert '"name": "add"' in prompt  # the template rendered the tool
             assert call.id.isalnum()
 
-    asyncio.run(play())
+    asyncio.run(main())
 
 
 def test_streams_tool_calls_whole_and_text_separately(tmp_path: Path):
-    async def play() -> None:
+    async def main() -> None:
         async with acted(tmp_path, [f"See: {CALL}\n{CALL}"]) as (_, _, ai):
             text, calls, finish = "", [], None
             async for chunk in await ai.chat.completions.create(model="toy", messages=HI, tools=TOOLS, stream=True):
@@ -110,11 +110,11 @@ def test_streams_tool_calls_whole_and_text_separately(tmp_path: Path):
                 (1, "add", {"a": 39, "b": 13}),
             ]
 
-    asyncio.run(play())
+    asyncio.run(main())
 
 
 def test_without_tools_a_call_is_text(tmp_path: Path):
-    async def play() -> None:
+    async def main() -> None:
         async with acted(tmp_path, [CALL, CALL]) as (_, actor, ai):
             for more in ({}, {"tools": TOOLS, "tool_choice": "none"}):
                 said = await ai.chat.completions.create(model="toy", messages=HI, **more)  # type: ignore[call-overload]
@@ -123,14 +123,14 @@ def test_without_tools_a_call_is_text(tmp_path: Path):
             with pytest.raises(openai.BadRequestError, match="tool_choice"):
                 await ai.chat.completions.create(model="toy", messages=HI, tools=TOOLS, tool_choice="required")
 
-    asyncio.run(play())
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_disconnect_cancels_the_engine_request(tmp_path: Path, stream: bool):
     """Calls the ASGI app directly: httpx's transport cannot disconnect."""
 
-    async def play() -> None:
+    async def main() -> None:
         async with acted(tmp_path, [None]) as (served, actor, _):
             body = json.dumps({"model": "toy", "messages": HI, "stream": stream}).encode()
             headers = [(b"authorization", f"Bearer {KEY}".encode())]
@@ -156,32 +156,32 @@ def test_disconnect_cancels_the_engine_request(tmp_path: Path, stream: bool):
             assert actor.cancelled == [actor.requests[0].request_id]
             assert bool(sent) == stream or sent[0]["status"] == 410
 
-    asyncio.run(play())
+    asyncio.run(main())
 
 
 def test_sample_is_retried_after_an_engine_death(tmp_path: Path):
-    async def play() -> None:
+    async def main() -> None:
         async with acted(tmp_path, ["die", "fine", "die", "die", "die"]) as (_, _, ai):
             said = await ai.chat.completions.create(model="toy", messages=HI)
             assert said.choices[0].message.content == "fine"
             with pytest.raises(openai.InternalServerError, match="dead"):
                 await ai.chat.completions.create(model="toy", messages=HI)
 
-    asyncio.run(play())
+    asyncio.run(main())
 
 
 def test_stream_reports_an_engine_error_as_event(tmp_path: Path):
-    async def play() -> None:
+    async def main() -> None:
         async with acted(tmp_path, ["die", "die", "die"]) as (_, _, ai):
             with pytest.raises(openai.APIError, match="dead"):
                 async for _ in await ai.chat.completions.create(model="toy", messages=HI, stream=True):
                     pass
 
-    asyncio.run(play())
+    asyncio.run(main())
 
 
 def test_generate_takes_and_returns_tokens(tmp_path: Path):
-    async def play() -> None:
+    async def main() -> None:
         async with api(tmp_path) as served:
             params = {"temperature": 1.0, "top_p": 1.0, "max_tokens": 5, "stop_token_ids": [9], "seed": 1}
             body = {
@@ -208,7 +208,7 @@ def test_generate_takes_and_returns_tokens(tmp_path: Path):
                 assert refused.status_code == 400
                 assert prompt_ids in refused.json()["error"]["message"]
 
-    asyncio.run(play())
+    asyncio.run(main())
 
 
 async def ask(served: Api, body: object) -> httpx.Response:
@@ -216,7 +216,7 @@ async def ask(served: Api, body: object) -> httpx.Response:
 
 
 def test_published_weights_are_sampleable_by_all_tenants(tmp_path: Path):
-    async def play() -> None:
+    async def main() -> None:
         async with api(tmp_path) as served:
             alice, bob = await served.tenant("alice"), await served.tenant("bob")
             model = await alice.model()
@@ -229,4 +229,4 @@ def test_published_weights_are_sampleable_by_all_tenants(tmp_path: Path):
             assert reply.json()["weights"] == saved["path"]
             assert (await bob.send("POST", "/inference/v1/generate", {**body, "model": model})).status_code == 404
 
-    asyncio.run(play())
+    asyncio.run(main())

@@ -256,7 +256,7 @@ def test_samples_lost_in_a_crash_are_listed_as_failed(tmp_path: Path) -> None:
             assert (await app.result(ended)).status_code == 410
             again = await app.post(
                 "asample", sample_body(sampler, 2)
-            )  # its promise was lost on the way: the same number
+            )  # the promise was lost, so the client repeats the seq_id
             assert again.json()["request_id"] == running["request_id"]
             assert (await app.result(running)).status_code == 200
         async with api(tmp_path) as app:

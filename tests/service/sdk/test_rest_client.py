@@ -292,7 +292,7 @@ def test_admin_client_methods(served: Served, train: tinker.TrainingClient) -> N
 
 
 def test_client_requests_a_token_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token without an expiry would be requested before every call."""
+    """The SDK requests a token without an expiry before every call."""
     fetched: list[str] = []
     fetch = JwtAuthProvider._fetch
 
