@@ -98,7 +98,7 @@ def test_samples_lost_together_are_submitted_twice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("late", [(True, False, True), (False, True, False), (True, True, True), (False, False, False)])
-def test_a_death_counts_for_the_engine_that_died(late: tuple[bool, ...]) -> None:
+def test_death_counts_for_the_engine_that_died(late: tuple[bool, ...]) -> None:
     """`late`: the next engine starts before the sample raises EngineDied."""
 
     async def main() -> None:
