@@ -15,7 +15,7 @@ FILES = {
     "smollm2": "our file: a strict format",
     "arithmetic": "our file: one-digit sums and differences",
 }
-BOTH = ("tinker", "verl")
+TRINITY_FILES = ("tinker", "verl")
 _EDGE = 5
 """Steps of the means at the beginning and the end."""
 _SHOWN = 3
@@ -27,9 +27,9 @@ Points = list[tuple[float, float]]
 
 def draw_all(out: Path) -> None:
     """Draw gsm8k.png, and a picture for each other run that exists."""
-    both = {FILES[name]: _points(rewarded(out / name), "reward/mean") for name in BOTH if _begun(out / name)}
-    if both:
-        _draw(out / "gsm8k.png", "GSM8K: reward of each step (thin) and of the last five", both)
+    curves = {FILES[name]: _points(rewarded(out / name), "reward/mean") for name in TRINITY_FILES if _begun(out / name)}
+    if curves:
+        _draw(out / "gsm8k.png", "GSM8K: reward of each step (thin) and of the last five", curves)
     for name, key, label in (("arithmetic", "reward/mean", "right"), ("smollm2", "reward/form", "in the form")):
         if not _begun(out / name):
             continue
@@ -54,8 +54,8 @@ def report(out: Path) -> str:
         f"Arrows: from the mean of the first {_EDGE} steps to that of the last {_EDGE}; held out: before and after.",
         "Tokens are those of an answer.",
     ]
-    if set(BOTH) <= set(names):
-        lines += ["", _alike(*(rewarded(out / name) for name in BOTH))]
+    if set(TRINITY_FILES) <= set(names):
+        lines += ["", _difference(*(rewarded(out / name) for name in TRINITY_FILES))]
     return "\n".join([*lines, *(line for name in names for line in _answers(name, _folder(out / name)))]) + "\n"
 
 
@@ -113,7 +113,7 @@ def _span(values: Sequence[float], digits: int = 3) -> str:
     return f"{sum(first) / len(first):.{digits}f} → {sum(last) / len(last):.{digits}f}"
 
 
-def _alike(first: Sequence[Row], second: Sequence[Row]) -> str:
+def _difference(first: Sequence[Row], second: Sequence[Row]) -> str:
     """The difference of two curves, and the standard error of one step's mean."""
     trained = ([row for row in rows if "reward/mean" in row] for rows in (first, second))
     pairs = list(zip(*trained, strict=False))

@@ -113,7 +113,7 @@ def _section(kind: Kind, kinds: list[Kind], places: Mapping[Kind, list[str]], pa
         where = f"At {', '.join(f'`{key}`' for key in places[kind])}{choice}."
     else:
         where = f"Keys of {', '.join(_link(heir, places, page) for heir in kinds if issubclass(heir, kind))}."
-    about = " ".join((inspect.getdoc(kind) or "").split())
+    about = " ".join((inspect.getdoc(kind) or "").partition("\n\nExample:")[0].split())
     shared = " and ".join(f"[{heading(base)}](#{_anchor(base)})" for base in _bases(kind))
     also = f"Also the keys of {shared}." if shared else ""
     table = _table(kind, places, page, _own_fields(kind))

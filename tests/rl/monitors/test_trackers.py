@@ -124,13 +124,13 @@ def test_a_tracker_that_is_not_installed_is_said_at_once_with_the_cure(tmp_path,
         ("mlflow", "mlflow", "mlflow"),
     ):
         monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(ConfigError, match=f"monitors: {monitor} wants the package") as caught:
+        with pytest.raises(ConfigError, match=f"monitors: {monitor} needs the package") as caught:
             run(tracked(tmp_path / monitor, {"type": monitor}))
         assert caught.value.hint == f"pip install 'tinsmith[{extra}]'"
 
 
 def test_swanlab_is_refused_by_name():
-    with pytest.raises(ConfigError, match=r"swanlab is not served.*use tensorboard, mlflow, or wandb"):
+    with pytest.raises(ConfigError, match=r"swanlab is not supported.*use tensorboard, mlflow, or wandb"):
         build(RunConfig, {"monitors": [{"type": "swanlab"}]}, "run.yaml")
 
 

@@ -227,5 +227,5 @@ def test_run_with_agents_improves_reward(tmp_path):
     assert run(settings(tmp_path, workflow=workflow, steps=12, optimizer={"learning_rate": 0.3})).step == 12
     reward = [row["reward/mean"] for row in rows(tmp_path) if "reward/mean" in row]
     assert np.mean(reward[-3:]) > np.mean(reward[:3])
-    with pytest.raises(ValueError, match="is no async function"):
+    with pytest.raises(ValueError, match="is not an async function"):
         settings(tmp_path, workflow={"type": "agent", "path": f"{HERE}:served"})

@@ -95,7 +95,7 @@ def test_reasoning_gym_scores_its_own_tasks():
     assert ReasoningGymScore().score(task, f" {task.answer}\n") == 1.0
     assert ReasoningGymScore(tag="answer").score(task, f"so <answer>{task.answer}</answer>") == 1.0
     assert ReasoningGymScore(tag="answer").score(task, task.answer) == 0.0
-    with pytest.raises(ValueError, match="no task of reasoning-gym"):
+    with pytest.raises(ValueError, match="is not a task of reasoning-gym"):
         ReasoningGymScore().score(answer("1"), "1")
 
 
@@ -118,10 +118,10 @@ def test_no_rewards_are_worth_nothing():
 def test_rewards_that_cannot_be_told_apart_or_read_are_refused():
     with pytest.raises(ConfigError, match="rewards"):
         Rewards([Number(), Number(where="reply")])
-    with pytest.raises(ValueError, match="is not one"):
+    with pytest.raises(ValueError, match="is not a regular expression"):
         Format(pattern="(")
 
 
 def test_an_answer_that_is_no_number_is_named():
-    with pytest.raises(ValueError, match="'Paris' of t/0 is no number"):
+    with pytest.raises(ValueError, match="'Paris' of t/0 is not a number"):
         Number().score(answer("Paris"), "3")

@@ -1,4 +1,4 @@
-"""The table of monitors. The run folder's own files come first and always: the report reads them."""
+"""Monitors receive the metrics and rollouts of a run. `JsonlMonitor` is always on; the report reads its files."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from tinsmith.settings import Settings
 
 
 class SwanlabConfig(Settings):
-    """Not served: its package wants an older protobuf than everything else here is tested with."""
+    """SwanLab, which is not supported: its package requires an older protobuf than Tinsmith's other dependencies."""
 
     type: Literal["swanlab"] = "swanlab"
 
     @model_validator(mode="after")
-    def _refused(self) -> SwanlabConfig:
+    def _reject(self) -> SwanlabConfig:
         raise ValueError(
-            "swanlab is not served, since its package wants protobuf below 7 and all else here runs with 7; "
+            "swanlab is not supported, because its package requires protobuf below 7; "
             "use tensorboard, mlflow, or wandb (mode: offline needs no account)"
         )
 
@@ -44,17 +44,17 @@ MonitorConfig = Annotated[
 
 def build(configs: Sequence[MonitorConfig], info: RunInfo, console: Console) -> Monitors:
     """Create the monitors of a run. If one cannot be created, the others are closed and its error is raised."""
-    made: list[Monitor] = [JsonlMonitor(info)]
+    monitors: list[Monitor] = [JsonlMonitor(info)]
     try:
         for config in configs:
-            made.append(_made(config, info, console))
+            monitors.append(_monitor(config, info, console))
     except BaseException:
-        Monitors(made).close()
+        Monitors(monitors).close()
         raise
-    return Monitors(made)
+    return Monitors(monitors)
 
 
-def _made(config: MonitorConfig, info: RunInfo, console: Console) -> Monitor:
+def _monitor(config: MonitorConfig, info: RunInfo, console: Console) -> Monitor:
     match config:
         case ConsoleConfig():
             return ConsoleMonitor(config, info, console)
@@ -67,4 +67,4 @@ def _made(config: MonitorConfig, info: RunInfo, console: Console) -> Monitor:
         case MlflowConfig():
             return MlflowMonitor(config, info)
         case SwanlabConfig():
-            raise AssertionError("refused when the file was read")
+            raise AssertionError("rejected by its validator")

@@ -1,7 +1,7 @@
 """The monitor protocol: a monitor receives the metrics and rollouts of every step. `Monitors` forwards to several.
 
-Making a monitor may raise: one that is configured must work. Telling it never stops a run: a monitor that fails is
-named in the log, with the reason, each time.
+Creating a monitor may raise, because a configured monitor must work. A monitor that fails later does not stop the run:
+each failure is logged.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from typing_extensions import override
+
 from tinsmith.rl.types import Group
 
 log = logging.getLogger(__name__)
@@ -22,7 +24,7 @@ Kind = Literal["train", "eval"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunInfo:
-    """What a monitor may know of its run.
+    """Description of a run for its monitors.
 
     Example: RunInfo(name="demo", folder=Path("runs/demo"), steps=60, start=0, settings={"steps": 60})
     """
@@ -31,52 +33,52 @@ class RunInfo:
     folder: Path
     steps: int
     start: int = 0
-    """Steps done before this process."""
+    """Number of steps completed before this process."""
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Monitor(Protocol):
-    """Told in order; step 0 is before the first update."""
+    """Receives the metrics and rollouts of a run, in order of steps. Step 0 is before the first update."""
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step; a step may come twice, for training and for evaluation."""
+        """Receive metrics of a step. Training and evaluation of a step are two calls."""
         ...
 
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
-        """Everything that was sampled for a step or an evaluation."""
+        """Receive all groups that were sampled for a step or an evaluation."""
         ...
 
     def close(self) -> None:
-        """The run is over, or broken off."""
+        """Release everything. Called once, when the run ends or is interrupted."""
         ...
 
 
-class Monitors:
-    """All monitors of a run as one."""
+class Monitors(Monitor):
+    """Forwards to all monitors of a run, and logs those that fail."""
 
     def __init__(self, monitors: Sequence[Monitor]) -> None:
         self._monitors = tuple(monitors)
 
+    @override
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """To each."""
         self._forward(lambda monitor: monitor.metrics(step, values))
 
+    @override
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
-        """To each."""
         self._forward(lambda monitor: monitor.rollouts(step, kind, groups))
 
+    @override
     def close(self) -> None:
-        """To each."""
         self._forward(lambda monitor: monitor.close())
 
-    def _forward(self, say: Callable[[Monitor], None]) -> None:
+    def _forward(self, call: Callable[[Monitor], None]) -> None:
         for monitor in self._monitors:
-            with _never_stopping(monitor):
-                say(monitor)
+            with _failures_logged(monitor):
+                call(monitor)
 
 
 @contextmanager
-def _never_stopping(monitor: Monitor) -> Iterator[None]:
+def _failures_logged(monitor: Monitor) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # noqa: BLE001  a full disk or a closed terminal must not end a run of days

@@ -1,4 +1,4 @@
-"""Curves as inline SVG, without a library: pure functions of numbers. Colors are classes of the page's style sheet.
+"""Line charts as inline SVG, without a library. Colors are CSS classes of the page.
 
 Example: svg([Curve(name="reward", points=((1, 0.1), (2, 0.2)))], floor=0.0) is '<svg …>…</svg>'.
 """
@@ -27,32 +27,35 @@ class Curve:
     name: str
     points: tuple[Point, ...]
     color: int = 1
-    """Class c1 to c4 of the page."""
+    """CSS class c1 to c4."""
     dots: bool = False
-    """Mark each point: for few of them."""
+    """Mark each point."""
     faint: bool = False
-    """Drawn first and faint, without a legend entry."""
+    """Draw it first, thin and without a legend entry."""
     dashed: bool = False
 
 
 def smooth(points: Sequence[Point], share: float = 0.1) -> tuple[Point, ...]:
-    """A centered moving average over that share of the points."""
-    reach = int(len(points) * share / 2)
+    """Centered moving average; the window holds `share` of the points."""
+    half_window = int(len(points) * share / 2)
     means = []
     for index, (x, _) in enumerate(points):
-        near = points[max(0, index - reach) : index + reach + 1]
-        means.append((x, sum(y for _, y in near) / len(near)))
+        window = points[max(0, index - half_window) : index + half_window + 1]
+        means.append((x, sum(y for _, y in window) / len(window)))
     return tuple(means)
 
 
 def svg(curves: Sequence[Curve], *, floor: float | None = None, ceiling: float | None = None) -> str:
-    """A chart of curves over steps; the y axis shows `floor` and `ceiling` too. Empty without points."""
+    """Return a chart of curves over steps, or an empty string without points.
+
+    The y axis always includes `floor` and `ceiling`.
+    """
     points = [point for curve in curves for point in curve.points if math.isfinite(point[1])]
     if not points:
         return ""
     xs, ys = [x for x, _ in points], [y for _, y in points]
     x_ticks = _ticks(min(xs), max(max(xs), min(xs) + 1), 6)
-    y_ticks = _ticks(min([*ys, *_given(floor)]), max([*ys, *_given(ceiling)]), 4)
+    y_ticks = _ticks(min([*ys, *_optional(floor)]), max([*ys, *_optional(ceiling)]), 4)
     plane = _Plane((min(xs), max(max(xs), min(xs) + 1)), (y_ticks[0], y_ticks[-1]))
     parts = [_grid(plane, x_ticks, y_ticks)]
     parts += [_line(plane, curve) for curve in sorted(curves, key=lambda curve: not curve.faint)]
@@ -103,7 +106,7 @@ def _line(plane: _Plane, curve: Curve) -> str:
 
 
 def _ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers from at or below `low` to at or above `high`."""
+    """About `count` round numbers that cover `low` to `high`."""
     if high - low < 1e-12:
         margin = abs(low) / 2 or 0.5
         low, high = low - margin, high + margin
@@ -120,5 +123,5 @@ def _number(value: float) -> str:
     return f"{value:.0e}".replace("e-0", "e-").replace("e+0", "e")
 
 
-def _given(value: float | None) -> list[float]:
+def _optional(value: float | None) -> list[float]:
     return [] if value is None else [value]

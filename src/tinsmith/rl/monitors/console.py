@@ -1,4 +1,4 @@
-"""A run in the terminal: a line now and then, and a progress bar with the time left where the terminal has one."""
+"""A run in the terminal: regular lines, and a progress bar if the output is a terminal."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Literal
 from pydantic import Field
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from typing_extensions import override
 
-from tinsmith.rl.monitors.base import Kind, RunInfo
+from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo
 from tinsmith.rl.types import Group
 from tinsmith.settings import Settings
 
@@ -18,15 +19,15 @@ _BAR = 20
 
 
 class ConsoleConfig(Settings):
-    """Lines and a progress bar."""
+    """Lines and a progress bar in the terminal."""
 
     type: Literal["console"] = "console"
     every: int = Field(default=0, ge=0)
-    """A line every so many steps; 0 is about 30 lines in a run."""
+    """Number of steps between lines. 0: about 30 lines per run."""
 
 
-class ConsoleMonitor:
-    """Writes to the console it is given."""
+class ConsoleMonitor(Monitor):
+    """Prints lines and a progress bar to a console."""
 
     def __init__(self, config: ConsoleConfig, info: RunInfo, console: Console) -> None:
         self._console, self._info = console, info
@@ -47,8 +48,8 @@ class ConsoleMonitor:
         if console.is_terminal:
             self._progress.start()
 
+    @override
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Evaluations always have their line."""
         if "eval/pass@1" in values:
             self._console.print(_evaluation(step, values), highlight=False, soft_wrap=True)
         if "time/step" not in values:
@@ -59,11 +60,12 @@ class ConsoleMonitor:
         if step % self._every == 0 or step in (1, self._info.steps):
             self._console.print(self._line(step, values), highlight=False, soft_wrap=True)
 
+    @override
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
-        """Not shown."""
+        """Rollouts are not printed."""
 
+    @override
     def close(self) -> None:
-        """Takes the bar away."""
         self._progress.stop()
 
     def _line(self, step: int, values: Mapping[str, float]) -> str:
@@ -82,10 +84,10 @@ class ConsoleMonitor:
 
 
 def _outcome(values: Mapping[str, float]) -> str:
-    """The reward of rollouts, the negative log-likelihood of demonstrations, or else the loss."""
-    for name, word in (("reward/mean", "reward"), ("optim/expert_nll", "expert nll"), ("optim/loss", "loss")):
+    """Reward of the rollouts, else negative log-likelihood of the demonstrations, else the loss."""
+    for name, label in (("reward/mean", "reward"), ("optim/expert_nll", "expert nll"), ("optim/loss", "loss")):
         if name in values:
-            return f"{word} {values[name]:6.3f}"
+            return f"{label} {values[name]:6.3f}"
     return "nothing learned"
 
 

@@ -1,8 +1,8 @@
-"""A run as files: a row of metrics for each step, and every rollout. Always on; the report is made from them.
+"""Metrics and rollouts of a run as JSON lines in the run folder. Always on; the report reads these files.
 
-metrics.jsonl has one JSON object a line, written through at once, so that others may follow it while the run goes on.
-rollouts/train-000012.jsonl has a line for each rollout of step 12, rollouts/eval-000012.jsonl for each of the
-evaluation after it.
+metrics.jsonl has a JSON object per line, flushed after each line, so that it can be followed during the run.
+rollouts/train-000012.jsonl has a line per rollout of step 12; rollouts/eval-000012.jsonl has those of the evaluation
+after step 12.
 """
 
 from __future__ import annotations
@@ -12,36 +12,42 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tinsmith.rl.monitors.base import Kind, RunInfo
+from typing_extensions import override
+
+from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo
 from tinsmith.rl.types import Group, Rollout
 
 
-class JsonlMonitor:
-    """Appends to what an earlier process of the same run wrote."""
+class JsonlMonitor(Monitor):
+    """Writes metrics.jsonl and rollouts/. A resumed run appends to metrics.jsonl."""
 
     def __init__(self, info: RunInfo) -> None:
         self._folder = info.folder / "rollouts"
         self._folder.mkdir(parents=True, exist_ok=True)
         self._metrics = (info.folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
 
+    @override
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """One line."""
         self._metrics.write(json.dumps({"step": step, **values}) + "\n")
 
+    @override
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
-        """One file; written again where a step is done again."""
+        """Write the file of a step, over that of an earlier process that did not complete the step."""
         with (self._folder / f"{kind}-{step:06}.jsonl").open("w", encoding="utf-8") as file:
             for group in groups:
                 for index, rollout in enumerate(group.rollouts):
                     file.write(json.dumps(_line(step, group, index, rollout), ensure_ascii=False) + "\n")
 
+    @override
     def close(self) -> None:
-        """Closes the metrics file."""
         self._metrics.close()
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
-    """One row for each step so far, oldest first; training and evaluation of a step are joined."""
+    """Read the metrics of a run folder: a row per step, in order; training and evaluation of a step are joined.
+
+    Example: [row["reward/mean"] for row in read_metrics(Path("runs/demo"))]
+    """
     file = folder / "metrics.jsonl"
     rows: dict[int, dict[str, float]] = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():

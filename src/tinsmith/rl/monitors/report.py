@@ -1,6 +1,6 @@
-"""A run as one page: curves, sample rollouts before and after, settings. Made from the run folder's own files.
+"""report.html: charts, sample rollouts and settings of a run, made from the files in the run folder.
 
-The page stands alone: no script, font or picture from elsewhere. It is written again while the run goes on, and at its
+The page is self-contained: it loads no script, font or picture. It is rewritten regularly during the run, and at its
 end.
 """
 
@@ -15,51 +15,56 @@ from typing import Any, Literal
 
 import jinja2
 from pydantic import Field
+from typing_extensions import override
 
 from tinsmith.atomic import atomic_write
-from tinsmith.rl.monitors.base import Kind, RunInfo
+from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo
 from tinsmith.rl.monitors.charts import Curve, smooth, svg
 from tinsmith.rl.monitors.jsonl import read_metrics
 from tinsmith.rl.types import Group
 from tinsmith.settings import Settings
 
 _SHOWN = 12
-"""Held-out tasks shown with their answers before and after."""
+"""Number of held-out tasks that are shown with their first and last answers."""
 
 Row = Mapping[str, float]
 
 
 class ReportConfig(Settings):
-    """report.html in the run folder."""
+    """report.html in the run folder: charts, sample answers and settings."""
 
     type: Literal["report"] = "report"
     seconds: float = Field(default=15.0, gt=0)
-    """Write it again after so long."""
+    """Minimum time between updates of the page, in seconds."""
 
 
-class ReportMonitor:
-    """Writes the page now and then, and at the end."""
+class ReportMonitor(Monitor):
+    """Rewrites the page regularly, and at the end of the run."""
 
     def __init__(self, config: ReportConfig, info: RunInfo) -> None:
         self._seconds, self._info = config.seconds, info
         self._written = 0.0
 
+    @override
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes if the page is old."""
         if time.monotonic() - self._written > self._seconds:
             write(self._info, refresh=self._seconds)
             self._written = time.monotonic()
 
+    @override
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
-        """Read from their files."""
+        """The report reads rollouts from the files of JsonlMonitor."""
 
+    @override
     def close(self) -> None:
-        """The last page does not load itself again."""
         write(self._info)
 
 
 def write(info: RunInfo, refresh: float = 0.0) -> Path:
-    """report.html from metrics.jsonl and rollouts/; `refresh` seconds make an open page load itself again."""
+    """Write report.html from metrics.jsonl and rollouts/, and return its path.
+
+    With `refresh`, a browser reloads the page every so many seconds.
+    """
     rows = read_metrics(info.folder)
     page = _template().render(
         info=info,
@@ -86,7 +91,7 @@ def _points(rows: Sequence[Row], name: str) -> tuple[tuple[float, float], ...]:
 
 
 def _cards(info: RunInfo, rows: Sequence[Row]) -> list[dict[str, str]]:
-    """The few numbers that matter, first and last."""
+    """The headline numbers: held-out accuracy, reward, steps and time."""
     cards = []
     if held_out := _points(rows, "eval/pass@1"):
         constant = _points(rows, "eval/constant_pass@1")
@@ -126,18 +131,18 @@ def _charts(rows: Sequence[Row]) -> list[dict[str, Any]]:
             [*held_out, Curve(name="best constant answer", points=level, color=4, dashed=True)],
             (0, 1),
         ),
-        _noisy("Entropy (estimate, nats per token)", rows, "optim/entropy", floor=0.0),
-        _noisy("KL sampler to trainer (v2)", rows, "optim/kl_sample_train_v2", floor=0.0),
-        _noisy("Loss (sum)", rows, "optim/loss"),
-        _noisy("Gradient norm before clipping", rows, "optim/grad_norm", floor=0.0),
-        _noisy("Groups without a signal (share)", rows, "groups/constant", floor=0.0, ceiling=1.0),
-        _noisy("Tokens of an answer (mean)", rows, "tokens/reply", floor=0.0),
-        _noisy("Answers cut off at the limit (share)", rows, "rollouts/cut", floor=0.0, ceiling=1.0),
-        _noisy("Tokens sampled per second", rows, "speed/tokens_per_second", floor=0.0),
+        _smoothed("Entropy (estimate, nats per token)", rows, "optim/entropy", floor=0.0),
+        _smoothed("KL sampler to trainer (v2)", rows, "optim/kl_sample_train_v2", floor=0.0),
+        _smoothed("Loss (sum)", rows, "optim/loss"),
+        _smoothed("Gradient norm before clipping", rows, "optim/grad_norm", floor=0.0),
+        _smoothed("Groups without a signal (share)", rows, "groups/constant", floor=0.0, ceiling=1.0),
+        _smoothed("Tokens of an answer (mean)", rows, "tokens/reply", floor=0.0),
+        _smoothed("Answers cut off at the limit (share)", rows, "rollouts/cut", floor=0.0, ceiling=1.0),
+        _smoothed("Tokens sampled per second", rows, "speed/tokens_per_second", floor=0.0),
     ]
 
 
-def _noisy(
+def _smoothed(
     title: str, rows: Sequence[Row], name: str, floor: float | None = None, ceiling: float | None = None
 ) -> dict[str, Any]:
     points = _points(rows, name)
@@ -155,28 +160,28 @@ def _chart(title: str, curves: Sequence[Curve], limits: tuple[float | None, floa
 
 
 def _answers(folder: Path) -> dict[str, Any] | None:
-    """The first and last evaluation side by side, for the first held-out tasks."""
-    found = sorted(folder.glob("eval-*.jsonl"))
-    if not found:
+    """Answers of the first and the last evaluation to the first held-out tasks; None without an evaluation."""
+    files = sorted(folder.glob("eval-*.jsonl"))
+    if not files:
         return None
-    before, after = _first_of_each(found[0]), _first_of_each(found[-1])
-    pairs = [(one, after[task]) for task, one in before.items() if task in after][:_SHOWN]
-    return {"pairs": pairs, "first": int(found[0].stem[5:]), "last": int(found[-1].stem[5:])}
+    before, after = _first_by_task(files[0]), _first_by_task(files[-1])
+    pairs = [(rollout, after[task]) for task, rollout in before.items() if task in after][:_SHOWN]
+    return {"pairs": pairs, "first": int(files[0].stem[5:]), "last": int(files[-1].stem[5:])}
 
 
 def _example_group(folder: Path) -> dict[str, Any] | None:
-    """One group of the last step that has something to compare."""
-    found = sorted(folder.glob("train-*.jsonl"))
-    if not found:
+    """The group of the last step with the most different rewards, best rollout first; None without a step."""
+    files = sorted(folder.glob("train-*.jsonl"))
+    if not files:
         return None
     groups: dict[str, list[dict[str, Any]]] = {}
-    for rollout in _lines(found[-1]):
+    for rollout in _lines(files[-1]):
         groups.setdefault(rollout["task"], []).append(rollout)
     varied = max(groups.values(), key=lambda group: len({rollout["reward"] for rollout in group}))
-    return {"step": int(found[-1].stem[6:]), "group": sorted(varied, key=lambda rollout: -rollout["reward"])}
+    return {"step": int(files[-1].stem[6:]), "group": sorted(varied, key=lambda rollout: -rollout["reward"])}
 
 
-def _first_of_each(file: Path) -> dict[str, dict[str, Any]]:
+def _first_by_task(file: Path) -> dict[str, dict[str, Any]]:
     first: dict[str, dict[str, Any]] = {}
     for rollout in _lines(file):
         first.setdefault(rollout["task"], rollout)
@@ -199,7 +204,7 @@ def _span(points: Sequence[tuple[float, float]], digits: int) -> str:
 
 
 def _state(done: int, steps: int) -> str:
-    return "finished" if done >= steps else "under way, or broken off"
+    return "finished" if done >= steps else "running or interrupted"
 
 
 def _duration(seconds: float) -> str:

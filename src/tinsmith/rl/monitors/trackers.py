@@ -1,108 +1,66 @@
-"""Monitors that write metrics to TensorBoard, Weights & Biases and MLflow; rollouts stay in the run folder.
+"""Experiment trackers: monitors that send metrics to TensorBoard, Weights & Biases and MLflow.
 
-The tracker's id of the run is stored in trackers.json of the run folder, so a resumed run continues there.
+Rollouts stay in the run folder. The tracker's id of a run is stored in trackers.json of the run folder, so that a
+resumed run continues in the same run of the tracker.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import secrets
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
+from typing_extensions import override
+
 from tinsmith.errors import ConfigError
-from tinsmith.rl.monitors.base import Kind, RunInfo
+from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo
 from tinsmith.rl.monitors.trinity_names import trinity_name
 from tinsmith.rl.types import Group
 from tinsmith.settings import Settings
 
+_MLFLOW_PARAM_LENGTH = 500
+"""Characters of a parameter's value. MLflow rejects longer values."""
+_MLFLOW_BATCH = 100
+"""Parameters per request to MLflow."""
+
 
 class TrackerConfig(Settings):
-    """Settings of every tracker."""
+    """Settings of all trackers."""
 
     names: Literal["tinsmith", "trinity"] = "tinsmith"
-    """Of metrics: ours, or Trinity-RFT's where it has the same one."""
+    """Metric names: Tinsmith's, or Trinity-RFT's for the metrics that Trinity-RFT has."""
 
     def renamed(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The metrics under the names that are wanted."""
+        """Return the metrics under the configured names."""
         if self.names == "tinsmith":
             return dict(values)
         return {trinity_name(name): value for name, value in values.items()}
 
 
 class ProjectConfig(TrackerConfig):
-    """What trackers have that hold many runs."""
+    """Settings of trackers that organize runs in projects."""
 
     project: str = "tinsmith"
-    """Under which runs are gathered."""
+    """Project (W&B) or experiment (MLflow) of the run."""
     group: str = ""
-    """Of runs to be compared; empty: none."""
+    """Group of runs to compare with each other. Empty: none."""
     name: str = ""
-    """Of the run; empty: the run's own."""
+    """Name of the run in the tracker. Empty: the run's name."""
     tags: tuple[str, ...] = ()
-    """Words to find it by."""
-
-
-def tracker_run_id(info: RunInfo, tracker: str, make: Callable[[], str]) -> str:
-    """The id of this run in `tracker`; made the first time."""
-    file = info.folder / "trackers.json"
-    ids: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
-    if tracker not in ids:
-        file.write_text(json.dumps({**ids, tracker: make()}) + "\n")
-        return tracker_run_id(info, tracker, make)
-    return ids[tracker]
-
-
-def missing_package(package: str, extra: str) -> ConfigError:
-    """The error of a tracker whose package is not installed."""
-    return ConfigError(f"monitors: {extra} wants the package {package}.", f"pip install 'tinsmith[{extra}]'")
-
-
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Settings as dotted keys and texts; what is empty is left out."""
-    found: dict[str, str] = {}
-    for key, value in settings.items():
-        if isinstance(value, Mapping):
-            found |= flatten(value, f"{prefix}{key}.")
-        elif value not in (None, "", [], ()):
-            found[prefix + key] = str(value)
-    return found
+    """Tags of the run."""
 
 
 class TensorboardConfig(TrackerConfig):
-    """TensorBoard files in the run folder."""
+    """TensorBoard event files in the run folder."""
 
     type: Literal["tensorboard"] = "tensorboard"
     folder: str = ""
-    """Where to; empty: `tensorboard` in the run folder."""
-
-
-class TensorboardMonitor:
-    """Appends; what was written after the step that the run goes on from is hidden."""
-
-    def __init__(self, config: TensorboardConfig, info: RunInfo) -> None:
-        """Raises ConfigError without the package."""
-        try:
-            from torch.utils.tensorboard.writer import SummaryWriter
-        except ImportError as error:
-            raise missing_package("tensorboard", "tensorboard") from error
-        self._config = config
-        folder = config.folder or str(info.folder / "tensorboard")
-        self._writer = SummaryWriter(folder, purge_step=info.start + 1 if info.start else None)
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """On disk within seconds, so that the page may follow."""
-        for name, value in self._config.renamed(values).items():
-            self._writer.add_scalar(name, value, step)
-
-    def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
-        """Not written."""
-
-    def close(self) -> None:
-        """Writes what is left."""
-        self._writer.close()
+    """Folder of the event files. Empty: `tensorboard` in the run folder."""
 
 
 class WandbConfig(ProjectConfig):
@@ -110,23 +68,70 @@ class WandbConfig(ProjectConfig):
 
     type: Literal["wandb"] = "wandb"
     mode: Literal["", "online", "offline", "disabled"] = ""
-    """offline writes to the run folder, for `wandb sync` later; empty: WANDB_MODE, else online, which wants a key."""
+    """`online` needs an API key; `offline` writes to the run folder for a later `wandb sync`. Empty: the environment
+    variable WANDB_MODE, else online."""
     entity: str = ""
-    """User or team; empty: the key's own."""
+    """User or team. Empty: the default of the API key."""
     base_url: str = ""
-    """A server of one's own; empty: WANDB_BASE_URL, else the public one."""
+    """Address of a W&B server. Empty: the environment variable WANDB_BASE_URL, else the public server."""
 
 
-class WandbMonitor:
-    """Opens the tracker's run; goes on with it where the folder knows one."""
+class MlflowConfig(ProjectConfig):
+    """MLflow: a tracking server, a database or a folder."""
+
+    type: Literal["mlflow"] = "mlflow"
+    uri: str = ""
+    """Tracking URI: http://host:5000, sqlite:///mlflow.db or a folder. Empty: the environment variable
+    MLFLOW_TRACKING_URI, else mlflow.db next to the run folder. Credentials come from MLFLOW_TRACKING_USERNAME and
+    MLFLOW_TRACKING_PASSWORD."""
+
+
+class Tracker(Monitor):
+    """Base class of trackers: it renames the metrics, and leaves rollouts out."""
+
+    def __init__(self, config: TrackerConfig) -> None:
+        self._config = config
+
+    @override
+    def metrics(self, step: int, values: Mapping[str, float]) -> None:
+        self._log(step, self._config.renamed(values))
+
+    @override
+    def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
+        """Rollouts are not sent."""
+
+    @abstractmethod
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send the renamed metrics of a step."""
+
+
+class TensorboardMonitor(Tracker):
+    """Appends to the event files. Events after the step from which a run resumes are hidden."""
+
+    def __init__(self, config: TensorboardConfig, info: RunInfo) -> None:
+        """Raise ConfigError if TensorBoard is not installed."""
+        super().__init__(config)
+        tensorboard = _import("torch.utils.tensorboard.writer", package="tensorboard", extra="tensorboard")
+        folder = config.folder or str(info.folder / "tensorboard")
+        self._writer = tensorboard.SummaryWriter(folder, purge_step=info.start + 1 if info.start else None)
+
+    @override
+    def close(self) -> None:
+        self._writer.close()
+
+    @override
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+
+class WandbMonitor(Tracker):
+    """Creates a run in Weights & Biases, or continues the one in trackers.json."""
 
     def __init__(self, config: WandbConfig, info: RunInfo) -> None:
-        """Raises ConfigError without the package, wandb's own error without a key."""
-        try:
-            import wandb
-        except ImportError as error:
-            raise missing_package("wandb", "wandb") from error
-        self._config = config
+        """Raise ConfigError if wandb is not installed, and wandb's own error if the API key is missing."""
+        super().__init__(config)
+        wandb = _import("wandb", package="wandb", extra="wandb")
         settings = wandb.Settings(silent=True)
         if config.base_url:
             settings.base_url = config.base_url
@@ -138,87 +143,98 @@ class WandbMonitor:
             tags=config.tags,
             mode=config.mode or None,
             dir=info.folder,
-            id=tracker_run_id(info, "wandb", lambda: secrets.token_hex(8)),
+            id=_run_id(info, "wandb", lambda: secrets.token_hex(8)),
             resume="allow",
             config=dict(info.settings),
             settings=settings,
         )
         self._run.define_metric("*", step_metric="step")
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Training and evaluation of a step are two rows; charts join them by `step`."""
-        self._run.log({"step": step, **self._config.renamed(values)})
-
-    def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
-        """Not sent."""
-
+    @override
     def close(self) -> None:
-        """Waits until all is written or sent."""
+        """Wait until everything is written or sent."""
         self._run.finish()
 
-
-_LONGEST = 500
-"""Of a parameter's text; MLflow refuses longer ones."""
-_AT_ONCE = 100
-"""Parameters in a request."""
-
-
-class MlflowConfig(ProjectConfig):
-    """MLflow: a server, a database or a folder."""
-
-    type: Literal["mlflow"] = "mlflow"
-    uri: str = ""
-    """As http://host:5000, sqlite:///mlflow.db or a folder; empty: MLFLOW_TRACKING_URI, else mlflow.db beside the run
-    folder. A name and a password: MLFLOW_TRACKING_USERNAME, MLFLOW_TRACKING_PASSWORD."""
+    @override
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        """Training and evaluation of a step are two rows; charts join them by `step`."""
+        self._run.log({"step": step, **values})
 
 
-class MlflowMonitor:
-    """Opens the tracker's run; goes on with it where the folder knows one."""
+class MlflowMonitor(Tracker):
+    """Creates a run in MLflow, or continues the one in trackers.json."""
 
     def __init__(self, config: MlflowConfig, info: RunInfo) -> None:
-        """Raises ConfigError without the package, MLflow's own error where the store cannot be opened."""
-        try:
-            from mlflow import MlflowClient
-        except ImportError as error:
-            raise missing_package("mlflow-skinny", "mlflow") from error
-        self._config = config
-        beside = f"sqlite:///{info.folder.resolve().parent / 'mlflow.db'}"
-        self._client = MlflowClient(tracking_uri=config.uri or os.environ.get("MLFLOW_TRACKING_URI", "") or beside)
-        self._run = tracker_run_id(info, "mlflow", lambda: self._made(info))
-        self._client.update_run(self._run, status="RUNNING")
-        self._sent: list[Any] = []
+        """Raise ConfigError if MLflow is not installed, and MLflow's own error if the store cannot be opened."""
+        super().__init__(config)
+        mlflow = _import("mlflow", package="mlflow-skinny", extra="mlflow")
+        default = f"sqlite:///{info.folder.resolve().parent / 'mlflow.db'}"
+        self._client = mlflow.MlflowClient(
+            tracking_uri=config.uri or os.environ.get("MLFLOW_TRACKING_URI", "") or default
+        )
+        self._run_id = _run_id(info, "mlflow", lambda: self._create_run(config, info))
+        self._client.update_run(self._run_id, status="RUNNING")
+        self._pending: list[Any] = []
 
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """One request for all; `@`, which MLflow refuses in names, is `_at_`."""
+    @override
+    def close(self) -> None:
+        """Wait until everything is sent."""
+        try:
+            for operation in self._pending:
+                operation.wait()
+        finally:
+            self._client.set_terminated(self._run_id)
+
+    @override
+    def _log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send all metrics in one request. MLflow does not allow `@` in names; it becomes `_at_`."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        entries = [
-            Metric(name.replace("@", "_at_"), value, now, step) for name, value in self._config.renamed(values).items()
-        ]
-        self._sent.append(self._client.log_batch(self._run, metrics=entries, synchronous=False))
+        entries = [Metric(name.replace("@", "_at_"), value, now, step) for name, value in values.items()]
+        self._pending.append(self._client.log_batch(self._run_id, metrics=entries, synchronous=False))
 
-    def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
-        """Not sent."""
-
-    def close(self) -> None:
-        """Waits until all is sent."""
-        try:
-            for sent in self._sent:
-                sent.wait()
-        finally:
-            self._client.set_terminated(self._run)
-
-    def _made(self, info: RunInfo) -> str:
+    def _create_run(self, config: MlflowConfig, info: RunInfo) -> str:
         from mlflow.entities import Param
 
-        found = self._client.get_experiment_by_name(self._config.project)
-        project = found.experiment_id if found else self._client.create_experiment(self._config.project)
-        tags = dict.fromkeys(self._config.tags, "")
-        if self._config.group:
-            tags["group"] = self._config.group
-        run = self._client.create_run(project, run_name=self._config.name or info.name, tags=tags).info.run_id
-        given = [Param(key, value[:_LONGEST]) for key, value in flatten(info.settings).items()]
-        for begin in range(0, len(given), _AT_ONCE):
-            self._client.log_batch(run, params=given[begin : begin + _AT_ONCE])
-        return run
+        experiment = self._client.get_experiment_by_name(config.project)
+        experiment_id = experiment.experiment_id if experiment else self._client.create_experiment(config.project)
+        tags = dict.fromkeys(config.tags, "")
+        if config.group:
+            tags["group"] = config.group
+        run_id = self._client.create_run(experiment_id, run_name=config.name or info.name, tags=tags).info.run_id
+        params = [Param(key, value[:_MLFLOW_PARAM_LENGTH]) for key, value in _flatten(info.settings).items()]
+        for begin in range(0, len(params), _MLFLOW_BATCH):
+            self._client.log_batch(run_id, params=params[begin : begin + _MLFLOW_BATCH])
+        return run_id
+
+
+def _import(module: str, *, package: str, extra: str) -> Any:
+    """Import a tracker's package. Raises ConfigError if it is not installed."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"monitors: {extra} needs the package {package}.", f"pip install 'tinsmith[{extra}]'"
+        ) from error
+
+
+def _run_id(info: RunInfo, tracker: str, create: Callable[[], str]) -> str:
+    """Return the run's id in `tracker` from trackers.json; create and store it if there is none."""
+    file = info.folder / "trackers.json"
+    ids: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
+    if tracker not in ids:
+        ids[tracker] = create()
+        file.write_text(json.dumps(ids) + "\n")
+    return ids[tracker]
+
+
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return settings as dotted keys and texts, without empty values."""
+    flat: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten(value, f"{prefix}{key}.")
+        elif value not in (None, "", [], ()):
+            flat[prefix + key] = str(value)
+    return flat

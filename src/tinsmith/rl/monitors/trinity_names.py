@@ -1,7 +1,6 @@
-"""Metrics under the names that Trinity-RFT gives to the same, for dashboards that were made for it.
+"""Trinity-RFT's names for the metrics of a run, for dashboards that were made for it.
 
-Only what means the same is renamed; all else keeps its name, so that nothing is lost.
-docs/reference/metrics.md has the table.
+Only metrics with the same meaning are renamed; the others keep their names. docs/reference/metrics.md has the table.
 
 Example: trinity_name("reward/mean") == "critic/rewards/mean"
 """
@@ -29,19 +28,22 @@ TRINITY = {
     "time/rollouts": "time/wait_explore_step",
     "time/update": "time/train_step",
 }
-"""Ours to Trinity's, one to one."""
+"""Tinsmith's name -> Trinity's name."""
 
 _REWARD = re.compile(r"reward/(?!mean$|std$)([^/]+)")
 _EVAL = re.compile(r"eval/(?:([^/]+)/)?(pass@1|reward/mean)")
 
 
 def trinity_name(name: str, held_out: str = "eval") -> str:
-    """Trinity's name, or the same; `held_out` stands for held-out tasks that have no name of their own."""
+    """Return Trinity's name of a metric, or the same name if Trinity has no such metric.
+
+    `held_out` is the name of held-out tasks without a name.
+    """
     if name in TRINITY:
         return TRINITY[name]
-    if found := _REWARD.fullmatch(name):
-        return f"rollout/{found[1]}/mean"
-    if found := _EVAL.fullmatch(name):
-        value = "accuracy" if found[2] == "pass@1" else "reward"
-        return f"eval/{found[1] or held_out}/{value}/mean"
+    if match := _REWARD.fullmatch(name):
+        return f"rollout/{match[1]}/mean"
+    if match := _EVAL.fullmatch(name):
+        value = "accuracy" if match[2] == "pass@1" else "reward"
+        return f"eval/{match[1] or held_out}/{value}/mean"
     return name

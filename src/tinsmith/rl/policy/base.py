@@ -41,7 +41,7 @@ class ModelConfig(Settings):
     tokenizer: str = ""
     """A hub id or folder in place of the tokenizer that the server names."""
     chat_template: str = ""
-    """In place of the tokenizer's own: a Jinja template, or the path of a file that holds one."""
+    """Chat template: Jinja text, or the path of a file. Empty: the tokenizer's template."""
     chat_template_values: dict[str, Any] = Field(default_factory=dict)
     """What the chat template reads beside the messages, as {enable_thinking: false}."""
     load_from: str = ""
@@ -74,7 +74,7 @@ class SamplingConfig(Settings):
     @field_validator("stop")
     @classmethod
     def _one_kind(cls, stop: tuple[str | int, ...] | None) -> tuple[str | int, ...] | None:
-        if stop and len({type(one) for one in stop}) > 1:
+        if stop and len({type(text_or_token) for text_or_token in stop}) > 1:
             raise ValueError("stop takes strings or token ids, not both")
         return stop
 
@@ -85,7 +85,7 @@ ClientLoss = Callable[[Sequence[Any]], tuple[Any, dict[str, float]]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """What an algorithm wants learned: rows, and one loss over all of them.
+    """A batch of an algorithm: training rows, and one loss over all of them.
 
     Example: Update(rows=(row,), inputs=({"logprobs": q, "advantages": a},), loss="ppo", config={})
     """
@@ -98,7 +98,7 @@ class Update:
     config: Mapping[str, float | str] = field(default_factory=dict)
     """Of the server's loss."""
     client: ClientLoss | None = None
-    """A loss that the server has not: it costs one more forward pass."""
+    """Custom loss, for algorithms whose loss the server does not have. It costs another forward pass."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the algorithm."""
 
@@ -150,7 +150,7 @@ class ChatCodec(Protocol):
         ...
 
     def with_template_values(self, values: Mapping[str, Any]) -> ChatCodec:
-        """The same, but that the template is given these by name."""
+        """Return a codec whose chat template also gets these variables."""
         ...
 
     def prompt(self, conversation: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
@@ -160,7 +160,7 @@ class ChatCodec(Protocol):
     def encode_with_loss_mask(
         self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, every: bool = False
     ) -> tuple[list[int], list[bool]]:
-        """A whole chat, and which of its tokens are the assistant's: of its last message, or of every one."""
+        """Return the tokens of a chat and their loss mask: its last assistant message, or all of them with `every`."""
         ...
 
     def encode_text(self, text: str) -> list[int]:
@@ -176,7 +176,7 @@ Prompt = Conversation | Sequence[int]
 
 
 class Snapshot(Protocol):
-    """The policy as it was at one version; it does not change."""
+    """The weights of a policy at one version, for sampling. Immutable."""
 
     @property
     def version(self) -> int:
@@ -200,7 +200,7 @@ class Snapshot(Protocol):
         ...
 
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        """float32 [N] of tokens 1 to N of N + 1 given ones, untempered."""
+        """Return logprobs of tokens 1 to N at temperature 1, float32 [N], for N + 1 tokens."""
         ...
 
 
@@ -217,7 +217,7 @@ class SamplingClients(Protocol):
         ...
 
     async def open_checkpoint(self, path: str, version: int) -> Snapshot:
-        """Weights that were kept for sampling, known to be of `version`."""
+        """Open saved sampling weights, which are those of `version`."""
         ...
 
     async def close(self) -> None:
@@ -252,7 +252,7 @@ class Policy(Protocol):
         ...
 
     async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> UpdateResult:
-        """One gradient over all rows and one optimizer step."""
+        """Compute one gradient over all rows and take one optimizer step."""
         ...
 
     async def auxiliary_adapter(self, rank: int, seed: int, state: str = "") -> AuxiliaryAdapter:
@@ -272,11 +272,11 @@ class Policy(Protocol):
         ...
 
     async def open_checkpoint(self, path: str, version: int) -> Snapshot:
-        """Weights that were kept for sampling, known to be of `version`."""
+        """Open saved sampling weights, which are those of `version`."""
         ...
 
     async def delete_checkpoint(self, path: str) -> None:
-        """Let go of weights that were kept for sampling; who samples from them already may go on."""
+        """Delete saved sampling weights. Snapshots that use them already remain valid."""
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A policy in arithmetic, for tests without a server: it says one of a few fixed replies, and learns which.
+"""A policy without a model, for tests without a server: it chooses among a few fixed replies.
 
 Logits over replies are the weights; `update` takes an exact policy-gradient step on them, so rewards rise as in a real
 run, and `save` writes them to a folder, so runs resume. A token is a character's code point; 0 ends a reply. As a
@@ -102,12 +102,12 @@ class ScriptedSnapshot:
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """The reply begins where the tokens end with one of the replies; its logprob lies on its first token."""
         logprobs = _log_softmax(self._logits)
-        found = np.zeros(len(tokens) - 1, np.float32)
+        token_logprobs = np.zeros(len(tokens) - 1, np.float32)
         for reply, text in enumerate(self._replies):
             spelled = [*map(ord, text), END]
             if list(tokens[-len(spelled) :]) == spelled:
-                found[len(tokens) - len(spelled) - 1] = logprobs[reply]
-        return found
+                token_logprobs[len(tokens) - len(spelled) - 1] = logprobs[reply]
+        return token_logprobs
 
     def _turn(self, prompt: tuple[int, ...], reply: int, logprobs: np.ndarray, sampling: SamplingConfig) -> Turn:
         tokens = (*map(ord, self._replies[reply]), END)[: sampling.max_tokens]
@@ -202,9 +202,9 @@ class ScriptedPolicy:
 
     def _spoken(self, row: TrainingRow, logprobs_R: np.ndarray) -> np.ndarray:
         """float32 [N]: a row's logprobs."""
-        found = np.zeros(len(row.targets), np.float32)
-        found[int(np.argmax(row.mask))] = logprobs_R[self._reply(row.targets[row.mask])]
-        return found
+        token_logprobs = np.zeros(len(row.targets), np.float32)
+        token_logprobs[int(np.argmax(row.mask))] = logprobs_R[self._reply(row.targets[row.mask])]
+        return token_logprobs
 
     def _reply(self, tokens: np.ndarray) -> int:
         return _which(self._replies, tokens)
@@ -270,9 +270,9 @@ def _which(replies: Sequence[str], tokens: Sequence[int] | np.ndarray) -> int:
 def _gradients(update: Update, logprobs: Sequence[np.ndarray]) -> tuple[float, list[np.ndarray], dict[str, float]]:
     """(loss, d loss / d logprobs of each row, metrics) of importance_sampling, cross_entropy or a client's loss."""
     if update.client is not None:
-        leaves = [torch.from_numpy(one.astype(np.float64)).requires_grad_() for one in logprobs]
+        leaves = [torch.from_numpy(row.astype(np.float64)).requires_grad_() for row in logprobs]
         loss, metrics = update.client(leaves)
-        return float(loss.detach()), [one.numpy() for one in torch.autograd.grad(loss, leaves)], metrics
+        return float(loss.detach()), [grad.numpy() for grad in torch.autograd.grad(loss, leaves)], metrics
     if update.loss == "cross_entropy":
         gradients = [-inputs["weights"] for inputs in update.inputs]
         return (

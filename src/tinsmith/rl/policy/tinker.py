@@ -39,7 +39,7 @@ class TinkerAuxiliaryAdapter:
         data = [_datum(row, ids, np.ones((len(row.tokens), len(ids)), np.float32)) for row in rows]
         async with translate_errors("asking the critic"):
             passed = await self._client.forward(data, "cross_entropy")
-        return [np.asarray(one["logprobs"].to_numpy(), np.float32) for one in passed.loss_fn_outputs]
+        return [np.asarray(output["logprobs"].to_numpy(), np.float32) for output in passed.loss_fn_outputs]
 
     async def fit(
         self,
@@ -50,7 +50,7 @@ class TinkerAuxiliaryAdapter:
         learning_rate: float,
     ) -> dict[str, float]:
         """One gradient and one step, submitted together."""
-        data = [_datum(row, ids, one) for row, one in zip(rows, weights, strict=True)]
+        data = [_datum(row, ids, row_weights) for row, row_weights in zip(rows, weights, strict=True)]
         async with translate_errors("teaching the critic"):
             gradient = self._client.forward_backward(data, "cross_entropy")
             step = self._client.optim_step(adam_params(optimizer, learning_rate))
@@ -138,7 +138,7 @@ class TinkerPolicy:
             saving = self._client.save_weights_and_get_sampling_client() if sampled else None
             passed, stepped = await gradient, await step
         self._version, self._saving = self._version + 1, saving
-        logprobs = tuple(np.asarray(one["logprobs"].to_numpy(), np.float32) for one in passed.loss_fn_outputs)
+        logprobs = tuple(np.asarray(output["logprobs"].to_numpy(), np.float32) for output in passed.loss_fn_outputs)
         return UpdateResult(logprobs=logprobs, metrics={**passed.metrics, **(stepped.metrics or {})})
 
     async def auxiliary_adapter(self, rank: int, seed: int, state: str = "") -> TinkerAuxiliaryAdapter:
@@ -173,10 +173,10 @@ class TinkerPolicy:
         data = [row.datum({"weights": row.mask.astype(np.float32)}) for row in rows]
         async with translate_errors("asking for entropies"):
             passed = await self._client.forward(data, "cross_entropy", cast(Any, {"return_entropy": 1.0}))
-        return [np.asarray(one["entropy"].to_numpy(), np.float32) for one in passed.loss_fn_outputs]
+        return [np.asarray(output["entropy"].to_numpy(), np.float32) for output in passed.loss_fn_outputs]
 
     async def save(self, name: str, ttl_seconds: int | None) -> str:
-        """A state checkpoint; overwrites one of that name."""
+        """Save a state checkpoint, over an earlier one of that name."""
         async with translate_errors(f"saving the checkpoint {name}"):
             return (await self._client.save_state(name, ttl_seconds=ttl_seconds, overwrite=True)).path
 

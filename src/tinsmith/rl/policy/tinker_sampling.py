@@ -1,6 +1,6 @@
 """Weights of a server of the Tinker API to sample from, of a base model or by their paths; nothing is trained.
 
-What a process needs that only samples: one that explores for another's training, or that compares checkpoints.
+For processes that only sample: explorers of a two-process run, and the comparison of checkpoints.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class TinkerSnapshot:
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """One request; the first token has no logprob and is left out."""
         async with translate_errors("asking for logprobs"):
-            found = await self._client.compute_logprobs(tinker.ModelInput.from_ints(list(tokens)))
-        return np.array(found[1:], np.float32)
+            logprobs = await self._client.compute_logprobs(tinker.ModelInput.from_ints(list(tokens)))
+        return np.array(logprobs[1:], np.float32)
 
 
 class TinkerSamplingClients:
@@ -83,7 +83,7 @@ class TinkerSamplingClients:
     async def connect(cls, config: ModelConfig, base_url: str, api_key: str) -> TinkerSamplingClients:
         """Raises ConfigError where no server answers, UserError where it refuses the model or the key."""
         async with open_session(f"opening the model {config.name}", base_url, api_key) as service:
-            # Servers name the tokenizer of a model in training alone, and a name may be an alias: so one is made.
+            # Create a training model: a server names the tokenizer of those only, and the model name may be an alias.
             client = await service.create_lora_training_client(base_model=config.name, rank=1)
             return cls(service, await load_chat(config, client), config.name)
 
@@ -142,8 +142,8 @@ def _tokenizer(config: ModelConfig, client: tinker.TrainingClient) -> Any:
             return AutoTokenizer.from_pretrained(config.tokenizer)
         return client.get_tokenizer()
     except (OSError, ValueError) as error:
-        what = config.tokenizer or f"the server's for {config.name}"
-        raise ConfigError(f"The tokenizer ({what}) cannot be loaded: {error}", "Set model.tokenizer.") from error
+        name = config.tokenizer or f"the server's for {config.name}"
+        raise ConfigError(f"The tokenizer ({name}) cannot be loaded: {error}", "Set model.tokenizer.") from error
 
 
 def _tokens(prompt: Prompt, chat: Chat) -> list[int]:

@@ -21,7 +21,7 @@ Kind = Literal["policy", "expert", "chosen", "rejected"]
 
 
 _NOISE = 1e-3
-"""By how much the logprobs of one policy for one reply may differ: servers round otherwise in another batch."""
+"""Tolerance between logprobs of the same policy for the same reply: rounding depends on the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +41,12 @@ class TrainingRow:
     advantages: np.ndarray
     """float32 [N]."""
     mask: np.ndarray
-    """bool [N]: what is learned from."""
+    """bool [N]: tokens to learn."""
     count: int = 1
     """Replies that this row stands for."""
     kind: Kind = "policy"
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """float32 [N] by name: what others say of the same tokens, as `reference`."""
+    """float32 [N] by name: logprobs of other models for the same tokens, such as `reference`."""
 
     @property
     def sequence(self) -> list[int]:
@@ -54,7 +54,7 @@ class TrainingRow:
         return [*self.tokens.tolist(), *self.targets[-1:].tolist()]
 
     def datum(self, inputs: Mapping[str, np.ndarray]) -> tinker.Datum:
-        """As the SDK sends it, with what the loss reads beside the targets."""
+        """Return the row as an SDK datum, with the inputs that the loss reads."""
         arrays = {"target_tokens": self.targets, **inputs}
         return tinker.Datum(
             model_input=tinker.ModelInput.from_ints(self.tokens.tolist()),
@@ -90,41 +90,42 @@ def scatter_to_rows(rows: Sequence[TrainingRow], values_T: np.ndarray) -> list[n
 
 
 def gather_from_rows(rows: Sequence[TrainingRow], columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Back: float64 [T], the tokens inside the rows' masks one after the other."""
+    """Return the values inside the rows' masks, concatenated, float64 [T]."""
     pieces = [column[row.mask].astype(np.float64) for row, column in zip(rows, columns, strict=True)]
     return np.concatenate([np.zeros(0), *pieces])
 
 
 def merge_identical_rows(rows: Sequence[TrainingRow], advantage_kink: float | None = None) -> list[TrainingRow]:
-    """Equal rows as one with their advantages summed, in the order of their first; its other numbers stand for all.
+    """Merge rows with equal tokens: sum their advantages, and take everything else from the first of them.
 
-    `advantage_kink` is the advantage at which the gradient of the loss changes: rows on both sides of it stay apart.
+    `advantage_kink` is the advantage at which the gradient of the loss changes; rows on different sides of it are not
+    merged.
     """
-    kept: list[TrainingRow] = []
+    merged_rows: list[TrainingRow] = []
     places: dict[bytes, list[int]] = {}
     for row in rows:
         key = row.tokens.tobytes() + row.targets[-1:].tobytes() + row.mask.tobytes()
         twins = places.setdefault(key, [])
         for at in twins:
-            if (both := _as_one(kept[at], row, advantage_kink)) is not None:
-                kept[at] = both
+            if (merged := _merged(merged_rows[at], row, advantage_kink)) is not None:
+                merged_rows[at] = merged
                 break
         else:
-            twins.append(len(kept))
-            kept.append(row)
-    return kept
+            twins.append(len(merged_rows))
+            merged_rows.append(row)
+    return merged_rows
 
 
-def _as_one(one: TrainingRow, other: TrainingRow, advantage_kink: float | None) -> TrainingRow | None:
-    """None where another policy spoke the other, or a loss that bends would take the sum for something else."""
-    both = one.advantages + other.advantages
-    if np.abs(one.logprobs - other.logprobs).max(initial=0.0) > _NOISE:
+def _merged(first: TrainingRow, second: TrainingRow, advantage_kink: float | None) -> TrainingRow | None:
+    """Return the sum of two rows; None if their logprobs differ, or the merge would cross the kink."""
+    advantages = first.advantages + second.advantages
+    if np.abs(first.logprobs - second.logprobs).max(initial=0.0) > _NOISE:
         return None
     if advantage_kink is not None:
-        above = one.advantages > advantage_kink
-        if (above != (other.advantages > advantage_kink)).any() or (above != (both > advantage_kink)).any():
+        above = first.advantages > advantage_kink
+        if (above != (second.advantages > advantage_kink)).any() or (above != (advantages > advantage_kink)).any():
             return None
-    return replace(one, advantages=both, count=one.count + other.count)
+    return replace(first, advantages=advantages, count=first.count + second.count)
 
 
 def count_policy_tokens(rollout: Rollout) -> int:

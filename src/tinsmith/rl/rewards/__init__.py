@@ -1,7 +1,7 @@
-"""What an answer is worth. Each reward is a settings class; a run lists its own.
+"""Reward functions. Each one is a settings class; a run file lists those of the run.
 
-The reward of a rollout is their weighted sum, and each part is kept by name. A reward that raises makes the rollout a
-failed one, with the reason; it never stops a run.
+The reward of a rollout is their weighted sum. Each reward is also recorded by name, before its weight. A reward that
+raises marks the rollout as failed, with the error; it does not stop the run.
 
 Example: Closeness().score(task_with_answer_52, "50") == 0.5 * (1 - 2 / 52)
 """
@@ -44,23 +44,26 @@ RewardConfig = Annotated[
 
 
 class Rewards:
-    """The rewards of a run under their names; there may be none."""
+    """The reward functions of a run, by name. A run may have none."""
 
     def __init__(self, configs: Sequence[Reward], *, needed: bool = True) -> None:
-        """`needed`: whether a rollout that nobody gives a reward has failed. Raises ConfigError for two of one name."""
+        """Raise ConfigError if two rewards share a name. With `needed`, a rollout without any reward has failed."""
         self.needed = needed
         self._parts = {config.title: config for config in configs}
         if len(self._parts) < len(configs):
-            raise ConfigError("rewards: each needs a name of its own.", "Set name: on them.")
+            raise ConfigError("rewards: two rewards have the same name.", "Set a different name: on each of them.")
 
     async def score(self, task: Task, rollout: Rollout, policy: Snapshot) -> tuple[float, dict[str, float]]:
-        """The weighted sum, and its parts before weighting; a reward of several parts has NAME and NAME/PART."""
+        """Return the weighted sum, and each reward before its weight.
+
+        A reward that consists of named parts is recorded as NAME, their sum, and NAME/PART.
+        """
         total, parts = 0.0, dict[str, float]()
         for name, config in self._parts.items():
-            worth = await config.judge(task, rollout, policy)
-            if isinstance(worth, Mapping):
-                parts |= {f"{name}/{part}": float(value) for part, value in worth.items()}
-                worth = sum(worth.values())
-            parts[name] = float(worth)
+            value = await config.judge(task, rollout, policy)
+            if isinstance(value, Mapping):
+                parts |= {f"{name}/{part}": float(part_value) for part, part_value in value.items()}
+                value = sum(value.values())
+            parts[name] = float(value)
             total += config.weight * parts[name]
         return total, parts

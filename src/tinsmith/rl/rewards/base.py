@@ -1,4 +1,4 @@
-"""What a reward is: a settings class that says what a rollout is worth. Most read the last reply's text alone."""
+"""The base class of reward functions. Most rewards read only the text of the last reply."""
 
 from __future__ import annotations
 
@@ -9,26 +9,41 @@ from tinsmith.rl.types import Rollout, Task
 from tinsmith.settings import Settings
 
 RewardValue = float | Mapping[str, float]
-"""A number, or named parts that add up to it."""
+"""A number, or a mapping of named parts whose sum is the reward."""
 
 
 class Reward(Settings):
-    """What every reward has. One of your own has `score`, or `judge` where it reads more than the text."""
+    """Base class of reward functions. A subclass implements `score`, or `judge` if it needs more than the reply's text.
+
+    The fields of a subclass are its settings in the run file.
+
+    Example:
+
+        @reward("short")
+        class Short(Reward):
+            limit: int = 80
+
+            def score(self, task: Task, text: str) -> float:
+                return 1.0 if len(text) <= self.limit else 0.0
+    """
 
     weight: float = 1.0
-    """Its share of the rollout's reward."""
+    """Factor of this reward in the weighted sum. With 0 it is only a metric."""
     name: str = ""
-    """Its name in reward parts and metrics; the type if empty."""
+    """Name in metrics and in the recorded rewards. Empty: the type."""
 
     @property
     def title(self) -> str:
-        """Its name."""
+        """The name in metrics: `name`, else the type."""
         return self.name or str(type(self).model_fields["type"].default)
 
     def score(self, task: Task, text: str) -> RewardValue:
-        """What a reply's text is worth."""
+        """Return the reward of a reply, given its text. An exception marks the rollout as failed."""
         raise NotImplementedError
 
     async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> RewardValue:
-        """What a rollout is worth; `policy` is who spoke, and knows whom else to ask (`peer`)."""
+        """Return the reward of a rollout; by default the score of its last reply.
+
+        `policy` is the policy that sampled the rollout; `policy.open_model` gives access to other models of its server.
+        """
         return self.score(task, rollout.text)

@@ -1,4 +1,4 @@
-"""A reward of one's own, by its path."""
+"""Custom rewards: user code, selected by its import path."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from tinsmith.rl.plugins import await_if_needed, check_signature, import_object, validated
 from tinsmith.rl.policy.base import Snapshot
@@ -14,40 +15,41 @@ from tinsmith.rl.types import Rollout, Task
 
 
 class CustomReward(Reward):
-    """Code of your own: a function of (task, rollout), a class whose objects are that, or a Reward class."""
+    """User code: a function of (task, rollout), a class whose instances are such functions, or a Reward class."""
 
     type: Literal["custom"] = "custom"
     path: str
-    """module:attribute, as my_package.rewards:short or, of a file short.py in `plugins`, short:score."""
+    """Import path, module:attribute: `my_package.rewards:short`, or `short:score` for short.py in `plugins`."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Its settings: keyword arguments of the function or class, or fields of the Reward class."""
+    """Keyword arguments of the function or class, or fields of the Reward class."""
 
     @model_validator(mode="after")
-    def _can_be_used(self) -> CustomReward:
-        _ = self._made
+    def _check_path(self) -> CustomReward:
+        _ = self._target
         return self
 
     @property
+    @override
     def title(self) -> str:
-        """The attribute's name if it has no other."""
+        """The name in metrics: `name`, else the attribute of the path."""
         return self.name or self.path.rpartition(":")[2]
 
     @cached_property
-    def _made(self) -> Any:
-        """A Reward, or what is called with (task, rollout). Raises ValueError."""
-        thing = import_object(self.path)
-        if isinstance(thing, type) and issubclass(thing, Reward):
-            return validated(thing, self.path, self.args)
-        if isinstance(thing, type):
-            check_signature(thing, self.path, 0, self.args)
-            return thing(**self.args)
-        if not callable(thing):
+    def _target(self) -> Any:
+        """A Reward, or a function of (task, rollout). Raises ValueError if the path or the arguments are wrong."""
+        target = import_object(self.path)
+        if isinstance(target, type) and issubclass(target, Reward):
+            return validated(target, self.path, self.args)
+        if isinstance(target, type):
+            check_signature(target, self.path, 0, self.args)
+            return target(**self.args)
+        if not callable(target):
             raise ValueError(f"{self.path} is neither a function nor a class")
-        check_signature(thing, self.path, 2, self.args)
-        return lambda task, rollout: thing(task, rollout, **self.args)
+        check_signature(target, self.path, 2, self.args)
+        return lambda task, rollout: target(task, rollout, **self.args)
 
+    @override
     async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> RewardValue:
-        """Whatever the code says."""
-        if isinstance(self._made, Reward):
-            return await self._made.judge(task, rollout, policy)
-        return await await_if_needed(self._made(task, rollout))
+        if isinstance(self._target, Reward):
+            return await self._target.judge(task, rollout, policy)
+        return await await_if_needed(self._target(task, rollout))

@@ -1,7 +1,7 @@
-"""A reward that another model gives: a grade for the whole reply, or a yes or no to each criterion of a rubric.
+"""LLM as judge: another model grades the reply, or checks it against each criterion of a rubric.
 
-The judge is other weights of the policy's own server (a base model by its name, or a tinker:// path), or any server
-that speaks OpenAI's dialect. What it says is read strictly: without a grade the rollout is a failed one.
+The judge is a model of the policy's server (a base model by name, or a tinker:// path) or of any server with an
+OpenAI-compatible API. A response of the judge without a grade marks the rollout as failed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import httpx
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.rewards.base import Reward
@@ -57,86 +58,87 @@ _LIST = re.compile(r"\[[\s\d,.]*\]")
 
 
 class Criterion(Settings):
-    """One line of a rubric."""
+    """A criterion of a rubric."""
 
     description: str
-    """What an answer must do."""
+    """The requirement, as a sentence for the judge."""
     weight: float = 1.0
-    """Its share; below 0 for what an answer must not do."""
+    """Weight in the score. Negative: a criterion that a good answer does not meet."""
 
 
 class Judge(Reward):
-    """What another model says, 0 to 1: a grade, or the weighted share of a rubric's criteria (arXiv 2507.17746)."""
+    """Score by another model, 0 to 1: a grade, or the weighted share of met criteria of a rubric (arXiv 2507.17746)."""
 
     type: Literal["judge"] = "judge"
     model: str
-    """A base model or a tinker:// path of the policy's server; with `base_url`, the name that server knows."""
+    """Base model or tinker:// path on the policy's server; with `base_url`, the model's name on that server."""
     base_url: str = ""
-    """Of another server in OpenAI's dialect, as http://127.0.0.1:8001/v1; empty: the policy's server."""
+    """OpenAI-compatible server of the judge, such as http://127.0.0.1:8001/v1. Empty: the policy's server."""
     key_env: str = "OPENAI_API_KEY"
-    """With `base_url`: the environment variable that holds its key; one that is not set sends none."""
+    """With `base_url`: environment variable that holds the API key. If it is not set, no key is sent."""
     prompt: str = ""
-    """In place of the built-in one; fields {question}, {answer}, {reply}, {low}, {high}, {criteria}, {count}."""
+    """Replaces the built-in prompt. Fields: {question}, {answer}, {reply}, {low}, {high}, {criteria}, {count}."""
     rubric: tuple[Criterion, ...] = ()
-    """Of every task."""
+    """Criteria for the replies to every task."""
     rubric_key: str = ""
-    """Where a task's `extra` holds a rubric of its own: a list of {description, weight}."""
+    """Key in a task's `extra` that holds more criteria, as a list of {description, weight}. Empty: none."""
     low: float = 0.0
-    """The worst grade."""
+    """Lowest grade; it scores 0."""
     high: float = 10.0
-    """The best grade."""
+    """Highest grade; it scores 1."""
     max_tokens: int = Field(default=512, ge=1)
-    """Longest word of the judge."""
+    """Maximum tokens of the judge's response."""
     temperature: float = Field(default=0.0, ge=0)
-    """Of the judge."""
+    """Sampling temperature of the judge."""
     chat_template_values: dict[str, Any] = Field(default_factory=dict)
-    """What the judge's chat template reads by name, as {enable_thinking: false}."""
+    """Variables for the judge's chat template, such as {enable_thinking: false}."""
     timeout: float = Field(default=120.0, gt=0)
-    """With `base_url`: seconds for one word of the judge."""
+    """With `base_url`: timeout of a request to the judge, in seconds."""
 
     @model_validator(mode="after")
-    def _scale_has_a_length(self) -> Judge:
+    def _check_settings(self) -> Judge:
         if self.high <= self.low:
             raise ValueError("high must be above low")
         if "base_url" not in self.model_fields_set and self.model_fields_set & {"key_env", "timeout"}:
-            raise ValueError("key_env and timeout are for a judge at base_url")
+            raise ValueError("key_env and timeout have no effect without base_url; set base_url or remove them")
         return self
 
+    @override
     async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> float:
-        """Raises ValueError where the judge gives no grade, httpx's errors where it cannot be reached."""
+        """Return the score. Raises ValueError for a response without a grade, httpx errors for a failed request."""
         rubric = self._rubric(task)
         fields = {
-            "question": "\n\n".join(one.content for one in task.messages),
+            "question": "\n\n".join(message.content for message in task.messages),
             "answer": task.answer,
             "reply": rollout.text,
             "low": f"{self.low:g}",
             "high": f"{self.high:g}",
-            "criteria": "\n".join(f"{number}. {one.description}" for number, one in enumerate(rubric, 1)),
+            "criteria": "\n".join(f"{number}. {criterion.description}" for number, criterion in enumerate(rubric, 1)),
             "count": str(len(rubric)),
         }
-        prompt = _filled(self.prompt or (CHECK if rubric else GRADE), fields)
-        said = await (self._elsewhere(prompt) if self.base_url else self._here(prompt, policy))
-        return _share(said, rubric) if rubric else self._grade(said)
+        prompt = _fill(self.prompt or (CHECK if rubric else GRADE), fields)
+        response = await (self._ask_server(prompt) if self.base_url else self._ask_policy_server(prompt, policy))
+        return _weighted_share(response, rubric) if rubric else self._grade(response)
 
     def _rubric(self, task: Task) -> Sequence[Criterion]:
         if not self.rubric_key:
             return self.rubric
-        given = task.extra.get(self.rubric_key)
-        if not isinstance(given, list) or not given:
+        rows = task.extra.get(self.rubric_key)
+        if not isinstance(rows, list) or not rows:
             raise ValueError(f"{task.id} has no rubric under {self.rubric_key!r}")
-        kept = [{key: one[key] for key in ("description", "weight") if key in one} for one in given]
-        return [*self.rubric, *(Criterion.model_validate(one) for one in kept)]
+        criteria = [{key: row[key] for key in ("description", "weight") if key in row} for row in rows]
+        return [*self.rubric, *(Criterion.model_validate(values) for values in criteria)]
 
-    async def _here(self, prompt: str, policy: Snapshot) -> str:
-        other = await policy.open_model(self.model)
+    async def _ask_policy_server(self, prompt: str, policy: Snapshot) -> str:
+        judge = await policy.open_model(self.model)
         sampling = SamplingConfig(max_tokens=self.max_tokens, temperature=self.temperature)
-        tokens = other.chat.with_template_values(self.chat_template_values).prompt(
+        tokens = judge.chat.with_template_values(self.chat_template_values).prompt(
             [Message(role="user", content=prompt)]
         )
-        turns = await other.sample(tokens, count=1, seed=0, sampling=sampling)
+        turns = await judge.sample(tokens, count=1, seed=0, sampling=sampling)
         return turns[0].text
 
-    async def _elsewhere(self, prompt: str) -> str:
+    async def _ask_server(self, prompt: str) -> str:
         key = os.environ.get(self.key_env, "")
         body: dict[str, Any] = {
             "model": self.model,
@@ -147,32 +149,33 @@ class Judge(Reward):
         if self.chat_template_values:
             body["chat_template_kwargs"] = self.chat_template_values
         async with httpx.AsyncClient(timeout=self.timeout) as client:
-            answer = await client.post(
+            response = await client.post(
                 f"{self.base_url.rstrip('/')}/chat/completions",
                 json=body,
                 headers={"Authorization": f"Bearer {key}"} if key else {},
             )
-        if answer.is_error:
-            raise ValueError(f"the judge at {self.base_url} answered {answer.status_code}: {answer.text[:200]}")
-        return str(answer.json()["choices"][0]["message"]["content"])
+        if response.is_error:
+            raise ValueError(f"the judge at {self.base_url} answered {response.status_code}: {response.text[:200]}")
+        return str(response.json()["choices"][0]["message"]["content"])
 
-    def _grade(self, said: str) -> float:
-        grades = _SCORE.findall(said)
+    def _grade(self, response: str) -> float:
+        grades = _SCORE.findall(response)
         if not grades:
-            raise ValueError(f"the judge gave no grade: {said[-200:]!r}")
+            raise ValueError(f"the judge gave no grade: {response[-200:]!r}")
         return min(1.0, max(0.0, (float(grades[-1]) - self.low) / (self.high - self.low)))
 
 
-def _share(said: str, rubric: Sequence[Criterion]) -> float:
-    """Weights of what is met over all weights above 0, not below 0."""
-    lists = _LIST.findall(said)
+def _weighted_share(response: str, rubric: Sequence[Criterion]) -> float:
+    """Sum of the weights of met criteria over the sum of positive weights, at least 0."""
+    lists = _LIST.findall(response)
     marks: list[Any] = json.loads(lists[-1]) if lists else []
     if len(marks) != len(rubric):
-        raise ValueError(f"the judge gave no list of {len(rubric)} marks: {said[-200:]!r}")
-    whole = sum(one.weight for one in rubric if one.weight > 0) or 1.0
-    return max(0.0, sum(one.weight for one, mark in zip(rubric, marks, strict=True) if mark) / whole)
+        raise ValueError(f"the judge gave no list of {len(rubric)} marks: {response[-200:]!r}")
+    total = sum(criterion.weight for criterion in rubric if criterion.weight > 0) or 1.0
+    met = [criterion.weight for criterion, mark in zip(rubric, marks, strict=True) if mark]
+    return max(0.0, sum(met) / total)
 
 
-def _filled(prompt: str, fields: dict[str, str]) -> str:
-    """Every {field} put in, and nothing else: replies are full of braces."""
-    return re.sub(r"\{(\w+)\}", lambda found: fields.get(found[1], found[0]), prompt)
+def _fill(prompt: str, fields: dict[str, str]) -> str:
+    """Replace every {field} of the prompt. Not str.format, because replies and prompts contain other braces."""
+    return re.sub(r"\{(\w+)\}", lambda match: fields.get(match[1], match[0]), prompt)

@@ -1,4 +1,4 @@
-"""Rewards for answers that are one number."""
+"""Rewards for answers that are a single number."""
 
 from __future__ import annotations
 
@@ -6,34 +6,40 @@ import re
 from decimal import Decimal
 from typing import Literal
 
+from typing_extensions import override
+
 from tinsmith.rl.rewards.base import Reward
 from tinsmith.rl.types import Task
 
 _NUMBER = r"(?:(?<!\d)[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 MARK = "####"
-"""What GSM8K puts before an answer."""
+"""The mark before the final answer in GSM8K."""
 
 
 class Number(Reward):
-    """1 where the number of the reply equals the number of the answer, else 0."""
+    """1 if the number in the reply equals the last number in the answer, else 0. As decimals, 1,000 equals 1000.0."""
 
     type: Literal["number"] = "number"
     where: Literal["reply", "last", "boxed", "marked"] = "last"
-    """The number is the whole reply, the last one in it, the last inside \\boxed{}, or what follows the last ####."""
+    """Number to compare: `reply`, the whole reply; `last`, the last number in it; `boxed`, the last number in the last
+    \\boxed{}; `marked`, the text after the last ####."""
 
+    @override
     def score(self, task: Task, text: str) -> float:
-        """Compares as decimals: 1,000 is 1000.0."""
         return float((number := _number(text, self.where)) is not None and number == _right(task))
 
 
 class Closeness(Reward):
-    """1 for exactly the number; for another bare integer 0.5 x (1 - relative error), not below 0; else 0."""
+    """1 for the exact number; 0.5 x (1 - relative error), at least 0, for another integer; 0 for any other reply.
+
+    The reply must be the bare number. The partial reward is a signal before the policy finds a first exact answer.
+    """
 
     type: Literal["closeness"] = "closeness"
 
+    @override
     def score(self, task: Task, text: str) -> float:
-        """The ramp gives a signal before the first exact answer; the gap to 1 keeps exactness worth most."""
         right = _right(task)
         number = _number(text, "reply")
         if number is None:
@@ -46,15 +52,18 @@ class Closeness(Reward):
 
 
 class Marked(Reward):
-    """1 where the reply ends with `#### N`, N a number, and has the mark only there; else 0."""
+    """1 if the reply ends with a line `#### N`, N a number, and has no other ####; else 0.
+
+    The single mark matters: a policy soon learns to write `#### 10 #### 10` if that is rewarded too.
+    """
 
     type: Literal["marked"] = "marked"
 
+    @override
     def score(self, task: Task, text: str) -> float:
-        """Strict, since a policy finds out that '#### 10 #### 10' is worth as much where it is."""
         before, mark, after = text.strip().partition(MARK)
-        at_a_line = not before or before.endswith("\n")
-        return float(bool(mark) and at_a_line and re.fullmatch(rf" ?{_NUMBER}", after, re.ASCII) is not None)
+        begins_line = not before or before.endswith("\n")
+        return float(bool(mark) and begins_line and re.fullmatch(rf" ?{_NUMBER}", after, re.ASCII) is not None)
 
 
 def _number(text: str, where: str) -> Decimal | None:
@@ -65,8 +74,8 @@ def _number(text: str, where: str) -> Decimal | None:
         _, mark, after = text.rpartition(MARK)
         return _number(after, "reply") if mark else None
     if where == "reply":
-        found = re.fullmatch(_NUMBER, text.strip(), re.ASCII)
-        return Decimal(found[0].replace(",", "")) if found else None
+        match = re.fullmatch(_NUMBER, text.strip(), re.ASCII)
+        return Decimal(match[0].replace(",", "")) if match else None
     numbers = re.findall(_NUMBER, text, re.ASCII)
     return Decimal(numbers[-1].replace(",", "")) if numbers else None
 
@@ -74,5 +83,5 @@ def _number(text: str, where: str) -> Decimal | None:
 def _right(task: Task) -> Decimal:
     number = _number(task.answer, "last")
     if number is None:
-        raise ValueError(f"the answer {task.answer!r} of {task.id} is no number; use another reward")
+        raise ValueError(f"the answer {task.answer!r} of {task.id} is not a number; use another reward")
     return number

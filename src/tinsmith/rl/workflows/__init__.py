@@ -1,4 +1,4 @@
-"""The table of workflows."""
+"""Workflows: how a task becomes rollouts. Each is a settings class; a run file selects one by its `type`."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ from tinsmith.rl.workflows.single_turn import MathConfig, SingleTurnConfig
 WorkflowConfig = Annotated[
     SingleTurnConfig | MathConfig | MultiTurnConfig | AgentConfig | CustomConfig, Field(discriminator="type")
 ]
-"""Each makes its workflow: `config.make(parts)`."""
+"""`config.make(context)` creates the workflow."""

@@ -1,4 +1,4 @@
-"""An agent of the user's own: it reaches the policy through the client of OpenAI's dialect that it is given."""
+"""Agents: user code that samples the policy through an OpenAI client."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from tinsmith.rl.plugins import check_signature, import_object
 from tinsmith.rl.policy.base import Snapshot, request_seed
@@ -16,59 +17,64 @@ from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOption
 
 
 class AgentConfig(WorkflowOptions):
-    """An async function of (task, client, model), client an openai.AsyncOpenAI: tools, frameworks, whatever it uses."""
+    """A custom agent: an async function of (task, client, model) that is called once per rollout.
+
+    `client` is an openai.AsyncOpenAI that samples the policy, so agent frameworks work as they are. The function may
+    return a reward, which is added to those of the run.
+    """
 
     type: Literal["agent"] = "agent"
     path: str
-    """module:function, as my_package.agents:search or, of a file search.py in `plugins`, search:agent."""
+    """Import path, module:function: `my_package.agents:search`, or `search:agent` for search.py in `plugins`."""
     args: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments of the function."""
 
     @model_validator(mode="after")
-    def _can_be_used(self) -> AgentConfig:
+    def _check_path(self) -> AgentConfig:
         if find_spec("openai") is None:
             raise ValueError("agents need the package openai: pip install 'tinsmith[agents]'")
         function = import_object(self.path)
         if not inspect.iscoroutinefunction(function):
-            raise ValueError(f"{self.path} is no async function; write async def")
+            raise ValueError(f"{self.path} is not an async function; define it with async def")
         check_signature(function, self.path, 3, self.args)
         return self
 
     @property
+    @override
     def provides_rewards(self) -> bool:
-        """The function may return one."""
         return True
 
     @property
+    @override
     def provides_states(self) -> bool:
-        """OpenAI's dialect has no place for them."""
-        return False
+        return False  # OpenAI's API has no field for them
 
-    def make(self, parts: WorkflowContext) -> Workflow:
-        """The workflow."""
-        return AgentWorkflow(self, parts)
+    @override
+    def make(self, context: WorkflowContext) -> Workflow:
+        return AgentWorkflow(self, context)
 
 
-class AgentWorkflow:
-    """Rollouts of a task go side by side, each a call of the function with a line of its own."""
+class AgentWorkflow(Workflow):
+    """Calls the agent once per rollout, concurrently, each with its own session at the agent endpoint."""
 
-    def __init__(self, config: AgentConfig, parts: WorkflowContext) -> None:
-        self._function, self._args, self._parts = import_object(config.path), config.args, parts
+    def __init__(self, config: AgentConfig, context: WorkflowContext) -> None:
+        self._function, self._args, self._context = import_object(config.path), config.args, context
 
+    @override
     async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
-        """`count` calls."""
-        return tuple(await asyncio.gather(*(self._one(task, policy, request_seed(seed, at)) for at in range(count))))
+        seeds = (request_seed(seed, index) for index in range(count))
+        return tuple(await asyncio.gather(*(self._rollout(task, policy, rollout_seed) for rollout_seed in seeds)))
 
-    async def _one(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
+    async def _rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
         from openai import AsyncOpenAI
 
-        async with self._parts.agent_endpoint.session(policy, self._parts.sampling, seed) as line:
-            client = AsyncOpenAI(base_url=line.base_url, api_key=line.api_key, max_retries=0, timeout=None)
+        async with self._context.agent_endpoint.session(policy, self._context.sampling, seed) as session:
+            client = AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0, timeout=None)
             try:
                 async with client:
-                    own = await self._function(task, client, line.model, **self._args)
-            except Exception as error:  # noqa: BLE001  it is the user's code, and one rollout's fault is not the group's
-                return Rollout(turns=line.turns, error=f"{type(error).__name__}: {error}")
-            if not line.turns:
+                    reward = await self._function(task, client, session.model, **self._args)
+            except Exception as error:  # noqa: BLE001  user code: its error fails this rollout, not the group
+                return Rollout(turns=session.turns, error=f"{type(error).__name__}: {error}")
+            if not session.turns:
                 return Rollout(error="the agent sampled no reply")
-            return await score_turns(task, line.turns, self._parts.rewards, policy, own)
+            return await score_turns(task, session.turns, self._context.rewards, policy, reward)

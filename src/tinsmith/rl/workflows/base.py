@@ -1,7 +1,7 @@
-"""What a workflow is: how one task becomes rollouts. And how rollouts are scored, a failing score being data.
+"""The workflow protocol, and the scoring of rollouts.
 
-A workflow is made once for a run and called for many tasks at once: it keeps nothing between calls, and a call that is
-cancelled leaves no state.
+A workflow turns a task into rollouts. It is created once per run and called for many tasks concurrently, so it keeps no
+state between calls, and a cancelled call leaves none.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from tinsmith.rl.types import POLICY, Rollout, Task, Turn
 from tinsmith.settings import Settings
 
 OWN = "workflow"
-"""The name, among reward parts, of what the workflow itself gave."""
+"""Name of the workflow's own reward among the reward parts."""
 
 
 class Workflow(Protocol):
-    """Made once for a run; called for many tasks at once."""
+    """Creates the rollouts of a task. Created once per run and called for many tasks concurrently."""
 
     async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
-        """`count` rollouts of one task. Whatever it raises makes all of them failed ones."""
+        """Return `count` rollouts of a task. An exception fails all of them."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkflowContext:
-    """What a workflow is made with.
+    """The objects of a run that a workflow uses.
 
     Example: WorkflowContext(sampling=SamplingConfig(), rewards=Rewards([Number()]), agent_endpoint=AgentEndpoint())
     """
@@ -39,29 +39,39 @@ class WorkflowContext:
     sampling: SamplingConfig
     rewards: Rewards
     agent_endpoint: AgentEndpoint
-    """Where agents reach the policy."""
+    """OpenAI-compatible endpoint through which agents sample the policy."""
 
 
 class WorkflowOptions(Settings):
-    """What every workflow's settings have."""
+    """Base class of workflow settings. A subclass implements `make`; its fields are settings of the run file.
+
+    Example:
+
+        @workflow("debate")
+        class Debate(WorkflowOptions):
+            rounds: int = 2
+
+            def make(self, context: WorkflowContext) -> Workflow:
+                return DebateWorkflow(self.rounds, context)
+    """
 
     @property
     def provides_rewards(self) -> bool:
-        """Whether a run may do without rewards of its own."""
+        """Whether the workflow gives rewards itself, so that the run needs none of its own."""
         return False
 
     @property
     def provides_states(self) -> bool:
-        """Whether its turns may have states."""
+        """Whether the turns of the workflow may have states, which some advantages compare."""
         return True
 
-    def make(self, parts: WorkflowContext) -> Workflow:
-        """The workflow."""
+    def make(self, context: WorkflowContext) -> Workflow:
+        """Create the workflow of a run."""
         raise NotImplementedError
 
 
 def fail_if_not_finite(rollout: Rollout) -> Rollout:
-    """The same; a failed one where a reward is no number, or infinite: nothing could be compared with it."""
+    """Return the rollout, or a failed one if a reward is NaN or infinite: such rewards cannot be compared."""
     turns = {f"turn {number}": turn.reward for number, turn in enumerate(rollout.turns, 1) if turn.reward is not None}
     if rollout.error or all(map(math.isfinite, (*rollout.rewards.values(), *turns.values()))):
         return rollout
@@ -77,11 +87,14 @@ async def score_turns(
     policy: Snapshot,
     own: float | Mapping[str, Any] | None = None,
 ) -> Rollout:
-    """A rollout worth what rewards say of it, and what the workflow itself gave: a number, or named ones to add up."""
+    """Return a scored rollout of these turns. If a reward function raises, the rollout has failed.
+
+    `own` is the workflow's own reward, a number or named numbers to add up; it is added to those of the run.
+    """
     rollout = Rollout(turns=turns)
     try:
         total, parts = await rewards.score(task, rollout, policy)
-    except Exception as error:  # noqa: BLE001  rewards are users' code; the fault is theirs and is kept with the rollout
+    except Exception as error:  # noqa: BLE001  user code: the error is recorded with the rollout
         return replace(rollout, error=f"reward: {type(error).__name__}: {error}")
     if own is None and not parts and rewards.needed:
         return replace(rollout, error="reward: neither the workflow nor the run's rewards gave one")

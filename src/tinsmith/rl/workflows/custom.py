@@ -1,4 +1,4 @@
-"""Custom workflows: a conversation with the policy, driven by user code that is named by its path."""
+"""Custom workflows: user code that holds a conversation with the policy, selected by its import path."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from tinsmith.rl.plugins import check_signature, import_object, validated
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
@@ -18,13 +19,22 @@ from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOption
 
 
 class Conversation:
-    """A conversation with the policy. Each message continues the conversation until `reset`.
+    """A conversation with the policy, as a custom workflow receives it.
 
-    Example: reply = await conversation.say("What is 39 + 13?")
+    `say` appends messages and samples the reply; `reset` starts over with an empty history. All replies become the
+    turns of the rollout.
+
+    Example:
+
+        @workflow("check")
+        async def check(task: Task, conversation: Conversation) -> float:
+            await conversation.say(*task.messages)
+            reply = await conversation.say("Check your answer. Give the final number only.")
+            return 1.0 if reply.text.strip() == task.answer else 0.0
     """
 
     def __init__(self, policy: Snapshot, sampling: SamplingConfig, seed: int) -> None:
-        """`seed` is the rollout's own; each reply draws from it by its place."""
+        """`seed` belongs to the rollout; the seed of each reply is derived from it and the reply's index."""
         self.policy = policy
         self._sampling, self._seed = sampling, seed
         self._history: list[Message | Turn] = []
@@ -33,7 +43,7 @@ class Conversation:
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """All replies so far."""
+        """All replies so far, including those before a `reset`."""
         return tuple(self._turns)
 
     async def say(
@@ -43,10 +53,11 @@ class Conversation:
         tools: Sequence[Mapping[str, Any]] = (),
         sampling: Mapping[str, Any] | None = None,
     ) -> Turn:
-        """Append messages (a string is a user message) and sample the policy's reply.
+        """Append messages to the conversation, sample the policy's reply, append it and return it.
 
-        `state` names what the policy is looking at, for algorithms that compare turns; `tools` go to the chat template;
-        `sampling` changes settings of this reply. Raises PromptTooLong.
+        A string is a user message. `state` identifies the state of the environment, for advantages that compare turns
+        in equal states. `tools` are passed to the chat template. `sampling` overrides sampling settings for this reply.
+        Raises PromptTooLong if the conversation no longer fits in the model's context.
         """
         history = [
             *self._history,
@@ -63,72 +74,76 @@ class Conversation:
         return turn
 
     def credit(self, reward: float) -> None:
-        """Set the reward of the last reply alone."""
+        """Set the reward of the last reply, for algorithms with a reward per turn."""
         self._turns[-1] = replace(self._turns[-1], reward=reward)
 
     def reset(self) -> None:
-        """Start a new conversation: the next reply starts a new training row."""
+        """Clear the history. The next reply starts a new conversation, and so a new training row."""
         self._history = []
 
 
 class CustomConfig(WorkflowOptions):
-    """Your own async function of (task, conversation), called once per rollout, or a WorkflowOptions class."""
+    """User code: an async function of (task, conversation), called once per rollout, or a WorkflowOptions class.
+
+    The function may return a reward, a number or a mapping of named numbers, which is added to those of the run.
+    """
 
     type: Literal["custom"] = "custom"
     path: str
-    """module:attribute, as my_package.flows:debate or, of a file debate.py in `plugins`, debate:flow."""
+    """Import path, module:attribute: `my_package.flows:debate`, or `debate:flow` for debate.py in `plugins`."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Its settings: keyword arguments of the function, or fields of the class."""
+    """Keyword arguments of the function, or fields of the class."""
 
     @model_validator(mode="after")
-    def _can_be_used(self) -> CustomConfig:
-        _ = self._made
+    def _check_path(self) -> CustomConfig:
+        _ = self._target
         return self
 
     @property
+    @override
     def provides_rewards(self) -> bool:
-        """A function may return one."""
-        return self._made.provides_rewards if isinstance(self._made, WorkflowOptions) else True
+        return self._target.provides_rewards if isinstance(self._target, WorkflowOptions) else True
 
     @property
+    @override
     def provides_states(self) -> bool:
-        """A function may."""
-        return self._made.provides_states if isinstance(self._made, WorkflowOptions) else True
+        return self._target.provides_states if isinstance(self._target, WorkflowOptions) else True
 
     @cached_property
-    def _made(self) -> Any:
-        """WorkflowOptions, or the function. Raises ValueError."""
-        thing = import_object(self.path)
-        if isinstance(thing, type) and issubclass(thing, WorkflowOptions):
-            return validated(thing, self.path, self.args)
-        if not inspect.iscoroutinefunction(thing):
+    def _target(self) -> Any:
+        """A WorkflowOptions object, or the function. Raises ValueError if the path or the arguments are wrong."""
+        target = import_object(self.path)
+        if isinstance(target, type) and issubclass(target, WorkflowOptions):
+            return validated(target, self.path, self.args)
+        if not inspect.iscoroutinefunction(target):
             raise ValueError(f"{self.path} is neither an async function nor a WorkflowOptions class")
-        check_signature(thing, self.path, 2, self.args)
-        return thing
+        check_signature(target, self.path, 2, self.args)
+        return target
 
-    def make(self, parts: WorkflowContext) -> Workflow:
-        """The class's own workflow, or one that calls the function."""
-        if isinstance(self._made, WorkflowOptions):
-            return self._made.make(parts)
-        return FunctionWorkflow(self._made, self.args, parts)
+    @override
+    def make(self, context: WorkflowContext) -> Workflow:
+        if isinstance(self._target, WorkflowOptions):
+            return self._target.make(context)
+        return FunctionWorkflow(self._target, self.args, context)
 
 
-class FunctionWorkflow:
-    """Rollouts of a task go side by side, each a call of the function."""
+class FunctionWorkflow(Workflow):
+    """Calls the function once per rollout, concurrently."""
 
-    def __init__(self, function: Any, args: dict[str, Any], parts: WorkflowContext) -> None:
-        self._function, self._args, self._parts = function, args, parts
+    def __init__(self, function: Any, args: dict[str, Any], context: WorkflowContext) -> None:
+        self._function, self._args, self._context = function, args, context
 
+    @override
     async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
-        """`count` calls."""
-        return tuple(await asyncio.gather(*(self._one(task, policy, request_seed(seed, at)) for at in range(count))))
+        seeds = (request_seed(seed, index) for index in range(count))
+        return tuple(await asyncio.gather(*(self._rollout(task, policy, rollout_seed) for rollout_seed in seeds)))
 
-    async def _one(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
-        conversation = Conversation(policy, self._parts.sampling, seed)
+    async def _rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
+        conversation = Conversation(policy, self._context.sampling, seed)
         try:
-            own = await self._function(task, conversation, **self._args)
-        except Exception as error:  # noqa: BLE001  it is the user's code, and one rollout's fault is not the group's
+            reward = await self._function(task, conversation, **self._args)
+        except Exception as error:  # noqa: BLE001  user code: its error fails this rollout, not the group
             return Rollout(turns=conversation.turns, error=f"{type(error).__name__}: {error}")
         if not conversation.turns:
             return Rollout(error="the workflow sampled no reply")
-        return await score_turns(task, conversation.turns, self._parts.rewards, policy, own)
+        return await score_turns(task, conversation.turns, self._context.rewards, policy, reward)

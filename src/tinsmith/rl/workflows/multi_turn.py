@@ -1,6 +1,6 @@
-"""A conversation with an environment of the user's own: it answers each reply, or ends the rollout.
+"""Multi-turn workflows: a conversation between the policy and an environment of the user.
 
-All turns of a rollout are one row to train on, what the environment said being outside of the mask.
+The turns of a rollout form one training row; the messages of the environment are masked out of the loss.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.rl.plugins import await_if_needed, check_signature, import_object
@@ -23,100 +24,115 @@ from tinsmith.rl.workflows.single_turn import with_system_message
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The response of an environment to a reply.
+    """Response of an environment to a reply of the policy.
 
     Example: Answer(message="Too low.", reward=0.1, state="guessed 5")
     """
 
     message: str = ""
-    """The next message of the user."""
+    """The next user message."""
     reward: float | None = None
-    """What the reply alone was worth."""
+    """Reward of this reply. The rewards of all replies are added up to the workflow's own reward."""
     done: bool = False
-    """The rollout ends here; the message is not said."""
+    """Whether the rollout ends here; `message` is then not sent."""
     state: str = ""
-    """What the policy looks at next, as a word equal for equal states; for algorithms that compare turns."""
+    """Name of the state that follows, equal for equal states; for advantages that compare turns in equal states."""
 
 
 class Environment:
-    """Base class of environments. One is created per rollout: `Environment(task, seed, **args)`."""
+    """Base class of environments. `Environment(task, seed, **args)` is created for each rollout.
+
+    A subclass implements `step`, and `begin` if it speaks first. Both may be async.
+
+    Example:
+
+        class Guess(Environment):
+            def step(self, reply: Turn) -> Answer:
+                right = reply.text.strip() == self.task.answer
+                return Answer(message="Wrong, try again.", reward=float(right), done=right)
+    """
 
     def __init__(self, task: Task, seed: int) -> None:
-        """`seed` is the rollout's own, for environments that draw; rollouts of a group share the task alone."""
+        """`seed` differs between the rollouts of a group, for environments with randomness."""
         self.task, self.seed = task, seed
 
     def begin(self) -> Answer | Awaitable[Answer]:
-        """What is said after the task's own messages, before the first reply; nothing unless overridden.
+        """Return the response before the first reply; its message follows those of the task.
 
-        The state then is the task itself.
+        By default there is no message, and the first state is the task's id.
         """
         return Answer(state=self.task.id)
 
     def step(self, reply: Turn) -> Answer | Awaitable[Answer]:
-        """The response to a reply."""
+        """Return the response to a reply: the next message, or the end of the rollout."""
         raise NotImplementedError
 
 
 class MultiTurnConfig(WorkflowOptions):
-    """A conversation with an environment. A rollout is worth the sum of its step rewards, and what `rewards` say."""
+    """A conversation with a custom environment. The rewards of its steps are added up, and to those of the run."""
 
     type: Literal["multi_turn"] = "multi_turn"
     path: str
-    """module:Class of an Environment of your own."""
+    """Import path, module:Class, of a subclass of Environment."""
     args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the environment."""
+    """Keyword arguments of the environment class."""
     system: str = ""
-    """A system message before each task that has none."""
+    """System message for tasks that have none."""
     max_turns: int = Field(default=10, ge=1)
-    """Replies at most."""
+    """Maximum number of replies of a rollout."""
 
     @model_validator(mode="after")
-    def _can_be_used(self) -> MultiTurnConfig:
-        thing = import_object(self.path)
-        if not (isinstance(thing, type) and issubclass(thing, Environment)):
-            raise ValueError(f"{self.path} is no {Environment.__module__}.Environment; derive it from that")
-        check_signature(thing, self.path, 2, self.args)
+    def _check_path(self) -> MultiTurnConfig:
+        target = import_object(self.path)
+        if not (isinstance(target, type) and issubclass(target, Environment)):
+            raise ValueError(
+                f"{self.path} is not a subclass of {Environment.__module__}.Environment; derive it from that class"
+            )
+        check_signature(target, self.path, 2, self.args)
         return self
 
     @property
+    @override
     def provides_rewards(self) -> bool:
-        """Those of the environment."""
         return True
 
-    def make(self, parts: WorkflowContext) -> Workflow:
-        """The workflow."""
-        return MultiTurnWorkflow(self, parts)
+    @override
+    def make(self, context: WorkflowContext) -> Workflow:
+        return MultiTurnWorkflow(self, context)
 
 
-class MultiTurnWorkflow:
-    """Rollouts of a task go side by side."""
+class MultiTurnWorkflow(Workflow):
+    """Plays the rollouts of a task concurrently, each with its own environment."""
 
-    def __init__(self, config: MultiTurnConfig, parts: WorkflowContext) -> None:
-        self._config, self._parts, self._environment = config, parts, import_object(config.path)
+    def __init__(self, config: MultiTurnConfig, context: WorkflowContext) -> None:
+        self._config, self._context, self._environment = config, context, import_object(config.path)
 
+    @override
     async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
-        """`count` conversations."""
-        return tuple(await asyncio.gather(*(self._one(task, policy, request_seed(seed, at)) for at in range(count))))
+        seeds = (request_seed(seed, index) for index in range(count))
+        return tuple(await asyncio.gather(*(self._rollout(task, policy, rollout_seed) for rollout_seed in seeds)))
 
-    async def _one(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
-        """A prompt that grows too long ends the rollout where it is; what fails makes it a failed one."""
-        conversation = Conversation(policy, self._parts.sampling, seed)
+    async def _rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
+        """Play a rollout. A prompt that becomes too long ends it; any other exception fails it."""
+        conversation = Conversation(policy, self._context.sampling, seed)
         try:
             await self._play(task, conversation, self._environment(task, seed, **self._config.args))
-        except Exception as error:  # noqa: BLE001  an environment is the user's code, and one rollout's fault is not the group's
+        except Exception as error:  # noqa: BLE001  user code: its error fails this rollout, not the group
             if not (isinstance(error, PromptTooLong) and conversation.turns):
                 return Rollout(turns=conversation.turns, error=f"{type(error).__name__}: {error}")
-        given = [turn.reward for turn in conversation.turns if turn.reward is not None]
-        return await score_turns(task, conversation.turns, self._parts.rewards, policy, sum(given) if given else None)
+        rewards = [turn.reward for turn in conversation.turns if turn.reward is not None]
+        return await score_turns(
+            task, conversation.turns, self._context.rewards, policy, sum(rewards) if rewards else None
+        )
 
     async def _play(self, task: Task, conversation: Conversation, environment: Environment) -> None:
         answer: Answer = await await_if_needed(environment.begin())
-        said = [*with_system_message(task, self._config.system), *([answer.message] if answer.message else [])]
+        messages = [*with_system_message(task, self._config.system), *([answer.message] if answer.message else [])]
         for _ in range(self._config.max_turns):
             if answer.done:
                 return
-            reply = await conversation.say(*said, state=answer.state)
+            reply = await conversation.say(*messages, state=answer.state)
             answer = await await_if_needed(environment.step(reply))
             if answer.reward is not None:
                 conversation.credit(answer.reward)
-            said = [answer.message]
+            messages = [answer.message]

@@ -21,6 +21,7 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from tinsmith.engine.base import Pass, PassResult
+from tinsmith.errors import TinsmithError
 from tinsmith.service.engines.host import EngineHost
 from tinsmith.service.observability.logs import arrival_ns, log_context
 from tinsmith.service.storage.records import Checkpoint, FutureResult, Model, SamplingSession, Session
@@ -105,9 +106,14 @@ class Telemetry:
         self._fill.labels(model).observe(sum(tokens) / budget)
         self._rows.labels(model).observe(len(tokens))
 
-    def record_mismatch(self, model: str, gap: float) -> None:
-        """Observe the mean logprob mismatch of one request, in nats per token."""
-        self._mismatch.labels(model).observe(gap)
+    def record_mismatches(
+        self, model: str, passes: Sequence[Pass], results: Sequence[PassResult | TinsmithError]
+    ) -> None:
+        """Observe the mean logprob mismatch of each pass that has one, in nats per token."""
+        for request, result in zip(passes, results, strict=True):
+            gap = mean_logprob_gap(request, result) if isinstance(result, PassResult) else None
+            if gap is not None:
+                self._mismatch.labels(model).observe(gap)
 
     def request_finished(self, request_id: str, result: FutureResult, tokens: Mapping[str, int] | None = None) -> None:
         """The result can be fetched. `tokens` counts tokens by kind."""

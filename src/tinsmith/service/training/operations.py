@@ -16,13 +16,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tinsmith.engine.base import Engine
+from tinsmith.engine.base import Engine, PassResult
 from tinsmith.errors import BadRequest, EngineDied, EngineError, NotFound, TinsmithError
 from tinsmith.service.checkpoints import Checkpoints, expiry
 from tinsmith.service.encryption import encrypt
 from tinsmith.service.engines.host import EngineHost
 from tinsmith.service.observability.audit import AuditLog
 from tinsmith.service.storage.records import (
+    PROTOBUF,
     Checkpoint,
     CreateModel,
     FutureResult,
@@ -40,6 +41,7 @@ from tinsmith.service.tenancy.quotas import QuotaEnforcer
 from tinsmith.service.training.background_writes import BackgroundWriter
 from tinsmith.service.training.journal import Journal
 from tinsmith.service.training.model_state import ModelState
+from tinsmith.service.wire.protobuf import encode_pass
 
 log = logging.getLogger(__name__)
 
@@ -310,3 +312,12 @@ class PostCommit:
                 replace(model, captured=captured, captured_optimizer=True, covered=state.updated_seq)
             )
             state.uncaptured_steps = 0
+
+
+def pass_result(result: PassResult | TinsmithError) -> FutureResult:
+    """Return the stored result of a forward or backward pass. Raises EngineDied if the engine died during the pass."""
+    if isinstance(result, EngineDied):
+        raise result
+    if isinstance(result, TinsmithError):
+        return FutureResult.failure(result)
+    return FutureResult(body=encode_pass(result), media=PROTOBUF)

@@ -15,17 +15,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 
-from tinsmith.engine.base import Pass, PassResult
+from tinsmith.engine.base import Pass
 from tinsmith.errors import BadRequest, EngineDied, EngineError, TinsmithError
 from tinsmith.service.checkpoints import Checkpoints
 from tinsmith.service.engines.host import MAX_ENGINE_DEATHS, EngineHost
-from tinsmith.service.observability import metrics
 from tinsmith.service.observability.audit import AuditLog
 from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.results.futures import Futures
 from tinsmith.service.storage.payloads import kind_of, queued_request
 from tinsmith.service.storage.records import (
-    PROTOBUF,
     FutureResult,
     Model,
     Operation,
@@ -42,9 +40,8 @@ from tinsmith.service.tenancy.quotas import QuotaEnforcer
 from tinsmith.service.training.background_writes import BackgroundWriter
 from tinsmith.service.training.journal import Journal
 from tinsmith.service.training.model_state import ModelState
-from tinsmith.service.training.operations import Operations, PostCommit
+from tinsmith.service.training.operations import Operations, PostCommit, pass_result
 from tinsmith.service.training.scheduler import next_batch
-from tinsmith.service.wire.protobuf import encode_pass
 
 log = logging.getLogger(__name__)
 
@@ -279,13 +276,11 @@ class Worker:
         self._telemetry.requests_started(request.id for request in batch)
         results = await self.host.engine.run(passes)
         self._telemetry.requests_ran(request.id for request in batch)
-        for each, result in zip(passes, results, strict=True):
-            if isinstance(result, PassResult) and (gap := metrics.mean_logprob_gap(each, result)) is not None:
-                self._telemetry.record_mismatch(name, gap)
+        self._telemetry.record_mismatches(name, passes, results)
         batch_id = time.time_ns()
         await self._finish(
             [
-                FinishedRequest(request=request, result=_pass_result(result), batch=batch_id)
+                FinishedRequest(request=request, result=pass_result(result), batch=batch_id)
                 for request, result in zip(batch, results, strict=True)
             ]
         )
@@ -394,11 +389,3 @@ class Worker:
         if not isinstance(request.operation, UnloadModel | RestoreModel):
             self._telemetry.request_accepted(request.id, request.owner, kind_of(request.operation), self.host.names[0])
         self._wake.set()
-
-
-def _pass_result(result: PassResult | TinsmithError) -> FutureResult:
-    if isinstance(result, EngineDied):
-        raise result
-    if isinstance(result, TinsmithError):
-        return FutureResult.failure(result)
-    return FutureResult(body=encode_pass(result), media=PROTOBUF)
