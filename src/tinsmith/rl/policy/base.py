@@ -1,7 +1,7 @@
-"""What a policy is to the rest of the harness: protocols, and the settings of model and sampling.
+"""Policy protocols, and the settings of the model and of sampling.
 
-A Policy is weights in training; a Snapshot is those weights as they were at one version, to sample from. The policy of
-a run is `tinker_policy.TinkerPolicy`; `scripted.ScriptedPolicy` is the same in arithmetic, for tests without a server.
+A Policy is a model in training; a Snapshot is the model at one version, for sampling. A run uses
+`tinker.TinkerPolicy`; `scripted.ScriptedPolicy` is a policy without a model, for tests without a server.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tinsmith.settings import Settings
 
 
 class ModelConfig(Settings):
-    """The base model, the adapter on it, and where they are served."""
+    """The base model, its LoRA adapter, and the server."""
 
     name: str
-    """The base model under the name that the server gives it."""
+    """Name of the base model on the server."""
     rank: int = Field(default=32, ge=1)
-    """Of the LoRA adapter."""
+    """Rank of the LoRA adapter."""
     seed: int | None = None
-    """Of the adapter's first weights; the run's seed if not set."""
+    """Seed of the adapter's initial weights. Not set: the run's seed."""
     train_attn: bool = True
     """Adapt the attention layers."""
     train_mlp: bool = True
@@ -37,50 +37,50 @@ class ModelConfig(Settings):
     train_unembed: bool = True
     """Adapt the output layer."""
     base_url: str = ""
-    """A server of the Tinker API; empty: TINKER_BASE_URL, and without that a service started for this run."""
+    """Server of the Tinker API. Empty: the environment variable TINKER_BASE_URL, else a service started for this run."""
     tokenizer: str = ""
-    """A hub id or folder in place of the tokenizer that the server names."""
+    """Tokenizer: a hub id or a folder. Empty: the one that the server names."""
     chat_template: str = ""
     """Chat template: Jinja text, or the path of a file. Empty: the tokenizer's template."""
     chat_template_values: dict[str, Any] = Field(default_factory=dict)
-    """What the chat template reads beside the messages, as {enable_thinking: false}."""
+    """Variables for the chat template, such as {enable_thinking: false}."""
     load_from: str = ""
-    """A tinker:// state path whose weights to start from, with a fresh optimizer; empty: a fresh adapter."""
+    """tinker:// path of a state checkpoint to start from, with a new optimizer. Empty: a new adapter."""
 
     @model_validator(mode="after")
-    def _one_origin(self) -> ModelConfig:
+    def _check_load_from(self) -> ModelConfig:
         shape = {"rank", "seed", "train_attn", "train_mlp", "train_unembed"} & self.model_fields_set
         if self.load_from and shape:
-            raise ValueError(f"load_from brings its own adapter; leave out {', '.join(sorted(shape))}")
+            raise ValueError(f"load_from determines the adapter; remove {', '.join(sorted(shape))}")
         return self
 
 
 class SamplingConfig(Settings):
-    """How replies are drawn."""
+    """Sampling of replies."""
 
     max_tokens: int = Field(default=512, ge=1)
-    """Longest reply."""
+    """Maximum number of tokens of a reply."""
     max_prompt_tokens: int | None = Field(default=None, ge=1)
-    """Rollouts with a longer prompt fail, with the reason. Not set: the limit of the server."""
+    """Maximum number of tokens of a prompt; rollouts with a longer one fail. Not set: the limit of the server."""
     temperature: float = Field(default=1.0, ge=0)
-    """0 is greedy. Training wants 1, where sampled logprobs are the trainer's own."""
+    """Sampling temperature; 0 is greedy. Train with 1, where the logprobs of sampler and trainer agree."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Keep the likeliest tokens that make up this share."""
+    """Nucleus sampling: sample from the most likely tokens with this total probability."""
     top_k: int = Field(default=-1, ge=-1)
-    """Keep this many likeliest tokens; -1 is all."""
+    """Sample from this many most likely tokens; -1: all."""
     stop: tuple[str | int, ...] | None = None
-    """Strings, or token ids, that end a reply; not set: the model's own end; empty: nothing but max_tokens."""
+    """Strings or token ids that end a reply. Not set: the model's end-of-turn tokens. Empty: only max_tokens."""
 
     @field_validator("stop")
     @classmethod
-    def _one_kind(cls, stop: tuple[str | int, ...] | None) -> tuple[str | int, ...] | None:
+    def _check_stop(cls, stop: tuple[str | int, ...] | None) -> tuple[str | int, ...] | None:
         if stop and len({type(text_or_token) for text_or_token in stop}) > 1:
             raise ValueError("stop takes strings or token ids, not both")
         return stop
 
 
 ClientLoss = Callable[[Sequence[Any]], tuple[Any, dict[str, float]]]
-"""From the logprobs of each row (torch tensors [N]) to the loss (a scalar tensor) and numbers worth a look."""
+"""Maps the logprobs of each row (torch tensors [N]) to the loss (a scalar tensor) and metrics."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,11 +92,11 @@ class Update:
 
     rows: tuple[TrainingRow, ...]
     inputs: tuple[Mapping[str, np.ndarray], ...] = ()
-    """What the server's loss reads of each row, beside its targets: arrays [N]."""
+    """Inputs of the server's loss for each row besides the targets: arrays [N]."""
     loss: str = ""
-    """Of the server; empty where `client` computes it."""
+    """Name of the server's loss. Empty if `client` computes the loss."""
     config: Mapping[str, float | str] = field(default_factory=dict)
-    """Of the server's loss."""
+    """Configuration of the server's loss."""
     client: ClientLoss | None = None
     """Custom loss, for algorithms whose loss the server does not have. It costs another forward pass."""
     numbers: Mapping[str, float] = field(default_factory=dict)
@@ -105,24 +105,24 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateResult:
-    """What an update answered."""
+    """Result of an update."""
 
     logprobs: tuple[np.ndarray, ...]
-    """float32 [N] for each sample's targets, from before the step."""
+    """Logprobs of each row's targets before the step, float32 [N]."""
     metrics: Mapping[str, float]
-    """The server's, from the loss and from the optimizer."""
+    """Metrics of the server's loss and optimizer."""
 
 
 class AuxiliaryAdapter(Protocol):
-    """A second adapter in training, for the logprobs of K tokens at every position."""
+    """A second adapter in training that predicts the logprobs of K tokens at every position."""
 
     @property
     def vocabulary(self) -> int:
-        """How many token ids there are."""
+        """Number of token ids."""
         ...
 
     async def logprobs(self, rows: Sequence[TrainingRow], ids: Sequence[int]) -> list[np.ndarray]:
-        """float32 [N, K] of each row."""
+        """Return the logprobs of `ids` at each position of each row, float32 [N, K]."""
         ...
 
     async def fit(
@@ -133,16 +133,16 @@ class AuxiliaryAdapter(Protocol):
         optimizer: OptimizerConfig,
         learning_rate: float,
     ) -> dict[str, float]:
-        """One step down -sum weights logprobs; weights float32 [N, K] of each row."""
+        """Take one optimizer step on the loss -sum(weights * logprobs); weights float32 [N, K] of each row."""
         ...
 
     async def save(self, name: str, ttl_seconds: int | None) -> str:
-        """Keep weights and optimizer; returns the path to go on from."""
+        """Save weights and optimizer. Returns the path of the checkpoint."""
         ...
 
 
 class ChatCodec(Protocol):
-    """Chats as tokens; `chat.Chat` does it by a tokenizer and its template."""
+    """Encodes chats as tokens; `chat.Chat` implements it with a tokenizer and its chat template."""
 
     @property
     def template(self) -> str:
@@ -154,7 +154,7 @@ class ChatCodec(Protocol):
         ...
 
     def prompt(self, conversation: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """The conversation so far and the start of a reply."""
+        """Encode a conversation, with the beginning of the next reply."""
         ...
 
     def encode_with_loss_mask(
@@ -164,11 +164,11 @@ class ChatCodec(Protocol):
         ...
 
     def encode_text(self, text: str) -> list[int]:
-        """Text, with nothing put around it."""
+        """Encode text without special tokens."""
         ...
 
     def text(self, tokens: Sequence[int], stop: Sequence[str | int] | None, keep: Sequence[str] = ()) -> str:
-        """A reply without special tokens, but for those in `keep`, and without the string that ended it."""
+        """Decode a reply, without its stop string and without special tokens except those in `keep`."""
         ...
 
 
@@ -180,23 +180,23 @@ class Snapshot(Protocol):
 
     @property
     def version(self) -> int:
-        """Updates seen."""
+        """Number of updates of the weights."""
         ...
 
     @property
     def chat(self) -> ChatCodec:
-        """How its chats are spelled."""
+        """The chat codec of the model."""
         ...
 
     async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
-        """`count` replies to a chat or to tokens; the same seed again gives the same replies.
+        """Sample `count` replies to a chat or to tokens, deterministically by `seed`.
 
-        A Turn in the chat stands for its own tokens: the prompt extends it. Raises PromptTooLong.
+        A Turn in the chat is encoded as its own tokens, so that the prompt extends it. Raises PromptTooLong.
         """
         ...
 
     async def open_model(self, name: str) -> Snapshot:
-        """Other weights of this server to ask: a base model by its name, or a tinker:// path."""
+        """Open another model of this server: a base model by name, or a tinker:// path."""
         ...
 
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
@@ -205,15 +205,15 @@ class Snapshot(Protocol):
 
 
 class SamplingClients(Protocol):
-    """Weights of a server to sample from, by name; nothing is trained."""
+    """Models of a server for sampling, without training."""
 
     @property
     def chat(self) -> ChatCodec:
-        """How its chats are spelled."""
+        """The chat codec of the model."""
         ...
 
     async def open_model(self, name: str) -> Snapshot:
-        """A base model by its name, or a tinker:// path."""
+        """Open a base model by name, or a tinker:// path."""
         ...
 
     async def open_checkpoint(self, path: str, version: int) -> Snapshot:
@@ -226,29 +226,29 @@ class SamplingClients(Protocol):
 
 
 class Policy(Protocol):
-    """Weights in training. `update` adds 1 to the version."""
+    """A model in training. Each `update` increments the version."""
 
     @property
     def version(self) -> int:
-        """Updates made."""
+        """Number of updates."""
         ...
 
     @property
     def chat(self) -> ChatCodec:
-        """How its chats are spelled."""
+        """The chat codec of the model."""
         ...
 
     async def snapshot(self) -> Snapshot:
-        """The weights of this moment, to sample from."""
+        """Return the current weights for sampling."""
         ...
 
     @property
     def extensions(self) -> frozenset[str]:
-        """What this server offers beyond the protocol, by name: losses, settings and inputs of losses."""
+        """Names of the server's extensions of the Tinker API: losses, settings and inputs of losses."""
         ...
 
     async def open_model(self, name: str) -> Snapshot:
-        """Other weights of this server to ask: a base model by its name, or a tinker:// path."""
+        """Open another model of this server: a base model by name, or a tinker:// path."""
         ...
 
     async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> UpdateResult:
@@ -256,19 +256,22 @@ class Policy(Protocol):
         ...
 
     async def auxiliary_adapter(self, rank: int, seed: int, state: str = "") -> AuxiliaryAdapter:
-        """A second adapter on the same base, fresh or as saved under `state`."""
+        """Open a second adapter on the same base model, new or from the checkpoint `state`."""
         ...
 
     async def entropies(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
-        """float32 [N] of each row: the whole softmax's, now. Raises Unsupported if the server does not return them."""
+        """Return the entropy of the full distribution at each position, float32 [N] per row.
+
+        Raises Unsupported if the server does not return entropies.
+        """
         ...
 
     async def save(self, name: str, ttl_seconds: int | None) -> str:
-        """Keep weights and optimizer on the server; returns the path to go on from."""
+        """Save weights and optimizer on the server. Returns the path of the checkpoint."""
         ...
 
     async def save_for_sampling(self, name: str, ttl_seconds: int | None = None) -> str:
-        """Keep the weights alone, for good or so long; returns the path to sample from."""
+        """Save the weights for sampling. Returns the path. Without `ttl_seconds` they do not expire."""
         ...
 
     async def open_checkpoint(self, path: str, version: int) -> Snapshot:
@@ -285,12 +288,12 @@ class Policy(Protocol):
 
 
 def request_seed(run_seed: int, *place: int) -> int:
-    """A seed of its own for each sampling request: 31 bits from the run's seed and the request's place in the run."""
+    """Return the 31-bit seed of a sampling request, derived from the run's seed and the request's place in the run."""
     return int(np.random.SeedSequence((run_seed, *place)).generate_state(1)[0] & 0x7FFFFFFF)
 
 
 def check_prompt_length(prompt: Sequence[int], sampling: SamplingConfig) -> None:
-    """Raises PromptTooLong where the prompt is longer than the run allows."""
+    """Raise PromptTooLong if the prompt is longer than max_prompt_tokens."""
     if sampling.max_prompt_tokens is not None and len(prompt) > sampling.max_prompt_tokens:
         raise PromptTooLong(
             f"The prompt has {len(prompt)} tokens, sampling.max_prompt_tokens is {sampling.max_prompt_tokens}.",
