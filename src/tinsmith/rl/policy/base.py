@@ -37,7 +37,7 @@ class ModelConfig(Settings):
     train_unembed: bool = True
     """Adapt the output layer."""
     base_url: str = ""
-    """Server of the Tinker API. Empty: the environment variable TINKER_BASE_URL, else a service started for this run."""
+    """Server of the Tinker API. Empty: the environment variable TINKER_BASE_URL, else a service for this run."""
     tokenizer: str = ""
     """Tokenizer: a hub id or a folder. Empty: the one that the server names."""
     chat_template: str = ""
