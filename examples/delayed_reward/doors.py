@@ -1,7 +1,7 @@
-"""A game of three doors that pays at the end: the coins of the player, plus or minus half a coin for each door.
+"""A game of three doors with one reward at the end: the coins of the player, plus or minus 0.5 for each door.
 
-The right way is through the open door. The coins of the players differ far more than the doors are worth, so without a
-baseline that knows the player, the replies of a rich player are reinforced whatever they are.
+The right reply is the open door. The coins of the players differ far more than the rewards of the doors, so without a
+baseline that depends on the player, all replies of a rich player are reinforced.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ OWNS = {"beggar": 0.0, "farmer": 3.0, "merchant": 6.0, "king": 9.0}
 async def doors(
     task: Task, conversation: Conversation, ask: str = "\n{player}, {door} door open: go"
 ) -> dict[str, float]:
-    """Three replies of one word; the reward comes after the last."""
+    """Play a game of three one-word replies, and return its reward."""
     player, *open_doors = task.answer.split()
-    won = 0.0
+    score = 0.0
     messages = list(task.messages)
     for door in open_doors:
         reply = await conversation.say(*messages, ask.format(player=player, door=door))
-        won += 0.5 if reply.text.strip() == door else -0.5
+        score += 0.5 if reply.text.strip() == door else -0.5
         messages = []
-    return {"owns": OWNS[player], "doors": won}
+    return {"owns": OWNS[player], "doors": score}

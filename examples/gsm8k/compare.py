@@ -1,4 +1,4 @@
-"""Train a small model with both of Trinity-RFT's files and two of ours, and draw curves: `make gsm8k DATA=FOLDER`.
+"""Train a small model with two files of Trinity-RFT and two of Tinsmith, and draw charts: `make gsm8k DATA=FOLDER`.
 
 DATA holds GSM8K as train.jsonl and test.jsonl. tinker.yaml uses a server of the Tinker API, which serves SmolLM2 under
 the name in the file; verl.yaml uses a service that the run starts. The files stay unchanged; overrides fit them to a
@@ -20,13 +20,13 @@ from typing import Any
 from curves import FILES, draw_all, report
 
 HERE = Path(__file__).resolve().parent
-NAMED = "meta-llama/Llama-3.2-3B"
-TRAINED = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SERVED_NAME = "meta-llama/Llama-3.2-3B"
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HELD_OUT = {
     "type": "hub", "name": "openai/gsm8k", "subset": "main", "split": "test",
     "prompt": "{question}", "answer": "{answer}",
 }  # fmt: skip
-JUDGED = {"every": 0, "threshold": 0.85}
+EVAL = {"every": 0, "threshold": 0.85}
 """The reward of a right answer is 0.9 without the format and 1.1 with it; a wrong one has at most 0.1."""
 
 
@@ -34,7 +34,7 @@ def main() -> None:
     """Train all runs, then write pictures and numbers to the folder `--out`."""
     arguments = _arguments()
     out = arguments.out.resolve()
-    _lay_data(arguments.data, out / "openai" / "gsm8k")
+    _copy_data(arguments.data, out / "openai" / "gsm8k")
     for name in arguments.only or FILES:
         _train(name, out, arguments)
     draw_all(out)
@@ -48,7 +48,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("data", type=Path, help="a folder with train.jsonl and test.jsonl")
     parser.add_argument("--out", type=Path, default=Path("runs/gsm8k"), help="runs, pictures and numbers")
     parser.add_argument("--only", nargs="+", choices=list(FILES), help="these runs")
-    parser.add_argument("--model", default=TRAINED, help="the model to train: a hub id or a folder")
+    parser.add_argument("--model", default=MODEL, help="the model to train: a hub id or a folder")
     parser.add_argument("--steps", type=int, default=24, help="reinforcement steps on GSM8K")
     parser.add_argument("--sft-steps", type=int, default=12, help="supervised steps before them, on GSM8K")
     parser.add_argument("--groups", type=int, default=4, help="tasks of a step, on GSM8K")
@@ -60,7 +60,7 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_intermixed_args()  # overrides may follow options
 
 
-def _lay_data(data: Path, folder: Path) -> None:
+def _copy_data(data: Path, folder: Path) -> None:
     """Write GSM8K in the hub's layout: a folder with the subset `main`."""
     (folder / "main").mkdir(parents=True, exist_ok=True)
     for split in ("train", "test"):
@@ -80,12 +80,12 @@ def _train(name: str, out: Path, arguments: argparse.Namespace) -> None:
         if served:
             environment |= {"TINKER_BASE_URL": served[0], "TINKER_API_KEY": served[1]}
         command = [sys.executable, "-m", "tinsmith", "run", "--config", str(HERE / f"{name}.yaml")]
-        overrides = [f"folder={out / name}", *_fitted(name, arguments), *arguments.overrides]
+        overrides = [f"folder={out / name}", *_small_machine_overrides(name, arguments), *arguments.overrides]
         print(f"\n{FILES[name]}\n", flush=True)
         subprocess.run([*command, *overrides], cwd=out, env=environment, check=True)
 
 
-def _fitted(name: str, arguments: argparse.Namespace) -> list[str]:
+def _small_machine_overrides(name: str, arguments: argparse.Namespace) -> list[str]:
     """Overrides that fit a file to a small machine."""
     if name == "arithmetic":
         return [f"steps={arguments.sums}", f"model.name={arguments.model}"]
@@ -109,7 +109,7 @@ def _fitted(name: str, arguments: argparse.Namespace) -> list[str]:
         "model.chat_template=''",  # the files bring Llama's; this is another model
         f"tasks.eval={json.dumps(HELD_OUT)}",  # the files evaluate nothing
         "tasks.held_out=64",
-        f"eval={json.dumps(JUDGED)}",
+        f"eval={json.dumps(EVAL)}",
         f"stages={json.dumps(_stages(arguments.sft_steps))}",
         *([f"service.source={arguments.model}"] if name == "verl" else []),
     ]
@@ -136,16 +136,16 @@ def _stages(sft_steps: int) -> list[dict[str, Any]]:
         "demonstrations": {"data": rows, "per_step": 16},
         "steps": sft_steps,
         "optimizer": {"learning_rate": 5e-4, "warmup_steps": 2},
-        "eval": {**JUDGED, "after": False},  # the next stage begins with this evaluation
+        "eval": {**EVAL, "after": False},  # the next stage begins with this evaluation
     }
     return [first, {"name": "rewarded"}]
 
 
 def _served(data: Path, model: str) -> Any:
-    """(url, key) of a service of `model` under the name NAMED; it ends with the block."""
+    """(url, key) of a service of `model` under the name SERVED_NAME; it ends with the block."""
     from tinsmith import ServeConfig, embedded
 
-    return embedded(ServeConfig(models=(f"{NAMED}={model}",), data=data))
+    return embedded(ServeConfig(models=(f"{SERVED_NAME}={model}",), data=data))
 
 
 if __name__ == "__main__":

@@ -17,21 +17,22 @@ FILES = {
 }
 TRINITY_FILES = ("tinker", "verl")
 _EDGE = 5
-"""Steps of the means at the beginning and the end."""
+"""Number of steps in the means at the beginning and the end."""
 _SHOWN = 3
-"""Answers shown from the first and the last step."""
+"""Number of answers that are shown from the first and the last step."""
 
 Row = dict[str, float]
 Points = list[tuple[float, float]]
 
 
 def draw_all(out: Path) -> None:
-    """Draw gsm8k.png, and a picture for each other run that exists."""
-    curves = {FILES[name]: _points(rewarded(out / name), "reward/mean") for name in TRINITY_FILES if _begun(out / name)}
+    """Draw gsm8k.png, and a chart for each other run that exists."""
+    names = [name for name in TRINITY_FILES if _has_rewards(out / name)]
+    curves = {FILES[name]: _points(rewarded(out / name), "reward/mean") for name in names}
     if curves:
         _draw(out / "gsm8k.png", "GSM8K: reward of each step (thin) and of the last five", curves)
     for name, key, label in (("arithmetic", "reward/mean", "right"), ("smollm2", "reward/form", "in the form")):
-        if not _begun(out / name):
+        if not _has_rewards(out / name):
             continue
         rows = rewarded(out / name)
         dots = {"held out, greedy: right": _points(rows, "eval/pass@1")}
@@ -45,7 +46,7 @@ def draw_all(out: Path) -> None:
 
 def report(out: Path) -> str:
     """Markdown: a table of the runs, the difference of the first two, and answers of the first and last step."""
-    names = [name for name in FILES if _begun(out / name)]
+    names = [name for name in FILES if _has_rewards(out / name)]
     lines = [
         "| run | steps | minutes | reward | in the form | right | tokens | held out, greedy: right | in the form |",
         "|---|---|---|---|---|---|---|---|---|",
@@ -68,7 +69,7 @@ def _folder(folder: Path) -> Path:
     return folder / "02-rewarded" if (folder / "stages.json").exists() else folder
 
 
-def _begun(folder: Path) -> bool:
+def _has_rewards(folder: Path) -> bool:
     return any("reward/mean" in row for row in rewarded(folder))
 
 
@@ -76,7 +77,7 @@ def _points(rows: Sequence[Row], key: str) -> Points:
     return [(row["step"], row[key]) for row in rows if key in row]
 
 
-def _form(row: Row, of: str = "") -> float:
+def _format_share(row: Row, of: str = "") -> float:
     """The share of answers in the format: Trinity's math reward adds 0.1 for it, and subtracts 0.1 without."""
     by_trinity = row.get(f"{of}reward/math/format")
     return row[f"{of}reward/form"] if by_trinity is None else by_trinity * 5 + 0.5
@@ -95,11 +96,11 @@ def _line(name: str, rows: Sequence[Row]) -> str:
         str(len(trained)),
         f"{seconds / 60:.0f}",
         _span([row["reward/mean"] for row in trained]),
-        "-" if name == "arithmetic" else _span([_form(row) for row in trained]),
+        "-" if name == "arithmetic" else _span([_format_share(row) for row in trained]),
         _span([_right(row) for row in trained]),
         _span([row["tokens/reply"] for row in trained], 0),
         _ends([row["eval/pass@1"] for row in held_out]),
-        "-" if name == "arithmetic" else _ends([_form(row, "eval/") for row in held_out]),
+        "-" if name == "arithmetic" else _ends([_format_share(row, "eval/") for row in held_out]),
     ]
     return f"| {' | '.join(cells)} |"
 
@@ -117,14 +118,15 @@ def _difference(first: Sequence[Row], second: Sequence[Row]) -> str:
     """The difference of two curves, and the standard error of one step's mean."""
     trained = ([row for row in rows if "reward/mean" in row] for rows in (first, second))
     pairs = list(zip(*trained, strict=False))
-    apart = [a["reward/mean"] - b["reward/mean"] for a, b in pairs]
+    differences = [a["reward/mean"] - b["reward/mean"] for a, b in pairs]
     errors = [
         (row["reward/std"] ** 2 * row["tokens/reply"] / row["tokens/sampled"]) ** 0.5 for pair in pairs for row in pair
     ]
+    mean = sum(differences) / len(differences)
+    absolute = sum(map(abs, differences)) / len(differences)
     return (
-        f"Of {len(pairs)} steps the rewards of the first two runs differ by {sum(apart) / len(apart):+.3f} in the mean "
-        f"and by {sum(map(abs, apart)) / len(apart):.3f} at a step; the standard error of one step's reward is "
-        f"{sum(errors) / len(errors):.3f}."
+        f"Of {len(pairs)} steps the rewards of the first two runs differ by {mean:+.3f} in the mean and by "
+        f"{absolute:.3f} at a step; the standard error of one step's reward is {sum(errors) / len(errors):.3f}."
     )
 
 
