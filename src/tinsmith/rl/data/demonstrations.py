@@ -1,7 +1,7 @@
 """Demonstrations: chats, reply pairs or plain text to learn from, alone or in addition to rollouts.
 
 A demonstration is a chat whose last turn (or every assistant turn) is learned, or plain text. A pair is a chat with a
-chosen and a rejected reply. Demonstrations of a held-out question are skipped.
+chosen and a rejected reply. Demonstrations that ask a held-out question are skipped.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Demonstrations:
         return source.demonstrations[source.row_order.pick(draw, ())]
 
     def _is_held_out(self, demonstration: Demonstration) -> bool:
-        """Whether a turn to learn answers a held-out question. Plain text has no question."""
+        """Whether a turn to learn answers a held-out question. Plain text asks no question."""
         if self._config.learn == "text":
             return False
         chats = [demonstration.messages, *([demonstration.rejected] if demonstration.rejected else [])]

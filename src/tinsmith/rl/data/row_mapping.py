@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Convert rows of data to tasks and demonstrations. Rows come from `row_sources.py`.
-=======
-"""Mapping of a row of data to a task or a demonstration. Sources of rows are in `row_sources.py`.
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
 
 Example: RowMapping(answer_after="####").task("gsm8k/0", {"question": "2+2?", "answer": "#### 4"}).answer == "4"
 """
@@ -25,11 +21,7 @@ T = TypeVar("T")
 
 
 class LazySequence(Sequence[T]):
-<<<<<<< HEAD
     """Sequence that creates its items on access: item i is `make(i)`, 0 <= i < `length`."""
-=======
-    """Sequence whose items are created on access: `make(i)` for 0 <= i < `length`."""
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
 
     def __init__(self, length: int, make: Callable[[int], T]) -> None:
         self._length, self._make = length, make
@@ -48,51 +40,31 @@ class LazySequence(Sequence[T]):
 
 
 def user_task(task_id: str, question: str, answer: str) -> Task:
-<<<<<<< HEAD
     """A task with a single user message."""
-=======
-    """Return a task with a single user message."""
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
     return Task(id=task_id, messages=(Message(role="user", content=question),), answer=answer)
 
 
 def fill_template(template: str, values: Mapping[str, Any], place: str) -> str:
-<<<<<<< HEAD
     """`template` with its {fields} replaced by `values`.
 
     A name in braces is the exact name of a field, with any characters, or a path such as {answer.value} or
     {answers[0]}. Raises ConfigError that names `place` and the fields of `values`.
-=======
-    """Fill the {fields} of a template. Raises ConfigError that names `place` and the available fields.
-
-    A field is the name of a value, with any characters, or else a path: {answer.value}, {answers[0]}.
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
     """
     try:
         return _RowFormatter(values).vformat(template, (), values)
     except (LookupError, ValueError, TypeError, AttributeError) as error:
-<<<<<<< HEAD
         fields = ", ".join(sorted(map(str, values)))
         raise ConfigError(f"{place}: {template!r} cannot be filled: {error}.", f"Its fields are: {fields}.") from error
 
 
 class _RowFormatter(Formatter):
     """Python's format syntax, with names looked up in a row."""
-=======
-        names = ", ".join(sorted(map(str, values)))
-        raise ConfigError(f"{place}: {template!r} cannot be filled: {error}.", f"Its fields are: {names}.") from error
-
-
-class _RowFormatter(Formatter):
-    """Formatter of Python templates that looks up field names in a row."""
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
 
     def __init__(self, row: Mapping[str, Any]) -> None:
         self._row = row
 
     @override
     def parse(self, format_string: str) -> Iterator[tuple[str, str | None, str | None, str | None]]:
-<<<<<<< HEAD
         for literal, name, format_spec, conversion in super().parse(format_string):
             # A field name may contain ! and :, which otherwise begin a conversion and a format.
             full_name = f"{name}{f'!{conversion}' if conversion else ''}{f':{format_spec}' if format_spec else ''}"
@@ -100,34 +72,17 @@ class _RowFormatter(Formatter):
                 yield literal, full_name, "", None
             elif name == "":
                 raise ValueError("write literal braces twice, as {{ and }}")
-=======
-        """Parse a template. A field name of the row may contain `!` and `:`."""
-        for literal, name, form, conversion in super().parse(format_string):
-            whole = f"{name}{f'!{conversion}' if conversion else ''}{f':{form}' if form else ''}"
-            if name is not None and whole in self._row:
-                yield literal, whole, "", None
-            elif name == "":
-                raise ValueError("write literal braces twice: {{ and }}")
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
             else:
                 yield literal, name, format_spec, conversion
 
     @override
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, str]:
-<<<<<<< HEAD
-=======
-        """Return (value, name). None becomes an empty text."""
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
         value = _value(kwargs, field_name)
         return "" if value is None else value, field_name
 
 
 def _value(row: Mapping[str, Any], name: str) -> Any:
-<<<<<<< HEAD
     """The value of the field `name`, or at the path `name`. Raises LookupError, TypeError or ValueError if missing."""
-=======
-    """Return the field of that name, or the value at that path. Raises LookupError, TypeError or ValueError."""
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
     if name in row:
         return row[name]
     value: Any = row
@@ -137,7 +92,6 @@ def _value(row: Mapping[str, Any], name: str) -> Any:
 
 
 class RowMapping(Settings):
-<<<<<<< HEAD
     """How a row of data becomes a task or a demonstration."""
 
     prompt: str = "{question}"
@@ -178,52 +132,11 @@ class RowMapping(Settings):
         return Task(
             id=task_id,
             messages=(*self._prompt_messages(task_id, row), *reply_start),
-=======
-    """Mapping of a row of data to a task or a demonstration. Templates name fields of the row in braces."""
-
-    prompt: str = "{question}"
-    """Template of the user message. A single field that holds a list of {role, content} is used as the whole chat."""
-    answer: str = "{answer}"
-    """Template of the reference answer. Empty if the rows have no answers."""
-    answer_optional: bool = False
-    """Tasks only: rows without the field of `answer` have an empty answer; otherwise they are an error."""
-    answer_after: str = ""
-    """Tasks only: the answer is the text after the last such mark, such as '####' in GSM8K. A demonstration keeps the
-    whole answer."""
-    system: str = ""
-    """System message before each prompt. Not a template."""
-    system_key: str = ""
-    """Field with a system message of the row, which replaces `system` unless it is empty."""
-    reply_prefix: str = ""
-    """Tasks only: beginning of every reply, from which the policy continues."""
-    extra: tuple[str, ...] = ()
-    """Tasks only: fields for workflows and rewards, available as `task.extra`. `*` is all fields."""
-    reply: str = ""
-    """Demonstrations only: template of the reply to learn. Empty: the last turn of a chat, else `answer`."""
-    chosen: str = ""
-    """Pairs only: template of the better reply. A single field may hold a chat that ends with it."""
-    rejected: str = ""
-    """Pairs only: template of the worse reply, like `chosen`."""
-    tools_key: str = ""
-    """Demonstrations only: field with the list of tools for the chat template, or that list as JSON text."""
-
-    def task(self, task_id: str, row: Mapping[str, Any]) -> Task:
-        """Return the task of a row. Raises ConfigError that names the row and its fields."""
-        has_no_answer = self.answer_optional and _single(self.answer, row) is None
-        answer = "" if has_no_answer else fill_template(self.answer, row, task_id)
-        if self.answer_after:
-            answer = answer.rpartition(self.answer_after)[2]
-        prefix = (Message(role="assistant", content=self.reply_prefix),) if self.reply_prefix else ()
-        return Task(
-            id=task_id,
-            messages=(*self._prompt_messages(task_id, row), *prefix),
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
             answer=answer.strip(),
             extra=self._extra(task_id, row),
         )
 
     def demonstration(self, demonstration_id: str, row: Mapping[str, Any]) -> Demonstration:
-<<<<<<< HEAD
         """The reply, or pair of replies, of a row. Raises ConfigError that names the row if it has no reply."""
         messages = self._prompt_messages(demonstration_id, row)
         tools = self._tools(demonstration_id, row)
@@ -231,14 +144,6 @@ class RowMapping(Settings):
             chosen, rejected = (
                 self._with_reply(template, messages, row, demonstration_id) for template in (self.chosen, self.rejected)
             )
-=======
-        """Return the demonstration of a row. Raises ConfigError that names the row if it has no reply to learn."""
-        messages = self._prompt_messages(demonstration_id, row)
-        tools = self._tools(demonstration_id, row)
-        if self.chosen or self.rejected:
-            chosen = self._with_reply(self.chosen, messages, row, demonstration_id)
-            rejected = self._with_reply(self.rejected, messages, row, demonstration_id)
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
             return Demonstration(id=demonstration_id, messages=chosen, rejected=rejected, tools=tools)
         if not self.reply and messages[-1].role == "assistant":
             return Demonstration(id=demonstration_id, messages=messages, tools=tools)
@@ -246,11 +151,7 @@ class RowMapping(Settings):
         return Demonstration(id=demonstration_id, messages=messages, tools=tools)
 
     def text(self, demonstration_id: str, row: Mapping[str, Any]) -> Demonstration:
-<<<<<<< HEAD
         """The filled prompt as plain text to train on, without a chat."""
-=======
-        """Return the prompt as plain text to learn, without a chat template."""
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
         message = Message(role="assistant", content=fill_template(self.prompt, row, demonstration_id))
         return Demonstration(id=demonstration_id, messages=(message,))
 
@@ -276,28 +177,16 @@ class RowMapping(Settings):
         try:
             return tuple(json.loads(tools) if isinstance(tools, str) else tools)
         except (TypeError, ValueError) as error:
-<<<<<<< HEAD
             raise ConfigError(f"{row_id}: {self.tools_key!r} is not a list of tools.", "Write a JSON list.") from error
-=======
-            raise ConfigError(
-                f"{row_id}: {self.tools_key!r} does not hold a list of tools.", "Write it as JSON."
-            ) from error
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
 
     def _with_reply(
         self, template: str, messages: Sequence[Message], row: Mapping[str, Any], row_id: str
     ) -> tuple[Message, ...]:
-<<<<<<< HEAD
         """`messages` followed by the reply that `template` names."""
         if not template:
             raise ConfigError(
                 f"{row_id} has no reply to train on.", "Set reply, or chosen and rejected, on the source."
             )
-=======
-        """Return the chat with the reply at its end."""
-        if not template:
-            raise ConfigError(f"{row_id} has no reply to learn.", "Set reply, or chosen and rejected, on the source.")
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
         chat = _chat(template, row, row_id)
         if chat is None:
             return (*messages, Message(role="assistant", content=fill_template(template, row, row_id)))
@@ -306,13 +195,8 @@ class RowMapping(Settings):
         return chat if len(chat) > 1 else (*messages, *chat)
 
 
-<<<<<<< HEAD
 def _single_field(template: str, row: Mapping[str, Any]) -> Any:
     """The value of the only field in `template`; None if the template is not a single field or the field is missing."""
-=======
-def _single(template: str, row: Mapping[str, Any]) -> Any:
-    """Return the value of a template that is a single field; None if there is no such field."""
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
     try:
         return _value(row, template.removeprefix("{").removesuffix("}"))
     except (LookupError, TypeError, ValueError):
@@ -320,13 +204,8 @@ def _single(template: str, row: Mapping[str, Any]) -> Any:
 
 
 def _chat(template: str, row: Mapping[str, Any], place: str) -> tuple[Message, ...] | None:
-<<<<<<< HEAD
     """The chat in the only field of `template`, as a list or as JSON text; None if there is no chat."""
     chat = _single_field(template, row)
-=======
-    """Return the chat of a template that is a single field, a list or JSON; None if it does not hold a chat."""
-    chat = _single(template, row)
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
     if isinstance(chat, str) and chat.startswith("[{"):
         try:
             chat = json.loads(chat)
@@ -335,7 +214,6 @@ def _chat(template: str, row: Mapping[str, Any], place: str) -> tuple[Message, .
     if not isinstance(chat, list):
         return None
     try:
-<<<<<<< HEAD
         messages = tuple(_message(entry) for entry in chat)
     except (KeyError, TypeError) as error:
         raise ConfigError(f"{place}: '{template}' is not a chat.", "Write each message as {role, content}.") from error
@@ -349,16 +227,3 @@ def _chat(template: str, row: Mapping[str, Any], place: str) -> tuple[Message, .
 def _message(entry: Mapping[str, Any]) -> Message:
     more = {name: value for name, value in entry.items() if name not in ("role", "content") and value is not None}
     return Message(role=str(entry["role"]), content=str(entry["content"] or ""), more=more)
-=======
-        messages = tuple(_message(values) for values in chat)
-    except (KeyError, TypeError) as error:
-        raise ConfigError(f"{place}: '{template}' is not a chat.", "Each message is {role, content}.") from error
-    if not messages:
-        raise ConfigError(f"{place}: the chat in '{template}' is empty.", "Remove such rows with an operator.")
-    return messages
-
-
-def _message(values: Mapping[str, Any]) -> Message:
-    more = {name: value for name, value in values.items() if name not in ("role", "content") and value is not None}
-    return Message(role=str(values["role"]), content=str(values["content"] or ""), more=more)
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)

@@ -1,12 +1,6 @@
-<<<<<<< HEAD
 """Sources of rows: files, the Hugging Face hub, databases. A source returns the same rows in every run.
 
 `row_mapping.py` converts rows to tasks. Relative paths are relative to the working directory.
-=======
-"""Sources of rows: files, the Hugging Face hub and databases. Each returns the same rows in every run.
-
-`row_mapping.py` maps a row to a task. Relative paths are relative to the working directory of the command.
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
 
 Example: Jsonl(type="jsonl", path="gsm8k.jsonl", answer_after="####").load()[0].answer == "72"
 """
@@ -28,7 +22,6 @@ from tinsmith.rl.data.row_operators import Operator, Rows, apply_operators
 from tinsmith.rl.types import Demonstration, Task
 
 LearnFrom = Literal["last", "all", "text"]
-<<<<<<< HEAD
 """Which tokens of a demonstration to train on: the last reply, all replies, or plain text without a chat."""
 
 
@@ -64,43 +57,6 @@ class RowSource(RowMapping):
 
     def feature(self, key: str) -> np.ndarray:
         """float64 [M]: field `key` of all M rows. Raises ConfigError if a row has no number in it."""
-=======
-"""Part of a demonstration to learn: the last assistant turn, all assistant turns, or plain text without a chat."""
-
-
-class RowSource(RowMapping):
-    """Base of sources of rows."""
-
-    operators: tuple[Operator, ...] = ()
-    """Operators on the rows, applied in this order before rows become tasks."""
-
-    @property
-    def label(self) -> str:
-        """Prefix of the ids of the source's tasks."""
-        raise NotImplementedError
-
-    def read(self) -> Rows:
-        """Return all rows in order, before operators."""
-        raise NotImplementedError
-
-    def rows(self) -> Rows:
-        """Return the rows after the operators."""
-        return apply_operators(self.read(), self.operators, self.label)
-
-    def load(self) -> Sequence[Task]:
-        """Return a task per row. An invalid first row raises here; any other raises when it is accessed."""
-        rows = self.rows()
-        tasks = LazySequence(len(rows), lambda index: self.task(f"{self.label}/{index}", rows[index]))
-        return _with_valid_first(tasks)
-
-    def demonstrations(self, learn: LearnFrom) -> Sequence[Demonstration]:
-        """Return a demonstration per row, with the same errors as `load`."""
-        rows, make = self.rows(), self.text if learn == "text" else self.demonstration
-        return _with_valid_first(LazySequence(len(rows), lambda index: make(f"{self.label}/{index}", rows[index])))
-
-    def feature(self, key: str) -> np.ndarray:
-        """Return a field of every row, float64 [M]. Raises ConfigError if a value is not a number."""
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
         try:
             return np.array([float(row[key]) for row in self.rows()], np.float64)
         except (KeyError, TypeError, ValueError) as error:
@@ -110,7 +66,7 @@ class RowSource(RowMapping):
 
 
 class Jsonl(RowSource):
-    """A JSONL file: a JSON object per line. Blank lines are ignored."""
+    """A file with a JSON object on each line."""
 
     type: Literal["jsonl"] = "jsonl"
     path: str
@@ -125,13 +81,7 @@ class Jsonl(RowSource):
     def read(self) -> Rows:
         file = Path(self.path).expanduser()
         if not file.is_file():
-<<<<<<< HEAD
             raise ConfigError(f"There is no data file {file}.", "Check path; it is relative to the working directory.")
-=======
-            raise ConfigError(
-                f"There is no task file {file}.", "Check tasks' path; it is relative to the working directory."
-            )
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
         with file.open(encoding="utf-8") as lines:
             return list(_objects(file, (line for line in lines if line.strip())))
 
@@ -141,11 +91,7 @@ class Files(RowSource):
 
     type: Literal["files"] = "files"
     path: str
-<<<<<<< HEAD
     """A file, or a pattern such as data/*.parquet. Its extension is its format: parquet, csv, json, jsonl or arrow."""
-=======
-    """Path or pattern, such as data/*.parquet. The extension is the format: parquet, csv, json, jsonl or arrow."""
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
 
     @property
     @override
@@ -154,7 +100,6 @@ class Files(RowSource):
 
     @override
     def read(self) -> Rows:
-<<<<<<< HEAD
         formats = {"parquet": "parquet", "csv": "csv", "json": "json", "jsonl": "json", "arrow": "arrow"}
         format_name = formats.get(Path(self.path).suffix.removeprefix("."))
         if format_name is None:
@@ -163,13 +108,6 @@ class Files(RowSource):
                 f"Set path to a file with one of the extensions {', '.join(formats)}.",
             )
         return _load_dataset(self.path, format_name, data_files=str(Path(self.path).expanduser()), split="train")
-=======
-        kinds = {"parquet": "parquet", "csv": "csv", "json": "json", "jsonl": "json", "arrow": "arrow"}
-        kind = kinds.get(Path(self.path).suffix.removeprefix("."))
-        if kind is None:
-            raise ConfigError(f"{self.path} has none of the endings {', '.join(kinds)}.", "Set path to such a file.")
-        return _dataset(self.path, kind, data_files=str(Path(self.path).expanduser()), split="train")
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
 
 
 class Hub(RowSource):
@@ -177,17 +115,10 @@ class Hub(RowSource):
 
     type: Literal["hub"] = "hub"
     name: str
-<<<<<<< HEAD
     """Dataset id, such as openai/gsm8k, or path of a folder."""
     subset: str | None = None
     """Configuration of the dataset, such as main. In a local folder without a README.md: a subfolder of this name, if
     there is one."""
-=======
-    """Name of the dataset, such as openai/gsm8k, or a folder."""
-    subset: str | None = None
-    """Subset (configuration) of the dataset, such as main. In a local folder without README.md, a subset is a subfolder
-    of that name; without one, the folder is a single subset."""
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
     split: str = "train"
     """Split of the dataset, such as train or test."""
 
@@ -201,17 +132,12 @@ class Hub(RowSource):
         folder = Path(self.name).expanduser()
         if self.subset and folder.is_dir() and not (folder / "README.md").is_file():
             subfolder = folder / self.subset
-<<<<<<< HEAD
             return _load_dataset(self.name, str(subfolder if subfolder.is_dir() else folder), split=self.split)
         return _load_dataset(self.name, self.name, self.subset, split=self.split)
-=======
-            return _dataset(self.name, str(subfolder if subfolder.is_dir() else folder), split=self.split)
-        return _dataset(self.name, self.name, self.subset, split=self.split)
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
 
 
 class Sql(RowSource):
-    """Rows of a database, by SQLAlchemy. All rows are read into memory once."""
+    """Rows of a database."""
 
     type: Literal["sql"] = "sql"
     url: str
@@ -219,20 +145,12 @@ class Sql(RowSource):
     table: str = ""
     """Table to read, in the order of its primary key."""
     query: str = ""
-<<<<<<< HEAD
     """Query in place of `table`. Use ORDER BY, so that every run has the same rows."""
-=======
-    """Query to use in place of `table`. Use ORDER BY, so that the rows have the same order in every run."""
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
 
     @model_validator(mode="after")
     def _check_table_or_query(self) -> Sql:
         if bool(self.table) == bool(self.query):
-<<<<<<< HEAD
             raise ValueError("set either table or query")
-=======
-            raise ValueError("sql needs exactly one of table and query")
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
         return self
 
     @property
@@ -251,18 +169,12 @@ class Sql(RowSource):
                 with engine.connect() as db:
                     if self.query:
                         return [dict(row) for row in db.execute(text(self.query)).mappings()]
-<<<<<<< HEAD
                     table = Table(self.table, MetaData(), autoload_with=db)
                     rows = db.execute(select(table).order_by(*table.primary_key.columns)).mappings()
-=======
-                    stored = Table(self.table, MetaData(), autoload_with=db)
-                    rows = db.execute(select(stored).order_by(*stored.primary_key.columns)).mappings()
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
                     return [dict(row) for row in rows]
             finally:
                 engine.dispose()
         except (SQLAlchemyError, ImportError) as error:
-<<<<<<< HEAD
             reason = str(error).splitlines()[0]  # later lines may contain the URL with its password
             raise ConfigError(f"Cannot read the rows of {self.label}: {reason}", "Check url and table.") from error
 
@@ -272,15 +184,6 @@ def _check_first(items: LazySequence[Any]) -> LazySequence[Any]:
     if not len(items):
         return items
     _ = items[0]
-=======
-            reason = str(error).splitlines()[0]  # later lines may show the URL, and with it a password
-            raise ConfigError(f"The rows of {self.label} cannot be read: {reason}", "Check url and table.") from error
-
-
-def _with_valid_first(items: LazySequence[Any]) -> LazySequence[Any]:
-    if len(items):
-        _ = items[0]
->>>>>>> 1972812 (rl/rewards, rl/workflows, rl/monitors, rl/data: plain prose and names; trackers share a base class; worker: results of passes in operations)
     return items
 
 

@@ -24,11 +24,11 @@ HeldOutTasks = Mapping[str, tuple[Task, ...]]
 """Held-out tasks by the name of their source; the name is empty if there is only one source."""
 
 QuestionKey = tuple[tuple[str, str], ...]
-"""Role and content of the messages of a question."""
+"""Role and content of the messages that ask a question."""
 
 
 def question_key(messages: Sequence[Message]) -> QuestionKey:
-    """Return the key of a chat's question: its messages without system messages and trailing assistant messages."""
+    """Key of the question that a chat asks: its messages without system messages and trailing assistant messages."""
     key = [(message.role, message.content.strip()) for message in messages if message.role != "system"]
     while key and key[-1][0] == "assistant":
         key.pop()
