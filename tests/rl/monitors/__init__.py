@@ -1,1 +1,1 @@
-"""Tests of the monitors."""
+"""Tests of rl/monitors."""

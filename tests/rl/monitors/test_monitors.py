@@ -18,13 +18,14 @@ from tinsmith.rl.monitors.jsonl import read_metrics
 
 
 def shown(tmp_path, *, terminal: bool = False, **changes) -> str:
+    """Console output of a run."""
     console = Console(file=io.StringIO(), force_terminal=terminal, width=120)
     run(settings(tmp_path, monitors=[{"type": "console"}], **changes), console=console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def test_the_console_tells_steps_and_evaluations(tmp_path):
+def test_console_shows_steps_and_evaluations(tmp_path):
     text = shown(tmp_path)
     assert "held out before training: pass@1 0.000  of 5 tasks" in text
     assert "held out after step 8: pass@1 1.000  of 5 tasks" in text
@@ -32,19 +33,19 @@ def test_the_console_tells_steps_and_evaluations(tmp_path):
     assert "tok/s" in text
 
 
-def test_the_console_has_a_bar_with_the_time_left_in_a_terminal(tmp_path):
+def test_console_shows_a_progress_bar_in_a_terminal(tmp_path):
     text = shown(tmp_path, terminal=True)
     assert "8/8" in text
     assert "left" in text
 
 
-def test_long_runs_have_about_thirty_lines(tmp_path):
+def test_console_shows_about_30_lines_for_long_runs(tmp_path):
     text = shown(tmp_path, steps=100, eval={"every": 0, "before": False, "after": False})
     assert 30 <= text.count("tok/s") <= 40
 
 
-def test_a_monitor_that_fails_is_named_and_the_others_are_told(caplog):
-    told = []
+def test_failing_monitor_is_logged_and_others_continue(caplog):
+    steps = []
 
     class Broken:
         def metrics(self, step, values):
@@ -56,22 +57,22 @@ def test_a_monitor_that_fails_is_named_and_the_others_are_told(caplog):
 
     class Good(Broken):
         def metrics(self, step, values):
-            told.append(step)
+            steps.append(step)
 
     with caplog.at_level(logging.WARNING):
         Monitors([Broken(), Good()]).metrics(3, {})
-    assert told == [3]
+    assert steps == [3]
     assert "The monitor Broken failed: OSError: disk full" in caplog.text
 
 
-def test_rows_of_a_step_are_joined(finished):
+def test_read_metrics_joins_rows_of_a_step(finished):
     joined = read_metrics(finished)
     assert [row["step"] for row in joined] == list(range(9))
     assert {"reward/mean", "eval/pass@1"} <= joined[4].keys()
     assert len(joined) < len(rows(finished))
 
 
-def test_the_report_stands_alone_and_shows_the_run(finished):
+def test_report_is_self_contained_and_shows_the_run(finished):
     page = (finished / "report.html").read_text()
     assert not re.search(r"(src|href)\s*=|@import|url\(", page)
     assert 'http-equiv="refresh"' not in page
@@ -90,7 +91,7 @@ def test_the_report_stands_alone_and_shows_the_run(finished):
         ElementTree.fromstring(chart)
 
 
-def test_the_report_escapes_what_models_say(tmp_path):
+def test_report_escapes_sampled_text(tmp_path):
     from tinsmith.rl.monitors.base import RunInfo
     from tinsmith.rl.monitors.report import write
 
@@ -108,7 +109,7 @@ def test_the_report_escapes_what_models_say(tmp_path):
 @pytest.mark.parametrize(
     "points", [((1.0, 0.5),), ((1.0, 0.0), (2.0, 0.0)), ((0.0, 1e-9), (50.0, 3e-9)), ((1.0, -5e6), (2.0, 7e6))]
 )
-def test_charts_hold_any_numbers_inside_their_frame(points):
+def test_charts_stay_within_their_frame(points):
     drawn = charts.svg([charts.Curve(name="x", points=points, dots=True)], floor=0.0)
     root = ElementTree.fromstring(drawn)
     for circle in root.iter("circle"):
@@ -116,11 +117,11 @@ def test_charts_hold_any_numbers_inside_their_frame(points):
         assert 0 <= float(circle.attrib["cy"]) <= charts.HEIGHT
 
 
-def test_a_chart_without_points_is_nothing():
+def test_chart_without_finite_points_is_empty():
     assert charts.svg([charts.Curve(name="x", points=())]) == ""
     assert charts.svg([charts.Curve(name="x", points=((1.0, float("nan")),))]) == ""
 
 
-def test_smoothing_keeps_level_and_ends():
+def test_smoothing_keeps_a_constant_curve():
     level = tuple((float(x), 2.0) for x in range(50))
     assert charts.smooth(level) == level

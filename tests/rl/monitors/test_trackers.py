@@ -1,4 +1,4 @@
-"""Trackers hold what metrics.jsonl holds, and a run that goes on goes on in the same run of the tracker."""
+"""Trackers record every metric of metrics.jsonl; a resumed run continues the tracker's run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tinsmith.rl.monitors.trinity_names import TRINITY, trinity_name
 from tinsmith.settings import build
 
 SHORT = {"steps": 3, "eval": {"every": 0}}
-NOT_OURS = pytest.mark.filterwarnings(  # what these packages warn of is not ours to mend
+NOT_OURS = pytest.mark.filterwarnings(  # warnings of these packages, not of Tinsmith
     "ignore::DeprecationWarning",
     "ignore::PendingDeprecationWarning",
     "ignore::FutureWarning",
@@ -26,15 +26,17 @@ NOT_OURS = pytest.mark.filterwarnings(  # what these packages warn of is not our
 
 
 def tracked(tmp_path, monitor, **changes) -> RunConfig:
+    """Settings of a short run with one monitor."""
     return settings(tmp_path / "run", **{**SHORT, "monitors": [monitor], **changes})
 
 
 def curve(tmp_path, name) -> dict[int, float]:
+    """Values of a metric by step, from metrics.jsonl."""
     return {row["step"]: row[name] for row in rows(tmp_path / "run") if name in row}
 
 
 @NOT_OURS
-def test_tensorboard_has_every_metric_and_goes_on(tmp_path):
+def test_tensorboard_has_every_metric_after_resuming(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     run(tracked(tmp_path, {"type": "tensorboard"}))
@@ -42,13 +44,13 @@ def test_tensorboard_has_every_metric_and_goes_on(tmp_path):
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     events.Reload()
     for name in ("reward/mean", "eval/pass@1", "optim/lr"):
-        found = {event.step: event.value for event in events.Scalars(name)}
-        assert found == pytest.approx(curve(tmp_path, name))
+        values = {event.step: event.value for event in events.Scalars(name)}
+        assert values == pytest.approx(curve(tmp_path, name))
     assert set(curve(tmp_path, "reward/mean")) == {1, 2, 3, 4, 5}
 
 
 def records(content: bytes) -> Iterator[bytes]:
-    """What wandb's file holds: LevelDB's log, blocks of 32 KiB, each piece after (crc, length, whether it is whole)."""
+    """Records of a wandb file, a LevelDB log: blocks of 32 KiB with fragments of (crc, length, kind, data)."""
     at, begun = 7, b""
     while at + 7 < len(content):
         left = 32768 - at % 32768
@@ -58,7 +60,7 @@ def records(content: bytes) -> Iterator[bytes]:
         _, length, kind = struct.unpack_from("<IHB", content, at)
         begun += content[at + 7 : at + 7 + length]
         at += 7 + length
-        if kind in (1, 4):  # whole, or the last piece
+        if kind in (1, 4):  # full record, or its last fragment
             yield begun
             begun = b""
 
@@ -67,37 +69,37 @@ def logged(folder) -> list[tuple[str, dict[str, float]]]:
     """(run id, row) of every row that wandb wrote."""
     from wandb.proto import wandb_internal_pb2
 
-    found = []
+    entries = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         for data in records(file.read_bytes()):
             record = wandb_internal_pb2.Record.FromString(data)
             if record.WhichOneof("record_type") == "history":
                 items = record.history.item
                 row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
-                found.append((file.stem, row))
-    return found
+                entries.append((file.stem, row))
+    return entries
 
 
 @NOT_OURS
-def test_wandb_offline_has_every_metric_and_goes_on_under_one_id(tmp_path):
+def test_offline_wandb_has_every_metric_under_one_run_id(tmp_path):
     monitor = {"type": "wandb", "mode": "offline", "project": "p", "group": "g", "tags": ["small"]}
     run(tracked(tmp_path, monitor))
     time.sleep(1.1)  # wandb names the files of a process by the second
     run(tracked(tmp_path, monitor, steps=5))
-    for _ in range(100):  # wandb's own process writes behind
-        found = logged(tmp_path / "run")
-        if len(found) == len(rows(tmp_path / "run")):
+    for _ in range(100):  # wandb writes in a process of its own
+        entries = logged(tmp_path / "run")
+        if len(entries) == len(rows(tmp_path / "run")):
             break
         time.sleep(0.1)
-    assert len({name for name, _ in found}) == 1
-    reward = {row["step"]: row["reward/mean"] for _, row in found if "reward/mean" in row}
+    assert len({name for name, _ in entries}) == 1
+    reward = {row["step"]: row["reward/mean"] for _, row in entries if "reward/mean" in row}
     assert reward == pytest.approx(curve(tmp_path, "reward/mean"))
     assert set(reward) == {1, 2, 3, 4, 5}
 
 
 @NOT_OURS
 @pytest.mark.parametrize("store", ["folder", pytest.param("sqlite", marks=pytest.mark.slow)])
-def test_mlflow_has_every_metric_and_goes_on_in_one_run(tmp_path, monkeypatch, store):
+def test_mlflow_has_every_metric_in_one_run(tmp_path, monkeypatch, store):
     from mlflow import MlflowClient
 
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
@@ -108,16 +110,16 @@ def test_mlflow_has_every_metric_and_goes_on_in_one_run(tmp_path, monkeypatch, s
     run(tracked(tmp_path, monitor, steps=5))
     client = MlflowClient(tracking_uri=uri or f"sqlite:///{tmp_path / 'mlflow.db'}")
     project = client.get_experiment_by_name("p")
-    (found,) = client.search_runs([project.experiment_id])
-    assert found.info.status == "FINISHED"
-    assert found.data.params["model.name"] == "scripted"
-    assert found.data.tags["group"] == "g"
-    history = client.get_metric_history(found.info.run_id, "critic/rewards/mean")
-    assert {one.step: one.value for one in history} == pytest.approx(curve(tmp_path, "reward/mean"))
-    assert client.get_metric_history(found.info.run_id, "eval/eval/accuracy/mean")
+    (tracked_run,) = client.search_runs([project.experiment_id])
+    assert tracked_run.info.status == "FINISHED"
+    assert tracked_run.data.params["model.name"] == "scripted"
+    assert tracked_run.data.tags["group"] == "g"
+    history = client.get_metric_history(tracked_run.info.run_id, "critic/rewards/mean")
+    assert {metric.step: metric.value for metric in history} == pytest.approx(curve(tmp_path, "reward/mean"))
+    assert client.get_metric_history(tracked_run.info.run_id, "eval/eval/accuracy/mean")
 
 
-def test_a_tracker_that_is_not_installed_is_said_at_once_with_the_cure(tmp_path, monkeypatch):
+def test_missing_tracker_package_is_an_error_with_a_fix(tmp_path, monkeypatch):
     for package, monitor, extra in (
         ("torch.utils.tensorboard.writer", "tensorboard", "tensorboard"),
         ("wandb", "wandb", "wandb"),
@@ -129,16 +131,16 @@ def test_a_tracker_that_is_not_installed_is_said_at_once_with_the_cure(tmp_path,
         assert caught.value.hint == f"pip install 'tinsmith[{extra}]'"
 
 
-def test_swanlab_is_refused_by_name():
+def test_swanlab_is_rejected_with_alternatives():
     with pytest.raises(ConfigError, match=r"swanlab is not supported.*use tensorboard, mlflow, or wandb"):
         build(RunConfig, {"monitors": [{"type": "swanlab"}]}, "run.yaml")
 
 
-def test_names_of_trinity_are_one_to_one_and_of_metrics_that_there_are(finished):
-    there = {name for row in rows(finished, timeless=False) for name in row}
-    there |= {"reward/kl", "reward/kl_coef", "optim/kl", "optim/kl_coef"}  # with a divergence
-    there |= {"critic/explained_variance", "critic/value_mean", "critic/return_mean"}  # with a critic
-    assert set(TRINITY) <= there
+def test_trinity_names_are_unique_and_of_existing_metrics(finished):
+    names = {name for row in rows(finished, timeless=False) for name in row}
+    names |= {"reward/kl", "reward/kl_coef", "optim/kl", "optim/kl_coef"}  # with a divergence
+    names |= {"critic/explained_variance", "critic/value_mean", "critic/return_mean"}  # with a critic
+    assert set(TRINITY) <= names
     assert len(set(TRINITY.values())) == len(TRINITY)
 
 
@@ -155,5 +157,5 @@ def test_names_of_trinity_are_one_to_one_and_of_metrics_that_there_are(finished)
         ("time/eval", "time/eval"),
     ],
 )
-def test_families_of_names(ours, theirs):
+def test_trinity_name_of_metric_families(ours, theirs):
     assert trinity_name(ours) == theirs

@@ -217,8 +217,8 @@ def test_agent_function_gets_task_client_and_model():
         finally:
             await agent_endpoint.close()
 
-    worth = {item.text: item.reward for item in asyncio.run(main())}
-    assert worth == {"yes": 1.5, "no": 0.0}
+    rewards_by_text = {item.text: item.reward for item in asyncio.run(main())}
+    assert rewards_by_text == {"yes": 1.5, "no": 0.0}
     assert {item.error for item in asyncio.run(main(fails=True))} == {"RuntimeError: lost the thread"}
 
 

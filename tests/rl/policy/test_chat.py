@@ -16,12 +16,14 @@ TOOLED = CHATML + "{% if tools %}{{ tools[0].function.name }}{% endif %}"
 
 @pytest.fixture(scope="module")
 def tokenizer(tiny_llama):
+    """Tokenizer of the tiny Llama."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(tiny_llama)
 
 
 def spell(tokenizer, text: str) -> tuple[int, ...]:
+    """Token ids of a text, without special tokens."""
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -121,6 +123,7 @@ def test_loss_mask_covers_the_last_or_every_reply(tokenizer):
 
 
 def spell_all(tokenizer, messages) -> list[int]:
+    """Token ids of rendered messages."""
     chat = [{"role": message.role, "content": message.content} for message in messages]
     return tokenizer.apply_chat_template(chat, return_dict=False)
 
@@ -145,7 +148,7 @@ def test_reads_a_template_from_text_or_file(tmp_path):
         read_template(str(tmp_path / "other.jinja"))
 
 
-TOLD = [ASK, Message(role="assistant", content="51"), MORE, Message(role="assistant", content="It is 52")]
+CONVERSATION = [ASK, Message(role="assistant", content="51"), MORE, Message(role="assistant", content="It is 52")]
 MARKED = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
@@ -168,16 +171,16 @@ def learned(tokenizer, tokens: list[int], mask: list[bool]) -> list[str]:
 @pytest.mark.parametrize("template", [CHATML, MARKED])
 def test_loss_mask_includes_the_end_of_sequence_token(tokenizer, template):
     chat = Chat(tokenizer, template)
-    tokens, mask = chat.encode_with_loss_mask(TOLD)
+    tokens, mask = chat.encode_with_loss_mask(CONVERSATION)
     assert learned(tokenizer, tokens, mask) == ["It is 52<|im_end|>"]
-    tokens, mask = chat.encode_with_loss_mask(TOLD, every=True)
+    tokens, mask = chat.encode_with_loss_mask(CONVERSATION, every=True)
     assert learned(tokenizer, tokens, mask) == ["51<|im_end|>", "It is 52<|im_end|>"]
 
 
 def test_tokens_before_the_loss_mask_are_the_prompt(tokenizer):
     chat = Chat(tokenizer)
-    tokens, mask = chat.encode_with_loss_mask(TOLD[:2])
-    assert tokens[: mask.index(True)] == chat.prompt(TOLD[:1])
+    tokens, mask = chat.encode_with_loss_mask(CONVERSATION[:2])
+    assert tokens[: mask.index(True)] == chat.prompt(CONVERSATION[:1])
 
 
 def test_loss_mask_requires_a_final_assistant_message(tokenizer):

@@ -1,4 +1,4 @@
-"""A session of the SDK: it has ended at the server when its block is left by an error."""
+"""A session of the SDK is closed on the server when its block raises."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from tinsmith.rl.policy.sdk import open_session
 
 
 class Slow:
-    """A service client whose session takes a moment to end."""
+    """A service client whose session takes a moment to end; `statuses` receives the status."""
 
-    def __init__(self, told: list[str]) -> None:
-        self._told = told
+    def __init__(self, statuses: list[str]) -> None:
+        self._statuses = statuses
 
     async def close(self, status: str) -> None:
         await asyncio.sleep(0.05)
-        self._told.append(status)
+        self._statuses.append(status)
 
 
-def test_a_block_that_fails_leaves_no_request_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(tinker, "ServiceClient", lambda **_where: Slow(told))
+def test_failing_block_closes_its_session_as_errored(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[str] = []
+    monkeypatch.setattr(tinker, "ServiceClient", lambda **_where: Slow(statuses))
 
     async def divide(port: int) -> None:
         async with open_session("dividing", f"http://127.0.0.1:{port}", "tml-x"):
@@ -32,4 +32,4 @@ def test_a_block_that_fails_leaves_no_request_under_way(monkeypatch: pytest.Monk
 
     with socket.create_server(("127.0.0.1", 0)) as listener, pytest.raises(ZeroDivisionError):
         asyncio.run(divide(listener.getsockname()[1]))
-    assert told == ["errored"]
+    assert statuses == ["errored"]

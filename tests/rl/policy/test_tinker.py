@@ -1,4 +1,4 @@
-"""The policy through the real SDK, against a served fake engine: whatever it says, trains and saves, the server did."""
+"""TinkerPolicy with the real SDK, against a served fake engine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tinsmith.rl.types import Group, Message, Rollout, Task
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-ASK = (Message(role="user", content="What is 39 + 13?"),)
+PROMPT = (Message(role="user", content="What is 39 + 13?"),)
 SAMPLING = SamplingConfig(max_tokens=5)
 MODEL = ModelConfig(name="tiny", rank=4)
 T = TypeVar("T")
@@ -32,12 +32,15 @@ T = TypeVar("T")
 
 @pytest.fixture(scope="module")
 def served(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """Address and key of a service with the fake engine."""
     data = tmp_path_factory.mktemp("served")
     with embedded(ServeConfig(models=(f"tiny={tiny_llama}",), engine="fake", data=data)) as address:
         yield address
 
 
 def with_policy(served, use: Callable[[TinkerPolicy], Awaitable[T]], config: ModelConfig = MODEL, **options) -> T:
+    """The result of `use` with a connected policy, which is closed after."""
+
     async def main() -> T:
         policy = await TinkerPolicy.connect(config, *served, **{"seed": 1, **options})
         try:
@@ -49,20 +52,21 @@ def with_policy(served, use: Callable[[TinkerPolicy], Awaitable[T]], config: Mod
 
 
 def group_of(turns) -> Group:
+    """A group with a rollout of increasing reward for each turn."""
     rollouts = tuple(Rollout(turns=(turn,), rewards={"policy": at**2 / 8}) for at, turn in enumerate(turns))
-    return Group(task=Task(id="t", messages=ASK), rollouts=rollouts)
+    return Group(task=Task(id="t", messages=PROMPT), rollouts=rollouts)
 
 
-async def teach(policy: TinkerPolicy, *, seed: int, **algorithm: Any) -> dict[str, float]:
-    """One update on one group of eight; returns its numbers."""
-    turns = await (await policy.snapshot()).sample(ASK, count=8, seed=seed, sampling=SAMPLING)
+async def train_once(policy: TinkerPolicy, *, seed: int, **algorithm: Any) -> dict[str, float]:
+    """Sample a group of eight, make one update, and return its metrics."""
+    turns = await (await policy.snapshot()).sample(PROMPT, count=8, seed=seed, sampling=SAMPLING)
     group = group_of(turns)
     update = await scored(policy, group, **algorithm)
     return update_metrics(update.rows, await policy.update(update, OptimizerConfig(), 1e-2))
 
 
 async def scored(policy: TinkerPolicy, group: Group, **algorithm: Any) -> Update:
-    """What the default algorithm, with changes, wants learned from a group; rows of no advantage among it."""
+    """The update of the default algorithm, with changes, for a group; rows without advantage are included."""
     config = AlgorithmConfig.model_validate({"advantage": {"std_threshold": None}, **algorithm})
 
     async def reference(rows):
@@ -72,11 +76,11 @@ async def scored(policy: TinkerPolicy, group: Group, **algorithm: Any) -> Update
     return await algorithms.Algorithm(config, policy.extensions, columns, 0).score(1, [group])
 
 
-def test_replies_have_the_chat_prompt_tokens_logprobs_and_text(served, tiny_llama):
+def test_replies_have_prompt_tokens_logprobs_and_text(served, tiny_llama):
     from transformers import AutoTokenizer
 
     async def use(policy: TinkerPolicy):
-        return await (await policy.snapshot()).sample(ASK, count=3, seed=7, sampling=SAMPLING)
+        return await (await policy.snapshot()).sample(PROMPT, count=3, seed=7, sampling=SAMPLING)
 
     turns = with_policy(served, use)
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
@@ -89,55 +93,55 @@ def test_replies_have_the_chat_prompt_tokens_logprobs_and_text(served, tiny_llam
         assert (turn.stop, turn.version) == ("stop" if turn.tokens[-1] == 2 else "length", 0)
 
 
-def test_the_same_seed_gives_the_same_replies_and_another_gives_others(served):
+def test_replies_depend_on_the_seed_only(served):
     async def use(policy: TinkerPolicy):
         snapshot = await policy.snapshot()
-        return [await snapshot.sample(ASK, count=4, seed=seed, sampling=SAMPLING) for seed in (1, 1, 2)]
+        return [await snapshot.sample(PROMPT, count=4, seed=seed, sampling=SAMPLING) for seed in (1, 1, 2)]
 
-    one, again, other = with_policy(served, use)
-    assert one == again != other
+    first, again, other = with_policy(served, use)
+    assert first == again != other
 
 
-def test_tokens_may_be_asked_as_they_are(served):
+def test_prompt_may_be_token_ids(served):
     async def use(policy: TinkerPolicy):
         return await (await policy.snapshot()).sample([5, 6, 7], count=1, seed=1, sampling=SAMPLING)
 
     assert with_policy(served, use)[0].prompt == (5, 6, 7)
 
 
-def test_on_its_own_samples_trainer_and_sampler_agree_and_learning_goes_on(served):
+def test_trainer_and_sampler_agree_on_policy_samples(served):
     async def use(policy: TinkerPolicy):
-        return [await teach(policy, seed=seed) for seed in range(3)], policy.version
+        return [await train_once(policy, seed=seed) for seed in range(3)], policy.version
 
     numbers, version = with_policy(served, use)
     assert version == 3
-    for one in numbers:
-        assert one["optim/kl_sample_train_v2"] < 1e-9
-        assert {"optim/loss", "optim/grad_norm"} <= one.keys()
+    for metrics in numbers:
+        assert metrics["optim/kl_sample_train_v2"] < 1e-9
+        assert {"optim/loss", "optim/grad_norm"} <= metrics.keys()
     assert numbers[-1]["optim/grad_norm"] > 0
 
 
-def test_a_snapshot_does_not_change_with_the_policy(served):
+def test_snapshot_is_unchanged_by_updates(served):
     async def use(policy: TinkerPolicy):
         old = await policy.snapshot()
-        before = await old.sample(ASK, count=2, seed=3, sampling=SAMPLING)
-        await teach(policy, seed=0)
+        before = await old.sample(PROMPT, count=2, seed=3, sampling=SAMPLING)
+        await train_once(policy, seed=0)
         new = await policy.snapshot()
-        return before, await old.sample(ASK, count=2, seed=3, sampling=SAMPLING), old.version, new.version
+        return before, await old.sample(PROMPT, count=2, seed=3, sampling=SAMPLING), old.version, new.version
 
     before, after, old_version, new_version = with_policy(served, use)
     assert before == after
     assert (old_version, new_version) == (0, 1)
 
 
-def test_saved_weights_and_moments_go_on_as_if_never_broken_off(served):
+def test_saved_weights_and_optimizer_resume_exactly(served):
     async def whole(policy: TinkerPolicy):
-        await teach(policy, seed=0)
+        await train_once(policy, seed=0)
         path = await policy.save("half", 3600)
-        return path, await teach(policy, seed=1), await teach(policy, seed=2)
+        return path, await train_once(policy, seed=1), await train_once(policy, seed=2)
 
     async def second(policy: TinkerPolicy):
-        return policy.version, await teach(policy, seed=1), await teach(policy, seed=2)
+        return policy.version, await train_once(policy, seed=1), await train_once(policy, seed=2)
 
     path, *numbers = with_policy(served, whole)
     version, *again = with_policy(served, second, state=path, version=1)
@@ -146,25 +150,25 @@ def test_saved_weights_and_moments_go_on_as_if_never_broken_off(served):
     assert again == numbers
 
 
-def test_a_run_may_begin_from_saved_weights_without_their_moments(served):
+def test_load_from_starts_at_saved_weights(served):
     async def first(policy: TinkerPolicy):
-        await teach(policy, seed=0)
+        await train_once(policy, seed=0)
         return await policy.save("seed-weights", None), await reply(policy)
 
     async def reply(policy: TinkerPolicy):
-        turns = await (await policy.snapshot()).sample(ASK, count=4, seed=9, sampling=SAMPLING)
+        turns = await (await policy.snapshot()).sample(PROMPT, count=4, seed=9, sampling=SAMPLING)
         return [turn.tokens for turn in turns]
 
     path, tokens = with_policy(served, first)
     assert with_policy(served, reply, ModelConfig(name="tiny", load_from=path)) == tokens
 
 
-def test_the_last_weights_can_be_sampled_by_their_path(served):
+def test_weights_saved_for_sampling_open_by_path(served):
     import tinker
 
     async def use(policy: TinkerPolicy):
-        await teach(policy, seed=0)
-        return await policy.save_for_sampling("kept")
+        await train_once(policy, seed=0)
+        return await policy.save_for_sampling("sampling-weights")
 
     path = with_policy(served, use)
     with tinker.ServiceClient(base_url=served[0], api_key=served[1]) as service:
@@ -181,7 +185,7 @@ def test_the_last_weights_can_be_sampled_by_their_path(served):
         (ModelConfig(name="tiny", rank=4, tokenizer="/no/such/folder"), "model.tokenizer"),
     ],
 )
-def test_what_the_server_refuses_is_a_users_error_at_the_start(served, config, sentence):
+def test_connect_reports_refusals_as_user_errors(served, config, sentence):
     async def use(policy: TinkerPolicy): ...
 
     with pytest.raises(UserError) as caught:
@@ -189,7 +193,7 @@ def test_what_the_server_refuses_is_a_users_error_at_the_start(served, config, s
     assert sentence in str(caught.value)
 
 
-def test_a_wrong_key_and_a_wrong_address_are_told_at_once(served):
+def test_connect_rejects_wrong_key_and_wrong_address(served):
     async def use(policy: TinkerPolicy): ...
 
     with pytest.raises(UserError, match="refused the key"):
@@ -203,9 +207,9 @@ def test_a_wrong_key_and_a_wrong_address_are_told_at_once(served):
         with_policy(("localhost:8000", "tml-x"), use)
 
 
-def test_a_refused_update_names_the_loss(served):
+def test_refused_update_names_the_loss(served):
     async def use(policy: TinkerPolicy):
-        turns = await (await policy.snapshot()).sample(ASK, count=8, seed=0, sampling=SAMPLING)
+        turns = await (await policy.snapshot()).sample(PROMPT, count=8, seed=0, sampling=SAMPLING)
         update = await scored(policy, group_of(turns))
         wrong = replace(update, loss="ppo", config={"clip_low": 0.5})
         return await policy.update(wrong, OptimizerConfig(), 1e-2)
@@ -214,9 +218,9 @@ def test_a_refused_update_names_the_loss(served):
         with_policy(served, use)
 
 
-def test_rows_come_back_in_their_order(served):
+def test_update_returns_logprobs_in_row_order(served):
     async def use(policy: TinkerPolicy):
-        turns = await (await policy.snapshot()).sample(ASK, count=6, seed=4, sampling=SAMPLING)
+        turns = await (await policy.snapshot()).sample(PROMPT, count=6, seed=4, sampling=SAMPLING)
         group = group_of(turns)
         update = await scored(policy, group, merge_replies=False)
         return update.rows, await policy.update(update, OptimizerConfig(), 1e-3)
@@ -226,9 +230,9 @@ def test_rows_come_back_in_their_order(served):
         np.testing.assert_allclose(logprobs[row.mask], row.logprobs[row.mask], atol=1e-5)
 
 
-def test_a_loss_of_the_client_teaches_as_the_servers_own_does(served):
+def test_client_loss_trains_with_equal_logprobs(served):
     async def use(policy: TinkerPolicy):
-        turns = await (await policy.snapshot()).sample(ASK, count=8, seed=0, sampling=SAMPLING)
+        turns = await (await policy.snapshot()).sample(PROMPT, count=8, seed=0, sampling=SAMPLING)
         update = await scored(policy, group_of(turns), loss={"type": "topr"}, kl={"type": "abs", "coef": 0.1})
         assert update.client is not None
         return update.rows, await policy.update(update, OptimizerConfig(), 1e-2)
@@ -239,9 +243,9 @@ def test_a_loss_of_the_client_teaches_as_the_servers_own_does(served):
         np.testing.assert_allclose(logprobs[row.mask], row.logprobs[row.mask], atol=1e-5)
 
 
-def test_this_servers_extensions_are_known_and_used(served):
+def test_server_extensions_are_detected_and_used(served):
     async def use(policy: TinkerPolicy):
-        turns = await (await policy.snapshot()).sample(ASK, count=8, seed=0, sampling=SAMPLING)
+        turns = await (await policy.snapshot()).sample(PROMPT, count=8, seed=0, sampling=SAMPLING)
         algorithm = {"kl": {"type": "k2", "coef": 0.1}, "entropy": {"coef": 0.01}, "aggregate": "token_mean"}
         update = await scored(policy, group_of(turns), **algorithm)
         updated = await policy.update(update, OptimizerConfig(), 1e-2)
@@ -251,59 +255,59 @@ def test_this_servers_extensions_are_known_and_used(served):
     assert {"kl_coef", "entropy_coef", "return_entropy"} <= extensions
     assert (update.client, update.loss) == (None, "importance_sampling")
     assert {"kl:sum", "entropy:sum"} <= updated.metrics.keys()
-    assert [len(one) for one in entropies] == [len(row.tokens) for row in update.rows]
+    assert [len(values) for values in entropies] == [len(row.tokens) for row in update.rows]
 
 
-def test_a_second_adapter_is_taught_tokens_of_its_own(served):
+def test_auxiliary_adapter_learns_its_own_tokens(served):
     async def use(policy: TinkerPolicy):
-        turns = await (await policy.snapshot()).sample(ASK, count=4, seed=0, sampling=SAMPLING)
+        turns = await (await policy.snapshot()).sample(PROMPT, count=4, seed=0, sampling=SAMPLING)
         rows = (await scored(policy, group_of(turns))).rows
-        learner = await policy.auxiliary_adapter(rank=4, seed=3)
-        ids = tuple(range(learner.vocabulary - 8, learner.vocabulary))
-        before = await learner.logprobs(rows, ids)
+        adapter = await policy.auxiliary_adapter(rank=4, seed=3)
+        ids = tuple(range(adapter.vocabulary - 8, adapter.vocabulary))
+        before = await adapter.logprobs(rows, ids)
         weights = [np.zeros((len(row.tokens), 8), np.float32) for row in rows]
-        for one in weights:
-            one[:, 2] = 0.1
-        numbers = await learner.fit(rows, ids, weights, OptimizerConfig(), 1e-2)
-        again = await policy.auxiliary_adapter(rank=4, seed=3, state=await learner.save("critic", None))
-        return before, numbers, await learner.logprobs(rows, ids), await again.logprobs(rows, ids)
+        for first in weights:
+            first[:, 2] = 0.1
+        numbers = await adapter.fit(rows, ids, weights, OptimizerConfig(), 1e-2)
+        again = await policy.auxiliary_adapter(rank=4, seed=3, state=await adapter.save("critic", None))
+        return before, numbers, await adapter.logprobs(rows, ids), await again.logprobs(rows, ids)
 
     before, numbers, after, again = with_policy(served, use)
     assert numbers["loss:sum"] > 0
-    assert np.mean([two[:, 2].mean() - one[:, 2].mean() for one, two in zip(before, after, strict=True)]) > 0
-    for one, two in zip(after, again, strict=True):
-        np.testing.assert_array_equal(one, two)
+    assert np.mean([second[:, 2].mean() - first[:, 2].mean() for first, second in zip(before, after, strict=True)]) > 0
+    for first, second in zip(after, again, strict=True):
+        np.testing.assert_array_equal(first, second)
 
 
-def test_the_weights_to_sample_from_next_are_asked_for_together_with_the_step(served, monkeypatch):
-    asked: list[str] = []
+def test_update_requests_the_next_sampling_weights_early(served, monkeypatch):
+    requests: list[str] = []
 
-    def noting(name: str) -> None:
+    def record(name: str) -> None:
         send = getattr(TrainingClient, name)
 
-        def noted(client, *args, **options):
-            asked.append(name)
+        def recorded(client, *args, **options):
+            requests.append(name)
             return send(client, *args, **options)
 
-        monkeypatch.setattr(TrainingClient, name, noted)
+        monkeypatch.setattr(TrainingClient, name, recorded)
 
     for name in ("forward_backward", "optim_step", "save_weights_and_get_sampling_client"):
-        noting(name)
+        record(name)
 
     async def use(policy: TinkerPolicy) -> None:
         await policy.snapshot()
-        asked.clear()
-        await teach(policy, seed=1)
-        assert asked == ["forward_backward", "optim_step", "save_weights_and_get_sampling_client"]
+        requests.clear()
+        await train_once(policy, seed=1)
+        assert requests == ["forward_backward", "optim_step", "save_weights_and_get_sampling_client"]
         snapshot = await policy.snapshot()
         assert snapshot.version == policy.version == 1
         assert await policy.snapshot() is snapshot
-        assert len(asked) == 3
-        update = await scored(policy, group_of(await snapshot.sample(ASK, count=8, seed=2, sampling=SAMPLING)))
+        assert len(requests) == 3
+        update = await scored(policy, group_of(await snapshot.sample(PROMPT, count=8, seed=2, sampling=SAMPLING)))
         await policy.update(update, OptimizerConfig(), 1e-2)
-        asked.clear()
-        await policy.update(update, OptimizerConfig(), 1e-2)  # nobody sampled from the weights before it
-        assert asked == ["forward_backward", "optim_step"]
+        requests.clear()
+        await policy.update(update, OptimizerConfig(), 1e-2)  # nothing sampled from the previous weights
+        assert requests == ["forward_backward", "optim_step"]
         assert (await policy.snapshot()).version == policy.version == 3
 
     with_policy(served, use)

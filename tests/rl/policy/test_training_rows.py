@@ -1,4 +1,4 @@
-"""Rows say exactly what was sampled and what it is worth, position by position."""
+"""Training rows hold the sampled tokens, their logprobs and advantages, position by position."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ from tinsmith.rl.types import Rollout, Turn
 
 
 def turn(prompt, tokens, role="policy") -> Turn:
+    """A turn with logprob -0.1 * token for each token."""
     logprobs = tuple(-0.1 * token for token in tokens)
     return Turn(prompt=tuple(prompt), tokens=tuple(tokens), logprobs=logprobs, text="", stop="stop", role=role)
 
 
 def rows(*rollouts: Rollout, values: list[float]):
-    """Their rows, with an advantage for each rollout."""
-    found = []
+    """Training rows of rollouts, with one advantage for each rollout."""
+    training_rows = []
     for rollout, value in zip(rollouts, values, strict=True):
         bare = rows_from_rollout(rollout)
         columns = scatter_to_rows(bare, np.full(count_policy_tokens(rollout), value))
-        found += [replace(row, advantages=column) for row, column in zip(bare, columns, strict=True)]
-    return found
+        training_rows += [replace(row, advantages=column) for row, column in zip(bare, columns, strict=True)]
+    return training_rows
 
 
-def test_a_reply_is_shifted_by_one_and_its_prompt_weighs_nothing():
+def test_row_is_shifted_by_one_and_masks_the_prompt():
     (row,) = rows(Rollout(turns=(turn([5, 6], [7, 2]),)), values=[0.5])
     assert row.tokens.tolist() == [5, 6, 7]
     assert row.targets.tolist() == [6, 7, 2]
@@ -41,7 +42,7 @@ def test_a_reply_is_shifted_by_one_and_its_prompt_weighs_nothing():
     assert row.mask.tolist() == [False, True, True]
 
 
-def test_turns_that_extend_each_other_are_one_row():
+def test_turns_that_extend_each_other_share_a_row():
     rollout = Rollout(turns=(turn([5], [7, 8]), turn([5, 7, 8, 9, 9], [3])))
     (row,) = rows_from_rollout(rollout)
     (row,) = (replace(row, advantages=column) for column in scatter_to_rows([row], np.array([1.0, 2.0, 3.0])))
@@ -51,20 +52,20 @@ def test_turns_that_extend_each_other_are_one_row():
     assert row.mask.tolist() == [True, True, False, False, True]
 
 
-def test_a_turn_with_another_past_begins_a_row():
+def test_turn_with_another_history_starts_a_row():
     first, second = rows(Rollout(turns=(turn([5], [7]), turn([5, 8], [3]))), values=[1.0])
     assert (first.targets.tolist(), second.targets.tolist()) == ([7], [8, 3])
     assert second.advantages.tolist() == [0, 1]
 
 
-def test_another_roles_words_are_context_not_training():
+def test_turns_of_other_roles_are_context_only():
     rollout = Rollout(turns=(turn([5], [7]), turn([5, 7], [8], role="judge"), turn([5, 7, 8], [9])))
     (row,) = rows(rollout, values=[1.0])
     assert row.targets.tolist() == [7, 8, 9]
     assert row.mask.tolist() == [True, False, True]
 
 
-def test_numbers_of_tokens_go_into_rows_and_come_back():
+def test_scatter_and_gather_are_inverse():
     rollout = Rollout(turns=(turn([5], [7, 8]), turn([5, 9], [3])))
     bare = rows_from_rollout(rollout)
     columns = scatter_to_rows(bare, np.array([1.0, 2.0, 3.0]))
@@ -72,7 +73,7 @@ def test_numbers_of_tokens_go_into_rows_and_come_back():
     assert gather_from_rows(bare, columns).tolist() == [1, 2, 3]
 
 
-def test_equal_replies_become_one_row_with_summed_advantages():
+def test_merged_replies_sum_their_advantages():
     same, other = Rollout(turns=(turn([5], [7, 2]),)), Rollout(turns=(turn([5], [7, 3]),))
     merged_rows = merge_identical_rows(rows(same, other, same, values=[0.5, -1.0, 0.5]))
     assert [(row.targets.tolist(), row.advantages.tolist(), row.count) for row in merged_rows] == [
@@ -81,12 +82,12 @@ def test_equal_replies_become_one_row_with_summed_advantages():
     ]
 
 
-def test_equal_replies_to_other_prompts_stay_apart():
+def test_equal_replies_to_other_prompts_are_not_merged():
     apart = rows(Rollout(turns=(turn([5, 6], [7]),)), Rollout(turns=(turn([5], [6, 7]),)), values=[1, 1])
     assert len(merge_identical_rows(apart)) == 2
 
 
-def test_a_datum_has_exactly_the_keys_of_an_rl_loss():
+def test_datum_has_exactly_the_keys_of_an_rl_loss():
     (row,) = rows(Rollout(turns=(turn([5, 6], [7, 2]),)), values=[0.5])
     datum = row.datum({"logprobs": row.logprobs, "advantages": row.advantages})
     assert datum.model_input.to_ints() == [5, 6, 7]

@@ -1,1 +1,1 @@
-"""Rewards."""
+"""Tests of rl/rewards."""

@@ -1,4 +1,4 @@
-"""A judge is another model: of the policy's server, or of any in OpenAI's dialect."""
+"""A judge is another model: of the policy's server, or of any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TASK = Task(
 
 
 def judged(judge: Judge, verdict: str, text: str = "it is {52}") -> float:
-    """By a policy whose peer says `verdict`, whatever it is asked."""
+    """The reward of a judge model that always replies `verdict`."""
     return asyncio.run(judge.judge(TASK, said(text), ScriptedSnapshot((verdict,), np.zeros(1), 0)))
 
 
@@ -34,18 +34,18 @@ def judged(judge: Judge, verdict: str, text: str = "it is {52}") -> float:
     ("verdict", "worth"),
     [("Good.\nScore: 7", 0.7), ("score 3, no:\n**Score**: 9.5", 0.95), ("Score: 99", 1.0), ("Score: -4", 0.0)],
 )
-def test_the_last_grade_counts_on_the_judges_scale(verdict, worth):
+def test_judge_reads_the_last_grade_on_its_scale(verdict, worth):
     assert judged(Judge(model="big"), verdict) == pytest.approx(worth)
     with pytest.raises(ValueError, match="the judge gave no grade"):
         judged(Judge(model="big"), "quite good")
 
 
 @pytest.mark.parametrize(("verdict", "worth"), [("[1, 0]", 0.75), ("so: [0, 1]", 0.25), ("[1,1]", 1.0), ("[0,0]", 0.0)])
-def test_a_rubric_is_the_weighted_share_of_what_is_met(verdict, worth):
+def test_rubric_reward_is_the_weighted_share_of_met_criteria(verdict, worth):
     assert judged(Judge(model="big", rubric_key="rubric"), verdict) == pytest.approx(worth)
 
 
-def test_a_rubric_may_be_the_runs_and_take_off():
+def test_rubric_of_the_run_may_have_negative_weights():
     rubric = (Criterion(description="is right"), Criterion(description="is rude", weight=-1))
     assert judged(Judge(model="big", rubric=rubric), "[1, 1]") == 0.0
     with pytest.raises(ValueError, match="no list of 2 marks"):
@@ -55,14 +55,14 @@ def test_a_rubric_may_be_the_runs_and_take_off():
 
 
 @pytest.fixture
-def elsewhere() -> Iterator[tuple[str, list[dict]]]:
-    """(base_url, what was asked) of a server that grades 5."""
-    asked: list[dict] = []
+def judge_server() -> Iterator[tuple[str, list[dict]]]:
+    """(base_url, received requests) of a judge server that always grades 5."""
+    requests: list[dict] = []
 
-    class Grades(BaseHTTPRequestHandler):
+    class GradeHandler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked.append({"path": self.path, "key": self.headers["Authorization"], **body})
+            requests.append({"path": self.path, "key": self.headers["Authorization"], **body})
             answer = json.dumps({"choices": [{"message": {"content": "Score: 5"}}]}).encode()
             self.send_response(200 if body["model"] == "big" else 404)
             self.send_header("Content-Length", str(len(answer)))
@@ -71,33 +71,33 @@ def elsewhere() -> Iterator[tuple[str, list[dict]]]:
 
         def log_message(self, *args) -> None: ...
 
-    server = HTTPServer(("127.0.0.1", 0), Grades)
+    server = HTTPServer(("127.0.0.1", 0), GradeHandler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    yield f"http://127.0.0.1:{server.server_port}/v1", asked
+    yield f"http://127.0.0.1:{server.server_port}/v1", requests
     server.shutdown()
     thread.join()
     server.server_close()
 
 
-def test_a_judge_elsewhere_is_asked_over_http(elsewhere, monkeypatch):
-    url, asked = elsewhere
+def test_judge_with_base_url_is_called_over_http(judge_server, monkeypatch):
+    url, requests = judge_server
     monkeypatch.setenv("JUDGE_KEY", "secret")
-    assert judged(Judge(model="big", base_url=url, key_env="JUDGE_KEY"), "never asked") == 0.5
-    assert asked[0]["path"] == "/v1/chat/completions"
-    assert asked[0]["key"] == "Bearer secret"
-    prompt = asked[0]["messages"][0]["content"]
+    assert judged(Judge(model="big", base_url=url, key_env="JUDGE_KEY"), "any reply") == 0.5
+    assert requests[0]["path"] == "/v1/chat/completions"
+    assert requests[0]["key"] == "Bearer secret"
+    prompt = requests[0]["messages"][0]["content"]
     assert "What is {this}?" in prompt
     assert "it is {52}" in prompt
-    assert "chat_template_kwargs" not in asked[0]
-    silent = {"enable_thinking": False}
-    judged(Judge(model="big", base_url=url, chat_template_values=silent), "never asked")
-    assert asked[1]["chat_template_kwargs"] == silent
+    assert "chat_template_kwargs" not in requests[0]
+    values = {"enable_thinking": False}
+    judged(Judge(model="big", base_url=url, chat_template_values=values), "any reply")
+    assert requests[1]["chat_template_kwargs"] == values
     with pytest.raises(ValueError, match="answered 404"):
         judged(Judge(model="other", base_url=url), "")
 
 
-def test_settings_that_do_nothing_are_refused():
+def test_judge_rejects_settings_without_effect():
     with pytest.raises(ValueError, match="have no effect without base_url"):
         Judge(model="big", key_env="KEY")
     with pytest.raises(ValueError, match="high must be above low"):
@@ -105,7 +105,7 @@ def test_settings_that_do_nothing_are_refused():
 
 
 @pytest.mark.parametrize(("length", "worth"), [(1, 0.0), (6, 0.0), (8, -0.5), (10, -1.0), (12, -1.0)])
-def test_overlong_replies_cost_by_their_tokens(length, worth):
+def test_overlong_penalty_grows_with_reply_tokens(length, worth):
     turn = Turn(prompt=(1,), tokens=(2,) * length, logprobs=(0.0,) * length, text="", stop="stop")
     reward = Overlong(max_tokens=10, margin=4)
     policy = ScriptedSnapshot(("",), np.zeros(1), 0)

@@ -1,4 +1,4 @@
-"""Rewards for mathematics, with the values that a GSM8K run counts on."""
+"""Rewards for mathematics, with the values that a GSM8K run relies on."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ FORM = "<think> 48 + 24 </think>\n<answer> 72 </answer>"
         ("<think>71?</think> <answer>72</answer>", 1.1),
     ],
 )
-def test_math_is_accuracy_and_form(gold, text, worth):
+def test_math_sums_accuracy_and_format(gold, text, worth):
     assert sum(Math().score(answer(gold), text).values()) == pytest.approx(worth)
 
 
-def test_a_gold_answer_is_read_bare_marked_or_boxed():
+def test_gold_answer_may_be_bare_marked_or_boxed():
     for gold in ("1/2", r"\frac{1}{2}", "half of it\n#### 0.5", r"so \boxed{\frac{1}{2}}"):
         assert MathVerify().score(answer(gold), r"$\frac{1}{2}$") == 1.0
     with pytest.raises(ValueError, match="math-verify cannot read the answer '' of t/0"):
@@ -56,7 +56,7 @@ def test_math_boxed_reads_the_last_box(text, think, worth):
     assert sum(MathBoxed(think=think).score(answer(GOLD), text).values()) == pytest.approx(worth)
 
 
-def test_a_box_holds_braces():
+def test_boxed_reads_nested_braces():
     assert boxed(r"a \boxed{x^{2}} b") == "x^{2}"
     assert boxed(r"a \boxed{x^{2} b") is None
 
@@ -77,11 +77,11 @@ def test_a_box_holds_braces():
     ],
 )
 @pytest.mark.parametrize("key", ["numbers", "nums"])
-def test_countdown_wants_each_number_once(key, text, worth):
+def test_countdown_requires_each_number_once(key, text, worth):
     assert Countdown().score(answer(f'{{"target": 24, "{key}": [1, 2, 3, 4]}}'), text) == worth
 
 
-def test_countdown_without_numbers_is_told():
+def test_countdown_without_numbers_is_an_error():
     with pytest.raises(ValueError, match="no target and numbers"):
         Countdown().score(answer("24"), "<answer>24</answer>")
 
@@ -102,18 +102,18 @@ def test_countdown_without_numbers_is_told():
         ("##### 72", 0.0),
     ],
 )
-def test_the_mark_stands_once_and_at_the_end(text, worth):
+def test_marked_requires_one_marker_at_the_end(text, worth):
     assert Marked().score(answer(GOLD), text) == worth
 
 
-def test_a_number_after_the_mark_is_the_answer():
+def test_number_reads_the_answer_after_the_marker():
     reward = Number(where="marked")
     assert reward.score(answer(GOLD), "71\n#### 72") == 1.0
     assert reward.score(answer(GOLD), "72\n#### 71") == 0.0
     assert reward.score(answer(GOLD), "72") == 0.0
 
 
-def test_a_format_may_cost_as_much_as_it_brings():
+def test_format_may_be_a_penalty():
     reward = Format(right=0.1, wrong=-0.1)
     assert reward.score(answer(""), FORM) == 0.1
     assert reward.score(answer(""), "72") == -0.1

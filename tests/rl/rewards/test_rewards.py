@@ -1,4 +1,4 @@
-"""Rewards give the numbers that their docstrings promise."""
+"""Rewards have the values that their docstrings state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from tinsmith.rl.types import Rollout, Task, Turn
 
 
 def said(text: str) -> Rollout:
+    """A rollout with one reply."""
     return Rollout(turns=(Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text=text, stop="stop"),))
 
 
 def scored(rewards: Rewards, task: Task, text: str) -> tuple[float, dict[str, float]]:
+    """The reward of a reply, and its parts."""
     return asyncio.run(rewards.score(task, said(text), ScriptedSnapshot(("",), np.zeros(1), 0)))
 
 
 def answer(right: str) -> Task:
+    """A task with the right answer `right`."""
     return Task(id="t/0", messages=(), answer=right)
 
 
@@ -46,11 +49,11 @@ def answer(right: str) -> Task:
         ("", 0.0),
     ],
 )
-def test_closeness_is_one_for_the_number_and_a_ramp_for_bare_integers(text, worth):
+def test_closeness_decreases_with_distance_for_bare_integers(text, worth):
     assert Closeness().score(answer("52"), text) == pytest.approx(worth, abs=1e-12)
 
 
-def test_closeness_to_zero_is_relative_to_one():
+def test_closeness_to_zero_is_relative_to_1():
     assert Closeness().score(answer("0"), "0") == 1.0
     assert Closeness().score(answer("0"), "1") == 0.0
 
@@ -68,16 +71,16 @@ def test_closeness_to_zero_is_relative_to_one():
         ("boxed", "1000", 0),
     ],
 )
-def test_number_looks_where_it_is_told(where, text, worth):
+def test_number_reads_the_answer_at_where(where, text, worth):
     assert Number(where=where).score(answer("1000"), text) == worth
 
 
-def test_a_minus_between_numbers_is_no_sign():
+def test_number_reads_minus_between_numbers_as_subtraction():
     assert Number().score(answer("3"), "5-3") == 1.0
     assert Number().score(answer("-3"), "x = -3") == 1.0
 
 
-def test_math_verify_compares_as_mathematics():
+def test_math_verify_compares_values_not_text():
     reward = MathVerify()
     assert reward.score(answer(r"\frac{1}{2}"), r"Thus $x = 0.5$.") == 1.0
     assert reward.score(answer("52"), r"\boxed{52}") == 1.0
@@ -99,29 +102,29 @@ def test_reasoning_gym_scores_its_own_tasks():
         ReasoningGymScore().score(answer("1"), "1")
 
 
-def test_the_reward_is_the_weighted_sum_and_parts_stay_apart():
+def test_rewards_are_summed_by_weight_and_reported_by_name():
     rewards = Rewards([Number(where="reply"), Format(pattern=r"\d+", weight=0.1, name="bare")])
     assert scored(rewards, answer("52"), "52") == (pytest.approx(1.1), {"number": 1.0, "bare": 1.0})
     assert scored(rewards, answer("52"), "53") == (pytest.approx(0.1), {"number": 0.0, "bare": 1.0})
 
 
-def test_a_reward_of_several_parts_is_their_sum_and_keeps_them():
+def test_reward_of_several_parts_is_their_sum():
     total, parts = scored(Rewards([Math(weight=2.0)]), answer("52"), "52")
     assert total == pytest.approx(1.8)
     assert parts == {"math": pytest.approx(0.9), "math/accuracy": 1.0, "math/format": -0.1}
 
 
-def test_no_rewards_are_worth_nothing():
+def test_reward_is_zero_without_reward_functions():
     assert scored(Rewards([]), answer("52"), "52") == (0.0, {})
 
 
-def test_rewards_that_cannot_be_told_apart_or_read_are_refused():
+def test_rejects_duplicate_names_and_invalid_patterns():
     with pytest.raises(ConfigError, match="rewards"):
         Rewards([Number(), Number(where="reply")])
     with pytest.raises(ValueError, match="is not a regular expression"):
         Format(pattern="(")
 
 
-def test_an_answer_that_is_no_number_is_named():
+def test_number_names_a_non_numeric_answer():
     with pytest.raises(ValueError, match="'Paris' of t/0 is not a number"):
         Number().score(answer("Paris"), "3")

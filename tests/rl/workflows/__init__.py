@@ -1,1 +1,1 @@
-"""Workflows."""
+"""Tests of rl/workflows."""
