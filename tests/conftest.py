@@ -1,4 +1,4 @@
-"""What tests of any room may ask for: tiny base models on disk, and SmolLM2 where its file is."""
+"""Fixtures for all tests: tiny base models on disk, and SmolLM2 where its file is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytest_plugins = ["tests.conformance.summary"]
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Clients outlive the servers of their tests, and would tell the terminal so, between tests, until the process ends.
+# SDK clients outlive the servers of their tests and would log connection errors until the process ends.
 logging.getLogger("tinker.lib.internal_client_holder").addHandler(logging.NullHandler())
 
 
@@ -24,18 +24,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--database",
         choices=["sqlite", "postgresql"],
-        help="of every test of the service; without it SQLite, and both where the database itself is tested",
+        help="database of all service tests; by default SQLite, and both in tests of the database itself",
     )
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """The folder of a tiny base model by its kind (see tests.models.KINDS); made once."""
+    """Folder of a tiny base model by kind (see tests.models.KINDS); each is made once a session."""
     made: dict[str, Path] = {}
 
     def folder(kind: str) -> Path:
         if kind not in made:
-            from tests.models import save_model  # torch takes seconds to import; most rooms do without
+            from tests.models import save_model  # importing torch takes seconds; most tests do not need it
 
             made[kind] = save_model(kind, tmp_path_factory.mktemp(f"tiny-{kind}"))
         return made[kind]
@@ -45,13 +45,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @pytest.fixture(scope="session")
 def tiny_llama(tiny: Callable[[str], Path]) -> Path:
-    """The folder of the tiny Llama."""
+    """Folder of the tiny Llama."""
     return tiny("llama")
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
-    """The folder of SmolLM2-135M-Instruct, as `tinsmith serve` finds it: converted once and cached."""
+    """Folder of SmolLM2-135M-Instruct as `tinsmith serve` locates it: converted once and cached."""
     program = (
         "from tinsmith.engine.config import DEFAULT_MODEL; from tinsmith.engine.model.sources import locate;"
         "print(locate(DEFAULT_MODEL).folder)"

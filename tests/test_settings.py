@@ -1,4 +1,4 @@
-"""A file and its overrides become one strict record, or one sentence that says how to mend them."""
+"""A run file and its overrides become a validated settings object, or an error that names the key and the fix."""
 
 from __future__ import annotations
 
@@ -39,6 +39,8 @@ class Run(Settings):
 
 @pytest.fixture
 def run_file(tmp_path: Path):
+    """Writes a run file and returns its path."""
+
     def write(text: str, name: str = "run.yaml") -> Path:
         (tmp_path / name).write_text(text)
         return tmp_path / name
@@ -47,22 +49,23 @@ def run_file(tmp_path: Path):
 
 
 def fault(file: Path, *overrides: str) -> str:
+    """Error text of a run file."""
     with pytest.raises(ConfigError) as caught:
         read(Run, file, overrides)
     return str(caught.value).replace(str(file), "run.yaml")
 
 
-def test_yaml_and_toml_give_the_same_record(run_file):
+def test_yaml_and_toml_give_equal_settings(run_file):
     yaml = read(Run, run_file("steps: 3\nmodel: {rank: 4}\nsource: {type: jsonl, path: a}\n"))
     toml = read(Run, run_file('steps = 3\n[model]\nrank = 4\n[source]\ntype = "jsonl"\npath = "a"\n', "run.toml"))
     assert yaml == toml == Run(steps=3, model=Model(rank=4), source=Jsonl(path="a"))
 
 
-def test_an_empty_file_gives_the_defaults(run_file):
+def test_empty_file_gives_the_defaults(run_file):
     assert read(Run, run_file("")) == Run()
 
 
-def test_overrides_lie_on_top_of_the_file_even_inside_lists(run_file):
+def test_overrides_replace_values_of_the_file_and_list_items(run_file):
     file = run_file("steps: 3\nmore: [{type: sums, size: 1}]\n")
     config = read(
         Run, file, ["steps=4", "model.rank=2", "more.0.size=5", "options.beta=0.5", "source={type: sums, size: 7}"]
@@ -70,7 +73,7 @@ def test_overrides_lie_on_top_of_the_file_even_inside_lists(run_file):
     assert config == Run(steps=4, model=Model(rank=2), more=(Sums(size=5),), options={"beta": 0.5}, source=Sums(size=7))
 
 
-def test_environment_variables_are_read_with_their_defaults(run_file, monkeypatch):
+def test_environment_variables_are_interpolated_with_defaults(run_file, monkeypatch):
     monkeypatch.setenv("TINSMITH_TEST_STEPS", "5")
     assert read(Run, run_file("steps: ${oc.env:TINSMITH_TEST_STEPS}")).steps == 5
     assert read(Run, run_file("steps: ${oc.env:TINSMITH_NO_SUCH,6}")).steps == 6
@@ -99,24 +102,24 @@ def test_environment_variables_are_read_with_their_defaults(run_file, monkeypatc
         ("- 1", "run.yaml contains a list instead of keys and values. Write `key: value` lines."),
     ],
 )
-def test_a_fault_names_the_file_the_key_and_the_cure(run_file, text, sentence):
+def test_error_names_the_file_the_key_and_the_fix(run_file, text, sentence):
     assert fault(run_file(text)) == sentence
 
 
-def test_every_fault_has_its_line(run_file):
+def test_every_error_has_its_line(run_file):
     lines = fault(run_file("steps: many\nmodel: {rnk: 3}")).splitlines()
     assert len(lines) == 2
     assert all(line.startswith("run.yaml: ") for line in lines)
 
 
-def test_a_fault_in_an_override_names_the_command_line(run_file):
+def test_error_in_an_override_names_the_command_line(run_file):
     file = run_file("steps: 3")
     assert fault(file, "model.rnk=5") == ("the command line: there is no key 'model.rnk'. Did you mean 'model.rank'?")
     assert fault(file, "steps") == "the command line: 'steps' is not an override. Write key=value, as in steps=20."
     assert fault(file, "more.5.size=1").startswith("the command line: ")
 
 
-def test_a_missing_or_unreadable_file_is_named(run_file, tmp_path):
+def test_missing_or_unreadable_file_is_named(run_file, tmp_path):
     with pytest.raises(ConfigError, match="There is no file"):
         read(Run, tmp_path / "none.yaml")
     assert "run.yaml cannot be read" in fault(run_file("steps: ["))

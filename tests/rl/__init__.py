@@ -1,1 +1,1 @@
-"""The harness."""
+"""Tests of tinsmith.rl."""

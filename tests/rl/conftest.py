@@ -1,4 +1,4 @@
-"""What several tests of the harness look at."""
+"""Fixtures shared by the tests of rl."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.rl.scripted_run import run, settings
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that went to its end without a break."""
+    """Folder of an uninterrupted run of 8 steps, with its report."""
     folder = tmp_path_factory.mktemp("finished") / "small"
     run(settings(folder, monitors=[{"type": "report"}]))
     return folder

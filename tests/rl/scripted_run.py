@@ -1,4 +1,4 @@
-"""A small run with the scripted policy: it has three replies, and one of them is worth something."""
+"""A small run with the scripted policy, which has three replies; one of them is rewarded."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ REPLIES = ("no", "yes", "perhaps")
 
 
 def settings(folder: Path, **changes: Any) -> RunConfig:
+    """Settings of a run of 8 steps in `folder`; `changes` replace whole sections."""
     values = {
         "model": {"name": "scripted"},
         "tasks": {"train": {"type": "addition"}, "held_out": 5},
@@ -36,6 +37,8 @@ def settings(folder: Path, **changes: Any) -> RunConfig:
 
 
 def scripted(folder: Path):
+    """Connect to a scripted policy with its weights in `folder`."""
+
     async def connect(state: str, version: int) -> ScriptedPolicy:
         return ScriptedPolicy(REPLIES, folder / "weights", state=state, version=version)
 
@@ -43,38 +46,39 @@ def scripted(folder: Path):
 
 
 def run(config: RunConfig, connect=None, console: Console | None = None):
-    """Trains to the end and returns the state."""
+    """Train to the last step and return the final state."""
     return asyncio.run(train(config, connect or scripted(Path(config.folder)), console or Console(file=io.StringIO())))
 
 
 def rows(folder: Path, *, timeless: bool = True) -> list[dict[str, float]]:
-    """metrics.jsonl, without what depends on the clock."""
+    """Rows of metrics.jsonl, by default without metrics that depend on time."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clocked = ("time/", "speed/")
+    time_metrics = ("time/", "speed/")
     return [
-        {name: value for name, value in row.items() if not (timeless and name.startswith(clocked))} for row in lines
+        {name: value for name, value in row.items() if not (timeless and name.startswith(time_metrics))}
+        for row in lines
     ]
 
 
 class Killed(BaseException):
-    """Nothing catches it, as nothing catches SIGKILL."""
+    """Stands for SIGKILL: no code under test catches it."""
 
 
 def breaking(folder: Path, *, calls: int, at: str):
-    """A policy that is killed at the given call of one of its methods."""
-    left = [calls]
+    """Connect to a policy whose method `at` raises Killed after `calls` calls."""
+    remaining = [calls]
 
     async def connect(state: str, version: int):
         policy = ScriptedPolicy(REPLIES, folder / "weights", state=state, version=version)
         method = getattr(policy, at)
 
-        async def deadly(*args, **kwargs):
-            left[0] -= 1
-            if left[0] < 0:
+        async def killed_call(*args, **kwargs):
+            remaining[0] -= 1
+            if remaining[0] < 0:
                 raise Killed
             return await method(*args, **kwargs)
 
-        setattr(policy, at, deadly)
+        setattr(policy, at, killed_call)
         return policy
 
     return connect

@@ -1,4 +1,4 @@
-"""Run files: the examples are good ones, and no key is accepted and then ignored."""
+"""The example run files are valid, and every key of a run file is read."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ from tools.reference.settings import members
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = ("tinker.yaml", "verl.yaml")
-"""Trinity-RFT's own; dialects read them."""
+"""Files of Trinity-RFT, which tinsmith.dialects reads."""
 EXAMPLES = sorted(
     file for file in (ROOT / "examples").rglob("*") if file.suffix in (".yaml", ".toml") and file.name not in FOREIGN
 )
 
 
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.name)
-def test_an_example_is_a_run_file(file):
+def test_example_is_a_valid_run_file(file):
     config = read(RunConfig, file)
     assert config.steps > 0 or config.stages
 
 
-def test_there_is_an_example_of_each_kind_of_file():
+def test_examples_include_yaml_and_toml():
     assert {file.suffix for file in EXAMPLES} == {".yaml", ".toml"}
 
 
 def parts(kind: type[Settings]) -> set[type[Settings]]:
     """Every settings class that a run file may hold."""
-    found = {kind}
+    kinds = {kind}
     for field in kind.model_fields.values():
-        for one in members(field.annotation):
-            found |= parts(one)
-    return found
+        for member in members(field.annotation):
+            kinds |= parts(member)
+    return kinds
 
 
-def test_every_key_is_read_somewhere_and_has_its_help():
+def test_every_key_is_read_and_documented():
     folder = Path(tinsmith.rl.__file__).parent
     source = "\n".join(
         file.read_text()
@@ -57,7 +57,7 @@ def test_every_key_is_read_somewhere_and_has_its_help():
             )
 
 
-def test_evaluation_without_tasks_is_refused():
+def test_evaluation_without_held_out_tasks_is_an_error():
     base = {"model": {"name": "m"}, "rewards": [{"type": "number"}], "steps": 1}
     with pytest.raises(ValueError, match="eval wants held-out tasks"):
         RunConfig.model_validate(
@@ -65,12 +65,12 @@ def test_evaluation_without_tasks_is_refused():
         )
 
 
-async def looking(task: Task, conversation: Conversation) -> None:
-    """A workflow whose turns have states, perhaps."""
+async def stateful_workflow(task: Task, conversation: Conversation) -> None:
+    """A workflow whose turns have a state."""
     await conversation.say(*task.messages, state="here")
 
 
-def test_turns_are_not_compared_by_state_where_they_have_none():
+def test_gigpo_requires_a_workflow_with_states():
     base = {
         "model": {"name": "m"},
         "tasks": {"train": {"type": "addition"}},
@@ -83,16 +83,16 @@ def test_turns_are_not_compared_by_state_where_they_have_none():
             RunConfig.model_validate({**base, **gigpo})
         cured = {"algorithm": {"type": "gigpo", "advantage": {"type": "step_wise_grpo"}}, "workflow": flow}
         assert RunConfig.model_validate({**base, **cured}).algorithm.type == "gigpo"
-    custom = {"algorithm": {"type": "gigpo"}, "workflow": {"type": "custom", "path": f"{__name__}:looking"}}
+    custom = {"algorithm": {"type": "gigpo"}, "workflow": {"type": "custom", "path": f"{__name__}:stateful_workflow"}}
     assert RunConfig.model_validate({**base, **custom}).algorithm.advantage.reads_states
 
 
 async def agent(task: Task, client: object, model: str) -> None:
-    """Says nothing."""
+    """An agent that samples nothing."""
 
 
 @pytest.mark.parametrize("quick", [False, True])
-def test_the_demos_are_run_files_in_folders_of_their_own(quick, tmp_path, monkeypatch):
+def test_demos_are_run_files_in_new_folders(quick, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = demo.settings(quick=quick, seed=5, out=None, overrides=["steps=3"])
     assert (config.seed, config.steps, config.tasks.held_out) == (5, 3, 200)

@@ -1,4 +1,4 @@
-"""One rollout shown: everything that a run file leads to, and nothing trained."""
+"""`tinsmith debug` shows one rollout in full and trains nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from tinsmith.rl.config import RunConfig
 
 
 def shown(config, connect) -> str:
+    """Console output for one rollout."""
     console = Console(file=io.StringIO(), width=200)
     debug.show_rollout(asyncio.run(debug.debug_rollout(config, connect)), console)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
-def test_a_rollout_is_shown_with_all_that_belongs_to_it(tmp_path):
+def test_debug_shows_every_part_of_a_rollout(tmp_path):
     text = shown(settings(tmp_path), scripted(tmp_path))
     for words in ("task addition/", "user  What is", "right  ", "turn 1 of 1, policy, version 0", "prompt  What is",
                   "sampled, ended by stop", "reply  ", "logprobs  mean -", "token ids  ", "format  ", "in all  ",
@@ -30,13 +31,13 @@ def test_a_rollout_is_shown_with_all_that_belongs_to_it(tmp_path):
     assert not list(tmp_path.glob("*.json*"))
 
 
-def test_why_a_rollout_failed_is_shown(tmp_path):
+def test_debug_shows_the_error_of_a_failed_rollout(tmp_path):
     text = shown(settings(tmp_path, rewards=[{"type": "reasoning_gym"}]), scripted(tmp_path))
     assert "failed  " in text
     assert "no task of reasoning-gym" in text
 
 
-def test_a_run_that_asks_nothing_has_nothing_to_show(tmp_path):
+def test_debug_rejects_runs_without_rollouts(tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"question": "a", "answer": "b"}\n')
     config = RunConfig.model_validate(

@@ -1,4 +1,4 @@
-"""pass@k is unbiased, and evaluations come when they are due."""
+"""pass@k is unbiased, and evaluation runs at the configured steps."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from tinsmith.rl.types import Group, Rollout, Task
 
 
 def group(*rewards: float) -> Group:
+    """A group with a rollout for each reward."""
     rollouts = tuple(Rollout(rewards={"policy": reward}) for reward in rewards)
     return Group(task=Task(id="t", messages=()), rollouts=rollouts)
 
@@ -23,11 +24,11 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
     values = pass_at([group(*rewards)], threshold=1.0)
     assert list(values) == ["eval/pass@1", "eval/pass@2", "eval/pass@4", "eval/pass@5"]
     for k in (1, 2, 4, 5):
-        subsets = [any(one >= 1.0 for one in subset) for subset in combinations(rewards, k)]
+        subsets = [any(reward >= 1.0 for reward in subset) for subset in combinations(rewards, k)]
         assert values[f"eval/pass@{k}"] == pytest.approx(sum(subsets) / len(subsets))
 
 
-def test_pass_at_k_is_averaged_over_tasks_and_failures_are_not_right():
+def test_pass_at_k_counts_failed_rollouts_as_wrong():
     failed = Group(task=Task(id="t", messages=()), rollouts=(Rollout(error="x", rewards={"policy": 1.0}),))
     assert pass_at([group(1.0), group(0.5), failed, failed], threshold=0.5) == {"eval/pass@1": 0.5}
 
@@ -42,18 +43,18 @@ def test_evaluation_is_due_before_during_and_after():
     assert due(EvalConfig(every=0)) == [0, 10]
 
 
-def test_many_greedy_samples_are_refused():
+def test_several_greedy_samples_are_an_error():
     with pytest.raises(ValidationError, match="greedy answers are all the same"):
         EvalConfig(num_samples=4)
 
 
-def test_evaluation_samples_as_training_but_for_temperature_and_length():
+def test_evaluation_overrides_temperature_and_max_tokens():
     training = SamplingConfig(max_tokens=8, stop=("\n",), temperature=1.0)
     assert EvalConfig().sampling(training) == SamplingConfig(max_tokens=8, stop=("\n",), temperature=0.0)
     assert EvalConfig(max_tokens=3, temperature=0.7).sampling(training).max_tokens == 3
 
 
-def test_pass_at_k_and_a_judge_of_its_own(tmp_path):
+def test_evaluation_has_its_own_samples_limit_and_rewards(tmp_path):
     change = {"num_samples": 4, "temperature": 1.0, "limit": 3, "rewards": [{"type": "format", "pattern": "no|yes"}]}
     run(settings(tmp_path, steps=1, eval=change))
     first = rows(tmp_path)[0]
@@ -62,7 +63,7 @@ def test_pass_at_k_and_a_judge_of_its_own(tmp_path):
     assert first["eval/pass@4"] > 0.5
 
 
-def test_sources_are_tried_each_in_its_way(tmp_path):
+def test_each_eval_source_has_its_own_settings(tmp_path):
     sources = {
         "hard": {"num_samples": 4, "temperature": 1.0, "top_k": 1, "rewards": [{"type": "format", "pattern": "no"}]},
         "plain": {"workflow": {"type": "single_turn", "system": "Say yes."}},
@@ -78,14 +79,14 @@ def test_sources_are_tried_each_in_its_way(tmp_path):
     assert len(lines) == 4 * 4 + 4
 
 
-def test_settings_of_a_source_that_is_not_there_are_refused(tmp_path):
+def test_settings_of_an_unknown_eval_source_are_an_error(tmp_path):
     with pytest.raises(ValueError, match="no source of that name"):
         settings(tmp_path, eval={"sources": {"some": {"num_samples": 1}}})
     with pytest.raises(ValidationError, match="greedy answers are all the same"):
         EvalConfig.model_validate({"sources": {"some": {"num_samples": 2}}})
 
 
-def test_the_best_constant_answer_is_told_beside_the_first_evaluation(tmp_path):
+def test_first_evaluation_reports_the_best_constant_answer(tmp_path):
     change = {"baseline": 100, "rewards": [{"type": "closeness"}]}
     run(settings(tmp_path, steps=1, tasks={"train": {"type": "largest", "size": 500}, "held_out": 50}, eval=change))
     first, *rest = [row for row in rows(tmp_path) if "eval/pass@1" in row]
@@ -94,6 +95,6 @@ def test_the_best_constant_answer_is_told_beside_the_first_evaluation(tmp_path):
     assert all("eval/constant_pass@1" not in row for row in rest)
 
 
-def test_no_held_out_tasks_no_evaluation(tmp_path):
+def test_run_without_held_out_tasks_is_not_evaluated(tmp_path):
     run(settings(tmp_path, steps=1, tasks={"train": {"type": "addition"}, "held_out": 0}, eval={}))
     assert not any("eval/pass@1" in row for row in rows(tmp_path))

@@ -1,4 +1,4 @@
-"""Two processes make one run: one samples, one trains, and they meet in a buffer. Either may be killed."""
+"""Two processes make one run: one samples, one trains, and either may be killed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from tinsmith.rl.train import train
 
 
 @pytest.fixture(autouse=True)
-def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Polls the buffer every 10 ms."""
     monkeypatch.setattr(coordination, "POLL_SECONDS", 0.01)
 
 
@@ -32,6 +33,8 @@ def quiet() -> Console:
 
 
 def sampling(folder: Path, **changes: Any) -> Coroutine[Any, Any, int]:
+    """The process that samples."""
+
     async def connect() -> ScriptedPolicy:
         return ScriptedPolicy(REPLIES, folder / "weights")
 
@@ -39,10 +42,13 @@ def sampling(folder: Path, **changes: Any) -> Coroutine[Any, Any, int]:
 
 
 def training(folder: Path, connect: Any = None, **changes: Any) -> Coroutine[Any, Any, Any]:
+    """The process that trains."""
     return train(settings(folder, mode="train", **changes), connect or scripted(folder), quiet())
 
 
 def together(folder: Path, **changes: Any) -> tuple[int, Any]:
+    """Both processes in one event loop: (sampled batches, training state)."""
+
     async def main() -> tuple[int, Any]:
         async with asyncio.timeout(200):
             return tuple(await asyncio.gather(sampling(folder, **changes), training(folder, **changes)))
@@ -50,12 +56,13 @@ def together(folder: Path, **changes: Any) -> tuple[int, Any]:
     return asyncio.run(main())
 
 
-def same(one: Path, other: Path) -> None:
-    assert rows(one) == rows(other)
-    names = {file.name for file in (one / "rollouts").iterdir()}
-    assert names == {file.name for file in (other / "rollouts").iterdir()}
+def assert_equal_runs(first: Path, second: Path) -> None:
+    """Assert that two runs have equal metrics and rollouts."""
+    assert rows(first) == rows(second)
+    names = {file.name for file in (first / "rollouts").iterdir()}
+    assert names == {file.name for file in (second / "rollouts").iterdir()}
     for name in names:
-        assert (one / "rollouts" / name).read_text() == (other / "rollouts" / name).read_text()
+        assert (first / "rollouts" / name).read_text() == (second / "rollouts" / name).read_text()
 
 
 FILE = {"type": "file"}
@@ -63,18 +70,20 @@ FILE = {"type": "file"}
 
 @pytest.mark.parametrize(("staleness", "interval"), [(0, 1), (1, 1), (2, 3)])
 @pytest.mark.parametrize("kind", ["file", "sql"])
-def test_two_processes_learn_what_one_learns(tmp_path, kind, staleness, interval):
+def test_two_processes_equal_one_process(tmp_path, kind, staleness, interval):
     how = {"staleness": staleness, "sync": {"interval": interval, "timeout": 100}}
     buffer = FILE if kind == "file" else {"type": "sql", "url": f"sqlite:///{tmp_path}/buffer.db"}
     run(settings(tmp_path / "one", **how))
     sampled, state = together(tmp_path / "two", buffer=buffer, **how)
     assert (sampled, state.step) == (8, 8)
-    same(tmp_path / "one", tmp_path / "two")
-    told = [json.loads(line) for line in (tmp_path / "two" / "explore" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in told] == list(range(1, 9))
+    assert_equal_runs(tmp_path / "one", tmp_path / "two")
+    sampled_rows = [
+        json.loads(line) for line in (tmp_path / "two" / "explore" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [row["step"] for row in sampled_rows] == list(range(1, 9))
 
 
-def test_every_publication_that_is_due_is_made_whatever_is_saved(tmp_path):
+def test_every_due_publication_is_made_besides_checkpoints(tmp_path):
     published: list[str] = []
 
     async def connect(state: str, version: int) -> ScriptedPolicy:
@@ -99,7 +108,7 @@ def test_every_publication_that_is_due_is_made_whatever_is_saved(tmp_path):
 
 
 @pytest.mark.parametrize(("at", "calls"), [("update", 0), ("update", 4), ("save", 1), ("save_for_sampling", 3)])
-def test_a_training_process_killed_goes_on_beside_one_that_never_stopped(tmp_path, at, calls):
+def test_killed_trainer_resumes_with_a_running_sampler(tmp_path, at, calls):
     how = {"staleness": 1, "sync": {"timeout": 100}}
     run(settings(tmp_path / "one", **how))
     left = [calls]
@@ -118,15 +127,15 @@ def test_a_training_process_killed_goes_on_beside_one_that_never_stopped(tmp_pat
         return policy
 
     async def main() -> Any:
-        asking = asyncio.create_task(sampling(tmp_path / "two", buffer=FILE, **how))
+        sampler = asyncio.create_task(sampling(tmp_path / "two", buffer=FILE, **how))
         with pytest.raises(Killed):
             await training(tmp_path / "two", connect, buffer=FILE, **how)
         state = await training(tmp_path / "two", connect, buffer=FILE, **how)
-        await asking
+        await sampler
         return state
 
     assert asyncio.run(main()).step == 8
-    same(tmp_path / "one", tmp_path / "two")
+    assert_equal_runs(tmp_path / "one", tmp_path / "two")
 
 
 FILLED = {"filters": [{"type": "reward_std"}], "filter_refills": 20, "group_size": 2, "steps": 6}
@@ -134,7 +143,7 @@ FILLED = {"filters": [{"type": "reward_std"}], "filter_refills": 20, "group_size
 
 @pytest.mark.parametrize("batches", [1, 4])
 @pytest.mark.parametrize("more", [{"staleness": 1}, FILLED], ids=["ahead", "filled"])
-def test_a_sampling_process_killed_goes_on_beside_one_that_never_stopped(tmp_path, more, batches, monkeypatch):
+def test_killed_sampler_resumes_with_a_running_trainer(tmp_path, more, batches, monkeypatch):
     how = {"sync": {"timeout": 100}, **more}
     run(settings(tmp_path / "one", **how))
     put, left = FileBuffer.put, [batches]
@@ -143,19 +152,19 @@ def test_a_sampling_process_killed_goes_on_beside_one_that_never_stopped(tmp_pat
         left[0] -= 1
         await put(self, batch)
         if left[0] == 0:
-            raise Killed  # between the batch and what is told of it
+            raise Killed  # after the batch is stored, before the note about it
 
     monkeypatch.setattr(FileBuffer, "put", deadly)
 
     async def main() -> Any:
-        teaching = asyncio.create_task(training(tmp_path / "two", buffer=FILE, **how))
+        trainer = asyncio.create_task(training(tmp_path / "two", buffer=FILE, **how))
         with pytest.raises(Killed):
             await sampling(tmp_path / "two", buffer=FILE, **how)
         await sampling(tmp_path / "two", buffer=FILE, **how)
-        return await teaching
+        return await trainer
 
     assert asyncio.run(main()).step == how.get("steps", 8)
-    same(tmp_path / "one", tmp_path / "two")
+    assert_equal_runs(tmp_path / "one", tmp_path / "two")
 
 
 @pytest.mark.parametrize(
@@ -167,7 +176,7 @@ def test_a_sampling_process_killed_goes_on_beside_one_that_never_stopped(tmp_pat
     ],
     ids=lambda sync: sync["style"],
 )
-def test_the_other_styles_end_too_and_sample_no_further_than_allowed(tmp_path, sync):
+def test_other_styles_finish_within_buffer_capacity(tmp_path, sync):
     sampled, state = together(
         tmp_path, buffer={**FILE, "capacity": 3}, sync={**sync, "timeout": 100}, rollout={"over": {"ratio": 0.3}}
     )
@@ -177,6 +186,8 @@ def test_the_other_styles_end_too_and_sample_no_further_than_allowed(tmp_path, s
 
 
 def refused(use: Callable[[], Coroutine[Any, Any, Any]], match: str) -> None:
+    """Assert that awaiting `use()` raises a TinsmithError within 30 seconds."""
+
     async def main() -> None:
         async with asyncio.timeout(30):
             await use()
@@ -185,25 +196,27 @@ def refused(use: Callable[[], Coroutine[Any, Any, Any]], match: str) -> None:
         asyncio.run(main())
 
 
-def test_training_learns_at_once_that_sampling_failed(tmp_path):
+def test_training_reports_failed_sampling(tmp_path):
     changes = {"buffer": FILE, "rewards": [{"type": "reasoning_gym"}]}
 
-    async def both() -> None:
-        asking = asyncio.create_task(sampling(tmp_path, **changes))
+    async def sample_and_train() -> None:
+        sampler = asyncio.create_task(sampling(tmp_path, **changes))
         try:
             await training(tmp_path, **changes)
         finally:
             with pytest.raises(TinsmithError, match="Every rollout of step 1 failed"):
-                await asking
+                await sampler
 
-    refused(both, r"The process that samples failed: Every rollout of step 1 failed; .*no task of reasoning-gym")
+    refused(
+        sample_and_train, r"The process that samples failed: Every rollout of step 1 failed; .*no task of reasoning-gym"
+    )
 
 
-AGAIN = {**FILE, "replay": {"enable": True, "cooldown": 0}}
+REPLAY = {**FILE, "replay": {"enable": True, "cooldown": 0}}
 
 
-def test_training_learns_that_sampling_failed_where_old_batches_would_do(tmp_path):
-    changes = {"buffer": AGAIN, "steps": 3000, "sync": {"style": "live", "timeout": 20}, "eval": {"every": 0}}
+def test_training_reports_failed_sampling_with_replay(tmp_path):
+    changes = {"buffer": REPLAY, "steps": 3000, "sync": {"style": "live", "timeout": 20}, "eval": {"every": 0}}
     changes["algorithm"] = {"advantage": {"std_threshold": None}, "kl": {"type": "k2", "coef": 1e-9}}
 
     class Gone(ScriptedPolicy):
@@ -215,25 +228,25 @@ def test_training_learns_that_sampling_failed_where_old_batches_would_do(tmp_pat
     async def connect() -> ScriptedPolicy:
         return Gone(REPLIES, tmp_path / "weights")
 
-    async def both() -> None:
-        asking = asyncio.create_task(explore(settings(tmp_path, mode="explore", **changes), connect, quiet()))
+    async def sample_and_train() -> None:
+        sampler = asyncio.create_task(explore(settings(tmp_path, mode="explore", **changes), connect, quiet()))
         try:
             await training(tmp_path, **changes)
         finally:
             with pytest.raises(ConnectionError):
-                await asking
+                await sampler
 
-    refused(both, "The process that samples failed: gone for good")
+    refused(sample_and_train, "The process that samples failed: gone for good")
 
 
-def test_neither_waits_for_ever(tmp_path):
+def test_each_process_times_out_without_the_other(tmp_path):
     how = {"buffer": FILE, "sync": {"timeout": 0.05}}
     refused(lambda: training(tmp_path / "a", **how), "No batch for step 1 within 0.05 seconds. Check .* mode explore")
     refused(lambda: sampling(tmp_path / "b", **how), "No weights of step 0 within 0.05 seconds. Check .* mode train")
 
 
 @pytest.mark.parametrize("sync", [{}, {"style": "on_publish"}], ids=["fixed", "on_publish"])
-def test_sampling_ends_with_training_and_goes_on_with_it(tmp_path, sync):
+def test_sampling_ends_and_resumes_with_training(tmp_path, sync):
     how = {"buffer": FILE, "sync": {"timeout": 20, **sync}}
     said = io.StringIO()
 
@@ -243,10 +256,10 @@ def test_sampling_ends_with_training_and_goes_on_with_it(tmp_path, sync):
 
         config = settings(tmp_path, mode="explore", steps=more, **how)
         async with asyncio.timeout(100):
-            asking = asyncio.create_task(explore(config, connect, Console(file=said, width=200)))
-            await asyncio.sleep(0.1)  # the second time it waits for training, which had ended
+            sampler = asyncio.create_task(explore(config, connect, Console(file=said, width=200)))
+            await asyncio.sleep(0.1)  # the second time it waits for training, which has ended
             await training(tmp_path, steps=steps, **how)
-            return await asking
+            return await sampler
 
     assert asyncio.run(main(4, 8)) >= 4
     assert said.getvalue() == "Training has ended after step 4, so sampling ends too.\n"
@@ -255,7 +268,7 @@ def test_sampling_ends_with_training_and_goes_on_with_it(tmp_path, sync):
     assert [row["step"] for row in rows(tmp_path) if "reward/mean" in row] == list(range(1, 9))
 
 
-def test_a_second_process_of_the_same_kind_and_other_settings_are_refused(tmp_path):
+def test_rejects_a_second_sampler_and_other_settings(tmp_path):
     how = {"buffer": FILE, "sync": {"timeout": 0.05}}
 
     async def twice() -> None:
@@ -268,7 +281,7 @@ def test_a_second_process_of_the_same_kind_and_other_settings_are_refused(tmp_pa
         asyncio.run(sampling(tmp_path, resume=False, **how))
 
 
-def test_each_process_has_settings_of_its_own_but_for_what_both_go_by(tmp_path):
+def test_processes_share_only_the_settings_that_both_read(tmp_path):
     shared = {"buffer": FILE, "sync": {"timeout": 100}}
     alone = {"optimizer": {"learning_rate": 0.1}, **shared}
 
@@ -278,8 +291,8 @@ def test_each_process_has_settings_of_its_own_but_for_what_both_go_by(tmp_path):
             | {"groups_per_step": 3, "group_size": 4, "monitors": [], **alone}
         )
         async with asyncio.timeout(200):
-            asking = sampling(tmp_path, steps=4, **shared)
-            return tuple(await asyncio.gather(asking, train(learned, scripted(tmp_path), quiet())))
+            sampler = sampling(tmp_path, steps=4, **shared)
+            return tuple(await asyncio.gather(sampler, train(learned, scripted(tmp_path), quiet())))
 
     sampled, state = asyncio.run(main())
     assert (sampled, state.step) == (4, 4)
@@ -299,10 +312,10 @@ def test_each_process_has_settings_of_its_own_but_for_what_both_go_by(tmp_path):
             {"mode": "explore", "buffer": FILE, "resume": "rename"},
             "meet in the run.s folder: resume rename parts them",
         ),
-        ({"mode": "train", "buffer": FILE, "resume": "rename"}, "set another folder in both files to begin anew"),
+        ({"mode": "train", "buffer": FILE, "resume": "rename"}, "set another folder in both files to start a new run"),
         ({"mode": "bench", "tasks": {"train": {"type": "addition"}, "held_out": 0}, "eval": {}}, "mode bench wants"),
     ],
 )
-def test_modes_that_cannot_work_are_refused(tmp_path, changes, match):
+def test_rejects_settings_that_do_not_fit_the_mode(tmp_path, changes, match):
     with pytest.raises(ValueError, match=match):
         settings(tmp_path, **changes)

@@ -1,4 +1,4 @@
-"""A run's own log: what it holds, and what `tinsmith log` shows of it."""
+"""A run's log file, and what `tinsmith log` shows of it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl import logs
 
 
-def test_a_run_logs_its_steps_and_its_end(finished):
+def test_log_has_every_step_and_the_end(finished):
     entries = logs.read(finished)
     assert "starting at step 1 of 8" in entries[0]
     assert sum("Step 3 of 8: reward" in entry for entry in entries) == 1
     assert "Finished: 8 steps" in entries[-1]
 
 
-def test_what_broke_a_run_off_is_in_its_log_and_warnings_are_too(tmp_path):
+def test_log_has_the_error_that_ended_the_run(tmp_path):
     with pytest.raises(TinsmithError):
         run(settings(tmp_path, rewards=[{"type": "reasoning_gym"}]))
     assert "broken off by TinsmithError: Every rollout of step 1 failed" in logs.read(tmp_path, level="ERROR")[0]
@@ -35,13 +35,13 @@ def test_what_broke_a_run_off_is_in_its_log_and_warnings_are_too(tmp_path):
     assert entry.endswith("ZeroDivisionError: our fault")
 
 
-def test_less_is_written_where_less_is_wanted(tmp_path):
+def test_log_level_omits_lower_levels(tmp_path):
     run(settings(tmp_path, steps=1, log_level="WARNING"))
     file = tmp_path / logs.FILE
     assert not file.exists() or not file.read_text()
 
 
-def test_the_log_goes_on_where_the_run_does_and_leaves_logging_as_it_was(tmp_path):
+def test_resumed_run_appends_to_its_log_and_restores_logging(tmp_path):
     before = list(logging.getLogger().handlers), logging.getLogger("tinsmith").level
     run(settings(tmp_path, steps=2))
     run(settings(tmp_path, steps=3))
@@ -50,7 +50,7 @@ def test_the_log_goes_on_where_the_run_does_and_leaves_logging_as_it_was(tmp_pat
     assert (list(logging.getLogger().handlers), logging.getLogger("tinsmith").level) == before
 
 
-def test_keyword_level_and_last_choose_among_entries(tmp_path, capsys, monkeypatch):
+def test_keyword_level_and_last_select_entries(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "runs" / "one"
     folder.mkdir(parents=True)
     with logs.log_to_folder(folder):
@@ -68,13 +68,13 @@ def test_keyword_level_and_last_choose_among_entries(tmp_path, capsys, monkeypat
         log(tmp_path)
 
 
-def test_what_older_files_hold_comes_first(tmp_path):
+def test_rotated_files_are_read_first(tmp_path):
     (tmp_path / "log.txt.1").write_text("2026-01-01 00:00:00,000 INFO tinsmith: old\n")
     (tmp_path / "log.txt").write_text("2026-01-02 00:00:00,000 INFO tinsmith: new\n")
     assert [entry[-3:] for entry in logs.read(tmp_path)] == ["old", "new"]
 
 
-def test_following_shows_what_is_written_from_then_on(tmp_path):
+def test_follow_yields_only_new_entries(tmp_path):
     file = tmp_path / "log.txt"
     file.write_text("2026-01-01 00:00:00,000 INFO tinsmith: before\n")
     entries = logs.follow(tmp_path, keyword="now")
@@ -90,14 +90,14 @@ def test_following_shows_what_is_written_from_then_on(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [0, 2])
-def test_no_more_checkpoints_are_kept_than_wanted(tmp_path, keep):
-    gone = []
+def test_keep_bounds_stored_checkpoints(tmp_path, keep):
+    deleted = []
 
     async def connect(state, version):
         policy = await scripted(tmp_path)(state, version)
 
         async def delete_checkpoint(path):
-            gone.append(path)
+            deleted.append(path)
 
         policy.delete_checkpoint = delete_checkpoint
         return policy
@@ -106,16 +106,16 @@ def test_no_more_checkpoints_are_kept_than_wanted(tmp_path, keep):
     state = run(settings(tmp_path, steps=8, checkpoint={"every": 1, "keep": keep}), connect)
     assert len(state.checkpoints) == (keep or 8)
     assert state.checkpoints[-1] == (state.path,)
-    assert len(gone) == (8 - keep if keep else 0)
-    assert not {path for paths in state.checkpoints for path in paths} & set(gone)
+    assert len(deleted) == (8 - keep if keep else 0)
+    assert not {path for paths in state.checkpoints for path in paths} & set(deleted)
 
 
-def test_a_run_may_begin_anew_beside_the_old_one(tmp_path):
+def test_resume_rename_starts_a_run_in_a_new_folder(tmp_path):
     folder = tmp_path / "run"
     run(settings(folder, steps=1))
     before = (folder / "metrics.jsonl").read_text()
     run(settings(folder, steps=2, group_size=5, resume="rename"))
     assert (folder / "metrics.jsonl").read_text() == before
-    (new,) = [one for one in tmp_path.iterdir() if one != folder and one.name.startswith("run_")]
+    (new,) = [path for path in tmp_path.iterdir() if path != folder and path.name.startswith("run_")]
     assert len(new.name) == len("run_20261121160000")
     assert (new / "state.json").exists()

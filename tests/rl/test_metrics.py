@@ -1,4 +1,4 @@
-"""The numbers of a step, by hand."""
+"""Metrics of a step equal values computed by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rollout(reward: float, *, stop="stop", tokens=(2, 3)) -> Rollout:
     return Rollout(turns=(turn,), rewards={"policy": reward}, reward_parts={"number": reward})
 
 
-def test_a_batch_is_counted():
+def test_group_metrics_count_rewards_failures_and_tokens():
     groups = [
         Group(task=TASK, rollouts=(rollout(1.0), rollout(0.0, stop="length", tokens=(1, 2, 3, 4))), version=3),
         Group(task=TASK, rollouts=(rollout(1.0), Rollout(error="gone")), version=4),
@@ -34,14 +34,14 @@ def test_a_batch_is_counted():
     assert numbers["policy/staleness_max"] == 2
 
 
-def test_kl_and_entropy_count_a_merged_row_for_each_of_its_replies():
+def test_kl_and_entropy_weigh_merged_rows_by_their_count():
     def row(q: float, count: int) -> TrainingRow:
-        one = np.array([0.0, q], np.float32)
+        values = np.array([0.0, q], np.float32)
         return TrainingRow(
             tokens=np.array([1, 2]),
             targets=np.array([2, 3]),
-            logprobs=one,
-            advantages=one,
+            logprobs=values,
+            advantages=values,
             mask=np.array([False, True]),
             count=count,
         )
@@ -57,6 +57,6 @@ def test_kl_and_entropy_count_a_merged_row_for_each_of_its_replies():
     assert (numbers["optim/loss"], numbers["optim/grad_norm"]) == (-3.0, 2.0)
 
 
-def test_an_empty_batch_of_failures_has_zeros():
+def test_group_metrics_are_zero_when_every_rollout_failed():
     numbers = group_metrics([Group(task=TASK, rollouts=(Rollout(error="a"), Rollout(error="b")))], version=0)
     assert (numbers["reward/mean"], numbers["tokens/sampled"], numbers["rollouts/failed"]) == (0.0, 0, 2)

@@ -1,4 +1,4 @@
-"""Plugins: a folder of files whose marked parts are types of a run file."""
+"""Plugins: a folder of files whose marked functions and classes are types of a run file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def short(task, rollout, most=3):
 
 @reward("wordy")
 class Wordy(Reward):
-    """Wants a word."""
+    """1 if the reply has the word."""
     word: str = WORD
 
     def score(self, task, text):
@@ -48,7 +48,7 @@ async def ask(task, conversation, politely=False):
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder of plugins; what it put into this process goes again."""
+    """A folder of plugins; modules imported from it are removed after the test."""
     made = tmp_path / "own"
     made.mkdir()
     (made / "own_words.py").write_text('WORD = "yes"\n')
@@ -62,7 +62,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             del sys.modules[name]
 
 
-def test_marked_parts_are_types_with_options(folder):
+def test_marked_plugins_are_types_with_options(folder):
     config = settings(
         folder.parent / "run",
         plugins=str(folder),
@@ -80,7 +80,7 @@ def test_marked_parts_are_types_with_options(folder):
     assert row["reward/mean"] == pytest.approx(0.5 * row["reward/short"] + row["reward/wordy"] + row["reward/counted"])
 
 
-def test_a_run_file_names_its_folder_and_a_word_of_the_command_line_does_too(folder, tmp_path):
+def test_plugin_folder_may_be_an_override(folder, tmp_path):
     from tinsmith.rl.config import RunConfig
 
     file = tmp_path / "run.yaml"
@@ -102,12 +102,12 @@ def test_a_run_file_names_its_folder_and_a_word_of_the_command_line_does_too(fol
         ([{"type": "custom", "path": "own_words:WORD"}], "neither a function nor a class"),
     ],
 )
-def test_wrong_options_are_told_by_name(folder, tmp_path, rewards, sentence):
+def test_wrong_plugin_options_are_named(folder, tmp_path, rewards, sentence):
     with pytest.raises(ValueError, match=sentence):
         settings(tmp_path, plugins=str(folder), rewards=rewards)
 
 
-def test_files_that_cannot_be_imported_are_named(folder, tmp_path):
+def test_plugin_files_that_cannot_be_imported_are_named(folder, tmp_path):
     (folder / "own_broken.py").write_text("1 / 0")
     with pytest.raises(ConfigError, match=r"own_broken.py cannot be imported: ZeroDivisionError"):
         settings(tmp_path, plugins=str(folder))

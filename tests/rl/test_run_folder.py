@@ -1,4 +1,4 @@
-"""A run broken off anywhere and begun again ends as one that never was."""
+"""A run that is killed anywhere and resumed ends like an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tinsmith.rl.train import train
         ("snapshot", 2),
     ],
 )
-def test_a_run_killed_anywhere_ends_with_the_same_metrics(tmp_path, staleness, interval, method, at, calls):
+def test_killed_run_resumes_with_equal_metrics(tmp_path, staleness, interval, method, at, calls):
     how = {"staleness": staleness, "sync": {"interval": interval, "method": method}}
     run(settings(tmp_path / "whole", **how))
     broken = settings(tmp_path / "broken", **how)
@@ -61,7 +61,7 @@ def test_global_random_states_are_restored():
     assert (random.random(), float(np.random.normal())) == drawn
 
 
-def test_a_half_written_line_is_taken_back(tmp_path):
+def test_partially_written_metrics_line_is_removed(tmp_path):
     run(settings(tmp_path, steps=3))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "rew')
@@ -69,27 +69,27 @@ def test_a_half_written_line_is_taken_back(tmp_path):
     assert sorted({row["step"] for row in rows(tmp_path)}) == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_more_steps_go_on_from_a_finished_run(tmp_path):
+def test_finished_run_resumes_with_more_steps(tmp_path):
     run(settings(tmp_path, steps=4, eval={"every": 0, "after": False}))
     run(settings(tmp_path, steps=8, eval={"every": 0, "after": False}))
     run(settings(tmp_path / "whole", steps=8, eval={"every": 0, "after": False}))
     assert rows(tmp_path) == rows(tmp_path / "whole")
 
 
-def test_other_settings_are_refused_by_name(tmp_path):
+def test_resuming_with_other_settings_names_them(tmp_path):
     run(settings(tmp_path, steps=1))
     with pytest.raises(ConfigError, match=r"different settings: group_size, optimizer\.learning_rate\.") as caught:
         run(settings(tmp_path, steps=1, group_size=5, optimizer={"learning_rate": 0.3}))
     assert "folder=" in caught.value.hint
 
 
-def test_a_run_may_refuse_to_go_on(tmp_path):
+def test_resume_false_rejects_an_existing_run(tmp_path):
     run(settings(tmp_path, steps=1))
     with pytest.raises(ConfigError, match="already holds a run"):
         run(settings(tmp_path, steps=2, resume=False))
 
 
-def test_two_processes_may_not_share_a_folder(tmp_path):
+def test_second_process_cannot_open_the_folder(tmp_path):
     folder = RunFolder.open(tmp_path, {"seed": 0})
     with pytest.raises(ConfigError, match="is using the run folder"):
         RunFolder.open(tmp_path, {"seed": 0})
@@ -97,7 +97,7 @@ def test_two_processes_may_not_share_a_folder(tmp_path):
     RunFolder.open(tmp_path, {"seed": 0}).close()
 
 
-def test_what_was_sampled_ahead_is_in_the_state(tmp_path):
+def test_state_holds_batches_sampled_ahead(tmp_path):
     with pytest.raises(Killed):
         run(settings(tmp_path, staleness=2), breaking(tmp_path, calls=4, at="update"))
     state = json.loads((tmp_path / "state.json").read_text())
@@ -106,7 +106,7 @@ def test_what_was_sampled_ahead_is_in_the_state(tmp_path):
     assert state["cursor"] == 5 * 3
 
 
-def test_interrupting_a_run_leaves_a_folder_to_go_on_in(tmp_path):
+def test_interrupted_run_can_be_resumed(tmp_path):
     config = settings(tmp_path, steps=500)
 
     saved = asyncio.Event()
@@ -115,11 +115,11 @@ def test_interrupting_a_run_leaves_a_folder_to_go_on_in(tmp_path):
         policy = await scripted(tmp_path)(state, version)
         save = policy.save
 
-        async def telling(name, ttl_seconds):
+        async def save_and_notify(name, ttl_seconds):
             saved.set()
             return await save(name, ttl_seconds)
 
-        policy.save = telling
+        policy.save = save_and_notify
         return policy
 
     async def interrupted():
@@ -152,7 +152,7 @@ def test_state_of_an_older_run_folder_is_read(tmp_path):
     assert {key: written[key] for key in older} == older
 
 
-def test_demonstrations_may_be_named_experts_in_an_older_run_folder(tmp_path):
+def test_older_run_folder_may_name_demonstrations_otherwise(tmp_path):
     RunFolder.open(tmp_path, {"experts": {"data": {"type": "addition"}}}).close()
     RunFolder.open(tmp_path, {"demonstrations": {"data": {"type": "addition"}}}).close()
     with pytest.raises(ConfigError, match="different settings"):

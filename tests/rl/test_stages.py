@@ -1,4 +1,4 @@
-"""Stages follow each other from weights to weights, and a run killed in any of them goes on there."""
+"""Stages of a run pass on their weights, and a run killed in any stage resumes there."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ LAST = {"name": "last", "algorithm": {"type": "rloo", "reference": "start"}, "ep
 
 
 def staged_settings(folder: Path, *stages: dict, **changes) -> RunConfig:
+    """Settings of a run in stages; sft, grpo and rloo by default."""
     said = folder.parent / "said.jsonl"
     said.write_text("\n".join(json.dumps({"question": f"{n}?", "answer": "yes"}) for n in range(7)))
     sft = {**SFT, "demonstrations": {"data": {"type": "jsonl", "path": str(said)}}}
@@ -44,29 +45,29 @@ class Server(ScriptedPolicy):
 
 
 class Policies:
-    """Makes a stage's policy, and keeps how each was asked for; may kill the run at one of its calls."""
+    """Makes the policies of stages and records (name, state, load_from) of each; may raise Killed in method `at`."""
 
     def __init__(self, folder: Path, at: str = "", calls: int = 0) -> None:
-        self.asked: list[tuple[str, str, str]] = []
+        self.connections: list[tuple[str, str, str]] = []
         self._folder, self._at, self._left = folder, at, calls
 
     def __call__(self, config: RunConfig):
         weights = self._folder / "weights" / config.name.rpartition(" ")[2]
 
         async def connect(state: str, version: int):
-            self.asked.append((config.name, state, config.model.load_from))
+            self.connections.append((config.name, state, config.model.load_from))
             start = state or config.model.load_from
             policy = Server(REPLIES, weights, state=start, version=version)
             if self._at:
                 method = getattr(policy, self._at)
 
-                async def deadly(*args, **kwargs):
+                async def killed_call(*args, **kwargs):
                     self._left -= 1
                     if self._left < 0:
                         raise Killed
                     return await method(*args, **kwargs)
 
-                setattr(policy, self._at, deadly)
+                setattr(policy, self._at, killed_call)
             return policy
 
         return connect
@@ -79,16 +80,16 @@ def run(config: RunConfig, policies: Policies | None = None):
 FOLDERS = ("01-sft", "02-grpo", "03-last")
 
 
-def test_each_stage_begins_with_the_weights_of_the_one_before(tmp_path):
+def test_each_stage_starts_from_the_previous_weights(tmp_path):
     policies = Policies(tmp_path / "run")
     last, state = run(staged_settings(tmp_path / "run"), policies)
-    told = json.loads((tmp_path / "run" / "stages.json").read_text())
-    assert told["under_way"] == ""
-    assert list(told["ended"]) == ["sft", "grpo", "last"]
-    assert policies.asked == [
+    record = json.loads((tmp_path / "run" / "stages.json").read_text())
+    assert record["under_way"] == ""
+    assert list(record["ended"]) == ["sft", "grpo", "last"]
+    assert policies.connections == [
         ("small sft", "", ""),
-        ("small grpo", "", told["ended"]["sft"]),
-        ("small last", told["ended"]["grpo"], told["ended"]["grpo"]),  # it keeps the optimizer
+        ("small grpo", "", record["ended"]["sft"]),
+        ("small last", record["ended"]["grpo"], record["ended"]["grpo"]),  # it keeps the optimizer
     ]
     assert (last.name, last.steps, state.step) == ("small last", 0, 3)
     first, second, third = (rows(tmp_path / "run" / folder) for folder in FOLDERS)
@@ -115,7 +116,7 @@ def test_each_stage_begins_with_the_weights_of_the_one_before(tmp_path):
         ("snapshot", 14),
     ],
 )
-def test_a_run_killed_in_any_stage_ends_as_one_never_killed(tmp_path, at, calls):
+def test_run_killed_in_any_stage_resumes_with_equal_metrics(tmp_path, at, calls):
     run(staged_settings(tmp_path / "whole"))
     broken = staged_settings(tmp_path / "broken")
     with pytest.raises(Killed):
@@ -128,46 +129,46 @@ def test_a_run_killed_in_any_stage_ends_as_one_never_killed(tmp_path, at, calls)
 BENCH = {"name": "try", "mode": "bench", "eval": {"temperature": 1.0, "num_samples": 4}}
 
 
-def test_a_stage_may_compare_what_the_one_before_saved_and_changes_nothing(tmp_path):
+def test_bench_stage_compares_the_previous_weights(tmp_path):
     first = {**BENCH, "name": "base"}
     stages = (first, SFT, BENCH, {**GRPO, "steps": 1})
     config = staged_settings(tmp_path / "run", *stages, model={"name": "scripted", "rank": 4})
     last, state = run(config)
-    told = json.loads((tmp_path / "run" / "stages.json").read_text())
-    assert (last.name, last.model.load_from, state.step) == ("small grpo", told["ended"]["sft"], 1)
-    assert list(told["ended"]) == ["base", "sft", "try", "grpo"]
+    record = json.loads((tmp_path / "run" / "stages.json").read_text())
+    assert (last.name, last.model.load_from, state.step) == ("small grpo", record["ended"]["sft"], 1)
+    assert list(record["ended"]) == ["base", "sft", "try", "grpo"]
 
     def compared(folder: str) -> list[str]:
         rows = json.loads((tmp_path / "run" / folder / "bench" / "results.json").read_text())
         return [row["checkpoint"] for row in rows]
 
     assert compared("01-base") == ["scripted"]
-    assert compared("03-try") == ["scripted", told["ended"]["sft"].replace("final", "final-sampling")]
+    assert compared("03-try") == ["scripted", record["ended"]["sft"].replace("final", "final-sampling")]
     assert not (tmp_path / "run" / "03-try" / "state.json").exists()
     again = Policies(tmp_path / "run")
     run(config, again)
-    assert again.asked == []
+    assert again.connections == []
 
 
-def test_the_folder_says_which_stage_is_under_way(tmp_path):
+def test_stages_file_names_the_current_stage(tmp_path):
     config = staged_settings(tmp_path / "run")
     with pytest.raises(Killed):
         run(config, Policies(tmp_path / "run", "update", 6))
-    told = json.loads((tmp_path / "run" / "stages.json").read_text())
-    assert (told["under_way"], list(told["ended"])) == ("grpo", ["sft"])
+    record = json.loads((tmp_path / "run" / "stages.json").read_text())
+    assert (record["under_way"], list(record["ended"])) == ("grpo", ["sft"])
 
 
-def test_a_finished_run_asks_for_nothing_and_a_later_stage_may_be_added(tmp_path):
+def test_finished_run_accepts_another_stage(tmp_path):
     run(staged_settings(tmp_path / "run", SFT, GRPO))
     policies = Policies(tmp_path / "run")
     run(staged_settings(tmp_path / "run", SFT, GRPO), policies)
-    assert policies.asked == []
+    assert policies.connections == []
     _, state = run(staged_settings(tmp_path / "run", SFT, GRPO, LAST), policies)
-    assert [name for name, _, _ in policies.asked] == ["small last"]
+    assert [name for name, _, _ in policies.connections] == ["small last"]
     assert state.step == 3
 
 
-def test_other_stages_in_the_folder_are_refused(tmp_path):
+def test_resuming_with_other_stages_is_an_error(tmp_path):
     run(staged_settings(tmp_path / "run", SFT, GRPO))
     with pytest.raises(ConfigError, match="holds a run of the stages sft, grpo"):
         run(staged_settings(tmp_path / "run", GRPO))
@@ -193,17 +194,17 @@ def test_other_stages_in_the_folder_are_refused(tmp_path):
         ([{"name": "a", "steps": 2, "algorithm": {"type": "rloo", "reference": "start"}}], "stage a: .*load_from"),
     ],
 )
-def test_a_stage_that_is_no_run_is_refused_by_its_name(tmp_path, stages, sentence):
+def test_errors_of_a_stage_name_the_stage(tmp_path, stages, sentence):
     with pytest.raises((ConfigError, ValueError), match=sentence):
         settings(tmp_path, stages=stages, steps=0)
 
 
-def test_two_stages_of_one_name_are_refused(tmp_path):
+def test_duplicate_stage_names_are_an_error(tmp_path):
     with pytest.raises(ValueError, match="two stages are called grpo"):
         staged_settings(tmp_path / "run", GRPO, GRPO)
 
 
-def test_a_stages_section_takes_the_place_of_the_runs(tmp_path):
+def test_sections_of_a_stage_override_the_run(tmp_path):
     config = staged_settings(tmp_path / "run", {**GRPO, "eval": {"every": 3}}, LAST, model={"name": "m", "rank": 4})
     first, second = config.stage_config(1), config.stage_config(2, "tinker://x")
     assert (first.eval.every, second.eval.every) == (3, 4)

@@ -1,4 +1,4 @@
-"""Every kind of data to learn from, as stages of one run on a server of the Tinker API."""
+"""Every kind of demonstration data, as stages of one run on a service with the fake engine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tinsmith.service.embedded import embedded
 
 STAGES = """
 - {name: text, algorithm: {type: cpt}, demonstrations: {data: {type: jsonl, path: PATH, prompt: "{text}"}, learn: text}}
-- {name: told, algorithm: {type: sft}, demonstrations: {data: {type: jsonl, path: PATH, prompt: "{chat}"}, learn: all}}
+- {name: chats, algorithm: {type: sft}, demonstrations: {data: {type: jsonl, path: PATH, prompt: "{chat}"}, learn: all}}
 - {name: pairs, algorithm: {type: dpo, reference: start}, keep_optimizer: true, demonstrations:
     {data: {type: jsonl, path: PATH, chosen: "{answer}", rejected: "{worse}"}}}
 - {name: mixed, algorithm: {type: mix, reference: start}, demonstrations: {data: {type: jsonl, path: PATH}, ratio: 0.5}}
@@ -30,7 +30,7 @@ STAGES = """
 
 @pytest.fixture(scope="module")
 def finished(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the whole run."""
+    """Folder of the finished run."""
     from omegaconf import OmegaConf
 
     folder = tmp_path_factory.mktemp("staged")
@@ -57,9 +57,9 @@ def finished(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     )
     with embedded(ServeConfig(models=(f"tiny={tiny_llama}",), engine="fake", data=folder / "served")) as address:
 
-        def connecting(one: RunConfig) -> Connect:
+        def connecting(stage: RunConfig) -> Connect:
             async def connect(state: str, version: int) -> TinkerPolicy:
-                return await TinkerPolicy.connect(one.model, *address, seed=one.seed, state=state, version=version)
+                return await TinkerPolicy.connect(stage.model, *address, seed=stage.seed, state=state, version=version)
 
             return connect
 
@@ -67,37 +67,37 @@ def finished(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder / "run"
 
 
-def test_every_stage_took_its_steps(finished):
-    for number, name in enumerate(("text", "told", "pairs", "mixed", "chord"), 1):
+def test_every_stage_takes_its_steps(finished):
+    for number, name in enumerate(("text", "chats", "pairs", "mixed", "chord"), 1):
         steps = [
             row["step"] for row in rows(finished / f"{number:02}-{name}") if "time/step" in row or "optim/lr" in row
         ]
         assert steps == [1, 2], name
     assert list(json.loads((finished / "stages.json").read_text())["ended"]) == [
         "text",
-        "told",
+        "chats",
         "pairs",
         "mixed",
         "chord",
     ]
 
 
-def test_text_and_chats_are_learned_from(finished):
-    for folder in ("01-text", "02-told"):
+def test_text_and_chats_are_trained_on(finished):
+    for folder in ("01-text", "02-chats"):
         first = rows(finished / folder)[0]
         assert first["optim/expert_nll"] > 0
         assert first["optim/rows"] == 2
         assert first["tokens/trained"] > 0
 
 
-def test_pairs_begin_where_the_reference_is(finished):
+def test_dpo_starts_at_its_reference(finished):
     first = rows(finished / "03-pairs")[0]
     assert first["optim/rows"] == 4
     assert first["optim/dpo/margin"] == pytest.approx(0.0, abs=1e-4)
     assert first["optim/policy_loss"] == pytest.approx(math.log(2.0), abs=1e-4)
 
 
-def test_experts_words_stand_beside_the_policys(finished):
+def test_mix_trains_on_rollouts_and_demonstrations(finished):
     for folder, count in (("04-mixed", 4), ("05-chord", 3)):
         row = rows(finished / folder)[0]
         assert row["optim/mix/expert"] > 0

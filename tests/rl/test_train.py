@@ -1,4 +1,4 @@
-"""The training loop: rewards rise at any staleness, steps are logged, failures are data, epochs become steps."""
+"""The training loop: rewards rise, metrics are logged, failures are recorded, epochs become steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tinsmith.rl.train import resolve_steps
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_reward_rises_whatever_the_staleness(tmp_path, staleness):
+def test_reward_rises_at_any_staleness(tmp_path, staleness):
     state = run(settings(tmp_path, steps=30, staleness=staleness))
     reward = [row["reward/mean"] for row in rows(tmp_path) if "reward/mean" in row]
     assert state.step == 30
@@ -26,7 +26,7 @@ def test_reward_rises_whatever_the_staleness(tmp_path, staleness):
     assert sum(reward[-5:]) / 5 > 0.9
 
 
-def test_staleness_is_bounded_by_the_one_number(tmp_path):
+def test_staleness_is_bounded_by_its_setting(tmp_path):
     run(
         settings(
             tmp_path, staleness=2, algorithm={"advantage": {"std_threshold": None}, "kl": {"type": "k2", "coef": 1e-9}}
@@ -44,7 +44,7 @@ def test_synchronous_steps_train_on_their_own_samples(finished):
             assert row["optim/kl_sample_train_v2"] == pytest.approx(0, abs=1e-9)
 
 
-def test_each_step_logs_what_the_issue_asks_for(finished):
+def test_each_step_logs_the_documented_metrics(finished):
     row = next(row for row in rows(finished, timeless=False) if row.get("optim/rows"))
     wanted = {
         "reward/mean", "groups/constant", "optim/kl_sample_train_v1", "optim/kl_sample_train_v2", "optim/entropy",
@@ -54,7 +54,7 @@ def test_each_step_logs_what_the_issue_asks_for(finished):
     assert wanted <= row.keys()
 
 
-def test_evaluation_comes_before_during_and_after(finished):
+def test_evaluation_runs_before_during_and_after_training(finished):
     steps = [row["step"] for row in rows(finished) if "eval/pass@1" in row]
     assert steps == [0, 4, 8]
     assert {file.name for file in (finished / "rollouts").glob("eval-*")} == {
@@ -62,7 +62,7 @@ def test_evaluation_comes_before_during_and_after(finished):
     }  # fmt: skip
 
 
-def test_every_rollout_is_kept_with_tokens_text_and_reward_parts(finished):
+def test_rollouts_are_stored_with_tokens_text_and_reward_parts(finished):
     lines = [json.loads(line) for line in (finished / "rollouts" / "train-000001.jsonl").read_text().splitlines()]
     assert len(lines) == 3 * 4
     turn = lines[0]["turns"][0]
@@ -72,20 +72,20 @@ def test_every_rollout_is_kept_with_tokens_text_and_reward_parts(finished):
     assert lines[0]["reward_parts"] == {"format": lines[0]["reward"]}
 
 
-def test_a_step_without_a_signal_is_passed_over_and_told(tmp_path):
+def test_step_without_advantages_is_logged_as_skipped(tmp_path):
     run(settings(tmp_path, rewards=[{"type": "format", "pattern": "never"}], steps=2))
     trained = [row for row in rows(tmp_path) if "reward/mean" in row]
     assert [row["optim/skipped"] for row in trained] == [1.0, 1.0]
     assert [row["groups/constant"] for row in trained] == [1.0, 1.0]
 
 
-def test_rewards_that_raise_are_data_until_all_do(tmp_path):
+def test_run_ends_when_every_rollout_failed(tmp_path):
     config = settings(tmp_path, rewards=[{"type": "reasoning_gym"}])
     with pytest.raises(TinsmithError, match=r"Every rollout of step 1 failed; .*no task of reasoning-gym"):
         run(config)
 
 
-def test_a_reward_that_is_no_number_at_times_costs_rollouts_not_the_run(tmp_path):
+def test_non_finite_rewards_fail_rollouts_not_the_run(tmp_path):
     (tmp_path / "plugins").mkdir()
     (tmp_path / "plugins" / "odd.py").write_text(
         "from tinsmith.rl.plugins import reward\n\n\n@reward('odd')\ndef odd(task, rollout):\n"
@@ -100,7 +100,7 @@ def test_a_reward_that_is_no_number_at_times_costs_rollouts_not_the_run(tmp_path
     assert "reward: odd is nan" in (tmp_path / "run" / "rollouts" / "train-000001.jsonl").read_text()
 
 
-def test_a_server_that_fails_at_times_costs_rollouts_not_the_run(tmp_path):
+def test_connection_errors_fail_rollouts_not_the_run(tmp_path):
     class Flaky(ScriptedPolicy):
         async def snapshot(self):
             snapshot = await super().snapshot()
@@ -127,7 +127,7 @@ def test_a_server_that_fails_at_times_costs_rollouts_not_the_run(tmp_path):
     assert "ConnectionError: gone for a moment" in lines
 
 
-def test_a_finished_run_is_left_as_it_is(finished):
+def test_finished_run_is_left_unchanged(finished):
     before = (finished / "metrics.jsonl").read_text()
 
     async def connect(state, version):
@@ -137,13 +137,13 @@ def test_a_finished_run_is_left_as_it_is(finished):
     assert (finished / "metrics.jsonl").read_text() == before
 
 
-def test_the_end_leaves_weights_to_go_on_from_and_to_sample_from(tmp_path):
+def test_final_weights_are_saved_for_training_and_sampling(tmp_path):
     state = run(settings(tmp_path, steps=1), scripted(tmp_path))
     assert "final" in state.path
     assert "final-sampling" in state.sampling_path
 
 
-def test_hundreds_of_rollouts_are_under_way_at_once_without_a_thread(tmp_path):
+def test_hundreds_of_concurrent_rollouts_use_no_threads(tmp_path):
     under_way, most, threads = 0, 0, set()
 
     class Slow(ScriptedPolicy):
@@ -173,6 +173,7 @@ def test_hundreds_of_rollouts_are_under_way_at_once_without_a_thread(tmp_path):
 
 
 def epoch_settings(folder, **changes):
+    """Settings of a run whose steps follow from its epochs."""
     tasks = {"train": {"type": "largest", "size": 25}, "held_out": 5}
     return settings(folder, **{"steps": 0, "tasks": tasks, **changes})
 
@@ -180,11 +181,11 @@ def epoch_settings(folder, **changes):
 @pytest.mark.parametrize(
     ("epochs", "steps", "expected"), [(1, 0, 6), (2, 0, 13), (0.5, 0, 3), (2, 4, 4), (1, 40, 6), (None, 7, 7)]
 )
-def test_steps_are_rows_times_epochs_over_the_steps_size(tmp_path, epochs, steps, expected):
+def test_steps_are_epochs_times_tasks_over_groups_per_step(tmp_path, epochs, steps, expected):
     assert resolve_steps(epoch_settings(tmp_path, epochs=epochs, steps=steps)).steps == expected
 
 
-def test_a_run_of_epochs_ends_by_itself(tmp_path):
+def test_run_with_epochs_ends_by_itself(tmp_path):
     assert run(epoch_settings(tmp_path, epochs=1)).step == 6
     folder = RunFolder.open(tmp_path, epoch_settings(tmp_path, epochs=1, steps=6).model_dump(mode="json"))
     assert folder.state is not None
@@ -192,7 +193,7 @@ def test_a_run_of_epochs_ends_by_itself(tmp_path):
     folder.close()
 
 
-def test_an_end_is_wanted_and_a_whole_step(tmp_path):
+def test_run_needs_at_least_one_step(tmp_path):
     with pytest.raises(ValueError, match="Set steps, or epochs"):
         epoch_settings(tmp_path)
     with pytest.raises(ConfigError, match="less than one step of 3"):

@@ -1,4 +1,4 @@
-"""The records read themselves."""
+"""Derived values of groups and rollouts."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ def rollout(reward: float, error: str = "") -> Rollout:
     return Rollout(rewards={"policy": reward}, error=error)
 
 
-def test_a_group_is_constant_when_comparing_teaches_nothing():
+def test_group_is_constant_when_rewards_do_not_differ():
     assert Group(task=TASK, rollouts=(rollout(1.0), rollout(1.0))).constant
     assert Group(task=TASK, rollouts=(rollout(1.0), rollout(0.0, error="timeout"))).constant
     assert not Group(task=TASK, rollouts=(rollout(1.0), rollout(0.0))).constant
 
 
-def test_a_failed_rollout_has_no_reward_among_the_group():
+def test_group_rewards_exclude_failed_rollouts():
     assert Group(task=TASK, rollouts=(rollout(1.0), Rollout(error="x"), rollout(0.5))).rewards == (1.0, 0.5)
 
 
-def test_a_rollout_says_its_last_words():
+def test_rollout_text_is_the_last_turn():
     turns = tuple(Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text=text, stop="stop") for text in ("a", "b"))
     assert Rollout(turns=turns).text == "b"
     assert Rollout().text == ""

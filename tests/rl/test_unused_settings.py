@@ -1,4 +1,4 @@
-"""No key of a run file is accepted where nothing reads it: it is refused, with what would read it."""
+"""Settings of a run file that have no effect are errors that name what would use them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.runner import server
 from tinsmith.settings import build
 
-ASKED = {
+GRPO_RUN = {
     "model": {"name": "toy"},
     "tasks": {"train": {"type": "addition"}},
     "rewards": [{"type": "closeness"}],
@@ -17,7 +17,7 @@ ASKED = {
 }
 
 
-TAUGHT = {
+SFT_RUN = {
     "model": {"name": "toy"},
     "algorithm": {"type": "sft"},
     "demonstrations": {"data": {"type": "addition"}, "per_step": 4},
@@ -26,13 +26,15 @@ TAUGHT = {
 
 
 def read(values, **changes):
+    """Settings of a run file with changes."""
     return build(RunConfig, {**values, **changes}, "run.yaml")
 
 
 def refused(values, words, **changes):
-    with pytest.raises(ConfigError) as told:
+    """Assert that a run file is an error whose text has `words`."""
+    with pytest.raises(ConfigError) as caught:
         read(values, **changes)
-    assert words in str(told.value)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -87,17 +89,17 @@ def refused(values, words, **changes):
         ("rewards", [{"type": "math_boxed", "form": 0.5}], "form is not used with think: false; set think to true"),
     ],
 )
-def test_a_key_without_the_one_that_it_goes_with_is_refused(section, values, words):
-    refused(ASKED, words, **{section: values})
+def test_dependent_key_without_its_switch_is_an_error(section, values, words):
+    refused(GRPO_RUN, words, **{section: values})
 
 
-def test_an_order_by_guesses_wants_the_fields_to_guess_by():
+def test_difficulty_rho_requires_by():
     tasks = {"train": {"type": "addition"}, "order": {"type": "difficulty", "rho": 0.5}}
-    refused(ASKED, "rho is not used without by", tasks=tasks)
+    refused(GRPO_RUN, "rho is not used without by", tasks=tasks)
 
 
-def test_a_default_may_be_written_down():
-    run = read(ASKED, rollout={"timeout_warmup": 1, "over": {"wait": 30.0}}, optimizer={"min_ratio": 0.0})
+def test_unused_keys_may_have_their_default():
+    run = read(GRPO_RUN, rollout={"timeout_warmup": 1, "over": {"wait": 30.0}}, optimizer={"min_ratio": 0.0})
     again = run.model_dump(mode="json")
     assert build(RunConfig, {**again, "eval": {}, "bench": {}}, "run.yaml").rollout == run.rollout
 
@@ -106,25 +108,25 @@ ROWS = {"type": "jsonl", "path": "rows.jsonl"}
 
 
 @pytest.mark.parametrize("key", ["reply", "chosen", "rejected", "tools_key"])
-def test_tasks_have_no_keys_of_lessons(key):
+def test_tasks_reject_keys_of_demonstrations(key):
     words = f"{key} applies only to demonstrations; remove it here"
-    refused(ASKED, words, tasks={"train": {**ROWS, key: "some"}})
-    refused(ASKED, words, tasks={"train": {"type": "addition"}, "eval": {"one": {**ROWS, key: "some"}}})
+    refused(GRPO_RUN, words, tasks={"train": {**ROWS, key: "some"}})
+    refused(GRPO_RUN, words, tasks={"train": {"type": "addition"}, "eval": {"one": {**ROWS, key: "some"}}})
 
 
 @pytest.mark.parametrize(("key", "value"), [("reply_prefix", "So:"), ("extra", ["level"])])
-def test_lessons_have_no_keys_of_tasks(key, value):
-    refused(TAUGHT, f"{key} applies only to tasks", demonstrations={"data": [{**ROWS, key: value}]})
+def test_demonstrations_reject_keys_of_tasks(key, value):
+    refused(SFT_RUN, f"{key} applies only to tasks", demonstrations={"data": [{**ROWS, key: value}]})
 
 
-def test_plain_text_to_learn_has_no_chat_around_it():
-    experts = {"data": {**ROWS, "system": "Be brief."}, "learn": "text"}
-    refused({**TAUGHT, "algorithm": {"type": "cpt"}}, "system applies only to chats", demonstrations=experts)
+def test_plain_text_rejects_chat_keys():
+    demonstrations = {"data": {**ROWS, "system": "Be brief."}, "learn": "text"}
+    refused({**SFT_RUN, "algorithm": {"type": "cpt"}}, "system applies only to chats", demonstrations=demonstrations)
 
 
-def test_how_many_lessons_a_step_has_is_said_once():
-    experts = {"data": {"type": "addition"}, "per_step": 3, "ratio": 0.3}
-    refused(TAUGHT, "leave out one", demonstrations=experts)
+def test_per_step_and_ratio_exclude_each_other():
+    demonstrations = {"data": {"type": "addition"}, "per_step": 3, "ratio": 0.3}
+    refused(SFT_RUN, "leave out one", demonstrations=demonstrations)
 
 
 @pytest.mark.parametrize(
@@ -137,14 +139,16 @@ def test_how_many_lessons_a_step_has_is_said_once():
         ("filters", [{"type": "cut"}]),
     ],
 )
-def test_a_run_on_data_alone_has_no_keys_of_rollouts(key, value):
-    refused(TAUGHT, f"{key} is not used with algorithm.type: sft, which samples no rollouts", **{key: value})
-    learned = {"name": "sft", "algorithm": {"type": "sft"}, "demonstrations": TAUGHT["demonstrations"]}
+def test_sft_run_rejects_keys_of_rollouts(key, value):
+    refused(SFT_RUN, f"{key} is not used with algorithm.type: sft, which samples no rollouts", **{key: value})
+    learned = {"name": "sft", "algorithm": {"type": "sft"}, "demonstrations": SFT_RUN["demonstrations"]}
     stages = [learned, {"name": "grpo"}]
-    asked = {**ASKED, key: value}
-    assert key not in read(asked, stages=stages).stage_config(1, "").model_fields_set
+    values = {**GRPO_RUN, key: value}
+    assert key not in read(values, stages=stages).stage_config(1, "").model_fields_set
     refused(
-        ASKED, f"stage sft: {key} is not used with algorithm.type: sft", stages=[{**stages[0], key: value}, stages[1]]
+        GRPO_RUN,
+        f"stage sft: {key} is not used with algorithm.type: sft",
+        stages=[{**stages[0], key: value}, stages[1]],
     )
 
 
@@ -160,14 +164,14 @@ def test_a_run_on_data_alone_has_no_keys_of_rollouts(key, value):
         ("sft", {"loss": {"type": "ppo"}}, "sft needs a likelihood loss"),
     ],
 )
-def test_an_algorithm_of_lessons_has_no_parts_of_rollouts(kind, part, words):
-    refused(TAUGHT, words, algorithm={"type": kind, **part})
+def test_supervised_algorithms_reject_parts_for_rollouts(kind, part, words):
+    refused(SFT_RUN, words, algorithm={"type": kind, **part})
 
 
-def test_lessons_may_have_another_loss_and_pairs_a_divergence():
-    assert read(TAUGHT, algorithm={"type": "sft", "loss": {"type": "sft_phi"}}).algorithm.loss.type == "sft_phi"
-    kept = {"type": "dpo", "kl": {"type": "k2", "coef": 0.1}, "aggregate": "token_sum"}
-    assert read(TAUGHT, algorithm=kept).algorithm.aggregate == "token_sum"
+def test_sft_accepts_other_losses_and_dpo_a_divergence():
+    assert read(SFT_RUN, algorithm={"type": "sft", "loss": {"type": "sft_phi"}}).algorithm.loss.type == "sft_phi"
+    dpo = {"type": "dpo", "kl": {"type": "k2", "coef": 0.1}, "aggregate": "token_sum"}
+    assert read(SFT_RUN, algorithm=dpo).algorithm.aggregate == "token_sum"
 
 
 @pytest.mark.parametrize(
@@ -185,8 +189,8 @@ def test_lessons_may_have_another_loss_and_pairs_a_divergence():
         ({"sync": {"method": "memory", "keep": 5}}, "keep is not used with method: memory"),
     ],
 )
-def test_how_far_sampling_runs_ahead_is_said_where_it_counts(changes, words):
-    refused(ASKED, words, **changes)
+def test_rejects_run_ahead_keys_unused_by_the_style(changes, words):
+    refused(GRPO_RUN, words, **changes)
 
 
 @pytest.mark.parametrize(
@@ -196,13 +200,13 @@ def test_how_far_sampling_runs_ahead_is_said_where_it_counts(changes, words):
         ([{"name": "a"}, {"name": "b", "mode": "bench", "keep_optimizer": True}], "stage b: mode bench trains nothing"),
     ],
 )
-def test_an_optimizer_is_kept_where_there_is_one(stages, words):
-    refused(ASKED, words, stages=stages)
+def test_keep_optimizer_requires_a_previous_training_stage(stages, words):
+    refused(GRPO_RUN, words, stages=stages)
 
 
-def test_what_a_server_of_ones_own_would_be_told_another_is_not(monkeypatch, capsys):
+def test_service_settings_are_noted_when_unused(monkeypatch, capsys):
     monkeypatch.setenv("TINKER_API_KEY", "tml-x")
-    run = read(ASKED, model={"name": "toy", "base_url": "http://there:1"}, service={"dtype": "float32"})
+    run = read(GRPO_RUN, model={"name": "toy", "base_url": "http://there:1"}, service={"dtype": "float32"})
     with server(run) as (url, _):
         assert url == "http://there:1"
     assert "note: service.dtype: not used, because the run connects to http://there:1" in capsys.readouterr().err
