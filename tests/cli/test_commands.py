@@ -40,6 +40,7 @@ STEPS = 16
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    """Working directory with a run file and a link to the tiny Llama."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "tiny").symlink_to(tiny_llama)  # the fake engine's weights come from its source's name
     (folder / "small.yaml").write_text(RUN_FILE)
@@ -47,11 +48,13 @@ def work(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
 
 
 def environment() -> dict[str, str]:
+    """Environment of a command: without TINKER variables, one thread, 100 columns."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
     return {**clean, "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
 
 
 def tinsmith(work: Path, *words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in `work` to its end; `extra` are environment variables."""
     command = [sys.executable, "-m", "tinsmith", *words]
     return subprocess.run(
         command, cwd=work, capture_output=True, text=True, timeout=100, check=False, env={**environment(), **extra}
@@ -84,6 +87,7 @@ def run_and_send(work: Path, number: int, folder: str, *overrides: str) -> int:
 
 
 def metrics(folder: Path) -> list[dict[str, float]]:
+    """Rows of a run's metrics.jsonl, without metrics that depend on time."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if not name.startswith(("time/", "speed/"))} for row in rows]
 

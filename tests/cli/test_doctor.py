@@ -20,16 +20,19 @@ KEY = "tml-x"
 
 
 def config(data: Path, **changes) -> ServeConfig:
+    """Settings of a service with the fake engine on a free port."""
     return ServeConfig(
         **{"models": ("toy",), "engine": "fake", "data": data, "port": free_port(), "api_key": KEY} | changes
     )
 
 
 def findings(settings: ServeConfig) -> dict[str, Finding]:
+    """Findings of the doctor by check."""
     return {finding.check: finding for finding in run_checks(settings)}
 
 
 def tinsmith(*words: str, **extra: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end; `extra` are environment variables."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TINKER_")}
     command = [sys.executable, "-m", "tinsmith", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env={**clean, **extra})

@@ -12,6 +12,7 @@ from tests.cli.test_commands import RUN_FILE, STEPS, error_of, metrics, run_and_
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
+    """Working directory with a run file."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "small.yaml").write_text(RUN_FILE.replace("source: tiny", f"source: {tiny_llama}"))
     return folder

@@ -23,6 +23,7 @@ WORDS = ("run", "small.yaml", "folder=runs/two", "buffer={type: file}", "sync.ti
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Working directory with a run file."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "small.yaml").write_text(RUN_FILE)
     return folder
@@ -30,6 +31,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @contextmanager
 def started(work: Path, mode: str, server: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A running process of a mode, killed at the end of the block."""
     command = [sys.executable, "-m", "tinsmith", *WORDS, f"mode={mode}"]
     with (work / f"{mode}.log").open("w") as log:
         process = subprocess.Popen(command, cwd=work, env={**environment(), **server}, stdout=log, stderr=log)
@@ -41,11 +43,13 @@ def started(work: Path, mode: str, server: dict[str, str]) -> Iterator[subproces
 
 
 def training_rows(work: Path) -> list[dict[str, float]]:
+    """Rows of metrics.jsonl, one for each step trained so far."""
     folder = work / "runs" / "two"
     return [row for row in metrics(folder) if "reward/mean" in row] if (folder / "metrics.jsonl").exists() else []
 
 
 def kill_after(work: Path, steps: int, process: subprocess.Popen[bytes]) -> None:
+    """Kill a process once `steps` steps are trained."""
     deadline = time.monotonic() + 400
     while len(training_rows(work)) < steps and time.monotonic() < deadline:
         time.sleep(0.02)
