@@ -56,11 +56,11 @@ class Needs:
     values: tuple[Any, ...] = ()
     unless: tuple[Any, ...] = ()
     key: str = ""
-    """The part of the field's value that is meant; empty: the whole value."""
+    """Key inside the field's value that needs the setting; empty: the whole value."""
     reason: str = ""
-    """Words in place of "with SETTING: VALUE"; "{0}" is the settings object."""
+    """Replaces "with SETTING: VALUE" in the message; "{0}" is the settings object."""
     hint: str = ""
-    """What to do, in place of "set SETTING"."""
+    """Replaces "set SETTING" in the message."""
 
     def fault(self, settings: BaseModel, field: str) -> str:
         """Message about `field` of `settings` if the other setting is missing, else empty."""
@@ -71,10 +71,10 @@ class Needs:
             return ""
         key = ".".join([*parents, name])
         present = (value not in _OFF[:3] and bool(value)) or value == "none"
-        where = f"with {self.setting}: {_shown(value)}" if present or value is False else f"without {self.setting}"
+        condition = f"with {self.setting}: {_shown(value)}" if present or value is False else f"without {self.setting}"
         values = f" to {' or '.join(map(_shown, self.values))}" if self.values else ""
-        cure = self.hint or f"set {self.setting}{values}, or leave out {key}"
-        return f"{key} is not used {self.reason.format(settings) or where}; {cure}"
+        fix = self.hint or f"set {self.setting}{values}, or leave out {key}"
+        return f"{key} is not used {self.reason.format(settings) or condition}; {fix}"
 
     def _fits(self, value: Any) -> bool:
         if self.values or self.unless:
@@ -244,14 +244,14 @@ def _within(key: str, overridden: Sequence[str]) -> bool:
 
 
 def _sentence(kind: type[BaseModel], fault: ErrorDetails) -> tuple[str, str]:
-    """The key at fault as the user writes it, and a sentence about the fault."""
+    """The faulty key as the user writes it, and a sentence about the fault."""
     parts, parents = _walk(kind, [str(part) for part in fault["loc"]])
     key = ".".join(parts)
     match fault["type"]:
         case "missing":
             return key, f"'{key}' is missing."
         case "extra_forbidden":
-            return key, f"there is no key '{key}'. {_cure(kind, parts, parents)}"
+            return key, f"there is no key '{key}'. {_fix(kind, parts, parents)}"
         case "union_tag_not_found":
             choices = [model for parent in parents for model in _models_under(parent, parts[-1])] or parents
             return key, f"'{key}' has no type. Add type: one of {', '.join(map(_tag, choices))}."
@@ -266,11 +266,11 @@ def _sentence(kind: type[BaseModel], fault: ErrorDetails) -> tuple[str, str]:
 def _no_such_type(key: str, fault: ErrorDetails) -> str:
     context = fault.get("ctx", {})
     tags = [tag.strip(" '") for tag in str(context.get("expected_tags", "")).split(",")]
-    cure = did_you_mean(str(context.get("tag")), tags) or f"Known here: {', '.join(tags)}."
-    return f"'{key}' has no type '{context.get('tag')}'. {cure}"
+    fix = did_you_mean(str(context.get("tag")), tags) or f"Known here: {', '.join(tags)}."
+    return f"'{key}' has no type '{context.get('tag')}'. {fix}"
 
 
-def _cure(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[BaseModel]]) -> str:
+def _fix(kind: type[BaseModel], parts: Sequence[str], parents: Sequence[type[BaseModel]]) -> str:
     """The nearest key of the same section, else the nearest of another section, else all keys of the section."""
     names = sorted({name for parent in parents for name in parent.model_fields})
     if near := nearest_name(parts[-1], names):

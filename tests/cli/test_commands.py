@@ -258,9 +258,9 @@ def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         (("run", "small.yaml", "model.rnk=3"), "there is no key 'model.rnk'. Did you mean 'model.rank'?"),
         (
             ("run", "small.yaml", "group_size=1"),
-            "small.yaml: group_size 1 leaves nothing to compare; set it to 2 or more",
+            "small.yaml: group_size 1 leaves no rollouts to compare; set it to 2 or more",
         ),
-        (("run", "small.yaml", "tasks.held_out=0"), "eval wants held-out tasks"),
+        (("run", "small.yaml", "tasks.held_out=0"), "eval needs held-out tasks"),
         (
             ("run", "small.yaml", "model.base_url=http://127.0.0.1:9", "folder=x"),
             "There is no API key for http://127.0.0.1:9.",

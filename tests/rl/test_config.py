@@ -59,7 +59,7 @@ def test_every_key_is_read_and_documented():
 
 def test_evaluation_without_held_out_tasks_is_an_error():
     base = {"model": {"name": "m"}, "rewards": [{"type": "number"}], "steps": 1}
-    with pytest.raises(ValueError, match="eval wants held-out tasks"):
+    with pytest.raises(ValueError, match="eval needs held-out tasks"):
         RunConfig.model_validate(
             {**base, "tasks": {"train": {"type": "addition"}, "held_out": 0}, "eval": {"every": 5}}
         )

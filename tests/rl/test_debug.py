@@ -25,7 +25,7 @@ def shown(config, connect) -> str:
 def test_debug_shows_every_part_of_a_rollout(tmp_path):
     text = shown(settings(tmp_path), scripted(tmp_path))
     for words in ("task addition/", "user  What is", "right  ", "turn 1 of 1, policy, version 0", "prompt  What is",
-                  "sampled, ended by stop", "reply  ", "logprobs  mean -", "token ids  ", "format  ", "in all  ",
+                  "sampled, ended by stop", "reply  ", "logprobs  mean -", "token ids  ", "format  ", "total  ",
                   "connect  ", "rollout  "):  # fmt: skip
         assert words in text
     assert not list(tmp_path.glob("*.json*"))

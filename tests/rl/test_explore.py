@@ -262,9 +262,9 @@ def test_sampling_ends_and_resumes_with_training(tmp_path, sync):
             return await sampler
 
     assert asyncio.run(main(4, 8)) >= 4
-    assert said.getvalue() == "Training has ended after step 4, so sampling ends too.\n"
+    assert said.getvalue() == "Training ended after step 4; sampling ends too.\n"
     assert asyncio.run(main(8, 8)) >= 8
-    assert said.getvalue().endswith("\nTraining ended after step 4: it must be started with more steps too.\n")
+    assert said.getvalue().endswith("\nTraining ended after step 4; start it with more steps too.\n")
     assert [row["step"] for row in rows(tmp_path) if "reward/mean" in row] == list(range(1, 9))
 
 
@@ -306,11 +306,11 @@ def test_processes_share_only_the_settings_that_both_read(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"mode": "train"}, "meet in a buffer of type file or sql"),
+        ({"mode": "train"}, "set buffer.type to file or sql"),
         ({"mode": "explore", "buffer": FILE, "sync": {"method": "memory"}}, "weights in memory have no name"),
         (
             {"mode": "explore", "buffer": FILE, "resume": "rename"},
-            "meet in the run.s folder: resume rename parts them",
+            "share the run's folder, so resume cannot be rename",
         ),
         ({"mode": "train", "buffer": FILE, "resume": "rename"}, "set another folder in both files to start a new run"),
         ({"mode": "bench", "tasks": {"train": {"type": "addition"}, "held_out": 0}, "eval": {}}, "mode bench wants"),

@@ -23,7 +23,7 @@ def test_log_has_every_step_and_the_end(finished):
 def test_log_has_the_error_that_ended_the_run(tmp_path):
     with pytest.raises(TinsmithError):
         run(settings(tmp_path, rewards=[{"type": "reasoning_gym"}]))
-    assert "broken off by TinsmithError: Every rollout of step 1 failed" in logs.read(tmp_path, level="ERROR")[0]
+    assert "stopped by TinsmithError: Every rollout of step 1 failed" in logs.read(tmp_path, level="ERROR")[0]
 
     async def connect(state, version):
         raise ZeroDivisionError("our fault")

@@ -1,4 +1,4 @@
-"""Compare checkpoints: evaluate each on the held-out tasks with the same seeds, without training.
+"""Mode bench: evaluate checkpoints on the held-out tasks with the same seeds, without training.
 
 bench/results.json                 the metrics of each checkpoint
 bench/rollouts/eval-000002.jsonl   the rollouts of checkpoint 2
@@ -32,14 +32,19 @@ from tinsmith.rl.train import eval_workflow_maker
 async def bench(
     config: RunConfig, connect: Callable[[], Awaitable[SamplingClients]], console: Console, of: Path | None = None
 ) -> list[dict[str, float | str]]:
-    """Evaluate every checkpoint; returns, prints and writes a row of metrics for each.
+    """Evaluate every checkpoint. Returns a row of metrics for each; also prints and writes them.
 
     `of` is the folder of the run that saved the checkpoints, if it is not this run's folder.
     """
     of = of or folder_path(config)
     names = checkpoint_names(config, of)
     if names == [config.model.name]:
-        console.print(f"The base model alone: {of} holds no checkpoint.", highlight=False, markup=False, soft_wrap=True)
+        console.print(
+            f"Only the base model is evaluated: {of} holds no checkpoint.",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     config = with_fresh_folder(config, "bench")
     path = folder_path(config)
     folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume, part="bench")
@@ -48,20 +53,20 @@ async def bench(
         agent_endpoint = AgentEndpoint()
         runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
         evaluator = Evaluator(config.eval, held_out, eval_workflow_maker(config, agent_endpoint), config.seed, runner)
-        peers = await connect()
+        clients = await connect()
         jsonl = JsonlMonitor(RunInfo(name=config.name, folder=path / "bench", steps=len(names)))
         rows: list[dict[str, float | str]] = []
         try:
             for number, name in enumerate(names, 1):
                 with console.status(f"{number} of {len(names)}: {name}"):
-                    groups, values = await evaluator.run(0, await peers.open_model(name))
+                    groups, values = await evaluator.run(0, await clients.open_model(name))
                 jsonl.rollouts(number, "eval", groups)
                 rows.append({"checkpoint": name, **values})
                 atomic_write(path / "bench" / "results.json", json.dumps(rows, indent=2).encode())
         finally:
             jsonl.close()
             await agent_endpoint.close()
-            await peers.close()
+            await clients.close()
     finally:
         folder.close()
     for number, name in enumerate(names, 1):
@@ -71,16 +76,18 @@ async def bench(
 
 
 def checkpoint_names(config: RunConfig, path: Path) -> list[str]:
-    """The models to compare: the base model, then checkpoints. Raises ConfigError if there are none."""
+    """Names of the models to compare: the base model, then checkpoints. Raises ConfigError if there are none."""
     names = list(config.bench.checkpoints)
     if not names and (state := read_state(path)) is not None:
-        last = state.sampling_path or state.path  # an unfinished run has saved nothing for sampling alone
+        last = state.sampling_path or state.path  # an unfinished run has no sampling checkpoint
         saved = [paths[0] for paths in state.checkpoints if paths[0] != state.path]
         names = [*saved, last] if config.bench.of_run == "all" else [last]
     if config.bench.base:
         names = [config.model.name, *names]
     if not names:
-        raise ConfigError("There is nothing to compare.", "Set bench.checkpoints to tinker:// paths, or bench.base.")
+        raise ConfigError(
+            "There is no model to compare.", "Set bench.checkpoints to tinker:// paths, or bench.base to true."
+        )
     return names
 
 

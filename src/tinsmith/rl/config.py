@@ -61,7 +61,7 @@ def _check_kept_optimizers(stages: Sequence[Stage], modes: Sequence[str]) -> Non
 
 
 def _inherited(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """The run's keys for a stage with the keys `own`, without keys of rollouts if the stage samples none."""
+    """The run's keys that a stage with the keys `own` inherits: without keys of rollouts if the stage samples none."""
     algorithm = own.get("algorithm", values.get("algorithm"))
     kind = algorithm.get("type") if isinstance(algorithm, Mapping) else None
     if kind not in DATA_ONLY:
@@ -71,7 +71,7 @@ def _inherited(values: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, A
 
 
 def _current_keys(values: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with `experts`, the older name of `demonstrations` that files may still use, renamed."""
+    """`values` with the former name of `demonstrations` replaced."""
     current = {key: value for key, value in values.items() if key != "experts"}
     if isinstance(older := values.get("experts"), Mapping):
         newer = current.get("demonstrations")
@@ -107,7 +107,8 @@ class RunConfig(Settings):
     model_config = ConfigDict(serialize_by_alias=True)
 
     mode: Literal["both", "explore", "train", "bench"] = "both"
-    """Sample and train; sample into a buffer; train from a buffer that another process fills; compare checkpoints."""
+    """`both` samples and trains, `explore` samples into a buffer, `train` trains from a buffer that another process
+    fills, `bench` compares checkpoints on the held-out tasks."""
     model: ModelConfig
     tasks: TasksConfig = TasksConfig()
     plugins: str = ""
@@ -116,17 +117,16 @@ class RunConfig(Settings):
     """Reward functions. The reward is their weighted sum plus the workflow's own reward. Not needed with a teacher
     (on_policy_distill, jsd)."""
     demonstrations: DemonstrationsConfig | None = Field(default=None, serialization_alias="experts")
-    """Demonstrations to train on: alone (sft, cpt, dpo) or together with rollouts (mix, mix_chord). `experts` is an
-    older name of this key."""
+    """Demonstrations to train on: alone (sft, cpt, dpo) or together with rollouts (mix, mix_chord)."""
     steps: int = Field(default=0, ge=0)
     """Optimizer steps; 0: derived from `epochs`."""
     epochs: float | None = Field(default=None, gt=0)
-    """Passes over the data, instead of steps: floor(tasks x epochs / groups_per_step) steps, or, with demonstrations
-    alone, floor(rows x epochs / demonstrations.per_step). If both are set, the smaller number of steps counts."""
+    """Passes over the data, in place of steps: floor(tasks x epochs / groups_per_step) steps, or, with demonstrations
+    alone, floor(rows x epochs / demonstrations.per_step). If `steps` is set too, the smaller number counts."""
     groups_per_step: int = Field(default=16, ge=1)
     """Tasks per step; each task is one group."""
     group_size: Annotated[int, _ROLLOUTS] = Field(default=8, ge=1)
-    """Rollouts per task, compared with each other."""
+    """Rollouts per task, which form one group."""
     staleness: Annotated[
         int,
         _ROLLOUTS,
@@ -150,8 +150,8 @@ class RunConfig(Settings):
     filters: Annotated[tuple[FilterConfig, ...], _ROLLOUTS] = ()
     """Filters of rollouts and groups before training, applied in order."""
     filter_refills: Annotated[int, _ROLLOUTS, Needs("filters")] = Field(default=0, ge=0)
-    """Further batches to sample, at most, until the filters leave groups_per_step groups; if they do not, the run ends.
-    0 trains on what the filters leave."""
+    """Largest number of additional batches to sample until groups_per_step groups pass the filters; the run fails if
+    they still do not. 0: train on the groups that pass."""
     sampling: SamplingConfig = SamplingConfig()
     workflow: WorkflowConfig = SingleTurnConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -166,21 +166,22 @@ class RunConfig(Settings):
     seed: int = Field(default=0, ge=0)
     """Seed of the adapter, the order of tasks and every sampling request."""
     concurrency: int = Field(default=256, ge=1)
-    """Concurrent sampling requests."""
+    """Largest number of concurrent sampling requests."""
     name: str = ""
     """Name of the run; empty: the run file's name."""
     description: str = ""
-    """A sentence for the report."""
+    """Description of the run, shown in the report."""
     folder: str = ""
     """Folder of the run; empty: runs/NAME."""
     resume: bool | Literal["rename"] = True
-    """Continue the run in the folder; false refuses such a folder; rename starts a new run in FOLDER_YYYYmmddHHMMSS."""
+    """`true` resumes the run in the folder, `false` refuses a folder that holds a run, `rename` starts a new run in
+    FOLDER_YYYYmmddHHMMSS."""
     service: OwnService = OwnService()
     stages: tuple[Stage, ...] = ()
-    """WorkflowContext to run one after the other, each from the weights of the one before."""
+    """Runs to make one after the other, each from the weights of the previous one."""
 
     @model_validator(mode="after")
-    def _stages_are_runs(self) -> RunConfig:
+    def _check_stages(self) -> RunConfig:
         names = [stage.name for stage in self.stages]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two stages are called {twice[0]}; give each a name of its own")
@@ -191,17 +192,19 @@ class RunConfig(Settings):
         return self
 
     def stage_config(self, number: int, state: str = "tinker://the/stage/before") -> RunConfig:
-        """The run that stage `number` is, from 1; a later one that trains begins with the weights of the path `state`.
+        """Settings of stage `number`, counted from 1, as a run that starts from the weights at `state`.
 
-        Raises ConfigError that names the stage.
+        The first stage and stages of mode bench ignore `state`. Raises ConfigError that names the stage.
         """
         stage, own = self.stages[number - 1], _current_keys(self.stages[number - 1].model_extra or {})
         if fixed := sorted(own.keys() & set(_OF_THE_RUN)):
-            raise ConfigError(f"stage {stage.name}: {fixed[0]} is the whole run's.", f"Move {fixed[0]} out of stages.")
+            raise ConfigError(
+                f"stage {stage.name}: {fixed[0]} cannot differ between stages.", f"Set {fixed[0]} outside of stages."
+            )
         if own.get("mode") == "explore":
             raise ConfigError(
-                f"stage {stage.name}: mode explore samples for a process that trains, and no stage is one.",
-                "Leave mode out to sample and train, or give the stage's settings and folder as a run.",
+                f"stage {stage.name}: mode explore needs a second process that trains, which a stage cannot be.",
+                "Leave out mode to sample and train, or run the stage's settings as a run of its own.",
             )
         values = {name: part for name, part in explicit_values(self).items() if name not in ("stages", "name")}
         if own.keys() & {"steps", "epochs"}:
@@ -226,35 +229,37 @@ class RunConfig(Settings):
 
     @property
     def evaluates(self) -> bool:
-        """Whether there are held-out tasks and something to judge answers by."""
-        named = self.tasks.eval if isinstance(self.tasks.eval, dict) else {"": None}
-        judged = all(
-            one.rewards or self.rewards or (one.workflow or self.workflow).provides_rewards
-            for one in map(self.eval.of, named)
+        """Whether there are held-out tasks and rewards for all of them."""
+        names = self.tasks.eval if isinstance(self.tasks.eval, dict) else {"": None}
+        have_rewards = all(
+            settings.rewards or self.rewards or (settings.workflow or self.workflow).provides_rewards
+            for settings in map(self.eval.of_source, names)
         )
-        return self.tasks.evaluates and judged
+        return self.tasks.evaluates and have_rewards
 
     @model_validator(mode="after")
-    def _has_what_it_learns_from(self) -> RunConfig:
+    def _check_data(self) -> RunConfig:
         if self.stages or self.mode == "bench":
             return self
-        kind, wanted = self.algorithm.type, self.algorithm.learns_from
+        kind, learns_from = self.algorithm.type, self.algorithm.learns_from
         if self.samples and not self.tasks.sources:
-            raise ValueError(f"tasks.train is missing: {kind} learns from answers to tasks")
+            raise ValueError(f"tasks.train is missing: {kind} trains on replies to tasks; set tasks.train")
         if (
             self.samples
             and self.algorithm.advantage.reads_rewards
             and not (self.rewards or self.workflow.provides_rewards)
         ):
-            raise ValueError("rewards is missing: no reward function scores the rollouts")
-        if wanted != "rollouts" and self.demonstrations is None:
-            raise ValueError(f"demonstrations is missing: {kind} learns from data; set demonstrations.data")
-        if wanted == "rollouts" and self.demonstrations is not None:
-            raise ValueError(f"{kind} learns nothing from demonstrations; leave them out, or take sft, dpo or mix")
+            raise ValueError("rewards is missing: no reward function scores the rollouts; set rewards")
+        if learns_from != "rollouts" and self.demonstrations is None:
+            raise ValueError(f"demonstrations is missing: {kind} trains on demonstrations; set demonstrations.data")
+        if learns_from == "rollouts" and self.demonstrations is not None:
+            raise ValueError(
+                f"demonstrations is not used with {kind}; leave it out, or set algorithm.type to sft, dpo or mix"
+            )
         if kind == "cpt" and self.demonstrations is not None and self.demonstrations.learn != "text":
-            raise ValueError("cpt learns plain text: set demonstrations.learn to text, or take sft")
-        if wanted == "pairs" and self.demonstrations is not None and self.demonstrations.learn == "text":
-            raise ValueError(f"{kind} compares replies to a chat; leave out demonstrations.learn: text")
+            raise ValueError("cpt trains on plain text; set demonstrations.learn to text, or algorithm.type to sft")
+        if learns_from == "pairs" and self.demonstrations is not None and self.demonstrations.learn == "text":
+            raise ValueError(f"{kind} compares replies to a chat, not plain text; leave out demonstrations.learn")
         return self
 
     @override
@@ -262,30 +267,32 @@ class RunConfig(Settings):
         return not self.stages and self.mode != "bench"
 
     @model_validator(mode="after")
-    def _has_an_end(self) -> RunConfig:
+    def _check_steps(self) -> RunConfig:
         if self.stages:
             return self
         if not self.steps and self.epochs is None and self.mode != "bench":
-            raise ValueError("steps is missing. Set steps, or epochs")
+            raise ValueError("steps is missing; set steps or epochs")
         if self.mode == "train" and self.uses_rollouts and not self.tasks.sources and not self.steps:
-            raise ValueError("steps is missing: epochs are counted in tasks, and mode train has none here. Set steps")
+            raise ValueError(
+                "steps is missing: epochs count passes over tasks, and this run of mode train has none; set steps"
+            )
         return self
 
     @model_validator(mode="before")
     @classmethod
-    def _with_plugins(cls, values: Any) -> Any:
+    def _apply_plugins(cls, values: Any) -> Any:
         return plugins.apply_plugins(_current_keys(values)) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
-    def _start_is_somewhere(self) -> RunConfig:
+    def _check_reference(self) -> RunConfig:
         if self.stages or self.mode == "bench":
             return self
         if self.algorithm.reference == "start" and not self.model.load_from:
-            raise ValueError("algorithm.reference start wants model.load_from; a fresh adapter is the base itself")
+            raise ValueError("algorithm.reference: start needs model.load_from; a new adapter equals the base model")
         return self
 
     @model_validator(mode="after")
-    def _groups_can_be_compared(self) -> RunConfig:
+    def _check_groups(self) -> RunConfig:
         if self.stages:
             return self
         advantage = self.algorithm.advantage
@@ -294,51 +301,54 @@ class RunConfig(Settings):
             and isinstance(advantage, GrpoAdvantage | StepWiseGrpoAdvantage)
             and advantage.std_threshold is not None
         ):
-            raise ValueError("group_size 1 leaves nothing to compare; set it to 2 or more, or take a critic (ppo)")
+            raise ValueError("group_size 1 leaves no rollouts to compare; set it to 2 or more, or use a critic (ppo)")
         if self.samples and advantage.reads_states and not self.workflow.provides_states:
             raise ValueError(
-                f"{advantage.type} compares turns by state, and workflow {self.workflow.type} has none; "
-                "take multi_turn or custom, or algorithm.advantage {type: step_wise_grpo}: whole rollouts alone"
+                f"{advantage.type} compares turns by state, and workflow {self.workflow.type} sets none; use "
+                "multi_turn or custom, or algorithm.advantage {type: step_wise_grpo}, which compares whole rollouts"
             )
         return self
 
     @property
     def shares_a_run(self) -> bool:
-        """Whether this process is one of two, which meet in a buffer and at a server."""
+        """Whether this process is one of two that share the run: one samples, the other trains."""
         return self.mode in ("explore", "train") and self.uses_rollouts
 
     @model_validator(mode="after")
-    def _modes_fit(self) -> RunConfig:
+    def _check_mode(self) -> RunConfig:
         if self.stages and self.mode in ("explore", "bench"):
-            raise ValueError(f"mode {self.mode} knows no stages; give it the stage's settings and folder as a run")
+            raise ValueError(f"mode {self.mode} has no stages; run the settings of one stage with its folder")
         if self.mode == "explore" and not self.uses_rollouts:
-            raise ValueError(f"mode explore samples, and {self.algorithm.type} learns from data alone; take mode train")
+            raise ValueError(
+                f"mode explore samples rollouts, which {self.algorithm.type} does not use; set mode to train"
+            )
         if self.mode == "bench" and not self.evaluates:
-            raise ValueError("mode bench wants held-out tasks and rewards to judge answers by: set tasks.eval, rewards")
+            raise ValueError("mode bench needs held-out tasks and rewards; set tasks.eval and rewards")
         if self.shares_a_run and not self.stages and self.buffer.type == "memory":
-            raise ValueError(f"mode {self.mode} is one of two processes, which meet in a buffer of type file or sql")
+            raise ValueError(
+                f"mode {self.mode} is one of two processes that share a buffer; set buffer.type to file or sql"
+            )
         if self.shares_a_run and self.sync.method == "memory":
             raise ValueError(
-                f"mode {self.mode}: weights in memory have no name that another process could open; "
-                "set sync.method to checkpoint"
+                f"mode {self.mode}: another process cannot open weights in memory; set sync.method to checkpoint"
             )
         if self.shares_a_run and self.resume == "rename":
             raise ValueError(
-                f"mode {self.mode} is one of two processes, which meet in the run's folder: resume rename parts them; "
-                "set another folder in both files to start a new run"
+                f"mode {self.mode} is one of two processes that share the run's folder, so resume cannot be rename; "
+                "to start a new run, set another folder in both files"
             )
         return self
 
     @model_validator(mode="after")
-    def _evaluation_has_tasks(self) -> RunConfig:
+    def _check_evaluation(self) -> RunConfig:
         if self.stages:
             return self
-        wanted = self.eval.model_fields_set
-        if wanted and self.tasks.evaluates and not self.evaluates:
-            raise ValueError("eval wants rewards to judge answers by: set rewards, or eval.rewards")
-        if wanted and not self.tasks.evaluates:
-            raise ValueError("eval wants held-out tasks: set tasks.held_out or tasks.eval, or leave out eval")
-        named = self.tasks.eval if isinstance(self.tasks.eval, dict) else {}
-        if unknown := sorted(self.eval.sources.keys() - named.keys()):
-            raise ValueError(f"eval.sources.{unknown[0]}: tasks.eval has no source of that name")
+        has_settings = bool(self.eval.model_fields_set)
+        if has_settings and self.tasks.evaluates and not self.evaluates:
+            raise ValueError("eval needs rewards; set rewards or eval.rewards")
+        if has_settings and not self.tasks.evaluates:
+            raise ValueError("eval needs held-out tasks; set tasks.held_out or tasks.eval, or leave out eval")
+        names = self.tasks.eval if isinstance(self.tasks.eval, dict) else {}
+        if unknown := sorted(self.eval.sources.keys() - names.keys()):
+            raise ValueError(f"eval.sources.{unknown[0]}: tasks.eval has no source with this name")
         return self

@@ -25,29 +25,31 @@ from tinsmith.rl.train import workflow_context
 from tinsmith.rl.types import Group, Turn
 
 _SHOWN = 12
-"""Least likely tokens that are shown."""
+"""Number of least likely tokens to show."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebugRollout:
-    """One rollout and the time of its parts.
+    """A rollout, its codec and the time of each part.
 
     Example: DebugRollout(group=group, chat=chat, seconds={"tasks": 0.2, "connect": 3.1, "rollout": 0.8})
     """
 
     group: Group
-    """Of one rollout."""
+    """A group of one rollout."""
     chat: ChatCodec
     seconds: dict[str, float]
+    """Seconds to load tasks, connect and sample."""
 
 
 async def debug_rollout(config: RunConfig, connect: Connect) -> DebugRollout:
     """Run one rollout of the first training task. Raises TinsmithError if the run samples no rollouts."""
     if not config.uses_rollouts:
         raise TinsmithError(
-            f"{config.algorithm.type} learns from data alone: there is no rollout.", "Use tinsmith check."
+            f"{config.algorithm.type} trains on demonstrations alone; there is no rollout to show.",
+            "Use tinsmith check.",
         )
-    begin = time.perf_counter()
+    start = time.perf_counter()
     task_sampler, _ = split(config.tasks, config.seed)
     (task,) = task_sampler.draw(1)
     drawn = time.perf_counter()
@@ -63,7 +65,7 @@ async def debug_rollout(config: RunConfig, connect: Connect) -> DebugRollout:
     finally:
         await agent_endpoint.close()
         await policy.close()
-    seconds = {"tasks": drawn - begin, "connect": connected - drawn, "rollout": done - connected}
+    seconds = {"tasks": drawn - start, "connect": connected - drawn, "rollout": done - connected}
     return DebugRollout(group=group, chat=snapshot.chat, seconds=seconds)
 
 
@@ -73,7 +75,7 @@ def show_rollout(debugged: DebugRollout, console: Console) -> None:
     _head(console, f"task {task.id}")
     for message in task.messages:
         _line(console, message.role, message.content)
-    _line(console, "right", task.answer or "(unknown)")
+    _line(console, "answer", task.answer or "(unknown)")
     for number, turn in enumerate(rollout.turns, 1):
         _head(console, f"turn {number} of {len(rollout.turns)}, {turn.role}, version {turn.version}")
         _line(console, "prompt", debugged.chat.text(turn.prompt, None))
@@ -86,7 +88,7 @@ def show_rollout(debugged: DebugRollout, console: Console) -> None:
         _line(console, "failed", rollout.error)
     for name, value in rollout.reward_parts.items():
         _line(console, name, f"{value:g}")
-    _line(console, "in all", f"{rollout.reward:g}")
+    _line(console, "total", f"{rollout.reward:g}")
     _head(console, "seconds")
     for name, value in debugged.seconds.items():
         _line(console, name, f"{value:.2f}")
@@ -96,7 +98,7 @@ def _likelihood(turn: Turn, chat: ChatCodec) -> Iterator[tuple[str, str]]:
     if not turn.logprobs:
         return
     logprobs = np.array(turn.logprobs)
-    yield "logprobs", f"mean {logprobs.mean():.3f}, least {logprobs.min():.3f}, sum {logprobs.sum():.2f}"
+    yield "logprobs", f"mean {logprobs.mean():.3f}, min {logprobs.min():.3f}, sum {logprobs.sum():.2f}"
     rare: Sequence[int] = np.argsort(logprobs, kind="stable")[:_SHOWN].tolist()
     yield "least likely", "  ".join(f"{chat.text([turn.tokens[at]], None)!r} {logprobs[at]:.2f}" for at in sorted(rare))
     yield "token ids", " ".join(map(str, turn.tokens))

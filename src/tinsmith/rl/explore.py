@@ -1,4 +1,4 @@
-"""Mode explore: sample into a buffer from which another process trains, by the weights that it publishes."""
+"""Mode explore: sample into a buffer, with the weights that the training process publishes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tinsmith.rl.train import resolve_steps, sampling_plan, workflow_context
 
 
 async def explore(config: RunConfig, connect: Callable[[], Awaitable[SamplingClients]], console: Console) -> int:
-    """Start sampling, or continue after the last batch in the buffer. Returns the number of batches sampled in all."""
+    """Start sampling, or resume after the last batch in the buffer. Returns the total number of batches sampled."""
     config = resolve_steps(config)
     path = folder_path(config)
     folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume, part="explore")
@@ -56,7 +56,7 @@ async def explore(config: RunConfig, connect: Callable[[], Awaitable[SamplingCli
 
 
 class _Exploration:
-    """WorkflowContext of a process that samples."""
+    """The sampling loop of a process of mode explore, and its status in the buffer."""
 
     def __init__(
         self,
@@ -84,12 +84,10 @@ class _Exploration:
         )
 
     async def run(self, console: Console) -> int:
-        """Sample every batch, or until training ends. Returns the number of the last batch."""
+        """Sample until all batches are done or training ends. Returns the number of the last batch."""
         steps = self._config.steps
         if 0 < (ended_before := (await self._notes.training()).ended_at) < steps:
-            console.print(
-                f"Training ended after step {ended_before}: it must be started with more steps too.", highlight=False
-            )
+            console.print(f"Training ended after step {ended_before}; start it with more steps too.", highlight=False)
         self._status = await _last_status(self._buffer, self._notes)
         self._loop.resume_after(self._status.done)
         _restore_tasks(self._task_sampler, self._status)
@@ -98,7 +96,7 @@ class _Exploration:
             await self._loop.run(steps, ended_before)
         except TrainingEnded as end:
             if end.step < steps:
-                console.print(f"Training has ended after step {end.step}, so sampling ends too.", highlight=False)
+                console.print(f"Training ended after step {end.step}; sampling ends too.", highlight=False)
         except Exception as error:
             await self._loop.close()  # a batch in flight would replace the status
             await self._write_end("failed", str(error))
@@ -120,7 +118,7 @@ class _Exploration:
 
 
 async def _last_status(buffer: Buffer, notes: CoordinationNotes) -> SamplerStatus:
-    """Status of an earlier process; includes a batch that it put without writing the status, because it was killed."""
+    """Status of an earlier process, including a batch that it put before it was killed without writing the status."""
     status = await notes.sampling()
     newest = max(await buffer.numbers(), default=0)
     if newest > status.done:
@@ -129,7 +127,7 @@ async def _last_status(buffer: Buffer, notes: CoordinationNotes) -> SamplerStatu
 
 
 def _advanced(status: SamplerStatus, batch: Batch) -> SamplerStatus:
-    """Status after `batch`. The cursor never goes back: a later batch may have replaced failed tasks earlier."""
+    """Status after `batch`. The cursor never decreases: a later batch may have replaced failed tasks earlier."""
     return status.model_copy(update={"done": batch.step, "cursor": max(status.cursor, batch.cursor)})
 
 

@@ -1,7 +1,7 @@
 """The log of a run: log.txt in its folder, rotated at 5 MB, with three older files.
 
-A line is `2026-11-21 16:00:00,123 INFO tinsmith.rl.train: what happened`; lines that do not begin so belong to the one
-before. `read` and `follow` are what `tinsmith log` shows.
+An entry starts with `2026-11-21 16:00:00,123 INFO tinsmith.rl.train: message`; lines without such a start belong to the
+entry before. `tinsmith log` shows the entries of `read` and `follow`.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ _LOOK_S = 0.3
 
 @contextmanager
 def log_to_folder(folder: Path, level: str = "INFO") -> Iterator[None]:
-    """While the block runs, what the package logs from `level` on is in the folder too, and what ended the block.
+    """Within the block, write log records of the package from `level` on to log.txt, and the error that ends the block.
 
-    Warnings stay on the terminal; other packages log from WARNING on.
+    Warnings are still shown on the terminal. Records of other packages are written from WARNING on.
     """
-    root, ours = logging.getLogger(), logging.getLogger("tinsmith")
-    into = RotatingFileHandler(folder / FILE, maxBytes=_BYTES, backupCount=_OLDER, encoding="utf-8", delay=True)
-    into.setFormatter(logging.Formatter(_FORM))
-    added: list[logging.Handler] = [into]
-    if not root.handlers:  # else logging's last resort, which shows warnings, would fall silent
-        shown = logging.StreamHandler()
-        shown.setLevel(logging.WARNING)
-        added.append(shown)
-    before = ours.level
-    ours.setLevel(level)
-    for one in added:
-        root.addHandler(one)
+    root, package = logging.getLogger(), logging.getLogger("tinsmith")
+    file_handler = RotatingFileHandler(folder / FILE, maxBytes=_BYTES, backupCount=_OLDER, encoding="utf-8", delay=True)
+    file_handler.setFormatter(logging.Formatter(_FORM))
+    added: list[logging.Handler] = [file_handler]
+    if not root.handlers:  # with a handler, logging no longer shows warnings on the terminal itself
+        terminal_handler = logging.StreamHandler()
+        terminal_handler.setLevel(logging.WARNING)
+        added.append(terminal_handler)
+    previous_level = package.level
+    package.setLevel(level)
+    for handler in added:
+        root.addHandler(handler)
     try:
         yield
     except BaseException as error:
-        into.handle(_ended(error))
+        file_handler.handle(_error_record(error))
         raise
     finally:
-        for one in added:
-            root.removeHandler(one)
-            one.close()
-        ours.setLevel(before)
+        for handler in added:
+            root.removeHandler(handler)
+            handler.close()
+        package.setLevel(previous_level)
 
 
 def read(folder: Path, *, keyword: str = "", last: int = 0, level: str = "") -> list[str]:
-    """The log's entries, oldest first: those with `keyword` (any case), from `level` on; all, or the `last` ones."""
+    """Log entries that contain `keyword` (ignoring case), from `level` on, oldest first; 0 for `last` returns all."""
     files = [folder / f"{FILE}.{number}" for number in range(_OLDER, 0, -1)] + [folder / FILE]
     entries = [entry for file in files if file.exists() for entry in _entries(file.read_text(encoding="utf-8"))]
-    found = [entry for entry in entries if _wanted(entry, keyword, level)]
-    return found[-last:] if last else found
+    matches = [entry for entry in entries if _matches(entry, keyword, level)]
+    return matches[-last:] if last else matches
 
 
 def follow(folder: Path, *, keyword: str = "", level: str = "") -> Iterator[str]:
-    """Entries as they are written from now on, without end."""
+    """New entries as they are written; never ends."""
     file = folder / FILE
     at = file.stat().st_size if file.exists() else 0
     while True:
@@ -76,15 +76,15 @@ def follow(folder: Path, *, keyword: str = "", level: str = "") -> Iterator[str]
                 written = lines.read()
             whole = written[: written.rfind(b"\n") + 1]
             at += len(whole)
-            yield from (entry for entry in _entries(whole.decode("utf-8")) if _wanted(entry, keyword, level))
+            yield from (entry for entry in _entries(whole.decode("utf-8")) if _matches(entry, keyword, level))
         time.sleep(_LOOK_S)
 
 
-def _ended(error: BaseException) -> logging.LogRecord:
-    """A log record of the error, without a traceback for a TinsmithError; whoever catches it prints it."""
+def _error_record(error: BaseException) -> logging.LogRecord:
+    """A log record of the error, without a traceback for a TinsmithError, whose message is shown anyway."""
     trace = None if isinstance(error, TinsmithError) else (type(error), error, error.__traceback__)
-    words = ("The run was broken off by %s: %s", (type(error).__name__, error))
-    return logging.LogRecord(__name__, logging.ERROR, __file__, 0, *words, trace)
+    message, args = "The run was stopped by %s: %s", (type(error).__name__, error)
+    return logging.LogRecord(__name__, logging.ERROR, __file__, 0, message, args, trace)
 
 
 def _entries(text: str) -> list[str]:
@@ -97,10 +97,10 @@ def _entries(text: str) -> list[str]:
     return entries
 
 
-def _wanted(entry: str, keyword: str, level: str) -> bool:
+def _matches(entry: str, keyword: str, level: str) -> bool:
     if keyword.lower() not in entry.lower():
         return False
-    found = _BEGINS.match(entry)
-    if not level or found is None:
+    start = _BEGINS.match(entry)
+    if not level or start is None:
         return not level
-    return LEVELS.index(found["level"]) >= LEVELS.index(level)
+    return LEVELS.index(start["level"]) >= LEVELS.index(level)

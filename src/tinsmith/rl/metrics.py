@@ -1,9 +1,9 @@
-"""The numbers of a step, from its rollouts, its rows and what the update answered. Pure arithmetic.
+"""Metrics of a step, from its rollouts, its training rows and the result of the update. Pure arithmetic.
 
-Estimates over the policy's tokens, with q the sampler's logprobs and p the trainer's from before the step:
+Estimates over the policy's tokens, with q the logprobs of the sampler and p those of the trainer before the update:
 optim/kl_sample_train_v1 = mean(q - p), optim/kl_sample_train_v2 = mean((q - p)^2) / 2, optim/entropy = -mean(q).
-On the step's own weights (staleness 0) p and q agree to rounding, so v2 far above 1e-3 means that the sampler does not
-run what the trainer trains.
+With staleness 0, p and q agree up to rounding, so a v2 far above 1e-3 means that the sampler does not use the weights
+of the trainer.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tinsmith.rl.types import Group, Rollout
 
 
 def group_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Rewards, lengths and faults of a batch that weights of `version` are about to train on."""
+    """Rewards, lengths, failures and staleness of a batch, before weights of `version` train on it."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     good = [rollout for rollout in rollouts if not rollout.error]
     lengths = [count_policy_tokens(rollout) for rollout in good]
@@ -37,39 +37,39 @@ def group_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 def _drift(group: Group) -> int:
-    """Updates that came while the group was sampled."""
+    """Number of updates while the group was sampled."""
     versions = [turn.version for rollout in group.rollouts for turn in rollout.turns]
     return max(versions, default=group.version) - group.version
 
 
 def reward_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean and deviation of the reward, and the mean of each part over the rollouts that have it."""
+    """Mean and standard deviation of the reward, and the mean of each part over the rollouts that have it."""
     values = {f"{prefix}/mean": _mean([rollout.reward for rollout in rollouts])}
     values[f"{prefix}/std"] = float(np.std([rollout.reward for rollout in rollouts])) if rollouts else 0.0
     for name in dict.fromkeys(name for rollout in rollouts for name in rollout.reward_parts):
-        had = [rollout.reward_parts[name] for rollout in rollouts if name in rollout.reward_parts]
-        values[f"{prefix}/{name}"] = _mean(had)
+        parts = [rollout.reward_parts[name] for rollout in rollouts if name in rollout.reward_parts]
+        values[f"{prefix}/{name}"] = _mean(parts)
     return values
 
 
 def update_metrics(rows: Sequence[TrainingRow], updated: UpdateResult) -> dict[str, float]:
     """Metrics of an update: trainer against sampler logprobs, and the server's loss and optimizer metrics."""
-    answered = list(zip(rows, updated.logprobs, strict=True))
-    own = [(row, p) for row, p in answered if row.kind == "policy"]
-    expert_logprobs = [p[row.mask] for row, p in answered if row.kind == "expert"]
+    pairs = list(zip(rows, updated.logprobs, strict=True))
+    own = [(row, p) for row, p in pairs if row.kind == "policy"]
+    expert_logprobs = [p[row.mask] for row, p in pairs if row.kind == "expert"]
     return {
-        **(_of_own(own) if own else {}),
+        **(_policy_metrics(own) if own else {}),
         **({"optim/expert_nll": -float(np.concatenate(expert_logprobs).mean())} if expert_logprobs else {}),
         "tokens/trained": int(sum(len(row.tokens) for row in rows)),
         "optim/rows": len(rows),
-        **_servers(updated.metrics),
+        **_server_metrics(updated.metrics),
     }
 
 
-def _of_own(answered: Sequence[tuple[TrainingRow, np.ndarray]]) -> dict[str, float]:
-    q_T = np.concatenate([row.logprobs[row.mask] for row, _ in answered]).astype(np.float64)
-    p_T = np.concatenate([p[row.mask] for row, p in answered]).astype(np.float64)
-    weight_T = np.concatenate([np.full(int(row.mask.sum()), row.count) for row, _ in answered])
+def _policy_metrics(pairs: Sequence[tuple[TrainingRow, np.ndarray]]) -> dict[str, float]:
+    q_T = np.concatenate([row.logprobs[row.mask] for row, _ in pairs]).astype(np.float64)
+    p_T = np.concatenate([p[row.mask] for row, p in pairs]).astype(np.float64)
+    weight_T = np.concatenate([np.full(int(row.mask.sum()), row.count) for row, _ in pairs])
     return {
         "optim/kl_sample_train_v1": float(np.average(q_T - p_T, weights=weight_T)),
         "optim/kl_sample_train_v2": float(np.average((q_T - p_T) ** 2, weights=weight_T)) / 2,
@@ -77,8 +77,8 @@ def _of_own(answered: Sequence[tuple[TrainingRow, np.ndarray]]) -> dict[str, flo
     }
 
 
-def _servers(metrics: Mapping[str, float]) -> dict[str, float]:
-    """name:reduction becomes optim/name; loss:sum stays the loss."""
+def _server_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """The server's metrics with `name:reduction` renamed to `optim/name`."""
     return {f"optim/{name.partition(':')[0]}": float(value) for name, value in metrics.items()}
 
 

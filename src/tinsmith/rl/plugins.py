@@ -1,8 +1,8 @@
-"""Code of one's own in a run: a folder of Python files, named parts in them, and parts by their dotted path.
+"""Workflows and rewards of users: a folder of Python files, and objects by their import path.
 
-`plugins: FOLDER` in a run file imports every .py of that folder before anything else of the file is read. What a file
-marks with `@workflow("name")` or `@reward("name")` is a type of that name from then on; anything importable is
-`{type: custom, path: "module:thing", args: {…}}`. What the marks are put on: docs/guides/workflows-and-rewards.md.
+`plugins: FOLDER` in a run file imports every .py file of the folder before the rest of the file is validated. An object
+decorated with `@workflow("name")` or `@reward("name")` is then a type of that name; any importable object is
+`{type: custom, path: "module:attribute", args: {…}}`. docs/guides/workflows-and-rewards.md says what can be decorated.
 """
 
 from __future__ import annotations
@@ -27,74 +27,76 @@ T = TypeVar("T", bound=Callable[..., Any])
 S = TypeVar("S", bound=Settings)
 _MARK = "__tinsmith_part__"
 _OWN = {"workflow": ("type", "path", "args"), "reward": ("type", "path", "args", "weight", "name")}
-"""Keys that stay with the part; all others are arguments of the code."""
+"""Keys of a custom part itself; all others are arguments of its code."""
 
 
 def workflow(name: str) -> Callable[[T], T]:
-    """Marks an async function or a settings class as the workflow `name`."""
+    """Decorator: register an async function or a settings class as the workflow `name`."""
     return _mark("workflow", name)
 
 
 def reward(name: str) -> Callable[[T], T]:
-    """Marks a function, a class or a settings class as the reward `name`."""
+    """Decorator: register a function, a class or a settings class as the reward `name`."""
     return _mark("reward", name)
 
 
 def plugin_names(folder: Path) -> Names:
-    """What the files of a folder mark. Raises ConfigError where one cannot be imported."""
+    """Kinds and names that the files of a folder register. Raises ConfigError if a file cannot be imported."""
     return frozenset(part for part, _ in _parts(folder.expanduser()))
 
 
 def apply_plugins(values: Mapping[str, Any]) -> dict[str, Any]:
-    """A run file's values with the types of its plugin folder written as `custom` ones. Raises ConfigError."""
-    found = dict(values)
-    folder = found.get("plugins")
+    """The values of a run file with types of its plugin folder replaced by `custom` ones. Raises ConfigError."""
+    result = dict(values)
+    folder = result.get("plugins")
     if not folder:
-        return found
+        return result
     parts = dict(_parts(Path(str(folder)).expanduser()))
-    found = _translated(found, parts)
-    if isinstance(found.get("eval"), Mapping):
-        found["eval"] = _translated(found["eval"], parts)
-        sources = found["eval"].get("sources", {})
-        found["eval"]["sources"] = {name: _translated(one, parts) for name, one in sources.items()}
-    if isinstance(found.get("stages"), list):
-        found["stages"] = [_translated(one, parts) if isinstance(one, Mapping) else one for one in found["stages"]]
-    return found
+    result = _with_custom_parts(result, parts)
+    if isinstance(result.get("eval"), Mapping):
+        result["eval"] = _with_custom_parts(result["eval"], parts)
+        sources = result["eval"].get("sources", {})
+        result["eval"]["sources"] = {name: _with_custom_parts(source, parts) for name, source in sources.items()}
+    if isinstance(result.get("stages"), list):
+        result["stages"] = [
+            _with_custom_parts(stage, parts) if isinstance(stage, Mapping) else stage for stage in result["stages"]
+        ]
+    return result
 
 
 def import_object(path: str) -> Any:
-    """What `module:attribute` names. Raises ValueError."""
+    """Import the object at `module:attribute`. Raises ValueError if that fails."""
     module, colon, name = path.partition(":")
     if not (module and colon and name):
-        raise ValueError(f"{path!r} is no path; write module:attribute, as my_package.rewards:short")
+        raise ValueError(f"{path!r} is not an import path; write module:attribute, e.g. my_package.rewards:short")
     try:
-        thing: Any = importlib.import_module(module)
+        value: Any = importlib.import_module(module)
         for part in name.split("."):
-            thing = getattr(thing, part)
+            value = getattr(value, part)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"{path} cannot be imported: {error}") from error
-    return thing
+    return value
 
 
 def validated(kind: type[S], path: str, args: Mapping[str, Any]) -> S:
-    """The settings class `kind` with these arguments. Raises ValueError that names what is wrong."""
+    """Validate `args` as the settings class `kind`. Raises ValueError with each fault."""
     try:
         return kind.model_validate(args)
     except ValidationError as error:
-        faults = [f"'{'.'.join(map(str, one['loc']))}': {one['msg']}" for one in error.errors()]
+        faults = [f"'{'.'.join(map(str, fault['loc']))}': {fault['msg']}" for fault in error.errors()]
         raise ValueError(f"{path} does not take these settings: {'; '.join(faults)}") from error
 
 
-def check_signature(thing: Callable[..., Any], path: str, given: int, args: Mapping[str, Any]) -> None:
-    """Raises ValueError unless it can be called with `given` things and these arguments."""
+def check_signature(function: Callable[..., Any], path: str, positional: int, args: Mapping[str, Any]) -> None:
+    """Raises ValueError unless the function takes that many positional arguments and `args` by keyword."""
     try:
-        inspect.signature(thing).bind(*[None] * given, **args)
+        inspect.signature(function).bind(*[None] * positional, **args)
     except TypeError as error:
         raise ValueError(f"{path} cannot be called with {sorted(args)}: {error}") from error
 
 
 async def await_if_needed(value: Any) -> Any:
-    """The value, awaited if it is to be."""
+    """The value, awaited if it is awaitable."""
     return await value if inspect.isawaitable(value) else value
 
 
@@ -107,12 +109,14 @@ def _mark(kind: Kind, name: str) -> Callable[[T], T]:
 
 
 def _parts(folder: Path) -> Iterator[tuple[tuple[Kind, str], str]]:
-    """((kind, name), path) of everything marked in the folder's files."""
+    """((kind, name), import path) of every object that the files of the folder register."""
     if not folder.is_dir():
-        raise ConfigError(f"plugins: there is no folder {folder}.", "Check the path; it is relative to where you are.")
-    where = str(folder.resolve())
-    if where not in sys.path:
-        sys.path.append(where)  # so that the files may import each other
+        raise ConfigError(
+            f"plugins: there is no folder {folder}.", "Check the path; it is relative to the working directory."
+        )
+    resolved = str(folder.resolve())
+    if resolved not in sys.path:
+        sys.path.append(resolved)  # so that the files can import each other
     for file in sorted(folder.glob("*.py")):
         module = _module(file)
         for name, thing in vars(module).items():
@@ -121,12 +125,12 @@ def _parts(folder: Path) -> Iterator[tuple[tuple[Kind, str], str]]:
 
 
 def _module(file: Path) -> ModuleType:
-    """Imported once in a process, under its own name."""
+    """Import a file under its own name, once in a process."""
     name = file.stem
-    known = sys.modules.get(name)
-    if known is not None:
-        if known.__file__ is not None and Path(known.__file__).resolve() == file.resolve():
-            return known
+    loaded = sys.modules.get(name)
+    if loaded is not None:
+        if loaded.__file__ is not None and Path(loaded.__file__).resolve() == file.resolve():
+            return loaded
         raise ConfigError(f"plugins: {file} has the name of another module, {name}.", "Rename the file.")
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
@@ -137,25 +141,25 @@ def _module(file: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except ModuleNotFoundError as error:
         del sys.modules[name]
-        cure = "Install it."
+        fix = "Install it."
         if (error.name or "").split(".")[0] == "trinity":
-            cure = "Trinity's own classes are not run here; write the same as in docs/guides/workflows-and-rewards.md."
-        raise ConfigError(f"plugins: {file} imports {error.name}, which is not installed.", cure) from error
+            fix = "Trinity's own classes are not available; port them by docs/guides/workflows-and-rewards.md."
+        raise ConfigError(f"plugins: {file} imports {error.name}, which is not installed.", fix) from error
     except Exception as error:
         del sys.modules[name]
         raise ConfigError(f"plugins: {file} cannot be imported: {type(error).__name__}: {error}") from error
     return module
 
 
-def _translated(section: Mapping[str, Any], parts: Mapping[tuple[Kind, str], str]) -> dict[str, Any]:
-    found = dict(section)
-    if isinstance(found.get("workflow"), Mapping):
-        found["workflow"] = _custom("workflow", found["workflow"], parts)
-    if isinstance(found.get("rewards"), list | tuple):
-        found["rewards"] = [
-            _custom("reward", one, parts) if isinstance(one, Mapping) else one for one in found["rewards"]
+def _with_custom_parts(section: Mapping[str, Any], parts: Mapping[tuple[Kind, str], str]) -> dict[str, Any]:
+    result = dict(section)
+    if isinstance(result.get("workflow"), Mapping):
+        result["workflow"] = _custom("workflow", result["workflow"], parts)
+    if isinstance(result.get("rewards"), list | tuple):
+        result["rewards"] = [
+            _custom("reward", entry, parts) if isinstance(entry, Mapping) else entry for entry in result["rewards"]
         ]
-    return found
+    return result
 
 
 def _custom(kind: Kind, part: Mapping[str, Any], parts: Mapping[tuple[Kind, str], str]) -> dict[str, Any]:

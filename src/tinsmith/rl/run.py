@@ -1,6 +1,6 @@
-"""A run: its parts, the steps that the loop names, and where its files go.
+"""A run in progress: its parts, and the methods that the training loop calls in each step.
 
-Leaves out how the parts are made (`assemble.py`).
+`train.assemble` creates the parts.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from tinsmith.rl.types import Group
 log = logging.getLogger(__name__)
 
 Connect = Callable[[str, int], Awaitable[Policy]]
-"""From a state path (empty: a fresh adapter) and its version to the policy."""
+"""Connects to the server: from a state path (empty: a new adapter) and its version to the policy."""
 
 
 class StepTimer:
-    """Wall-timer seconds of the parts of a step."""
+    """Wall-clock seconds of the parts of a step."""
 
     def __init__(self) -> None:
         self._begin = self._last = time.perf_counter()
         self.parts: dict[str, float] = {}
 
     def lap(self, part: str) -> None:
-        """The time since the last lap belongs to `part`."""
+        """Record the time since the last call as that of `part`."""
         now = time.perf_counter()
         self.parts[f"time/{part}"] = now - self._last
         self._last = now
 
     def total(self) -> float:
-        """Since the beginning."""
+        """Seconds since the timer was created."""
         return time.perf_counter() - self._begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """WorkflowContext that live as long as the run."""
+    """The parts of a run, and what the loop does with them. All parts live as long as the run."""
 
     config: RunConfig
     folder: RunFolder
@@ -86,8 +86,8 @@ class Run:
 
     def filtered_groups(self, groups: Sequence[Group]) -> tuple[Group, ...]:
         """The groups that pass the filters; with filter_refills, at most groups_per_step."""
-        left = apply_filters(self.config.filters, groups)
-        return left[: self.config.groups_per_step] if self.config.filter_refills else left
+        passed = apply_filters(self.config.filters, groups)
+        return passed[: self.config.groups_per_step] if self.config.filter_refills else passed
 
     def next_demonstrations(self) -> list[TrainingRow]:
         """The rows of demonstrations for one step."""
@@ -108,19 +108,22 @@ class Run:
             if step <= self.critic.config.warmup_steps:
                 return {"optim/skipped": 1.0, "optim/lr": rate, **update.numbers, **critic_metrics}
         updated = await self.policy.update(update, self.config.optimizer, rate)
-        moved = self.algorithm.adapt_coefficients(update, updated)
+        coefficients = self.algorithm.adapt_coefficients(update, updated)
         return {
             **metrics.update_metrics(update.rows, updated),
             "optim/lr": rate,
             **update.numbers,
-            **moved,
+            **coefficients,
             **critic_metrics,
         }
 
     def log(
-        self, step: int, batch: Batch, kept: int, version: int, numbers: Mapping[str, float], timer: StepTimer
+        self, step: int, batch: Batch, trained_groups: int, version: int, numbers: Mapping[str, float], timer: StepTimer
     ) -> None:
-        """Report a step to the task order, the monitors and the log. `version`: the weights before the update."""
+        """Report a step to the task order, the monitors and the log.
+
+        `trained_groups`: groups that passed the filters; `version`: of the weights before the update.
+        """
         self.task_sampler.update(batch.groups)
         sampled = metrics.group_metrics(batch.groups, version) if batch.groups else {}
         seconds = timer.total()
@@ -129,7 +132,7 @@ class Run:
         if batch.groups:
             self.monitors.rollouts(step, "train", batch.groups)
         if self.config.filters and batch.groups:
-            sampled["filters/dropped"] = 1.0 - kept / len(batch.groups)
+            sampled["filters/dropped"] = 1.0 - trained_groups / len(batch.groups)
         self.monitors.metrics(step, {**sampled, **batch.numbers, **numbers, **speed, **timer.parts})
         reward = sampled.get("reward/mean", float("nan"))
         log.info("Step %d of %d: reward %.4g, %.2f seconds", step, self.config.steps, reward, seconds)
@@ -179,14 +182,16 @@ class Run:
         )
         self.folder.save(state)
         for paths in dropped:
-            for one in paths:
-                await self.policy.delete_checkpoint(one)
+            for deleted in paths:
+                await self.policy.delete_checkpoint(deleted)
         await self.batches.state_saved()
 
 
 def with_fresh_folder(config: RunConfig, part: str = "") -> RunConfig:
-    """The same in a folder of its own, FOLDER_YYYYmmddHHMMSS, where `resume: rename` finds a run in its folder, or that
-    `part` of one (resume.py)."""
+    """With `resume: rename` and a run in the folder, the configuration with the new folder FOLDER_YYYYmmddHHMMSS.
+
+    `part`: look for this part of a run, such as `bench`, in place of a training run.
+    """
     folder = folder_path(config)
     if config.resume != "rename" or not (folder / part / SETTINGS).exists():
         return config
@@ -194,5 +199,5 @@ def with_fresh_folder(config: RunConfig, part: str = "") -> RunConfig:
 
 
 def folder_path(config: RunConfig) -> Path:
-    """The folder of the run's files."""
+    """Path of the run folder."""
     return Path(config.folder or f"runs/{config.name}").expanduser()

@@ -1,11 +1,11 @@
-"""A run's stages, one after the other: each a run of its own, from the weights of the one before.
+"""Runs in stages: each stage is a run of its own that starts from the weights of the previous one.
 
-    stages.json     which stage is under way, and where each one ended
-    run.yaml        the settings of all
-    01-NAME/        the first stage's folder, as any run's (resume.py); 02-NAME/ the second's
+    stages.json     the current stage, and the final weights of each finished stage
+    run.yaml        the settings of the whole run
+    01-NAME/        run folder of the first stage (run_folder.py); 02-NAME/ of the second
 
-A run killed in the middle of a stage goes on in that stage; the finished ones are left alone. A stage of mode bench
-compares the checkpoints of the one before. A run without stages is run as it is, in its own folder.
+An interrupted run resumes in the stage that was running; finished stages are not repeated. A stage of mode bench
+compares the checkpoints of the previous training stage. A run without stages is an ordinary run in its own folder.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FILE = "stages.json"
 async def run_stages(
     config: RunConfig, connecting: Callable[[RunConfig], Connect], console: Console
 ) -> tuple[RunConfig, State]:
-    """Run all remaining stages; returns the settings and the last state of the last stage that trains.
+    """Run all remaining stages. Returns settings and final state of the last stage that trains.
 
     `connecting` returns the Connect function for the settings of a stage; all stages use one server.
     """
@@ -40,68 +40,69 @@ async def run_stages(
     path = folder_path(config)
     if not config.stages:
         if (path / _FILE).exists():
-            raise ConfigError(f"{path} holds a run in stages.", "Set another folder, as in folder=runs/another.")
+            raise ConfigError(f"{path} holds a run in stages.", "Set another folder, e.g. folder=runs/another.")
         return config, await train(config, connecting(config), console)
     folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume)
     try:
         if folder.state is not None:
-            raise ConfigError(f"{path} holds a run without stages.", "Set another folder, as in folder=runs/another.")
-        return await _in_turn(config, path, connecting, console)
+            raise ConfigError(f"{path} holds a run without stages.", "Set another folder, e.g. folder=runs/another.")
+        return await _run_each(config, path, connecting, console)
     finally:
         folder.close()
 
 
-async def _in_turn(
+async def _run_each(
     config: RunConfig, path: Path, connecting: Callable[[RunConfig], Connect], console: Console
 ) -> tuple[RunConfig, State]:
     names = [stage.name for stage in config.stages]
-    ended = _ended(path, names)
+    final_states = _final_states(path, names)
     trained: tuple[RunConfig, State] | None = None
     for number, stage in enumerate(config.stages, 1):
-        before = trained[1].path if trained else ""
-        stage_config = config.stage_config(number, before)
-        if stage_config.mode == "bench" and ended.get(stage.name) == before:
+        previous = trained[1].path if trained else ""
+        stage_config = config.stage_config(number, previous)
+        if stage_config.mode == "bench" and final_states.get(stage.name) == previous:
             continue
-        _write_status(path, names, ended, under_way=stage.name)
+        _write_status(path, names, final_states, under_way=stage.name)
         console.print(f"[bold]stage {number} of {len(names)}: {stage.name}[/]", highlight=False)
         connect = connecting(stage_config)
         if stage_config.mode == "bench":
             await bench(stage_config, partial(connect, "", 0), console, of=folder_path(trained[0]) if trained else None)
-            ended[stage.name] = before
+            final_states[stage.name] = previous
             continue
-        if before and stage.keep_optimizer:
-            connect = _continuing_from(connect, before)
+        if previous and stage.keep_optimizer:
+            connect = _connect_with_state(connect, previous)
         trained = stage_config, await train(stage_config, connect, console)
-        ended[stage.name] = trained[1].path
-    _write_status(path, names, ended, under_way="")
-    assert trained is not None  # there is a stage that trains
+        final_states[stage.name] = trained[1].path
+    _write_status(path, names, final_states, under_way="")
+    assert trained is not None  # RunConfig requires a stage that trains
     return trained
 
 
-def _continuing_from(connect: Connect, before: str) -> Connect:
-    """A Connect that starts from the weights and optimizer state at the path `before`."""
+def _connect_with_state(connect: Connect, previous: str) -> Connect:
+    """A Connect that starts from the weights and optimizer state at the path `previous`."""
 
     async def connect_stage(state: str, version: int) -> Policy:
-        return await connect(state or before, version)
+        return await connect(state or previous, version)
 
     return connect_stage
 
 
-def _ended(path: Path, names: list[str]) -> dict[str, str]:
-    """The final weights of each finished stage, by name. Raises ConfigError if the folder holds other stages."""
+def _final_states(path: Path, names: list[str]) -> dict[str, str]:
+    """The final state path of each finished stage, by name. Raises ConfigError if the folder holds other stages."""
     file = path / _FILE
     if not file.exists():
         return {}
-    known = json.loads(file.read_text(encoding="utf-8"))
-    begun = [*known["ended"], *([known["under_way"]] if known["under_way"] not in ("", *known["ended"]) else [])]
-    if begun != names[: len(begun)]:
+    status = json.loads(file.read_text(encoding="utf-8"))
+    ended, under_way = status["ended"], status["under_way"]
+    started = [*ended, *([under_way] if under_way not in ("", *ended) else [])]
+    if started != names[: len(started)]:
         raise ConfigError(
-            f"{path} holds a run of the stages {', '.join(begun)}.",
-            "Put them back to go on with it, or set another folder, as in folder=runs/another.",
+            f"{path} holds a run of the stages {', '.join(started)}.",
+            "Restore these stages to resume it, or set another folder, e.g. folder=runs/another.",
         )
-    return dict(known["ended"])
+    return dict(ended)
 
 
-def _write_status(path: Path, names: list[str], ended: dict[str, str], under_way: str) -> None:
-    status = {"stages": names, "under_way": under_way, "ended": ended}
+def _write_status(path: Path, names: list[str], final_states: dict[str, str], under_way: str) -> None:
+    status = {"stages": names, "under_way": under_way, "ended": final_states}
     atomic_write(path / _FILE, json.dumps(status, indent=2).encode())

@@ -196,7 +196,7 @@ def test_shared_eval_settings_are_set_once(tmp_path: Path):
     sampled = {"repeat_times": 4, "rollout_args": {"temperature": 0.6, "top_p": 0.9}}
     other = {"rollout_args": {"temperature": 0.0, "max_tokens": 4}, "default_workflow_type": "math_boxed_workflow"}
     evaluation = run(tmp_path, held(sampled, other)).eval
-    first, second = evaluation.of("set0"), evaluation.of("set1")
+    first, second = evaluation.of_source("set0"), evaluation.of_source("set1")
     assert (first.num_samples, first.temperature, first.top_p, first.max_tokens) == (4, 0.6, 0.9, None)
     assert (second.num_samples, second.temperature, second.top_p, second.max_tokens) == (1, 0.0, None, 4)
     assert first.workflow is None

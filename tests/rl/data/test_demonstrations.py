@@ -188,7 +188,7 @@ def test_killed_sft_run_resumes_with_equal_metrics(tmp_path, at, calls):
     ("changes", "sentence"),
     [
         ({"demonstrations": None}, "sft learns from data"),
-        ({"algorithm": {"type": "cpt"}}, "cpt learns plain text"),
+        ({"algorithm": {"type": "cpt"}}, "cpt trains on plain text"),
         (
             {"algorithm": {"type": "dpo"}, "demonstrations": {"data": {"type": "addition"}, "learn": "text"}},
             "leave out demonstrations",
@@ -201,9 +201,9 @@ def test_killed_sft_run_resumes_with_equal_metrics(tmp_path, at, calls):
                 "tasks": {"train": {"type": "addition"}},
                 "rewards": [{"type": "number"}],
             },
-            "grpo learns nothing from demonstrations",
+            "demonstrations is not used with grpo",
         ),
-        ({"tasks": {"train": {"type": "addition"}}, "eval": {"every": 2}}, "eval wants rewards"),
+        ({"tasks": {"train": {"type": "addition"}}, "eval": {"every": 2}}, "eval needs rewards"),
     ],
 )
 def test_rejects_settings_that_do_not_fit_demonstrations(tmp_path, changes, sentence):
