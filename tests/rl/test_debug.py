@@ -24,7 +24,7 @@ def shown(config, connect) -> str:
 
 def test_debug_shows_every_part_of_a_rollout(tmp_path):
     text = shown(settings(tmp_path), scripted(tmp_path))
-    for words in ("task addition/", "user  What is", "right  ", "turn 1 of 1, policy, version 0", "prompt  What is",
+    for words in ("task addition/", "user  What is", "answer  ", "turn 1 of 1, policy, version 0", "prompt  What is",
                   "sampled, ended by stop", "reply  ", "logprobs  mean -", "token ids  ", "format  ", "total  ",
                   "connect  ", "rollout  "):  # fmt: skip
         assert words in text
@@ -48,5 +48,5 @@ def test_debug_rejects_runs_without_rollouts(tmp_path):
             "steps": 1,
         }
     )
-    with pytest.raises(TinsmithError, match="learns from data alone"):
+    with pytest.raises(TinsmithError, match="trains on demonstrations alone"):
         asyncio.run(debug.debug_rollout(config, scripted(tmp_path)))

@@ -307,7 +307,7 @@ def test_processes_share_only_the_settings_that_both_read(tmp_path):
     ("changes", "match"),
     [
         ({"mode": "train"}, "set buffer.type to file or sql"),
-        ({"mode": "explore", "buffer": FILE, "sync": {"method": "memory"}}, "weights in memory have no name"),
+        ({"mode": "explore", "buffer": FILE, "sync": {"method": "memory"}}, "cannot open weights in memory"),
         (
             {"mode": "explore", "buffer": FILE, "resume": "rename"},
             "share the run's folder, so resume cannot be rename",

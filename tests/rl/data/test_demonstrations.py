@@ -187,7 +187,7 @@ def test_killed_sft_run_resumes_with_equal_metrics(tmp_path, at, calls):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"demonstrations": None}, "sft learns from data"),
+        ({"demonstrations": None}, "sft trains on demonstrations"),
         ({"algorithm": {"type": "cpt"}}, "cpt trains on plain text"),
         (
             {"algorithm": {"type": "dpo"}, "demonstrations": {"data": {"type": "addition"}, "learn": "text"}},
