@@ -79,7 +79,7 @@ def test_gigpo_requires_a_workflow_with_states():
     }
     for flow in ({"type": "single_turn"}, {"type": "math"}, {"type": "agent", "path": f"{__name__}:agent"}):
         gigpo = {"algorithm": {"type": "gigpo"}, "workflow": flow}
-        with pytest.raises(ValueError, match=f"workflow {flow['type']} has none; take multi_turn or custom, or"):
+        with pytest.raises(ValueError, match=f"workflow {flow['type']} sets none; use multi_turn or custom, or"):
             RunConfig.model_validate({**base, **gigpo})
         cured = {"algorithm": {"type": "gigpo", "advantage": {"type": "step_wise_grpo"}}, "workflow": flow}
         assert RunConfig.model_validate({**base, **cured}).algorithm.type == "gigpo"
