@@ -74,7 +74,7 @@ def test_checkpoints_of_an_interrupted_run_are_compared(tmp_path, of_run, count)
 def test_comparison_without_checkpoints_says_so(tmp_path):
     results, shown = compared(settings(tmp_path, mode="bench"), tmp_path)
     assert [row["checkpoint"] for row in results] == ["scripted"]
-    assert f"The base model alone: {tmp_path} holds no checkpoint." in shown
+    assert f"Only the base model is evaluated: {tmp_path} holds no checkpoint." in shown
 
 
 def test_resume_refuses_or_renames_an_existing_comparison(tmp_path):
@@ -105,5 +105,5 @@ def test_listed_checkpoints_are_compared_without_the_base(tmp_path):
 
 
 def test_comparison_of_nothing_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="nothing to compare"):
+    with pytest.raises(ConfigError, match="no model to compare"):
         compared(settings(tmp_path, mode="bench", bench={"base": False}), tmp_path)

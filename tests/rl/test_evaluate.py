@@ -44,7 +44,7 @@ def test_evaluation_is_due_before_during_and_after():
 
 
 def test_several_greedy_samples_are_an_error():
-    with pytest.raises(ValidationError, match="greedy answers are all the same"):
+    with pytest.raises(ValidationError, match="greedy answers are identical"):
         EvalConfig(num_samples=4)
 
 
@@ -80,7 +80,7 @@ def test_each_eval_source_has_its_own_settings(tmp_path):
 
 
 def test_settings_of_an_unknown_eval_source_are_an_error(tmp_path):
-    with pytest.raises(ValueError, match="no source of that name"):
+    with pytest.raises(ValueError, match="no source with this name"):
         settings(tmp_path, eval={"sources": {"some": {"num_samples": 1}}})
     with pytest.raises(ValidationError, match="greedy answers are identical"):
         EvalConfig.model_validate({"sources": {"some": {"num_samples": 2}}})

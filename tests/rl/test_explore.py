@@ -313,7 +313,7 @@ def test_processes_share_only_the_settings_that_both_read(tmp_path):
             "share the run's folder, so resume cannot be rename",
         ),
         ({"mode": "train", "buffer": FILE, "resume": "rename"}, "set another folder in both files to start a new run"),
-        ({"mode": "bench", "tasks": {"train": {"type": "addition"}, "held_out": 0}, "eval": {}}, "mode bench wants"),
+        ({"mode": "bench", "tasks": {"train": {"type": "addition"}, "held_out": 0}, "eval": {}}, "mode bench needs"),
     ],
 )
 def test_rejects_settings_that_do_not_fit_the_mode(tmp_path, changes, match):
