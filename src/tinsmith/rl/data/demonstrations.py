@@ -131,7 +131,7 @@ class Demonstrations:
         return source.demonstrations[source.row_order.pick(draw, ())]
 
     def _is_held_out(self, demonstration: Demonstration) -> bool:
-        """Whether a turn to learn answers a held-out question. Plain text asks no question."""
+        """Whether a turn to learn answers a held-out question. Plain text has no question."""
         if self._config.learn == "text":
             return False
         chats = [demonstration.messages, *([demonstration.rejected] if demonstration.rejected else [])]

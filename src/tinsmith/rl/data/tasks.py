@@ -28,7 +28,7 @@ QuestionKey = tuple[tuple[str, str], ...]
 
 
 def question_key(messages: Sequence[Message]) -> QuestionKey:
-    """Key of the question that a chat asks: its messages without system messages and trailing assistant messages."""
+    """Key of the question of a chat: its messages without system messages and trailing assistant messages."""
     key = [(message.role, message.content.strip()) for message in messages if message.role != "system"]
     while key and key[-1][0] == "assistant":
         key.pop()
