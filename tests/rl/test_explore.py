@@ -312,7 +312,7 @@ def test_processes_share_only_the_settings_that_both_read(tmp_path):
             {"mode": "explore", "buffer": FILE, "resume": "rename"},
             "share the run's folder, so resume cannot be rename",
         ),
-        ({"mode": "train", "buffer": FILE, "resume": "rename"}, "set another folder in both files to start a new run"),
+        ({"mode": "train", "buffer": FILE, "resume": "rename"}, "to start a new run, set another folder in both files"),
         ({"mode": "bench", "tasks": {"train": {"type": "addition"}, "held_out": 0}, "eval": {}}, "mode bench needs"),
     ],
 )

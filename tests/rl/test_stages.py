@@ -186,7 +186,7 @@ def test_resuming_with_other_stages_is_an_error(tmp_path):
     ("stages", "sentence"),
     [
         ([{"name": "a", "stepz": 3}], "stage a: there is no key 'stepz'. Did you mean 'steps'"),
-        ([{"name": "a", "steps": 2}, {"name": "b"}], "stage b: steps is missing. Set steps, or epochs"),
+        ([{"name": "a", "steps": 2}, {"name": "b"}], "stage b: steps is missing; set steps or epochs"),
         ([{"name": "a", "steps": 2, "model": {"name": "m"}}], "stage a: model cannot differ between stages"),
         ([{"name": "a", "steps": 2, "mode": "explore"}], "stage a: mode explore needs a second process that trains"),
         ([{"name": "a", "mode": "bench"}], "no stage trains; take mode bench for the whole run"),
