@@ -161,7 +161,7 @@ def test_run_uses_the_server_in_the_environment(work, tiny_llama):
         refused = tinsmith(work, *words[:-1], "folder=runs/other", TINKER_BASE_URL=url, TINKER_API_KEY="tml-wrong")
         odd = tinsmith(work, *words[:-1], "folder=runs/other", TINKER_BASE_URL=url, TINKER_API_KEY="sk-wrong")
     assert (refused.returncode, odd.returncode) == (2, 2)
-    assert "refused the key" in refused.stderr
+    assert "rejected the API key" in refused.stderr
     assert "does not begin with tml-" in odd.stderr
     assert "Traceback" not in refused.stderr + odd.stderr
 

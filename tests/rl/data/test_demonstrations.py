@@ -11,14 +11,14 @@ from tests.rl.scripted_run import Killed, breaking, rows, run, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data.demonstrations import Demonstrations, DemonstrationsConfig
 from tinsmith.rl.data.sources import Addition
-from tinsmith.rl.policy.scripted import END, LetterCodec
+from tinsmith.rl.policy.scripted import END, CharacterCodec
 from tinsmith.rl.types import Message, Task
 
 
 def demonstrations(pairs: bool = False, held_out=(), **config) -> Demonstrations:
     """Demonstrations of a config, without the held-out tasks."""
     return Demonstrations(
-        DemonstrationsConfig.model_validate(config), {"": tuple(held_out)}, LetterCodec(), 0, pairs=pairs
+        DemonstrationsConfig.model_validate(config), {"": tuple(held_out)}, CharacterCodec(), 0, pairs=pairs
     )
 
 

@@ -14,7 +14,7 @@ from tests.rl.scripted_run import rows, run, settings
 from tests.rl.workflows.test_workflows import YES, policy
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint, AgentSession
 from tinsmith.rl.policy.base import SamplingConfig
-from tinsmith.rl.policy.scripted import END, LetterCodec
+from tinsmith.rl.policy.scripted import END, CharacterCodec
 from tinsmith.rl.policy.training_rows import rows_from_rollout
 from tinsmith.rl.types import Message, Rollout, Task
 from tinsmith.rl.workflows.agent import AgentConfig
@@ -162,7 +162,7 @@ def test_rejects_unsupported_options_by_name(fields, sentence):
 
 
 def test_tools_require_a_template_that_supports_them(monkeypatch):
-    monkeypatch.setattr(LetterCodec, "template", "{{ messages }}")
+    monkeypatch.setattr(CharacterCodec, "template", "{{ messages }}")
 
     async def use(client, session):
         with pytest.raises(

@@ -196,14 +196,14 @@ def test_connect_reports_refusals_as_user_errors(served, config, sentence):
 def test_connect_rejects_wrong_key_and_wrong_address(served):
     async def use(policy: TinkerPolicy): ...
 
-    with pytest.raises(UserError, match="refused the key"):
+    with pytest.raises(UserError, match="rejected the API key"):
         with_policy((served[0], "tml-wrong"), use)
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(ConfigError, match="No server answers at"):
+        with pytest.raises(ConfigError, match="No server responds at"):
             with_policy((url, "tml-x"), use)
-    with pytest.raises(ConfigError, match="no address of a server"):
+    with pytest.raises(ConfigError, match="not the URL of a server"):
         with_policy(("localhost:8000", "tml-x"), use)
 
 

@@ -1,8 +1,9 @@
-"""An OpenAI-compatible endpoint over the policy, for agents that use a client of their own.
+"""OpenAI-compatible endpoint of the policy, for agents with their own client.
 
-It listens on a free port of this machine from the first session to the end of the run, in the run's event loop. Each
-rollout has a session with its own URL and key. Every reply is recorded as a Turn with its sampled tokens and logprobs;
-an assistant message that a client sends back stands for these tokens, so a conversation becomes one training row.
+The endpoint listens on a free port of localhost from the first session to the end of the run, in the run's event loop.
+Each rollout has a session with its own URL and key. Every reply is recorded as a Turn with its sampled tokens and
+logprobs; an assistant message that a client sends back stands for these tokens, so a conversation becomes one training
+row.
 """
 
 from __future__ import annotations

@@ -90,11 +90,11 @@ class Chat:
         for at in replies if every else replies[-1:]:
             before = self._render(messages[:at], tools) if at else ""
             whole = self._render(messages[: at + 1], tools, begin_reply=False)
-            if not whole.startswith(before):  # the template begins a reply otherwise than it renders a finished one
+            if not whole.startswith(before):  # the template starts a reply differently than it renders a finished one
                 before = self._render(messages[:at], tools, begin_reply=False) if at else ""
             prompt = self.encode_text(before)
             ids = prompt + self.encode_text(whole[len(before) :])
-            if prompt[: len(tokens)] != tokens:  # an earlier reply is rendered otherwise now: it is not trained on
+            if prompt[: len(tokens)] != tokens:  # an earlier reply is rendered differently now, so it is not trained on
                 mask = []
             reply = ids[len(prompt) :]
             end = self._end_of(reply)
@@ -173,7 +173,7 @@ def read_template(text: str) -> str:
         return text
     file = Path(text).expanduser()
     if not file.is_file():
-        raise ConfigError(f"model.chat_template: there is no file {file}.", "Give a path, or the template itself.")
+        raise ConfigError(f"model.chat_template: there is no file {file}.", "Set a path, or the template itself.")
     return file.read_text(encoding="utf-8")
 
 

@@ -1,6 +1,6 @@
-"""What everything that speaks to a server through the official SDK shares: errors of ours, and what the SDK leaves out.
+"""Sessions on a Tinker API server through the official SDK: error translation, reachability, server extensions.
 
-Leaves out retries and polling, which the SDK does.
+The SDK retries and polls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 def adam_params(optimizer: OptimizerConfig, learning_rate: float) -> tinker.AdamParams:
-    """The optimizer's settings at one learning rate."""
+    """The SDK's optimizer parameters for one learning rate."""
     return tinker.AdamParams(
         learning_rate=learning_rate,
         beta1=optimizer.beta1,
@@ -38,23 +38,25 @@ def adam_params(optimizer: OptimizerConfig, learning_rate: float) -> tinker.Adam
 
 @asynccontextmanager
 async def translate_errors(action: str) -> AsyncIterator[None]:
-    """Turn errors of the SDK into TinsmithErrors that name the action."""
+    """Raise errors of the SDK as TinsmithErrors that name `action`, such as "sampling"."""
     try:
         yield
     except tinker.AuthenticationError as error:
-        raise UserError(f"The server refused the key while {action}.", "Set TINKER_API_KEY to one it knows.") from error
+        raise UserError(
+            f"The server rejected the API key while {action}.", "Set TINKER_API_KEY to a valid key."
+        ) from error
     except tinker.RequestFailedError as error:
         kind = UserError if str(error.category) == "user" else TinsmithError
-        raise kind(f"The server failed at {action}: {error.message}") from error
+        raise kind(f"The server failed while {action}: {error.message}") from error
     except tinker.APIStatusError as error:
         kind = UserError if error.status_code < 500 else TinsmithError
-        raise kind(f"The server answered {error.status_code} while {action}: {_sentence(error)}") from error
+        raise kind(f"The server returned status {error.status_code} while {action}: {_message(error)}") from error
     except tinker.TinkerError as error:
-        raise TinsmithError(f"No answer from the server while {action}: {error}") from error
+        raise TinsmithError(f"No response from the server while {action}: {error}") from error
 
 
-def _sentence(error: tinker.APIStatusError) -> str:
-    """The server's own, where its answer has one."""
+def _message(error: tinker.APIStatusError) -> str:
+    """The `detail` of the response, or else the message of the SDK."""
     match error.body:
         case {"detail": str(detail)}:
             return detail
@@ -64,9 +66,9 @@ def _sentence(error: tinker.APIStatusError) -> str:
 
 @asynccontextmanager
 async def open_session(action: str, base_url: str, api_key: str) -> AsyncIterator[tinker.ServiceClient]:
-    """A session at the server, which ends with the block only where the block fails.
+    """A session on the server. It ends if the block raises; otherwise the caller ends it.
 
-    Raises ConfigError where no server answers, UserError where it refuses the key.
+    Raises ConfigError if no server responds, UserError if it rejects the key.
     """
     await check_reachable(base_url)
     async with translate_errors(f"{action} at {base_url}"):
@@ -79,39 +81,39 @@ async def open_session(action: str, base_url: str, api_key: str) -> AsyncIterato
 
 
 async def end_session(service: tinker.ServiceClient, status: Literal["success", "errored"]) -> None:
-    """The session is over at the server, and nothing is under way: Python aborts if it ends while the SDK still sends.
+    """End the session, and wait for its requests: Python aborts if it exits while the SDK is sending.
 
-    Does not wait for a server that is gone. Raises nothing, so that the error that ended the work is reported.
+    Waits at most CLOSE_SECONDS. Failures are logged and not raised, so that an earlier error is reported.
     """
     try:
         async with translate_errors("ending the session"), asyncio.timeout(CLOSE_SECONDS):
             await service.close(status)
     except (TinsmithError, TimeoutError) as error:
-        log.warning("The session could not be ended: %s", error)
+        log.warning("Could not end the session: %s", error)
 
 
 async def extensions(base_url: str, api_key: str) -> frozenset[str]:
-    """Every name under `extensions`. The SDK drops the key, and other servers have none."""
+    """Names of the server's extensions of the Tinker API; empty for other servers. The SDK does not return them."""
     async with httpx.AsyncClient(base_url=base_url, timeout=CONNECT_SECONDS) as client:
         try:
-            answer = await client.get("/api/v1/get_server_capabilities", headers={"X-API-Key": api_key})
-            as_tuple = answer.json().get("extensions", {}) if answer.is_success else {}
+            response = await client.get("/api/v1/get_server_capabilities", headers={"X-API-Key": api_key})
+            names_by_kind = response.json().get("extensions", {}) if response.is_success else {}
         except (httpx.HTTPError, ValueError):  # a server without capabilities has no extensions
             return frozenset()
-    return frozenset(name for names in as_tuple.values() for name in names)
+    return frozenset(name for names in names_by_kind.values() for name in names)
 
 
 async def check_reachable(base_url: str) -> None:
-    """Fail at once if no server answers; the SDK would wait for hours."""
+    """Raises ConfigError if no server responds within CONNECT_SECONDS; the SDK would retry for hours."""
     url = urlsplit(base_url)
     try:
         port = url.port or (443 if url.scheme == "https" else 80)
         if not url.hostname:
-            raise ConfigError(f"'{base_url}' is no address of a server.", "Write http://HOST:PORT.")
+            raise ConfigError(f"'{base_url}' is not the URL of a server.", "Write http://HOST:PORT.")
         async with asyncio.timeout(CONNECT_SECONDS):
             _, writer = await asyncio.open_connection(url.hostname, port)
         writer.close()
         await writer.wait_closed()
     except (OSError, ValueError, TimeoutError) as error:
-        cure = "Start one with tinsmith serve, or leave out the base URL and one is started for the run."
-        raise ConfigError(f"No server answers at {base_url}.", cure) from error
+        hint = "Start a server with tinsmith serve, or remove the base URL to start a server for the run."
+        raise ConfigError(f"No server responds at {base_url}.", hint) from error

@@ -1,7 +1,6 @@
-"""The policy of a run: a model in training on a server of the Tinker API, reached through the official SDK.
+"""Policy on a Tinker API server, trained through the official SDK.
 
-Leaves out retries and polling, which the SDK does. Errors of the server become TinsmithErrors that name the
-request.
+The SDK retries and polls. Errors of the server are raised as TinsmithErrors that name the request.
 """
 
 from __future__ import annotations
@@ -13,34 +12,36 @@ from typing import Any, cast
 
 import numpy as np
 import tinker
+from typing_extensions import override
 
 from tinsmith.errors import Unsupported, UserError
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import ModelConfig, Update, UpdateResult
+from tinsmith.rl.policy.base import AuxiliaryAdapter, ModelConfig, Policy, Update, UpdateResult
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.policy.sdk import adam_params, extensions, open_session, translate_errors
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, TinkerSnapshot, load_chat
 from tinsmith.rl.policy.training_rows import TrainingRow
 
 
-class TinkerAuxiliaryAdapter:
-    """Implements `policy.AuxiliaryAdapter`."""
+class TinkerAuxiliaryAdapter(AuxiliaryAdapter):
+    """A second adapter in the session of a TinkerPolicy."""
 
     def __init__(self, client: tinker.TrainingClient, vocabulary: int) -> None:
         self._client, self._vocabulary = client, vocabulary
 
     @property
+    @override
     def vocabulary(self) -> int:
-        """The tokenizer's."""
         return self._vocabulary
 
+    @override
     async def logprobs(self, rows: Sequence[TrainingRow], ids: Sequence[int]) -> list[np.ndarray]:
-        """One forward pass."""
         data = [_datum(row, ids, np.ones((len(row.tokens), len(ids)), np.float32)) for row in rows]
-        async with translate_errors("asking the critic"):
-            passed = await self._client.forward(data, "cross_entropy")
-        return [np.asarray(output["logprobs"].to_numpy(), np.float32) for output in passed.loss_fn_outputs]
+        async with translate_errors("computing logprobs of the critic"):
+            result = await self._client.forward(data, "cross_entropy")
+        return [np.asarray(outputs["logprobs"].to_numpy(), np.float32) for outputs in result.loss_fn_outputs]
 
+    @override
     async def fit(
         self,
         rows: Sequence[TrainingRow],
@@ -49,16 +50,16 @@ class TinkerAuxiliaryAdapter:
         optimizer: OptimizerConfig,
         learning_rate: float,
     ) -> dict[str, float]:
-        """One gradient and one step, submitted together."""
-        data = [_datum(row, ids, row_weights) for row, row_weights in zip(rows, weights, strict=True)]
-        async with translate_errors("teaching the critic"):
-            gradient = self._client.forward_backward(data, "cross_entropy")
-            step = self._client.optim_step(adam_params(optimizer, learning_rate))
-            passed, stepped = await gradient, await step
-        return {**passed.metrics, **(stepped.metrics or {})}
+        data = [_datum(row, ids, weights_NK) for row, weights_NK in zip(rows, weights, strict=True)]
+        async with translate_errors("training the critic"):
+            # Both are submitted before either is awaited, so that the server does not wait between them.
+            pending_gradient = self._client.forward_backward(data, "cross_entropy")
+            pending_step = self._client.optim_step(adam_params(optimizer, learning_rate))
+            gradient, step = await pending_gradient, await pending_step
+        return {**gradient.metrics, **(step.metrics or {})}
 
+    @override
     async def save(self, name: str, ttl_seconds: int | None) -> str:
-        """A state checkpoint."""
         async with translate_errors(f"saving the critic {name}"):
             return (await self._client.save_state(name, ttl_seconds=ttl_seconds, overwrite=True)).path
 
@@ -75,8 +76,8 @@ def _datum(row: TrainingRow, ids: Sequence[int], weights_NK: np.ndarray) -> tink
 log = logging.getLogger(__name__)
 
 
-class TinkerPolicy:
-    """A LoRA adapter in training. Made by `connect`."""
+class TinkerPolicy(Policy):
+    """A LoRA adapter in training on a server. Created by `connect`."""
 
     def __init__(
         self,
@@ -86,64 +87,68 @@ class TinkerPolicy:
         chat: Chat,
         version: int,
         base_model: str,
-        offered: frozenset[str],
+        server_extensions: frozenset[str],
     ) -> None:
         self._service, self._rest, self._client, self._chat = service, rest, client, chat
-        self._others = TinkerSamplingClients(service, chat, base_model)
-        self._version, self._base_model, self._extensions = version, base_model, offered
+        self._sampling = TinkerSamplingClients(service, chat, base_model)
+        self._version, self._base_model, self._extensions = version, base_model, server_extensions
         self._snapshot: TinkerSnapshot | None = None
         self._saving: Awaitable[tinker.SamplingClient] | None = None
-        """Weights of the current version for sampling, requested by the update that made it."""
+        """Sampling client of the current version, requested together with its update."""
 
     @classmethod
     async def connect(
         cls, config: ModelConfig, base_url: str, api_key: str, *, seed: int, state: str = "", version: int = 0
     ) -> TinkerPolicy:
-        """A fresh adapter, or the one saved under the path `state` with its optimizer, as of `version`.
+        """Create a new adapter, or load the one at the path `state` with its optimizer state and `version`.
 
-        Raises ConfigError where no server answers, UserError where it refuses the model or the key.
+        Raises ConfigError if no server responds, UserError if the server rejects the model or the key.
         """
-        async with open_session(f"making the model {config.name}", base_url, api_key) as service:
+        async with open_session(f"creating the model {config.name}", base_url, api_key) as service:
             rest = await asyncio.to_thread(tinker.RestClient, base_url=base_url, api_key=api_key)
             client = await _training_client(service, config, seed, state)
-            chat, offered = await load_chat(config, client), await extensions(base_url, api_key)
-            return cls(service, rest, client, chat, version, config.name, offered)
+            chat, server_extensions = await load_chat(config, client), await extensions(base_url, api_key)
+            return cls(service, rest, client, chat, version, config.name, server_extensions)
 
     @property
+    @override
     def version(self) -> int:
-        """Updates made."""
         return self._version
 
     @property
+    @override
     def chat(self) -> Chat:
-        """The model's tokenizer and template."""
         return self._chat
 
+    @override
     async def snapshot(self) -> TinkerSnapshot:
-        """One sampling session for each version; repeated calls return the same one."""
+        """A sampling session on the current version; calls at the same version return the same object."""
         if self._snapshot is None or self._snapshot.version != self._version:
             async with translate_errors("saving weights for sampling"):
                 saving, self._saving = self._saving or self._client.save_weights_and_get_sampling_client(), None
                 client = await saving
-            self._snapshot = TinkerSnapshot(client, self._chat, self._version, self._others)
+            self._snapshot = TinkerSnapshot(client, self._chat, self._version, self._sampling)
         return self._snapshot
 
+    @override
     async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> UpdateResult:
-        """Gradient, step and the weights to sample from next are submitted together: the server runs them without a
-        pause. Where the present weights were not sampled from, as in a run on data alone, the next are not saved."""
+        """Submit gradient, step and saving of weights for sampling together, so that the server does not wait.
+
+        Weights are saved for sampling only if the current version was sampled from; a run on demonstrations skips it.
+        """
         sampled = self._snapshot is not None and self._snapshot.version == self._version
         async with translate_errors(f"training with the loss {update.loss or 'of the run'}"):
-            gradient = self._gradient(update)
-            step = self._client.optim_step(adam_params(optimizer, learning_rate))
+            pending_gradient = self._gradient(update)
+            pending_step = self._client.optim_step(adam_params(optimizer, learning_rate))
             saving = self._client.save_weights_and_get_sampling_client() if sampled else None
-            passed, stepped = await gradient, await step
+            gradient, step = await pending_gradient, await pending_step
         self._version, self._saving = self._version + 1, saving
-        logprobs = tuple(np.asarray(output["logprobs"].to_numpy(), np.float32) for output in passed.loss_fn_outputs)
-        return UpdateResult(logprobs=logprobs, metrics={**passed.metrics, **(stepped.metrics or {})})
+        logprobs = tuple(np.asarray(outputs["logprobs"].to_numpy(), np.float32) for outputs in gradient.loss_fn_outputs)
+        return UpdateResult(logprobs=logprobs, metrics={**gradient.metrics, **(step.metrics or {})})
 
+    @override
     async def auxiliary_adapter(self, rank: int, seed: int, state: str = "") -> TinkerAuxiliaryAdapter:
-        """A second adapter on the same base, fresh or as saved under `state`, in the same session."""
-        async with translate_errors("making the critic"):
+        async with translate_errors("creating the critic"):
             if state:
                 client = await self._service.create_training_client_from_state_with_optimizer(state)
             else:
@@ -151,6 +156,7 @@ class TinkerPolicy:
         return TinkerAuxiliaryAdapter(client, self._chat.vocabulary)
 
     def _gradient(self, update: Update) -> Any:
+        """Submit forward_backward; returns its future."""
         if (client := update.client) is not None:
             data = [row.datum({"weights": row.mask.astype(np.float32)}) for row in update.rows]
             return self._client.forward_backward_custom(data, lambda _, logprobs: client(logprobs))
@@ -158,48 +164,52 @@ class TinkerPolicy:
         return self._client.forward_backward(data, cast(Any, update.loss), cast(Any, dict(update.config)))
 
     @property
+    @override
     def extensions(self) -> frozenset[str]:
-        """What get_server_capabilities lists under `extensions`; a server that lists none has none."""
         return self._extensions
 
+    @override
     async def open_model(self, name: str) -> TinkerSnapshot:
-        """A sampling session on other weights; repeated calls return the same one."""
-        return await self._others.open_model(name)
+        return await self._sampling.open_model(name)
 
+    @override
     async def entropies(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
-        """One forward pass with the extension `return_entropy`."""
         if "return_entropy" not in self._extensions:
-            raise Unsupported("This server does not return entropies.", "Use an algorithm that does not read them.")
+            raise Unsupported(
+                "This server does not return entropies.", "Use an algorithm that does not need entropies."
+            )
         data = [row.datum({"weights": row.mask.astype(np.float32)}) for row in rows]
-        async with translate_errors("asking for entropies"):
-            passed = await self._client.forward(data, "cross_entropy", cast(Any, {"return_entropy": 1.0}))
-        return [np.asarray(output["entropy"].to_numpy(), np.float32) for output in passed.loss_fn_outputs]
+        async with translate_errors("computing entropies"):
+            result = await self._client.forward(data, "cross_entropy", cast(Any, {"return_entropy": 1.0}))
+        return [np.asarray(outputs["entropy"].to_numpy(), np.float32) for outputs in result.loss_fn_outputs]
 
+    @override
     async def save(self, name: str, ttl_seconds: int | None) -> str:
-        """Save a state checkpoint, over an earlier one of that name."""
+        """Save weights and optimizer state; replaces a checkpoint with the same name."""
         async with translate_errors(f"saving the checkpoint {name}"):
             return (await self._client.save_state(name, ttl_seconds=ttl_seconds, overwrite=True)).path
 
+    @override
     async def save_for_sampling(self, name: str, ttl_seconds: int | None = None) -> str:
-        """A sampler checkpoint."""
         async with translate_errors(f"saving the weights {name}"):
             return (await self._client.save_weights_for_sampler(name, ttl_seconds=ttl_seconds)).path
 
+    @override
     async def open_checkpoint(self, path: str, version: int) -> TinkerSnapshot:
-        """A sampling session of its own."""
-        return await self._others.open_checkpoint(path, version)
+        return await self._sampling.open_checkpoint(path, version)
 
+    @override
     async def delete_checkpoint(self, path: str) -> None:
-        """One that is gone already is passed over."""
+        """Delete weights saved for sampling; logs a warning if the server rejects the request."""
         try:
             async with translate_errors(f"deleting {path}"):
                 await self._rest.delete_checkpoint_from_tinker_path(path)
         except UserError as error:
-            log.warning("Old weights could not be deleted: %s", error)
+            log.warning("Could not delete old weights: %s", error)
 
+    @override
     async def close(self) -> None:
-        """Ends the session at the server; its checkpoints stay. A server that is gone is not waited for."""
-        await self._others.close()
+        await self._sampling.close()
 
 
 async def _training_client(

@@ -1,6 +1,6 @@
-"""Weights of a server of the Tinker API to sample from, of a base model or by their paths; nothing is trained.
+"""Sampling from base models and checkpoints of a Tinker API server.
 
-For processes that only sample: explorers of a two-process run, and the comparison of checkpoints.
+The explorer and the bench mode use this without a model in training.
 """
 
 from __future__ import annotations
@@ -11,32 +11,40 @@ from typing import Any, cast
 
 import numpy as np
 import tinker
+from typing_extensions import override
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.policy.base import ModelConfig, Prompt, SamplingConfig, check_prompt_length
+from tinsmith.rl.policy.base import (
+    ModelConfig,
+    Prompt,
+    SamplingClients,
+    SamplingConfig,
+    Snapshot,
+    check_prompt_length,
+)
 from tinsmith.rl.policy.chat import Chat, read_template
 from tinsmith.rl.policy.sdk import end_session, open_session, translate_errors
 from tinsmith.rl.types import Turn
 
 
-class TinkerSnapshot:
-    """A sampling session at one version."""
+class TinkerSnapshot(Snapshot):
+    """A sampling session on one version of the weights."""
 
-    def __init__(self, client: tinker.SamplingClient, chat: Chat, version: int, others: TinkerSamplingClients) -> None:
-        self._client, self._chat, self._version, self._others = client, chat, version, others
+    def __init__(self, client: tinker.SamplingClient, chat: Chat, version: int, clients: TinkerSamplingClients) -> None:
+        self._client, self._chat, self._version, self._clients = client, chat, version, clients
 
     @property
+    @override
     def version(self) -> int:
-        """Updates seen."""
         return self._version
 
     @property
+    @override
     def chat(self) -> Chat:
-        """The model's tokenizer and template."""
         return self._chat
 
+    @override
     async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
-        """One request for all `count` replies."""
         tokens = _tokens(prompt, self._chat)
         check_prompt_length(tokens, sampling)
         params = tinker.SamplingParams(
@@ -48,7 +56,7 @@ class TinkerSnapshot:
             top_p=sampling.top_p,
         )
         async with translate_errors("sampling"):
-            answer = await self._client.sample(tinker.ModelInput.from_ints(tokens), count, params)
+            response = await self._client.sample(tinker.ModelInput.from_ints(tokens), count, params)
         return tuple(
             Turn(
                 prompt=tuple(tokens),
@@ -58,21 +66,21 @@ class TinkerSnapshot:
                 stop="stop" if sequence.stop_reason == "stop" else "length",
                 version=self._version,
             )
-            for sequence in answer.sequences
+            for sequence in response.sequences
         )
 
+    @override
     async def open_model(self, name: str) -> TinkerSnapshot:
-        """As of the session."""
-        return await self._others.open_model(name)
+        return await self._clients.open_model(name)
 
+    @override
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        """One request; the first token has no logprob and is left out."""
-        async with translate_errors("asking for logprobs"):
+        async with translate_errors("computing logprobs"):
             logprobs = await self._client.compute_logprobs(tinker.ModelInput.from_ints(list(tokens)))
-        return np.array(logprobs[1:], np.float32)
+        return np.array(logprobs[1:], np.float32)  # the first token has no logprob
 
 
-class TinkerSamplingClients:
+class TinkerSamplingClients(SamplingClients):
     """A session at the server, and sampling sessions in it."""
 
     def __init__(self, service: tinker.ServiceClient, chat: Chat, base_model: str) -> None:
@@ -81,55 +89,55 @@ class TinkerSamplingClients:
 
     @classmethod
     async def connect(cls, config: ModelConfig, base_url: str, api_key: str) -> TinkerSamplingClients:
-        """Raises ConfigError where no server answers, UserError where it refuses the model or the key."""
+        """Open a session. Raises ConfigError if no server responds, UserError if it rejects the model or the key."""
         async with open_session(f"opening the model {config.name}", base_url, api_key) as service:
-            # Create a training model: a server names the tokenizer of those only, and the model name may be an alias.
+            # The SDK reports the tokenizer of an aliased model only for training clients.
             client = await service.create_lora_training_client(base_model=config.name, rank=1)
             return cls(service, await load_chat(config, client), config.name)
 
     @property
+    @override
     def chat(self) -> Chat:
-        """The model's tokenizer and template."""
         return self._chat
 
+    @override
     async def open_model(self, name: str) -> TinkerSnapshot:
-        """A base model by its name, or a tinker:// path; repeated calls return the same one. Another base has
-        its own tokenizer."""
+        """Weights to sample from, by name or tinker:// path; later calls with the same name return the same object."""
         if name not in self._peers:
             async with translate_errors(f"opening {name} for sampling"):
                 path = name if name.startswith("tinker://") else None
                 base = None if path else name
-                if path and "/weights/" in path:  # a state: servers sample from weights that were saved for it alone
-                    trained = await self._service.create_training_client_from_state(path)
-                    client = await trained.save_weights_and_get_sampling_client()
+                if path and "/weights/" in path:  # a training state, which must be saved for sampling first
+                    training = await self._service.create_training_client_from_state(path)
+                    client = await training.save_weights_and_get_sampling_client()
                 else:
                     client = await self._service.create_sampling_client(model_path=path, base_model=base)
-                same = path or name == self._base_model
-                chat = self._chat if same else Chat(await self._tokenizer(name, client))
+                same_base = path or name == self._base_model
+                chat = self._chat if same_base else Chat(await self._tokenizer(name, client))
             self._peers[name] = TinkerSnapshot(client, chat, 0, self)
         return self._peers[name]
 
     async def _tokenizer(self, name: str, client: tinker.SamplingClient) -> Any:
-        """Of another base, by its name; where that is an alias, by what the server says of a model in training."""
+        """Tokenizer of another base model, by name or, if the name is an alias, from a training client."""
         try:
             return await asyncio.to_thread(client.get_tokenizer)
         except (OSError, ValueError):
             training = await self._service.create_lora_training_client(base_model=name, rank=1)
             return await asyncio.to_thread(training.get_tokenizer)
 
+    @override
     async def open_checkpoint(self, path: str, version: int) -> TinkerSnapshot:
-        """A sampling session of its own."""
         async with translate_errors(f"opening {path} for sampling"):
             client = await self._service.create_sampling_client(model_path=path)
         return TinkerSnapshot(client, self._chat, version, self)
 
+    @override
     async def close(self) -> None:
-        """Ends the session at the server; its checkpoints stay. A server that is gone is not waited for."""
         await end_session(self._service, "success")
 
 
 async def load_chat(config: ModelConfig, client: tinker.TrainingClient) -> Chat:
-    """By the configured tokenizer and template, or those that the server names. Raises ConfigError."""
+    """The configured tokenizer and chat template, or those of the server. Raises ConfigError."""
     tokenizer = await asyncio.to_thread(_tokenizer, config, client)
     return Chat(tokenizer, read_template(config.chat_template), config.chat_template_values)
 
@@ -142,8 +150,8 @@ def _tokenizer(config: ModelConfig, client: tinker.TrainingClient) -> Any:
             return AutoTokenizer.from_pretrained(config.tokenizer)
         return client.get_tokenizer()
     except (OSError, ValueError) as error:
-        name = config.tokenizer or f"the server's for {config.name}"
-        raise ConfigError(f"The tokenizer ({name}) cannot be loaded: {error}", "Set model.tokenizer.") from error
+        source = config.tokenizer or f"the tokenizer that the server names for {config.name}"
+        raise ConfigError(f"Cannot load {source}: {error}", "Set model.tokenizer.") from error
 
 
 def _tokens(prompt: Prompt, chat: Chat) -> list[int]:

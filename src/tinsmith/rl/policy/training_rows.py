@@ -1,8 +1,10 @@
-"""Rollouts become the rows that are trained on.
+"""Convert rollouts to training rows.
 
-Turns that extend each other (the next prompt begins with the last prompt and reply, token by token) share one row; a
-turn that does not begins a new one. Positions that the policy did not speak are outside of the mask, with logprob and
-advantage 0. A number for each of the policy's tokens goes into rows by `placed` and comes back by `gathered`.
+Turns that extend each other (the next prompt begins with the previous prompt and reply, token by token) share a row;
+other turns begin a new row. Tokens that the policy did not sample are outside the mask, with logprob and advantage 0.
+`scatter_to_rows` and `gather_from_rows` convert between values per policy token and columns of rows.
+
+Dimensions: N positions of a row, T tokens inside the masks of all rows.
 """
 
 from __future__ import annotations
@@ -17,36 +19,37 @@ import tinker
 from tinsmith.rl.types import POLICY, Rollout
 
 Kind = Literal["policy", "expert", "chosen", "rejected"]
-"""Author of the tokens inside the mask: the policy, an expert, or one reply of a pair."""
+"""Source of the tokens inside the mask: the policy, a demonstration (`expert`), or one reply of a pair."""
 
 
-_NOISE = 1e-3
-"""Tolerance between logprobs of the same policy for the same reply: rounding depends on the batch."""
+_LOGPROB_TOLERANCE = 1e-3
+"""Tolerance for logprobs of the same reply and policy: rounding on the server depends on the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRow:
-    """One row: position i of `tokens` predicts `targets[i]`.
+    """A training sequence: position i of `tokens` predicts `targets[i]`.
 
     Example: prompt 5 6 and reply 7 2 with advantage 0.5 are tokens=[5, 6, 7], targets=[6, 7, 2],
     logprobs=[0, -0.9, -0.1], advantages=[0, 0.5, 0.5], mask=[False, True, True].
     """
 
     tokens: np.ndarray
-    """int64 [N]."""
+    """int64 [N]: input token ids."""
     targets: np.ndarray
-    """int64 [N]."""
+    """int64 [N]: next token ids."""
     logprobs: np.ndarray
-    """float32 [N] of the sampler; 0 for words that no sampler spoke."""
+    """float32 [N]: logprobs of the targets under the sampling policy; 0 for tokens that it did not sample."""
     advantages: np.ndarray
-    """float32 [N]."""
+    """float32 [N]: advantages of the targets."""
     mask: np.ndarray
-    """bool [N]: tokens to learn."""
+    """bool [N]: targets to train on."""
     count: int = 1
-    """Replies that this row stands for."""
+    """Number of identical replies that this row represents."""
     kind: Kind = "policy"
+    """Source of the tokens inside the mask."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """float32 [N] by name: logprobs of other models for the same tokens, such as `reference`."""
+    """float32 [N] by name: values of other models for the targets, such as `reference` logprobs."""
 
     @property
     def sequence(self) -> list[int]:
@@ -54,7 +57,7 @@ class TrainingRow:
         return [*self.tokens.tolist(), *self.targets[-1:].tolist()]
 
     def datum(self, inputs: Mapping[str, np.ndarray]) -> tinker.Datum:
-        """Return the row as an SDK datum, with the inputs that the loss reads."""
+        """The row as a Datum of the SDK; `inputs` are the arrays [N] that the loss reads besides the targets."""
         arrays = {"target_tokens": self.targets, **inputs}
         return tinker.Datum(
             model_input=tinker.ModelInput.from_ints(self.tokens.tolist()),
@@ -63,22 +66,22 @@ class TrainingRow:
 
 
 def rows_from_rollout(rollout: Rollout) -> list[TrainingRow]:
-    """The rows of a rollout, with no advantages yet; in order, their masks together are the policy's tokens."""
-    rows: list[_Row] = []
+    """The rows of a rollout, with advantages 0. Their masks cover the policy's tokens in order."""
+    rows: list[_RowBuilder] = []
     for turn in rollout.turns:
         if turn.role != POLICY:
             continue
         prompt = list(turn.prompt)
         if not rows or prompt[: len(rows[-1].tokens)] != rows[-1].tokens:
-            rows.append(_Row([], [], []))
-        fresh = prompt[len(rows[-1].tokens) :]
-        rows[-1].add(fresh, [0.0] * len(fresh), False)
+            rows.append(_RowBuilder([], [], []))
+        new_tokens = prompt[len(rows[-1].tokens) :]
+        rows[-1].add(new_tokens, [0.0] * len(new_tokens), False)
         rows[-1].add(turn.tokens, turn.logprobs, True)
-    return [row.sample() for row in rows]
+    return [row.build() for row in rows]
 
 
 def scatter_to_rows(rows: Sequence[TrainingRow], values_T: np.ndarray) -> list[np.ndarray]:
-    """A number for each of T tokens inside the rows' masks as a column of each row: float32 [N], 0 outside."""
+    """Values [T] of the tokens inside the rows' masks as a column float32 [N] per row, 0 outside the mask."""
     columns, begin = [], 0
     for row in rows:
         end = begin + int(row.mask.sum())
@@ -90,36 +93,36 @@ def scatter_to_rows(rows: Sequence[TrainingRow], values_T: np.ndarray) -> list[n
 
 
 def gather_from_rows(rows: Sequence[TrainingRow], columns: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the values inside the rows' masks, concatenated, float64 [T]."""
+    """float64 [T]: values of `columns` inside the rows' masks, in order. Inverse of `scatter_to_rows`."""
     pieces = [column[row.mask].astype(np.float64) for row, column in zip(rows, columns, strict=True)]
     return np.concatenate([np.zeros(0), *pieces])
 
 
 def merge_identical_rows(rows: Sequence[TrainingRow], advantage_kink: float | None = None) -> list[TrainingRow]:
-    """Merge rows with equal tokens: sum their advantages, and take everything else from the first of them.
+    """Merge rows with equal tokens and mask by summing their advantages; keeps the order and other values of the first.
 
-    `advantage_kink` is the advantage at which the gradient of the loss changes; rows on different sides of it are not
-    merged.
+    `advantage_kink` is the advantage at which the gradient of the loss has a kink: rows on different sides of it are
+    not merged.
     """
-    merged_rows: list[TrainingRow] = []
-    places: dict[bytes, list[int]] = {}
+    merged: list[TrainingRow] = []
+    indices: dict[bytes, list[int]] = {}
     for row in rows:
         key = row.tokens.tobytes() + row.targets[-1:].tobytes() + row.mask.tobytes()
-        twins = places.setdefault(key, [])
-        for at in twins:
-            if (merged := _merged(merged_rows[at], row, advantage_kink)) is not None:
-                merged_rows[at] = merged
+        candidates = indices.setdefault(key, [])
+        for index in candidates:
+            if (combined := _merge_pair(merged[index], row, advantage_kink)) is not None:
+                merged[index] = combined
                 break
         else:
-            twins.append(len(merged_rows))
-            merged_rows.append(row)
-    return merged_rows
+            candidates.append(len(merged))
+            merged.append(row)
+    return merged
 
 
-def _merged(first: TrainingRow, second: TrainingRow, advantage_kink: float | None) -> TrainingRow | None:
-    """Return the sum of two rows; None if their logprobs differ, or the merge would cross the kink."""
+def _merge_pair(first: TrainingRow, second: TrainingRow, advantage_kink: float | None) -> TrainingRow | None:
+    """The merged row; None if the sampling policies differ, or if the sum crosses the kink of the loss."""
     advantages = first.advantages + second.advantages
-    if np.abs(first.logprobs - second.logprobs).max(initial=0.0) > _NOISE:
+    if np.abs(first.logprobs - second.logprobs).max(initial=0.0) > _LOGPROB_TOLERANCE:
         return None
     if advantage_kink is not None:
         above = first.advantages > advantage_kink
@@ -129,17 +132,19 @@ def _merged(first: TrainingRow, second: TrainingRow, advantage_kink: float | Non
 
 
 def count_policy_tokens(rollout: Rollout) -> int:
-    """How many tokens of it the policy spoke."""
+    """Number of tokens that the policy sampled."""
     return sum(len(turn.tokens) for turn in rollout.turns if turn.role == POLICY)
 
 
 def is_truncated(rollout: Rollout) -> bool:
-    """Whether a turn of the policy met max_tokens."""
+    """Whether a turn of the policy ended at max_tokens."""
     return any(turn.stop == "length" for turn in rollout.turns if turn.role == POLICY)
 
 
 @dataclass(slots=True)
-class _Row:
+class _RowBuilder:
+    """Collects the tokens of a row, including the first one, which is not a target."""
+
     tokens: list[int]
     logprobs: list[float]
     mask: list[bool]
@@ -149,7 +154,7 @@ class _Row:
         self.logprobs += logprobs
         self.mask += [mask] * len(tokens)
 
-    def sample(self) -> TrainingRow:
+    def build(self) -> TrainingRow:
         return TrainingRow(
             tokens=np.array(self.tokens[:-1], np.int64),
             targets=np.array(self.tokens[1:], np.int64),
