@@ -43,7 +43,7 @@ def test_stop_is_strings_or_token_ids():
 
 
 def test_load_from_rejects_adapter_settings():
-    with pytest.raises(ValidationError, match="leave out rank, train_mlp"):
+    with pytest.raises(ValidationError, match="remove rank, train_mlp"):
         ModelConfig(name="m", load_from="tinker://a/weights/b", rank=8, train_mlp=False)
 
 
