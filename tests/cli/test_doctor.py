@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.process import child, free_port
+from tests.service.support.process import child, free_port
 from tinsmith.cli.catalog import cached, served
 from tinsmith.cli.doctor import Finding, run_checks
 from tinsmith.errors import ConfigError

@@ -18,7 +18,7 @@ import pytest
 import tinker
 from tinker import types
 
-from tests.service.databases import SERVER, postgres, url_of
+from tests.service.support.databases import SERVER, postgres, url_of
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 

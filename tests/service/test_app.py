@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.service.process import child, free_port
+from tests.service.support.process import child, free_port
 from tinsmith.service.config import ServeConfig
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.inprocess import Api, api, until
+from tests.service.support.inprocess import Api, api, until
 from tinsmith.errors import BadRequest
 from tinsmith.service.checkpoints import check_name, check_ttl
 from tinsmith.service.storage.records import Checkpoint, Model

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.service.inprocess import Api, Factory, api
+from tests.service.support.inprocess import Api, Factory, api
 from tinsmith.engine.base import SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import EngineDied, EngineError

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyrage
 import pytest
 
-from tests.service.inprocess import api
+from tests.service.support.inprocess import api
 from tinsmith.errors import BadRequest
 from tinsmith.service.encryption import encrypt, recipients
 from tinsmith.service.storage.payloads import encode_operation, queued_request

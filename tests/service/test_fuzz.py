@@ -20,8 +20,8 @@ import zstandard
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from tests.service import openapi
-from tests.service.inprocess import pass_body
+from tests.service.support import openapi
+from tests.service.support.inprocess import pass_body
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 from tinsmith.service.wire.protobuf import pb

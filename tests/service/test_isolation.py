@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 import tinsmith.service.routes
-from tests.service.inprocess import Api, api, loss_in, pass_body
+from tests.service.support.inprocess import Api, api, loss_in, pass_body
 from tinsmith.service.openai import routes as openai
 from tinsmith.service.routes import admin
 from tinsmith.service.storage.records import Checkpoint, CustomLoss, Model, SamplingSession, Session

@@ -11,7 +11,7 @@ import httpx
 import tinker
 
 from tests.service.conftest import datum
-from tests.service.process import child, free_port
+from tests.service.support.process import child, free_port
 from tinsmith.service.config import ServeConfig
 
 KEY = "tml-x"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.service.inprocess import KEY, Api, api
+from tests.service.support.inprocess import KEY, Api, api
 from tinsmith.service.app import create_app
 from tinsmith.service.storage.records import Checkpoint, Model, Session
 from tinsmith.service.tenancy.keys import create_key

@@ -11,7 +11,7 @@ import tinker
 from tinker import types
 
 from tests.service.conftest import Served, datum
-from tests.service.process import child, free_port
+from tests.service.support.process import child, free_port
 from tinsmith.service.config import ServeConfig
 
 TOKENS = [5, 6, 7, 8, 9]

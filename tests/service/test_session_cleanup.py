@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.inprocess import Api, Factory, MortalEngine, api, pass_body, until
 from tests.service.routes.test_futures import base_sampler, poll, sample_body
+from tests.service.support.inprocess import Api, Factory, MortalEngine, api, pass_body, until
 from tinsmith.engine.config import EngineConfig
 from tinsmith.service.engines.host import RunningEngine
 from tinsmith.service.storage.records import Checkpoint, Model

@@ -31,26 +31,26 @@ def log_to_folder(folder: Path, level: str = "INFO") -> Iterator[None]:
     Warnings are still shown on the terminal. Records of other packages are written from WARNING on.
     """
     root, package = logging.getLogger(), logging.getLogger("tinsmith")
-    file_handler = RotatingFileHandler(folder / FILE, maxBytes=_BYTES, backupCount=_OLDER, encoding="utf-8", delay=True)
-    file_handler.setFormatter(logging.Formatter(_FORM))
-    added: list[logging.Handler] = [file_handler]
-    if not root.handlers:  # with a handler, logging no longer shows warnings on the terminal itself
-        terminal_handler = logging.StreamHandler()
-        terminal_handler.setLevel(logging.WARNING)
-        added.append(terminal_handler)
+    log_file = RotatingFileHandler(folder / FILE, maxBytes=_BYTES, backupCount=_OLDER, encoding="utf-8", delay=True)
+    log_file.setFormatter(logging.Formatter(_FORM))
+    added: list[logging.Handler] = [log_file]
+    if not root.handlers:  # once the root logger has an output, logging no longer shows warnings on the terminal itself
+        terminal = logging.StreamHandler()
+        terminal.setLevel(logging.WARNING)
+        added.append(terminal)
     previous_level = package.level
     package.setLevel(level)
-    for handler in added:
-        root.addHandler(handler)
+    for output in added:
+        root.addHandler(output)
     try:
         yield
     except BaseException as error:
-        file_handler.handle(_error_record(error))
+        log_file.handle(_error_record(error))
         raise
     finally:
-        for handler in added:
-            root.removeHandler(handler)
-            handler.close()
+        for output in added:
+            root.removeHandler(output)
+            output.close()
         package.setLevel(previous_level)
 
 

@@ -143,12 +143,7 @@ async def assemble(
         if config.uses_rollouts
         else EmptyBatchSource()
     )
-    pairs = config.algorithm.learns_from == "pairs"
-    demonstrations = (
-        Demonstrations(config.demonstrations, held_out, policy.chat, config.seed, pairs=pairs)
-        if config.demonstrations
-        else None
-    )
+    demonstrations = _demonstrations(config, held_out, policy, state)
     critic = await _critic(config, policy, state)
     reference = await _reference(config, policy, state)
     columns = _columns(config, policy, reference, critic, runner.semaphore)
@@ -158,8 +153,6 @@ async def assemble(
         console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
     _restore(state, task_sampler, algorithm, config.seed)
     await batches.restore(state.batches if state else BatchSourceState())
-    if state is not None and demonstrations is not None:
-        demonstrations.cursor = state.demonstrations_drawn
     try:
         run_monitors = monitors.build(config.monitors, info, console)
     except BaseException:
@@ -187,6 +180,18 @@ async def assemble(
         await agent_endpoint.close()
         run_monitors.close()
         await policy.close()
+
+
+def _demonstrations(
+    config: RunConfig, held_out: HeldOutTasks, policy: Policy, state: State | None
+) -> Demonstrations | None:
+    if config.demonstrations is None:
+        return None
+    pairs = config.algorithm.learns_from == "pairs"
+    demonstrations = Demonstrations(config.demonstrations, held_out, policy.chat, config.seed, pairs=pairs)
+    if state is not None:
+        demonstrations.cursor = state.demonstrations_drawn
+    return demonstrations
 
 
 def eval_workflow_maker(config: RunConfig, agent_endpoint: AgentEndpoint) -> Callable[[EvalConfig], Workflow]:

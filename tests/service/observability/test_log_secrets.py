@@ -12,8 +12,8 @@ import pytest
 import tinker
 
 from tests.service.conftest import datum
-from tests.service.databases import url_of
-from tests.service.process import child, free_port
+from tests.service.support.databases import url_of
+from tests.service.support.process import child, free_port
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.observability.logs import JsonLines, TextLines
 from tinsmith.service.tenancy.keys import create_key, open_key_database

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.service.inprocess import KEY, api, pass_body
-from tests.service.process import child, free_port
+from tests.service.support.inprocess import KEY, api, pass_body
+from tests.service.support.process import child, free_port
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.observability.logs import JsonLines, TextLines, add_log_context, log_context
 

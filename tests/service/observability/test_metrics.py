@@ -13,7 +13,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.service.inprocess import KEY, Api, Factory, api, pass_body
+from tests.service.support.inprocess import KEY, Api, Factory, api, pass_body
 from tinsmith.service.app import create_app
 from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.observability.tracing import open_span_exporter, span_exporter

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from sqlalchemy import select
 
-from tests.service.inprocess import Api, api, pass_body
+from tests.service.support.inprocess import Api, api, pass_body
 from tinsmith.service.observability.audit import KEEP_SPANS_S
 from tinsmith.service.storage.records import Checkpoint, Session
 from tinsmith.service.storage.tables import SPANS, STORED

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.service.inprocess import Api, api
+from tests.service.support.inprocess import Api, api
 
 
 async def listed(app: Api) -> list[str]:

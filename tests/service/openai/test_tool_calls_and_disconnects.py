@@ -14,7 +14,7 @@ import numpy as np
 import openai
 import pytest
 
-from tests.service.inprocess import KEY, Api, api
+from tests.service.support.inprocess import KEY, Api, api
 from tinsmith.engine.base import OnDelta, SampledSequence, SampleRequest, SampleResult, SequenceDelta
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine

@@ -17,8 +17,8 @@ from tinker.lib.public_interfaces.custom_loss import encode_graph
 
 from tests.engine.custom_loss.traced_losses import DISTILLED_RANKS, LOSSES, RANKS, distilled, traced
 from tests.service.conftest import Served
-from tests.service.inprocess import Factory, api, pass_body, until
-from tests.service.process import child
+from tests.service.support.inprocess import Factory, api, pass_body, until
+from tests.service.support.process import child
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 from tinsmith.service.storage.records import CustomLoss

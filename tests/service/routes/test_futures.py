@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.service.inprocess import Api, Factory, api, pass_body
+from tests.service.support.inprocess import Api, Factory, api, pass_body
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import EngineError
 from tinsmith.service.engines.host import RunningEngine

@@ -10,7 +10,7 @@ from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 
-from tests.service.inprocess import Api, api
+from tests.service.support.inprocess import Api, api
 from tinsmith.engine.base import LoraSpec
 from tinsmith.service.storage.records import Checkpoint, Model
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import tinker
 
 from tests.models import save_tokenizer
-from tests.service.inprocess import KEY, api
-from tests.service.process import child
 from tests.service.routes.test_futures import base_sampler, sample_body
+from tests.service.support.inprocess import KEY, api
+from tests.service.support.process import child
 from tinsmith.service.config import ServeConfig
 
 

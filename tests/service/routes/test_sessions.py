@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.service.inprocess import Factory, api
+from tests.service.support.inprocess import Factory, api
 
 
 def test_client_config_disables_parallel_chunks(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from tests.service.inprocess import Api, Factory, api, loss_in, pass_body
+from tests.service.support.inprocess import Api, Factory, api, loss_in, pass_body
 from tinsmith.service.wire.protobuf import pb
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.service.inprocess import api
+from tests.service.support.inprocess import api
 
 
 def test_unload_ends_a_model_after_queued_requests(tmp_path: Path) -> None:

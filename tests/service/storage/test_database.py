@@ -17,9 +17,9 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, text
 
 import tinsmith.service.storage.database as database_module
-from tests.service.databases import beside, url_of
-from tests.service.inprocess import until
 from tests.service.storage.test_store import CHECKPOINT, MODEL, SAMPLER, SESSION, WORKS
+from tests.service.support.databases import beside, url_of
+from tests.service.support.inprocess import until
 from tinsmith.errors import ConfigError
 from tinsmith.service.storage.database import MIGRATIONS, SQUASHED_REVISIONS, migrate, open_engine
 from tinsmith.service.storage.payloads import encode_operation, queued_request

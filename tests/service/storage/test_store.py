@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import create_engine, text
 from sqlalchemy.exc import OperationalError
 
-from tests.service.databases import url_of
+from tests.service.support.databases import url_of
 from tinsmith.engine.base import AdamParams, LoraSpec
 from tinsmith.errors import BadRequest
 from tinsmith.service.storage.payloads import encode_operation, queued_request

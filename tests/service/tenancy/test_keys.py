@@ -12,7 +12,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
-from tests.service.databases import beside, url_of
+from tests.service.support.databases import beside, url_of
 from tinsmith.errors import BadRequest, ConfigError, NotFound
 from tinsmith.service.tenancy.keys import (
     Quotas,

@@ -9,9 +9,9 @@ import pytest
 import tinker
 
 from tests.service.conftest import datum
-from tests.service.databases import url_of
-from tests.service.inprocess import KEY, Api, Factory, api, pass_body
-from tests.service.process import child, free_port
+from tests.service.support.databases import url_of
+from tests.service.support.inprocess import KEY, Api, Factory, api, pass_body
+from tests.service.support.process import child, free_port
 from tinsmith.errors import Busy
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.tenancy.keys import Quotas, create_key, open_key_database, set_quotas

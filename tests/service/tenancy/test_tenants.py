@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.service.databases import url_of
-from tests.service.inprocess import Factory
-from tests.service.process import child, free_port
+from tests.service.support.databases import url_of
+from tests.service.support.inprocess import Factory
+from tests.service.support.process import child, free_port
 from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.server import run_service

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.service.inprocess import Api, Factory, api, pass_body
+from tests.service.support.inprocess import Api, Factory, api, pass_body
 from tinsmith.service.engines.host import start_engine
 
 MANY = 1000

@@ -12,9 +12,9 @@ from sqlalchemy import update
 from tinker import types
 
 from tests.service.conftest import datum
-from tests.service.databases import beside
-from tests.service.inprocess import Factory, api, pass_body
-from tests.service.process import child, free_port
+from tests.service.support.databases import beside
+from tests.service.support.inprocess import Factory, api, pass_body
+from tests.service.support.process import child, free_port
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.storage.tables import CHECKPOINTS
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.inprocess import Api, Factory, api, loss_in, pass_body
+from tests.service.support.inprocess import Api, Factory, api, loss_in, pass_body
 from tinsmith.errors import EngineError
 from tinsmith.service.storage.records import Model
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from tests.service.inprocess import Api, Factory, api, loss_in, pass_body
+from tests.service.support.inprocess import Api, Factory, api, loss_in, pass_body
 from tinsmith.errors import EngineError
 from tinsmith.service.storage.records import Model
 

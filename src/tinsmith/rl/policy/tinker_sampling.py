@@ -1,6 +1,6 @@
 """Sampling from base models and checkpoints of a Tinker API server.
 
-The explorer and the bench mode use this without a model in training.
+Modes explore and bench use this without a model in training.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class RewardBounds(_Bounds):
     type: Literal["reward"] = "reward"
 
     def of(self, group: Group) -> Group | None:
-        """The group without the dropped rollouts; None if no successful rollout remains."""
+        """The group without the dropped rollouts; None if no successful rollout is left."""
         return _select(group, lambda rollout: self.within(rollout.reward))
 
 
@@ -55,7 +55,7 @@ class ValidReward(Settings):
     type: Literal["valid_reward"] = "valid_reward"
 
     def of(self, group: Group) -> Group | None:
-        """The group without the dropped rollouts; None if no successful rollout remains."""
+        """The group without the dropped rollouts; None if no successful rollout is left."""
         return _select(group, lambda rollout: math.isfinite(rollout.reward))
 
 
@@ -117,7 +117,7 @@ def apply_filters(filters: Sequence[FilterConfig], groups: Sequence[Group]) -> t
 
 
 def _select(group: Group, keep: Callable[[Rollout], bool]) -> Group | None:
-    """The group with its failed rollouts and those that `keep` accepts; None if no successful rollout remains."""
+    """The group with its failed rollouts and those that `keep` accepts; None if no successful rollout is left."""
     rollouts = tuple(rollout for rollout in group.rollouts if rollout.error or keep(rollout))
     return replace(group, rollouts=rollouts) if any(not rollout.error for rollout in rollouts) else None
 

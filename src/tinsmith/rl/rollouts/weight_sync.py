@@ -60,7 +60,7 @@ class SyncConfig(Settings):
         return max(self.keep, 2 - (-offset // self.interval)) if self.style == "fixed" else self.keep
 
     def refreshes_before(self, batch: int, offset: int) -> bool:
-        """Whether sampling asks for newer weights before `batch`, in on_publish and on_demand."""
+        """Whether sampling requests newer weights before `batch`, in on_publish and on_demand."""
         return batch - 1 > offset and (batch - 1 - offset) % self.interval == 0
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.service.databases import url_of
+from tests.service.support.databases import url_of
 from tinsmith.engine.base import AdamParams, OnDelta, Pass, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine

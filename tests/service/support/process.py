@@ -1,6 +1,6 @@
 """A service in a process of its own that tests may kill.
 
-`child` starts `python -m tests.service.process`, which reads its settings from standard input. The fake engine waits
+`child` starts `python -m tests.service.support.process`, which reads its settings from standard input. The fake engine waits
 `delay` seconds before each call, so that requests are in flight when the process is killed.
 """
 
@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.service.databases import free_port as free_port
-from tests.service.databases import url_of
+from tests.service.support.databases import free_port as free_port
+from tests.service.support.databases import url_of
 from tinsmith.engine.base import AdamParams, OnDelta, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
@@ -24,7 +24,7 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines.host import EngineFactory, RunningEngine
 from tinsmith.service.server import serve
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 class SlowEngine(FakeEngine):
