@@ -8,7 +8,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 BIN = Path(sys.executable).parent
-CODE = ["src", "tests", "benchmarks", "examples"]
+CODE = ["src", "tests", "benchmarks", "examples", "tools"]
 
 
 @pytest.mark.parametrize(

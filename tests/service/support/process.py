@@ -1,7 +1,7 @@
 """A service in a process of its own that tests may kill.
 
-`child` starts `python -m tests.service.support.process`, which reads its settings from standard input. The fake engine waits
-`delay` seconds before each call, so that requests are in flight when the process is killed.
+`child` starts `python -m tests.service.support.process`, which reads its settings from standard input. The fake engine
+waits `delay` seconds before each call, so that requests are in flight when the process is killed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Activation checkpointing: layers save only their input and recompute the rest in the backward.
 
-Costs a third more compute and saves nine tenths of the memory. Simpler than PyTorch's own checkpointing, because a forward
-here uses no random numbers and no autocast whose state would have to be restored.
+Costs a third more compute and saves nine tenths of the memory. Simpler than PyTorch's own checkpointing, because a
+forward here uses no random numbers and no autocast whose state would have to be restored.
 """
 
 from __future__ import annotations
