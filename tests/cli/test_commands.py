@@ -186,7 +186,7 @@ def test_stages_run_in_order_on_one_server_and_resume(work, tiny_llama):
     assert first.returncode == 0, first.stderr
     again = tinsmith(work, *words, "stages.1.steps=3")
     assert again.returncode == 0, again.stderr
-    assert "stage 2 of 2: rewarded" in again.stdout
+    assert "stage 2 of 2: grpo" in again.stdout
     assert "02-grpo/report.html" in again.stdout.replace("\n", "")
     folder = work / "runs" / "staged"
     supervised = [row for row in metrics(folder / "01-sft") if "optim/expert_nll" in row]
@@ -272,9 +272,15 @@ def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
         ),
         (("serve", "portt=3"), "there is no key 'portt'. Did you mean 'port'?"),
         (("serve", "--api-key", "sk-1"), "api_key must start with tml-"),
-        (("serve", "--data", "small.yaml", "engine=fake", "port=0"), "small.yaml cannot be written: File exists. Give"),
-        (("keys", "create", "a", "--data", "small.yaml/x"), "cannot be written: Not a directory. Give another --data"),
-        (("run", "small.yaml", "folder=small.yaml"), "small.yaml cannot be written: File exists. Give another folder."),
+        (
+            ("serve", "--data", "small.yaml", "engine=fake", "port=0"),
+            "small.yaml cannot be written: File exists. Set --data",
+        ),
+        (
+            ("keys", "create", "a", "--data", "small.yaml/x"),
+            "cannot be written: Not a directory. Set --data to another",
+        ),
+        (("run", "small.yaml", "folder=small.yaml"), "small.yaml cannot be written: File exists. Set folder to"),
         (("keys", "create", "a b", "--data", "kept"), "'a b' cannot name a key or a tenant."),
         (
             ("keys", "create", "a", "--expires", "3y", "--data", "kept"),

@@ -34,7 +34,7 @@ def test_debug_shows_every_part_of_a_rollout(tmp_path):
 def test_debug_shows_the_error_of_a_failed_rollout(tmp_path):
     text = shown(settings(tmp_path, rewards=[{"type": "reasoning_gym"}]), scripted(tmp_path))
     assert "failed  " in text
-    assert "no task of reasoning-gym" in text
+    assert "is not a task of reasoning-gym" in text
 
 
 def test_debug_rejects_runs_without_rollouts(tmp_path):

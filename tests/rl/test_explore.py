@@ -208,7 +208,8 @@ def test_training_reports_failed_sampling(tmp_path):
                 await sampler
 
     refused(
-        sample_and_train, r"The process that samples failed: Every rollout of step 1 failed; .*is not a task of reasoning-gym"
+        sample_and_train,
+        r"The process that samples failed: Every rollout of step 1 failed; .*is not a task of reasoning-gym",
     )
 
 

@@ -81,7 +81,7 @@ def test_step_without_advantages_is_logged_as_skipped(tmp_path):
 
 def test_run_ends_when_every_rollout_failed(tmp_path):
     config = settings(tmp_path, rewards=[{"type": "reasoning_gym"}])
-    with pytest.raises(TinsmithError, match=r"Every rollout of step 1 failed; .*no task of reasoning-gym"):
+    with pytest.raises(TinsmithError, match=r"Every rollout of step 1 failed; .*is not a task of reasoning-gym"):
         run(config)
 
 
@@ -194,7 +194,7 @@ def test_run_with_epochs_ends_by_itself(tmp_path):
 
 
 def test_run_needs_at_least_one_step(tmp_path):
-    with pytest.raises(ValueError, match="Set steps, or epochs"):
+    with pytest.raises(ValueError, match="set steps or epochs"):
         epoch_settings(tmp_path)
     with pytest.raises(ConfigError, match="less than one step of 3"):
         resolve_steps(epoch_settings(tmp_path, epochs=0.1))
