@@ -91,6 +91,15 @@ def test_top_logprobs_are_in_descending_order() -> None:
     assert top.logprobs.tolist() == [[-1.0, -2.0]]
 
 
+def test_drawn_token_has_its_logprob_of_the_list() -> None:
+    logits = torch.randn(64, 700, generator=torch.Generator().manual_seed(0)) * 5
+    rules = [PLAIN if row % 3 == 0 else SamplingRule(1.0, 50, 1.0, 50) for row in range(64)]
+    sampled = sample_tokens(logits, rules, np.random.default_rng(0).random(64).tolist())
+    for token, logprob, top in zip(sampled.tokens, sampled.logprobs, sampled.top_logprobs, strict=True):
+        if top is not None:
+            assert dict(zip(top.token_ids[0], top.logprobs[0], strict=True))[int(token)] == logprob
+
+
 def test_draws_from_one_row_equal_draws_from_copies() -> None:
     """To the bit, for every rule: the first tokens of a group need one row of logits."""
     logits = torch.randn(20, 700, generator=torch.Generator().manual_seed(0)) * 2

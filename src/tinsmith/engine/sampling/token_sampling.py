@@ -93,8 +93,11 @@ def sample_tokens(
     if best is not None:
         draws, places = _draws_from(greedy, rows)
         tokens[draws] = best[places]
-    logprobs = probs[row_index, tokens].double().log() - totals.log()
-    return SampledTokens(tokens, logprobs.float(), tuple(top.get(row) for row in rows))
+    logprobs = (probs[row_index, tokens].double().log() - totals.log()).float()
+    if with_top:  # the drawn token has the very number that the list of likeliest tokens gives it
+        draws, places = _draws_from(with_top, rows)
+        logprobs[draws] = scores[places, tokens[draws]]
+    return SampledTokens(tokens, logprobs, tuple(top.get(row) for row in rows))
 
 
 def top_logprobs(logprobs: Tensor, k: int) -> TopK:
