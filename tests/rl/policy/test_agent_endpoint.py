@@ -109,6 +109,36 @@ def test_interleaved_conversations_are_two_rows():
     assert len(rows_from_rollout(Rollout(turns=session.turns))) == 2
 
 
+def test_session_with_an_open_url_takes_any_key():
+    async def main() -> tuple[str, int]:
+        agent_endpoint = AgentEndpoint()
+        try:
+            async with agent_endpoint.session(policy("five"), SamplingConfig(), 7, open_url=True) as session:
+                client = openai.AsyncOpenAI(base_url=session.base_url, api_key="EMPTY", max_retries=0)
+                async with client:
+                    answer = await client.chat.completions.create(model="any", messages=[USER])
+                return str(answer.choices[0].message.content), len(session.turns)
+        finally:
+            await agent_endpoint.close()
+
+    assert asyncio.run(main()) == ("five", 1)
+
+
+def test_turns_are_found_by_their_conversation():
+    async def use(client, session):
+        await asyncio.gather(
+            *(client.chat.completions.create(model=session.model, messages=[USER]) for _ in range(2)),
+            client.chat.completions.create(model=session.model, messages=[{**USER, "content": "6?"}]),
+        )
+
+    _, session = served(use, "five")
+    reply = {"role": "assistant", "content": "five"}
+    assert len(session.turns_of([USER, reply])) == 2  # equal replies are different turns
+    (turn,) = session.turns_of([{**USER, "content": "6?"}, reply])
+    assert turn.prompt == tuple(map(ord, "6?"))
+    assert session.turns_of([USER, {**reply, "content": "six"}]) == ()
+
+
 def test_request_options_override_the_run():
     async def use(client, session):
         async def ask(**more):

@@ -13,61 +13,23 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, ValidationError
+from pydantic import ValidationError
 
-from tinsmith.chat.request import (
-    ChatRequest,
-    describe_errors,
-    error_body,
-    error_code,
-    parse_json_object,
-    select_fields,
-)
-from tinsmith.chat.tool_calls import ToolCallFormat, ToolCallParser, marker_texts, tool_call_format
-from tinsmith.errors import BadRequest, NotFound, TinsmithError, Unauthorized, UserError
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
-from tinsmith.rl.types import Message, Turn
+from tinsmith.chat.request import ChatRequest, error_body, error_code, parse_json_object, select_fields
+from tinsmith.errors import BadRequest, NotFound, TinsmithError, Unauthorized
+from tinsmith.rl.policy.base import SamplingConfig, Snapshot
+from tinsmith.rl.policy.chat_session import MODEL, AgentChatRequest, ChatSession, invalid_request
+from tinsmith.rl.types import Turn
 
 if TYPE_CHECKING:
     import uvicorn
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
-
-
-MODEL = "policy"
-"""Name of the policy; the endpoint accepts any name."""
-
-
-class AgentChatRequest(ChatRequest):
-    """Body of chat/completions; fields that are not set take the run's sampling settings."""
-
-    model: str = MODEL
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    stop: str | list[str] | None = None
-    top_logprobs: int = Field(0, ge=0, le=0)
-    stream_options: dict[str, Any] = Field(default_factory=dict)
-
-    def sampling(self, defaults: SamplingConfig) -> SamplingConfig:
-        """The run's settings with those of the request on top. Raises BadRequest."""
-        overrides = {
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "max_tokens": self.max_completion_tokens or self.max_tokens,
-            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop,
-        }
-        changed = {key: value for key, value in overrides.items() if value is not None}
-        try:
-            return SamplingConfig.model_validate({**defaults.model_dump(), **changed})
-        except ValidationError as error:
-            raise _invalid(error) from error
 
 
 def parse_request(body: bytes) -> AgentChatRequest:
@@ -80,92 +42,25 @@ def parse_request(body: bytes) -> AgentChatRequest:
     try:
         return AgentChatRequest.model_validate(values)
     except ValidationError as error:
-        raise _invalid(error) from error
+        raise invalid_request(error) from error
 
 
-def _invalid(error: ValidationError) -> BadRequest:
-    return BadRequest(f"The request is invalid: {describe_errors(error.errors())}", "Correct or remove the field.")
-
-
-class AgentSession:
+class AgentSession(ChatSession):
     """The endpoint of one rollout: `base_url` and `api_key` configure an OpenAI client."""
 
     model = MODEL
 
-    def __init__(self, base_url: str, policy: Snapshot, sampling: SamplingConfig, seed: int) -> None:
-        self.base_url, self.api_key = base_url, secrets.token_urlsafe(24)
-        self._policy, self._sampling, self._seed = policy, sampling, seed
-        self._calls = 0
-        self._turns: list[Turn] = []
-        self._turn_by_conversation: dict[str, Turn] = {}
-        """Turn of the last message, by the conversation up to and including it."""
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """All replies, grouped by conversation; the conversation with the newest reply comes last."""
-        conversations: list[list[Turn]] = []
-        for turn in self._turns:
-            extended = [turns for turns in conversations if _extends(turn, turns[-1])]
-            longest = max(extended, key=lambda turns: len(turns[-1].prompt), default=[])
-            conversations = [*(turns for turns in conversations if turns is not longest), [*longest, turn]]
-        return tuple(turn for turns in conversations for turn in turns)
+    def __init__(self, base_url: str, policy: Snapshot, sampling: SamplingConfig, seed: int, *, open_url: bool) -> None:
+        """With `open_url`, the URL is the only secret, and any key is valid."""
+        super().__init__(policy, sampling, seed)
+        self.base_url, self.open_url, self.api_key = base_url, open_url, secrets.token_urlsafe(24)
 
     async def complete(self, request: AgentChatRequest) -> dict[str, Any]:
         """The response of chat/completions. Raises UserError for a request that cannot be served."""
-        template = self._policy.chat.template
-        tools = request.template_tools()
-        call_format = (
-            tool_call_format(template, "the policy", "set model.chat_template to a template that supports them")
-            if tools
-            else None
-        )
-        messages = request.template_messages(template)
-        sampling = request.sampling(self._sampling)
-        prompt = self._prompt(messages, tools)
-        number, self._calls = self._calls, self._calls + 1
-        seed = request_seed(self._seed, number) if request.seed is None else request.seed
-        turns = await self._policy.sample(prompt, count=request.n, seed=seed, sampling=sampling)
-        choices = []
-        for index, turn in enumerate(turns):
-            message = self._reply_message(turn, call_format, tools, sampling)
-            self._turns.append(turn)
-            self._turn_by_conversation[_conversation_key([*messages, message], tools)] = turn
-            choices.append(_choice(index, turn, message, request))
-        return _response(choices, len(prompt), sum(len(turn.tokens) for turn in turns))
-
-    def _prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Prompt tokens that extend the conversation's last recorded turn, where the template allows it."""
-        parts = [_message(message) for message in messages]
-        for at in reversed(range(len(messages))):
-            if messages[at]["role"] != "assistant":
-                continue
-            turn = self._turn_by_conversation.get(_conversation_key(messages[: at + 1], tools))
-            if turn is not None and at + 1 < len(messages):
-                try:
-                    return self._policy.chat.prompt([*parts[:at], turn, *parts[at + 1 :]], tools)
-                except UserError:  # the template needs the call itself before a tool's result: render all messages
-                    break
-        return self._policy.chat.prompt(parts, tools)
-
-    def _reply_message(
-        self,
-        turn: Turn,
-        call_format: ToolCallFormat | None,
-        tools: Sequence[Mapping[str, Any]],
-        sampling: SamplingConfig,
-    ) -> dict[str, Any]:
-        """A reply as an assistant message, tool calls separated from its text."""
-        if call_format is None:
-            return {"role": "assistant", "content": turn.text}
-        parser = ToolCallParser(call_format, tools)
-        text, calls = parser.feed(self._policy.chat.text(turn.tokens, sampling.stop, marker_texts(call_format)))
-        rest, last_calls = parser.end()
-        message: dict[str, Any] = {"role": "assistant", "content": text + rest or None}
-        if tool_calls := [call.to_json() for call in (*calls, *last_calls)]:
-            message["tool_calls"] = tool_calls
-        elif message["content"] is None:
-            message["content"] = ""
-        return message
+        replies = await self.replies(request)
+        choices = [_choice(index, turn, message, request) for index, (turn, message) in enumerate(replies)]
+        prompt_tokens = len(replies[0][0].prompt) if replies else 0
+        return _response(choices, prompt_tokens, sum(len(turn.tokens) for turn, _ in replies))
 
 
 def response_chunks(response: Mapping[str, Any], *, usage: bool) -> list[dict[str, Any]]:
@@ -180,40 +75,6 @@ def response_chunks(response: Mapping[str, Any], *, usage: bool) -> list[dict[st
         parts += [[{**last, "finish_reason": None, "delta": delta}], [{**last, "logprobs": None, "delta": {}}]]
     chunks = [{**head, "object": "chat.completion.chunk", "choices": choices} for choices in parts]
     return [*chunks, *([{**chunks[0], "choices": [], "usage": response["usage"]}] if usage else [])]
-
-
-def _extends(turn: Turn, last: Turn) -> bool:
-    tokens = (*last.prompt, *last.tokens)
-    return turn.prompt[: len(tokens)] == tokens
-
-
-def _message(message: Mapping[str, Any]) -> Message:
-    more = {key: value for key, value in message.items() if key not in ("role", "content")}
-    return Message(role=message["role"], content=message["content"], more=more)
-
-
-def _conversation_key(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
-    """Equal for conversations that differ only in fields that clients add to replies, such as call ids."""
-    comparable = [
-        {"said": message["content"] or "", "calls": [call["function"] for call in _parsed_calls(message)]}
-        if message["role"] == "assistant"
-        else message
-        for message in messages
-    ]
-    return json.dumps([comparable, list(tools)], sort_keys=True, default=str)
-
-
-def _parsed_calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The message's tool calls with their arguments as objects, as `parse_messages` returns them."""
-    calls = []
-    for call in message.get("tool_calls", ()):
-        function = call["function"]
-        arguments = function["arguments"]
-        if isinstance(arguments, str):
-            with suppress(ValueError):  # arguments that are not JSON are compared as text
-                arguments = json.loads(arguments or "{}")
-        calls.append({"function": {"name": function["name"], "arguments": arguments}})
-    return calls
 
 
 def _choice(index: int, turn: Turn, message: Mapping[str, Any], request: ChatRequest) -> dict[str, Any]:
@@ -259,12 +120,18 @@ class AgentEndpoint:
         self._serving: asyncio.Task[None] | None = None
 
     @asynccontextmanager
-    async def session(self, policy: Snapshot, sampling: SamplingConfig, seed: int) -> AsyncIterator[AgentSession]:
-        """A session for the duration of the block; `seed` is the rollout's own."""
+    async def session(
+        self, policy: Snapshot, sampling: SamplingConfig, seed: int, *, open_url: bool = False
+    ) -> AsyncIterator[AgentSession]:
+        """A session for the duration of the block; `seed` is the rollout's own.
+
+        With `open_url`, the URL is the only secret, and any key is valid: for agents that send a fixed key.
+        """
         if self._server is None:
             self._listen()
-        name = secrets.token_hex(8)
-        session = self._sessions[name] = AgentSession(f"{self._url}/{name}/v1", policy, sampling, seed)
+        name = secrets.token_hex(16)
+        url = f"{self._url}/{name}/v1"
+        session = self._sessions[name] = AgentSession(url, policy, sampling, seed, open_url=open_url)
         try:
             yield session
         finally:
@@ -338,7 +205,7 @@ class AgentEndpoint:
         """The session of a request. Raises Unauthorized for a wrong key, and for a rollout that has ended."""
         session = self._sessions.get(http.path_params["session"])
         key = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
-        if session is None or not secrets.compare_digest(key, session.api_key.encode()):
+        if session is None or not (session.open_url or secrets.compare_digest(key, session.api_key.encode())):
             raise Unauthorized(
                 "This key is not valid for a session.", "Use base_url and api_key of a rollout that is running."
             )

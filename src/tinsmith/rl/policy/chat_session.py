@@ -1,0 +1,190 @@
+"""Chat completions by the policy, with its replies recorded as Turns.
+
+Requests and messages are those of the OpenAI API. An assistant message that a caller sends back stands for the sampled
+tokens of that reply, so the prompts of a conversation extend each other and become one training row.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from pydantic import Field, ValidationError
+
+from tinsmith.chat.messages import parse_messages
+from tinsmith.chat.request import ChatRequest, describe_errors
+from tinsmith.chat.tool_calls import ToolCallFormat, ToolCallParser, marker_texts, tool_call_format
+from tinsmith.errors import BadRequest, UserError
+from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
+from tinsmith.rl.types import Message, Turn
+
+MODEL = "policy"
+"""Name of the policy; any name is accepted."""
+
+
+class AgentChatRequest(ChatRequest):
+    """Body of chat/completions; fields that are not set take the run's sampling settings."""
+
+    model: str = MODEL
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    stop: str | list[str] | None = None
+    top_logprobs: int = Field(0, ge=0, le=0)
+    stream_options: dict[str, Any] = Field(default_factory=dict)
+
+    def sampling(self, defaults: SamplingConfig) -> SamplingConfig:
+        """The run's settings with those of the request on top. Raises BadRequest."""
+        overrides = {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "max_tokens": self.max_completion_tokens or self.max_tokens,
+            "stop": (self.stop,) if isinstance(self.stop, str) else self.stop,
+        }
+        changed = {key: value for key, value in overrides.items() if value is not None}
+        try:
+            return SamplingConfig.model_validate({**defaults.model_dump(), **changed})
+        except ValidationError as error:
+            raise invalid_request(error) from error
+
+
+def invalid_request(error: ValidationError) -> BadRequest:
+    """The error for a request whose fields do not validate."""
+    return BadRequest(f"The request is invalid: {describe_errors(error.errors())}", "Correct or remove the field.")
+
+
+class ChatSession:
+    """Replies of the policy to chat requests, recorded as turns."""
+
+    def __init__(self, policy: Snapshot, sampling: SamplingConfig, seed: int, *, limit: int | None = None) -> None:
+        """`seed` is the rollout's own. With `limit`, only this many of the newest replies are recorded."""
+        self._policy, self._sampling, self._seed, self._limit = policy, sampling, seed, limit
+        self._calls = 0
+        self._turns_by_conversation: dict[str, list[Turn]] = {}
+        """Turns of the last message, by the conversation up to and including it. Equal replies are several turns."""
+        self._turns: list[Turn] = []
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """All replies, grouped by conversation; the conversation with the newest reply comes last."""
+        conversations: list[list[Turn]] = []
+        for turn in self._turns:
+            extended = [turns for turns in conversations if _extends(turn, turns[-1])]
+            longest = max(extended, key=lambda turns: len(turns[-1].prompt), default=[])
+            conversations = [*(turns for turns in conversations if turns is not longest), [*longest, turn]]
+        return tuple(turn for turns in conversations for turn in turns)
+
+    @property
+    def turns_by_time(self) -> tuple[Turn, ...]:
+        """All replies in the order in which they were sampled."""
+        return tuple(self._turns)
+
+    def turns_of(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[Turn, ...]:
+        """The turns whose reply is the last of these messages, oldest first; several if equal replies were sampled."""
+        parsed = parse_messages(messages, developer_role="developer" in self._policy.chat.template)
+        return tuple(self._turns_by_conversation.get(_conversation_key(parsed, tools), ()))
+
+    async def replies(self, request: AgentChatRequest) -> list[tuple[Turn, dict[str, Any]]]:
+        """`request.n` replies, each as a turn and as an assistant message with tool calls separated from its text.
+
+        Raises UserError for a request that cannot be served.
+        """
+        template = self._policy.chat.template
+        tools = request.template_tools()
+        call_format = (
+            tool_call_format(template, "the policy", "set model.chat_template to a template that supports them")
+            if tools
+            else None
+        )
+        messages = request.template_messages(template)
+        sampling = request.sampling(self._sampling)
+        prompt = self._prompt(messages, tools)
+        number, self._calls = self._calls, self._calls + 1
+        seed = request_seed(self._seed, number) if request.seed is None else request.seed
+        replies = []
+        for turn in await self._policy.sample(prompt, count=request.n, seed=seed, sampling=sampling):
+            message = self._reply_message(turn, call_format, tools, sampling)
+            self._record(_conversation_key([*messages, message], tools), turn)
+            replies.append((turn, message))
+        return replies
+
+    def _record(self, key: str, turn: Turn) -> None:
+        self._turns.append(turn)
+        self._turns_by_conversation.setdefault(key, []).append(turn)
+        if self._limit is not None and len(self._turns) > self._limit:
+            del self._turns[0]
+        if self._limit is not None and len(self._turns_by_conversation) > self._limit:
+            del self._turns_by_conversation[next(iter(self._turns_by_conversation))]
+
+    def _prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Prompt tokens that extend the conversation's last recorded turn, where the template allows it."""
+        parts = [_message(message) for message in messages]
+        for at in reversed(range(len(messages))):
+            if messages[at]["role"] != "assistant":
+                continue
+            turns = self._turns_by_conversation.get(_conversation_key(messages[: at + 1], tools))
+            if turns and at + 1 < len(messages):
+                try:
+                    return self._policy.chat.prompt([*parts[:at], turns[-1], *parts[at + 1 :]], tools)
+                except UserError:  # the template needs the call itself before a tool's result: render all messages
+                    break
+        return self._policy.chat.prompt(parts, tools)
+
+    def _reply_message(
+        self,
+        turn: Turn,
+        call_format: ToolCallFormat | None,
+        tools: Sequence[Mapping[str, Any]],
+        sampling: SamplingConfig,
+    ) -> dict[str, Any]:
+        """A reply as an assistant message, tool calls separated from its text."""
+        if call_format is None:
+            return {"role": "assistant", "content": turn.text}
+        parser = ToolCallParser(call_format, tools)
+        text, calls = parser.feed(self._policy.chat.text(turn.tokens, sampling.stop, marker_texts(call_format)))
+        rest, last_calls = parser.end()
+        message: dict[str, Any] = {"role": "assistant", "content": text + rest or None}
+        if tool_calls := [call.to_json() for call in (*calls, *last_calls)]:
+            message["tool_calls"] = tool_calls
+        elif message["content"] is None:
+            message["content"] = ""
+        return message
+
+
+def _extends(turn: Turn, last: Turn) -> bool:
+    tokens = (*last.prompt, *last.tokens)
+    return turn.prompt[: len(tokens)] == tokens
+
+
+def _message(message: Mapping[str, Any]) -> Message:
+    more = {key: value for key, value in message.items() if key not in ("role", "content")}
+    return Message(role=message["role"], content=message["content"], more=more)
+
+
+def _conversation_key(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+    """Equal for conversations that differ only in fields that clients add to replies, such as call ids."""
+    comparable = [
+        {"said": message["content"] or "", "calls": [call["function"] for call in _parsed_calls(message)]}
+        if message["role"] == "assistant"
+        else message
+        for message in messages
+    ]
+    return json.dumps([comparable, list(tools)], sort_keys=True, default=str)
+
+
+def _parsed_calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The message's tool calls with their arguments as objects, as `parse_messages` returns them."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        function = call["function"]
+        arguments = function["arguments"]
+        if isinstance(arguments, str):
+            with suppress(ValueError):  # arguments that are not JSON are compared as text
+                arguments = json.loads(arguments or "{}")
+        calls.append({"function": {"name": function["name"], "arguments": arguments}})
+    return calls
