@@ -129,7 +129,8 @@ def test_identifiers_are_not_vague() -> None:
 
 
 def test_prose_uses_no_private_words() -> None:
-    files = [file for file in MODULES if file != Path(__file__)]
+    # Prompts of other systems keep their words.
+    files = [file for file in MODULES if file != Path(__file__) and file.name != "prompts.py"]
     prose = ((file, text) for file in files for text in _prose(file))
     documents = (
         (file, re.sub(r"`[^`]*`", "", file.read_text()))  # without names in code

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,16 @@ import pytest
 from tests.dialects.trinity.examples import EVAL, Pairs
 from tests.dialects.trinity.files import SMALL, read, with_key, write
 from tinsmith.dialects import read_run
-from tinsmith.dialects.trinity.name_tables import REWARDS, THINK_BOXED, WORKFLOWS
+from tinsmith.dialects.trinity.name_tables import REWARDS, WORKFLOWS
+from tinsmith.dialects.trinity.prompts import THINK_BOXED
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
+from tinsmith.rl.policy.base import SamplingConfig
+from tinsmith.rl.policy.scripted import ScriptedPolicy
+from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.types import Task
+from tinsmith.rl.workflows.base import WorkflowContext
 
 WORKFLOW, TASKSET = "buffer.explorer_input.default_workflow_type", "buffer.explorer_input.taskset"
 REWARD = "buffer.explorer_input.default_reward_fn_type"
@@ -68,6 +76,41 @@ def test_every_known_workflow_can_be_chosen(name: str, tmp_path: Path):
     assert plain == concurrent
     assert plain.workflow.type in ("single_turn", "math")
     assert plain.rewards
+
+
+TRINITY_MATH_PROMPT = "6ae1bf36c9298adb33bd0af66ffca7ff6f69b0583d2bc491b52ef81aa7cafe7f"
+"""SHA-256 of the system message that Trinity-RFT 0.6 sends for a taskset without system_prompt."""
+NONE = sha256().hexdigest()
+PROMPT = f"{TASKSET}.format.system_prompt"
+
+
+@pytest.mark.parametrize(
+    ("pairs", "system"),
+    [
+        ((), TRINITY_MATH_PROMPT),
+        (((PROMPT, "Be brief."),), sha256(b"Be brief.").hexdigest()),
+        (((PROMPT, ""),), NONE),
+        (((REWARD, "accuracy_reward"),), NONE),
+        ((*JUDGE, (WORKFLOW, "math_rm_workflow")), NONE),
+    ],
+    ids=["default", "own prompt", "empty prompt", "another reward", "judged"],
+)
+def test_math_workflow_sends_the_system_message_of_trinity(pairs: Pairs, system: str, tmp_path: Path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "2 + 2?", "response": "4"}))
+    settings = run(tmp_path, (f"{TASKSET}.path", str(rows)), *pairs)
+    (task,) = settings.tasks.sources[0].load()
+    policy = ScriptedPolicy(["4"], tmp_path)
+    context = WorkflowContext(
+        sampling=SamplingConfig(), rewards=Rewards([], needed=False), agent_endpoint=AgentEndpoint()
+    )
+
+    async def prompt() -> str:
+        (rollout,) = await settings.workflow.make(context).run(task, await policy.snapshot(), count=1, seed=0)
+        return "".join(map(chr, rollout.turns[0].prompt))
+
+    before = asyncio.run(prompt()).removesuffix("2 + 2?")
+    assert sha256(before.encode()).hexdigest() == system
 
 
 @pytest.mark.parametrize("name", REWARDS)

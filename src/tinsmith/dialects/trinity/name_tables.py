@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from tinsmith.dialects.base import Ignored
 from tinsmith.dialects.trinity.arguments import Argument, Component, FixedArgument, RenamedArgument
+from tinsmith.dialects.trinity.prompts import BOXED, R1
 
 
 def _renamed(*names: str) -> RenamedArgument:
@@ -214,13 +215,6 @@ DEFAULT_GROUP_SIZES = {
 """Documented group sizes; 2 for all others. RAFT documents none, and keeps the best of a group: 8 here."""
 
 
-THINK_BOXED = (
-    "First think the problem through between <think> and </think>. Then write the solution, with the final answer in "
-    "\\boxed{}."
-)
-_BOXED = {"system": "Work the problem out step by step, and put the final answer in \\boxed{}."}
-
-
 @dataclass(frozen=True, slots=True)
 class WorkflowName:
     """A workflow of Trinity as one of ours, with its default reward."""
@@ -237,7 +231,8 @@ class WorkflowName:
 JUDGE = "(judge)"
 """Stands for a reward: the first entry of explorer.auxiliary_models judges the replies."""
 
-_PLAIN, _MATH = Component("single_turn"), Component("math")
+PLAIN = Component("single_turn")
+_MATH = Component("math", settings={"system": R1})
 _THINK: Mapping[str, Argument] = {
     "with_think": _renamed("^think"),
     "format_score_coef": _renamed("^form"),
@@ -247,14 +242,14 @@ _THINK: Mapping[str, Argument] = {
 }
 
 WORKFLOWS: Mapping[str, WorkflowName] = {
-    "simple_workflow": WorkflowName(_PLAIN),
+    "simple_workflow": WorkflowName(PLAIN),
     "math_workflow": WorkflowName(_MATH, "math_reward"),
-    "math_boxed_workflow": WorkflowName(Component("single_turn", _THINK, _BOXED), "math_boxed_reward"),
-    "math_eval_workflow": WorkflowName(Component("single_turn", settings=_BOXED), "math_boxed_reward"),
-    "math_rm_workflow": WorkflowName(_MATH, JUDGE),
-    "rubric_judge_workflow": WorkflowName(_PLAIN, JUDGE, rubric="rubric", extra=("rubric",)),
-    "on_policy_distill_workflow": WorkflowName(_PLAIN),
-    "on_policy_distill_math_workflow": WorkflowName(_MATH, "math_reward"),
+    "math_boxed_workflow": WorkflowName(Component("single_turn", _THINK, {"system": BOXED}), "math_boxed_reward"),
+    "math_eval_workflow": WorkflowName(Component("single_turn", settings={"system": BOXED}), "math_boxed_reward"),
+    "math_rm_workflow": WorkflowName(PLAIN, JUDGE),
+    "rubric_judge_workflow": WorkflowName(PLAIN, JUDGE, rubric="rubric", extra=("rubric",)),
+    "on_policy_distill_workflow": WorkflowName(PLAIN),
+    "on_policy_distill_math_workflow": WorkflowName(Component("math"), "math_reward"),
 }
 """Trinity also has them with the prefix async_; here every workflow is asynchronous."""
 

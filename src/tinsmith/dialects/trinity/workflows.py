@@ -17,13 +17,14 @@ from tinsmith.dialects.trinity.data import INPUT, common_value, training_taskset
 from tinsmith.dialects.trinity.name_tables import (
     DISTILLING,
     JUDGE,
+    PLAIN,
     REWARDS,
     SUPERVISED,
-    THINK_BOXED,
     WORKFLOWS,
     WorkflowName,
     unsupported_workflow,
 )
+from tinsmith.dialects.trinity.prompts import R1, THINK_BOXED
 from tinsmith.dialects.trinity.schema import TrinityFile
 from tinsmith.dialects.trinity.schema_buffer import ExplorerInput, TasksetBase
 from tinsmith.dialects.trinity.schema_runtime import AuxiliaryModel, ExternalJudge
@@ -82,6 +83,8 @@ def workflow_and_rewards(
     if workflow is None:
         return None, result
     reward = reward or file.buffer.explorer_input.default_reward_fn_type or (trinity.reward if trinity else "")
+    if trinity and workflow.get("system") == R1 and not _gets_math_prompt(reward, tasksets):
+        workflow = {"type": PLAIN.type}
     if trinity and not (reward or needs_reward):
         return WorkflowAndRewards(workflow, []), result
     rewards, messages = _rewards(file, reward, key, taskset, trinity, plugins)
@@ -90,6 +93,13 @@ def workflow_and_rewards(
         return None, result
     rewards = [{**entry, **of_reward} if entry["type"] == "math_boxed" else entry for entry in rewards]
     return WorkflowAndRewards(workflow, rewards), result
+
+
+def _gets_math_prompt(reward: str | None, tasksets: Sequence[tuple[str, TasksetBase]]) -> bool:
+    """Whether math_workflow adds its system message: only with its own reward, and where no system_prompt is set."""
+    return reward == WORKFLOWS["math_workflow"].reward and any(
+        taskset.format.system_prompt is None for _, taskset in tasksets
+    )
 
 
 @translates(TasksetBase, workflow_args="workflow; arguments of your own code too")
