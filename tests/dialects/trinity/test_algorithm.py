@@ -13,9 +13,11 @@ from tinsmith.dialects.trinity.name_tables import ADVANTAGES, ALGORITHMS, LOSSES
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms.advantages.group import GrpoAdvantage, OpmdAdvantage
 from tinsmith.rl.algorithms.advantages.multi_turn import GigpoAdvantage, StepWiseGrpoAdvantage
+from tinsmith.rl.algorithms.advantages.per_token import JsdAdvantage
 from tinsmith.rl.algorithms.config import NAMES, AlgorithmConfig
-from tinsmith.rl.algorithms.losses.policy_gradient import PpoLoss, RecLoss
-from tinsmith.rl.algorithms.losses.supervised import MixChordLoss
+from tinsmith.rl.algorithms.losses.policy_gradient import CispoLoss, PpoLoss, RecLoss
+from tinsmith.rl.algorithms.losses.supervised import MixChordLoss, MixtureLoss
+from tinsmith.rl.algorithms.regularizers import KlConfig
 from tinsmith.rl.types import Task
 from tinsmith.rl.workflows.custom import Conversation
 
@@ -80,7 +82,7 @@ def test_algorithm_name_selects_our_preset(name: str, tmp_path: Path):
         return
     teacher = {"teacher": "teacher"} if config.teacher else {}
     preset = AlgorithmConfig.model_validate({"type": ours, **teacher})
-    assert config.kl == preset.kl
+    assert config.kl == (KlConfig(type="k2", coef=0.001) if name == "dpo" else preset.kl)
     assert config.aggregate == preset.aggregate
     assert type(config.advantage) is type(preset.advantage)
     assert type(config.loss) is type(preset.loss)
@@ -103,6 +105,51 @@ def test_advantage_arguments_are_translated(tmp_path: Path):
     assert algorithm(tmp_path, "asymre", advantage_fn_args={"baseline_shift": -0.3}).advantage == OpmdAdvantage(
         shift=0.3
     )
+
+
+def test_dpo_keeps_its_divergence(tmp_path: Path):
+    dpo = [*LEARNS, ("algorithm.algorithm_type", "dpo")]
+    for pairs in ([], [("algorithm.kl_loss_fn", "none")]):
+        run_file = read(tmp_path, *dpo, *pairs, ("algorithm.loss_agg_mode", "seq-mean-token-sum"))
+        assert run_file.settings.algorithm.kl == KlConfig(type="k2", coef=0.001)
+        assert run_file.settings.algorithm.aggregate == "seq_mean_token_sum"
+        assert any("dpo always has a divergence" in note for note in run_file.notes) == bool(pairs)
+    run_file = read(tmp_path, *dpo, ("algorithm.kl_loss_fn_args", {"kl_coef": 0}), ("algorithm.loss_agg_mode", "x"))
+    assert not run_file.settings.algorithm.kl.enabled
+    assert any("mean over pairs" in note for note in run_file.notes)
+
+
+def test_mask_of_cispo_has_trinitys_bounds(tmp_path: Path):
+    masked = {"enable_mask_clip": True, "clip_range_high": 0.5}
+    loss = algorithm(tmp_path, "cispo", policy_loss_fn_args=masked).loss
+    assert loss == CispoLoss(clip_high=0.5, mask=True, mask_low=1.0, mask_high=0.28)
+    loss = algorithm(tmp_path, "cispo", policy_loss_fn_args={**masked, "mask_clip_range_high": 0.1}).loss
+    assert loss == CispoLoss(clip_high=0.5, mask=True, mask_low=1.0, mask_high=0.1)
+    assert algorithm(tmp_path, "cispo", policy_loss_fn_args={"mask_clip_range_high": 0.1}).loss == CispoLoss()
+
+
+def test_later_arguments_of_trinity_are_known(tmp_path: Path):
+    drifting = {"enable_sequence_masking": True, "delta_sequence_masking": 0.3}
+    assert algorithm(tmp_path, "grpo", policy_loss_fn_args=drifting).loss == PpoLoss(mask_drift=0.3)
+    args = {"temperature": 0.5, "chunk_size": 512}
+    assert algorithm(tmp_path, "jsd", advantage_fn_args=args).advantage == JsdAdvantage(temperature=0.5)
+    assert algorithm(tmp_path, "grpo", advantage_fn_args={"epsilon": 1e-4}).advantage == GrpoAdvantage(epsilon=1e-4)
+
+
+@pytest.mark.parametrize("name", ["mix", "mix_chord"])
+@pytest.mark.parametrize(
+    ("args", "rollouts", "demonstrations"),
+    [
+        ({}, "token_mean", None),
+        ({"loss_agg_mode": "seq-mean-token-sum"}, "seq_mean_token_sum", None),
+        ({"sft_loss_agg_mode": "seq-mean-token-mean"}, "token_mean", "seq_mean_token_mean"),
+        ({"grpo_loss_agg_mode": "seq-mean-token-mean"}, "seq_mean_token_mean", "token_mean"),
+    ],
+)
+def test_mixed_losses_have_two_aggregates(name: str, args: Any, rollouts: str, demonstrations: str, tmp_path: Path):
+    config = algorithm(tmp_path, name, policy_loss_fn_args=args)
+    assert isinstance(config.loss, MixtureLoss)
+    assert (config.aggregate, config.loss.expert_aggregate) == (rollouts, demonstrations)
 
 
 def test_differing_defaults_are_written_out(tmp_path: Path):
@@ -173,7 +220,7 @@ def test_warmup_by_steps_overrides_ratio(tmp_path: Path):
         ("advantage_fn", "remax", "Use rloo"),
         ("advantage_fn", "gpro", "Did you mean 'grpo'?"),
         ("advantage_fn_args", {"std_treshold": 0.1}, "Did you mean 'std_threshold'?"),
-        ("advantage_fn_args", {"epsilon": 0.1}, "0.1 is not supported here"),
+        ("policy_loss_fn_args", {"delta": 0.1}, "there is no such argument"),
         ("advantage_fn_args", {"std_cal_level": "world"}, "It is one of group, batch."),
         ("policy_loss_fn", "pppo", "Did you mean 'ppo'?"),
         ("policy_loss_fn_args", {"clip_rang": 0.1}, "Did you mean 'clip_range'?"),

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms.advantages.base import Trace, trace_from_rollout, whiten
+from tinsmith.rl.algorithms.advantages.batch import PrpoAdvantage, ReinforcePlusPlusBaselineAdvantage
 from tinsmith.rl.algorithms.advantages.group import (
     BestAdvantage,
     ClipBAdvantage,
@@ -79,6 +80,52 @@ def test_grpo_normalizes_by_the_deviation_of_the_batch():
     )
 
 
+@given(GROUPS)
+def test_population_deviation_divides_by_n(groups):
+    expected, bare = [], []
+    for rewards in groups:
+        mean = statistics.mean(rewards) if len(rewards) > 1 else 0.0
+        deviation = statistics.pstdev(rewards) if len(rewards) > 1 else 1.0
+        expected += [(reward - mean) / (deviation + 1e-6) for reward in rewards]
+        bare += [(reward - mean) / (deviation if deviation > 1e-8 else 1.0) for reward in rewards]
+    values = flat(firsts(GrpoAdvantage(std="population"), groups))
+    assert values == pytest.approx(expected, rel=1e-9, abs=1e-9)
+    values = flat(firsts(GrpoAdvantage(std="population", epsilon=0.0), groups))
+    assert values == pytest.approx(bare, rel=1e-9, abs=1e-9)
+    whole = StepWiseGrpoAdvantage(std="population")
+    assert flat(firsts(whole, groups)) == pytest.approx(expected, rel=1e-9, abs=1e-9)
+
+
+def test_population_deviation_of_three_rewards_by_hand():
+    ((first, second, third),) = firsts(GrpoAdvantage(std="population", epsilon=0.0), [[0.0, 0.0, 3.0]])
+    assert (first, second, third) == pytest.approx((-(0.5**0.5), -(0.5**0.5), 2**0.5))
+    with pytest.raises(ValueError, match="std is not used with normalize: none"):
+        GrpoAdvantage(normalize="none", std="population")
+
+
+@given(GROUPS)
+def test_advantages_over_the_step_equal_their_formulas(groups):
+    centred = [reward - statistics.mean(group) for group in groups for reward in group]
+    scale = statistics.pstdev(centred) + 1e-6
+    values = flat(firsts(ReinforcePlusPlusBaselineAdvantage(), groups))
+    assert values == pytest.approx([value / scale for value in centred], rel=1e-6, abs=1e-6)
+    every = flat(groups)
+    scale = statistics.pstdev(every) + 1e-6
+    values = flat(firsts(PrpoAdvantage(), groups))
+    assert values == pytest.approx([(value - statistics.mean(every)) / scale for value in every], rel=1e-6, abs=1e-6)
+
+
+def test_advantages_over_the_step_by_hand():
+    groups = [[1.0, 0.0], [2.0], [4.0, 4.0]]
+    assert flat(firsts(ReinforcePlusPlusBaselineAdvantage(), groups)) == pytest.approx(
+        [0.5 / 0.1**0.5, -0.5 / 0.1**0.5, 0, 0, 0], rel=1e-5
+    )
+    deviation = ((1.2**2 + 2.2**2 + 0.2**2 + 2 * 1.8**2) / 5) ** 0.5
+    expected = [difference / deviation for difference in (-1.2, -2.2, -0.2, 1.8, 1.8)]
+    assert flat(firsts(PrpoAdvantage(), groups)) == pytest.approx(expected, rel=1e-5)
+    assert firsts(PrpoAdvantage(), []) == firsts(ReinforcePlusPlusBaselineAdvantage(), []) == []
+
+
 def test_std_threshold_drops_groups_of_small_deviation():
     groups = [[1.0, 1.0], [2.0], [1.0, 0.0]]
     assert firsts(GrpoAdvantage(std_threshold=0.0), groups)[:2] == [[], []]
@@ -98,7 +145,8 @@ def test_rank_penalty_changes_baseline_but_not_reward():
 def test_opmd_equals_its_formula(groups, tau):
     means = [r - (statistics.mean(g) if len(g) > 1 else 0.0) for g in groups for r in g]
     assert flat(firsts(OpmdAdvantage(), groups)) == pytest.approx(means, abs=1e-9)
-    assert flat(firsts(OpmdAdvantage(shift=0.1), groups)) == pytest.approx([value + 0.1 for value in means], abs=1e-9)
+    shifted = [r - (statistics.mean(g) - 0.1 if len(g) > 1 else 0.0) for g in groups for r in g]
+    assert flat(firsts(OpmdAdvantage(shift=0.1), groups)) == pytest.approx(shifted, abs=1e-9)
     expected = []
     for group in groups:
         b = tau * (math.log(sum(math.exp(r / tau) for r in group)) - math.log(len(group))) if len(group) > 1 else 0.0
@@ -195,6 +243,19 @@ def test_gigpo_adds_the_advantage_of_a_turn_in_its_state():
         GigpoAdvantage().compute([[trace(1.0)]], random())
 
 
+def test_gigpo_compares_states_of_one_task_only():
+    def pair(first: float, second: float) -> list[Trace]:
+        return [trace(reward, 1, turn_rewards=(reward,), states=("start",)) for reward in (first, second)]
+
+    tasks = [pair(1.0, 0.0), pair(9.0, 5.0)]
+    together = GigpoAdvantage().compute(tasks, random())
+    alone = [GigpoAdvantage().compute([traces], random())[0] for traces in tasks]
+    assert [[value.tolist() for value in values] for values in together] == [
+        [value.tolist() for value in values] for values in alone
+    ]
+    assert [float(value[0]) for value in together[1]] == [4.0, -4.0]  # 2 as a rollout, and 2 as a turn
+
+
 def test_gigpo_credits_the_remaining_reward_to_the_last_turn():
     def returns(reward: float, *turn_rewards: float | None) -> list[float]:
         rewarded = trace(reward, 3, turns=(1, 1, 1), turn_rewards=turn_rewards, states=("a", "b", "c"))
@@ -213,10 +274,17 @@ def test_distillation_advantages_compare_with_the_teacher(pairs, b):
     reply = trace(9.0, len(pairs), logprobs=student, columns={"teacher": teacher})
     ((advantages,),) = OnPolicyDistillAdvantage(coef=0.5).compute([[reply]], random())
     assert advantages.tolist() == pytest.approx((0.5 * (teacher - student)).tolist())
+    ((sums,),) = OnPolicyDistillAdvantage(discount=0.9, low=-1.0, high=0.5).compute([[reply]], random())
+    for at, value in enumerate(sums):
+        later = sum(0.9 ** (k - at) * (teacher[k] - student[k]) for k in range(at, len(pairs)))
+        assert value == pytest.approx(min(max(later, -1.0), 0.5))
     ((advantages,),) = JsdAdvantage(beta=b).compute([[reply]], random())
     for s, t, value in zip(student, teacher, advantages, strict=True):
         m = math.log((1 - b) * math.exp(s) + b * math.exp(t))
         assert value == pytest.approx(-(b * (t - m) + (1 - b) * (s - m)), abs=1e-9)
+    cool = trace(9.0, len(pairs), logprobs=student / 0.5, columns={"teacher": teacher / 0.5})
+    tempered = JsdAdvantage(beta=b, temperature=0.5).compute([[reply]], random())[0][0]
+    assert tempered.tolist() == JsdAdvantage(beta=b).compute([[cool]], random())[0][0].tolist()
     ((low,),) = JsdAdvantage(beta=0).compute([[reply]], random())
     ((high,),) = JsdAdvantage(beta=1).compute([[reply]], random())
     assert low.tolist() == pytest.approx((teacher - student).tolist())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import get_args
 
 import numpy as np
@@ -15,7 +16,7 @@ from tinsmith.rl.algorithms import Algorithm, AlgorithmConfig, loss_dispatch
 from tinsmith.rl.algorithms.config import DATA_ONLY, NAMES
 from tinsmith.rl.algorithms.losses import LossConfig
 from tinsmith.rl.policy.base import UpdateResult
-from tinsmith.rl.policy.training_rows import TrainingRow
+from tinsmith.rl.policy.training_rows import TrainingRow, rows_from_rollout
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
 OURS = frozenset(name for names in loss_specs.EXTENSIONS.values() for name in names)
@@ -139,6 +140,16 @@ def test_masks_of_loss_terms_are_aggregate_weights():
         np.testing.assert_allclose(inputs["entropy_mask"], expected, rtol=1e-6)
         np.testing.assert_allclose(inputs["kl_mask"], expected, rtol=1e-6)
     assert update.config["entropy_coef"] == 0.5
+
+
+def test_demonstrations_may_have_an_aggregate_of_their_own():
+    rows = [row for rollout in groups()[0].rollouts for row in rows_from_rollout(rollout)]
+    rows[0] = replace(rows[0], kind="expert")
+    settings = config("mix", loss={"expert_aggregate": "token_sum"}, kl={"type": "none", "coef": 0})
+    batch = loss_dispatch.tokens_of_rows(rows, settings, 1)
+    policy = sum(int(row.mask.sum()) for row in rows[1:])
+    assert batch.policy_weights.tolist() == pytest.approx([0.0 if own else 1 / policy for own in batch.expert])
+    assert batch.expert_weights.tolist() == [1.0 if own else 0.0 for own in batch.expert]
 
 
 def test_means_include_replies_without_advantage():

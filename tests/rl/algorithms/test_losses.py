@@ -133,6 +133,22 @@ def test_ratio_losses_equal_their_formulas(rows):
 
 @settings(deadline=None)
 @given(ROWS)
+def test_cispo_mask_may_have_bounds_of_its_own(rows):
+    def by_hand(p, q, a, _, low=0.5, high=0.1):
+        r = math.exp(sg(p) - q)
+        inside = not ((a > 0 and r > 1 + high) or (a < 0 and r < 1 - low))
+        return -a * inside * min(max(r, 0.6), 1.28) * p
+
+    own = policy_gradient.CispoLoss(clip_low=0.4, mask=True, mask_low=0.5, mask_high=0.1)
+    assert_loss_equals(own, rows, by_hand)
+    clips = policy_gradient.CispoLoss(clip_low=0.4, mask=True)
+    assert_loss_equals(clips, rows, lambda p, q, a, row: by_hand(p, q, a, row, low=0.4, high=0.28))
+    with pytest.raises(ValueError, match="mask_low is not used with mask: false"):
+        policy_gradient.CispoLoss(mask_low=0.1)
+
+
+@settings(deadline=None)
+@given(ROWS)
 def test_gspo_uses_one_ratio_per_reply(rows):
     def by_hand(p, _q, a, row):
         s = math.exp(sum(gap for _, gap, _ in row) / len(row))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from tinsmith.rl.optimizer import OptimizerConfig
@@ -32,6 +34,29 @@ def test_warmup_rises_to_the_full_rate():
     assert learning_rates(schedule="constant") == [1.0] * 10
     with pytest.raises(ValueError, match="leave out one"):
         OptimizerConfig(warmup_steps=1, warmup_ratio=0.1)
+
+
+@given(
+    schedule=st.sampled_from(["constant", "linear", "cosine"]),
+    steps=st.integers(1, 40),
+    warmup=st.integers(0, 45),
+    ratio=st.floats(0, 0.99),
+    floor=st.floats(0, 1),
+    more=st.integers(0, 60),
+)
+def test_decay_ends_with_the_run_and_never_below_zero(schedule, steps, warmup, ratio, floor, more):
+    share = {} if warmup else {"warmup_ratio": ratio}
+    decay = {} if schedule == "constant" else {"min_ratio": floor}
+    config = OptimizerConfig(learning_rate=2.0, schedule=schedule, warmup_steps=warmup, **share, **decay)
+    first = warmup or int(ratio * steps)
+    rates = [config.learning_rate_at(step, steps) for step in range(1, steps + more + 2)]
+    assert all(0 < rate <= 2.0 for rate in rates[:steps])  # every step of the run trains
+    rising, falling = rates[:first], rates[first:]
+    assert rising == sorted(rising)
+    assert falling == sorted(falling, reverse=True)
+    end = 2.0 if schedule == "constant" else 2.0 * floor
+    if first < steps:
+        assert all(rate == pytest.approx(end, abs=1e-12) for rate in rates[steps:])
 
 
 def test_stop_is_strings_or_token_ids():

@@ -31,6 +31,8 @@ from tinsmith.dialects.trinity.name_tables import (
     JUDGE,
     LOSSES,
     MISSING_ADVANTAGES,
+    MIXED,
+    MIXED_AGGREGATES,
     SUPERVISED,
     WORKFLOWS,
 )
@@ -39,7 +41,8 @@ from tinsmith.dialects.trinity.schema_runtime import AuxiliaryModel, Trainer
 
 STATELESS = ("single_turn", "math", "agent")
 """Workflow types whose turns have no states."""
-_WITHOUT_KL = ("dapo", "asymre", "dpo", "raft", "sppo", "on_policy_distill", "jsd", "sft", "cpt")
+_KL_COEF = 0.001
+_WITHOUT_KL = ("dapo", "asymre", "raft", "sppo", "on_policy_distill", "jsd", "sft", "cpt")
 
 
 def advantage_type(file: TrinityFile) -> str:
@@ -104,8 +107,11 @@ def _policy_loss(section: Algorithm) -> Translation:
     component, result = _component("policy_loss_fn", name, arguments, LOSSES)
     if component is None:
         return result
-    arguments.pop("loss_agg_mode", None)  # translated by _aggregate
+    for key in ("loss_agg_mode", *(MIXED_AGGREGATES if component.type in MIXED else ())):
+        arguments.pop(key, None)  # translated by _aggregate
     loss, _, messages = merge_arguments(component, arguments, "algorithm.policy_loss_fn_args")
+    if component.type == "cispo" and loss.get("mask"):  # Trinity's mask has bounds of its own
+        loss = {"mask_low": 1.0, "mask_high": 0.28, **loss}
     if component.type == "rec" and loss.get("regularizer") == "k2" and "regularizer_coef" in loss:
         loss["regularizer_coef"] *= 2  # Trinity's k2 is the square, ours half of it
     return result + messages + settings({"algorithm.loss": loss})
@@ -135,7 +141,7 @@ def _aggregate(section: Algorithm) -> Translation:
     if loss == "rec" and arguments.get("clip_mode") == "gspo-one-side":
         mode = "seq_mean_token_mean"
     key, value = "algorithm.loss_agg_mode", section.loss_agg_mode
-    if value is not None and default_loss == "dpo":
+    if value is not None and default_loss == "dpo" and not (section.kl_loss_fn_args or {}).get("kl_coef", _KL_COEF):
         result += note(f"{key}: the loss of dpo is a mean over pairs.")
     elif value is not None:
         own, problem = _aggregate_mode(key, value)
@@ -143,7 +149,23 @@ def _aggregate(section: Algorithm) -> Translation:
         if own and mode not in ("", own):
             result += fault(key, f"'{value}' here and another mode elsewhere: a run has one.", "Set it once.")
         mode = mode or own
+    if loss in MIXED:
+        return result + _mixed_aggregates(arguments, mode)
     return result + (settings({"algorithm.aggregate": mode}) if mode else NOTHING)
+
+
+def _mixed_aggregates(arguments: Mapping[str, Any], mode: str) -> Translation:
+    """`mode` for rollouts and for demonstrations, unless the arguments set another one for either."""
+    modes, result = {"rollouts": mode, "demonstrations": mode}, NOTHING
+    for name, part in zip(MIXED_AGGREGATES, ("demonstrations", "rollouts"), strict=True):
+        if arguments.get(name) is not None:
+            modes[part], problem = _aggregate_mode(f"algorithm.policy_loss_fn_args.{name}", arguments[name])
+            result += problem
+    if modes["rollouts"]:
+        result += settings({"algorithm.aggregate": modes["rollouts"]})
+    if modes["demonstrations"] != modes["rollouts"]:
+        result += settings({"algorithm.loss.expert_aggregate": modes["demonstrations"] or "token_mean"})
+    return result
 
 
 def _aggregate_mode(key: str, value: Any) -> tuple[str, Translation]:
@@ -172,11 +194,14 @@ def _divergence(
         if unknown not in allowed
     )
     chosen = name or ("k2" if to == "kl" and algorithm not in _WITHOUT_KL else "none")
+    if to == "kl" and algorithm == "dpo" and name == "none":
+        chosen = "k2"
+        result += note(f"algorithm.{key}: dpo always has a divergence, k2 here, as in Trinity; set kl_coef to 0.")
     if chosen == "none":
         if values.get("kl_coef"):
             result += note(f"algorithm.{key}_args.kl_coef: {key} is none, so it has no effect, as in Trinity.")
         return result + settings({f"algorithm.{to}": {"type": "none"}})
-    term: dict[str, Any] = {"type": chosen, "coef": values.get("kl_coef", 0.001)}
+    term: dict[str, Any] = {"type": chosen, "coef": values.get("kl_coef", _KL_COEF)}
     if values.get("adaptive"):
         if not (values.get("target_kl") and values.get("horizon")):
             fix = "Set target_kl and horizon as well, or leave out adaptive."

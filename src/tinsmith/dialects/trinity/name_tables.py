@@ -18,7 +18,8 @@ def _renamed(*names: str) -> RenamedArgument:
 
 
 _NORMALIZE_LEVEL = RenamedArgument(("normalize",), {"group": "group", "batch": "batch"})
-_EPSILON = {"epsilon": FixedArgument(1e-6)}
+_EPSILON: Mapping[str, Argument] = {"epsilon": FixedArgument(1e-6)}
+_GRPO_EPSILON: Mapping[str, Argument] = {"epsilon": _renamed("epsilon")}
 _CLIPS = {
     "clip_range": _renamed("clip_low", "clip_high"),
     "clip_range_low": _renamed("clip_low"),
@@ -30,7 +31,7 @@ _PPO = {
     **_DUAL_CLIP,
     "fallback_to_policy_gradient": _renamed("on_policy"),
     "enable_sequence_masking": RenamedArgument(("mask_drift",), {True: 0.1, False: None}),
-    "delta": RenamedArgument(("mask_drift",), only_with="enable_sequence_masking"),
+    "delta_sequence_masking": RenamedArgument(("mask_drift",), only_with="enable_sequence_masking"),
 }
 _BATCH_SPLIT = Ignored("the loss is normalised over the whole batch, however the server splits it.")
 _BATCH_SHARES = Ignored("algorithm.sample_strategy_args.expert_data_ratio sets the shares.")
@@ -40,24 +41,32 @@ _BATCHES = {
     ),
     **dict.fromkeys(("train_batch_size_usual", "train_batch_size_expert"), _BATCH_SHARES),
 }
+MIXED_AGGREGATES = ("sft_loss_agg_mode", "grpo_loss_agg_mode")
+"""Translated with loss_agg_mode, which they override for demonstrations and for rollouts."""
 _TOKEN_LEVEL = FixedArgument(True, "Leave it out; algorithm.loss_agg_mode sets how token losses are aggregated.")
+
+_OPMD = Component("opmd", {"opmd_baseline": _renamed("baseline"), "tau": _renamed("tau")})
+_ASYMRE = Component(
+    "opmd", {"baseline_shift": RenamedArgument(("shift",), convert=lambda shift: -float(shift))}, {"shift": 0.1}
+)
 
 ADVANTAGES: Mapping[str, Component] = {
     "ppo": Component("gae", {"gamma": _renamed("gamma"), "lam": _renamed("lam")}),
     "grpo": Component(
         "grpo",
         {
-            **_EPSILON,
+            **_GRPO_EPSILON,
             "std_threshold": _renamed("std_threshold"),
             "rank_penalty": _renamed("rank_penalty"),
             "std_cal_level": _NORMALIZE_LEVEL,
             "duplicate_experiences": _renamed("^refill"),
         },
     ),
+    "grpo_verl": Component("grpo", _GRPO_EPSILON),
     "step_wise_grpo": Component(
         "step_wise_grpo",
         {
-            **_EPSILON,
+            **_GRPO_EPSILON,
             "std_threshold": _renamed("std_threshold"),
             "std_cal_level": _NORMALIZE_LEVEL,
             "enable_step_norm": _renamed("by_turns"),
@@ -75,10 +84,10 @@ ADVANTAGES: Mapping[str, Component] = {
         },
         {"gamma": 1.0},
     ),
-    "opmd": Component("opmd", {"opmd_baseline": _renamed("baseline"), "tau": _renamed("tau")}),
-    "asymre": Component(
-        "opmd", {"baseline_shift": RenamedArgument(("shift",), convert=lambda shift: -float(shift))}, {"shift": 0.1}
-    ),
+    "opmd": _OPMD,
+    "opmd_verl": _OPMD,
+    "asymre": _ASYMRE,
+    "asymre_verl": _ASYMRE,
     "reinforce": Component("reinforce"),
     "rec": Component(
         "rec",
@@ -91,7 +100,15 @@ ADVANTAGES: Mapping[str, Component] = {
     "rloo": Component("rloo"),
     "reinforceplusplus": Component("reinforceplusplus", {"gamma": _renamed("gamma")}),
     "on_policy_distill": Component("on_policy_distill", {"kl_coef": _renamed("coef")}),
-    "jsd": Component("jsd", {"kl_coef": _renamed("coef"), "lambda_coef": _renamed("beta")}),
+    "jsd": Component(
+        "jsd",
+        {
+            "kl_coef": _renamed("coef"),
+            "lambda_coef": _renamed("beta"),
+            "temperature": _renamed("temperature"),
+            "chunk_size": Ignored("it saves memory on a GPU; the result is the same without it."),
+        },
+    ),
     "clipb": Component("clipb", {**_EPSILON, "mu": _renamed("mu")}),
 }
 
@@ -114,8 +131,8 @@ LOSSES: Mapping[str, Component] = {
             "clip_range_low": _renamed("clip_low"),
             "clip_range_high": _renamed("clip_high"),
             "enable_mask_clip": _renamed("mask"),
-            "mask_clip_range_low": FixedArgument(1.0, "The mask's bounds are clip_range_low and clip_range_high."),
-            "mask_clip_range_high": FixedArgument(0.28, "The mask's bounds are clip_range_low and clip_range_high."),
+            "mask_clip_range_low": RenamedArgument(("mask_low",), only_with="enable_mask_clip"),
+            "mask_clip_range_high": RenamedArgument(("mask_high",), only_with="enable_mask_clip"),
         },
     ),
     "gspo": Component("gspo", _CLIPS),

@@ -18,7 +18,7 @@ from torch import Tensor
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.losses.base import PolicyLoss, Tokens, aggregate_weights
 from tinsmith.rl.algorithms.losses.policy_gradient import CispoLoss, DroLoss, GspoLoss, ImportanceSamplingLoss, PpoLoss
-from tinsmith.rl.algorithms.losses.supervised import OpmdLoss, SftLoss
+from tinsmith.rl.algorithms.losses.supervised import MixtureLoss, OpmdLoss, SftLoss
 from tinsmith.rl.algorithms.regularizers import divergence, sampled_entropy
 from tinsmith.rl.policy.base import Update
 from tinsmith.rl.policy.training_rows import TrainingRow, scatter_to_rows
@@ -94,8 +94,14 @@ def tokens_of_rows(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: i
     expert = torch.tensor([row.kind == "expert" for row in rows], dtype=torch.bool)[sequence]
     chosen = [at for at, row in enumerate(rows) if row.kind == "chosen"]
     rejected = [at for at, row in enumerate(rows) if row.kind == "rejected"]
+    own_aggregate = config.loss.expert_aggregate if isinstance(config.loss, MixtureLoss) else None
     weights = [
-        aggregate_weights(config.aggregate, sequence, counts, among) for among in (expert | ~expert, ~expert, expert)
+        aggregate_weights(aggregate, sequence, counts, among)
+        for aggregate, among in (
+            (config.aggregate, expert | ~expert),
+            (config.aggregate, ~expert),
+            (own_aggregate or config.aggregate, expert),
+        )
     ]
     return Tokens(
         old=flat([row.logprobs for row in rows]),

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from tinsmith.rl.algorithms.advantages.batch import PrpoAdvantage, ReinforcePlusPlusBaselineAdvantage
 from tinsmith.rl.algorithms.advantages.group import (
     BestAdvantage,
     ClipBAdvantage,
@@ -36,6 +37,8 @@ AdvantageConfig = Annotated[
     | OnPolicyDistillAdvantage
     | JsdAdvantage
     | ClipBAdvantage
-    | BestAdvantage,
+    | BestAdvantage
+    | ReinforcePlusPlusBaselineAdvantage
+    | PrpoAdvantage,
     Field(discriminator="type"),
 ]

@@ -20,24 +20,51 @@ from tinsmith.rl.algorithms.advantages.base import (
     Traces,
     broadcast,
     net_rewards,
-    sample_std,
 )
 from tinsmith.settings import Needs
 
 _FLOOR = 1e-6
+_NO_DEVIATION = 1e-8
+"""Rewards with a smaller standard deviation count as equal."""
 
 
-class GrpoAdvantage(Advantage):
-    """(r - mean) / (standard deviation + 1e-6), GRPO (arXiv 2402.03300); without division, Dr. GRPO (arXiv 2503.20783).
+class NormalizedAdvantage(Advantage):
+    """Base class of advantages that may be divided by a standard deviation of rewards."""
+
+    normalize: Literal["none", "group", "batch"] = "group"
+    """Divide by the standard deviation of the group's rewards, or of all rewards of the step (`batch`)."""
+    std: Annotated[Literal["sample", "population"], Needs("normalize", ("group", "batch"))] = "sample"
+    """Standard deviation to divide by: of n rewards, `sample` divides the squares by n - 1, `population` by n."""
+    epsilon: Annotated[float, Needs("normalize", ("group", "batch"))] = Field(default=_FLOOR, ge=0)
+    """Added to the standard deviation. With 0, advantages are not divided by a deviation of 1e-8 or less."""
+    std_threshold: float | None = Field(default=None, ge=0)
+    """Drop groups whose standard deviation is at most this, and groups of one; not set: keep all groups."""
+
+    def deviation(self, rewards: np.ndarray) -> float:
+        """The standard deviation; 1 for fewer than two rewards."""
+        return float(rewards.std(ddof=self.std == "sample")) if len(rewards) > 1 else 1.0
+
+    def scale(self, rewards_G: np.ndarray, all_rewards: np.ndarray) -> float:
+        """The divisor of a group's advantages."""
+        if self.normalize == "none":
+            return 1.0
+        deviation = self.deviation(rewards_G if self.normalize == "group" else all_rewards)
+        return deviation + self.epsilon if self.epsilon or deviation > _NO_DEVIATION else 1.0
+
+    def is_dropped(self, rewards_G: np.ndarray) -> bool:
+        """Whether `std_threshold` drops the group."""
+        if self.std_threshold is None:
+            return False
+        return len(rewards_G) < 2 or self.deviation(rewards_G) <= self.std_threshold
+
+
+class GrpoAdvantage(NormalizedAdvantage):
+    """(r - mean) / (standard deviation + epsilon), GRPO (arXiv 2402.03300); without division, Dr. GRPO (2503.20783).
 
     The mean is the group's; in a group of one it is 0, and the deviation is 1.
     """
 
     type: Literal["grpo"] = "grpo"
-    normalize: Literal["none", "group", "batch"] = "group"
-    """Divide by the sample standard deviation of the group's rewards, or of all rewards of the step (`batch`)."""
-    std_threshold: float | None = Field(default=None, ge=0)
-    """Drop groups whose standard deviation is at most this, and groups of one; not set: keep all groups."""
     rank_penalty: float = Field(default=0.0, ge=0)
     """Weight p of the likelihood rank: mean and standard deviation are those of r (1 - p rank / G), with rank 0 for the
     least likely reply."""
@@ -49,16 +76,12 @@ class GrpoAdvantage(Advantage):
         for traces_G in traces_PG:
             rewards_G = net_rewards(traces_G)
             compared_G = rewards_G * self._ranked(traces_G) if self.rank_penalty else rewards_G
-            if self.std_threshold is not None and not self._differs(compared_G):
+            if self.is_dropped(compared_G):
                 advantages.append([])
                 continue
             mean = float(compared_G.mean()) if len(compared_G) > 1 else 0.0
-            scale = {"none": 1.0, "group": sample_std(compared_G) + _FLOOR, "batch": sample_std(all_rewards) + _FLOOR}
-            advantages.append(broadcast(traces_G, (rewards_G - mean) / scale[self.normalize]))
+            advantages.append(broadcast(traces_G, (rewards_G - mean) / self.scale(compared_G, all_rewards)))
         return advantages
-
-    def _differs(self, rewards_G: np.ndarray) -> bool:
-        return len(rewards_G) > 1 and sample_std(rewards_G) > (self.std_threshold or 0.0)
 
     def _ranked(self, traces_G: Sequence[Trace]) -> np.ndarray:
         means_G = np.array([trace.logprobs.mean() if trace.length else 0.0 for trace in traces_G])
@@ -69,7 +92,7 @@ class GrpoAdvantage(Advantage):
 class OpmdAdvantage(Advantage):
     """r - b, with the group's baseline b: its mean reward, or tau (logsumexp(r / tau) - log G).
 
-    In a group of one, b is 0. `shift` is subtracted from b.
+    `shift` is subtracted from b. In a group of one, b is 0 and not shifted.
     """
 
     type: Literal["opmd"] = "opmd"
@@ -88,7 +111,7 @@ class OpmdAdvantage(Advantage):
 
     def _baseline(self, rewards_G: np.ndarray) -> float:
         if len(rewards_G) < 2:
-            return -self.shift
+            return 0.0
         if self.baseline == "mean":
             return float(rewards_G.mean()) - self.shift
         scaled = rewards_G / self.tau

@@ -12,25 +12,21 @@ from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms.advantages.base import Advantage, Advantages, Trace, Traces, net_rewards, sample_std
-from tinsmith.rl.algorithms.advantages.group import GrpoAdvantage
+from tinsmith.rl.algorithms.advantages.group import GrpoAdvantage, NormalizedAdvantage
 
 _FLOOR = 1e-6
 
 
-class StepWiseGrpoAdvantage(Advantage):
+class StepWiseGrpoAdvantage(NormalizedAdvantage):
     """GRPO over whole rollouts: the same advantage at every turn."""
 
     type: Literal["step_wise_grpo"] = "step_wise_grpo"
-    normalize: Literal["none", "group", "batch"] = "group"
-    """Divide by the sample standard deviation of the group's rewards, or of all rewards of the step (`batch`)."""
-    std_threshold: float | None = Field(default=None, ge=0)
-    """Drop groups whose standard deviation is at most this, and groups of one; not set: keep all groups."""
     by_turns: bool = False
     """Divide the advantage of a rollout by its number of turns."""
 
     @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        grpo = GrpoAdvantage(normalize=self.normalize, std_threshold=self.std_threshold)
+        grpo = GrpoAdvantage(**self.model_dump(exclude={"type", "by_turns"}))
         advantages = grpo.compute(traces_PG, random)
         if not self.by_turns:
             return advantages
@@ -43,7 +39,7 @@ class StepWiseGrpoAdvantage(Advantage):
 class GigpoAdvantage(Advantage):
     """Rollouts compared in their group, plus omega times turns compared at equal states (GiGPO, arXiv 2505.10978).
 
-    Turns are compared by their return R_t = r_t + gamma R_{t+1} with all turns of the step taken from the same state;
+    Turns are compared by their return R_t = r_t + gamma R_{t+1} with all turns of the group taken from the same state;
     a state that occurs once adds 0. The part of the rollout's reward that no turn was given goes to the last turn.
     """
 
@@ -59,27 +55,25 @@ class GigpoAdvantage(Advantage):
     @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """Advantages of all tokens. Raises ConfigError if a turn has no state."""
-        returns = [[self._returns(trace) for trace in traces_G] for traces_G in traces_PG]
+        return [self._group_advantages(traces_G) for traces_G in traces_PG]
+
+    def _group_advantages(self, traces_G: Sequence[Trace]) -> list[np.ndarray]:
+        """Equal states of different tasks are different states, so that turns are compared within a group."""
+        returns_G = [self._returns(trace) for trace in traces_G]
         buckets: dict[str, list[float]] = defaultdict(list)
-        for traces_G, returns_G in zip(traces_PG, returns, strict=True):
-            for trace, values in zip(traces_G, returns_G, strict=True):
-                if len(trace.states) != len(trace.turns) or not all(trace.states):
-                    raise ConfigError(
-                        "gigpo compares turns by state, but a turn of this workflow has no state.",
-                        "Set it with every turn: conversation.say(…, state=…), or Answer(state=…) in begin and step.",
-                    )
-                for state, value in zip(trace.states, values, strict=True):
-                    buckets[state].append(value)
-        advantages: Advantages = []
-        for traces_G, returns_G in zip(traces_PG, returns, strict=True):
-            whole_G = self._compared(net_rewards(traces_G))
-            advantages.append(
-                [
-                    self._tokens(trace, float(whole), values, buckets)
-                    for trace, whole, values in zip(traces_G, whole_G, returns_G, strict=True)
-                ]
-            )
-        return advantages
+        for trace, values in zip(traces_G, returns_G, strict=True):
+            if len(trace.states) != len(trace.turns) or not all(trace.states):
+                raise ConfigError(
+                    "gigpo compares turns by state, but a turn of this workflow has no state.",
+                    "Set it with every turn: conversation.say(…, state=…), or Answer(state=…) in begin and step.",
+                )
+            for state, value in zip(trace.states, values, strict=True):
+                buckets[state].append(value)
+        whole_G = self._compared(net_rewards(traces_G))
+        return [
+            self._tokens(trace, float(whole), values, buckets)
+            for trace, whole, values in zip(traces_G, whole_G, returns_G, strict=True)
+        ]
 
     def _returns(self, trace: Trace) -> list[float]:
         """Discounted return of each turn. The reward that no turn was given goes to the last turn."""

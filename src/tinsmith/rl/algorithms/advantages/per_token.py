@@ -83,12 +83,20 @@ class OnPolicyDistillAdvantage(Advantage):
     reads_rewards: ClassVar[bool] = False
     coef: float = Field(default=1.0, gt=0)
     """Scale of the advantages."""
+    discount: float = Field(default=0.0, ge=0, le=1)
+    """Add the advantages of later tokens, discounted by this from token to token; 0: of the token alone."""
+    low: float | None = None
+    """Lower bound of the advantages; null: none."""
+    high: float | None = None
+    """Upper bound of the advantages; null: none."""
 
     @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
-        return [
-            [self.coef * (trace.columns["teacher"] - trace.logprobs) for trace in traces_G] for traces_G in traces_PG
-        ]
+        return [[self._advantages(trace) for trace in traces_G] for traces_G in traces_PG]
+
+    def _advantages(self, trace: Trace) -> np.ndarray:
+        advantages_T = discounted(self.coef * (trace.columns["teacher"] - trace.logprobs), self.discount)
+        return advantages_T.clip(-np.inf if self.low is None else self.low, np.inf if self.high is None else self.high)
 
 
 class JsdAdvantage(Advantage):
@@ -105,13 +113,16 @@ class JsdAdvantage(Advantage):
     """Scale of the advantages."""
     beta: float = Field(default=0.5, ge=0, le=1)
     """b: the teacher's share of the mixture m."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Divide t and s by this before they are compared."""
 
     @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         return [[-self.coef * self._divergence(trace) for trace in traces_G] for traces_G in traces_PG]
 
     def _divergence(self, trace: Trace) -> np.ndarray:
-        student_T, teacher_T, b = trace.logprobs, trace.columns["teacher"], self.beta
+        student_T, teacher_T = trace.logprobs / self.temperature, trace.columns["teacher"] / self.temperature
+        b = self.beta
         if b in (0.0, 1.0):
             return student_T - teacher_T if b == 0.0 else teacher_T - student_T
         mixture_T = np.logaddexp(student_T + np.log(1 - b), teacher_T + np.log(b))

@@ -103,6 +103,10 @@ class CispoLoss(PolicyLoss):
     """Upper clip bound of the ratio is 1 + clip_high."""
     mask: bool = False
     """Ignore tokens that PPO clips: those with A > 0 above the upper bound and with A < 0 below the lower bound."""
+    mask_low: Annotated[float | None, Needs("mask")] = Field(default=None, ge=0)
+    """Lower bound of the mask is 1 - mask_low; not set: clip_low."""
+    mask_high: Annotated[float | None, Needs("mask")] = Field(default=None, ge=0)
+    """Upper bound of the mask is 1 + mask_high; not set: clip_high."""
 
     @property
     @override
@@ -113,8 +117,10 @@ class CispoLoss(PolicyLoss):
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         ratio = log_ratio(logprobs.detach(), batch).exp()
         weight = ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
-        beyond = torch.where(batch.advantages > 0, ratio > 1 + self.clip_high, ratio < 1 - self.clip_low)
         if self.mask:
+            low = self.clip_low if self.mask_low is None else self.mask_low
+            high = self.clip_high if self.mask_high is None else self.mask_high
+            beyond = torch.where(batch.advantages > 0, ratio > 1 + high, ratio < 1 - low)
             weight = torch.where(beyond & (batch.advantages != 0), torch.zeros_like(weight), weight)
         return -batch.advantages * weight * logprobs, {"clipped": token_fraction(weight != ratio, batch)}
 

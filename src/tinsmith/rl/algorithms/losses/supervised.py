@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
-from tinsmith.rl.algorithms.losses.base import Losses, PolicyLoss, Tokens
+from tinsmith.rl.algorithms.losses.base import Aggregate, Losses, PolicyLoss, Tokens
 from tinsmith.rl.algorithms.losses.policy_gradient import PpoLoss
 
 
@@ -65,7 +65,7 @@ class SftPhiLoss(PolicyLoss):
         return -probs * (1.0 - probs) * logprobs, {}
 
 
-class _MixtureLoss(PolicyLoss):
+class MixtureLoss(PolicyLoss):
     """(1 - mu) x PPO over tokens of the policy + mu x a likelihood loss over demonstrations, aggregated separately."""
 
     linear: ClassVar[bool] = False
@@ -76,6 +76,8 @@ class _MixtureLoss(PolicyLoss):
     """Upper clip bound of PPO's ratio is 1 + clip_high."""
     dual_clip: float | None = Field(default=3.0, gt=1)
     """c of PPO, the bound of the loss at tokens with A < 0 (dual clip); null: no bound."""
+    expert_aggregate: Aggregate | None = None
+    """How token losses of demonstrations add up; not set: like those of rollouts, algorithm.aggregate."""
 
     def _mixed(self, logprobs: Tensor, batch: Tokens, mu: float, expert: PolicyLoss) -> Losses:
         ppo = PpoLoss(clip_low=self.clip_low, clip_high=self.clip_high, dual_clip=self.dual_clip)
@@ -87,7 +89,7 @@ class _MixtureLoss(PolicyLoss):
         return loss, {**metrics, "mix/policy": policy_loss, "mix/expert": expert_loss}
 
 
-class MixLoss(_MixtureLoss):
+class MixLoss(MixtureLoss):
     """(1 - mu) x ppo over rollouts + mu x sft over demonstrations, with a constant mu."""
 
     type: Literal["mix"] = "mix"
@@ -99,7 +101,7 @@ class MixLoss(_MixtureLoss):
         return self._mixed(logprobs, batch, self.mu, SftLoss())
 
 
-class MixChordLoss(_MixtureLoss):
+class MixChordLoss(MixtureLoss):
     """mix with a schedule of mu: a linear rise from 0 to a peak, then a cosine decay (CHORD, arXiv 2508.11408)."""
 
     type: Literal["mix_chord"] = "mix_chord"
