@@ -6,7 +6,7 @@ import pytest
 
 from tests.rl.rewards.test_rewards import answer
 from tinsmith.rl.rewards.format import Format
-from tinsmith.rl.rewards.mathematics import Countdown, Math, MathBoxed, MathVerify, boxed
+from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify, boxed
 from tinsmith.rl.rewards.numbers import Marked, Number
 
 GOLD = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nShe sold 48+24 = 72 altogether.\n#### 72"
@@ -59,31 +59,6 @@ def test_math_boxed_reads_the_last_box(text, think, worth):
 def test_boxed_reads_nested_braces():
     assert boxed(r"a \boxed{x^{2}} b") == "x^{2}"
     assert boxed(r"a \boxed{x^{2} b") is None
-
-
-@pytest.mark.parametrize(
-    ("text", "worth"),
-    [
-        ("<answer>(1 + 2 + 3) * 4</answer>", 1.0),
-        ("<answer>4 * (3 + 2 + 1) = 24</answer>", 1.0),
-        ("<answer>24</answer> <answer>1 * 2 * 3 * 4</answer>", 1.0),
-        ("<answer>1 * 2 * 3 * 4</answer> <answer>24</answer>", 0.1),
-        ("<answer>1 + 2 + 3 + 4</answer>", 0.1),
-        ("<answer>6 * 4</answer>", 0.1),
-        ("<answer>1 / 0 + 2 + 3 + 4</answer>", 0.1),
-        ("<answer>__import__('os')</answer>", 0.1),
-        ("<answer>2 ** 4 + 1 + 3</answer>", 0.1),
-        ("(1 + 2 + 3) * 4", 0.0),
-    ],
-)
-@pytest.mark.parametrize("key", ["numbers", "nums"])
-def test_countdown_requires_each_number_once(key, text, worth):
-    assert Countdown().score(answer(f'{{"target": 24, "{key}": [1, 2, 3, 4]}}'), text) == worth
-
-
-def test_countdown_without_numbers_is_an_error():
-    with pytest.raises(ValueError, match="no target and numbers"):
-        Countdown().score(answer("24"), "<answer>24</answer>")
 
 
 @pytest.mark.parametrize(

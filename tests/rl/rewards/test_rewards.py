@@ -78,6 +78,34 @@ def test_number_reads_the_answer_at_where(where, text, worth):
 def test_number_reads_minus_between_numbers_as_subtraction():
     assert Number().score(answer("3"), "5-3") == 1.0
     assert Number().score(answer("-3"), "x = -3") == 1.0
+    assert Number().score(answer("3"), "5−3") == 1.0
+    assert Number().score(answer("-3"), "x = −3") == 1.0
+    assert Number().score(answer("3"), "x = −3") == 0.0
+    assert Number(where="reply").score(answer("−3"), "-3") == 1.0
+    assert Closeness().score(answer("-3"), "−3") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("right", "text", "worth"),
+    [
+        ("100000", "1e5", 1.0),
+        ("100000", "1.0E+5", 1.0),
+        ("0.002", "2e-3", 1.0),
+        ("0.002", "2e−3", 1.0),
+        ("5", "1e5", 0.0),
+        ("1e5", "100,000", 1.0),
+        ("5", "5 eggs", 1.0),
+        ("5", "1e99999999999999999999", 0.0),
+        ("0", "1e-99999999999999999999", 0.0),
+    ],
+)
+def test_number_reads_exponents(right, text, worth):
+    assert Number().score(answer(right), text) == worth
+
+
+def test_closeness_of_a_huge_number_is_zero():
+    assert Closeness().score(answer("52"), "1e9999") == 0.0
+    assert Closeness().score(answer("52"), "9" * 5000) == 0.0
 
 
 def test_math_verify_compares_values_not_text():

@@ -16,11 +16,12 @@ from pydantic import Field
 from tinsmith.errors import ConfigError
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.rewards.base import Reward
+from tinsmith.rl.rewards.countdown import Countdown
 from tinsmith.rl.rewards.custom import CustomReward
 from tinsmith.rl.rewards.format import Format, Overlong
 from tinsmith.rl.rewards.gym import ReasoningGymScore
 from tinsmith.rl.rewards.judge import Judge
-from tinsmith.rl.rewards.mathematics import Countdown, Math, MathBoxed, MathVerify
+from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify
 from tinsmith.rl.rewards.numbers import Closeness, Marked, Number
 from tinsmith.rl.types import Rollout, Task
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Literal, cast
 
 from typing_extensions import override
 
 from tinsmith.rl.rewards.base import Reward
+from tinsmith.rl.rewards.tags import last_tagged
 from tinsmith.rl.types import Task
 
 
@@ -27,7 +27,6 @@ class ReasoningGymScore(Reward):
             raise ValueError(f"{task.id} is not a task of reasoning-gym; use another reward")
         answer = text.strip()
         if self.tag:
-            answers = re.findall(rf"<{self.tag}>(.*?)</{self.tag}>", text, re.DOTALL)
-            answer = answers[-1].strip() if answers else ""
+            answer = last_tagged(text, self.tag) or ""
         scorer = cast(Any, get_score_answer_fn(dataset))  # declared as an unbound method
         return float(scorer(answer, dict(task.extra))) if answer else 0.0

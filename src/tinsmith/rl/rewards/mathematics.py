@@ -1,13 +1,9 @@
-"""Rewards for mathematics, compared by the package math-verify, and for the number game Countdown."""
+"""Rewards for mathematics, compared by the package math-verify."""
 
 from __future__ import annotations
 
-import ast
-import json
-import operator
 import re
 import threading
-from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field
@@ -16,16 +12,9 @@ from typing_extensions import override
 from tinsmith.rl.rewards.base import Reward
 from tinsmith.rl.rewards.format import THINK_ANSWER
 from tinsmith.rl.rewards.numbers import MARK
+from tinsmith.rl.rewards.tags import last_tagged
 from tinsmith.rl.types import Task
 from tinsmith.settings import Needs
-
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-_OPERATORS: Mapping[type, Callable[[float, float], float]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-}
 
 
 class MathVerify(Reward):
@@ -61,8 +50,8 @@ class Math(Reward):
     def score(self, task: Task, text: str) -> dict[str, float]:
         """Return the parts `accuracy` and `format`; by default their sum is -0.1, 0.1, 0.9 or 1.1."""
         has_format = re.fullmatch(self.pattern, text.strip(), re.DOTALL)
-        answers = _ANSWER.findall(text)
-        right = equal(task, answers[-1].strip() if answers else text, self.timeout)
+        answer = last_tagged(text, "answer")
+        right = equal(task, text if answer is None else answer, self.timeout)
         return {"accuracy": right, "format": self.form if has_format else -self.form}
 
 
@@ -84,30 +73,6 @@ class MathBoxed(Reward):
         right = 0.0 if content is None else equal(task, f"\\boxed{{{content}}}", self.timeout)
         thought = text.count("<think>") == text.count("</think>") == 1 and text.find("<think>") < text.find("</think>")
         return {"accuracy": right, "format": -self.form if self.think and not thought else 0.0}
-
-
-class Countdown(Reward):
-    """1 if the expression in the last <answer> uses each number once and equals the target; 0.1 for any other answer.
-
-    A reply without <answer>…</answer> scores 0.
-
-    The task's answer is JSON: {"target": 24, "numbers": [1, 2, 3, 4]}.
-    """
-
-    type: Literal["countdown"] = "countdown"
-
-    @override
-    def score(self, task: Task, text: str) -> float:
-        target, numbers = _target_and_numbers(task)
-        answers = _ANSWER.findall(text)
-        if not answers:
-            return 0.0
-        try:
-            used: list[float] = []
-            value = _evaluate(ast.parse(answers[-1].partition("=")[0].strip(), mode="eval").body, used)
-        except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, OverflowError, MemoryError):
-            return 0.1
-        return 1.0 if sorted(used) == sorted(numbers) and abs(value - target) < 1e-5 else 0.1
 
 
 def equal(task: Task, text: str, timeout: int) -> float:
@@ -141,30 +106,3 @@ def boxed(text: str) -> str | None:
         if depth == 0:
             return text[begin:index].strip()
     return None
-
-
-def _target_and_numbers(task: Task) -> tuple[float, list[float]]:
-    """Raise ValueError for a task whose answer has no target or no numbers."""
-    try:
-        answer = json.loads(task.answer)
-        numbers = answer["numbers"] if "numbers" in answer else answer["nums"]
-        return float(answer["target"]), [float(number) for number in numbers]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"the answer {task.answer!r} of {task.id} has no target and numbers") from error
-
-
-def _evaluate(node: ast.expr, used: list[float]) -> float:
-    """Evaluate an expression of numbers, + - * / and parentheses, and append its numbers to `used`.
-
-    Raises ValueError for any other expression.
-    """
-    match node:
-        case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            used.append(float(number))
-            return float(number)
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_evaluate(left, used), _evaluate(right, used))
-        case ast.UnaryOp(op=ast.USub(), operand=operand):
-            return -_evaluate(operand, used)
-        case _:
-            raise ValueError("not arithmetic")

@@ -11,14 +11,19 @@ from typing_extensions import override
 from tinsmith.rl.rewards.base import Reward
 from tinsmith.rl.types import Task
 
-_NUMBER = r"(?:(?<!\d)[-+])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
+_NUMBER = r"(?:(?<!\d)[-+−])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+−]?\d+)?"
+_MAX_EXPONENT_DIGITS = 4
+"""Numbers with a longer exponent are not read."""
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 MARK = "####"
 """The mark before the final answer in GSM8K."""
 
 
 class Number(Reward):
-    """1 if the number in the reply equals the last number in the answer, else 0. As decimals, 1,000 equals 1000.0."""
+    """1 if the number in the reply equals the last number in the answer, else 0.
+
+    As decimals: 1,000 equals 1000.0 and 1e3. Both - and − (U+2212) are minus signs.
+    """
 
     type: Literal["number"] = "number"
     where: Literal["reply", "last", "boxed", "marked"] = "last"
@@ -75,9 +80,15 @@ def _number(text: str, where: str) -> Decimal | None:
         return _number(after, "reply") if mark else None
     if where == "reply":
         match = re.fullmatch(_NUMBER, text.strip(), re.ASCII)
-        return Decimal(match[0].replace(",", "")) if match else None
+        return _decimal(match[0]) if match else None
     numbers = re.findall(_NUMBER, text, re.ASCII)
-    return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    return _decimal(numbers[-1]) if numbers else None
+
+
+def _decimal(number: str) -> Decimal | None:
+    number = number.replace(",", "").replace("−", "-").lower()
+    exponent = number.partition("e")[2].lstrip("+-0")
+    return Decimal(number) if len(exponent) <= _MAX_EXPONENT_DIGITS else None
 
 
 def _right(task: Task) -> Decimal:

@@ -1,0 +1,55 @@
+"""The reward of the number game Countdown: reach a target from given numbers with + - * / and parentheses."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from typing import Literal
+
+from typing_extensions import override
+
+from tinsmith.rl.rewards.arithmetic import evaluate
+from tinsmith.rl.rewards.base import Reward
+from tinsmith.rl.rewards.tags import last_tagged
+from tinsmith.rl.types import Task
+
+
+class Countdown(Reward):
+    """1 if the expression in the last <answer> uses each number exactly once and equals the target; `partial` for any
+    other answer; 0 without <answer>…</answer>.
+
+    The expression has + - * / and parentheses; values are exact. Of an equation such as `44 + 19 + 35 = 98`, the first
+    side is the expression, and every other side must equal the target too.
+
+    The task's answer is JSON: {"target": 24, "numbers": [1, 2, 3, 4]}.
+    """
+
+    type: Literal["countdown"] = "countdown"
+    partial: float = 0.1
+    """Reward of a wrong answer in <answer>…</answer>."""
+
+    @override
+    def score(self, task: Task, text: str) -> float:
+        target, numbers = _target_and_numbers(task)
+        answer = last_tagged(text, "answer", ignore_case=True)
+        if answer is None:
+            return 0.0
+        return 1.0 if reaches(answer, target, numbers) else self.partial
+
+
+def reaches(answer: str, target: Fraction, numbers: list[Fraction]) -> bool:
+    """Whether `answer` is an expression, or equation, of exactly these numbers with the value `target`."""
+    sides = [evaluate(side) for side in answer.split("=", 2)]
+    if any(side is None or side.value != target for side in sides):
+        return False
+    return sides[0] is not None and sorted(sides[0].numbers) == sorted(numbers)
+
+
+def _target_and_numbers(task: Task) -> tuple[Fraction, list[Fraction]]:
+    """Raise ValueError for a task whose answer has no target or no numbers."""
+    try:
+        answer = json.loads(task.answer)
+        numbers = answer["numbers"] if "numbers" in answer else answer["nums"]
+        return Fraction(str(answer["target"])), [Fraction(str(number)) for number in numbers]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"the answer {task.answer!r} of {task.id} has no target and numbers") from error
