@@ -22,6 +22,7 @@ from tinsmith.rl import train as training
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.run import Connect, Run, folder_path, with_fresh_folder
+from tinsmith.rl.run_folder import State
 from tinsmith.rl.stages import run_stages
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
@@ -52,9 +53,7 @@ def train(run: RunConfig | Path | str, *overrides: str) -> TrainResult:
 
     Example: train("addition.yaml", "steps=20").sampling_path
     """
-    config, console = with_fresh_folder(_config(run, overrides)), _console()
-    with ExitStack() as stack:
-        config, state = asyncio.run(run_stages(config, connecting_to(config, stack, console), console))
+    config, state = run_to_end(_config(run, overrides), _console())
     return TrainResult(
         folder=folder_path(config), step=state.step, state_path=state.path, sampling_path=state.sampling_path
     )
@@ -67,7 +66,7 @@ async def open_run(run: RunConfig | Path | str, *overrides: str) -> AsyncIterato
 
     Example: async with open_run("addition.yaml") as run: ...
     """
-    config, console = with_fresh_folder(_config(run, overrides)), _console()
+    config, console = _config(run, overrides), _console()
     if config.stages:
         raise ConfigError("A run in stages cannot be opened as one run.", "Use train, or a file without stages.")
     with ExitStack() as stack:
@@ -87,7 +86,13 @@ def _config(run: RunConfig | Path | str, overrides: tuple[str, ...]) -> RunConfi
         config = read_run(Path(run), overrides).settings
     if config.mode in ("explore", "bench"):
         raise ConfigError(f"mode {config.mode} does not train.", "Use tinsmith run.")
-    return config
+    return with_fresh_folder(config)
+
+
+def run_to_end(config: RunConfig, console: Console) -> tuple[RunConfig, State]:
+    """Run all remaining steps, of all stages. Returns settings and final state of the last stage that trains."""
+    with ExitStack() as stack:
+        return asyncio.run(run_stages(config, connecting_to(config, stack, console), console))
 
 
 def _console() -> Console:

@@ -14,6 +14,7 @@ from tests.rl.scripted_run import REPLIES, Killed, breaking, run, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.bench import bench
 from tinsmith.rl.policy.scripted import ScriptedPolicy
+from tinsmith.rl.run import with_fresh_folder
 from tinsmith.rl.run_folder import read_state
 
 
@@ -25,13 +26,13 @@ class PathPolicy(ScriptedPolicy):
 
 
 def compared(config, folder) -> tuple[list[dict], str]:
-    """Rows of the comparison, and the console output."""
+    """Rows of the comparison of the run in `folder`, and the console output."""
     shown = io.StringIO()
 
     async def connect():
         return PathPolicy(REPLIES, folder / "weights")
 
-    rows = asyncio.run(bench(config, connect, Console(file=shown, width=80)))
+    rows = asyncio.run(bench(config, connect, Console(file=shown, width=80), of=folder))
     return rows, shown.getvalue()
 
 
@@ -83,7 +84,8 @@ def test_resume_refuses_or_renames_an_existing_comparison(tmp_path):
     first, _ = compared(config, tmp_path / "run")
     with pytest.raises(ConfigError, match="already holds a run"):
         compared(settings(tmp_path / "run", mode="bench", eval={}, resume=False), tmp_path / "run")
-    again, _ = compared(settings(tmp_path / "run", mode="bench", eval={}, resume="rename"), tmp_path / "run")
+    config = settings(tmp_path / "run", mode="bench", eval={}, resume="rename")
+    again, _ = compared(with_fresh_folder(config, "bench"), tmp_path / "run")
     assert again == first
     assert len(list(tmp_path.glob("run_*/bench/results.json"))) == 1
 

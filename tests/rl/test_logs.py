@@ -11,6 +11,7 @@ from tests.rl.scripted_run import run, scripted, settings
 from tinsmith.cli.log import log
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl import logs
+from tinsmith.rl.run import with_fresh_folder
 
 
 def test_log_has_every_step_and_the_end(finished):
@@ -114,7 +115,10 @@ def test_resume_rename_starts_a_run_in_a_new_folder(tmp_path):
     folder = tmp_path / "run"
     run(settings(folder, steps=1))
     before = (folder / "metrics.jsonl").read_text()
-    run(settings(folder, steps=2, group_size=5, resume="rename"))
+    again = settings(folder, steps=2, group_size=5, resume="rename")
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run(again)
+    run(with_fresh_folder(again))
     assert (folder / "metrics.jsonl").read_text() == before
     (new,) = [path for path in tmp_path.iterdir() if path != folder and path.name.startswith("run_")]
     assert len(new.name) == len("run_20261121160000")

@@ -17,19 +17,16 @@ if TYPE_CHECKING:
 
 
 def train(settings: RunConfig, console: Console, *, always_new_folder: bool = False) -> tuple[RunConfig, State]:
-    """Run to the end. Returns the settings of the last stage and the final state.
+    """Run to the end. Returns settings and final state of the last stage that trains.
 
     `always_new_folder`: the same command would choose another folder, so that resuming needs the folder's name.
     """
-    import asyncio
-
     from tinsmith.rl.run import with_fresh_folder
-    from tinsmith.rl.stages import run_stages
-    from tinsmith.runner import connecting_to
+    from tinsmith.runner import run_to_end
 
     settings = with_fresh_folder(settings)
-    with ExitStack() as stack, _resume_hint(settings, needs_folder=always_new_folder or settings.resume is not True):
-        return asyncio.run(run_stages(settings, connecting_to(settings, stack, console), console))
+    with _resume_hint(settings, needs_folder=always_new_folder or settings.resume is not True):
+        return run_to_end(settings, console)
 
 
 def sample(settings: RunConfig, console: Console) -> None:
@@ -41,6 +38,7 @@ def sample(settings: RunConfig, console: Console) -> None:
     from tinsmith.rl.bench import bench
     from tinsmith.rl.explore import explore
     from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
+    from tinsmith.rl.run import folder_path, with_fresh_folder
     from tinsmith.runner import server
 
     with ExitStack() as stack:
@@ -51,7 +49,8 @@ def sample(settings: RunConfig, console: Console) -> None:
                 return await TinkerSamplingClients.connect(settings.model, base_url, api_key)
 
         if settings.mode == "bench":
-            asyncio.run(bench(settings, connect, console))
+            fresh = with_fresh_folder(settings, "bench")
+            asyncio.run(bench(fresh, connect, console, of=folder_path(settings)))
             return
         with _resume_hint(settings, needs_folder=settings.resume is not True):
             count = asyncio.run(explore(settings, connect, console))

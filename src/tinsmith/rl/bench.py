@@ -24,7 +24,7 @@ from tinsmith.rl.monitors.jsonl import JsonlMonitor
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import SamplingClients
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.run import folder_path, with_fresh_folder
+from tinsmith.rl.run import folder_path
 from tinsmith.rl.run_folder import RunFolder, read_state
 from tinsmith.rl.train import eval_workflow_maker
 
@@ -45,9 +45,8 @@ async def bench(
             markup=False,
             soft_wrap=True,
         )
-    config = with_fresh_folder(config, "bench")
     path = folder_path(config)
-    folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume, part="bench")
+    folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume is True, part="bench")
     try:
         _, held_out = split(config.tasks, config.seed)
         agent_endpoint = AgentEndpoint()

@@ -30,7 +30,7 @@ async def explore(config: RunConfig, connect: Callable[[], Awaitable[SamplingCli
     """Start sampling, or resume after the last batch in the buffer. Returns the total number of batches sampled."""
     config = resolve_steps(config)
     path = folder_path(config)
-    folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume, part="explore")
+    folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume is True, part="explore")
     try:
         buffer = buffers.build(config.buffer, path, config.name)
         random.seed(config.seed)

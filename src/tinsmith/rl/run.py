@@ -190,7 +190,8 @@ class Run:
 def with_fresh_folder(config: RunConfig, part: str = "") -> RunConfig:
     """With `resume: rename` and a run in the folder, the configuration with the new folder FOLDER_YYYYmmddHHMMSS.
 
-    `part`: look for this part of a run, such as `bench`, in place of a training run.
+    The commands and the Python API apply it once, before they start the run. `part`: look for this part of a run, such
+    as `bench`, in place of a training run.
     """
     folder = folder_path(config)
     if config.resume != "rename" or not (folder / part / SETTINGS).exists():

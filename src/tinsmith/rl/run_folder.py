@@ -16,7 +16,7 @@ import json
 import random
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -134,9 +134,7 @@ class RunFolder:
         self._lock = lock
 
     @classmethod
-    def open(
-        cls, path: Path, settings: Mapping[str, Any], *, resume: bool | Literal["rename"] = True, part: str = ""
-    ) -> RunFolder:
+    def open(cls, path: Path, settings: Mapping[str, Any], *, resume: bool = True, part: str = "") -> RunFolder:
         """Create the folder, or resume the run in it.
 
         `part` is empty for the training process. `explore` and `bench` name a process whose settings are in a subfolder
@@ -179,14 +177,12 @@ def _acquire(lock: IO[str], path: Path) -> None:
         ) from error
 
 
-def _check_resumable(path: Path, settings: Mapping[str, Any], resume: bool | Literal["rename"]) -> None:
+def _check_resumable(path: Path, settings: Mapping[str, Any], resume: bool) -> None:
     file = path / SETTINGS
     if not file.exists():
         return
     if not resume:
-        raise ConfigError(
-            f"{path} already holds a run.", "Set another folder, or remove resume=false to resume the run."
-        )
+        raise ConfigError(f"{path} already holds a run.", "Set another folder, or resume=true to resume the run.")
     changed = [key for key in _changed(file, settings) if not _under(key, _MAY_CHANGE)]
     if changed:
         raise ConfigError(

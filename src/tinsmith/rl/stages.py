@@ -22,7 +22,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.base import Policy
-from tinsmith.rl.run import Connect, folder_path, with_fresh_folder
+from tinsmith.rl.run import Connect, folder_path
 from tinsmith.rl.run_folder import RunFolder, State
 from tinsmith.rl.train import train
 
@@ -36,13 +36,12 @@ async def run_stages(
 
     `connecting` returns the Connect function for the settings of a stage; all stages use one server.
     """
-    config = with_fresh_folder(config)
     path = folder_path(config)
     if not config.stages:
         if (path / _FILE).exists():
             raise ConfigError(f"{path} holds a run in stages.", "Set another folder, e.g. folder=runs/another.")
         return config, await train(config, connecting(config), console)
-    folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume)
+    folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume is True)
     try:
         if folder.state is not None:
             raise ConfigError(f"{path} holds a run without stages.", "Set another folder, e.g. folder=runs/another.")

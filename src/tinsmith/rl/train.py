@@ -44,7 +44,7 @@ from tinsmith.rl.rollouts.producer import SamplingPlan
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
 from tinsmith.rl.rollouts.weight_sync import WeightPublisher
-from tinsmith.rl.run import Connect, Run, StepTimer, folder_path, with_fresh_folder
+from tinsmith.rl.run import Connect, Run, StepTimer, folder_path
 from tinsmith.rl.run_folder import RunFolder, State
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 
@@ -96,14 +96,13 @@ async def open_run(config: RunConfig, connect: Connect, console: Console) -> Asy
 
 
 def _prepared(config: RunConfig) -> tuple[RunConfig, LoadTasks]:
-    config = with_fresh_folder(config)
     load_tasks = cache(partial(split, config.tasks, config.seed))
     return resolve_steps(config, load_tasks), load_tasks
 
 
 @contextmanager
 def _opened(config: RunConfig) -> Iterator[RunFolder]:
-    folder = RunFolder.open(folder_path(config), config.model_dump(mode="json"), resume=config.resume)
+    folder = RunFolder.open(folder_path(config), config.model_dump(mode="json"), resume=config.resume is True)
     try:
         yield folder
     finally:
