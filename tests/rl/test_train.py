@@ -11,6 +11,7 @@ import pytest
 
 from tests.rl.scripted_run import rows, run, scripted, settings
 from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.rl.data.run_data import RunData
 from tinsmith.rl.policy.scripted import ScriptedPolicy
 from tinsmith.rl.run_folder import RunFolder
 from tinsmith.rl.train import resolve_steps
@@ -178,11 +179,15 @@ def epoch_settings(folder, **changes):
     return settings(folder, **{"steps": 0, "tasks": tasks, **changes})
 
 
+def steps_of(config) -> int:
+    return resolve_steps(config, RunData(config.tasks, config.demonstrations, config.seed)).steps
+
+
 @pytest.mark.parametrize(
     ("epochs", "steps", "expected"), [(1, 0, 6), (2, 0, 13), (0.5, 0, 3), (2, 4, 4), (1, 40, 6), (None, 7, 7)]
 )
 def test_steps_are_epochs_times_tasks_over_groups_per_step(tmp_path, epochs, steps, expected):
-    assert resolve_steps(epoch_settings(tmp_path, epochs=epochs, steps=steps)).steps == expected
+    assert steps_of(epoch_settings(tmp_path, epochs=epochs, steps=steps)) == expected
 
 
 def test_run_with_epochs_ends_by_itself(tmp_path):
@@ -197,4 +202,4 @@ def test_run_needs_at_least_one_step(tmp_path):
     with pytest.raises(ValueError, match="set steps or epochs"):
         epoch_settings(tmp_path)
     with pytest.raises(ConfigError, match="less than one step of 3"):
-        resolve_steps(epoch_settings(tmp_path, epochs=0.1))
+        steps_of(epoch_settings(tmp_path, epochs=0.1))

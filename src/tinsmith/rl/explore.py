@@ -11,7 +11,8 @@ from rich.console import Console
 
 from tinsmith.rl import metrics, monitors
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.data.tasks import TaskSampler, split
+from tinsmith.rl.data.run_data import RunData
+from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.monitors.base import Monitors, RunInfo
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import SamplingClients
@@ -28,7 +29,8 @@ from tinsmith.rl.train import resolve_steps, sampling_plan, workflow_context
 
 async def explore(config: RunConfig, connect: Callable[[], Awaitable[SamplingClients]], console: Console) -> int:
     """Start sampling, or resume after the last batch in the buffer. Returns the total number of batches sampled."""
-    config = resolve_steps(config)
+    data = RunData(config.tasks, config.demonstrations, config.seed)
+    config = resolve_steps(config, data)
     path = folder_path(config)
     folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume is True, part="explore")
     try:
@@ -45,7 +47,7 @@ async def explore(config: RunConfig, connect: Callable[[], Awaitable[SamplingCli
         run_monitors = monitors.build(config.monitors, info, console)
         endpoint = AgentEndpoint()
         try:
-            return await _Exploration(config, buffer, clients, run_monitors, endpoint).run(console)
+            return await _Exploration(config, data.tasks[0], buffer, clients, run_monitors, endpoint).run(console)
         finally:
             await endpoint.close()
             run_monitors.close()
@@ -61,6 +63,7 @@ class _Exploration:
     def __init__(
         self,
         config: RunConfig,
+        task_sampler: TaskSampler,
         buffer: Buffer,
         clients: SamplingClients,
         run_monitors: Monitors,
@@ -68,7 +71,7 @@ class _Exploration:
     ) -> None:
         self._config, self._buffer, self._monitors = config, buffer, run_monitors
         self._notes = CoordinationNotes(buffer)
-        self._task_sampler, _ = split(config.tasks, config.seed)
+        self._task_sampler = task_sampler
         self._status = SamplerStatus()
         self._loop = SamplingLoop(
             config.workflow.make(workflow_context(config, endpoint)),

@@ -11,7 +11,6 @@ import logging
 import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from functools import cache, partial
 
 import numpy as np
 from rich.console import Console
@@ -22,8 +21,8 @@ from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.critic import Critic
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.demonstrations import Demonstrations
-from tinsmith.rl.data.sources import as_tuple
-from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler, split
+from tinsmith.rl.data.run_data import RunData
+from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.evaluate import EvalConfig, Evaluator
 from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
@@ -50,18 +49,15 @@ from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 
 log = logging.getLogger(__name__)
 
-LoadTasks = Callable[[], tuple[TaskSampler, HeldOutTasks]]
-"""Loads the training and held-out tasks; cached, so that a run reads its data once."""
-
 
 async def train(config: RunConfig, connect: Connect, console: Console) -> State:
     """Start a run, or resume the one in its folder, and return its final state. A finished run is left as it is."""
-    config, load_tasks = _prepared(config)
+    config, data = _prepared(config)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(_opened(config))
         if folder.state is not None and folder.state.step >= config.steps:
             return folder.state
-        run = await stack.enter_async_context(_started(config, folder, connect, console, load_tasks))
+        run = await stack.enter_async_context(_started(config, folder, connect, console, data))
         state = await loop(run)
         log.info("Finished: %d steps; final weights: %s", state.step, state.path)
         return state
@@ -89,15 +85,15 @@ async def loop(run: Run) -> State:
 @asynccontextmanager
 async def open_run(config: RunConfig, connect: Connect, console: Console) -> AsyncIterator[Run]:
     """A run that is ready for its next step, for a custom training loop; `loop` is the built-in loop."""
-    config, load_tasks = _prepared(config)
+    config, data = _prepared(config)
     with _opened(config) as folder:
-        async with _started(config, folder, connect, console, load_tasks) as run:
+        async with _started(config, folder, connect, console, data) as run:
             yield run
 
 
-def _prepared(config: RunConfig) -> tuple[RunConfig, LoadTasks]:
-    load_tasks = cache(partial(split, config.tasks, config.seed))
-    return resolve_steps(config, load_tasks), load_tasks
+def _prepared(config: RunConfig) -> tuple[RunConfig, RunData]:
+    data = RunData(config.tasks, config.demonstrations, config.seed)
+    return resolve_steps(config, data), data
 
 
 @contextmanager
@@ -111,21 +107,21 @@ def _opened(config: RunConfig) -> Iterator[RunFolder]:
 
 @asynccontextmanager
 async def _started(
-    config: RunConfig, folder: RunFolder, connect: Connect, console: Console, load_tasks: LoadTasks
+    config: RunConfig, folder: RunFolder, connect: Connect, console: Console, data: RunData
 ) -> AsyncIterator[Run]:
     with logs.log_to_folder(folder.path, config.log_level):
-        async with assemble(config, folder, connect, console, load_tasks) as run:
+        async with assemble(config, folder, connect, console, data) as run:
             log.info("%s: starting at step %d of %d, in %s", config.name, run.steps().start, config.steps, folder.path)
             yield run
 
 
 @asynccontextmanager
 async def assemble(
-    config: RunConfig, folder: RunFolder, connect: Connect, console: Console, load_tasks: LoadTasks
+    config: RunConfig, folder: RunFolder, connect: Connect, console: Console, data: RunData
 ) -> AsyncIterator[Run]:
     """Create the parts of a run, and close them in order. Raises ConfigError before the first request to a server."""
     state = folder.state
-    task_sampler, held_out = load_tasks()
+    task_sampler, held_out = data.tasks
     runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
     judge = Rewards(config.eval.rewards or config.rewards) if config.evaluates else None
     agent_endpoint = AgentEndpoint()
@@ -142,7 +138,7 @@ async def assemble(
         if config.uses_rollouts
         else EmptyBatchSource()
     )
-    demonstrations = _demonstrations(config, held_out, policy, state)
+    demonstrations = _demonstrations(config, data, policy, state)
     critic = await _critic(config, policy, state)
     reference = await _reference(config, policy, state)
     columns = _columns(config, policy, reference, critic, runner.semaphore)
@@ -181,13 +177,14 @@ async def assemble(
         await policy.close()
 
 
-def _demonstrations(
-    config: RunConfig, held_out: HeldOutTasks, policy: Policy, state: State | None
-) -> Demonstrations | None:
+def _demonstrations(config: RunConfig, data: RunData, policy: Policy, state: State | None) -> Demonstrations | None:
     if config.demonstrations is None:
         return None
     pairs = config.algorithm.learns_from == "pairs"
-    demonstrations = Demonstrations(config.demonstrations, held_out, policy.chat, config.seed, pairs=pairs)
+    _, held_out = data.tasks
+    demonstrations = Demonstrations(
+        config.demonstrations, data.demonstrations, held_out, policy.chat, config.seed, pairs=pairs
+    )
     if state is not None:
         demonstrations.cursor = state.demonstrations_drawn
     return demonstrations
@@ -315,7 +312,7 @@ def _restore(state: State | None, task_sampler: TaskSampler, algorithm: Algorith
     algorithm.restore(state.algorithm)
 
 
-def resolve_steps(config: RunConfig, load_tasks: LoadTasks | None = None) -> RunConfig:
+def resolve_steps(config: RunConfig, data: RunData) -> RunConfig:
     """The configuration with `epochs` as steps: floor(rows x epochs / rows per step), at most `steps` if that is set.
 
     Rows that do not fill a last step are not trained on. Without `epochs`, or without tasks (mode train and mode bench
@@ -323,7 +320,7 @@ def resolve_steps(config: RunConfig, load_tasks: LoadTasks | None = None) -> Run
     """
     if config.epochs is None or (config.uses_rollouts and not config.tasks.sources):
         return config
-    rows, per_step, key = _count_rows(config, load_tasks), config.groups_per_step, "groups_per_step"
+    rows, per_step, key = _count_rows(config, data), config.groups_per_step, "groups_per_step"
     if config.demonstrations is not None and not config.uses_rollouts:
         per_step, key = config.demonstrations.count(per_step, config.group_size, alone=True), "demonstrations.per_step"
     steps = int(rows * config.epochs // per_step)
@@ -334,10 +331,7 @@ def resolve_steps(config: RunConfig, load_tasks: LoadTasks | None = None) -> Run
     return config.model_copy(update={"steps": min(steps, config.steps or steps)})
 
 
-def _count_rows(config: RunConfig, load_tasks: LoadTasks | None) -> int:
+def _count_rows(config: RunConfig, data: RunData) -> int:
     if config.demonstrations is None or config.uses_rollouts:
-        task_sampler, _ = load_tasks() if load_tasks else split(config.tasks, config.seed)
-        return task_sampler.size
-    return sum(
-        len(source.demonstrations(config.demonstrations.learn)) for source in as_tuple(config.demonstrations.data)
-    )
+        return data.tasks[0].size
+    return sum(map(len, data.demonstrations))

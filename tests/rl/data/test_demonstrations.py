@@ -10,6 +10,7 @@ import pytest
 from tests.rl.scripted_run import Killed, breaking, rows, run, settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data.demonstrations import Demonstrations, DemonstrationsConfig
+from tinsmith.rl.data.row_sources import Jsonl
 from tinsmith.rl.data.sources import Addition
 from tinsmith.rl.policy.scripted import END, CharacterCodec
 from tinsmith.rl.types import Message, Task
@@ -17,9 +18,8 @@ from tinsmith.rl.types import Message, Task
 
 def demonstrations(pairs: bool = False, held_out=(), **config) -> Demonstrations:
     """Demonstrations of a config, without the held-out tasks."""
-    return Demonstrations(
-        DemonstrationsConfig.model_validate(config), {"": tuple(held_out)}, CharacterCodec(), 0, pairs=pairs
-    )
+    settings = DemonstrationsConfig.model_validate(config)
+    return Demonstrations(settings, settings.load(), {"": tuple(held_out)}, CharacterCodec(), 0, pairs=pairs)
 
 
 def words(row) -> str:
@@ -211,8 +211,12 @@ def test_rejects_settings_that_do_not_fit_demonstrations(tmp_path, changes, sent
         sft_settings(tmp_path, tmp_path, **changes)
 
 
-def test_epochs_count_demonstrations(tmp_path):
+def test_epochs_count_demonstrations_and_read_them_once(tmp_path, monkeypatch):
+    reads: list[str] = []
+    read = Jsonl.read
+    monkeypatch.setattr(Jsonl, "read", lambda source: reads.append(source.path) or read(source))
     assert run(sft_settings(tmp_path / "run", tmp_path, steps=0, epochs=2)).step == 6
+    assert reads == [str(tmp_path / "said.jsonl")]
 
 
 def test_held_out_task_with_reply_prefix_is_recognized():

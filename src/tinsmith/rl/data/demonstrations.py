@@ -60,6 +60,10 @@ class DemonstrationsConfig(Settings):
             raise ValueError("per_step and ratio both set the number of demonstrations in a step; leave out one")
         return self
 
+    def load(self) -> list[Sequence[Demonstration]]:
+        """Demonstrations of each source."""
+        return [source.demonstrations(self.learn) for source in as_tuple(self.data)]
+
     def count(self, groups: int, group_size: int, *, alone: bool) -> int:
         """Number of demonstrations in a step with that many groups; `alone`: in a run without rollouts."""
         if self.per_step:
@@ -77,14 +81,21 @@ class Demonstrations:
     """Endless sequence of training rows. `cursor` counts the demonstrations drawn."""
 
     def __init__(
-        self, config: DemonstrationsConfig, held_out: HeldOutTasks, codec: ChatCodec, seed: int, *, pairs: bool
+        self,
+        config: DemonstrationsConfig,
+        loaded: Sequence[Sequence[Demonstration]],
+        held_out: HeldOutTasks,
+        codec: ChatCodec,
+        seed: int,
+        *,
+        pairs: bool,
     ) -> None:
-        """With `pairs`, each demonstration gives two rows: the chosen reply and the rejected one."""
+        """`loaded` are the demonstrations of each source of `config`. With `pairs`, each demonstration gives two rows:
+        the chosen reply and the rejected one."""
         self._config, self._codec, self._pairs, self._seed = config, codec, pairs, seed
         self._held_out_keys = question_keys(held_out)
         self._sources: list[_OrderedSource] = []
-        for number, source in enumerate(as_tuple(config.data)):
-            demonstrations = source.demonstrations(config.learn)
+        for number, (source, demonstrations) in enumerate(zip(as_tuple(config.data), loaded, strict=True)):
             if len(demonstrations):
                 _check_pair(demonstrations[0], pairs)
                 row_order = config.order.row_order(
