@@ -102,7 +102,7 @@ def test_a_reward_of_ones_own_is_a_function() -> None:
 
     task = tinsmith.Task(id="1", messages=(tinsmith.Message(role="user", content="2 + 2?"),), answer="4")
     turn = tinsmith.Turn(prompt=(1,), tokens=(2,), logprobs=(-0.1,), text="4", stop="stop")
-    assert brief(task, tinsmith.Rollout(turns=(turn,))) == 1.0
+    assert brief(task, tinsmith.Rollout.single((turn,))) == 1.0
 
 
 def test_embedded_serves_the_tinker_api(tmp_path: Path, tiny_llama: Path) -> None:

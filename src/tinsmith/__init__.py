@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from tinsmith.rl.config import RunConfig
     from tinsmith.rl.monitors.jsonl import read_metrics
     from tinsmith.rl.plugins import reward, workflow
-    from tinsmith.rl.rewards.base import Reward
+    from tinsmith.rl.rewards.base import Reward, Score
     from tinsmith.rl.run import Run
-    from tinsmith.rl.types import Group, Message, Rollout, Task, Turn
+    from tinsmith.rl.types import Group, Message, Rollout, Task, Trajectory, Turn
     from tinsmith.rl.workflows.base import WorkflowOptions
-    from tinsmith.rl.workflows.custom import Conversation
+    from tinsmith.rl.workflows.conversation import Conversation, Terminated, WorkflowPolicy
     from tinsmith.rl.workflows.multi_turn import Answer, Environment
     from tinsmith.runner import TrainResult, open_run, train
     from tinsmith.service.config import ServeConfig
@@ -33,11 +33,15 @@ __all__ = [
     "Rollout",
     "Run",
     "RunConfig",
+    "Score",
     "ServeConfig",
     "Task",
+    "Terminated",
     "TrainResult",
+    "Trajectory",
     "Turn",
     "WorkflowOptions",
+    "WorkflowPolicy",
     "embedded",
     "open_run",
     "read_metrics",
@@ -48,7 +52,7 @@ __all__ = [
 
 _MODULES = {
     "Answer": "tinsmith.rl.workflows.multi_turn",
-    "Conversation": "tinsmith.rl.workflows.custom",
+    "Conversation": "tinsmith.rl.workflows.conversation",
     "Environment": "tinsmith.rl.workflows.multi_turn",
     "Group": "tinsmith.rl.types",
     "Message": "tinsmith.rl.types",
@@ -56,11 +60,15 @@ _MODULES = {
     "Rollout": "tinsmith.rl.types",
     "Run": "tinsmith.rl.run",
     "RunConfig": "tinsmith.rl.config",
+    "Score": "tinsmith.rl.rewards.base",
     "ServeConfig": "tinsmith.service.config",
     "Task": "tinsmith.rl.types",
+    "Terminated": "tinsmith.rl.workflows.conversation",
     "TrainResult": "tinsmith.runner",
+    "Trajectory": "tinsmith.rl.types",
     "Turn": "tinsmith.rl.types",
     "WorkflowOptions": "tinsmith.rl.workflows.base",
+    "WorkflowPolicy": "tinsmith.rl.workflows.conversation",
     "embedded": "tinsmith.service.embedded",
     "open_run": "tinsmith.runner",
     "read_metrics": "tinsmith.rl.monitors.jsonl",

@@ -12,7 +12,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl import demo
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.types import Task
-from tinsmith.rl.workflows.custom import Conversation
+from tinsmith.rl.workflows.conversation import Conversation
 from tinsmith.settings import Settings, read
 from tools.reference.settings import members
 

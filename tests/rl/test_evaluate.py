@@ -15,7 +15,7 @@ from tinsmith.rl.types import Group, Rollout, Task
 
 def group(*rewards: float) -> Group:
     """A group with a rollout for each reward."""
-    rollouts = tuple(Rollout(rewards={"policy": reward}) for reward in rewards)
+    rollouts = tuple(Rollout.single((), reward) for reward in rewards)
     return Group(task=Task(id="t", messages=()), rollouts=rollouts)
 
 
@@ -29,7 +29,7 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer():
 
 
 def test_pass_at_k_counts_failed_rollouts_as_wrong():
-    failed = Group(task=Task(id="t", messages=()), rollouts=(Rollout(error="x", rewards={"policy": 1.0}),))
+    failed = Group(task=Task(id="t", messages=()), rollouts=(Rollout.single((), 1.0, error="x"),))
     assert pass_at([group(1.0), group(0.5), failed, failed], threshold=0.5) == {"eval/pass@1": 0.5}
 
 

@@ -15,7 +15,7 @@ TASK = Task(id="t", messages=())
 
 def rollout(reward: float, *, stop="stop", tokens=(2, 3)) -> Rollout:
     turn = Turn(prompt=(1,), tokens=tokens, logprobs=(0.0,) * len(tokens), text="", stop=stop)
-    return Rollout(turns=(turn,), rewards={"policy": reward}, reward_parts={"number": reward})
+    return Rollout.single((turn,), reward, reward_parts={"number": reward})
 
 
 def test_group_metrics_count_rewards_failures_and_tokens():

@@ -8,7 +8,7 @@ TASK = Task(id="t/0", messages=())
 
 
 def rollout(reward: float, error: str = "") -> Rollout:
-    return Rollout(rewards={"policy": reward}, error=error)
+    return Rollout.single((), reward, error=error)
 
 
 def test_group_is_constant_when_rewards_do_not_differ():
@@ -23,5 +23,5 @@ def test_group_rewards_exclude_failed_rollouts():
 
 def test_rollout_text_is_the_last_turn():
     turns = tuple(Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text=text, stop="stop") for text in ("a", "b"))
-    assert Rollout(turns=turns).text == "b"
+    assert Rollout.single(turns).text == "b"
     assert Rollout().text == ""

@@ -22,7 +22,7 @@ from tinsmith.rl.policy.base import ChatCodec, request_seed
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run import Connect
 from tinsmith.rl.train import workflow_context
-from tinsmith.rl.types import Group, Turn
+from tinsmith.rl.types import POLICY, Group, Turn
 
 _SHOWN = 12
 """Number of least likely tokens to show."""
@@ -76,8 +76,9 @@ def show_rollout(debugged: DebugRollout, console: Console) -> None:
     for message in task.messages:
         _line(console, message.role, message.content)
     _line(console, "answer", task.answer or "(unknown)")
-    for number, turn in enumerate(rollout.turns, 1):
-        _head(console, f"turn {number} of {len(rollout.turns)}, {turn.role}, version {turn.version}")
+    turns = [(trajectory, turn) for trajectory in rollout.trajectories for turn in trajectory.turns]
+    for number, (trajectory, turn) in enumerate(turns, 1):
+        _head(console, f"turn {number} of {len(turns)}, {trajectory.role}, version {turn.version}")
         _line(console, "prompt", debugged.chat.text(turn.prompt, None))
         _line(console, "tokens", f"{len(turn.prompt)} in the prompt, {len(turn.tokens)} sampled, ended by {turn.stop}")
         _line(console, "reply", turn.text)
@@ -88,6 +89,9 @@ def show_rollout(debugged: DebugRollout, console: Console) -> None:
         _line(console, "failed", rollout.error)
     for name, value in rollout.reward_parts.items():
         _line(console, name, f"{value:g}")
+    if rollout.roles not in ((), (POLICY,)):
+        for each in rollout.trajectories:
+            _line(console, each.role, f"{each.reward:g}")
     _line(console, "total", f"{rollout.reward:g}")
     _head(console, "seconds")
     for name, value in debugged.seconds.items():

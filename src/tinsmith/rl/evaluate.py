@@ -1,6 +1,7 @@
 """Evaluation of the policy on held-out tasks.
 
-An answer is right if its reward reaches a threshold. pass@k is the unbiased estimate of the probability that at least
+An answer is right if its rewards or its workflow say so; where none of them says, if its reward reaches a threshold.
+pass@k is the unbiased estimate of the probability that at least
 one of k answers is right: 1 - C(n - c, k) / C(n, k) with c of n right, averaged over tasks. A failed rollout is wrong.
 """
 
@@ -17,12 +18,12 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tinsmith.rl.data.tasks import HeldOutTasks
-from tinsmith.rl.metrics import reward_metrics
+from tinsmith.rl.metrics import reward_metrics, role_metrics
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.policy.training_rows import count_policy_tokens
 from tinsmith.rl.rewards import RewardConfig, Rewards
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.types import Group, Rollout, Task, Turn
+from tinsmith.rl.types import Group, Rollout, Task, Trajectory, Turn
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.base import Workflow
 from tinsmith.settings import Needs, Settings
@@ -78,7 +79,7 @@ class EvalConfig(Settings):
     sources: dict[str, EvalSource] = Field(default_factory=dict)
     """Settings of single sources, by their names in tasks.eval; they override the keys above."""
     threshold: float = 1.0
-    """An answer is right if its reward is at least this."""
+    """Where neither the workflow nor a reward says what is right: an answer is right if its reward is at least this."""
     baseline: Annotated[int, Needs("before", (True,))] = Field(default=0, ge=0)
     """Number of constant answers to score as a baseline, most common right answers first; 0 is none."""
 
@@ -180,13 +181,13 @@ class Evaluator:
         tasks = [task for part in self._parts for task in part.tasks]
         answers = Counter(task.answer for task in tasks).most_common(self._config.baseline)
         turns = [Turn(prompt=(), tokens=(), logprobs=(), text=answer, stop="stop") for answer, _ in answers if answer]
-        scores = [[(await rewards.score(task, Rollout(turns=(turn,)), policy))[0] for task in tasks] for turn in turns]
-        if not scores:
+        rollouts = [[await _scored(turn, task, rewards, policy) for task in tasks] for turn in turns]
+        if not rollouts:
             return {}
-        threshold = self._config.threshold - 1e-9
+        right = [[is_right(each, self._config.threshold) for each in row] for row in rollouts]
         return {
-            "eval/constant_pass@1": max(float(np.mean([score >= threshold for score in row])) for row in scores),
-            "eval/constant_reward": max(float(np.mean(row)) for row in scores),
+            "eval/constant_pass@1": max(float(np.mean(row)) for row in right),
+            "eval/constant_reward": max(float(np.mean([each.reward for each in row])) for row in rollouts),
         }
 
     def _metrics(self, groups: Sequence[Group], prefix: str) -> dict[str, float]:
@@ -195,6 +196,7 @@ class Evaluator:
         return {
             **pass_at(groups, self._config.threshold, prefix),
             **reward_metrics(f"{prefix}/reward", good),
+            **role_metrics(f"{prefix}/reward", good),
             f"{prefix}/failed": len(rollouts) - len(good),
             f"{prefix}/tokens": float(np.mean([count_policy_tokens(rollout) for rollout in good])) if good else 0.0,
             f"{prefix}/tasks": len(groups),
@@ -204,13 +206,23 @@ class Evaluator:
 def pass_at(groups: Sequence[Group], threshold: float, prefix: str = "eval") -> dict[str, float]:
     """PREFIX/pass@k for k = 1, 2, 4, … and n, the number of rollouts of the smallest group."""
     sizes = [len(group.rollouts) for group in groups]
-    right = [
-        sum(not rollout.error and rollout.reward >= threshold - 1e-9 for rollout in group.rollouts) for group in groups
-    ]
+    right = [sum(is_right(rollout, threshold) for rollout in group.rollouts) for group in groups]
     smallest = min(sizes)
     ks = sorted({2**power for power in range(smallest.bit_length()) if 2**power <= smallest} | {smallest})
     estimates = {k: [_pass_at(n, c, k) for n, c in zip(sizes, right, strict=True)] for k in ks}
     return {f"{prefix}/pass@{k}": float(np.mean(each)) for k, each in estimates.items()}
+
+
+def is_right(rollout: Rollout, threshold: float) -> bool:
+    """Whether an answer is right: its rewards or workflow say so, or else its reward reaches the threshold."""
+    if rollout.error:
+        return False
+    return rollout.reward >= threshold - 1e-9 if rollout.correct is None else rollout.correct
+
+
+async def _scored(turn: Turn, task: Task, rewards: Rewards, policy: Snapshot) -> Rollout:
+    score = await rewards.score(task, Trajectory(turns=(turn,)), policy)
+    return Rollout.single((turn,), score.value, correct=score.correct)
 
 
 def _pass_at(n: int, c: int, k: int) -> float:

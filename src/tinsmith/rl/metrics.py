@@ -14,7 +14,7 @@ import numpy as np
 
 from tinsmith.rl.policy.base import UpdateResult
 from tinsmith.rl.policy.training_rows import TrainingRow, count_policy_tokens
-from tinsmith.rl.types import Group, Rollout
+from tinsmith.rl.types import POLICY, Group, Rollout
 
 
 def group_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -25,9 +25,12 @@ def group_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
     staleness = [version - group.version for group in groups]
     return {
         **reward_metrics("reward", good),
+        **role_metrics("reward", good),
         "groups/constant": _mean([group.constant for group in groups]),
+        **_constant_roles(groups),
         "rollouts/failed": len(rollouts) - len(good),
-        "rollouts/cut": _mean([rollout.turns[-1].stop == "length" for rollout in good]),
+        "rollouts/cut": _mean([any(each.truncated for each in rollout.trajectories) for rollout in good]),
+        **_terminations(rollouts),
         "tokens/sampled": sum(lengths),
         "tokens/reply": _mean(lengths),
         "policy/staleness": _mean(staleness),
@@ -40,6 +43,35 @@ def _drift(group: Group) -> int:
     """Number of updates while the group was sampled."""
     versions = [turn.version for rollout in group.rollouts for turn in rollout.turns]
     return max(versions, default=group.version) - group.version
+
+
+def role_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Mean reward and number of turns of each role, if there are several; and the workflow's own metrics."""
+    values: dict[str, float] = {}
+    for role in dict.fromkeys(role for rollout in rollouts for role in rollout.roles if role != POLICY):
+        of_role = [each for rollout in rollouts for each in rollout.trajectories if each.role == role]
+        values[f"{prefix}/{role}/mean"] = _mean([each.reward for each in of_role])
+        values[f"{prefix}/{role}/std"] = float(np.std([each.reward for each in of_role]))
+        values[f"turns/{role}"] = _mean([len(each.turns) for each in of_role])
+        values[f"tokens/{role}"] = _mean([sum(len(turn.tokens) for turn in each.turns) for each in of_role])
+    for name in dict.fromkeys(name for rollout in rollouts for name in rollout.metrics):
+        values[f"workflow/{name}"] = _mean([rollout.metrics[name] for rollout in rollouts if name in rollout.metrics])
+    return values
+
+
+def _constant_roles(groups: Sequence[Group]) -> dict[str, float]:
+    """Share of groups without a signal for each role, if there are several."""
+    roles = dict.fromkeys(role for group in groups for role in group.roles if role != POLICY)
+    return {
+        f"groups/{role}/constant": _mean([group.constant_role(role) for group in groups if role in group.roles])
+        for role in roles
+    }
+
+
+def _terminations(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Share of rollouts that ended at each limit, if any did."""
+    reasons = sorted({rollout.termination for rollout in rollouts} - {"done", "error"})
+    return {f"rollouts/{reason}": _mean([rollout.termination == reason for rollout in rollouts]) for reason in reasons}
 
 
 def reward_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:

@@ -13,10 +13,10 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import FunctionType, ModuleType
-from typing import Any, Literal, TypeVar
+from types import BuiltinFunctionType, FunctionType, ModuleType
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ValidationError
+from pydantic import PlainSerializer, ValidationError
 
 from tinsmith.errors import ConfigError
 from tinsmith.settings import Settings
@@ -26,7 +26,7 @@ Names = frozenset[tuple[Kind, str]]
 T = TypeVar("T", bound=Callable[..., Any])
 S = TypeVar("S", bound=Settings)
 _MARK = "__tinsmith_part__"
-_OWN = {"workflow": ("type", "path", "args"), "reward": ("type", "path", "args", "weight", "name")}
+_OWN = {"workflow": ("type", "path", "args", "timeout"), "reward": ("type", "path", "args", "weight", "name", "role")}
 """Keys of a custom part itself; all others are arguments of its code."""
 
 
@@ -64,8 +64,33 @@ def apply_plugins(values: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def import_object(path: str) -> Any:
-    """Import the object at `module:attribute`. Raises ValueError if that fails."""
+def path_text(target: Any) -> str:
+    """The import path of a function or class, as run.yaml records it; a path is returned as it is."""
+    if isinstance(target, str):
+        return target
+    named = target if isinstance(target, type | FunctionType | BuiltinFunctionType) else type(target)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def _recorded(value: Any) -> Any:
+    """An argument as run.yaml records it: functions, classes and other objects by their import path."""
+    if isinstance(value, Mapping):
+        return {str(key): _recorded(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_recorded(entry) for entry in value]
+    return value if isinstance(value, str | int | float | bool | None) else path_text(value)
+
+
+ImportPath = Annotated[Any, PlainSerializer(path_text, when_used="json")]
+"""module:attribute, or from Python the object itself."""
+Arguments = Annotated[dict[str, Any], PlainSerializer(_recorded, when_used="json")]
+"""Keyword arguments of user code: from a run file plain values, from Python any objects."""
+
+
+def import_object(path: Any) -> Any:
+    """Import the object at `module:attribute`; an object is returned as it is. Raises ValueError if that fails."""
+    if not isinstance(path, str):
+        return path
     module, colon, name = path.partition(":")
     if not (module and colon and name):
         raise ValueError(f"{path!r} is not an import path; write module:attribute, e.g. my_package.rewards:short")

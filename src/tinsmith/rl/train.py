@@ -142,7 +142,7 @@ async def assemble(
     critic = await _critic(config, policy, state)
     reference = await _reference(config, policy, state)
     columns = _columns(config, policy, reference, critic, runner.semaphore)
-    algorithm = algorithms.Algorithm(config.algorithm, policy.extensions, columns, config.seed)
+    algorithm = algorithms.Algorithm(config.algorithm, policy.extensions, columns, config.seed, config.group_size)
     console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.loss_location}[/]", highlight=False)
     if config.plugins:
         console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
@@ -198,6 +198,7 @@ def eval_workflow_maker(config: RunConfig, agent_endpoint: AgentEndpoint) -> Cal
             sampling=settings.sampling(config.sampling),
             rewards=Rewards(settings.rewards or config.rewards),
             agent_endpoint=agent_endpoint,
+            evaluating=True,
         )
         return (settings.workflow or config.workflow).make(parts)
 

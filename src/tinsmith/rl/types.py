@@ -1,8 +1,8 @@
-"""Data types of a run: Task, Message, Turn, Rollout, Group and Demonstration. All are frozen dataclasses.
+"""Data types of a run: Task, Message, Turn, Trajectory, Rollout, Group and Demonstration. All are frozen dataclasses.
 
-A workflow runs a Task and returns Rollouts. A Rollout is a list of Turns with rewards; a Turn is one sampled reply. A
-Group holds the Rollouts of one Task by one version of the policy, so that an algorithm can compare them. Turns and
-rewards carry a role, so single-turn, multi-turn, tool-use and solver-judge workflows share these types.
+A workflow runs a Task and returns Rollouts. A Rollout has a Trajectory for each role that took part, with a reward; a
+Trajectory is a list of Turns, and a Turn is one sampled reply. A Group holds the Rollouts of one Task by one version of
+the policy, so that an algorithm can compare the trajectories of a role. Most workflows have one role, `policy`.
 
 Dimensions: G rollouts of a group, N prompt tokens of a turn, L sampled tokens of a turn.
 """
@@ -10,11 +10,14 @@ Dimensions: G rollouts of a group, N prompt tokens of a turn, L sampled tokens o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 POLICY = "policy"
-"""Role of the model in training; the only role in a single-turn workflow."""
+"""The role of workflows with a single role."""
+
+Termination = Literal["done", "max_prompt", "max_response", "max_turns", "timeout", "error"]
+"""Why a rollout ended: the workflow was `done`, or it reached a limit, or it failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,31 +86,33 @@ class Turn:
     """Decoded reply without the stop token or stop string; rewards read this."""
     stop: Literal["stop", "length"]
     """Why sampling ended: `stop` at a stop token or string, `length` at max_tokens."""
-    role: str = POLICY
-    """Role that sampled the reply; only turns of the policy are trained on."""
+    model: str = ""
+    """Model that sampled the reply, if it is not the policy; such a turn is not trained on."""
     version: int = 0
     """Number of updates of the weights that sampled the reply."""
     reward: float | None = None
-    """Reward of this turn alone, if the workflow sets one; the rollout's reward covers all turns."""
+    """Reward of this turn alone, if the workflow sets one; the trajectory's reward covers all turns."""
     state: str = ""
     """Key of the environment state before the reply, equal for equal states; for algorithms that compare turns."""
+    advantages: float | tuple[float, ...] | None = None
+    """Advantage of all tokens, or [L] of each, if the workflow computes it; for the advantage `precomputed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rollout:
-    """An attempt at a task. A failed rollout has an `error` and is not trained on.
+class Trajectory:
+    """The turns of one role in a rollout. A role that acts several times independently has several trajectories.
 
-    Example: Rollout(turns=(turn,), rewards={"policy": 1.1}, reward_parts={"closeness": 1.0, "format": 1.0})
+    Example: Trajectory(role="solver", turns=(turn,), reward=1.0)
     """
 
     turns: tuple[Turn, ...] = ()
     """Sampled replies in order."""
-    rewards: Mapping[str, float] = field(default_factory=dict)
-    """Reward by role: the weighted sum of the reward functions plus the workflow's own reward."""
-    reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Value of each reward function by name, before its weight."""
-    error: str = ""
-    """Reason of the failure; empty if the rollout succeeded."""
+    role: str = POLICY
+    """Role of the policy; algorithms compare the trajectories of one role."""
+    reward: float = 0.0
+    """Weighted sum of the reward functions plus the workflow's own reward."""
+    trained: bool = True
+    """Whether to train on the turns."""
 
     @property
     def text(self) -> str:
@@ -115,9 +120,73 @@ class Rollout:
         return self.turns[-1].text if self.turns else ""
 
     @property
+    def truncated(self) -> bool:
+        """Whether the last turn ended at max_tokens."""
+        return bool(self.turns) and self.turns[-1].stop == "length"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """An attempt at a task. A failed rollout has an `error` and is not trained on.
+
+    Example: Rollout(trajectories=(solver, judge), correct=True, metrics={"solver_accuracy": 0.5})
+    """
+
+    trajectories: tuple[Trajectory, ...] = ()
+    """Trajectories of all roles, in the order in which they began."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """Value of each reward function by name, before its weight."""
+    correct: bool | None = None
+    """Whether the attempt is right, as pass@k counts it; None if neither the workflow nor a reward says so."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of the workflow, averaged over rollouts."""
+    termination: Termination = "done"
+    """Why the rollout ended."""
+    error: str = ""
+    """Reason of the failure; empty if the rollout succeeded."""
+
+    @classmethod
+    def single(
+        cls,
+        turns: tuple[Turn, ...] = (),
+        reward: float = 0.0,
+        *,
+        reward_parts: Mapping[str, float] | None = None,
+        correct: bool | None = None,
+        error: str = "",
+    ) -> Rollout:
+        """A rollout with one trajectory, of the role `policy`."""
+        return cls(
+            trajectories=(Trajectory(turns=turns, reward=reward),),
+            reward_parts=reward_parts or {},
+            correct=correct,
+            error=error,
+        )
+
+    @property
+    def turns(self) -> tuple[Turn, ...]:
+        """The turns of all trajectories."""
+        return tuple(turn for trajectory in self.trajectories for turn in trajectory.turns)
+
+    @property
+    def text(self) -> str:
+        """Text of the last turn; empty if there are no turns."""
+        return next((trajectory.text for trajectory in reversed(self.trajectories) if trajectory.turns), "")
+
+    @property
     def reward(self) -> float:
-        """Reward of the policy; 0 if the rollout failed."""
-        return self.rewards.get(POLICY, 0.0)
+        """Mean reward of the trajectories; 0 if there are none."""
+        return sum(each.reward for each in self.trajectories) / max(1, len(self.trajectories))
+
+    @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles of the trajectories, each once, in order."""
+        return tuple(dict.fromkeys(trajectory.role for trajectory in self.trajectories))
+
+    def failed(self, error: str) -> Rollout:
+        """The rollout with its turns, without rewards, and with this error."""
+        trajectories = tuple(replace(trajectory, reward=0.0) for trajectory in self.trajectories)
+        return Rollout(trajectories=trajectories, termination="error", error=error)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +209,25 @@ class Group:
         return tuple(rollout.reward for rollout in self.rollouts if not rollout.error)
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """Roles of the rollouts that did not fail, each once, in order."""
+        return tuple(dict.fromkeys(role for rollout in self.rollouts if not rollout.error for role in rollout.roles))
+
+    def trajectories(self, role: str) -> tuple[Trajectory, ...]:
+        """The trajectories of a role in the rollouts that did not fail."""
+        return tuple(
+            trajectory
+            for rollout in self.rollouts
+            if not rollout.error
+            for trajectory in rollout.trajectories
+            if trajectory.role == role
+        )
+
+    def constant_role(self, role: str) -> bool:
+        """Whether a comparison of a role's trajectories has no signal: fewer than two, or all rewards are equal."""
+        return len({trajectory.reward for trajectory in self.trajectories(role)}) < 2
+
+    @property
     def constant(self) -> bool:
-        """Whether a comparison has no signal: all rewards are equal, or fewer than two rollouts succeeded."""
-        return len(set(self.rewards)) < 2
+        """Whether no role has a signal."""
+        return all(map(self.constant_role, self.roles))

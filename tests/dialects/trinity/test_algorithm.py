@@ -19,7 +19,7 @@ from tinsmith.rl.algorithms.losses.policy_gradient import CispoLoss, PpoLoss, Re
 from tinsmith.rl.algorithms.losses.supervised import MixChordLoss, MixtureLoss
 from tinsmith.rl.algorithms.regularizers import KlConfig
 from tinsmith.rl.types import Task
-from tinsmith.rl.workflows.custom import Conversation
+from tinsmith.rl.workflows.conversation import Conversation
 
 TEACHER: Pairs = (("explorer.auxiliary_models[].model_path", "teacher"),)
 WANTS: dict[str, Pairs] = {

@@ -61,7 +61,7 @@ def read(folder: Path, *pairs: tuple[str, Any]) -> RunFile:
 def reward_of(values: RunFile, reply: str) -> Any:
     task = Task(id="t", messages=(Message(role="user", content="2+2?"),), answer="4")
     turn = Turn(prompt=(), tokens=(), logprobs=(), text=reply, stop="stop")
-    return asyncio.run(values.settings.rewards[0].judge(task, Rollout(turns=(turn,)), cast(Snapshot, None)))
+    return asyncio.run(values.settings.rewards[0].judge(task, Rollout.single((turn,)), cast(Snapshot, None)))
 
 
 def test_registered_class_becomes_a_reward(folder: Path):

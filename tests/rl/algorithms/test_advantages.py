@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.algorithms.advantages.base import Trace, trace_from_rollout, whiten
+from tinsmith.rl.algorithms.advantages.base import Trace, trace_from_trajectory, whiten
 from tinsmith.rl.algorithms.advantages.batch import PrpoAdvantage, ReinforcePlusPlusBaselineAdvantage
 from tinsmith.rl.algorithms.advantages.group import (
     BestAdvantage,
@@ -29,7 +29,7 @@ from tinsmith.rl.algorithms.advantages.per_token import (
     OnPolicyDistillAdvantage,
     ReinforcePlusPlusAdvantage,
 )
-from tinsmith.rl.types import Rollout, Turn
+from tinsmith.rl.types import Trajectory, Turn
 
 NUMBERS = st.floats(-3, 3).map(lambda value: round(value, 3))
 GROUPS = st.lists(st.lists(NUMBERS, min_size=1, max_size=6), min_size=1, max_size=4)
@@ -307,9 +307,9 @@ def test_clip_b_zeroes_tokens_that_reduce_entropy():
 def test_trace_holds_only_tokens_of_the_policy():
     turns = (
         Turn(prompt=(1,), tokens=(2, 3), logprobs=(-0.5, -0.25), text="", stop="stop", reward=0.5, state="s"),
-        Turn(prompt=(1, 2, 3), tokens=(4,), logprobs=(-1.0,), text="", stop="stop", role="judge"),
+        Turn(prompt=(1, 2, 3), tokens=(4,), logprobs=(-1.0,), text="", stop="stop", model="big"),
     )
-    trace = trace_from_rollout(Rollout(turns=turns, rewards={"policy": 2.0}))
+    trace = trace_from_trajectory(Trajectory(turns=turns, reward=2.0))
     assert (trace.reward, trace.turns, trace.turn_rewards, trace.states) == (2.0, (2,), (0.5,), ("s",))
     assert trace.logprobs.tolist() == [-0.5, -0.25]
     assert trace.token_rewards.tolist() == [0.0, 2.0]

@@ -16,7 +16,7 @@ from tinsmith.rl.algorithms import Algorithm, AlgorithmConfig, loss_dispatch
 from tinsmith.rl.algorithms.config import DATA_ONLY, NAMES
 from tinsmith.rl.algorithms.losses import LossConfig
 from tinsmith.rl.policy.base import UpdateResult
-from tinsmith.rl.policy.training_rows import TrainingRow, rows_from_rollout
+from tinsmith.rl.policy.training_rows import TrainingRow, rows_from_trajectory
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
 OURS = frozenset(name for names in loss_specs.EXTENSIONS.values() for name in names)
@@ -34,7 +34,7 @@ def rollout(seed: int, reward: float) -> Rollout:
         stop="stop",
         state="s",
     )
-    return Rollout(turns=(turn,), rewards={"policy": reward})
+    return Rollout.single((turn,), reward)
 
 
 def groups(size: int = 4) -> list[Group]:
@@ -143,7 +143,7 @@ def test_masks_of_loss_terms_are_aggregate_weights():
 
 
 def test_demonstrations_may_have_an_aggregate_of_their_own():
-    rows = [row for rollout in groups()[0].rollouts for row in rows_from_rollout(rollout)]
+    rows = [row for rollout in groups()[0].rollouts for row in rows_from_trajectory(rollout.trajectories[0])]
     rows[0] = replace(rows[0], kind="expert")
     settings = config("mix", loss={"expert_aggregate": "token_sum"}, kl={"type": "none", "coef": 0})
     batch = loss_dispatch.tokens_of_rows(rows, settings, 1)
@@ -195,7 +195,7 @@ def test_equal_replies_are_merged_only_for_linear_losses():
 def spoken(tokens: tuple[int, ...], old: float, reward: float) -> Rollout:
     """A rollout of one turn with logprob `old` for every token."""
     turn = Turn(prompt=(1, 2), tokens=tokens, logprobs=(old,) * len(tokens), text="", stop="stop", state="s")
-    return Rollout(turns=(turn,), rewards={"policy": reward})
+    return Rollout.single((turn,), reward)
 
 
 def by_sequence(loss: dict, ratio: float, merge: bool) -> dict[tuple[int, ...], float]:

@@ -23,7 +23,7 @@ from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
 from tinsmith.rl.train import train
 from tinsmith.rl.types import Rollout, Task
-from tinsmith.rl.workflows.custom import Conversation
+from tinsmith.rl.workflows.conversation import Conversation
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 

@@ -69,7 +69,7 @@ def test_easy_to_hard_sorts_by_fields_in_each_epoch(rated):
 
 def scored_group(task: Task, *rewards: float) -> Group:
     """A group of `task` with a rollout for each reward."""
-    return Group(task=task, rollouts=tuple(Rollout(rewards={"policy": reward}) for reward in rewards))
+    return Group(task=task, rollouts=tuple(Rollout.single((), reward) for reward in rewards))
 
 
 def test_difficulty_updates_equal_the_formula():

@@ -15,8 +15,8 @@ from tests.rl.workflows.test_workflows import YES, policy
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint, AgentSession
 from tinsmith.rl.policy.base import SamplingConfig
 from tinsmith.rl.policy.scripted import END, CharacterCodec
-from tinsmith.rl.policy.training_rows import rows_from_rollout
-from tinsmith.rl.types import Message, Rollout, Task
+from tinsmith.rl.policy.training_rows import rows_from_trajectory
+from tinsmith.rl.types import Message, Rollout, Task, Trajectory
 from tinsmith.rl.workflows.agent import AgentConfig
 from tinsmith.rl.workflows.base import WorkflowContext
 
@@ -71,7 +71,7 @@ def test_continued_conversation_is_one_training_row():
             said.append({"role": "user", "content": more})
 
     _, session = served(use, "five")
-    (row,) = rows_from_rollout(Rollout(turns=session.turns))
+    (row,) = rows_from_trajectory(Trajectory(turns=session.turns))
     assert "".join(map(chr, row.targets[row.mask])) == "five\0five\0five\0"
 
 
@@ -90,7 +90,7 @@ def test_tool_calls_stay_within_one_training_row():
     assert choice.message.content is None
     assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 2})
     assert len(session.turns) == 2
-    assert len(rows_from_rollout(Rollout(turns=session.turns))) == 1
+    assert len(rows_from_trajectory(Trajectory(turns=session.turns))) == 1
 
 
 def test_interleaved_conversations_are_two_rows():
@@ -106,7 +106,7 @@ def test_interleaved_conversations_are_two_rows():
 
     _, session = served(use, "five")
     assert len(session.turns) == 6
-    assert len(rows_from_rollout(Rollout(turns=session.turns))) == 2
+    assert len(rows_from_trajectory(Trajectory(turns=session.turns))) == 2
 
 
 def test_session_with_an_open_url_takes_any_key():

@@ -53,7 +53,7 @@ def with_policy(served, use: Callable[[TinkerPolicy], Awaitable[T]], config: Mod
 
 def group_of(turns) -> Group:
     """A group with a rollout of increasing reward for each turn."""
-    rollouts = tuple(Rollout(turns=(turn,), rewards={"policy": at**2 / 8}) for at, turn in enumerate(turns))
+    rollouts = tuple(Rollout.single((turn,), at**2 / 8) for at, turn in enumerate(turns))
     return Group(task=Task(id="t", messages=PROMPT), rollouts=rollouts)
 
 

@@ -109,4 +109,4 @@ def test_overlong_penalty_grows_with_reply_tokens(length, worth):
     turn = Turn(prompt=(1,), tokens=(2,) * length, logprobs=(0.0,) * length, text="", stop="stop")
     reward = Overlong(max_tokens=10, margin=4)
     policy = ScriptedSnapshot(("",), np.zeros(1), 0)
-    assert asyncio.run(reward.judge(TASK, Rollout(turns=(turn,)), policy)) == pytest.approx(worth)
+    assert asyncio.run(reward.judge(TASK, Rollout.single((turn,)), policy)) == pytest.approx(worth)

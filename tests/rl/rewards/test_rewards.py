@@ -20,12 +20,14 @@ from tinsmith.rl.types import Rollout, Task, Turn
 
 def said(text: str) -> Rollout:
     """A rollout with one reply."""
-    return Rollout(turns=(Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text=text, stop="stop"),))
+    return Rollout.single((Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text=text, stop="stop"),))
 
 
 def scored(rewards: Rewards, task: Task, text: str) -> tuple[float, dict[str, float]]:
     """The reward of a reply, and its parts."""
-    return asyncio.run(rewards.score(task, said(text), ScriptedSnapshot(("",), np.zeros(1), 0)))
+    (trajectory,) = said(text).trajectories
+    score = asyncio.run(rewards.score(task, trajectory, ScriptedSnapshot(("",), np.zeros(1), 0)))
+    return score.value, dict(score.parts)
 
 
 def answer(right: str) -> Task:

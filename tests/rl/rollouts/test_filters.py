@@ -21,7 +21,7 @@ FILTERS = TypeAdapter(tuple[FilterConfig, ...])
 
 def rollout(reward: float, stop: str = "stop", error: str = "") -> Rollout:
     turn = Turn(prompt=(1,), tokens=(2, 3), logprobs=(-0.5, -0.5), text="", stop=stop)  # type: ignore[arg-type]
-    return Rollout(turns=(turn,), rewards={"policy": reward}, error=error)
+    return Rollout.single((turn,), reward, error=error)
 
 
 def group(*rollouts: Rollout | float) -> Group:

@@ -65,7 +65,7 @@ class CountingWorkflow:
         await asyncio.sleep(0)
         self.now -= 1
         turns = await policy.sample((), count=count, seed=seed, sampling=None)
-        return tuple(Rollout(turns=(turn,), rewards={"policy": 1.0}) for turn in turns)
+        return tuple(Rollout.single((turn,), 1.0) for turn in turns)
 
 
 class FailingWorkflow(CountingWorkflow):

@@ -13,7 +13,7 @@ from tests.rl.scripted_run import settings
 from tinsmith.rl.rollouts.runner import CANCELLED, Oversampling, RolloutConfig, RolloutRunner
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
-GOOD = Rollout(turns=(Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text="", stop="stop"),), rewards={"policy": 1.0})
+GOOD = Rollout.single((Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text="", stop="stop"),), 1.0)
 
 
 class Still:
@@ -60,9 +60,9 @@ def test_attempt_over_the_timeout_fails():
 @pytest.mark.parametrize(
     ("odd", "problem"),
     [
-        (replace(GOOD, rewards={"policy": math.nan}, reward_parts={"brief": 1.0, "taste": math.nan}), "taste is nan"),
-        (replace(GOOD, rewards={"policy": -math.inf}, reward_parts={"brief": 1.0}), "policy is -inf"),
-        (replace(GOOD, turns=(*GOOD.turns, replace(GOOD.turns[0], reward=math.inf))), "turn 2 is inf"),
+        (Rollout.single(GOOD.turns, math.nan, reward_parts={"brief": 1.0, "taste": math.nan}), "taste is nan"),
+        (Rollout.single(GOOD.turns, -math.inf, reward_parts={"brief": 1.0}), "the reward of policy is -inf"),
+        (Rollout.single((*GOOD.turns, replace(GOOD.turns[0], reward=math.inf)), 1.0), "turn 2 is inf"),
     ],
     ids=["part", "sum", "turn"],
 )

@@ -14,12 +14,13 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.policy.scripted import END, ScriptedSnapshot
-from tinsmith.rl.policy.training_rows import rows_from_rollout
+from tinsmith.rl.policy.training_rows import rows_from_trajectory
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.format import Format
 from tinsmith.rl.types import Message, Rollout, Task, Turn
 from tinsmith.rl.workflows.base import WorkflowContext, WorkflowOptions
-from tinsmith.rl.workflows.custom import Conversation, CustomConfig
+from tinsmith.rl.workflows.conversation import Conversation
+from tinsmith.rl.workflows.custom import CustomConfig
 from tinsmith.rl.workflows.multi_turn import Answer, Environment, MultiTurnConfig
 from tinsmith.rl.workflows.single_turn import THINK, MathConfig, SingleTurnConfig
 
@@ -101,7 +102,7 @@ def test_conversation_is_one_row_with_replies_in_the_mask():
     assert [turn.reward for turn in rollout.turns] == [1.0, 1.0, 1.0]
     assert [turn.state for turn in rollout.turns] == ["0", "1", "2"]
     assert (rollout.reward, rollout.reward_parts) == (3.0, {"workflow": 3.0})
-    (row,) = rows_from_rollout(rollout)
+    (row,) = rows_from_trajectory(rollout.trajectories[0])
     assert "".join(chr(token) for token in row.targets[row.mask]) == "yes\0yes\0yes\0"
 
 
@@ -174,7 +175,7 @@ def test_custom_workflow_is_an_async_function():
     assert [turn.reward for turn in rollout.turns] == [0.25, None, None]
     assert rollout.turns[0].state == "first"
     assert rollout.reward_parts == {"workflow": 0.5, "format": 0.0}
-    assert len(rows_from_rollout(rollout)) == 2
+    assert len(rows_from_trajectory(rollout.trajectories[0])) == 2
     (plain,) = play(config, policy("no"), count=1)
     assert plain.reward_parts == {"format": 0.0}
 

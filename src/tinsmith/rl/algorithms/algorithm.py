@@ -16,9 +16,10 @@ import torch
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms import loss_dispatch
-from tinsmith.rl.algorithms.advantages.base import Advantages, Trace, trace_from_rollout
+from tinsmith.rl.algorithms.advantages.base import Advantages, Trace, trace_from_trajectory
 from tinsmith.rl.algorithms.advantages.per_token import GaeAdvantage
 from tinsmith.rl.algorithms.config import AlgorithmConfig
+from tinsmith.rl.algorithms.grouping import advantages_by_role, comparison_groups
 from tinsmith.rl.algorithms.regularizers import divergence
 from tinsmith.rl.policy.base import Update, UpdateResult
 from tinsmith.rl.policy.training_rows import (
@@ -26,7 +27,7 @@ from tinsmith.rl.policy.training_rows import (
     gather_from_rows,
     is_truncated,
     merge_identical_rows,
-    rows_from_rollout,
+    rows_from_trajectory,
     scatter_to_rows,
 )
 from tinsmith.rl.types import Group
@@ -37,7 +38,7 @@ ColumnSource = Callable[[Sequence[TrainingRow]], Awaitable[list[np.ndarray]]]
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """A rollout that did not fail: the number of its group, its rows, and its trace for advantages."""
+    """A trajectory: the number of its comparison group, its rows, and its trace for advantages."""
 
     group: int
     rows: tuple[TrainingRow, ...]
@@ -50,15 +51,21 @@ class Algorithm:
     """Advantage, loss and terms of one configuration."""
 
     def __init__(
-        self, config: AlgorithmConfig, extensions: frozenset[str], columns: Mapping[str, ColumnSource], seed: int
+        self,
+        config: AlgorithmConfig,
+        extensions: frozenset[str],
+        columns: Mapping[str, ColumnSource],
+        seed: int,
+        group_size: int = 1,
     ) -> None:
-        """`extensions`: loss inputs that the server adds to the Tinker API; `columns`: sources of `config.columns`.
+        """`extensions`: loss inputs that the server adds to the Tinker API; `columns`: sources of `config.columns`;
+        `group_size`: rollouts of a task; above 1, a trajectory without siblings is not trained on.
 
         Raises ConfigError if the source of a column is missing.
         """
         if missing := sorted(config.columns - columns.keys()):
             raise ConfigError(f"algorithm: {config.type} reads {', '.join(missing)}, which no source provides.")
-        self._config, self._columns, self._seed = config, columns, seed
+        self._config, self._columns, self._seed, self._group_size = config, columns, seed, group_size
         self._server_loss = loss_dispatch.server_loss(config, extensions)
         self._kl_coef, self._penalty_coef = config.kl.coef, config.kl_penalty.coef
 
@@ -71,17 +78,21 @@ class Algorithm:
 
     async def score(self, step: int, groups: Sequence[Group], demonstrations: Sequence[TrainingRow] = ()) -> Update:
         """The update for the groups of a step and rows of demonstrations; without rows if there is no gradient."""
+        config = self._config
+        compared = [group for group in comparison_groups(groups, config.grouping) if config.trains(group.role)]
         replies = [
-            _Reply(number, tuple(rows_from_rollout(rollout)), trace_from_rollout(rollout), is_truncated(rollout))
-            for number, group in enumerate(groups)
-            for rollout in group.rollouts
-            if not rollout.error
+            _Reply(number, tuple(rows_from_trajectory(each)), trace_from_trajectory(each), is_truncated(each))
+            for number, group in enumerate(compared)
+            for each in group.trajectories
         ]
         replies, numbers = self._with_penalty(await self._with_columns(replies))
         random = np.random.default_rng((self._seed, step))
-        traces_PG = [[reply.trace for reply in replies if reply.group == number] for number in range(len(groups))]
+        traces_PG = [[reply.trace for reply in replies if reply.group == number] for number in range(len(compared))]
         replies = self._with_returns(replies)
-        rows = self._rows(replies, self._config.advantage.compute(traces_PG, random), random)
+        advantages_PG = advantages_by_role(
+            compared, traces_PG, config.advantage_of, config.grouping, self._group_size, random
+        )
+        rows = self._rows(replies, advantages_PG, random)
         if self._config.loss_reads_reference and demonstrations:
             columns = await self._columns["reference"](demonstrations)
             demonstrations = [

@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import Field, model_validator
 
 from tinsmith.rl.algorithms.advantages import AdvantageConfig
+from tinsmith.rl.algorithms.advantages.base import Advantage
 from tinsmith.rl.algorithms.advantages.group import GrpoAdvantage
 from tinsmith.rl.algorithms.critic import CriticConfig
+from tinsmith.rl.algorithms.grouping import Grouping
 from tinsmith.rl.algorithms.losses import LossConfig
 from tinsmith.rl.algorithms.losses.base import Aggregate
 from tinsmith.rl.algorithms.losses.policy_gradient import ImportanceSamplingLoss
@@ -98,6 +100,15 @@ _ROLLOUTS = Needs(
 )
 
 
+class RoleConfig(Settings):
+    """How one role of a workflow learns."""
+
+    advantage: AdvantageConfig | None = None
+    """Advantage of this role; not set: that of the algorithm."""
+    train: bool = True
+    """Train on the turns of this role."""
+
+
 class AlgorithmConfig(Settings):
     """Advantage, policy loss and terms: loss = sum of w (policy loss + kl.coef k - entropy.coef H) over tokens.
 
@@ -108,6 +119,11 @@ class AlgorithmConfig(Settings):
     """Preset of all keys below; keys set here override it (docs/reference/algorithms.md lists the presets)."""
     advantage: AdvantageConfig = Field(default_factory=GrpoAdvantage)
     """Advantage: how replies or tokens are compared with a baseline."""
+    grouping: Annotated[Grouping, _ROLLOUTS] = "role"
+    """Which trajectories of a task are compared: those of one `role` in all its rollouts; the first turns of a role,
+    the second ones, and so on, by their own rewards (`turn`); or all those of one `rollout`."""
+    roles: Annotated[dict[str, RoleConfig], _ROLLOUTS] = Field(default_factory=dict)
+    """Settings of single roles, by the names that the workflow gives them."""
     loss: LossConfig = Field(default_factory=ImportanceSamplingLoss)
     """Policy loss of a token, from its importance ratio and advantage."""
     aggregate: Aggregate = "token_sum"
@@ -178,6 +194,30 @@ class AlgorithmConfig(Settings):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_grouping(self) -> AlgorithmConfig:
+        if self.grouping == "rollout" and any(role.advantage for role in self.roles.values()):
+            raise ValueError("grouping: rollout compares roles with each other; leave out roles.NAME.advantage")
+        if self.grouping == "turn" and (self.critic or any(advantage.reads_states for advantage in self.advantages)):
+            raise ValueError(
+                f"grouping: turn is not used with advantage {self.advantage.type}, which divides a trajectory into "
+                "turns itself; leave it out"
+            )
+        return self
+
+    def advantage_of(self, role: str) -> Advantage:
+        """The advantage of a role."""
+        return (role in self.roles and self.roles[role].advantage) or self.advantage
+
+    def trains(self, role: str) -> bool:
+        """Whether to train on the turns of a role."""
+        return role not in self.roles or self.roles[role].train
+
+    @property
+    def advantages(self) -> tuple[Advantage, ...]:
+        """The advantages of all roles."""
+        return (self.advantage, *(role.advantage for role in self.roles.values() if role.advantage))
+
     @property
     def learns_from(self) -> Literal["rollouts", "demonstrations", "pairs", "both"]:
         """What the algorithm trains on: rollouts, demonstrations, pairs of replies, or rollouts and demonstrations."""
@@ -191,7 +231,8 @@ class AlgorithmConfig(Settings):
     def advantage_columns(self) -> frozenset[str]:
         """Per-token columns that must be there before advantages are computed."""
         penalty = {"reference"} if self.kl_penalty.enabled else set()
-        return frozenset({*self.advantage.columns, *penalty})
+        columns = (column for advantage in self.advantages for column in advantage.columns)
+        return frozenset({*columns, *penalty})
 
     @property
     def loss_reads_reference(self) -> bool:

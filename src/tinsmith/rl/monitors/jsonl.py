@@ -15,7 +15,7 @@ from typing import Any
 from typing_extensions import override
 
 from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo
-from tinsmith.rl.types import Group, Rollout
+from tinsmith.rl.types import Group, Rollout, Trajectory
 
 
 class JsonlMonitor(Monitor):
@@ -68,17 +68,30 @@ def _line(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, An
         "text": rollout.text,
         "reward": rollout.reward,
         "reward_parts": dict(rollout.reward_parts),
+        "correct": rollout.correct,
+        "metrics": dict(rollout.metrics),
+        "termination": rollout.termination,
         "error": rollout.error,
+        "trajectories": [_trajectory(each) for each in rollout.trajectories],
+    }
+
+
+def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "role": trajectory.role,
+        "reward": trajectory.reward,
+        "trained": trajectory.trained,
         "turns": [
             {
-                "role": turn.role,
                 "text": turn.text,
                 "stop": turn.stop,
+                "model": turn.model,
                 "version": turn.version,
+                "reward": turn.reward,
                 "prompt": turn.prompt,
                 "tokens": turn.tokens,
                 "logprobs": turn.logprobs,
             }
-            for turn in rollout.turns
+            for turn in trajectory.turns
         ],
     }

@@ -1,4 +1,4 @@
-"""Convert rollouts to training rows.
+"""Convert trajectories to training rows.
 
 Turns that extend each other (the next prompt begins with the previous prompt and reply, token by token) share a row;
 other turns begin a new row. Tokens that the policy did not sample are outside the mask, with logprob and advantage 0.
@@ -16,7 +16,7 @@ from typing import Literal
 import numpy as np
 import tinker
 
-from tinsmith.rl.types import POLICY, Rollout
+from tinsmith.rl.types import Rollout, Trajectory, Turn
 
 Kind = Literal["policy", "expert", "chosen", "rejected"]
 """Source of the tokens inside the mask: the policy, a demonstration (`expert`), or one reply of a pair."""
@@ -65,12 +65,15 @@ class TrainingRow:
         )
 
 
-def rows_from_rollout(rollout: Rollout) -> list[TrainingRow]:
-    """The rows of a rollout, with advantages 0. Their masks cover the policy's tokens in order."""
+def trained_turns(trajectory: Trajectory) -> tuple[Turn, ...]:
+    """The turns to train on: those that the policy sampled, if the trajectory is trained at all."""
+    return tuple(turn for turn in trajectory.turns if not turn.model) if trajectory.trained else ()
+
+
+def rows_from_trajectory(trajectory: Trajectory) -> list[TrainingRow]:
+    """The rows of a trajectory, with advantages 0. Their masks cover the trained tokens in order."""
     rows: list[_RowBuilder] = []
-    for turn in rollout.turns:
-        if turn.role != POLICY:
-            continue
+    for turn in trained_turns(trajectory):
         prompt = list(turn.prompt)
         if not rows or prompt[: len(rows[-1].tokens)] != rows[-1].tokens:
             rows.append(_RowBuilder([], [], []))
@@ -133,12 +136,12 @@ def _merge_pair(first: TrainingRow, second: TrainingRow, advantage_kink: float |
 
 def count_policy_tokens(rollout: Rollout) -> int:
     """Number of tokens that the policy sampled."""
-    return sum(len(turn.tokens) for turn in rollout.turns if turn.role == POLICY)
+    return sum(len(turn.tokens) for turn in rollout.turns if not turn.model)
 
 
-def is_truncated(rollout: Rollout) -> bool:
-    """Whether a turn of the policy ended at max_tokens."""
-    return any(turn.stop == "length" for turn in rollout.turns if turn.role == POLICY)
+def is_truncated(trajectory: Trajectory) -> bool:
+    """Whether a trained turn ended at max_tokens."""
+    return any(turn.stop == "length" for turn in trained_turns(trajectory))
 
 
 @dataclass(slots=True)

@@ -8,14 +8,14 @@ Example: Closeness().score(task_with_answer_52, "50") == 0.5 * (1 - 2 / 52)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated
 
 from pydantic import Field
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.policy.base import Snapshot
-from tinsmith.rl.rewards.base import Reward
+from tinsmith.rl.rewards.base import Reward, Score, all_correct
 from tinsmith.rl.rewards.countdown import Countdown
 from tinsmith.rl.rewards.custom import CustomReward
 from tinsmith.rl.rewards.format import Format, Overlong
@@ -23,7 +23,7 @@ from tinsmith.rl.rewards.gym import ReasoningGymScore
 from tinsmith.rl.rewards.judge import Judge
 from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify
 from tinsmith.rl.rewards.numbers import Closeness, Marked, Number
-from tinsmith.rl.types import Rollout, Task
+from tinsmith.rl.types import Rollout, Task, Trajectory
 
 __all__ = ["Reward", "RewardConfig", "Rewards"]
 
@@ -54,17 +54,22 @@ class Rewards:
         if len(self._parts) < len(configs):
             raise ConfigError("rewards: two rewards have the same name.", "Set a different name: on each of them.")
 
-    async def score(self, task: Task, rollout: Rollout, policy: Snapshot) -> tuple[float, dict[str, float]]:
-        """Return the weighted sum, and each reward before its weight.
+    @property
+    def configured(self) -> bool:
+        """Whether the run has any reward function."""
+        return bool(self._parts)
+
+    async def score(self, task: Task, trajectory: Trajectory, policy: Snapshot) -> Score:
+        """The weighted sum, with each reward before its weight as a part.
 
         A reward that consists of named parts is recorded as NAME, their sum, and NAME/PART.
         """
-        total, parts = 0.0, dict[str, float]()
+        rollout, total, parts, verdicts = Rollout(trajectories=(trajectory,)), 0.0, dict[str, float](), []
         for name, config in self._parts.items():
-            value = await config.judge(task, rollout, policy)
-            if isinstance(value, Mapping):
-                parts |= {f"{name}/{part}": float(part_value) for part, part_value in value.items()}
-                value = sum(value.values())
-            parts[name] = float(value)
-            total += config.weight * parts[name]
-        return total, parts
+            if config.role in ("", trajectory.role):
+                score = Score.of(await config.judge(task, rollout, policy))
+                parts |= {f"{name}/{part}": value for part, value in score.parts.items()}
+                parts[name] = score.value
+                total += config.weight * score.value
+                verdicts.append(score.correct)
+        return Score(value=total, correct=all_correct(verdicts), parts=parts)

@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.settings import Settings
 
-RewardValue = float | Mapping[str, float]
-"""A number, or a mapping of named parts whose sum is the reward."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A reward, and whether the rollout is right.
+
+    Example: Score(value=0.9, correct=True, parts={"accuracy": 1.0, "format": -0.1})
+    """
+
+    value: float
+    correct: bool | None = None
+    """Whether the rollout is right, as pass@k counts it; None if this reward does not say."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Named parts, for the metrics."""
+
+    @classmethod
+    def of(cls, value: RewardValue) -> Score:
+        """The score of what a reward function returned; parts add up."""
+        if isinstance(value, Score):
+            return value
+        if isinstance(value, Mapping):
+            parts = {name: float(part) for name, part in value.items()}
+            return cls(value=sum(parts.values()), parts=parts)
+        return cls(value=float(value))
+
+
+RewardValue = float | Mapping[str, float] | Score
+"""A number, a mapping of named parts whose sum is the reward, or a Score, which can say what is right."""
+
+
+def all_correct(verdicts: Iterable[bool | None]) -> bool | None:
+    """False if one of them is, else True if one of them is, else None."""
+    stated = [verdict for verdict in verdicts if verdict is not None]
+    return all(stated) if stated else None
 
 
 class Reward(Settings):
@@ -31,6 +63,8 @@ class Reward(Settings):
     """Factor of this reward in the weighted sum. With 0 it is only a metric."""
     name: str = ""
     """Name in metrics and in the recorded rewards. Empty: the type."""
+    role: str = ""
+    """Role of the workflow whose trajectories are scored; empty: all roles."""
 
     @property
     def title(self) -> str:

@@ -8,7 +8,15 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from tinsmith.rl.plugins import await_if_needed, check_signature, import_object, validated
+from tinsmith.rl.plugins import (
+    Arguments,
+    ImportPath,
+    await_if_needed,
+    check_signature,
+    import_object,
+    path_text,
+    validated,
+)
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.rewards.base import Reward, RewardValue
 from tinsmith.rl.types import Rollout, Task
@@ -18,9 +26,10 @@ class CustomReward(Reward):
     """User code: a function of (task, rollout), a class whose instances are such functions, or a Reward class."""
 
     type: Literal["custom"] = "custom"
-    path: str
-    """Import path, module:attribute: `my_package.rewards:short`, or `short:score` for short.py in `plugins`."""
-    args: dict[str, Any] = Field(default_factory=dict)
+    path: ImportPath
+    """Import path, module:attribute: `my_package.rewards:short`, or `short:score` for short.py in `plugins`. From
+    Python, also the object itself."""
+    args: Arguments = Field(default_factory=dict)
     """Keyword arguments of the function or class, or fields of the Reward class."""
 
     @model_validator(mode="after")
@@ -32,20 +41,20 @@ class CustomReward(Reward):
     @override
     def title(self) -> str:
         """The name in metrics: `name`, else the attribute of the path."""
-        return self.name or self.path.rpartition(":")[2]
+        return self.name or path_text(self.path).rpartition(":")[2]
 
     @cached_property
     def _target(self) -> Any:
         """A Reward, or a function of (task, rollout). Raises ValueError if the path or the arguments are wrong."""
-        target = import_object(self.path)
+        target, path = import_object(self.path), path_text(self.path)
         if isinstance(target, type) and issubclass(target, Reward):
-            return validated(target, self.path, self.args)
+            return validated(target, path, self.args)
         if isinstance(target, type):
-            check_signature(target, self.path, 0, self.args)
+            check_signature(target, path, 0, self.args)
             return target(**self.args)
         if not callable(target):
-            raise ValueError(f"{self.path} is neither a function nor a class")
-        check_signature(target, self.path, 2, self.args)
+            raise ValueError(f"{path} is neither a function nor a class")
+        check_signature(target, path, 2, self.args)
         return lambda task, rollout: target(task, rollout, **self.args)
 
     @override

@@ -18,6 +18,7 @@ from tinsmith.rl.rollouts.buffers.replay import BatchSelector, SelectorState
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus, TrainerStatus
 from tinsmith.rl.rollouts.producer import Batch
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
+from tinsmith.rl.rollouts.stored_batch import StoredBatch
 from tinsmith.rl.rollouts.weight_sync import SyncConfig, WeightPublisher
 from tinsmith.settings import Settings
 
@@ -28,7 +29,7 @@ class BatchSourceState(Settings):
     reading: SelectorState = SelectorState()
     sampled: int = 0
     """Batches sampled."""
-    batches: tuple[Batch, ...] = ()
+    batches: tuple[StoredBatch, ...] = ()
     """Batches that wait, if the buffer does not outlive the process."""
 
 

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from tinsmith.rl.types import Group, Rollout
+from tinsmith.rl.types import Group, Rollout, Trajectory
 from tinsmith.settings import Settings
 
 
@@ -86,17 +86,14 @@ class TruncatedReplies(Settings):
 
     type: Literal["cut"] = "cut"
     drop: bool = False
-    """Drop the rollouts and their rewards."""
+    """Drop the trajectories and their rewards."""
 
     def of(self, group: Group) -> Group | None:
-        """The group with the turns of truncated rollouts removed, or with `drop` without these rollouts."""
+        """The group with the turns of truncated trajectories removed, or with `drop` without these trajectories."""
         if self.drop:
-            return _select(group, lambda rollout: not _is_truncated(rollout))
-        emptied = (
-            replace(rollout, turns=()) if _is_truncated(rollout) and not rollout.error else rollout
-            for rollout in group.rollouts
-        )
-        return replace(group, rollouts=tuple(emptied))
+            untruncated = _with_trajectories(group, lambda each: () if each.truncated else (each,))
+            return _select(untruncated, lambda rollout: bool(rollout.trajectories))
+        return _with_trajectories(group, lambda each: (replace(each, turns=()) if each.truncated else each,))
 
 
 FilterConfig = Annotated[
@@ -122,5 +119,12 @@ def _select(group: Group, keep: Callable[[Rollout], bool]) -> Group | None:
     return replace(group, rollouts=rollouts) if any(not rollout.error for rollout in rollouts) else None
 
 
-def _is_truncated(rollout: Rollout) -> bool:
-    return bool(rollout.turns) and rollout.turns[-1].stop == "length"
+def _with_trajectories(group: Group, change: Callable[[Trajectory], tuple[Trajectory, ...]]) -> Group:
+    """The group with what `change` makes of each trajectory of the rollouts that did not fail."""
+    rollouts = (
+        rollout
+        if rollout.error
+        else replace(rollout, trajectories=tuple(new for each in rollout.trajectories for new in change(each)))
+        for rollout in group.rollouts
+    )
+    return replace(group, rollouts=tuple(rollouts))

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.types import Group, Rollout, Task
-from tinsmith.rl.workflows.base import Workflow, fail_if_not_finite
+from tinsmith.rl.workflows.base import Workflow, fail_if_not_finite, note_truncation
 from tinsmith.settings import Needs, Settings
 
 CANCELLED = "cancelled: enough other groups were complete"
@@ -78,9 +78,7 @@ class _GroupAttempt:
         errors = [rollout.error for rollout in rollouts if rollout.error]
         if require_all and errors:
             error = f"dropped with its group: {errors[0]}"
-            rollouts = tuple(
-                rollout if rollout.error else Rollout(turns=rollout.turns, error=error) for rollout in rollouts
-            )
+            rollouts = tuple(rollout if rollout.error else rollout.failed(error) for rollout in rollouts)
         return Group(task=self.task, rollouts=rollouts, version=self.version)
 
 
@@ -159,13 +157,14 @@ class RolloutRunner:
             try:
                 async with clock:
                     rollouts = await workflow.run(group.task, policy, count=len(slots), seed=seed)
-                rollouts = tuple(map(fail_if_not_finite, rollouts))
+                rollouts = tuple(note_truncation(fail_if_not_finite(rollout)) for rollout in rollouts)
                 self._success_seconds += time.perf_counter() - begin
                 self._successes += 1
             except Exception as error:  # noqa: BLE001  any failure is recorded in the rollout
                 timed_out = isinstance(error, TimeoutError) and clock.expired()
                 message = f"timed out after {limit:.3g} seconds" if timed_out else f"{type(error).__name__}: {error}"
-                rollouts = (Rollout(error=message),) * len(slots)
+                termination = "timeout" if timed_out else "error"
+                rollouts = (Rollout(error=message, termination=termination),) * len(slots)
         for slot, rollout in zip(slots, rollouts, strict=True):
             group.slots[slot] = rollout
 

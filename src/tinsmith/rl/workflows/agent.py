@@ -74,7 +74,7 @@ class AgentWorkflow(Workflow):
                 async with client:
                     reward = await self._function(task, client, session.model, **self._args)
             except Exception as error:  # noqa: BLE001  user code: its error fails this rollout, not the group
-                return Rollout(turns=session.turns, error=f"{type(error).__name__}: {error}")
+                return Rollout.single(session.turns).failed(f"{type(error).__name__}: {error}")
             if not session.turns:
                 return Rollout(error="the agent sampled no reply")
             return await score_turns(task, session.turns, self._context.rewards, policy, reward)

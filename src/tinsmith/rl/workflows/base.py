@@ -7,18 +7,20 @@ state between calls, and a cancelled call leaves none.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.rewards import Rewards
-from tinsmith.rl.types import POLICY, Rollout, Task, Turn
+from tinsmith.rl.rewards.base import RewardValue, Score, all_correct
+from tinsmith.rl.types import POLICY, Rollout, Task, Trajectory, Turn
 from tinsmith.settings import Settings
 
 OWN = "workflow"
 """Name of the workflow's own reward among the reward parts."""
+
+NO_REWARD = "reward: neither the workflow nor the run's rewards gave one"
 
 
 class Workflow(Protocol):
@@ -40,6 +42,10 @@ class WorkflowContext:
     rewards: Rewards
     agent_endpoint: AgentEndpoint
     """OpenAI-compatible endpoint through which agents sample the policy."""
+    store: dict[str, Any] = field(default_factory=dict)
+    """Values that all rollouts of the run share, in memory."""
+    evaluating: bool = False
+    """Whether the rollouts are those of an evaluation."""
 
 
 class WorkflowOptions(Settings):
@@ -73,33 +79,61 @@ class WorkflowOptions(Settings):
 def fail_if_not_finite(rollout: Rollout) -> Rollout:
     """Return the rollout, or a failed one if a reward is NaN or infinite: such rewards cannot be compared."""
     turns = {f"turn {number}": turn.reward for number, turn in enumerate(rollout.turns, 1) if turn.reward is not None}
-    if rollout.error or all(map(math.isfinite, (*rollout.rewards.values(), *turns.values()))):
+    rewards = {f"the reward of {each.role}": each.reward for each in rollout.trajectories}
+    if rollout.error or all(map(math.isfinite, (*rewards.values(), *turns.values()))):
         return rollout
-    named = {**rollout.reward_parts, **turns, **rollout.rewards}
+    named = {**rollout.reward_parts, **turns, **rewards}
     wrong = next(f"{name} is {value}" for name, value in named.items() if not math.isfinite(value))
-    return Rollout(turns=rollout.turns, error=f"reward: {wrong}, and must be a finite number")
+    return rollout.failed(f"reward: {wrong}, and must be a finite number")
+
+
+def note_truncation(rollout: Rollout) -> Rollout:
+    """The rollout, with termination `max_response` if it was done but a trajectory ended at max_tokens."""
+    truncated = rollout.termination == "done" and any(each.truncated for each in rollout.trajectories)
+    return replace(rollout, termination="max_response") if truncated and not rollout.error else rollout
 
 
 async def score_turns(
-    task: Task,
-    turns: tuple[Turn, ...],
-    rewards: Rewards,
-    policy: Snapshot,
-    own: float | Mapping[str, Any] | None = None,
+    task: Task, turns: tuple[Turn, ...], rewards: Rewards, policy: Snapshot, own: RewardValue | None = None
 ) -> Rollout:
-    """Return a scored rollout of these turns. If a reward function raises, the rollout has failed.
+    """Return a scored rollout of these turns, which are one trajectory. If a reward raises, the rollout has failed.
 
-    `own` is the workflow's own reward, a number or named numbers to add up; it is added to those of the run.
+    `own` is the workflow's own reward; it is added to those of the run.
     """
-    rollout = Rollout(turns=turns)
+    rollout = Rollout.single(turns)
+    (trajectory,) = rollout.trajectories
     try:
-        total, parts = await rewards.score(task, rollout, policy)
+        score = await rewards.score(task, trajectory, policy)
     except Exception as error:  # noqa: BLE001  user code: the error is recorded with the rollout
-        return replace(rollout, error=f"reward: {type(error).__name__}: {error}")
-    if own is None and not parts and rewards.needed:
-        return replace(rollout, error="reward: neither the workflow nor the run's rewards gave one")
+        return rollout.failed(f"reward: {type(error).__name__}: {error}")
+    if own is None and not score.parts and rewards.needed:
+        return rollout.failed(NO_REWARD)
+    parts, correct, total = score.parts, score.correct, score.value
     if own is not None:
-        named = {f"{OWN}/{name}": float(value) for name, value in own.items()} if isinstance(own, Mapping) else {}
-        value = sum(named.values()) if isinstance(own, Mapping) else float(own)
-        total, parts = total + value, {OWN: value, **named, **parts}
-    return replace(rollout, rewards={POLICY: total}, reward_parts=parts)
+        added = Score.of(own)
+        named = {f"{OWN}/{name}": value for name, value in added.parts.items()}
+        total, parts = total + added.value, {OWN: added.value, **named, **parts}
+        correct = all_correct((correct, added.correct))
+    return Rollout.single(turns, total, reward_parts=parts, correct=correct)
+
+
+async def add_rewards(task: Task, rollout: Rollout, rewards: Rewards, policy: Snapshot) -> Rollout:
+    """Add the run's rewards to the trajectories of a rollout that a workflow returned with its own rewards.
+
+    Their parts are recorded by role. A `correct` of the workflow counts more than those of the rewards.
+    """
+    scores: list[tuple[Trajectory, Score]] = []
+    try:
+        for trajectory in rollout.trajectories:
+            scores.append((trajectory, await rewards.score(task, trajectory, policy)))
+    except Exception as error:  # noqa: BLE001  user code: the error is recorded with the rollout
+        return rollout.failed(f"reward: {type(error).__name__}: {error}")
+    parts = dict(rollout.reward_parts)
+    for role in rollout.roles:
+        of_role = [score.parts for trajectory, score in scores if trajectory.role == role]
+        for name in dict.fromkeys(name for part in of_role for name in part):
+            values = [part[name] for part in of_role if name in part]
+            parts[name if role == POLICY else f"{role}/{name}"] = sum(values) / len(values)
+    correct = all_correct(score.correct for _, score in scores) if rollout.correct is None else rollout.correct
+    trajectories = tuple(replace(each, reward=each.reward + score.value) for each, score in scores)
+    return replace(rollout, trajectories=trajectories, reward_parts=parts, correct=correct)

@@ -1,102 +1,48 @@
-"""Custom workflows: user code that holds a conversation with the policy, selected by its import path."""
+"""Custom workflows: user code, selected by its import path: an async function, a class with `run`, or settings."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Awaitable
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from pydantic import Field, model_validator
 from typing_extensions import override
 
-from tinsmith.rl.plugins import check_signature, import_object, validated
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
-from tinsmith.rl.types import Message, Rollout, Task, Turn
-from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, score_turns
-
-
-class Conversation:
-    """A conversation with the policy, as a custom workflow receives it.
-
-    `say` appends messages and samples the reply; `reset` starts over with an empty history. All replies become the
-    turns of the rollout.
-
-    Example:
-
-        @workflow("check")
-        async def check(task: Task, conversation: Conversation) -> float:
-            await conversation.say(*task.messages)
-            reply = await conversation.say("Check your answer. Give the final number only.")
-            return 1.0 if reply.text.strip() == task.answer else 0.0
-    """
-
-    def __init__(self, policy: Snapshot, sampling: SamplingConfig, seed: int) -> None:
-        """`seed` belongs to the rollout; the seed of each reply is derived from it and the reply's index."""
-        self.policy = policy
-        self._sampling, self._seed = sampling, seed
-        self._history: list[Message | Turn] = []
-        self._turns: list[Turn] = []
-        self._replies = 0
-
-    @property
-    def turns(self) -> tuple[Turn, ...]:
-        """All replies so far, including those before a `reset`."""
-        return tuple(self._turns)
-
-    async def say(
-        self,
-        *messages: Message | str,
-        state: str = "",
-        tools: Sequence[Mapping[str, Any]] = (),
-        sampling: Mapping[str, Any] | None = None,
-    ) -> Turn:
-        """Append messages to the conversation, sample the policy's reply, append it and return it.
-
-        A string is a user message. `state` identifies the state of the environment, for advantages that compare turns
-        in equal states. `tools` are passed to the chat template. `sampling` overrides sampling settings for this reply.
-        Raises PromptTooLong if the conversation no longer fits in the model's context.
-        """
-        history = [
-            *self._history,
-            *(Message(role="user", content=message) if isinstance(message, str) else message for message in messages),
-        ]
-        settings = SamplingConfig.model_validate({**self._sampling.model_dump(), **(sampling or {})})
-        prompt = self.policy.chat.prompt(history, tools)
-        seed = request_seed(self._seed, self._replies)
-        (turn,) = await self.policy.sample(prompt, count=1, seed=seed, sampling=settings)
-        turn = replace(turn, state=state)
-        self._replies += 1
-        self._history = [*history, turn]
-        self._turns.append(turn)
-        return turn
-
-    def credit(self, reward: float) -> None:
-        """Set the reward of the last reply, for algorithms with a reward per turn."""
-        self._turns[-1] = replace(self._turns[-1], reward=reward)
-
-    def reset(self) -> None:
-        """Clear the history. The next reply starts a new conversation, and so a new training row."""
-        self._history = []
+from tinsmith.chat.request import PromptTooLong
+from tinsmith.rl.plugins import Arguments, ImportPath, check_signature, import_object, path_text, validated
+from tinsmith.rl.policy.base import Snapshot, request_seed
+from tinsmith.rl.types import Rollout, Task
+from tinsmith.rl.workflows.base import NO_REWARD, Workflow, WorkflowContext, WorkflowOptions, add_rewards, score_turns
+from tinsmith.rl.workflows.conversation import Conversation, Terminated, WorkflowPolicy
 
 
 class CustomConfig(WorkflowOptions):
-    """User code: an async function of (task, conversation), called once per rollout, or a WorkflowOptions class.
+    """User code: an async function of (task, conversation), a class with an async method run(task, policy), or a
+    WorkflowOptions class.
 
-    The function may return a reward, a number or a mapping of named numbers, which is added to those of the run.
+    The function is called once per rollout. It may return a reward, a number or a mapping of named numbers, which is
+    added to those of the run. The class is created once per run; its `run` is called once per rollout and returns a
+    Rollout, or nothing for one with all of the rollout's conversations.
     """
 
     type: Literal["custom"] = "custom"
-    path: str
-    """Import path, module:attribute: `my_package.flows:debate`, or `debate:flow` for debate.py in `plugins`."""
-    args: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of the function, or fields of the class."""
+    path: ImportPath
+    """Import path, module:attribute: `my_package.flows:debate`, or `debate:flow` for debate.py in `plugins`. From
+    Python, also the function or class itself."""
+    args: Arguments = Field(default_factory=dict)
+    """Keyword arguments of the function or class, or fields of the WorkflowOptions class."""
+    timeout: float | None = Field(default=None, gt=0)
+    """Time limit of one rollout, in seconds, for a class with `run`: what was sampled until then is kept. Not set:
+    rollout.timeout, after which the rollout has failed."""
 
     @model_validator(mode="after")
     def _check_path(self) -> CustomConfig:
-        _ = self._target
+        target = self._target
+        if self.timeout is not None and not _has_run(target):
+            raise ValueError("timeout applies to a class with run(task, policy); use rollout.timeout")
         return self
 
     @property
@@ -111,20 +57,45 @@ class CustomConfig(WorkflowOptions):
 
     @cached_property
     def _target(self) -> Any:
-        """A WorkflowOptions object, or the function. Raises ValueError if the path or the arguments are wrong."""
-        target = import_object(self.path)
+        """A WorkflowOptions object, a class or a function. Raises ValueError for a wrong path or wrong arguments."""
+        target, path = import_object(self.path), path_text(self.path)
         if isinstance(target, type) and issubclass(target, WorkflowOptions):
-            return validated(target, self.path, self.args)
+            return validated(target, path, self.args)
+        if _has_run(target):
+            if not inspect.iscoroutinefunction(target.run):
+                raise ValueError(f"{path}.run is not an async function; define it with async def")
+            check_signature(target.run, path, 3 if isinstance(target, type) else 2, {})
+            if isinstance(target, type):
+                check_signature(target, path, 0, self.args)
+            return target
         if not inspect.iscoroutinefunction(target):
-            raise ValueError(f"{self.path} is neither an async function nor a WorkflowOptions class")
-        check_signature(target, self.path, 2, self.args)
+            raise ValueError(
+                f"{path} is neither an async function, nor a class with an async run(task, policy), nor a "
+                "WorkflowOptions class"
+            )
+        check_signature(target, path, 2, self.args)
         return target
 
     @override
     def make(self, context: WorkflowContext) -> Workflow:
-        if isinstance(self._target, WorkflowOptions):
-            return self._target.make(context)
-        return FunctionWorkflow(self._target, self.args, context)
+        target = self._target
+        if isinstance(target, WorkflowOptions):
+            return target.make(context)
+        if _has_run(target):
+            created = target(**self.args) if isinstance(target, type) else target
+            return RoleWorkflow(created, self.timeout, context)
+        return FunctionWorkflow(target, self.args, context)
+
+
+@runtime_checkable
+class _RunsRollouts(Protocol):
+    """An object that runs rollouts of several roles."""
+
+    def run(self, task: Task, policy: WorkflowPolicy) -> Awaitable[Rollout | None]: ...
+
+
+def _has_run(target: Any) -> bool:
+    return issubclass(target, _RunsRollouts) if isinstance(target, type) else isinstance(target, _RunsRollouts)
 
 
 class FunctionWorkflow(Workflow):
@@ -143,7 +114,52 @@ class FunctionWorkflow(Workflow):
         try:
             reward = await self._function(task, conversation, **self._args)
         except Exception as error:  # noqa: BLE001  user code: its error fails this rollout, not the group
-            return Rollout(turns=conversation.turns, error=f"{type(error).__name__}: {error}")
+            return Rollout.single(conversation.turns).failed(f"{type(error).__name__}: {error}")
         if not conversation.turns:
             return Rollout(error="the workflow sampled no reply")
         return await score_turns(task, conversation.turns, self._context.rewards, policy, reward)
+
+
+class RoleWorkflow(Workflow):
+    """Calls `run` of a user's object once per rollout, concurrently, each with a WorkflowPolicy of its own."""
+
+    def __init__(self, target: Any, timeout: float | None, context: WorkflowContext) -> None:
+        self._target, self._timeout, self._context = target, timeout, context
+
+    @override
+    async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
+        seeds = (request_seed(seed, index) for index in range(count))
+        return tuple(await asyncio.gather(*(self._rollout(task, policy, rollout_seed) for rollout_seed in seeds)))
+
+    async def _rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
+        context = self._context
+        own = WorkflowPolicy(policy, context.sampling, seed, context.store, context.evaluating)
+        rollout = await self._attempt(task, own)
+        if rollout.error:
+            return rollout
+        if not rollout.turns:
+            return rollout.failed("the workflow sampled no reply")
+        return await add_rewards(task, rollout, context.rewards, policy)
+
+    async def _attempt(self, task: Task, policy: WorkflowPolicy) -> Rollout:
+        """The rollout that `run` returns, or what was sampled until it ended early. A rollout that ended early and has
+        no reward has reward 0."""
+        clock = asyncio.timeout(self._timeout)
+        try:
+            async with clock:
+                result = await self._target.run(task, policy)
+        except Terminated as end:
+            return policy.rollout(termination=end.reason)
+        except PromptTooLong:
+            return policy.rollout(termination="max_prompt")
+        except Exception as error:  # noqa: BLE001  user code: its error fails this rollout, not the group
+            if isinstance(error, TimeoutError) and clock.expired():
+                return policy.rollout(termination="timeout")
+            return policy.rollout().failed(f"{type(error).__name__}: {error}")
+        if isinstance(result, Rollout):
+            return result
+        if result is not None:
+            return policy.rollout().failed(f"run returned {type(result).__name__}; return a Rollout, or nothing")
+        if policy.without_reward and not self._context.rewards.configured and self._context.rewards.needed:
+            return policy.rollout().failed(f"{NO_REWARD} to {policy.without_reward[0]}")
+        return policy.rollout()

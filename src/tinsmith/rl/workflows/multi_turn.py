@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -16,9 +16,9 @@ from typing_extensions import override
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.rl.plugins import await_if_needed, check_signature, import_object
 from tinsmith.rl.policy.base import Snapshot, request_seed
-from tinsmith.rl.types import Rollout, Task, Turn
+from tinsmith.rl.types import Rollout, Task, Termination, Turn
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, score_turns
-from tinsmith.rl.workflows.custom import Conversation
+from tinsmith.rl.workflows.conversation import Conversation
 from tinsmith.rl.workflows.single_turn import with_system_message
 
 
@@ -115,24 +115,24 @@ class MultiTurnWorkflow(Workflow):
     async def _rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
         """Play a rollout. A prompt that becomes too long ends it; any other exception fails it."""
         conversation = Conversation(policy, self._context.sampling, seed)
+        termination: Termination = "max_prompt"
         try:
-            await self._play(task, conversation, self._environment(task, seed, **self._config.args))
+            termination = await self._play(task, conversation, self._environment(task, seed, **self._config.args))
         except Exception as error:  # noqa: BLE001  user code: its error fails this rollout, not the group
             if not (isinstance(error, PromptTooLong) and conversation.turns):
-                return Rollout(turns=conversation.turns, error=f"{type(error).__name__}: {error}")
-        rewards = [turn.reward for turn in conversation.turns if turn.reward is not None]
-        return await score_turns(
-            task, conversation.turns, self._context.rewards, policy, sum(rewards) if rewards else None
-        )
+                return Rollout.single(conversation.turns).failed(f"{type(error).__name__}: {error}")
+        rollout = await score_turns(task, conversation.turns, self._context.rewards, policy, conversation.total_reward)
+        return rollout if rollout.error else replace(rollout, termination=termination)
 
-    async def _play(self, task: Task, conversation: Conversation, environment: Environment) -> None:
+    async def _play(self, task: Task, conversation: Conversation, environment: Environment) -> Termination:
         answer: Answer = await await_if_needed(environment.begin())
         messages = [*with_system_message(task, self._config.system), *([answer.message] if answer.message else [])]
         for _ in range(self._config.max_turns):
             if answer.done:
-                return
+                return "done"
             reply = await conversation.say(*messages, state=answer.state)
             answer = await await_if_needed(environment.step(reply))
             if answer.reward is not None:
                 conversation.credit(answer.reward)
             messages = [answer.message]
+        return "done" if answer.done else "max_turns"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def batch(number: int, version: int = 0, groups: int = 1) -> Batch:
     """Batch `number` of equal groups, sampled by weights of `version`; one rollout of each group failed."""
     task = Task(id="t", messages=(Message(role="user", content="ü?", more={"name": "a"}),), extra={"x": [1, None]})
     turn = Turn(prompt=(1, 2), tokens=(3,), logprobs=(-0.1,), text="é", stop="stop", version=version)
-    rollouts = (Rollout(turns=(turn,), rewards={"policy": 0.1}), Rollout(error="broken"))
+    rollouts = (Rollout.single((turn,), 0.1), Rollout(error="broken"))
     group = Group(task=task, rollouts=rollouts, version=version)
     return Batch(step=number, groups=(group,) * groups, cursor=4, numbers={"sync/weights": 1.0})
 
@@ -132,3 +133,17 @@ def test_build_makes_the_buffer_of_each_config(tmp_path):
 def test_database_that_cannot_be_opened_is_an_error(url):
     with pytest.raises(ConfigError, match=r"buffer\.url: cannot open the database"):
         SqlBuffer(url, "run")
+
+
+def test_batches_of_version_0_1_0_are_read(tmp_path):
+    turn = {"prompt": [1], "tokens": [3], "logprobs": [-0.1], "text": "a", "stop": "stop", "role": "policy"}
+    turn |= {"version": 1, "reward": None, "state": ""}
+    right = {"turns": [turn], "rewards": {"policy": 0.5}, "reward_parts": {"number": 0.5}, "error": ""}
+    failed = {"turns": [], "rewards": {}, "reward_parts": {}, "error": "broken"}
+    task = {"id": "t", "messages": [], "answer": "", "extra": {}}
+    old = {"step": 2, "cursor": 4, "groups": [{"version": 1, "task": task, "rollouts": [right, failed]}]}
+    (tmp_path / "batch-000002.json").write_text(json.dumps(old))
+    (group,) = asyncio.run(FileBuffer(tmp_path).get(2)).groups
+    read = Turn(prompt=(1,), tokens=(3,), logprobs=(-0.1,), text="a", stop="stop", version=1)
+    assert group.rollouts[0] == Rollout.single((read,), 0.5, reward_parts={"number": 0.5})
+    assert (group.rollouts[1].error, group.rewards) == ("broken", (0.5,))

@@ -12,18 +12,19 @@ from typing import ClassVar
 
 import numpy as np
 
-from tinsmith.rl.types import POLICY, Rollout
+from tinsmith.rl.policy.training_rows import trained_turns
+from tinsmith.rl.types import Trajectory
 from tinsmith.settings import Settings
 
 Traces = Sequence[Sequence["Trace"]]
-"""[P][G]: the rollouts of a step by group, without failed ones."""
+"""[P][G]: the trajectories of a step by comparison group, without those of failed rollouts."""
 Advantages = list[list[np.ndarray]]
-"""[P][G] float64 [T] for each trace. An empty array drops a rollout; an empty list drops its group."""
+"""[P][G] float64 [T] for each trace. An empty array drops a trajectory; an empty list drops its group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One rollout as advantages see it: the T tokens of the policy, over all its turns.
+    """One trajectory as advantages see it: its T tokens to train on, over all turns.
 
     Example: Trace(reward=1.0, logprobs=np.array([-0.4, -0.1]), turns=(2,))
     """
@@ -32,7 +33,7 @@ class Trace:
     logprobs: np.ndarray
     """float64 [T]: logprobs of the sampling policy."""
     turns: tuple[int, ...]
-    """Number of tokens of each turn of the policy; the sum is T."""
+    """Number of tokens of each trained turn; the sum is T."""
     turn_rewards: tuple[float | None, ...] = ()
     """Reward of each turn; None for a turn without one."""
     states: tuple[str, ...] = ()
@@ -41,6 +42,8 @@ class Trace:
     """float64 [T] by name: reference, teacher, values or entropy."""
     penalty: np.ndarray | None = None
     """float64 [T]: KL penalty, subtracted from the reward at each token."""
+    turn_advantages: tuple[float | tuple[float, ...] | None, ...] = ()
+    """Advantages of each turn that the workflow computed; None for a turn without."""
 
     @property
     def length(self) -> int:
@@ -75,16 +78,38 @@ class Trace:
         return replace(self, columns={**self.columns, **columns})
 
 
-def trace_from_rollout(rollout: Rollout) -> Trace:
-    """The trace of a rollout that did not fail."""
-    turns = [turn for turn in rollout.turns if turn.role == POLICY]
+def trace_from_trajectory(trajectory: Trajectory) -> Trace:
+    """The trace of a trajectory."""
+    turns = trained_turns(trajectory)
     return Trace(
-        reward=rollout.reward,
+        reward=trajectory.reward,
         logprobs=np.concatenate([np.zeros(0), *(np.asarray(turn.logprobs, np.float64) for turn in turns)]),
         turns=tuple(len(turn.tokens) for turn in turns),
         turn_rewards=tuple(turn.reward for turn in turns),
         states=tuple(turn.state for turn in turns),
+        turn_advantages=tuple(turn.advantages for turn in turns),
     )
+
+
+def traces_of_turns(trace: Trace) -> list[Trace]:
+    """A trace for each turn. Its reward is the turn's, or the trajectory's where the turn has none."""
+    traces, begin = [], 0
+    for index, count in enumerate(trace.turns):
+        tokens, reward = slice(begin, begin + count), trace.turn_rewards[index]
+        traces.append(
+            Trace(
+                reward=trace.reward if reward is None else reward,
+                logprobs=trace.logprobs[tokens],
+                turns=(count,),
+                turn_rewards=(reward,),
+                states=trace.states[index : index + 1],
+                columns={name: column[tokens] for name, column in trace.columns.items()},
+                penalty=None if trace.penalty is None else trace.penalty[tokens],
+                turn_advantages=trace.turn_advantages[index : index + 1],
+            )
+        )
+        begin += count
+    return traces
 
 
 class Advantage(Settings):
@@ -96,6 +121,8 @@ class Advantage(Settings):
     """Whether the method reads rewards."""
     reads_states: ClassVar[bool] = False
     """Whether the method reads the state before each turn."""
+    compares: ClassVar[bool] = True
+    """Whether the method compares the trajectories of a group, so that one whose siblings failed has no baseline."""
 
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """Advantages of all tokens. `random`: generator of the step, for methods that draw."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
@@ -38,6 +38,7 @@ class PrpoAdvantage(Advantage):
     """
 
     type: Literal["prpo"] = "prpo"
+    compares: ClassVar[bool] = False
     epsilon: float = Field(default=1e-6, gt=0)
     """Added to the standard deviation."""
 

@@ -123,6 +123,7 @@ class ReinforceAdvantage(Advantage):
     """The reward itself, without a baseline."""
 
     type: Literal["reinforce"] = "reinforce"
+    compares: ClassVar[bool] = False
 
     @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
@@ -178,6 +179,7 @@ class BestAdvantage(Advantage):
     """1 for the best reply of a group, the first of equals; the others are dropped (RAFT, arXiv 2304.06767)."""
 
     type: Literal["best"] = "best"
+    compares: ClassVar[bool] = False
     above: float = 0.0
     """Drop groups whose best reward is not above this."""
 

@@ -21,6 +21,7 @@ class ReinforcePlusPlusAdvantage(Advantage):
     """
 
     type: Literal["reinforceplusplus"] = "reinforceplusplus"
+    compares: ClassVar[bool] = False
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount from token to token."""
 
@@ -37,6 +38,7 @@ class GaeAdvantage(Advantage):
     """
 
     type: Literal["gae"] = "gae"
+    compares: ClassVar[bool] = False
     columns: ClassVar[frozenset[str]] = frozenset({"values"})
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount from token to token."""
@@ -79,6 +81,7 @@ class OnPolicyDistillAdvantage(Advantage):
     """
 
     type: Literal["on_policy_distill"] = "on_policy_distill"
+    compares: ClassVar[bool] = False
     columns: ClassVar[frozenset[str]] = frozenset({"teacher"})
     reads_rewards: ClassVar[bool] = False
     coef: float = Field(default=1.0, gt=0)
@@ -107,6 +110,7 @@ class JsdAdvantage(Advantage):
     """
 
     type: Literal["jsd"] = "jsd"
+    compares: ClassVar[bool] = False
     columns: ClassVar[frozenset[str]] = frozenset({"teacher"})
     reads_rewards: ClassVar[bool] = False
     coef: float = Field(default=1.0, gt=0)

@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal
 
-from pydantic import TypeAdapter
 from typing_extensions import override
 
 from tinsmith.atomic import atomic_write
@@ -20,8 +19,7 @@ from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.buffers.replay import BufferSettings
 from tinsmith.rl.rollouts.buffers.sql import SerialExecutor
 from tinsmith.rl.rollouts.producer import Batch
-
-_BATCH = TypeAdapter(Batch)
+from tinsmith.rl.rollouts.stored_batch import BATCH
 
 
 class FileConfig(BufferSettings):
@@ -43,7 +41,7 @@ class FileBuffer(Buffer):
 
     @override
     async def put(self, batch: Batch) -> None:
-        await self._executor.run(lambda: atomic_write(self._file(batch.step), _BATCH.dump_json(batch)))
+        await self._executor.run(lambda: atomic_write(self._file(batch.step), BATCH.dump_json(batch)))
 
     @override
     async def numbers(self) -> Collection[int]:
@@ -51,7 +49,7 @@ class FileBuffer(Buffer):
 
     @override
     async def get(self, number: int) -> Batch:
-        return await self._executor.run(lambda: _BATCH.validate_json(self._file(number).read_bytes()))
+        return await self._executor.run(lambda: BATCH.validate_json(self._file(number).read_bytes()))
 
     @override
     async def drop(self, numbers: Collection[int]) -> None:

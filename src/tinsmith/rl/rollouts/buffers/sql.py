@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, TypeVar
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from sqlalchemy import (
     Column,
     ColumnElement,
@@ -29,6 +29,7 @@ from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.buffers.replay import BufferSettings
 from tinsmith.rl.rollouts.producer import Batch
+from tinsmith.rl.rollouts.stored_batch import BATCH
 
 T = TypeVar("T")
 
@@ -48,7 +49,6 @@ class SerialExecutor:
         await asyncio.to_thread(self._thread.shutdown)
 
 
-_BATCH = TypeAdapter(Batch)
 _TABLES = MetaData()
 _BATCHES = Table(
     "rl_batches",
@@ -93,7 +93,7 @@ class SqlBuffer(Buffer):
 
     @override
     async def put(self, batch: Batch) -> None:
-        body = _BATCH.dump_json(batch).decode()
+        body = BATCH.dump_json(batch).decode()
 
         def write(connection: Connection) -> None:
             connection.execute(delete(_BATCHES).where(self._is_batch(batch.step)))
@@ -109,7 +109,7 @@ class SqlBuffer(Buffer):
     @override
     async def get(self, number: int) -> Batch:
         query = select(_BATCHES.c.batch).where(self._is_batch(number))
-        return _BATCH.validate_json(await self._execute(lambda connection: connection.execute(query).scalar_one()))
+        return BATCH.validate_json(await self._execute(lambda connection: connection.execute(query).scalar_one()))
 
     @override
     async def drop(self, numbers: Collection[int]) -> None:
