@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from typing_extensions import override
 
 from tinsmith.engine_options import DeviceOptions
@@ -39,7 +39,7 @@ from tinsmith.rl.rollouts.buffers.memory import MemoryConfig
 from tinsmith.rl.rollouts.filters import FilterConfig
 from tinsmith.rl.rollouts.runner import RolloutConfig
 from tinsmith.rl.rollouts.weight_sync import SyncConfig
-from tinsmith.rl.run_folder import CheckpointConfig
+from tinsmith.rl.run_folder import CheckpointConfig, check_resume_from
 from tinsmith.rl.workflows import WorkflowConfig
 from tinsmith.rl.workflows.single_turn import SingleTurnConfig
 from tinsmith.settings import Needs, Settings, build, explicit_values
@@ -47,7 +47,7 @@ from tinsmith.settings import Needs, Settings, build, explicit_values
 _ROLLOUTS = Needs(
     "uses_rollouts", reason="with algorithm.type: {0.algorithm.type}, which samples no rollouts", hint="leave it out"
 )
-_OF_THE_RUN = ("model", "service", "stages", "folder", "resume")
+_OF_THE_RUN = ("model", "service", "stages", "folder", "resume", "resume_from")
 """Keys that a stage cannot set."""
 
 
@@ -176,6 +176,10 @@ class RunConfig(Settings):
     resume: bool | Literal["rename"] = True
     """`true` resumes the run in the folder, `false` refuses a folder that holds a run, `rename` starts a new run in
     FOLDER_YYYYmmddHHMMSS."""
+    resume_from: str = ""
+    """Checkpoint to continue from, with its optimizer, step and position in the data: a tinker://RUN/weights/NAME path,
+    or its state file FOLDER/checkpoints/step-000010.json. A run goes back to a checkpoint of its own once; a new folder
+    continues any other. For weights without the rest, set model.load_from."""
     service: OwnService = OwnService()
     stages: tuple[Stage, ...] = ()
     """Runs to make one after the other, each from the weights of the previous one."""
@@ -336,6 +340,27 @@ class RunConfig(Settings):
             raise ValueError(
                 f"mode {self.mode} is one of two processes that share the run's folder, so resume cannot be rename; "
                 "to start a new run, set another folder in both files"
+            )
+        return self
+
+    @field_validator("resume_from")
+    @classmethod
+    def _check_checkpoint(cls, resume_from: str) -> str:
+        check_resume_from(resume_from)
+        return resume_from
+
+    @model_validator(mode="after")
+    def _check_resume_from(self) -> RunConfig:
+        if not self.resume_from:
+            return self
+        if self.stages:
+            raise ValueError("resume_from needs a run without stages; run the settings of one stage with its folder")
+        if self.mode == "bench" or self.shares_a_run:
+            raise ValueError(f"resume_from is not used with mode {self.mode}; set mode to both")
+        if self.uses_rollouts and self.buffer.type != "memory":
+            raise ValueError(
+                f"resume_from needs buffer.type memory; a buffer of type {self.buffer.type} no longer has the batches "
+                "that a checkpoint waited for"
             )
         return self
 

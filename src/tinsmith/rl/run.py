@@ -11,6 +11,9 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.console import Console
+
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl import metrics
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.critic import Critic
@@ -25,7 +28,9 @@ from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts.batch_source import BatchSource
 from tinsmith.rl.rollouts.filters import apply_filters
 from tinsmith.rl.rollouts.producer import Batch
-from tinsmith.rl.run_folder import SETTINGS, RandomStates, RunFolder, State
+from tinsmith.rl.run_folder import SETTINGS, RandomStates, RunFolder, State, check_adapter, state_of_checkpoint
+from tinsmith.rl.run_folder.resume_from import TasksPerStep
+from tinsmith.rl.run_folder.state import as_metadata
 from tinsmith.rl.types import Group
 
 log = logging.getLogger(__name__)
@@ -158,17 +163,12 @@ class Run:
         batch_state = await self.batches.capture_state()
         name = "final" if last else f"step-{step:06}"
         ttl = None if last else self.config.checkpoint.ttl_seconds
-        path = await self.policy.save(name, ttl)
-        sampling_path = await self.policy.save_for_sampling(name) if last else ""
         critic_path = await self.critic.save(f"critic-{name}", ttl) if self.critic else ""
-        new = (path, critic_path) if critic_path else (path,)
-        before = self.folder.state.checkpoints if self.folder.state else ()
-        checkpoints = (*(paths for paths in before if paths[0] != path), new)
-        dropped, checkpoints = self.config.checkpoint.cut(checkpoints)
+        before = self.folder.state
         state = State(
             step=step,
             version=self.policy.version,
-            path=path,
+            path="",
             cursor=self.task_sampler.cursor,
             order=self.task_sampler.state,
             demonstrations_drawn=self.demonstrations.cursor if self.demonstrations else 0,
@@ -177,14 +177,83 @@ class Run:
             algorithm=dict(self.algorithm.state),
             reference=self.reference,
             critic_path=critic_path,
-            sampling_path=sampling_path,
-            checkpoints=checkpoints,
+            origin=before.origin if before else "",
         )
-        self.folder.save(state)
+        path = await self.policy.save(name, ttl, as_metadata(state, self.config.seed))
+        sampling_path = await self.policy.save_for_sampling(name) if last else ""
+        new = (path, critic_path) if critic_path else (path,)
+        others = (paths for paths in (before.checkpoints if before else ()) if paths[0] != path)
+        dropped, checkpoints = self.config.checkpoint.cut((*others, new))
+        saved = {"path": path, "sampling_path": sampling_path, "checkpoints": checkpoints}
+        self.folder.save(state.model_copy(update=saved))
         for paths in dropped:
             for deleted in paths:
                 await self.policy.delete_checkpoint(deleted)
+        self.folder.forget(dropped)
         await self.batches.state_saved()
+
+
+async def connect_policy(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> Policy:
+    """The policy at the state that the run continues from; `folder.state` is that state after `resume_from`.
+
+    Raises ConfigError if the server has no checkpoint that fits the run; nothing in the folder has changed then.
+    """
+    state, source = folder.state, config.resume_from
+    if not source or (state is not None and not folder.goes_back):
+        return await connect(state.path if state else "", state.version if state else 0)
+    path = state.path if state else source
+    try:
+        policy = await connect(path, state.version if state else 0)
+    except ConfigError:  # no server
+        raise
+    except UserError as error:
+        raise ConfigError(
+            f"resume_from: {error.message}", "Name a checkpoint that is on the server of this run, under the same key."
+        ) from error
+    try:
+        info = await policy.checkpoint_info(path)
+        check_adapter(info, path, config.model)
+        exactness = "exact, by its state file"
+        if state is None:
+            state, exactness = state_of_checkpoint(info, path, _drawn_per_step(config), config.seed)
+        _check_continues(config, state)
+        policy.set_version(state.version)
+        folder.start_at(state)
+    except BaseException:
+        await policy.close()
+        raise
+    text = f"resume_from: step {state.step}, {path}: {exactness}"
+    log.info("%s", text)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    return policy
+
+
+def _drawn_per_step(config: RunConfig) -> TasksPerStep:
+    demonstrations = config.demonstrations
+    alone = not config.uses_rollouts
+    return TasksPerStep(
+        tasks=0 if alone else config.groups_per_step,
+        demonstrations=demonstrations.count(config.groups_per_step, config.group_size, alone=alone)
+        if demonstrations
+        else 0,
+    )
+
+
+def _check_continues(config: RunConfig, state: State) -> None:
+    """Raise ConfigError if the run has no step after `state`, or needs what `state` lacks."""
+    if state.step >= config.steps:
+        raise ConfigError(
+            f"resume_from: {state.path} is of step {state.step}, and the run has {config.steps} steps.",
+            "Set steps higher, or name an earlier checkpoint.",
+        )
+    lacking = "the critic" if config.algorithm.critic is not None and not state.critic_path else ""
+    if config.algorithm.reference == "start" and not state.reference:
+        lacking = "the reference model"
+    if lacking:
+        raise ConfigError(
+            f"resume_from: nothing says which checkpoint has {lacking} of {state.path}.",
+            "Name its state file FOLDER/checkpoints/step-000010.json.",
+        )
 
 
 def with_fresh_folder(config: RunConfig, part: str = "") -> RunConfig:

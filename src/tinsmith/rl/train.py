@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 
@@ -43,8 +42,8 @@ from tinsmith.rl.rollouts.producer import SamplingPlan
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
 from tinsmith.rl.rollouts.weight_sync import WeightPublisher
-from tinsmith.rl.run import Connect, Run, StepTimer, folder_path
-from tinsmith.rl.run_folder import RunFolder, State
+from tinsmith.rl.run import Connect, Run, StepTimer, connect_policy, folder_path
+from tinsmith.rl.run_folder import RandomStates, RunFolder, State
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext
 
 log = logging.getLogger(__name__)
@@ -55,7 +54,7 @@ async def train(config: RunConfig, connect: Connect, console: Console) -> State:
     config, data = _prepared(config)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(_opened(config))
-        if folder.state is not None and folder.state.step >= config.steps:
+        if folder.state is not None and folder.state.step >= config.steps and not folder.goes_back:
             return folder.state
         run = await stack.enter_async_context(_started(config, folder, connect, console, data))
         state = await loop(run)
@@ -98,7 +97,8 @@ def _prepared(config: RunConfig) -> tuple[RunConfig, RunData]:
 
 @contextmanager
 def _opened(config: RunConfig) -> Iterator[RunFolder]:
-    folder = RunFolder.open(folder_path(config), config.model_dump(mode="json"), resume=config.resume is True)
+    settings = config.model_dump(mode="json")
+    folder = RunFolder.open(folder_path(config), settings, resume=config.resume is True, resume_from=config.resume_from)
     try:
         yield folder
     finally:
@@ -120,11 +120,12 @@ async def assemble(
     config: RunConfig, folder: RunFolder, connect: Connect, console: Console, data: RunData
 ) -> AsyncIterator[Run]:
     """Create the parts of a run, and close them in order. Raises ConfigError before the first request to a server."""
-    state = folder.state
     task_sampler, held_out = data.tasks
     runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
     judge = Rewards(config.eval.rewards or config.rewards) if config.evaluates else None
     agent_endpoint = AgentEndpoint()
+    policy = await connect_policy(config, folder, connect, console)
+    state = folder.state
     info = RunInfo(
         name=config.name,
         folder=folder.path,
@@ -132,7 +133,6 @@ async def assemble(
         start=state.step if state else 0,
         settings=config.model_dump(mode="json"),
     )
-    policy = await connect(state.path if state else "", state.version if state else 0)
     batches = (
         _batch_source(config, folder, policy, task_sampler, runner, agent_endpoint)
         if config.uses_rollouts
@@ -305,8 +305,7 @@ async def target_logprobs(snapshot: Snapshot, rows: Sequence[TrainingRow], gate:
 
 def _restore(state: State | None, task_sampler: TaskSampler, algorithm: Algorithm, seed: int) -> None:
     if state is None:
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
+        RandomStates.seeded(seed).restore()
         return
     state.random.restore()
     task_sampler.restore(state.cursor, state.order)

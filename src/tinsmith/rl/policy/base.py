@@ -113,6 +113,19 @@ class UpdateResult:
     """Metrics of the server's loss and optimizer."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointInfo:
+    """What the server stores about a checkpoint.
+
+    Example: CheckpointInfo(adapter={"name": "tiny", "rank": 4, "train_mlp": True}, metadata={"by": "me"})
+    """
+
+    adapter: Mapping[str, Any] = field(default_factory=dict)
+    """Base model and shape of the adapter, by the names of ModelConfig; without what the server does not return."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """Metadata that was saved with it."""
+
+
 class AuxiliaryAdapter(Protocol):
     """A second adapter in training that predicts the logprobs of K tokens at every position."""
 
@@ -266,8 +279,16 @@ class Policy(Protocol):
         """
         ...
 
-    async def save(self, name: str, ttl_seconds: int | None) -> str:
+    def set_version(self, version: int) -> None:
+        """Set the number of updates of weights that were loaded from a checkpoint."""
+        ...
+
+    async def save(self, name: str, ttl_seconds: int | None, metadata: Mapping[str, str] | None = None) -> str:
         """Save weights and optimizer on the server. Returns the path of the checkpoint."""
+        ...
+
+    async def checkpoint_info(self, path: str) -> CheckpointInfo:
+        """Return what the server stores about a checkpoint. Raises UserError if there is none."""
         ...
 
     async def save_for_sampling(self, name: str, ttl_seconds: int | None = None) -> str:

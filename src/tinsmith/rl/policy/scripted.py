@@ -23,6 +23,7 @@ from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import (
     AuxiliaryAdapter,
     ChatCodec,
+    CheckpointInfo,
     Policy,
     Prompt,
     SamplingConfig,
@@ -202,8 +203,17 @@ class ScriptedPolicy(Policy):
         ]
 
     @override
-    async def save(self, name: str, ttl_seconds: int | None) -> str:
-        """Write the logits as JSON and return the path; `ttl_seconds` is ignored."""
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+    @override
+    async def checkpoint_info(self, path: str) -> CheckpointInfo:
+        """Nothing is stored besides the logits."""
+        return CheckpointInfo()
+
+    @override
+    async def save(self, name: str, ttl_seconds: int | None, metadata: Mapping[str, str] | None = None) -> str:
+        """Write the logits as JSON and return the path; `ttl_seconds` and `metadata` are ignored."""
         path = self._folder / f"{name}-{self._version}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self._logits.tolist()))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from tinsmith.errors import Unsupported, UserError
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.base import AuxiliaryAdapter, ModelConfig, Policy, Update, UpdateResult
+from tinsmith.rl.policy.base import AuxiliaryAdapter, CheckpointInfo, ModelConfig, Policy, Update, UpdateResult
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.policy.sdk import adam_params, extensions, open_session, translate_errors
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, TinkerSnapshot, load_chat
@@ -184,10 +184,51 @@ class TinkerPolicy(Policy):
         return [np.asarray(outputs["entropy"].to_numpy(), np.float32) for outputs in result.loss_fn_outputs]
 
     @override
-    async def save(self, name: str, ttl_seconds: int | None) -> str:
-        """Save weights and optimizer state; replaces a checkpoint with the same name."""
+    def set_version(self, version: int) -> None:
+        self._version = version
+
+    @override
+    async def save(self, name: str, ttl_seconds: int | None, metadata: Mapping[str, str] | None = None) -> str:
+        """Save weights and optimizer state; replaces a checkpoint with the same name.
+
+        A server that refuses the metadata stores the checkpoint without.
+        """
+        try:
+            return await self._save_state(name, ttl_seconds, metadata)
+        except UserError as error:
+            if not metadata:
+                raise
+            log.warning("Saving the checkpoint %s again without metadata: %s", name, error)
+            return await self._save_state(name, ttl_seconds, None)
+
+    async def _save_state(self, name: str, ttl_seconds: int | None, metadata: Mapping[str, str] | None) -> str:
         async with translate_errors(f"saving the checkpoint {name}"):
-            return (await self._client.save_state(name, ttl_seconds=ttl_seconds, overwrite=True)).path
+            saving = self._client.save_state(
+                name, ttl_seconds=ttl_seconds, overwrite=True, user_metadata=dict(metadata) if metadata else None
+            )
+            return (await saving).path
+
+    @override
+    async def checkpoint_info(self, path: str) -> CheckpointInfo:
+        """Metadata is empty if the training run of the checkpoint belongs to somebody else."""
+        async with translate_errors(f"looking up {path}"):
+            info = await self._rest.get_weights_info_by_tinker_path(path)
+            adapter = {
+                "name": info.base_model,
+                "rank": info.lora_rank,
+                "train_attn": info.train_attn,
+                "train_mlp": info.train_mlp,
+                "train_unembed": info.train_unembed,
+            }
+            try:
+                of_run = await self._rest.list_checkpoints(path.removeprefix("tinker://").partition("/")[0])
+            except tinker.APIStatusError:
+                metadata = {}
+            else:
+                same = (checkpoint for checkpoint in of_run.checkpoints if checkpoint.tinker_path == path)
+                metadata = next((checkpoint.user_metadata or {} for checkpoint in same), {})
+        set_values = {name: value for name, value in adapter.items() if value is not None}
+        return CheckpointInfo(adapter=set_values, metadata=metadata)
 
     @override
     async def save_for_sampling(self, name: str, ttl_seconds: int | None = None) -> str:

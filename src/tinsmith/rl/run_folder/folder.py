@@ -2,7 +2,7 @@
 
     run.yaml        the settings, written at the start; explore/ and bench/ hold those of these modes
     metrics.jsonl   one row per step; rollouts/ holds every rollout (monitors/jsonl.py)
-    state.json      the state to resume from, written atomically as the last file of each checkpoint
+    state.json      the state to resume from; checkpoints/ holds those of earlier checkpoints (state.py)
     report.html     the report (monitors/report.py)
 
 On resume, log entries after the last checkpoint are discarded, because those steps run again. With staleness 0, a
@@ -13,25 +13,31 @@ from __future__ import annotations
 
 import fcntl
 import json
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-import numpy as np
 from omegaconf import OmegaConf
-from pydantic import ConfigDict, Field, TypeAdapter
 
 from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
-from tinsmith.rl.rollouts.batch_source import BatchSourceState
-from tinsmith.settings import Settings, writable_folder
+from tinsmith.rl.run_folder.resume_from import starting_state
+from tinsmith.rl.run_folder.state import (
+    Checkpoints,
+    State,
+    read_state,
+    read_state_file,
+    state_file,
+    state_files,
+    write_state,
+)
+from tinsmith.settings import writable_folder
 
 SETTINGS = "run.yaml"
 _MAY_CHANGE = (
     "name", "description", "folder", "mode", "bench", "steps", "epochs", "eval", "checkpoint", "monitors", "service",
-    "concurrency", "log_level", "resume", "rollout", "stages", "sync.timeout", "sync.keep", "model.base_url",
-    "model.tokenizer",
+    "concurrency", "log_level", "resume", "resume_from", "rollout", "stages", "sync.timeout", "sync.keep",
+    "model.base_url", "model.tokenizer",
 )  # fmt: skip
 """Keys that may change when a run resumes: they do not affect the steps already done."""
 _SHARED_KEYS = (
@@ -42,99 +48,19 @@ _SHARED_KEYS = (
 _SHARED_KEYS_OF_PART = {"": _SHARED_KEYS, "explore": _SHARED_KEYS, "bench": ("model.name",)}
 
 
-Checkpoints = tuple[tuple[str, ...], ...]
-"""Checkpoints, oldest first; each is the tinker:// paths of its states: the policy's and, if any, the critic's."""
-
-
-class CheckpointConfig(Settings):
-    """When to save checkpoints, which an interrupted run resumes from."""
-
-    every: int = Field(default=10, ge=0)
-    """Steps between checkpoints; 0 saves only at the end of the run."""
-    ttl_seconds: int | None = Field(default=604_800, ge=3600)
-    """Seconds until the server deletes a checkpoint (default one week); null: never. The last one never expires."""
-    keep: int = Field(default=0, ge=0)
-    """Number of newest checkpoints to keep; older ones are deleted. 0 keeps all."""
-
-    def cut(self, checkpoints: Checkpoints) -> tuple[Checkpoints, Checkpoints]:
-        """Split `checkpoints`, oldest first, into (to delete, to keep)."""
-        excess = max(0, len(checkpoints) - self.keep) if self.keep else 0
-        return checkpoints[:excess], checkpoints[excess:]
-
-
-class RandomStates(Settings):
-    """State of the global generators of Python and numpy, which custom rewards may use."""
-
-    python: tuple[int, tuple[int, ...], float | None]
-    numpy: tuple[str, tuple[int, ...], int, int, float]
-
-    @classmethod
-    def capture(cls) -> RandomStates:
-        """The current states."""
-        name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)  # type: ignore[misc]
-        words = tuple(int(key) for key in keys)
-        return cls(python=random.getstate(), numpy=(str(name), words, int(position), int(has_gauss), float(gauss)))
-
-    def restore(self) -> None:
-        """Set the global generators to these states."""
-        random.setstate(self.python)
-        name, keys, position, has_gauss, gauss = self.numpy
-        np.random.set_state((name, np.array(keys, np.uint32), position, has_gauss, gauss))
-
-
-class State(Settings):
-    """Everything a run resumes from except the weights, which the server stores at `path`."""
-
-    model_config = ConfigDict(populate_by_name=True)
-
-    step: int
-    """Completed steps."""
-    version: int
-    """Updates of the policy; steps without a training signal do not count."""
-    path: str
-    """tinker:// path of the policy's weights and optimizer state."""
-    cursor: int
-    """Number of training tasks drawn."""
-    order: dict[str, Any] = Field(default_factory=dict)
-    """State of the task order, such as the difficulty estimates of a curriculum."""
-    demonstrations_drawn: int = Field(default=0, validation_alias="lessons", serialization_alias="lessons")
-    """Number of demonstrations drawn. The file keeps an older key."""
-    random: RandomStates
-    """State of the global random generators."""
-    batches: BatchSourceState = Field(
-        default=BatchSourceState(), validation_alias="supply", serialization_alias="supply"
-    )
-    """Which batches were sampled and trained on, and the batches that wait for training."""
-    algorithm: dict[str, float] = Field(default_factory=dict)
-    """Adaptive coefficients of the algorithm by name."""
-    reference: str = ""
-    """Reference model of divergences: a base model's name or a tinker:// path."""
-    critic_path: str = ""
-    """tinker:// path of the critic's state; empty without a critic."""
-    checkpoints: Checkpoints = ()
-    """Checkpoints stored on the server, oldest first."""
-    sampling_path: str = ""
-    """tinker:// path of the final weights for sampling; set after the last step."""
-
-
-_STATE = TypeAdapter(State)
-
-
-def read_state(path: Path) -> State | None:
-    """The state saved in run folder `path`; None before the first checkpoint."""
-    file = path / "state.json"
-    return _STATE.validate_json(file.read_bytes()) if file.exists() else None
-
-
 class RunFolder:
     """Files of a run, locked by one process per mode."""
 
-    def __init__(self, path: Path, lock: IO[str], state: State | None) -> None:
-        self.path, self.state = path, state
+    def __init__(self, path: Path, lock: IO[str], newest: State | None, start: State | None) -> None:
+        """`newest` is the state in the folder; `start` is the one to continue from, which `start_at` confirms."""
+        self.path, self.state = path, start
+        self.goes_back = start is not newest
         self._lock = lock
 
     @classmethod
-    def open(cls, path: Path, settings: Mapping[str, Any], *, resume: bool = True, part: str = "") -> RunFolder:
+    def open(
+        cls, path: Path, settings: Mapping[str, Any], *, resume: bool = True, resume_from: str = "", part: str = ""
+    ) -> RunFolder:
         """Create the folder, or resume the run in it.
 
         `part` is empty for the training process. `explore` and `bench` name a process whose settings are in a subfolder
@@ -149,19 +75,40 @@ class RunFolder:
             _check_resumable(own, settings, resume)
             for other_part in {"", "explore"} - {part}:
                 _check_shared_keys(path / other_part, settings, _SHARED_KEYS_OF_PART[part])
-            state = read_state(path)
+            newest = read_state(path)
+            start = starting_state(path, newest, resume_from)
         except BaseException:
             lock.close()
             raise
         atomic_write(own / SETTINGS, OmegaConf.to_yaml(OmegaConf.create(dict(settings))).encode())
         if not part:
-            _discard_logs_after(path, state.step if state else -1)
-        return cls(path, lock, state)
+            _discard_logs_after(path, newest.step if newest else -1)
+        return cls(path, lock, newest, start)
+
+    def start_at(self, state: State) -> None:
+        """Continue from `state`: discard the logs and state files of later steps."""
+        self.save(state)
+        self.goes_back = False
+        _discard_logs_after(self.path, state.step)
+        for file in state_files(self.path):
+            if file > state_file(self.path, state.step):
+                file.unlink()
 
     def save(self, state: State) -> None:
-        """Write state.json atomically; durable when this returns."""
-        atomic_write(self.path / "state.json", _STATE.dump_json(state, by_alias=True))
+        """Write the state of a checkpoint, state.json last; durable when this returns."""
+        write_state(state_file(self.path, state.step), state)
+        write_state(self.path / "state.json", state)
         self.state = state
+
+    def forget(self, checkpoints: Checkpoints) -> None:
+        """Delete the state files of deleted checkpoints."""
+        deleted = {paths[0] for paths in checkpoints}
+        for file in state_files(self.path):
+            if not deleted:
+                return
+            if (state := read_state_file(file)) is not None and state.path in deleted:
+                deleted.remove(state.path)
+                file.unlink()
 
     def close(self) -> None:
         """Release the lock."""

@@ -115,9 +115,9 @@ def test_interrupted_run_can_be_resumed(tmp_path):
         policy = await scripted(tmp_path)(state, version)
         save = policy.save
 
-        async def save_and_notify(name, ttl_seconds):
+        async def save_and_notify(*args):
             saved.set()
-            return await save(name, ttl_seconds)
+            return await save(*args)
 
         policy.save = save_and_notify
         return policy
