@@ -122,3 +122,15 @@ def test_trajectories_that_are_not_trained_count_in_the_baseline():
     seen = trajectory("policy", 1.0, token=100)
     unseen = Trajectory(role="policy", turns=trajectory("policy", 0.0, token=200).turns, trained=False)
     assert advantages(config(), [group((seen,), (unseen,))]) == {100: [0.5]}
+
+
+def test_turns_that_begin_a_row_are_counted():
+    def turn(prompt: tuple[int, ...], token: int) -> Turn:
+        return Turn(prompt=prompt, tokens=(token,), logprobs=(-0.5,), text="", stop="stop")
+
+    extending = Trajectory(turns=(turn((1,), 2), turn((1, 2, 3), 4)), reward=1.0)
+    restarting = Trajectory(turns=(turn((1,), 2), turn((1, 9, 3), 4), turn((5,), 6)))
+    algorithm = Algorithm(config(), frozenset(), {}, 0, 2)
+    update = asyncio.run(algorithm.score(1, [group((extending,), (restarting,))]))
+    assert (update.numbers, len(update.rows)) == ({"rows/breaks": 2.0}, 4)
+    assert asyncio.run(algorithm.score(1, [group((trajectory("policy", 1.0),))])).numbers == {}

@@ -98,7 +98,7 @@ class Algorithm:
             demonstrations = [
                 replace(row, columns={"reference": column}) for row, column in zip(demonstrations, columns, strict=True)
             ]
-        return replace(self._update(step, [*rows, *demonstrations]), numbers=numbers)
+        return replace(self._update(step, [*rows, *demonstrations]), numbers={**numbers, **_row_breaks(replies)})
 
     def adapt_coefficients(self, update: Update, updated: UpdateResult) -> dict[str, float]:
         """Move adaptive coefficients by the divergence measured in an update. Returns them as metrics."""
@@ -219,3 +219,9 @@ class Algorithm:
         if self._server_loss is None:
             return loss_dispatch.update_by_client(rows, batch, self._config, context)
         return loss_dispatch.update_by_server(rows, batch, self._config, context, self._server_loss)
+
+
+def _row_breaks(replies: Sequence[_Reply]) -> dict[str, float]:
+    """Turns that do not extend the turn before them token by token, and so begin a training row of their own."""
+    multi_turn = [reply for reply in replies if len(reply.trace.turns) > 1]
+    return {"rows/breaks": float(sum(len(reply.rows) - 1 for reply in multi_turn))} if multi_turn else {}
