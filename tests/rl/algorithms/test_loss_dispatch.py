@@ -257,6 +257,19 @@ def test_refill_replaces_dropped_groups():
     assert sum(row.count for row in update.rows) == 3 * 4 + 2
 
 
+@pytest.mark.parametrize(("regularizer", "expected"), [("forward_kl", -0.5 / 3), ("k2", 0.5 * 0.2 / 3)])
+def test_rec_regularizes_replies_of_zero_advantage(regularizer, expected):
+    """By hand: mean over 3 tokens of coef (q - p), or of coef (p - q)^2 / 2, with p - q = 0.2 and coef = 0.5."""
+    loss = {"regularizer": regularizer, "regularizer_coef": 0.5}
+    algorithm = config("rec", loss=loss, kl={"type": "none"}, aggregate="token_mean", merge_replies=False)
+    group = Group(task=Task(id="t", messages=()), rollouts=(spoken((5, 6), -1.0, 1.0), spoken((7,), -1.0, 1.0)))
+    update = run(Algorithm(algorithm, OURS, columns(), 0).score(1, [group]))
+    assert not any(row.advantages.any() for row in update.rows)
+    logprobs = [torch.tensor(row.logprobs + 0.2, dtype=torch.float64, requires_grad=True) for row in update.rows]
+    on_tokens = [grad[row.mask] for grad, row in zip(grads(update, logprobs), update.rows, strict=True)]
+    torch.testing.assert_close(torch.cat(on_tokens), torch.full((3,), expected, dtype=torch.float64))
+
+
 def test_missing_column_source_is_an_error_before_the_run():
     with pytest.raises(ConfigError, match="reads teacher"):
         Algorithm(config("jsd"), OURS, {}, 0)

@@ -252,4 +252,5 @@ class AlgorithmConfig(Settings):
     @property
     def drop_zero_advantage(self) -> bool:
         """Whether rows with zero advantage can be dropped, because they have no gradient."""
-        return self.loss.reads_advantage and not (self.kl.enabled or self.entropy.coef or self.critic)
+        terms = self.kl.enabled or self.entropy.coef or self.critic
+        return not (self.loss.has_gradient_without_advantage or terms)

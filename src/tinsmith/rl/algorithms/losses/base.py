@@ -105,7 +105,12 @@ class PolicyLoss(Settings):
     reads_reference: ClassVar[bool] = False
     """Whether the loss reads the reference's logprobs."""
     reads_advantage: ClassVar[bool] = True
-    """Whether rows with zero advantage have no gradient and can be dropped."""
+    """Whether the loss reads the advantage."""
+
+    @property
+    def has_gradient_without_advantage(self) -> bool:
+        """Whether rows with zero advantage have a gradient; otherwise they can be dropped."""
+        return not self.reads_advantage
 
     @property
     def advantage_kink(self) -> float | None:

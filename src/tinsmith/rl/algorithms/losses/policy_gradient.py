@@ -225,6 +225,11 @@ class RecLoss(PolicyLoss):
     regularizer_coef: Annotated[float, Needs("regularizer")] = Field(default=0.0, ge=0)
     """Weight of the regularizer."""
 
+    @property
+    @override
+    def has_gradient_without_advantage(self) -> bool:
+        return self.regularizer != "none" and self.regularizer_coef > 0
+
     @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         ratio = log_ratio(logprobs.detach(), batch).exp()
