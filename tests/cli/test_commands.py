@@ -113,7 +113,7 @@ def test_killed_run_resumes_with_equal_metrics(work, complete_run):
 
 
 def assert_resumes(work: Path, name: str, *settings: str) -> None:
-    """Assert that a run that is killed and started again has the metrics of an uninterrupted one."""
+    """Assert that a run that is killed and restarted has the metrics of an uninterrupted one."""
     done = tinsmith(work, "run", "small.yaml", f"folder=runs/{name}", *settings)
     assert done.returncode == 0, done.stderr
     run_and_send(work, signal.SIGKILL, f"runs/{name}-broken", *settings)

@@ -228,7 +228,7 @@ class RemoteEngine:
 
     async def _call(self, method: str, *args: Any, on_delta: OnDelta | None = None, **options: Any) -> Any:
         if self.died.is_set():
-            raise EngineDied("The engine process has ended.", "It is being restarted: try again later.")
+            raise _ended()
         number = next(self._numbers)
         self._calls[number] = asyncio.get_running_loop().create_future()
         if on_delta is not None:
@@ -237,7 +237,7 @@ class RemoteEngine:
             await _send(self._writer, (number, method, args, options, on_delta is not None))
             return await self._calls[number]
         except ConnectionError as error:
-            raise EngineDied("The engine process has ended.", "It is being restarted: try again later.") from error
+            raise _ended() from error
         finally:
             self._calls.pop(number, None)
             self._listeners.pop(number, None)
@@ -260,7 +260,11 @@ class RemoteEngine:
             self.died.set()
             for call in self._calls.values():
                 if not call.done():
-                    call.set_exception(EngineDied("The engine process ended.", "It is being restarted: try again."))
+                    call.set_exception(_ended())
+
+
+def _ended() -> EngineDied:
+    return EngineDied("The engine process has ended.", "It is being restarted: try again later.")
 
 
 async def _close(writer: asyncio.StreamWriter) -> None:

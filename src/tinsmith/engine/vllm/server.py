@@ -135,7 +135,7 @@ class VllmServer:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._child.wait(), EXIT_NOTICE_S)
                 self.up.clear()
-        return EngineDied("vLLM ended before the end of the response.", "It is being restarted: submit again.")
+        return EngineDied("vLLM ended before the end of the response.", "It is being restarted: try again later.")
 
     async def close(self) -> None:
         """End vLLM and all processes that it started."""

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator, model_validator
 
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.rl.optimizer import OptimizerConfig
-from tinsmith.rl.policy.chat import Conversation
+from tinsmith.rl.policy.chat import Messages
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.types import Message, Turn
 from tinsmith.settings import Settings
@@ -166,7 +166,7 @@ class ChatCodec(Protocol):
         """Return a codec whose chat template also gets these variables."""
         ...
 
-    def prompt(self, conversation: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def prompt(self, conversation: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Encode a conversation, with the beginning of the next reply."""
         ...
 
@@ -185,7 +185,7 @@ class ChatCodec(Protocol):
         ...
 
 
-Prompt = Conversation | Sequence[int]
+Prompt = Messages | Sequence[int]
 
 
 class Snapshot(Protocol):

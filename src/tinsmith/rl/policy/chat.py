@@ -22,7 +22,8 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _PLACEHOLDER = "\ue000reply\ue001"
 """Stands for a reply's tokens in a rendered chat: private-use characters that no text contains."""
 
-Conversation = Sequence[Message | Turn]
+Messages = Sequence[Message | Turn]
+"""A chat so far; a Turn is an assistant message with its sampled tokens."""
 
 
 class Chat:
@@ -50,7 +51,7 @@ class Chat:
         """A copy with further template variables."""
         return Chat(self._tokenizer, self._template, {**self._values, **values})
 
-    def prompt(self, conversation: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def prompt(self, conversation: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Token ids of the conversation and the start of a reply; a final assistant message begins the reply.
 
         Without a template, messages are joined as plain text. Raises UserError if the template rejects the messages.
@@ -143,14 +144,12 @@ class Chat:
     def _special_ids(self) -> frozenset[int]:
         return special_token_ids(self._tokenizer)
 
-    def _encode(self, conversation: Conversation, tools: Sequence[Mapping[str, Any]]) -> list[int]:
+    def _encode(self, conversation: Messages, tools: Sequence[Mapping[str, Any]]) -> list[int]:
         if not self.template:
             return list(self._tokenizer.encode(self._render(conversation, tools)))
         return self.encode_text(self._render(conversation, tools))
 
-    def _render(
-        self, conversation: Conversation, tools: Sequence[Mapping[str, Any]], *, begin_reply: bool = True
-    ) -> str:
+    def _render(self, conversation: Messages, tools: Sequence[Mapping[str, Any]], *, begin_reply: bool = True) -> str:
         """The chat as text; `begin_reply` ends it where a reply begins."""
         messages = [_message_json(part) for part in conversation]
         if not self.template:

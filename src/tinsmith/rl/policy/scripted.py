@@ -32,7 +32,7 @@ from tinsmith.rl.policy.base import (
     UpdateResult,
     check_prompt_length,
 )
-from tinsmith.rl.policy.chat import Conversation
+from tinsmith.rl.policy.chat import Messages
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.types import Message, Turn
 
@@ -53,7 +53,7 @@ class CharacterCodec(ChatCodec):
         return self
 
     @override
-    def prompt(self, conversation: Conversation, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def prompt(self, conversation: Messages, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         tokens: list[int] = []
         for part in conversation:
             if isinstance(part, Turn):

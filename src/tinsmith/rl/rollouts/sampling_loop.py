@@ -71,7 +71,7 @@ class SamplingLoop:
         """Sample until every batch is in the buffer, in a process of its own.
 
         Raises TrainingEnded, or the error that stopped sampling. If training had `ended_before` at an earlier step, it
-        may be started again with more steps.
+        may be restarted with more steps.
         """
         self._producer.start()
         while True:

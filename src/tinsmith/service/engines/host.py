@@ -77,7 +77,9 @@ class EngineHost:
     def engine(self) -> Engine:
         """The running engine. Raises EngineDied while there is none."""
         if self._running is None or self._running.died.is_set():
-            raise EngineDied(f"The engine of {self.config.source} is not running.", "It is being restarted.")
+            raise EngineDied(
+                f"The engine of {self.config.source} is not running.", "It is being restarted: try again later."
+            )
         return self._running.engine
 
     @property
