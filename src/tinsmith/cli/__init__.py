@@ -34,6 +34,7 @@ app.command("tinsmith.cli.keys:app", name="keys", help="API keys of tenants: cre
 app.command("tinsmith.cli.machine:models", name="models", help="List served and downloaded base models, or fetch one.")
 app.command("tinsmith.cli.run_file:check", name="check", help="Check a run file without starting anything.")
 app.command("tinsmith.cli.run_file:config", name="config", help="Show a run file with all settings, or convert one.")
+app.command("tinsmith.cli.data:app", name="data", help="Prepare datasets as JSONL files for run files.")
 app.command("tinsmith.cli.log:log", name="log", help="Show the log of a run.")
 app.command("tinsmith.cli.machine:doctor", name="doctor", help="Check this machine for everything the service needs.")
 
