@@ -127,7 +127,7 @@ def _from_hub() -> Iterator[Puzzle]:
 
 
 def _hub_problem() -> str:
-    """Why the dataset cannot be read from the hub; empty if it can. Asks once, where loading would retry for 30 s."""
+    """Why the dataset cannot be read from the hub; empty if it can. One request, because loading retries for 30 s."""
     try:
         import datasets  # noqa: F401
         from huggingface_hub import HfApi
