@@ -4,9 +4,9 @@ The parent has a RemoteEngine: each method sends one message over a socket pair 
 number; if a sample has `on_delta`, its deltas come before the reply, under the same number. Messages are pickles with a
 length prefix, since both ends are this program on one machine.
 
-The child (`python -m tinsmith.engine.process FD`) builds the engine and serves until the socket closes, so it never
-outlives its parent. If the child dies, every call fails with EngineDied and `died` is set; starting another engine is
-up to the caller.
+The child (`python -m tinsmith.engine.process FD`) builds the engine and serves until the socket closes, which also
+happens when the parent ends (tinsmith/parent_process.py). If the child dies, every call fails with EngineDied and
+`died` is set; starting another engine is up to the caller.
 
 The parent's end of the socket is asyncio's. The child's is a ParentLink with one thread that reads and one that writes:
 while the engine computes, the child's event loop stands still, but messages are still received and replies are sent.

@@ -1,7 +1,7 @@
 """A service in a child process for the duration of a block. A run without a `base_url` starts one.
 
-The child reads its configuration from standard input and exits when that closes, so it cannot outlive its parent. It
-writes its URL to standard output when it is ready. Its log is serve.log in the data folder.
+The child reads its configuration from standard input and ends when that closes (tinsmith/parent_process.py). It writes
+its URL to standard output when it is ready. Its log is serve.log in the data folder.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import secrets
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from tinsmith.errors import EngineError, TinsmithError
+from tinsmith.parent_process import on_parent_end
 from tinsmith.service.config import KEY_PREFIX, ServeConfig
 from tinsmith.settings import writable_folder
 
@@ -90,7 +91,7 @@ def main() -> int:
     from tinsmith.service.server import serve  # the parent process needs no web server
 
     config = ServeConfig.model_validate_json(sys.stdin.buffer.readline())
-    threading.Thread(target=_die_with_parent, daemon=True).start()
+    on_parent_end(0, partial(os.kill, os.getpid(), signal.SIGTERM))
 
     ready = os.dup(1)
     os.dup2(2, 1)  # any other output, here or of an engine, goes to the log
@@ -104,12 +105,6 @@ def main() -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     return 0
-
-
-def _die_with_parent() -> None:
-    while os.read(0, 1):  # not sys.stdin.read: this thread would hold its lock at interpreter exit
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 if __name__ == "__main__":

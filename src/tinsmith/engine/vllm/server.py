@@ -42,17 +42,8 @@ START_TIMEOUT_S = 1800.0
 END_TIMEOUT_S = 4.0
 MAX_RETRY_DELAY_S = 30.0
 
-_EXEC_AND_END_WITH_PARENT = (
-    "import ctypes, os, signal, sys, time\n"
-    "vllm = os.getpid()\n"
-    "if os.fork() == 0:\n"
-    "    while os.getppid() == vllm: time.sleep(0.5)\n"
-    "    os.killpg(0, signal.SIGKILL)\n"
-    "if sys.platform == 'linux': ctypes.CDLL(None).prctl(1, signal.SIGTERM)\n"
-    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-)
-"""Program that executes its arguments with the same Python. The kernel sends it a SIGTERM when the parent dies
-(PR_SET_PDEATHSIG). Its own children may outlive it, so a forked guard kills the process group when it has ended."""
+GUARD = Path(__file__).with_name("guard.py")
+"""Program that executes its arguments with the same Python, until this process ends."""
 
 
 def find_python(config: VllmConfig) -> Path:
@@ -76,7 +67,7 @@ def command_of(python: Path, config: VllmConfig, card: ModelCard, port: int) -> 
     head = ["--hf-overrides", '{"head_dtype": "float32"}'] if card.dtype == "bfloat16" else []
     slots = config.adapters + (card.device == "cpu")  # on a CPU one adapter stands for the base model
     return [
-        *(str(python), "-c", _EXEC_AND_END_WITH_PARENT, "-m", "vllm.entrypoints.openai.api_server"),
+        *(str(python), str(GUARD), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", card.tokenizer, "--served-model-name", BASE, "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", card.dtype, "--max-model-len", str(card.context_length), *head),
         *("--generation-config", "vllm"),  # no sampling parameters out of the model's folder
@@ -152,7 +143,7 @@ class VllmServer:
         with self._log.open("ab") as out:
             self._child = await asyncio.create_subprocess_exec(
                 *command,
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # stays open until this process ends: the guard watches it
                 stdout=out,
                 stderr=out,
                 start_new_session=True,
@@ -216,6 +207,8 @@ class VllmServer:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
         await child.wait()
+        if child.stdin is not None:
+            child.stdin.close()
 
     def _log_tail(self, count: int = LOG_LINES) -> str:
         lines: Sequence[str] = []
