@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tinsmith.rl.config import RunConfig
     from tinsmith.rl.monitors.jsonl import read_metrics
     from tinsmith.rl.plugins import reward, workflow
+    from tinsmith.rl.rewards import make_reward
     from tinsmith.rl.rewards.base import Reward, Score
     from tinsmith.rl.run import Run
     from tinsmith.rl.types import Group, Message, Rollout, Task, Trajectory, Turn
@@ -43,6 +44,7 @@ __all__ = [
     "WorkflowOptions",
     "WorkflowPolicy",
     "embedded",
+    "make_reward",
     "open_run",
     "read_metrics",
     "reward",
@@ -70,6 +72,7 @@ _MODULES = {
     "WorkflowOptions": "tinsmith.rl.workflows.base",
     "WorkflowPolicy": "tinsmith.rl.workflows.conversation",
     "embedded": "tinsmith.service.embedded",
+    "make_reward": "tinsmith.rl.rewards",
     "open_run": "tinsmith.runner",
     "read_metrics": "tinsmith.rl.monitors.jsonl",
     "reward": "tinsmith.rl.plugins",

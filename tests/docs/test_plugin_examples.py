@@ -32,7 +32,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
         sys.modules.pop(name.removesuffix(".py"), None)
 
 
-@pytest.mark.parametrize("part", [part for part in PARTS if "judge" not in part])
+@pytest.mark.parametrize("part", [part for part in PARTS if "type: judge" not in part])
 def test_example_runs_without_failed_rollouts(folder, part):
     async def connect(state: str, version: int) -> ScriptedPolicy:
         return ScriptedPolicy(("yes, it is", "no", CALL), folder.parent / "weights", state=state, version=version)
@@ -75,13 +75,13 @@ def play(config):
 
 
 def test_judge_example_is_a_valid_config(tmp_path):
-    (part,) = [part for part in PARTS if "judge" in part]
+    (part,) = [part for part in PARTS if "type: judge" in part]
     assert len(settings(tmp_path, **yaml.safe_load(part)).rewards) == 3
 
 
 def test_page_has_each_kind_of_example():
-    assert len(FILES) == 4
-    assert len(PARTS) == 5
+    assert len(FILES) == 5
+    assert len(PARTS) == 6
 
 
 def test_examples_import_only_the_public_api():

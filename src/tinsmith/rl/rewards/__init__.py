@@ -8,8 +8,8 @@ Example: Closeness().score(task_with_answer_52, "50") == 0.5 * (1 - 2 / 52)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -24,8 +24,9 @@ from tinsmith.rl.rewards.judge import Judge
 from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify
 from tinsmith.rl.rewards.numbers import Closeness, Marked, Number
 from tinsmith.rl.types import Rollout, Task, Trajectory
+from tinsmith.settings import Settings, build
 
-__all__ = ["Reward", "RewardConfig", "Rewards"]
+__all__ = ["Reward", "RewardConfig", "Rewards", "make_reward"]
 
 RewardConfig = Annotated[
     Number
@@ -42,6 +43,18 @@ RewardConfig = Annotated[
     | CustomReward,
     Field(discriminator="type"),
 ]
+
+
+def make_reward(settings: Mapping[str, Any]) -> Reward:
+    """A reward function of its settings, as an entry of `rewards` in a run file. Raises ConfigError.
+
+    Example: make_reward({"type": "number", "where": "boxed"})
+    """
+    return build(_OneReward, {"reward": dict(settings)}, "make_reward").reward
+
+
+class _OneReward(Settings):
+    reward: RewardConfig
 
 
 class Rewards:

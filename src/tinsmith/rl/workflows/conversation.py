@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
-from tinsmith.rl.types import POLICY, Message, Rollout, Termination, Trajectory, Turn
+from tinsmith.rl.rewards.base import Reward, Score
+from tinsmith.rl.types import POLICY, Message, Rollout, Task, Termination, Trajectory, Turn
 
 
 class Terminated(Exception):
@@ -153,6 +154,11 @@ class WorkflowPolicy:
     async def open_model(self, name: str) -> Snapshot:
         """Another model of the server, a base model or a tinker:// path, to sample from without a trajectory."""
         return await self.snapshot.open_model(name)
+
+    async def score(self, reward: Reward, task: Task, text: str) -> Score:
+        """The score of a text by a reward function, which `make_reward` makes from its settings."""
+        turn = Turn(prompt=(), tokens=(), logprobs=(), text=text, stop="stop")
+        return Score.of(await reward.judge(task, Rollout.single((turn,)), self.snapshot))
 
     @property
     def without_reward(self) -> tuple[str, ...]:
