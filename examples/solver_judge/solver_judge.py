@@ -41,8 +41,8 @@ class SolverJudge:
         verdict = await judge.say(judge_prompt(task, [reply.text for reply in replies]))
         chosen = choice(verdict.text, self.solutions)
         judge.reward = scores[chosen - 1].value if chosen else 0.0
-        correct = bool(chosen and scores[chosen - 1].correct)
-        solved = sum(bool(score.correct) for score in scores) / self.solutions
+        correct = judge.reward >= 1
+        solved = sum(score.value >= 1 for score in scores) / self.solutions
         return policy.rollout(correct=correct, metrics={"solver_accuracy": solved, "judge_accuracy": float(correct)})
 
 
