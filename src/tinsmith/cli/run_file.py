@@ -101,7 +101,7 @@ def print_notes(run_file: RunFile, console: Console) -> None:
     from rich.markup import escape
 
     if run_file.dialect:
-        text = f"a file of {run_file.dialect}; differences: docs/guides/trinity.md"
+        text = f"a file of {run_file.dialect}; differences: {run_file.guide}"
         console.print(f"[dim]{text}[/]", highlight=False)
     for note in run_file.notes:
         console.print(f"[dim]note: {escape(note)}[/]", highlight=False)

@@ -1,7 +1,8 @@
 """Run files in any dialect: detected, translated into a RunConfig, with notes on keys that have no effect.
 
 `read_run` is what the commands call. In a foreign file, `key=value` overrides of the file's own keys are applied
-before the translation, and overrides of RunConfig's keys after it. Each dialect is a package in this folder.
+before the translation, and overrides of RunConfig's keys after it. Each dialect is a package in this folder, or one of
+its kinds of files.
 """
 
 from __future__ import annotations
@@ -12,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.dialects.base import Section, Translation, has_key, keys
+from tinsmith.dialects.rllm import dialect as rllm
+from tinsmith.dialects.rllm import overrides as hydra_syntax
+from tinsmith.dialects.rllm.schema import RllmFile
+from tinsmith.dialects.rllm.schema_unified import UnifiedFile
 from tinsmith.dialects.trinity import translate as trinity
 from tinsmith.dialects.trinity.plugin_shim import plugin_shim
 from tinsmith.dialects.trinity.schema import TrinityFile
@@ -30,22 +35,66 @@ from tinsmith.settings import (
 )
 
 
-@dataclass(frozen=True, slots=True)
+def _key(override: str) -> str:
+    """The dotted key of an override; an index may be written as [0] or .0."""
+    return override.partition("=")[0].replace("[", ".").replace("]", "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dialect:
     """A foreign kind of run file."""
 
     name: str
+    guide: str
+    """Page about the differences."""
     schema: type[Section]
-    stage_keys: tuple[str, ...]
+    stage_keys: tuple[str, ...] = ()
     """Keys of the schema that an entry of `stages` may have."""
     recognizes: Callable[[Mapping[str, Any]], bool]
     defaults: Callable[[], Mapping[str, Any]]
     """The values that references in a file find where it does not set the key."""
     translate: Callable[[Mapping[str, Any], str, Names, Sequence[str]], Translation]
+    """Arguments: the file's values, its place in messages, names of plugins, and the overrides that were applied."""
+    override_key: Callable[[str], str] = _key
+    """The dotted key of an override."""
+    apply: Callable[[Mapping[str, Any], Sequence[str]], dict[str, Any]] = apply_overrides
+    """The values of a file with overrides of its own keys."""
+    finish: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+    """The settings of the run from those of the translation, with overrides of RunConfig's keys."""
 
 
 DIALECTS = (
-    Dialect(trinity.NAME, TrinityFile, trinity.STAGE_KEYS, trinity.recognizes, trinity.defaults, trinity.translate),
+    Dialect(
+        name=rllm.NAME,
+        guide=rllm.GUIDE,
+        schema=UnifiedFile,
+        recognizes=rllm.is_unified,
+        defaults=rllm.unified_defaults,
+        translate=rllm.translate,
+        override_key=hydra_syntax.override_key,
+        apply=rllm.apply,
+        finish=rllm.finish,
+    ),
+    Dialect(
+        name=rllm.NAME,
+        guide=rllm.GUIDE,
+        schema=RllmFile,
+        recognizes=rllm.recognizes,
+        defaults=rllm.defaults,
+        translate=rllm.translate,
+        override_key=hydra_syntax.override_key,
+        apply=rllm.apply,
+        finish=rllm.finish,
+    ),
+    Dialect(
+        name=trinity.NAME,
+        guide="docs/guides/trinity.md",
+        schema=TrinityFile,
+        stage_keys=trinity.STAGE_KEYS,
+        recognizes=trinity.recognizes,
+        defaults=trinity.defaults,
+        translate=trinity.translate,
+    ),
 )
 
 
@@ -59,6 +108,8 @@ class RunFile:
     settings: RunConfig
     dialect: str = ""
     """Empty for Tinsmith's own files."""
+    guide: str = ""
+    """Page about the differences of the dialect."""
     notes: tuple[str, ...] = ()
     """On keys of the file that have no effect here, or another one than they suggest."""
 
@@ -84,23 +135,18 @@ def _read_own(file: Path, values: Mapping[str, Any], overrides: Sequence[str]) -
 
 def _read_foreign(file: Path, values: Mapping[str, Any], overrides: Sequence[str], dialect: Dialect) -> RunFile:
     place = str(file)
-    before = [override for override in overrides if _is_foreign(dialect, _key(override))]
+    before = [override for override in overrides if _is_foreign(dialect, dialect.override_key(override))]
     after = [override for override in overrides if override not in before]
     for override in after:
-        _check_key(dialect, _key(override))
-    values = apply_overrides(values, before)
+        _check_key(dialect, dialect.override_key(override))
+    values = dialect.apply(values, before)
     defaults = dialect.defaults() if "${" in str(values) else None
     translation = dialect.translate(
         resolve_interpolations(values, place, defaults), place, _plugin_names(after), before
     )
     place = f"{place} (read as {dialect.name})"
-    settings = build(RunConfig, apply_overrides(translation.settings, after), place, after)
-    return RunFile(settings=_named(settings, file), dialect=dialect.name, notes=translation.notes)
-
-
-def _key(override: str) -> str:
-    """The dotted key of an override; an index may be written as [0] or .0."""
-    return override.partition("=")[0].replace("[", ".").replace("]", "")
+    settings = build(RunConfig, dialect.finish(apply_overrides(translation.settings, after)), place, after)
+    return RunFile(settings=_named(settings, file), dialect=dialect.name, guide=dialect.guide, notes=translation.notes)
 
 
 def _is_foreign(dialect: Dialect, key: str) -> bool:

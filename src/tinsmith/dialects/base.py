@@ -26,6 +26,7 @@ from typing import Any, TypeVar, get_args
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 
+from tinsmith.errors import ConfigError
 from tinsmith.settings import nearest_name
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -135,6 +136,13 @@ def fault(key: str, problem: str, fix: str) -> Translation:
 def combine(parts: Iterable[Translation]) -> Translation:
     """The sum of translations; later settings win."""
     return sum(parts, NOTHING)
+
+
+def check_faults(translation: Translation, place: str) -> Translation:
+    """The translation. Raises ConfigError if it has faults."""
+    if translation.faults:
+        raise ConfigError("\n".join(f"{place}: {text}" for text in translation.faults))
+    return translation
 
 
 def did_you_mean(name: str, candidates: Iterable[Any]) -> str:

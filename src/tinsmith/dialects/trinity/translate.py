@@ -14,6 +14,7 @@ from tinsmith.dialects.base import (
     NOTHING,
     Key,
     Translation,
+    check_faults,
     combine,
     did_you_mean,
     fault,
@@ -81,14 +82,7 @@ def translate(
     file = build(TrinityFile, values, place, overrides)
     if file.stages:
         return _stages(values, file, place, plugins)
-    return _checked(_translate_file(file, plugins), place)
-
-
-def _checked(translation: Translation, place: str) -> Translation:
-    """The translation. Raises ConfigError if it has faults."""
-    if translation.faults:
-        raise ConfigError("\n".join(f"{place}: {text}" for text in translation.faults))
-    return translation
+    return check_faults(_translate_file(file, plugins), place)
 
 
 def _translate_file(file: TrinityFile, plugins: Names) -> Translation:
@@ -306,7 +300,7 @@ def _stages(values: Mapping[str, Any], file: TrinityFile, place: str, plugins: N
         stage_place = f"{place}, stage {name}"
         try:
             translation = _translate_file(build(TrinityFile, whole, stage_place), plugins)
-            stages.append((name, _checked(translation, stage_place)))
+            stages.append((name, check_faults(translation, stage_place)))
         except ConfigError as error:
             faults.append(str(error))
     if faults:
@@ -332,7 +326,7 @@ def _shared_settings(stages: Sequence[tuple[str, Translation]], place: str) -> T
             text = f"{word}: all stages use that of stage {first}, because they share one model at one service."
             result += note(text)
         result += settings({f"{section}.{key}": value})
-    return _checked(result, place)
+    return check_faults(result, place)
 
 
 def _joined(stages: Sequence[tuple[str, Translation]], notes: Sequence[str]) -> Translation:

@@ -1,0 +1,190 @@
+"""Translation of a whole configuration of rLLM.
+
+`tinker_rl_trainer` and its successor `unified` are two dialects with the same functions: each looks up its keys at the
+places that the configuration has (`values`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from tinsmith.dialects.base import (
+    NOTHING,
+    Key,
+    Section,
+    Translation,
+    check_faults,
+    combine,
+    fault,
+    keys,
+    translate_declared,
+    translates,
+)
+from tinsmith.dialects.rllm import algorithm, rollouts, training
+from tinsmith.dialects.rllm.overrides import NOW, override_key, parse_override
+from tinsmith.dialects.rllm.schema import RllmFile
+from tinsmith.dialects.rllm.schema_unified import UnifiedFile
+from tinsmith.dialects.rllm.values import Values
+from tinsmith.errors import ConfigError
+from tinsmith.rl.plugins import Names
+from tinsmith.settings import COMMAND_LINE, build
+
+NAME = "rLLM"
+GUIDE = "docs/guides/rllm.md"
+CONFIGS: Mapping[str, type[Section]] = {"tinker_rl_trainer": RllmFile, "unified": UnifiedFile}
+"""Name of a configuration in Hydra -> its keys."""
+
+_MARKS = {
+    "model": {"lora_rank"},
+    "algorithm": {"adv_estimator", "grouping_level", "norm_adv_by_std_in_grpo"},
+    "data": {"train_batch_size", "max_prompt_length", "max_response_length", "train_files", "val_files"},
+    "trainer": {"total_epochs", "project_name", "experiment_name", "test_freq", "save_freq", "default_local_dir"},
+    "workflow": {"n_parallel_tasks", "retry_limit"},
+}
+"""Keys of sections that neither Tinsmith's run files nor those of other systems have."""
+_SECTIONS = {"training", "tinker_base_url", "val_sampling", "rollout_engine", "validation"}
+
+
+def is_unified(values: Mapping[str, Any]) -> bool:
+    """Whether these are keys of the unified configuration."""
+    return "rllm" in values or "unified" in _default_names(values)
+
+
+def recognizes(values: Mapping[str, Any]) -> bool:
+    """Whether these are keys of `tinker_rl_trainer`."""
+    sections = ((values.get(name), marks) for name, marks in _MARKS.items())
+    return not is_unified(values) and (
+        not _SECTIONS.isdisjoint(values)
+        or "tinker_rl_trainer" in _default_names(values)
+        or any(isinstance(section, Mapping) and not marks.isdisjoint(section) for section, marks in sections)
+    )
+
+
+def _default_names(values: Mapping[str, Any]) -> Collection[str]:
+    """The entries of Hydra's defaults list that are names."""
+    entries = values.get("defaults")
+    return [entry for entry in entries if isinstance(entry, str)] if isinstance(entries, list) else ()
+
+
+def file_keys() -> Iterator[Key]:
+    """Every key of `tinker_rl_trainer`, with its fate."""
+    return keys(RllmFile)
+
+
+def unified_keys() -> Iterator[Key]:
+    """Every key of `unified` that `tinker_rl_trainer` does not have, with its fate."""
+    seed = {key.path for key in file_keys()}
+    return (key for key in keys(UnifiedFile) if key.path not in seed)
+
+
+def defaults() -> dict[str, Any]:
+    """The values of `tinker_rl_trainer`, without Hydra's and Tinsmith's own keys."""
+    values = RllmFile().model_dump(mode="json", exclude={"hydra": True, "defaults": True, "workflow": {"path", "args"}})
+    sampling = {name: f"${{sampling.{name}}}" for name in ("temperature", "top_p")}
+    return {**values, "val_sampling": {**sampling, "max_tokens": "${data.max_response_length}"}}
+
+
+def unified_defaults() -> dict[str, Any]:
+    """The values of `unified`, without keys of older configurations."""
+    older = ("algorithm", "trainer", "sampling", "val_sampling", "hydra", "defaults")
+    values = UnifiedFile().model_dump(mode="json", exclude={**dict.fromkeys(older, True), "workflow": {"path", "args"}})
+    for name in ("val_group_size", "resume_from_tinker_id"):
+        del values["training"][name]
+    tree, rollout = values["rllm"], values["rllm"]["rollout"]
+    for name in ("sandbox_backend", "sandbox_concurrency"):
+        del tree[name]
+    tree["remote_runtime"].pop("backend_config")
+    for part in ("train", "val"):
+        named = {name: rollout[part][name] for name in ("temperature", "top_p")}
+        rollout[part] = {**named, "max_tokens": "${rllm.data.max_response_length}"}
+    rollout |= {"n": training.GROUP, "n_val": 1}
+    return values
+
+
+def apply(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """`values` with overrides in Hydra's syntax, and with `${now:…}` replaced."""
+    tree = OmegaConf.create(dict(values))
+    for override in map(parse_override, overrides):
+        if override.action == "remove":
+            *parents, last = override.key.split(".")
+            section = OmegaConf.select(tree, ".".join(parents)) if parents else tree
+            if section is None or last not in section:
+                raise ConfigError(f"{COMMAND_LINE}: there is no key '{override.key}' to remove.", "Leave it out.")
+            del section[last]
+        else:
+            OmegaConf.update(tree, override.key, override.value, force_add=True)
+    return replace_time(OmegaConf.to_container(tree))
+
+
+def replace_time(value: Any) -> Any:
+    """`value` with `${now:FORMAT}` replaced, and without values that are missing (???)."""
+    if isinstance(value, Mapping):
+        return {key: replace_time(part) for key, part in value.items() if part != "???"}
+    if isinstance(value, list | tuple):
+        return [replace_time(part) for part in value]
+    return NOW.sub(lambda match: time.strftime(match[1]), value) if isinstance(value, str) else value
+
+
+def translate(
+    values: Mapping[str, Any], place: str, plugins: Names = frozenset(), overrides: Sequence[str] = ()
+) -> Translation:
+    """The settings and notes of a file; `overrides` are the words that set some of its values.
+
+    Raises ConfigError with every fault.
+    """
+    kind = UnifiedFile if is_unified(values) else RllmFile
+    file = build(kind, values, place, [override_key(override) for override in overrides])
+    return check_faults(translate_file(file, map(override_key, overrides), plugins), place)
+
+
+def translate_file(
+    file: Section,
+    overridden: Iterator[str] | Collection[str] = (),
+    plugins: Names = frozenset(),
+    estimators: Mapping[str, Mapping[str, Any]] | None = None,
+) -> Translation:
+    """Settings, notes and faults. `overridden`: keys that the command line sets; `estimators`: those of a script."""
+    values = Values(file, frozenset(overridden))
+    return combine(
+        [
+            translate_declared(file),
+            values.conflicts(),
+            _defaults_list(values),
+            rollouts.translate(values, plugins),
+            training.translate(values),
+            algorithm.translate(values, estimators or {}),
+        ]
+    )
+
+
+@translates(RllmFile, defaults="rLLM's configurations by name; others are refused")
+@translates(UnifiedFile, defaults="rLLM's configurations by name; others are refused")
+def _defaults_list(values: Values) -> Translation:
+    return defaults_list(values.value("defaults"))
+
+
+def defaults_list(entries: Sequence[Any]) -> Translation:
+    """Faults in Hydra's defaults list. `_self_` and names of rLLM's configurations have no effect: built in."""
+    result = NOTHING
+    for entry in entries:
+        (name, choice), *_ = entry.items() if isinstance(entry, Mapping) else [(entry, None)]
+        name = str(name).removeprefix("override ").strip().removeprefix("/")
+        if name == "rllm/backend":
+            if choice != "tinker":
+                result += fault("defaults", f"{name}: '{choice}' is not supported.", "Set rllm/backend: tinker.")
+        elif choice is not None or name not in (*CONFIGS, "_self_", "rllm/base"):
+            result += fault("defaults", f"'{name}' is not read.", "Write its keys into this file.")
+    return result
+
+
+def finish(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run without `eval` if there are no held-out tasks. rLLM splits none off the training tasks."""
+    tasks = values.get("tasks")
+    if isinstance(tasks, Mapping) and (tasks.get("eval") or tasks.get("held_out")):
+        return dict(values)
+    without = {key: value for key, value in values.items() if key != "eval"}
+    return {**without, "tasks": {**tasks, "held_out": 0}} if isinstance(tasks, Mapping) else without
