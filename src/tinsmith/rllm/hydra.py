@@ -5,8 +5,8 @@
     @hydra.main(config_path="pkg://rllm.trainer.config", config_name="tinker_rl_trainer", version_base=None)
     def main(config): ...
 
-Hydra itself is not used: rLLM's configurations are built in. A configuration of one's own is a YAML file with a defaults
-list that names one of them.
+Hydra itself is not used: rLLM's configurations are built in. A configuration of one's own is a YAML file with a
+defaults list that names one of them.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def main(
 ) -> Callable[[Callable[[DictConfig], Any]], Callable[..., Any]]:
     """Decorator: call a function with the configuration that the command line overrides.
 
-    `config_path` is pkg://rllm.trainer.config, or a folder of YAML files relative to the script. The working folder does
-    not change, and no output folder is made. `version_base` has no effect. An error of Tinsmith is printed without its
-    traceback, unless HYDRA_FULL_ERROR is set.
+    `config_path` is pkg://rllm.trainer.config, or a folder of YAML files relative to the script. The working folder
+    does not change, and no output folder is made. `version_base` has no effect. An error of Tinsmith is printed without
+    its traceback, unless HYDRA_FULL_ERROR is set.
     """
 
     def decorate(function: Callable[[DictConfig], Any]) -> Callable[..., Any]:

@@ -138,8 +138,8 @@ def _file(config: Mapping[str, Any] | DictConfig) -> tuple[Section, dict[str, An
     changed = _changed(plain, _defaults(kind))
     if "${" in str(changed):
         changed = resolve_interpolations(changed, PLACE, plain)
-    known = {key: value for key, value in changed.items() if key in kind.model_fields}
-    return build(kind, known, PLACE), {key: value for key, value in changed.items() if key not in known}
+    recognized = {key: value for key, value in changed.items() if key in kind.model_fields}
+    return build(kind, recognized, PLACE), {key: value for key, value in changed.items() if key not in recognized}
 
 
 def _changed(values: Mapping[str, Any], usual: Mapping[str, Any]) -> dict[str, Any]:

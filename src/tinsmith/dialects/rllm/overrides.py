@@ -65,7 +65,7 @@ def _refusal(text: str, problem: str, fix: str) -> ConfigError:
 
 
 class _Parser:
-    """Reads one value from the text behind the equals sign."""
+    """Reads one value from the text after the equals sign."""
 
     def __init__(self, override: str, text: str) -> None:
         self._override, self._text, self._at = override, text, 0

@@ -187,8 +187,8 @@ def _monitors(values: Values) -> Translation:
             fix = f"Use {', '.join(TRACKERS[:-1])} or {TRACKERS[-1]}."
             result += fault(logger.key, f"{name} is not supported.", fix)
         else:
-            known = ("console", *TRACKERS, *IN_RUN_FOLDER)
-            result += fault(logger.key, f"there is no logger '{name}'.", did_you_mean(name, known))
+            supported = ("console", *TRACKERS, *IN_RUN_FOLDER)
+            result += fault(logger.key, f"there is no logger '{name}'.", did_you_mean(name, supported))
     return result + settings({"monitors": monitors})
 
 
@@ -224,7 +224,7 @@ def _folder(values: Values) -> Translation:
 @translates(
     TinkerTraining,
     resume_mode="resume: true (auto) or rename (disable); with resume_path, resume_from",
-    resume_from_path="resume_from, with resume_mode resume_path: a tinker:// path, or a folder with rLLM's checkpoint.json",
+    resume_from_path="resume_from, with resume_mode resume_path: a tinker:// path, or rLLM's folder of a checkpoint",
     resume_from_tinker_id="resume_from",
 )
 def _resume(values: Values) -> Translation:

@@ -1,7 +1,7 @@
 """Values of a configuration by dotted key, and the keys that stand in several places.
 
-A key of `MIRRORS` may be set at each of its places. The first that the command line sets is used, else the first that
-the file sets, else the default of the first: `rllm` on the command line, its mirror there, `rllm` in the file, its mirror.
+A key of `MIRRORS` may be set at each of its places, with this precedence: `rllm` on the command line, its mirror there,
+`rllm` in the file, its mirror there, the default of `rllm`.
 """
 
 from __future__ import annotations
