@@ -124,7 +124,7 @@ def test_defaults_of_rllm_are_valid_and_noted_nowhere(name: str):
 
 
 def test_unknown_key_is_refused_with_the_nearest():
-    with pytest.raises(ConfigError, match="Did you mean 'training.group_size'"):
+    with pytest.raises(ConfigError, match=r"Did you mean 'training\.group_size'"):
         translate({"training": {"group_siz": 4}}, "file")
     with pytest.raises(ConfigError, match=r"Did you mean 'rllm\.trainer\.total_epochs'"):
         translate({"rllm": {"trainer": {"total_epoch": 4}}}, "file")
