@@ -51,7 +51,9 @@ async def bench(
         _, held_out = split(config.tasks, config.seed)
         agent_endpoint = AgentEndpoint()
         runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
-        evaluator = Evaluator(config.eval, held_out, eval_workflow_maker(config, agent_endpoint), config.seed, runner)
+        evaluator = Evaluator(
+            config.eval, held_out, eval_workflow_maker(config, agent_endpoint, {}), config.seed, runner
+        )
         clients = await connect()
         jsonl = JsonlMonitor(RunInfo(name=config.name, folder=path / "bench", steps=len(names)))
         rows: list[dict[str, float | str]] = []

@@ -58,7 +58,7 @@ async def debug_rollout(config: RunConfig, connect: Connect) -> DebugRollout:
     try:
         snapshot = await policy.snapshot()
         connected = time.perf_counter()
-        workflow = config.workflow.make(workflow_context(config, agent_endpoint))
+        workflow = config.workflow.make(workflow_context(config, agent_endpoint, {}))
         runner = RolloutRunner(config.rollout, asyncio.Semaphore(1))
         (group,) = await runner.run_groups(workflow, [task], snapshot, size=1, seeds=[request_seed(config.seed, 1, 0)])
         done = time.perf_counter()

@@ -74,7 +74,7 @@ class _Exploration:
         self._task_sampler = task_sampler
         self._status = SamplerStatus()
         self._loop = SamplingLoop(
-            config.workflow.make(workflow_context(config, endpoint)),
+            config.workflow.make(workflow_context(config, endpoint, {})),
             self._task_sampler,
             lambda record: clients.open_checkpoint(record.path, record.version),
             sampling_plan(config),

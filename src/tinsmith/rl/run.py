@@ -10,6 +10,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -30,7 +31,7 @@ from tinsmith.rl.rollouts.filters import apply_filters
 from tinsmith.rl.rollouts.producer import Batch
 from tinsmith.rl.run_folder import SETTINGS, RandomStates, RunFolder, State, check_adapter, state_of_checkpoint
 from tinsmith.rl.run_folder.resume_from import TasksPerStep
-from tinsmith.rl.run_folder.state import as_metadata
+from tinsmith.rl.run_folder.state import as_metadata, json_values
 from tinsmith.rl.types import Group
 
 log = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class Run:
     """Name or tinker:// path of the model that divergences are measured from."""
     critic: Critic | None
     demonstrations: Demonstrations | None
+    store: dict[str, Any]
+    """Values that all rollouts share, which workflows read and write."""
 
     def steps(self) -> range:
         """The remaining steps, counted from 1."""
@@ -177,6 +180,7 @@ class Run:
             algorithm=dict(self.algorithm.state),
             reference=self.reference,
             critic_path=critic_path,
+            store=json_values(self.store),
             origin=before.origin if before else "",
         )
         path = await self.policy.save(name, ttl, as_metadata(state, self.config.seed))

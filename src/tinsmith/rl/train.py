@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -133,8 +134,9 @@ async def assemble(
         start=state.step if state else 0,
         settings=config.model_dump(mode="json"),
     )
+    store = dict(state.store) if state else {}
     batches = (
-        _batch_source(config, folder, policy, task_sampler, runner, agent_endpoint)
+        _batch_source(config, folder, policy, task_sampler, runner, workflow_context(config, agent_endpoint, store))
         if config.uses_rollouts
         else EmptyBatchSource()
     )
@@ -162,13 +164,18 @@ async def assemble(
             batches=batches,
             algorithm=algorithm,
             evaluator=Evaluator(
-                config.eval, held_out if judge else {}, eval_workflow_maker(config, agent_endpoint), config.seed, runner
+                config.eval,
+                held_out if judge else {},
+                eval_workflow_maker(config, agent_endpoint, store),
+                config.seed,
+                runner,
             ),
             rewards=judge,
             monitors=run_monitors,
             reference=reference,
             critic=critic,
             demonstrations=demonstrations,
+            store=store,
         )
     finally:
         await batches.close()
@@ -190,14 +197,17 @@ def _demonstrations(config: RunConfig, data: RunData, policy: Policy, state: Sta
     return demonstrations
 
 
-def eval_workflow_maker(config: RunConfig, agent_endpoint: AgentEndpoint) -> Callable[[EvalConfig], Workflow]:
-    """A function from the evaluation settings of a source to its workflow."""
+def eval_workflow_maker(
+    config: RunConfig, agent_endpoint: AgentEndpoint, store: dict[str, Any]
+) -> Callable[[EvalConfig], Workflow]:
+    """A function from the evaluation settings of a source to its workflow. `store`: values that all rollouts share."""
 
     def make(settings: EvalConfig) -> Workflow:
         parts = WorkflowContext(
             sampling=settings.sampling(config.sampling),
             rewards=Rewards(settings.rewards or config.rewards),
             agent_endpoint=agent_endpoint,
+            store=store,
             evaluating=True,
         )
         return (settings.workflow or config.workflow).make(parts)
@@ -205,10 +215,10 @@ def eval_workflow_maker(config: RunConfig, agent_endpoint: AgentEndpoint) -> Cal
     return make
 
 
-def workflow_context(config: RunConfig, agent_endpoint: AgentEndpoint) -> WorkflowContext:
-    """Context of the workflow that samples training rollouts."""
+def workflow_context(config: RunConfig, agent_endpoint: AgentEndpoint, store: dict[str, Any]) -> WorkflowContext:
+    """Context of the workflow that samples training rollouts. `store`: values that all rollouts share."""
     rewards = Rewards(config.rewards, needed=config.algorithm.advantage.reads_rewards)
-    return WorkflowContext(sampling=config.sampling, rewards=rewards, agent_endpoint=agent_endpoint)
+    return WorkflowContext(sampling=config.sampling, rewards=rewards, agent_endpoint=agent_endpoint, store=store)
 
 
 def sampling_plan(config: RunConfig) -> SamplingPlan:
@@ -233,7 +243,7 @@ def _batch_source(
     policy: Policy,
     task_sampler: TaskSampler,
     runner: RolloutRunner,
-    agent_endpoint: AgentEndpoint,
+    context: WorkflowContext,
 ) -> BatchSource:
     plan = sampling_plan(config)
     buffer = buffers.build(config.buffer, folder.path, config.name)
@@ -245,7 +255,7 @@ def _batch_source(
     sampling = None
     if in_process:
         sampling = SamplingLoop(
-            config.workflow.make(workflow_context(config, agent_endpoint)),
+            config.workflow.make(context),
             task_sampler,
             publisher.open,
             plan,

@@ -12,6 +12,8 @@ from tests.rl.scripted_run import Killed, breaking, rows, run, scripted, setting
 from tinsmith.errors import ConfigError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.run_folder import read_state
+from tinsmith.rl.types import Rollout, Task
+from tinsmith.rl.workflows.conversation import WorkflowPolicy
 
 SIX: dict[str, Any] = {"steps": 6, "eval": {"every": 2}, "checkpoint": {"every": 1}}
 
@@ -211,3 +213,35 @@ def test_stage_cannot_set_resume_from(tmp_path):
     stage = {"name": "a", "resume_from": "tinker://a/weights/b"}
     with pytest.raises(ConfigError, match="resume_from cannot differ between stages"):
         RunConfig.model_validate({**settings(tmp_path).model_dump(), "stages": [stage]})
+
+
+class Roles:
+    """Two guesses and a check; what earlier rollouts of the run said changes the prompt of the check."""
+
+    async def run(self, task: Task, policy: WorkflowPolicy) -> Rollout:
+        said: list[str] = policy.store.setdefault("said", [])
+        for role in ("guess", "guess", "check"):
+            conversation = policy.conversation(role)
+            reply = await conversation.say(*task.messages, " ".join(said[-2:]))
+            conversation.reward = float(reply.text == ("yes" if role == "guess" else "perhaps"))
+            if not policy.evaluating:
+                said.append(reply.text)
+        policy.store["unsaved"] = object()
+        return policy.rollout(correct="yes" in said[-3:], metrics={"said": len(said)})
+
+
+@pytest.mark.parametrize("staleness", [0, 2])
+def test_roles_and_their_shared_store_resume_exactly(tmp_path, staleness, caplog):
+    changes = {"workflow": {"type": "custom", "path": Roles}, "rewards": [], "staleness": staleness, "concurrency": 1}
+    changes["optimizer"] = {"learning_rate": 0.05}
+    whole, reset = tmp_path / "whole", tmp_path / "reset"
+    run(settings(whole, **SIX, **changes))
+    assert "policy.store['unsaved'] is not saved: JSON cannot hold a object" in caplog.text
+    state = read_state(whole)
+    assert state is not None
+    assert len(state.store["said"]) == 6 * 3 * 4 * 3
+    with pytest.raises(Killed):
+        run(settings(reset, **SIX, **changes), breaking(reset, calls=4, at="update"))
+    run(settings(reset, **SIX, **changes, resume_from=checkpoint(reset, 3)))
+    assert_equal_runs(reset, whole)
+    assert {"reward/guess/mean", "reward/check/mean", "workflow/said"} <= rows(whole)[1].keys()

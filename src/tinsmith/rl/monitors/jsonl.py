@@ -66,20 +66,25 @@ def _line(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, An
         "messages": [{"role": message.role, "content": message.content} for message in task.messages],
         "answer": task.answer,
         "text": rollout.text,
-        "reward": rollout.reward,
-        "reward_parts": dict(rollout.reward_parts),
+        "reward": float(rollout.reward),
+        "reward_parts": _floats(rollout.reward_parts),
         "correct": rollout.correct,
-        "metrics": dict(rollout.metrics),
+        "metrics": _floats(rollout.metrics),
         "termination": rollout.termination,
         "error": rollout.error,
         "trajectories": [_trajectory(each) for each in rollout.trajectories],
     }
 
 
+def _floats(values: Mapping[str, float]) -> dict[str, float]:
+    """The values of workflows and rewards, which may be integers or numbers of numpy, as they are after a resume."""
+    return {name: float(value) for name, value in values.items()}
+
+
 def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "role": trajectory.role,
-        "reward": trajectory.reward,
+        "reward": float(trajectory.reward),
         "trained": trajectory.trained,
         "turns": [
             {
@@ -87,7 +92,7 @@ def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
                 "stop": turn.stop,
                 "model": turn.model,
                 "version": turn.version,
-                "reward": turn.reward,
+                "reward": None if turn.reward is None else float(turn.reward),
                 "prompt": turn.prompt,
                 "tokens": turn.tokens,
                 "logprobs": turn.logprobs,

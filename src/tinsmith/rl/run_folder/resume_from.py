@@ -27,6 +27,7 @@ _FIELDS = {
     "cursor": "the position in the tasks",
     "order": "the state of the task order",
     "batches": "batches sampled ahead",
+    "store": "policy.store of workflows",
     "random": "the states of global random generators",
 }
 """What a State's fields are called in messages."""

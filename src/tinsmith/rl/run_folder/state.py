@@ -10,6 +10,7 @@ checkpoint's path alone. Metadata is small: what does not fit is left out, and n
 from __future__ import annotations
 
 import json
+import logging
 import random
 from collections.abc import Mapping
 from pathlib import Path
@@ -22,10 +23,12 @@ from tinsmith.atomic import atomic_write
 from tinsmith.rl.rollouts.batch_source import BatchSourceState
 from tinsmith.settings import Settings
 
+log = logging.getLogger(__name__)
+
 METADATA_KEY = "tinsmith_state"
 _METADATA_LENGTH = 8000
 """Characters of the state in a checkpoint's metadata."""
-_LONG = ("random", "supply", "order")
+_LONG = ("random", "supply", "order", "store")
 """Keys that may be too long for metadata."""
 
 Checkpoints = tuple[tuple[str, ...], ...]
@@ -105,6 +108,8 @@ class State(Settings):
     """Reference model of divergences: a base model's name or a tinker:// path."""
     critic_path: str = ""
     """tinker:// path of the critic's state; empty without a critic."""
+    store: dict[str, Any] = Field(default_factory=dict)
+    """The values of `policy.store` of workflows that JSON can hold."""
     checkpoints: Checkpoints = ()
     """Checkpoints stored on the server, oldest first."""
     sampling_path: str = ""
@@ -146,6 +151,17 @@ def state_file(path: Path, step: int) -> Path:
     return path / "checkpoints" / f"step-{step:06}.json"
 
 
+def json_values(store: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of the values that JSON can hold; logs a warning that names the others."""
+    saved: dict[str, Any] = {}
+    for key, value in store.items():
+        try:
+            saved[key] = json.loads(json.dumps(value))
+        except (TypeError, ValueError):
+            log.warning("policy.store[%r] is not saved: JSON cannot hold a %s", key, type(value).__name__)
+    return saved
+
+
 def as_metadata(state: State, seed: int) -> dict[str, str]:
     """The state as metadata of its checkpoint, without what the length does not allow.
 
@@ -177,7 +193,7 @@ def from_metadata(metadata: Mapping[str, str], derived: State) -> tuple[State, t
         return None
     names = {field.serialization_alias or name: name for name, field in State.model_fields.items()}
     stored = {names[key]: value for key, value in values.items() if key in names}
-    lacking = sorted({"cursor", "random", "batches", "order"} - stored.keys())
+    lacking = sorted({"cursor", "random", "batches", "order", "store"} - stored.keys())
     if stored.get("random", 0) is None:
         del stored["random"]
     return _STATE.validate_python({**derived.model_dump(), **stored}), tuple(lacking)

@@ -43,7 +43,7 @@ class WorkflowContext:
     agent_endpoint: AgentEndpoint
     """OpenAI-compatible endpoint through which agents sample the policy."""
     store: dict[str, Any] = field(default_factory=dict)
-    """Values that all rollouts of the run share, in memory."""
+    """Values that all rollouts of the run share; checkpoints save those that JSON can hold."""
     evaluating: bool = False
     """Whether the rollouts are those of an evaluation."""
 

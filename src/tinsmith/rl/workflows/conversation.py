@@ -135,7 +135,7 @@ class WorkflowPolicy:
     sampling: SamplingConfig
     seed: int
     store: dict[str, Any]
-    """Values that all rollouts of the run share, in memory."""
+    """Values that all rollouts of the run share; checkpoints save those that JSON can hold."""
     evaluating: bool
     """Whether the rollout is part of an evaluation."""
     _conversations: list[Conversation] = field(default_factory=list)
