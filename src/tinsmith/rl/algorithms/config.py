@@ -10,11 +10,12 @@ from pydantic import Field, model_validator
 from tinsmith.rl.algorithms.advantages import AdvantageConfig
 from tinsmith.rl.algorithms.advantages.base import Advantage
 from tinsmith.rl.algorithms.advantages.group import GrpoAdvantage
+from tinsmith.rl.algorithms.correction import CorrectionConfig
 from tinsmith.rl.algorithms.critic import CriticConfig
 from tinsmith.rl.algorithms.grouping import Grouping
 from tinsmith.rl.algorithms.losses import LossConfig
 from tinsmith.rl.algorithms.losses.base import Aggregate
-from tinsmith.rl.algorithms.losses.policy_gradient import ImportanceSamplingLoss
+from tinsmith.rl.algorithms.losses.policy_gradient import ImportanceSamplingLoss, PpoLoss
 from tinsmith.rl.algorithms.losses.preference import DpoLoss
 from tinsmith.rl.algorithms.losses.supervised import MixChordLoss, MixLoss, SftIsLoss, SftLoss, SftPhiLoss
 from tinsmith.rl.algorithms.regularizers import EntropyConfig, KlConfig
@@ -147,6 +148,8 @@ class AlgorithmConfig(Settings):
     """Replace replies of dropped groups by copies of other replies of the step, drawn at random."""
     mask_truncated: Annotated[bool, _ROLLOUTS] = False
     """Do not train on rollouts with a turn that reached max_tokens; they still count in their group's baseline."""
+    correction: Annotated[CorrectionConfig, _ROLLOUTS] = CorrectionConfig()
+    """Correction of the difference between the logprobs of sampler and trainer."""
     critic: CriticConfig | None = None
     """Critic that predicts returns, a second adapter. Required by advantages that read values (gae)."""
 
@@ -170,6 +173,14 @@ class AlgorithmConfig(Settings):
         if self.kl_penalty.enabled and not self.advantage.reads_rewards:
             raise ValueError(
                 f"kl_penalty is not used with advantage {self.advantage.type}, which reads no rewards; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_correction(self) -> AlgorithmConfig:
+        if self.correction.enabled and isinstance(self.loss, PpoLoss) and self.loss.mask_drift is not None:
+            raise ValueError(
+                "loss.mask_drift is not used with correction, after which no reply drifts; use correction.type: mis"
             )
         return self
 

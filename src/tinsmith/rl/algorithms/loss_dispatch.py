@@ -55,9 +55,23 @@ def server_loss(config: AlgorithmConfig, extensions: frozenset[str]) -> ServerLo
         return None
     if config.entropy.coef and not extensions >= _ENTROPY:
         return None
+    if config.correction.enabled:
+        return _corrected_loss(config)
     if isinstance(config.loss, DroLoss):  # its quadratic term cannot be weighted
         return ServerLoss(name="dro", config={"beta": config.loss.beta}) if config.aggregate == "token_sum" else None
     return _policy_loss(config.loss, extensions)
+
+
+def _corrected_loss(config: AlgorithmConfig) -> ServerLoss | None:
+    """cispo with the cap as its bound, which has the gradient of every loss that only bounds the corrected ratio, 1."""
+    if (config.correction.type, config.correction.level) != ("tis", "token"):
+        return None
+    match config.loss:
+        case ImportanceSamplingLoss() | PpoLoss(mask_drift=None) | CispoLoss() | GspoLoss():
+            bounds = {"clip_low_threshold": 0.0, "clip_high_threshold": config.correction.cap}
+            return ServerLoss(name="cispo", config=bounds)
+        case _:
+            return None
 
 
 def _policy_loss(loss: PolicyLoss, extensions: frozenset[str]) -> ServerLoss | None:
@@ -122,8 +136,9 @@ def objective(
     logprobs: Tensor, batch: Tokens, config: AlgorithmConfig, context: LossContext
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss with its terms for logprobs [T], and its metrics; divergence and entropy are means over tokens."""
-    loss, metrics = config.loss.total(logprobs, batch)
-    numbers = {"policy_loss": loss, **metrics}
+    corrected, numbers = config.correction.corrected(logprobs, batch) if config.correction.enabled else (batch, {})
+    loss, metrics = config.loss.total(logprobs, corrected)
+    numbers |= {"policy_loss": loss, **metrics}
     counts = batch.counts * ~batch.expert
     total = counts.sum().clamp(min=1.0)
     if context.kl_coef and batch.reference is not None and config.kl.enabled:
