@@ -233,6 +233,7 @@ def sampling_plan(config: RunConfig) -> SamplingPlan:
         seed=config.seed,
         sync=config.sync,
         filters=config.filters,
+        recomputes=config.algorithm.recomputes,
         filter_refills=config.filter_refills,
     )
 

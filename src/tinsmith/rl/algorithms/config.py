@@ -14,11 +14,12 @@ from tinsmith.rl.algorithms.correction import CorrectionConfig
 from tinsmith.rl.algorithms.critic import CriticConfig
 from tinsmith.rl.algorithms.grouping import Grouping
 from tinsmith.rl.algorithms.losses import LossConfig
-from tinsmith.rl.algorithms.losses.base import Aggregate
+from tinsmith.rl.algorithms.losses.base import Aggregate, SamplerRatio
 from tinsmith.rl.algorithms.losses.policy_gradient import ImportanceSamplingLoss, PpoLoss
 from tinsmith.rl.algorithms.losses.preference import DpoLoss
 from tinsmith.rl.algorithms.losses.supervised import MixChordLoss, MixLoss, SftIsLoss, SftLoss, SftPhiLoss
 from tinsmith.rl.algorithms.regularizers import EntropyConfig, KlConfig
+from tinsmith.rl.policy.base import SamplingConfig
 from tinsmith.settings import Needs, Settings
 
 Name = Literal[
@@ -148,6 +149,11 @@ class AlgorithmConfig(Settings):
     """Replace replies of dropped groups by copies of other replies of the step, drawn at random."""
     mask_truncated: Annotated[bool, _ROLLOUTS] = False
     """Do not train on rollouts with a turn that reached max_tokens; they still count in their group's baseline."""
+    old_logprobs: Annotated[Literal["auto", "sampler", "recomputed"], _ROLLOUTS] = "auto"
+    """Logprobs q of replies sampled at a temperature other than 1, or with top_p or top_k: those of the `sampler`, or
+    those of the same weights at temperature 1, `recomputed` by one more request for each reply. `auto` recomputes them
+    where q is compared with the policy (bounded ratios, kl_penalty, distillation); unbounded importance weights need
+    the sampler's."""
     correction: Annotated[CorrectionConfig, _ROLLOUTS] = CorrectionConfig()
     """Correction of the difference between the logprobs of sampler and trainer."""
     critic: CriticConfig | None = None
@@ -237,6 +243,23 @@ class AlgorithmConfig(Settings):
         if isinstance(self.loss, MixLoss | MixChordLoss):
             return "both"
         return "demonstrations" if self.type in ("sft", "cpt") else "rollouts"
+
+    @property
+    def sampler_ratio(self) -> SamplerRatio:
+        """How the algorithm reads the sampler's logprobs."""
+        if self.advantage.compares_policy or self.kl_penalty.enabled:
+            return "bounded"
+        return "exact" if self.correction.enabled else self.loss.sampler_ratio
+
+    def recomputes(self, sampling: SamplingConfig) -> bool:
+        """Whether logprobs of replies sampled with these settings are computed again, at temperature 1."""
+        if self.old_logprobs == "auto":
+            match self.sampler_ratio:
+                case "none":
+                    return False
+                case "exact":
+                    return sampling.restricts
+        return self.old_logprobs != "sampler" and (sampling.restricts or sampling.temperature != 1)
 
     @property
     def advantage_columns(self) -> frozenset[str]:

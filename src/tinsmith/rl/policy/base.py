@@ -63,7 +63,8 @@ class SamplingConfig(Settings):
     max_prompt_tokens: int | None = Field(default=None, ge=1)
     """Maximum number of tokens of a prompt; rollouts with a longer one fail. Not set: the limit of the server."""
     temperature: float = Field(default=1.0, ge=0)
-    """Sampling temperature; 0 is greedy. Train with 1, where the logprobs of sampler and trainer agree."""
+    """Sampling temperature; 0 is greedy. At 1 the sampler draws from the policy that is trained; for other values see
+    algorithm.old_logprobs."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus sampling: sample from the most likely tokens with this total probability."""
     top_k: int = Field(default=-1, ge=-1)
@@ -77,6 +78,11 @@ class SamplingConfig(Settings):
         if stop and len({type(text_or_token) for text_or_token in stop}) > 1:
             raise ValueError("stop takes strings or token ids, not both")
         return stop
+
+    @property
+    def restricts(self) -> bool:
+        """Whether some tokens are never sampled, so that the sampling distribution is not softmax(logits / T)."""
+        return self.temperature == 0 or self.top_p < 1 or self.top_k > 0
 
 
 ClientLoss = Callable[[Sequence[Any]], tuple[Any, dict[str, float]]]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.data.tasks import TaskSampler
-from tinsmith.rl.policy.base import Snapshot, request_seed
+from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.rollouts.coordination import ChangeNotifier
 from tinsmith.rl.rollouts.filters import FilterConfig, apply_filters
 from tinsmith.rl.rollouts.runner import RolloutRunner
@@ -61,6 +61,8 @@ class SamplingPlan:
     seed: int
     sync: SyncConfig
     filters: tuple[FilterConfig, ...] = ()
+    recomputes: Callable[[SamplingConfig], bool] = lambda sampling: False
+    """Whether logprobs of replies sampled with these settings are computed again, at temperature 1."""
     filter_refills: int = 0
     """Further batches to sample, at most, until the filters keep `groups` groups; 0 takes what they keep."""
 

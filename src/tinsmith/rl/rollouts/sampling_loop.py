@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable
 
 from tinsmith.rl.data.tasks import TaskSampler
+from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.recomputed import RecomputingSnapshot
 from tinsmith.rl.rollouts.buffers.base import Buffer
-from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus
+from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus, WeightRecord
 from tinsmith.rl.rollouts.producer import Batch, BatchProducer, SamplingPlan
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.weight_sync import OpenWeights, WeightSubscriber
@@ -43,8 +45,12 @@ class SamplingLoop:
         """`capacity`: batches that may wait in the buffer, in every style but fixed. `timeout_hint` says what to do
         when no weights are published. `on_batch` is called for each batch in the buffer; it returns the status to
         write, if that is more than the number of the batch."""
+
+        async def open_recomputing(record: WeightRecord) -> Snapshot:
+            return RecomputingSnapshot(await open_weights(record), plan.recomputes)
+
         self._buffer, self._notes, self._sync, self._on_batch = buffer, notes, plan.sync, on_batch
-        self._weights = WeightSubscriber(notes, open_weights, plan.sync.timeout, timeout_hint)
+        self._weights = WeightSubscriber(notes, open_recomputing, plan.sync.timeout, timeout_hint)
         self._producer = BatchProducer(workflow, task_sampler, self._weights, plan, runner, notes.changes, self._put)
         self._taken = 0
         if plan.sync.style != "fixed":

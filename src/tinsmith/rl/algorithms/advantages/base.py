@@ -119,6 +119,8 @@ class Advantage(Settings):
     """Per-token columns that the method reads."""
     reads_rewards: ClassVar[bool] = True
     """Whether the method reads rewards."""
+    compares_policy: ClassVar[bool] = False
+    """Whether the method reads the sampler's logprobs as those of the policy."""
     reads_states: ClassVar[bool] = False
     """Whether the method reads the state before each turn."""
     compares: ClassVar[bool] = True

@@ -204,6 +204,7 @@ class ClipBAdvantage(Advantage):
 
     type: Literal["clipb"] = "clipb"
     columns: ClassVar[frozenset[str]] = frozenset({"entropy"})
+    compares_policy: ClassVar[bool] = True
     mu: float = Field(default=2.5, ge=0)
     """Keep tokens with A < 0 whose S is at most this many standard deviations below its mean."""
     normalize: Literal["none", "group", "batch"] = "group"

@@ -83,6 +83,7 @@ class OnPolicyDistillAdvantage(Advantage):
     type: Literal["on_policy_distill"] = "on_policy_distill"
     compares: ClassVar[bool] = False
     columns: ClassVar[frozenset[str]] = frozenset({"teacher"})
+    compares_policy: ClassVar[bool] = True
     reads_rewards: ClassVar[bool] = False
     coef: float = Field(default=1.0, gt=0)
     """Scale of the advantages."""
@@ -112,6 +113,7 @@ class JsdAdvantage(Advantage):
     type: Literal["jsd"] = "jsd"
     compares: ClassVar[bool] = False
     columns: ClassVar[frozenset[str]] = frozenset({"teacher"})
+    compares_policy: ClassVar[bool] = True
     reads_rewards: ClassVar[bool] = False
     coef: float = Field(default=1.0, gt=0)
     """Scale of the advantages."""

@@ -92,6 +92,10 @@ def aggregate_weights(aggregate: Aggregate, sequence: Tensor, counts: Tensor, am
             return inside / (number * lengths.max().clamp(min=1.0)) if rows else inside
 
 
+SamplerRatio = Literal["none", "exact", "bounded"]
+"""How a loss reads the sampler's logprobs: not at all, in an unbounded importance weight, or compared with the policy's
+in any other way."""
+
 Losses = tuple[Tensor, dict[str, Tensor]]
 """A loss to minimize, and its metrics."""
 
@@ -111,6 +115,11 @@ class PolicyLoss(Settings):
     def has_gradient_without_advantage(self) -> bool:
         """Whether rows with zero advantage have a gradient; otherwise they can be dropped."""
         return not self.reads_advantage
+
+    @property
+    def sampler_ratio(self) -> SamplerRatio:
+        """How the loss reads the sampler's logprobs."""
+        return "bounded"
 
     @property
     def advantage_kink(self) -> float | None:

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
-from tinsmith.rl.algorithms.losses.base import PolicyLoss, Tokens, log_ratio, token_fraction
+from tinsmith.rl.algorithms.losses.base import PolicyLoss, SamplerRatio, Tokens, log_ratio, token_fraction
 from tinsmith.settings import Needs
 
 
@@ -21,6 +21,11 @@ class ImportanceSamplingLoss(PolicyLoss):
     """-r A, the policy gradient with importance sampling and no clipping."""
 
     type: Literal["importance_sampling"] = "importance_sampling"
+
+    @property
+    @override
+    def sampler_ratio(self) -> SamplerRatio:
+        return "exact"
 
     @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -41,6 +46,11 @@ class PpoLoss(PolicyLoss):
     """Use r = exp(p - sg(p)), the plain policy gradient, without importance sampling."""
     mask_drift: float | None = Field(default=None, gt=0)
     """Ignore tokens with A < 0 in replies whose mean q - p is above this; null: ignore none."""
+
+    @property
+    @override
+    def sampler_ratio(self) -> SamplerRatio:
+        return "none" if self.on_policy and self.mask_drift is None else "bounded"
 
     @property
     @override

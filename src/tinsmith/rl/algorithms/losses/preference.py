@@ -11,7 +11,7 @@ from torch.nn.functional import logsigmoid
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
-from tinsmith.rl.algorithms.losses.base import Losses, PolicyLoss, Tokens
+from tinsmith.rl.algorithms.losses.base import Losses, PolicyLoss, SamplerRatio, Tokens
 
 
 class DpoLoss(PolicyLoss):
@@ -29,6 +29,11 @@ class DpoLoss(PolicyLoss):
     """Strength of the pull to the reference: the smaller, the further the policy may move away."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """s, the assumed probability that the labels of a pair are swapped."""
+
+    @property
+    @override
+    def sampler_ratio(self) -> SamplerRatio:
+        return "none"
 
     @override
     def total(self, logprobs: Tensor, batch: Tokens) -> Losses:

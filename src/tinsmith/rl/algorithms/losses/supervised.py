@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor
 from typing_extensions import override
 
-from tinsmith.rl.algorithms.losses.base import Aggregate, Losses, PolicyLoss, Tokens
+from tinsmith.rl.algorithms.losses.base import Aggregate, Losses, PolicyLoss, SamplerRatio, Tokens
 from tinsmith.rl.algorithms.losses.policy_gradient import PpoLoss
 
 
@@ -22,6 +22,11 @@ class OpmdLoss(PolicyLoss):
     type: Literal["opmd"] = "opmd"
     tau: float = Field(default=0.0, ge=0)
     """Temperature of the mirror descent; scales the loss by 1 / (1 + tau)."""
+
+    @property
+    @override
+    def sampler_ratio(self) -> SamplerRatio:
+        return "none"
 
     @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
@@ -35,6 +40,11 @@ class SftLoss(PolicyLoss):
     linear: ClassVar[bool] = False
     reads_advantage: ClassVar[bool] = False
 
+    @property
+    @override
+    def sampler_ratio(self) -> SamplerRatio:
+        return "none"
+
     @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         return -logprobs, {}
@@ -47,6 +57,11 @@ class SftIsLoss(PolicyLoss):
     linear: ClassVar[bool] = False
     reads_advantage: ClassVar[bool] = False
 
+    @property
+    @override
+    def sampler_ratio(self) -> SamplerRatio:
+        return "none"
+
     @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
         return -logprobs.detach().exp() * logprobs, {}
@@ -58,6 +73,11 @@ class SftPhiLoss(PolicyLoss):
     type: Literal["sft_phi"] = "sft_phi"
     linear: ClassVar[bool] = False
     reads_advantage: ClassVar[bool] = False
+
+    @property
+    @override
+    def sampler_ratio(self) -> SamplerRatio:
+        return "none"
 
     @override
     def tokens(self, logprobs: Tensor, batch: Tokens) -> tuple[Tensor, dict[str, Tensor]]:
