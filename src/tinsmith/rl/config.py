@@ -293,9 +293,9 @@ class RunConfig(Settings):
         exact = algorithm.old_logprobs == "auto" and algorithm.sampler_ratio == "exact"
         if self.stages or not (self.samples and exact and sampling.restricts):
             return self
-        what = "temperature 0" if sampling.temperature == 0 else "top_p or top_k"
+        setting = "temperature 0" if sampling.temperature == 0 else "top_p or top_k"
         raise ValueError(
-            f"sampling with {what} does not return the probabilities that replies were sampled with, which the "
+            f"sampling with {setting} does not return the probabilities that replies were sampled with, which the "
             f"importance weights of {algorithm.type} need; sample without, or set algorithm.old_logprobs to recomputed "
             "to train on the replies as if they were sampled from the whole distribution at temperature 1"
         )

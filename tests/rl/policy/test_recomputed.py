@@ -49,7 +49,7 @@ def replies(seen: tuple[Turn, ...]) -> list[int]:
 
 
 @pytest.mark.parametrize("recomputes", [False, True])
-def test_replies_carry_the_logprobs_that_were_asked_for(recomputes):
+def test_replies_carry_the_chosen_logprobs(recomputes):
     seen = turns(recomputes)
     assert len(set(replies(seen))) > 1
     probs = POLICY if recomputes else TEMPERED
@@ -61,7 +61,7 @@ def test_replies_carry_the_logprobs_that_were_asked_for(recomputes):
 @pytest.mark.parametrize(
     ("kind", "values"), [(kind, values) for kind, cases in RATIOS.items() for values in cases], ids=str
 )
-def test_auto_recomputes_where_ratios_are_compared_with_the_policy(kind, values):
+def test_auto_recomputes_logprobs_for_bounded_ratios(kind, values):
     config = algorithm(**values)
     assert config.sampler_ratio == kind
     nucleus, greedy = SamplingConfig(top_p=0.9), SamplingConfig(temperature=0)
@@ -102,11 +102,9 @@ def test_gradient_at_temperature_07_equals_the_reference(loss):
 def policy_gradient(values: dict[str, Any], group: list[int], old: np.ndarray) -> np.ndarray:
     """- d loss / d logits of a group of one-token replies with these old probabilities, by the engine's formulas."""
     rollouts = tuple(
-        Rollout(
-            turns=(
-                Turn(prompt=(1,), tokens=(10 + reply,), logprobs=(float(np.log(old[reply])),), text="", stop="stop"),
-            ),
-            rewards={"policy": float(REWARDS[reply])},
+        Rollout.single(
+            (Turn(prompt=(1,), tokens=(10 + reply,), logprobs=(float(np.log(old[reply])),), text="", stop="stop"),),
+            float(REWARDS[reply]),
         )
         for reply in group
     )
@@ -122,8 +120,8 @@ def policy_gradient(values: dict[str, Any], group: list[int], old: np.ndarray) -
 
 
 def test_importance_weights_refuse_restricted_sampling(tmp_path):
-    for sampling, what in (({"top_p": 0.9}, "top_p or top_k"), ({"temperature": 0}, "temperature 0")):
-        with pytest.raises(ValueError, match=f"sampling with {what} does not return .*old_logprobs to recomputed"):
+    for sampling, setting in (({"top_p": 0.9}, "top_p or top_k"), ({"temperature": 0}, "temperature 0")):
+        with pytest.raises(ValueError, match=f"sampling with {setting} does not return .*old_logprobs to recomputed"):
             settings(tmp_path, sampling=sampling)
         settings(tmp_path, sampling=sampling, algorithm={"type": "rloo"})
         for choice in ("sampler", "recomputed"):

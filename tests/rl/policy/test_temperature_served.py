@@ -44,7 +44,7 @@ def test_loss_at_temperature_07_equals_the_reference(loss, tiny, tmp_path):
         policy = await TinkerPolicy.connect(ModelConfig(name="tiny", rank=4), *address, seed=1)
         snapshot = RecomputingSnapshot(await policy.snapshot(), config.recomputes)
         turns = await snapshot.sample(PROMPT, count=3, seed=2, sampling=WARM)
-        rollouts = tuple(Rollout(turns=(turn,), rewards={"policy": float(at)}) for at, turn in enumerate(turns))
+        rollouts = tuple(Rollout.single((turn,), float(at)) for at, turn in enumerate(turns))
         scorer = Algorithm(config, policy.extensions, {}, 0)
         update = await scorer.score(1, [Group(task=Task(id="t", messages=()), rollouts=rollouts)])
         result = await policy.update(update, OptimizerConfig(), 1e-3)

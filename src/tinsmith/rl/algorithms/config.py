@@ -247,7 +247,7 @@ class AlgorithmConfig(Settings):
     @property
     def sampler_ratio(self) -> SamplerRatio:
         """How the algorithm reads the sampler's logprobs."""
-        if self.advantage.compares_policy or self.kl_penalty.enabled:
+        if self.kl_penalty.enabled or any(advantage.compares_policy for advantage in self.advantages):
             return "bounded"
         return "exact" if self.correction.enabled else self.loss.sampler_ratio
 
