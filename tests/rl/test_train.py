@@ -66,7 +66,10 @@ def test_evaluation_runs_before_during_and_after_training(finished):
 def test_rollouts_are_stored_with_tokens_text_and_reward_parts(finished):
     lines = [json.loads(line) for line in (finished / "rollouts" / "train-000001.jsonl").read_text().splitlines()]
     assert len(lines) == 3 * 4
-    turn = lines[0]["turns"][0]
+    (trajectory,) = lines[0]["trajectories"]
+    assert trajectory["role"] == "policy"
+    assert trajectory["reward"] == lines[0]["reward"]
+    turn = trajectory["turns"][0]
     assert len(turn["tokens"]) == len(turn["logprobs"]) > 0
     assert turn["prompt"]
     assert lines[0]["text"] in ("no", "yes", "perhaps")

@@ -22,7 +22,7 @@ from tinsmith.rl.policy.base import ChatCodec, request_seed
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run import Connect
 from tinsmith.rl.train import workflow_context
-from tinsmith.rl.types import POLICY, Group, Turn
+from tinsmith.rl.types import POLICY, Group, Rollout, Turn
 
 _SHOWN = 12
 """Number of least likely tokens to show."""
@@ -84,6 +84,13 @@ def show_rollout(debugged: DebugRollout, console: Console) -> None:
         _line(console, "reply", turn.text)
         for name, text in _likelihood(turn, debugged.chat):
             _line(console, name, text)
+    _show_reward(rollout, console)
+    _head(console, "seconds")
+    for name, value in debugged.seconds.items():
+        _line(console, name, f"{value:.2f}")
+
+
+def _show_reward(rollout: Rollout, console: Console) -> None:
     _head(console, "reward")
     if rollout.error:
         _line(console, "failed", rollout.error)
@@ -93,9 +100,12 @@ def show_rollout(debugged: DebugRollout, console: Console) -> None:
         for each in rollout.trajectories:
             _line(console, each.role, f"{each.reward:g}")
     _line(console, "total", f"{rollout.reward:g}")
-    _head(console, "seconds")
-    for name, value in debugged.seconds.items():
-        _line(console, name, f"{value:.2f}")
+    if rollout.correct is not None:
+        _line(console, "correct", "yes" if rollout.correct else "no")
+    for name, value in rollout.metrics.items():
+        _line(console, name, f"{value:g}")
+    if rollout.termination not in ("done", "error"):
+        _line(console, "ended by", rollout.termination)
 
 
 def _likelihood(turn: Turn, chat: ChatCodec) -> Iterator[tuple[str, str]]:

@@ -140,6 +140,7 @@ async def assemble(
         if config.uses_rollouts
         else EmptyBatchSource()
     )
+    eval_workflow = eval_workflow_maker(config, agent_endpoint, store)
     demonstrations = _demonstrations(config, data, policy, state)
     critic = await _critic(config, policy, state)
     reference = await _reference(config, policy, state)
@@ -163,13 +164,7 @@ async def assemble(
             task_sampler=task_sampler,
             batches=batches,
             algorithm=algorithm,
-            evaluator=Evaluator(
-                config.eval,
-                held_out if judge else {},
-                eval_workflow_maker(config, agent_endpoint, store),
-                config.seed,
-                runner,
-            ),
+            evaluator=Evaluator(config.eval, held_out if judge else {}, eval_workflow, config.seed, runner),
             rewards=judge,
             monitors=run_monitors,
             reference=reference,

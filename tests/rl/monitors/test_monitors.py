@@ -15,6 +15,8 @@ from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.monitors import charts
 from tinsmith.rl.monitors.base import Monitors
 from tinsmith.rl.monitors.jsonl import read_metrics
+from tinsmith.rl.types import Rollout, Task
+from tinsmith.rl.workflows.conversation import WorkflowPolicy
 
 
 def shown(tmp_path, *, terminal: bool = False, **changes) -> str:
@@ -89,6 +91,42 @@ def test_report_is_self_contained_and_shows_the_run(finished):
     assert "learning_rate: 0.2" in page
     for chart in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
         ElementTree.fromstring(chart)
+
+
+class GuessAndCheck:
+    """Two guesses and a check of them, by the same policy."""
+
+    async def run(self, task: Task, policy: WorkflowPolicy) -> Rollout:
+        guesses = [policy.conversation("guess") for _ in range(2)]
+        for guess in guesses:
+            guess.reward = float((await guess.say(*task.messages)).text == "yes")
+        check = policy.conversation("check")
+        await check.say("Is one of them yes?")
+        await check.say("Are you sure?")
+        check.credit(0.125)
+        return policy.rollout(correct=guesses[0].reward == 1.0, metrics={"guesses": 2})
+
+
+def test_monitors_show_each_role(tmp_path):
+    workflow = {"type": "custom", "path": GuessAndCheck}
+    text = shown(tmp_path / "console", workflow=workflow, rewards=[])
+    assert re.search(r"step 8/8  reward  \d\.\d{3} .*  guess \d\.\d{3}  check 0\.125  ", text)
+    assert re.search(r"after step 8: pass@1 \d\.\d{3}  guess \d\.\d{3}  check 0\.125", text)
+    run(settings(tmp_path / "report", workflow=workflow, rewards=[], monitors=[{"type": "report"}]))
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert "Reward by role" in page
+    assert "Held-out reward by role" in page
+    group = page[page.index("the same task, several answers") :]
+    assert group.count('<span class="role">guess</span>') == 2 * group.count('<span class="role">check</span>') == 2 * 4
+    assert group.count(", right</span>") + group.count(", wrong</span>") == 4
+    for chart in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ElementTree.fromstring(chart)
+
+
+def test_report_of_one_role_has_no_roles(finished):
+    page = (finished / "report.html").read_text()
+    assert "by role" not in page
+    assert 'class="role"' not in page
 
 
 def test_report_escapes_sampled_text(tmp_path):

@@ -131,9 +131,19 @@ def test_missing_tracker_package_is_an_error_with_a_fix(tmp_path, monkeypatch):
         assert caught.value.hint == f"pip install 'tinsmith[{extra}]'"
 
 
-def test_swanlab_is_rejected_with_alternatives():
-    with pytest.raises(ConfigError, match=r"swanlab is not supported.*use tensorboard, mlflow, or wandb"):
-        build(RunConfig, {"monitors": [{"type": "swanlab"}]}, "run.yaml")
+@pytest.mark.parametrize(
+    ("monitor", "instead"),
+    [
+        ("swanlab", "use tensorboard, mlflow, or wandb"),
+        ("clearml", "use tensorboard, mlflow, or wandb"),
+        ("trackio", "use tensorboard, mlflow, or wandb"),
+        ("file", "always has metrics.jsonl and rollouts/; leave it out"),
+        ("ui", "use report"),
+    ],
+)
+def test_monitors_of_other_systems_are_rejected(monitor, instead):
+    with pytest.raises(ConfigError, match=rf"{monitor} is not supported: .*{instead}"):
+        build(RunConfig, {"monitors": [{"type": monitor}]}, "run.yaml")
 
 
 def test_trinity_names_are_unique_and_of_existing_metrics(finished):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Literal
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from rich.console import Console
@@ -22,22 +22,30 @@ from tinsmith.rl.monitors.trackers import (
 )
 from tinsmith.settings import Settings
 
+_OTHERS = "use tensorboard, mlflow, or wandb (mode: offline needs no account)"
+_INSTEAD = {
+    "swanlab": f"its package requires protobuf below 7; {_OTHERS}",
+    "clearml": f"there is no monitor for it; {_OTHERS}",
+    "trackio": f"there is no monitor for it; {_OTHERS}",
+    "file": "the run folder always has metrics.jsonl and rollouts/; leave it out",
+    "ui": "use report, a page in the run folder",
+}
+"""Monitors of other systems, and what to use in their place."""
 
-class SwanlabConfig(Settings):
-    """SwanLab, which is not supported: its package requires an older protobuf than Tinsmith's other dependencies."""
 
-    type: Literal["swanlab"] = "swanlab"
+class UnsupportedMonitor(Settings):
+    """Monitors of other systems that Tinsmith does not have: the error says what to use in their place."""
 
-    @model_validator(mode="after")
-    def _reject(self) -> SwanlabConfig:
-        raise ValueError(
-            "swanlab is not supported, because its package requires protobuf below 7; "
-            "use tensorboard, mlflow, or wandb (mode: offline needs no account)"
-        )
+    type: Literal["swanlab", "clearml", "trackio", "file", "ui"] = "swanlab"
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reject(cls, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        raise ValueError(f"{values['type']} is not supported: {_INSTEAD[values['type']]}")
 
 
 MonitorConfig = Annotated[
-    ConsoleConfig | ReportConfig | TensorboardConfig | WandbConfig | MlflowConfig | SwanlabConfig,
+    ConsoleConfig | ReportConfig | TensorboardConfig | WandbConfig | MlflowConfig | UnsupportedMonitor,
     Field(discriminator="type"),
 ]
 
@@ -66,5 +74,5 @@ def _monitor(config: MonitorConfig, info: RunInfo, console: Console) -> Monitor:
             return WandbMonitor(config, info)
         case MlflowConfig():
             return MlflowMonitor(config, info)
-        case SwanlabConfig():
+        case UnsupportedMonitor():
             raise AssertionError("rejected by its validator")

@@ -53,6 +53,12 @@ class Monitor(Protocol):
         ...
 
 
+def roles_of(values: Mapping[str, float], prefix: str = "reward") -> list[str]:
+    """Roles of a run of several roles, from its metrics PREFIX/ROLE/mean."""
+    parts = (name.removeprefix(f"{prefix}/").split("/") for name in values if name.startswith(f"{prefix}/"))
+    return [part[0] for part in parts if len(part) == 2 and part[1] == "mean"]
+
+
 class Monitors(Monitor):
     """Forwards to all monitors of a run, and logs those that fail."""
 

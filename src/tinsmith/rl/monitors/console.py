@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from typing_extensions import override
 
-from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo
+from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo, roles_of
 from tinsmith.rl.types import Group
 from tinsmith.settings import Settings
 
@@ -73,6 +73,7 @@ class ConsoleMonitor(Monitor):
         parts = [
             f"step {step:>{width}}/{self._info.steps}",
             _outcome(values) + (_bar(values["reward/mean"]) if "reward/mean" in values else ""),
+            *(f"{role} {values[f'reward/{role}/mean']:.3f}" for role in roles_of(values)),
             f"{values.get('speed/tokens_per_second', 0.0):>6,.0f} tok/s",
             f"{values.get('time/step', 0.0):>5.1f} s",
         ]
@@ -101,6 +102,7 @@ def _evaluation(step: int, values: Mapping[str, float]) -> str:
         f"{name.removeprefix('eval/')} [bold]{value:.3f}[/]" for name, value in values.items() if "/pass@" in name
     )
     constant = values.get("eval/constant_pass@1")
+    passes += "".join(f"  {role} {values[f'eval/reward/{role}/mean']:.3f}" for role in roles_of(values, "eval/reward"))
     notes = f"  [dim](the best constant answer: {constant:.3f})[/]" if constant is not None else ""
     if values.get("eval/failed"):
         notes += f"  [red]{values['eval/failed']:.0f} failed[/]"

@@ -18,7 +18,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from tinsmith.atomic import atomic_write
-from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo
+from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo, roles_of
 from tinsmith.rl.monitors.charts import Curve, smooth, svg
 from tinsmith.rl.monitors.jsonl import read_metrics
 from tinsmith.rl.types import Group
@@ -126,11 +126,13 @@ def _charts(rows: Sequence[Row]) -> list[dict[str, Any]]:
             [Curve(name="each step", points=reward, faint=True), Curve(name="mean", points=smooth(reward))],
             (0, 1),
         ),
+        _by_role(rows, "Reward by role", "reward"),
         _chart(
             "Held-out accuracy",
             [*held_out, Curve(name="best constant answer", points=level, color=4, dashed=True)],
             (0, 1),
         ),
+        _by_role(rows, "Held-out reward by role", "eval/reward", dots=True),
         _smoothed("Entropy (estimate, nats per token)", rows, "optim/entropy", floor=0.0),
         _smoothed("KL sampler to trainer (v2)", rows, "optim/kl_sample_train_v2", floor=0.0),
         _smoothed("Loss (sum)", rows, "optim/loss"),
@@ -140,6 +142,17 @@ def _charts(rows: Sequence[Row]) -> list[dict[str, Any]]:
         _smoothed("Answers cut off at the limit (share)", rows, "rollouts/cut", floor=0.0, ceiling=1.0),
         _smoothed("Tokens sampled per second", rows, "speed/tokens_per_second", floor=0.0),
     ]
+
+
+def _by_role(rows: Sequence[Row], title: str, prefix: str, *, dots: bool = False) -> dict[str, Any]:
+    """Rewards of each role of a run of several roles; without points in other runs."""
+    roles = dict.fromkeys(role for row in rows for role in roles_of(row, prefix))
+    points = [(role, _points(rows, f"{prefix}/{role}/mean")) for role in roles]
+    curves = [
+        Curve(name=role, points=each if dots else smooth(each), color=number % 4 + 1, dots=dots)
+        for number, (role, each) in enumerate(points)
+    ]
+    return _chart(title, curves, (0, 1))
 
 
 def _smoothed(
@@ -189,7 +202,9 @@ def _first_by_task(file: Path) -> dict[str, dict[str, Any]]:
 
 
 def _lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    """The rollouts of a file; those of version 0.1.0 have no trajectories."""
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return [{"trajectories": [], "correct": None, "termination": "done", **line} for line in lines]
 
 
 def _settings(settings: Mapping[str, Any]) -> str:
