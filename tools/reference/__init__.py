@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from tools.reference import api, commands, http, losses, metrics, settings, trinity
+from tools.reference import api, commands, dialects, http, losses, metrics, settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -23,7 +23,9 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "commands": commands.page,
     "server-losses": losses.table,
     "run-metrics-trinity": metrics.trinity_names,
-    "trinity-keys": trinity.page,
+    "trinity-keys": dialects.trinity,
+    "rllm-keys": dialects.rllm_tinker,
+    "rllm-unified-keys": dialects.rllm_unified,
     "http-routes": http.routes,
     "http-bodies": http.bodies,
     "python-api": api.page,

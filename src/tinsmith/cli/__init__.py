@@ -45,7 +45,7 @@ Overrides = Annotated[
 
 @app.command
 def run(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir = None) -> None:
-    """Train from a run file, or resume the run in its folder. Accepts run files of Trinity-RFT unchanged.
+    """Train from a run file, or resume the run in its folder. Accepts files of Trinity-RFT and rLLM unchanged.
 
     mode=explore only samples and mode=train only trains: two processes of one run. mode=bench compares checkpoints.
 

@@ -27,8 +27,8 @@ FileAndOverrides = Annotated[
     str,
     Parameter(
         name="FILE [KEY=VALUE]",
-        help="The run file (YAML or TOML, or a YAML file of Trinity-RFT), then settings that override it, such as "
-        "steps=20 or model.rank=8. For a file of Trinity-RFT, its own keys too, such as buffer.batch_size=2.",
+        help="The run file (YAML or TOML, or a YAML file of Trinity-RFT or rLLM), then settings that override it, such "
+        "as steps=20 or model.rank=8. For a file of another system, its own keys too, such as buffer.batch_size=2.",
         allow_leading_hyphen=False,
     ),
 ]

@@ -128,8 +128,9 @@ def advantage(
         if smallest is not None and smallest.value > 2:
             problem = "only groups with a single trajectory can be dropped."
             result += fault(smallest.key, problem, "Set 2 or 1, or write a filter of your own.")
-        elif smallest is not None and smallest.value == 2 and values.value(*GROUP_SIZE) != 1:
-            part["std_threshold"] = 0.0  # drops groups of one; constant groups have no gradient anyway
+        drops = drops_uniform(values) or (smallest is not None and smallest.value == 2)
+        if drops and values.value(*GROUP_SIZE) != 1:
+            part["std_threshold"] = 0.0  # also drops groups of one
     if name in ("gae", "reinforce_plus_plus"):
         part["gamma"] = values.value("algorithm.gamma")
     if name == "gae":
@@ -191,7 +192,7 @@ def _stepwise(values: Values) -> Translation:
     result = settings({"algorithm.grouping": "turn" if mode == "per_step" else "role"})
     if not by_steps:
         return result
-    if mode == "per_step" or str(values.value(*ESTIMATOR)).lower() != "grpo":
+    if mode == "per_step" or not is_grpo(values):
         fix = "Leave it out, or use mode: broadcast and adv_estimator: grpo."
         return result + fault(f"{section}.normalize_by_steps", "it divides grpo's advantage of a trajectory.", fix)
     part, _ = advantage(values, "grpo", ESTIMATOR[0], {})
@@ -223,11 +224,22 @@ def _loss(values: Values) -> Translation:
     )
 
 
+def drops_uniform(values: Values) -> bool:
+    """Whether trajectories of equal reward are left out of training."""
+    keys = ("algorithm.remove_constant_reward_groups", "rllm.rejection_sample.filter_uniform_groups")
+    return any(values.has(key) and bool(values.value(key)) for key in keys)
+
+
+def is_grpo(values: Values) -> bool:
+    """Whether the estimator is grpo, which itself drops trajectories that are compared and have equal rewards."""
+    return str(values.value(*ESTIMATOR)).lower() == "grpo"
+
+
 def loss_name(values: Values) -> str:
     """rLLM's name of the loss that the estimator is trained with."""
     if not values.has("rllm.backend"):
         return "importance_sampling"
-    default = "ppo" if str(values.value(*ESTIMATOR)).lower() == "grpo" else "importance_sampling"
+    default = "ppo" if is_grpo(values) else "importance_sampling"
     return str(values.value("rllm.algorithm.loss_fn") or default)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tinsmith.dialects.base import NOTHING, Translation, combine, fault, note, settings, translates
+from tinsmith.dialects.rllm.algorithm import drops_uniform, is_grpo, loss_name
 from tinsmith.dialects.rllm.schema import (
     RllmAlgorithm,
     RllmData,
@@ -41,6 +42,7 @@ from tinsmith.dialects.rllm.values import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
+    Setting,
     Values,
 )
 from tinsmith.rl.plugins import Names
@@ -149,7 +151,7 @@ def _lengths(values: Values) -> Translation:
 @translates(
     RllmSampling,
     temperature="sampling.temperature; also other values than 1, with which rLLM stops",
-    top_p="sampling.top_p; also other values than 1, with which rLLM stops",
+    top_p="sampling.top_p; below 1 with algorithm.old_logprobs: recomputed. rLLM stops with other values than 1",
 )
 @translates(
     RllmValidationSampling,
@@ -172,12 +174,23 @@ def _sampling(values: Values) -> Translation:
     result += settings({key: value for key, value in own.items() if value is not None})
     evaluation = values.value(*EVAL_TEMPERATURE)
     result += settings({"eval.temperature": warm if evaluation is None else evaluation})
-    if (warm, top_p.value) in ((1.0, 1.0), (1.0, None)):
-        return result
-    keys = " and ".join(setting.key for setting in (temperature, top_p) if setting.value not in (1.0, None))
-    unset = "" if temperature.is_set or top_p.is_set else " (rLLM's defaults)"
-    text = f"{keys}{unset}: rLLM stops with other values than 1; here replies are sampled with them, and the importance"
-    return result + note(f"{text} ratio does not correct top_p. Train with 1 and 1.")
+    restricted = warm == 0 or (top_p.value or 1.0) < 1 or result.settings["sampling"].get("top_k", -1) > 0
+    if restricted and loss_name(values) != "cross_entropy":
+        result += settings({"algorithm.old_logprobs": "recomputed"})
+    return result + _sampling_note(temperature, top_p, restricted=restricted)
+
+
+def _sampling_note(temperature: Setting, top_p: Setting, *, restricted: bool) -> Translation:
+    """A note on settings with which rLLM stops."""
+    changed = [setting for setting in (temperature, top_p) if setting.value not in (1.0, None)]
+    if not changed:
+        return NOTHING
+    unset = "" if any(setting.is_set for setting in changed) else ", by rLLM's defaults"
+    values = " and ".join(f"{setting.key} {setting.value:g}" for setting in changed)
+    training = "replies are sampled so, and the importance ratio accounts for it"
+    if restricted:
+        training = "replies are sampled so, and trained on as if they were sampled at temperature 1 from all tokens"
+    return note(f"{values}{unset}: {training}. rLLM stops with other values than 1, with which training is on-policy.")
 
 
 @translates(
@@ -239,7 +252,10 @@ def _limits(values: Values) -> Translation:
     return result
 
 
-@translates(RllmAlgorithm, remove_constant_reward_groups="filters: reward_std")
+@translates(
+    RllmAlgorithm,
+    remove_constant_reward_groups="algorithm.advantage.std_threshold: 0, for grpo; filters: reward_std, for others",
+)
 @translates(
     CompactFiltering,
     enable="filters: termination, with the reasons of the keys below",
@@ -248,11 +264,11 @@ def _limits(values: Values) -> Translation:
 @translates(
     RejectionSample,
     enable="filters: reward_std",
-    filter_uniform_groups="filters: reward_std",
+    filter_uniform_groups="algorithm.advantage.std_threshold: 0, for grpo; filters: reward_std, for others",
 )
 def _filters(values: Values) -> Translation:
     filters: list[dict[str, Any]] = []
-    uniform, result = bool(values.value("algorithm.remove_constant_reward_groups")), NOTHING
+    uniform, result = drops_uniform(values) and not is_grpo(values), NOTHING
     if values.has("rllm.backend"):
         section = "rllm.compact_filtering"
         reasons = [reason for name, reason in REASONS.items() if values.value(f"{section}.{name}")]
@@ -262,10 +278,8 @@ def _filters(values: Values) -> Translation:
             result += note(f"{', '.join(unused)}: {why}") if unused else NOTHING
         elif reasons:
             filters.append({"type": "termination", "reasons": reasons})
-        rejects, uniform_too = (
-            values.value(f"rllm.rejection_sample.{key}") for key in ("enable", "filter_uniform_groups")
-        )
-        uniform = uniform or rejects or uniform_too
+        rejects = values.value("rllm.rejection_sample.enable")
+        uniform = uniform or rejects
         result += _rejection(values) if rejects else _unused_rejection(values)
     if uniform:
         filters.append({"type": "reward_std"})

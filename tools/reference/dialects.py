@@ -1,0 +1,68 @@
+"""The tables of keys of other systems, from the sections of the dialects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tinsmith.dialects.base import Copied, Fate, Ignored, Key, Refused, Translated
+from tinsmith.dialects.rllm import dialect as rllm
+from tinsmith.dialects.trinity.translate import file_keys
+
+
+def trinity() -> str:
+    """Every key of a file of Trinity-RFT."""
+    return _page(file_keys(), "##")
+
+
+def rllm_tinker() -> str:
+    """Every key of rLLM's `tinker_rl_trainer`."""
+    return _page(rllm.file_keys(), "###")
+
+
+def rllm_unified() -> str:
+    """Every key of rLLM's `unified` that `tinker_rl_trainer` does not have."""
+    return _page(rllm.unified_keys(), "###")
+
+
+def _page(keys: Iterable[Key], level: str) -> str:
+    """Keys with a heading for each section at the top of a file; those of `rllm` for each section in it."""
+    sections: dict[str, list[Key]] = {}
+    for key in keys:
+        parts = key.path.split(".")
+        depth = min(2 if parts[0] == "rllm" else 1, len(parts) - 1)
+        sections.setdefault(".".join(parts[:depth]), []).append(key)
+    return "\n".join(_section(head, entries, level) for head, entries in sections.items())
+
+
+def _section(head: str, entries: list[Key], level: str) -> str:
+    lines = [
+        f"{level} `{head}`" if head else f"{level} At the top",
+        "",
+        "| key | default | here |",
+        "| --- | --- | --- |",
+    ]
+    for key in entries:
+        path = key.path.removeprefix(f"{head}.")
+        lines.append(f"| `{path}` | {_default(key)} | {_fate(key.fate)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _default(key: Key) -> str:
+    value = key.default
+    if value is None or value in ("", (), {}):
+        return ""
+    text = str(value).lower() if isinstance(value, bool) else str(list(value) if isinstance(value, tuple) else value)
+    return f"`{text}`"
+
+
+def _fate(fate: Fate) -> str:
+    match fate:
+        case Copied(to):
+            text = f"`{to}`"
+        case Translated(becomes):
+            text = becomes
+        case Ignored(why):
+            text = f"*ignored:* {why}"
+        case Refused(reason, fix):
+            text = f"**refused:** {reason} {fix}"
+    return text.replace("|", "\\|")
