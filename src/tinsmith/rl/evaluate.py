@@ -209,7 +209,7 @@ def pass_at(groups: Sequence[Group], threshold: float, prefix: str = "eval") -> 
     right = [sum(is_right(rollout, threshold) for rollout in group.rollouts) for group in groups]
     smallest = min(sizes)
     ks = sorted({2**power for power in range(smallest.bit_length()) if 2**power <= smallest} | {smallest})
-    estimates = {k: [_pass_at(n, c, k) for n, c in zip(sizes, right, strict=True)] for k in ks}
+    estimates = {k: [pass_at_k(n, c, k) for n, c in zip(sizes, right, strict=True)] for k in ks}
     return {f"{prefix}/pass@{k}": float(np.mean(each)) for k, each in estimates.items()}
 
 
@@ -225,5 +225,6 @@ async def _scored(turn: Turn, task: Task, rewards: Rewards, policy: Snapshot) ->
     return Rollout.single((turn,), score.value, correct=score.correct)
 
 
-def _pass_at(n: int, c: int, k: int) -> float:
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of the probability that one of k answers is right, from n answers of which c are right."""
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)

@@ -1,1 +1,116 @@
-"""The Python API under the names of rLLM, so that a file written for it changes its imports and nothing else."""
+"""The Python API under the names of rLLM, so that a file written for it changes its imports and nothing else.
+
+Every name is imported from here: `from tinsmith.rllm import AgentTrainer, Workflow`. Names are imported on first use.
+The guide is docs/guides/rllm.md.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tinsmith.rllm.agents import BaseAgent, BaseEnv
+    from tinsmith.rllm.datasets import Dataset, DatasetRegistry
+    from tinsmith.rllm.engines import RolloutEngine
+    from tinsmith.rllm.openai_engine import OpenAIEngine
+    from tinsmith.rllm.ready_workflows import (
+        CumulativeWorkflow,
+        MultiTurnWorkflow,
+        SimpleWorkflow,
+        SingleTurnWorkflow,
+    )
+    from tinsmith.rllm.records import (
+        Action,
+        Episode,
+        ModelOutput,
+        Step,
+        TerminationEvent,
+        TerminationReason,
+        ToolCall,
+        Trajectory,
+        TrajectoryGroup,
+    )
+    from tinsmith.rllm.rewards import RewardFunction, RewardOutput, countdown_reward_fn, math_reward_fn, zero_reward
+    from tinsmith.rllm.store import InMemoryStore, Store
+    from tinsmith.rllm.tinker_engine import TinkerEngine
+    from tinsmith.rllm.workflow import Workflow
+    from tinsmith.rllm.workflow_engine import AgentWorkflowEngine, mean_metrics, pass_metrics
+
+_MODULES = {
+    "Action": "records",
+    "AgentWorkflowEngine": "workflow_engine",
+    "BaseAgent": "agents",
+    "BaseEnv": "agents",
+    "CumulativeWorkflow": "ready_workflows",
+    "Dataset": "datasets",
+    "DatasetRegistry": "datasets",
+    "Episode": "records",
+    "InMemoryStore": "store",
+    "ModelOutput": "records",
+    "MultiTurnWorkflow": "ready_workflows",
+    "OpenAIEngine": "openai_engine",
+    "RewardFunction": "rewards",
+    "RewardOutput": "rewards",
+    "RolloutEngine": "engines",
+    "SimpleWorkflow": "ready_workflows",
+    "SingleTurnWorkflow": "ready_workflows",
+    "Step": "records",
+    "Store": "store",
+    "TerminationEvent": "records",
+    "TerminationReason": "records",
+    "TinkerEngine": "tinker_engine",
+    "ToolCall": "records",
+    "Trajectory": "records",
+    "TrajectoryGroup": "records",
+    "Workflow": "workflow",
+    "countdown_reward_fn": "rewards",
+    "math_reward_fn": "rewards",
+    "mean_metrics": "workflow_engine",
+    "pass_metrics": "workflow_engine",
+    "zero_reward": "rewards",
+}
+
+__all__ = [
+    "Action",
+    "AgentWorkflowEngine",
+    "BaseAgent",
+    "BaseEnv",
+    "CumulativeWorkflow",
+    "Dataset",
+    "DatasetRegistry",
+    "Episode",
+    "InMemoryStore",
+    "ModelOutput",
+    "MultiTurnWorkflow",
+    "OpenAIEngine",
+    "RewardFunction",
+    "RewardOutput",
+    "RolloutEngine",
+    "SimpleWorkflow",
+    "SingleTurnWorkflow",
+    "Step",
+    "Store",
+    "TerminationEvent",
+    "TerminationReason",
+    "TinkerEngine",
+    "ToolCall",
+    "Trajectory",
+    "TrajectoryGroup",
+    "Workflow",
+    "countdown_reward_fn",
+    "math_reward_fn",
+    "mean_metrics",
+    "pass_metrics",
+    "zero_reward",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'tinsmith.rllm' has no attribute {name!r}")
+    return getattr(import_module(f"tinsmith.rllm.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -89,10 +89,12 @@ class ChatSession:
         parsed = parse_messages(messages, developer_role="developer" in self._policy.chat.template)
         return tuple(self._turns_by_conversation.get(_conversation_key(parsed, tools), ()))
 
-    async def replies(self, request: AgentChatRequest) -> list[tuple[Turn, dict[str, Any]]]:
+    async def replies(
+        self, request: AgentChatRequest, defaults: SamplingConfig | None = None
+    ) -> list[tuple[Turn, dict[str, Any]]]:
         """`request.n` replies, each as a turn and as an assistant message with tool calls separated from its text.
 
-        Raises UserError for a request that cannot be served.
+        `defaults` replaces the sampling settings of the session. Raises UserError for a request that cannot be served.
         """
         template = self._policy.chat.template
         tools = request.template_tools()
@@ -102,7 +104,7 @@ class ChatSession:
             else None
         )
         messages = request.template_messages(template)
-        sampling = request.sampling(self._sampling)
+        sampling = request.sampling(defaults or self._sampling)
         prompt = self._prompt(messages, tools)
         number, self._calls = self._calls, self._calls + 1
         seed = request_seed(self._seed, number) if request.seed is None else request.seed

@@ -113,17 +113,9 @@ class TinkerSamplingClients(SamplingClients):
                 else:
                     client = await self._service.create_sampling_client(model_path=path, base_model=base)
                 same_base = path or name == self._base_model
-                chat = self._chat if same_base else Chat(await self._tokenizer(name, client))
+                chat = self._chat if same_base else Chat(await load_tokenizer(self._service, name, client))
             self._peers[name] = TinkerSnapshot(client, chat, 0, self)
         return self._peers[name]
-
-    async def _tokenizer(self, name: str, client: tinker.SamplingClient) -> Any:
-        """Tokenizer of another base model, by name or, if the name is an alias, from a training client."""
-        try:
-            return await asyncio.to_thread(client.get_tokenizer)
-        except (OSError, ValueError):
-            training = await self._service.create_lora_training_client(base_model=name, rank=1)
-            return await asyncio.to_thread(training.get_tokenizer)
 
     @override
     async def open_checkpoint(self, path: str, version: int) -> TinkerSnapshot:
@@ -134,6 +126,15 @@ class TinkerSamplingClients(SamplingClients):
     @override
     async def close(self) -> None:
         await end_session(self._service, "success")
+
+
+async def load_tokenizer(service: tinker.ServiceClient, name: str, client: tinker.SamplingClient) -> Any:
+    """Tokenizer of the base model `name`, by this name or, if it is an alias, from a training client."""
+    try:
+        return await asyncio.to_thread(client.get_tokenizer)
+    except (OSError, ValueError):
+        training = await service.create_lora_training_client(base_model=name, rank=1)
+        return await asyncio.to_thread(training.get_tokenizer)
 
 
 async def load_chat(config: ModelConfig, client: tinker.TrainingClient) -> Chat:

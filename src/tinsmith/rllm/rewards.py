@@ -1,0 +1,73 @@
+"""Rewards under the names of rLLM: a reward function maps (task, action) to a RewardOutput."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from tinsmith.rl.rewards.mathematics import Countdown, MathVerify
+from tinsmith.rl.types import Message, Task
+from tinsmith.rllm.records import Action
+
+
+@dataclass
+class RewardOutput:
+    """The reward of an action."""
+
+    reward: float
+    is_correct: bool | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+
+class RewardFunction(Protocol):
+    """Scores an action, text or an Action, for a task, a row of the dataset."""
+
+    def __call__(self, task_info: dict[str, Any], action: str | Action, /) -> RewardOutput:
+        """The reward of the action."""
+        ...
+
+
+def countdown_reward_fn(task_info: Mapping[str, Any], action: str | Action) -> RewardOutput:
+    """1 if the expression in the last <answer> uses each of `nums` once and equals `target`, else 0.
+
+    An expression that is not right is marked in the metadata as partial credit. A row without `target` and `nums` has
+    the reward 0, with the reason in the metadata.
+    """
+    target, numbers = task_info.get("target"), task_info.get("nums", task_info.get("numbers"))
+    if target is None or not numbers:
+        return RewardOutput(reward=0.0, is_correct=False, metadata={"error": "the task has no target and nums"})
+    answer = json.dumps({"target": float(target), "numbers": [float(number) for number in numbers]})
+    score = Countdown().score(_task(task_info, answer), action_text(action))
+    right = score >= 1.0
+    return RewardOutput(
+        reward=float(right), is_correct=right, metadata={"score": score, "partial_credit": 0 < score < 1}
+    )
+
+
+def math_reward_fn(task_info: Mapping[str, Any], action: str | Action) -> RewardOutput:
+    """1 if math-verify finds the reply equal to `ground_truth`, or to one of several, else 0."""
+    truths = task_info.get("ground_truth", task_info.get("answer"))
+    if truths is None:
+        return RewardOutput(reward=0.0, is_correct=False, metadata={"error": "the task has no ground_truth"})
+    text = action_text(action)
+    several = truths if isinstance(truths, list | tuple) else [truths]
+    right = any(MathVerify().score(_task(task_info, str(truth)), text) >= 1.0 for truth in several)
+    return RewardOutput(reward=float(right), is_correct=right)
+
+
+def zero_reward(task_info: Mapping[str, Any], action: str | Action) -> RewardOutput:
+    """Always 0."""
+    return RewardOutput(reward=0.0, is_correct=False)
+
+
+def action_text(action: Any) -> str:
+    """The text of an action; empty for None."""
+    value = action.action if isinstance(action, Action) else action
+    return "" if value is None else str(value)
+
+
+def _task(task_info: Mapping[str, Any], answer: str) -> Task:
+    question = str(task_info.get("question", task_info.get("problem", "")))
+    return Task(id="task", messages=(Message(role="user", content=question),), answer=answer)
