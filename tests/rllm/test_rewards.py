@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tinsmith.errors import UserError
 from tinsmith.rllm import Action, countdown_reward_fn, math_reward_fn, zero_reward
 
 TASK: dict[str, Any] = {"question": "…", "target": 24, "nums": [1, 2, 3, 4], "ground_truth": "24"}
@@ -33,14 +34,11 @@ def test_countdown_marks_partial_credit():
     assert not countdown_reward_fn(TASK, "none").metadata["partial_credit"]
 
 
-def test_rows_without_data_score_zero_with_a_reason():
-    output = countdown_reward_fn({"question": "?"}, "<answer>1</answer>")
-    assert (output.reward, output.is_correct, output.metadata["error"]) == (
-        0.0,
-        False,
-        "the task has no target and nums",
-    )
-    assert math_reward_fn({}, "1").metadata["error"] == "the task has no ground_truth"
+def test_rows_without_data_are_errors():
+    with pytest.raises(UserError, match=r"no 'target'.*fields are question"):
+        countdown_reward_fn({"question": "?"}, "<answer>1</answer>")
+    with pytest.raises(UserError, match="no 'ground_truth'"):
+        math_reward_fn({}, "1")
     assert countdown_reward_fn(TASK, Action(action=None)).reward == 0.0
 
 

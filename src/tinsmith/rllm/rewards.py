@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from tinsmith.rl.rewards.mathematics import Countdown, MathVerify
+from tinsmith.errors import UserError
+from tinsmith.rl.rewards.countdown import Countdown
+from tinsmith.rl.rewards.mathematics import MathVerify
 from tinsmith.rl.types import Message, Task
 from tinsmith.rllm.records import Action
 
@@ -30,28 +32,24 @@ class RewardFunction(Protocol):
 
 
 def countdown_reward_fn(task_info: Mapping[str, Any], action: str | Action) -> RewardOutput:
-    """1 if the expression in the last <answer> uses each of `nums` once and equals `target`, else 0.
+    """1 if the expression in the last <answer> uses each of `nums` exactly once and equals `target`, else 0.
 
-    An expression that is not right is marked in the metadata as partial credit. A row without `target` and `nums` has
-    the reward 0, with the reason in the metadata.
+    The metadata say whether there is an answer, as partial credit. Raises UserError for a row without `target` and
+    `nums`.
     """
-    target, numbers = task_info.get("target"), task_info.get("nums", task_info.get("numbers"))
-    if target is None or not numbers:
-        return RewardOutput(reward=0.0, is_correct=False, metadata={"error": "the task has no target and nums"})
-    answer = json.dumps({"target": float(target), "numbers": [float(number) for number in numbers]})
+    target, numbers = _field(task_info, "target"), _field(task_info, "nums", "numbers")
+    answer = json.dumps({"target": str(target), "numbers": [str(number) for number in numbers]})
     score = Countdown().score(_task(task_info, answer), action_text(action))
     right = score >= 1.0
-    return RewardOutput(
-        reward=float(right), is_correct=right, metadata={"score": score, "partial_credit": 0 < score < 1}
-    )
+    return RewardOutput(reward=float(right), is_correct=right, metadata={"partial_credit": 0 < score < 1})
 
 
 def math_reward_fn(task_info: Mapping[str, Any], action: str | Action) -> RewardOutput:
-    """1 if math-verify finds the reply equal to `ground_truth`, or to one of several, else 0."""
-    truths = task_info.get("ground_truth", task_info.get("answer"))
-    if truths is None:
-        return RewardOutput(reward=0.0, is_correct=False, metadata={"error": "the task has no ground_truth"})
-    text = action_text(action)
+    """1 if math-verify finds the reply equal to `ground_truth`, or to one of several, else 0.
+
+    Raises UserError for a row with neither `ground_truth` nor `answer`.
+    """
+    truths, text = _field(task_info, "ground_truth", "answer"), action_text(action)
     several = truths if isinstance(truths, list | tuple) else [truths]
     right = any(MathVerify().score(_task(task_info, str(truth)), text) >= 1.0 for truth in several)
     return RewardOutput(reward=float(right), is_correct=right)
@@ -66,6 +64,14 @@ def action_text(action: Any) -> str:
     """The text of an action; empty for None."""
     value = action.action if isinstance(action, Action) else action
     return "" if value is None else str(value)
+
+
+def _field(task_info: Mapping[str, Any], *names: str) -> Any:
+    """The first of these fields that the row has. Raises UserError that names the fields it has."""
+    for name in names:
+        if task_info.get(name) is not None:
+            return task_info[name]
+    raise UserError(f"The task has no {names[0]!r}.", f"Its fields are {', '.join(map(str, task_info))}.")
 
 
 def _task(task_info: Mapping[str, Any], answer: str) -> Task:

@@ -16,7 +16,7 @@ from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.policy.base import Prompt, SamplingConfig, Snapshot
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.policy.chat_session import ChatSession
-from tinsmith.rl.policy.sdk import check_reachable, translate_errors
+from tinsmith.rl.policy.sdk import check_reachable, end_session, translate_errors
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, TinkerSnapshot, load_tokenizer
 from tinsmith.rl.types import Turn
 from tinsmith.rllm.engines import SnapshotEngine, parameters_by_mode, random_seed, sampling_config
@@ -111,11 +111,18 @@ class TinkerEngine(SnapshotEngine):
         self._base_url, self._api_key = base_url, api_key
         self._seed = random_seed() if seed is None else seed
         self._client: tinker.SamplingClient | None = None
+        self._owns_service = service_client is None
         self._opening = asyncio.Lock()
 
     def set_sampling_client(self, sampling_client: tinker.SamplingClient) -> None:
         """Sample these weights from now on."""
         self._client, self._session, self._opening = sampling_client, None, asyncio.Lock()
+
+    async def close(self) -> None:
+        """End the session that the engine opened; one that was passed in stays open."""
+        if self._owns_service and self.service_client is not None:
+            await end_session(self.service_client, "success")
+            self.service_client = self._client = self._session = None
 
     async def compute_logprobs(self, ids: Sequence[int]) -> list[float]:
         """Logprobs of tokens 1 to N at temperature 1, for N + 1 tokens."""
