@@ -54,8 +54,8 @@ def test_reasoning_is_separate_and_may_be_sent_back():
     assert respond(model, *step.chat_completions, more).prompt_ids[: len(before)] == before
     alone = {"role": "assistant", "content": "five"}  # the template decides, which here has no reasoning
     assert respond(model, USER, alone, more).prompt_ids == list(map(ord, "2 + 3?fivesure?"))
-    kept = respond(model, USER, alone, more, accumulate_reasoning=True)
-    assert kept.prompt_ids[: len(before)] == before
+    longer = respond(model, USER, alone, more, accumulate_reasoning=True)
+    assert longer.prompt_ids[: len(before)] == before
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_tinker_engine_names_what_it_does_not_support():
         respond(TinkerEngine(model_name="tiny", base_url="http://127.0.0.1:9"), USER)
 
 
-def test_sampling_parameters_differ_between_training_and_evaluation():
+def test_sampling_parameters_differ_in_evaluation():
     parameters = {"train": {"temperature": 1.0}, "val": {"temperature": 0.0, "top_k": 0}}
     model = TinkerEngine(model_name="tiny", sampling_params=parameters)
     assert (model._sampling[False].temperature, model._sampling[True].temperature) == (1.0, 0.0)
@@ -259,7 +259,7 @@ MESSAGE = {"role": "assistant", "content": "five", "reasoning_content": "2 and 3
 REPLY = {"choices": [{"message": MESSAGE, "finish_reason": "stop"}], "usage": {"prompt_tokens": 4}}
 
 
-def test_openai_engine_tries_again_after_passing_errors(monkeypatch: pytest.MonkeyPatch):
+def test_openai_engine_retries_after_passing_errors(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tinsmith.rllm.openai_engine.FIRST_WAIT_S", 0.0)
     server = Answers((503, {}), (429, {}), (200, REPLY))
     output = server.respond(tools=TOOLS, sampling_params={"temperature": 0.5})

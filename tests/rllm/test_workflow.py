@@ -161,13 +161,13 @@ def test_unknown_arguments_are_named():
 
 
 def test_simple_workflow_scores_one_reply():
-    found = episodes(SimpleWorkflow, {"reward_function": is_right}, engine("yes", "no"), 16)
-    assert {(e.trajectories[0].steps[0].action.action, e.is_correct) for e in found} == {("yes", True), ("no", False)}
-    assert {e.termination_reason for e in found} == {REASON.ENV_DONE}
-    assert found[0].trajectories[0].steps[0].response_ids[-1] == 0
+    results = episodes(SimpleWorkflow, {"reward_function": is_right}, engine("yes", "no"), 16)
+    assert {(e.trajectories[0].steps[0].action.action, e.is_correct) for e in results} == {("yes", True), ("no", False)}
+    assert {e.termination_reason for e in results} == {REASON.ENV_DONE}
+    assert results[0].trajectories[0].steps[0].response_ids[-1] == 0
 
 
-def test_simple_workflow_names_the_fields_of_a_row_without_prompt():
+def test_simple_workflow_names_fields_of_a_row_without_prompt():
     async def main():
         flow = SimpleWorkflow(engine("yes"), is_right)
         return await flow.run_with_termination_handling({"text": "?"}, "t:0")
@@ -176,10 +176,10 @@ def test_simple_workflow_names_the_fields_of_a_row_without_prompt():
 
 
 def test_multi_turn_workflow_plays_until_done():
-    found = episodes(
+    results = episodes(
         MultiTurnWorkflow, {"agent_cls": GuessAgent, "env_cls": GuessEnv, "max_steps": 3}, engine("yes", "no"), 24
     )
-    for episode in found:
+    for episode in results:
         (trajectory,) = episode.trajectories
         actions = [step.action for step in trajectory.steps]
         assert actions == ["no"] * (len(actions) - 1) + [actions[-1]]
@@ -188,22 +188,22 @@ def test_multi_turn_workflow_plays_until_done():
         for earlier, later in zip(trajectory.steps, trajectory.steps[1:], strict=False):
             before = earlier.prompt_ids + earlier.response_ids  # tokens, not text, are extended
             assert later.prompt_ids[: len(before)] == before
-    assert {e.termination_reason for e in found} == {REASON.ENV_DONE, REASON.MAX_TURNS_EXCEEDED}
+    assert {e.termination_reason for e in results} == {REASON.ENV_DONE, REASON.MAX_TURNS_EXCEEDED}
 
 
 def test_single_turn_workflow_takes_one_step():
-    found = episodes(SingleTurnWorkflow, {"agent_cls": GuessAgent, "env_cls": GuessEnv}, engine("no"), 1)
-    assert len(found[0].trajectories[0].steps) == 1
-    assert found[0].termination_reason is REASON.MAX_TURNS_EXCEEDED
+    results = episodes(SingleTurnWorkflow, {"agent_cls": GuessAgent, "env_cls": GuessEnv}, engine("no"), 1)
+    assert len(results[0].trajectories[0].steps) == 1
+    assert results[0].termination_reason is REASON.MAX_TURNS_EXCEEDED
 
 
 def test_cumulative_workflow_shrinks_the_budget_of_a_reply():
     limited = engine("no", max_tokens=12)
-    found = episodes(CumulativeWorkflow, {"agent_cls": GuessAgent, "env_cls": GuessEnv, "max_steps": 9}, limited, 1)
+    results = episodes(CumulativeWorkflow, {"agent_cls": GuessAgent, "env_cls": GuessEnv, "max_steps": 9}, limited, 1)
     # each turn adds a reply of 3 tokens and an observation of 5: the third turn has no budget left
-    (trajectory,) = found[0].trajectories
+    (trajectory,) = results[0].trajectories
     assert [len(step.response_ids) for step in trajectory.steps] == [3, 3]
-    assert found[0].termination_reason is REASON.MAX_RESPONSE_LENGTH_EXCEEDED
+    assert results[0].termination_reason is REASON.MAX_RESPONSE_LENGTH_EXCEEDED
 
 
 def test_cut_reply_ends_with_its_reason():

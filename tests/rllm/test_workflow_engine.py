@@ -75,8 +75,8 @@ def test_workflows_share_the_store():
         await flow.store.set("n", await flow.store.get("n", 0) + 1)
         return Episode(id=uid, metrics={"n": await flow.store.get("n")})
 
-    found = episodes(FunctionFlow, {"function": counts}, engine("yes"), 4)
-    assert sorted(episode.metrics["n"] for episode in found) == [1, 2, 3, 4]
+    collected = episodes(FunctionFlow, {"function": counts}, engine("yes"), 4)
+    assert sorted(episode.metrics["n"] for episode in collected) == [1, 2, 3, 4]
 
 
 def test_validation_is_known_to_the_engine_and_only_then():
@@ -104,21 +104,21 @@ def test_wrong_arguments_are_named():
 
 
 def test_two_solvers_are_measured():
-    found = episodes(TwoSolvers, {}, engine("yes", "no"), 8)
-    values = mean_metrics(found)
-    rewards = [t.total_reward for e in found for t in e.trajectories if t.name == "solver"]
+    collected = episodes(TwoSolvers, {}, engine("yes", "no"), 8)
+    values = mean_metrics(collected)
+    rewards = [t.total_reward for e in collected for t in e.trajectories if t.name == "solver"]
     assert values["solver_acc"] == pytest.approx(sum(rewards) / len(rewards))
-    assert values["judge_acc"] == pass_metrics(found)["pass@1"]
+    assert values["judge_acc"] == pass_metrics(collected)["pass@1"]
 
 
 @given(st.lists(st.lists(st.booleans(), min_size=1, max_size=5), min_size=1, max_size=4))
 def test_pass_metrics_equal_their_definitions(results: list[list[bool]]):
-    found = [
+    collected = [
         Episode(id=f"{task}:{n}", is_correct=right, trajectories=[Trajectory()])
         for task, rights in enumerate(results)
         for n, right in enumerate(rights)
     ]
-    values = pass_metrics(found)
+    values = pass_metrics(collected)
     flat = [right for rights in results for right in rights]
     assert values["pass@1"] == pytest.approx(sum(flat) / len(flat))
     largest, smallest = max(map(len, results)), min(map(len, results))

@@ -204,11 +204,11 @@ def sampling_config(
 
 def parameters_by_mode(parameters: Mapping[str, Any] | None) -> dict[bool, Mapping[str, Any]]:
     """Sampling parameters of training (False) and of evaluation (True); `{train: …, val: …}` or the same for both."""
-    given = dict(parameters or {})
-    if given.keys() & {"train", "val"}:
-        train = given.get("train") or {}
-        return {False: train, True: given.get("val") or train}
-    return {False: given, True: given}
+    values = dict(parameters or {})
+    if values.keys() & {"train", "val"}:
+        train = values.get("train") or {}
+        return {False: train, True: values.get("val") or train}
+    return {False: values, True: values}
 
 
 def random_seed() -> int:

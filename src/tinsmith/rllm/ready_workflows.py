@@ -81,9 +81,9 @@ class MultiTurnWorkflow(Workflow):
         self.agent.update_from_env(observation, 0.0, False, info)
         for _ in range(self.max_steps):
             output = await self._reply(uid, **kwargs)
-            known = len(self.agent.trajectory.steps)
+            count = len(self.agent.trajectory.steps)
             action = self.agent.update_from_model(output.text or "")
-            attach_output(self.agent, output, known)
+            attach_output(self.agent, output, count)
             observation, reward, done, info = await self.run_in_executor(self.env.step, action)
             self.agent.update_from_env(observation, float(reward), bool(done), info)
             if done or output.finish_reason == "length":
@@ -131,14 +131,14 @@ class CumulativeWorkflow(MultiTurnWorkflow):
         return super().reset(task, uid)
 
 
-def attach_output(agent: BaseAgent, output: ModelOutput, known: int) -> None:
+def attach_output(agent: BaseAgent, output: ModelOutput, count: int) -> None:
     """Set `model_output`, with its tokens, on the step that the agent added for this reply.
 
-    `known` is the number of its steps before. Raises UserError if the agent added no step.
+    `count` is the number of its steps before. Raises UserError if the agent added no step.
     """
     steps = agent.trajectory.steps
     step = steps[-1] if steps else None
-    if step is None or (len(steps) == known and step.response_ids):
+    if step is None or (len(steps) == count and step.response_ids):
         raise UserError(
             f"{type(agent).__name__}.update_from_model added no step.", "Append a Step to the trajectory in it."
         )

@@ -155,8 +155,8 @@ class TinkerEngine(SnapshotEngine):
         if url:
             await check_reachable(url)
         options = {"base_url": url or None, "api_key": self._api_key}
-        given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
-        return await asyncio.to_thread(tinker.ServiceClient, **given)
+        arguments: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        return await asyncio.to_thread(tinker.ServiceClient, **arguments)
 
 
 async def _tokenizer(service: tinker.ServiceClient, name: str, client: tinker.SamplingClient) -> Any:

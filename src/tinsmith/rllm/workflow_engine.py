@@ -91,7 +91,9 @@ class AgentWorkflowEngine:
                 workflow = self._idle.pop() if self._idle else self._workflow()
                 episode = await workflow.run_with_termination_handling(task, uid, **more)
                 if episode.termination_reason not in (TerminationReason.ERROR, TerminationReason.TIMEOUT):
-                    self._idle.append(workflow)  # a failed workflow may have left work behind, so it is not used again
+                    self._idle.append(
+                        workflow
+                    )  # a failed workflow may still have work in progress, so it is not used again
                 if episode.termination_reason != TerminationReason.ERROR:
                     break
             else:
