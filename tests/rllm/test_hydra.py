@@ -28,8 +28,9 @@ def start(monkeypatch: pytest.MonkeyPatch, *words: str, **options: Any) -> DictC
     return received[0] if received else None
 
 
-def test_command_line_overrides_the_configuration(monkeypatch: pytest.MonkeyPatch):
+def test_command_line_overrides_the_configuration(monkeypatch: pytest.MonkeyPatch, capsys):
     config = start(monkeypatch, "model.lora_rank=16", "trainer.logger=[console,wandb]", "hydra.run.dir=out")
+    assert capsys.readouterr().err == "note: hydra.run.dir=out: Hydra's own settings have no effect\n"
     assert config is not None
     assert (config.model.lora_rank, list(config.trainer.logger)) == (16, ["console", "wandb"])
     assert "hydra" not in config

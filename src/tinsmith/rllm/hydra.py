@@ -65,6 +65,9 @@ def _run(function: Callable[[DictConfig], Any], folder: Path, path: str | None, 
             raise ConfigError("--multirun is not supported.", "Start the script once for each run.")
         path = words.config_dir or words.config_path or path
         config = _load(folder, path, words.config_name or name, words.overrides)
+        for override in words.overrides:
+            if override.lstrip("+~").startswith("hydra"):
+                sys.stderr.write(f"note: {override}: Hydra's own settings have no effect\n")
         if words.cfg:
             sys.stdout.write(OmegaConf.to_yaml(config))
             return None

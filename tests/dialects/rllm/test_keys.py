@@ -32,8 +32,7 @@ def leaves(config: DictConfig) -> dict[str, Any]:
             result |= below(value, f"{prefix}{key}.") if inside else {f"{prefix}{key}": value}
         return result
 
-    plain = OmegaConf.to_container(config, resolve=True)
-    assert isinstance(plain, dict)
+    plain: Any = OmegaConf.to_container(config, resolve=True)
     return below(plain, "")
 
 
@@ -69,8 +68,7 @@ def nested(pairs: Mapping[str, Any]) -> dict[str, Any]:
     tree = OmegaConf.create({})
     for key, value in pairs.items():
         OmegaConf.update(tree, key, value, force_add=True)
-    plain = OmegaConf.to_container(tree)
-    assert isinstance(plain, dict)
+    plain: Any = OmegaConf.to_container(tree)
     return plain
 
 
