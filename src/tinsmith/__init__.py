@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tinsmith.rl.config import RunConfig
     from tinsmith.rl.monitors.jsonl import read_metrics
-    from tinsmith.rl.plugins import reward, workflow
+    from tinsmith.rl.plugins import advantage, reward, workflow
     from tinsmith.rl.rewards import make_reward
     from tinsmith.rl.rewards.base import Reward, Score
     from tinsmith.rl.run import Run
@@ -43,6 +43,7 @@ __all__ = [
     "Turn",
     "WorkflowOptions",
     "WorkflowPolicy",
+    "advantage",
     "embedded",
     "make_reward",
     "open_run",
@@ -71,6 +72,7 @@ _MODULES = {
     "Turn": "tinsmith.rl.types",
     "WorkflowOptions": "tinsmith.rl.workflows.base",
     "WorkflowPolicy": "tinsmith.rl.workflows.conversation",
+    "advantage": "tinsmith.rl.plugins",
     "embedded": "tinsmith.service.embedded",
     "make_reward": "tinsmith.rl.rewards",
     "open_run": "tinsmith.runner",

@@ -58,7 +58,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield made
     sys.path[:] = path
     for name in set(sys.modules) - modules:
-        if (sys.modules[name].__file__ or "").startswith(str(tmp_path)):
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
             del sys.modules[name]
 
 

@@ -1,8 +1,9 @@
-"""Workflows and rewards of users: a folder of Python files, and objects by their import path.
+"""Workflows, rewards and advantages of users: a folder of Python files, and objects by their import path.
 
 `plugins: FOLDER` in a run file imports every .py file of the folder before the rest of the file is validated. An object
-decorated with `@workflow("name")` or `@reward("name")` is then a type of that name; any importable object is
-`{type: custom, path: "module:attribute", args: {…}}`. docs/guides/workflows-and-rewards.md says what can be decorated.
+decorated with `@workflow("name")`, `@reward("name")` or `@advantage("name")` is then a type of that name; any
+importable object is `{type: custom, path: "module:attribute", args: {…}}`. docs/guides/workflows-and-rewards.md and
+docs/guides/algorithms.md say what can be decorated.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from pydantic import PlainSerializer, ValidationError
 from tinsmith.errors import ConfigError
 from tinsmith.settings import Settings
 
-Kind = Literal["workflow", "reward"]
+Kind = Literal["workflow", "reward", "advantage"]
 Names = frozenset[tuple[Kind, str]]
 T = TypeVar("T", bound=Callable[..., Any])
 S = TypeVar("S", bound=Settings)
 _MARK = "__tinsmith_part__"
-_OWN = {"workflow": ("type", "path", "args", "timeout"), "reward": ("type", "path", "args", "weight", "name", "role")}
+_OWN = {
+    "workflow": ("type", "path", "args", "timeout"),
+    "reward": ("type", "path", "args", "weight", "name", "role"),
+    "advantage": ("type", "path", "args"),
+}
 """Keys of a custom part itself; all others are arguments of its code."""
 
 
@@ -38,6 +43,11 @@ def workflow(name: str) -> Callable[[T], T]:
 def reward(name: str) -> Callable[[T], T]:
     """Decorator: register a function, a class or a settings class as the reward `name`."""
     return _mark("reward", name)
+
+
+def advantage(name: str) -> Callable[[T], T]:
+    """Decorator: register a function from rewards to advantages as the advantage `name`."""
+    return _mark("advantage", name)
 
 
 def plugin_names(folder: Path) -> Names:
@@ -184,6 +194,20 @@ def _with_custom_parts(section: Mapping[str, Any], parts: Mapping[tuple[Kind, st
         result["rewards"] = [
             _custom("reward", entry, parts) if isinstance(entry, Mapping) else entry for entry in result["rewards"]
         ]
+    if isinstance(result.get("algorithm"), Mapping):
+        result["algorithm"] = _with_custom_advantages(result["algorithm"], parts)
+    return result
+
+
+def _with_custom_advantages(section: Mapping[str, Any], parts: Mapping[tuple[Kind, str], str]) -> dict[str, Any]:
+    result = dict(section)
+    if isinstance(result.get("advantage"), Mapping):
+        result["advantage"] = _custom("advantage", result["advantage"], parts)
+    if isinstance(result.get("roles"), Mapping):
+        result["roles"] = {
+            name: _with_custom_advantages(role, parts) if isinstance(role, Mapping) else role
+            for name, role in result["roles"].items()
+        }
     return result
 
 

@@ -105,9 +105,16 @@ class Conversation:
         self._turns.append(turn)
         return turn
 
-    def credit(self, reward: float) -> None:
-        """Set the reward of the last reply, for algorithms with a reward per turn."""
-        self._turns[-1] = replace(self._turns[-1], reward=reward)
+    def credit(self, reward: float | None = None, *, advantages: float | Sequence[float] | None = None) -> None:
+        """Set the reward of the last reply, for algorithms with a reward per turn.
+
+        `advantages`: of all its tokens, or of each, its stop token included; the advantage `precomputed` reads them.
+        """
+        last = self._turns[-1] if reward is None else replace(self._turns[-1], reward=reward)
+        if advantages is not None:
+            values = float(advantages) if isinstance(advantages, float | int) else tuple(map(float, advantages))
+            last = replace(last, advantages=values)
+        self._turns[-1] = last
 
     def reset(self) -> None:
         """Clear the history. The next reply starts a new conversation, and so a new training row."""

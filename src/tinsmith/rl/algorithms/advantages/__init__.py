@@ -23,6 +23,7 @@ from tinsmith.rl.algorithms.advantages.per_token import (
     OnPolicyDistillAdvantage,
     ReinforcePlusPlusAdvantage,
 )
+from tinsmith.rl.algorithms.advantages.user_code import CustomAdvantage, PrecomputedAdvantage
 
 AdvantageConfig = Annotated[
     GrpoAdvantage
@@ -39,6 +40,8 @@ AdvantageConfig = Annotated[
     | ClipBAdvantage
     | BestAdvantage
     | ReinforcePlusPlusBaselineAdvantage
-    | PrpoAdvantage,
+    | PrpoAdvantage
+    | PrecomputedAdvantage
+    | CustomAdvantage,
     Field(discriminator="type"),
 ]
