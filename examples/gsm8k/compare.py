@@ -26,8 +26,7 @@ HELD_OUT = {
     "type": "hub", "name": "openai/gsm8k", "subset": "main", "split": "test",
     "prompt": "{question}", "answer": "{answer}",
 }  # fmt: skip
-EVAL = {"every": 0, "threshold": 0.85}
-"""The reward of a right answer is 0.9 without the format and 1.1 with it; a wrong one has at most 0.1."""
+EVAL = {"every": 0}
 
 
 def main() -> None:

@@ -54,7 +54,7 @@ def test_demonstrations_have_the_rewarded_format(example):
     marked, tagged = rows.marked(ROW)["reply"], rows.tagged(ROW)["reply"]
     assert marked.endswith("48+24 = 72.\n#### 72")
     assert form.score(TASK, marked) == 1
-    assert Math().score(TASK, tagged) == {"accuracy": 1.0, "format": 0.1}
+    assert Math().score(TASK, tagged).parts == {"accuracy": 1.0, "format": 0.1}
 
 
 @pytest.mark.parametrize(

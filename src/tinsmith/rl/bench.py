@@ -21,8 +21,8 @@ from tinsmith.rl.data.tasks import split
 from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.monitors.jsonl import JsonlMonitor
-from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import SamplingClients
+from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run import folder_path
 from tinsmith.rl.run_folder import RunFolder, read_state
@@ -49,11 +49,9 @@ async def bench(
     folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume is True, part="bench")
     try:
         _, held_out = split(config.tasks, config.seed)
-        agent_endpoint = AgentEndpoint()
+        resources = RolloutResources()
         runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
-        evaluator = Evaluator(
-            config.eval, held_out, eval_workflow_maker(config, agent_endpoint, {}), config.seed, runner
-        )
+        evaluator = Evaluator(config.eval, held_out, eval_workflow_maker(config, resources), config.seed, runner)
         clients = await connect()
         jsonl = JsonlMonitor(RunInfo(name=config.name, folder=path / "bench", steps=len(names)))
         rows: list[dict[str, float | str]] = []
@@ -66,7 +64,7 @@ async def bench(
                 atomic_write(path / "bench" / "results.json", json.dumps(rows, indent=2).encode())
         finally:
             jsonl.close()
-            await agent_endpoint.close()
+            await resources.close()
             await clients.close()
     finally:
         folder.close()

@@ -17,8 +17,8 @@ from rich.markup import escape
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.tasks import split
-from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import ChatCodec, request_seed
+from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run import Connect
 from tinsmith.rl.train import workflow_context
@@ -54,16 +54,16 @@ async def debug_rollout(config: RunConfig, connect: Connect) -> DebugRollout:
     (task,) = task_sampler.draw(1)
     drawn = time.perf_counter()
     policy = await connect("", 0)
-    agent_endpoint = AgentEndpoint()
+    resources = RolloutResources()
     try:
         snapshot = await policy.snapshot()
         connected = time.perf_counter()
-        workflow = config.workflow.make(workflow_context(config, agent_endpoint, {}))
+        workflow = config.workflow.make(workflow_context(config, resources))
         runner = RolloutRunner(config.rollout, asyncio.Semaphore(1))
         (group,) = await runner.run_groups(workflow, [task], snapshot, size=1, seeds=[request_seed(config.seed, 1, 0)])
         done = time.perf_counter()
     finally:
-        await agent_endpoint.close()
+        await resources.close()
         await policy.close()
     seconds = {"tasks": drawn - start, "connect": connected - drawn, "rollout": done - connected}
     return DebugRollout(group=group, chat=snapshot.chat, seconds=seconds)

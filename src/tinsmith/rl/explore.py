@@ -14,12 +14,12 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.run_data import RunData
 from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.monitors.base import Monitors, RunInfo
-from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import SamplingClients
 from tinsmith.rl.rollouts import buffers
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus
 from tinsmith.rl.rollouts.producer import Batch
+from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop, TrainingEnded
 from tinsmith.rl.run import folder_path
@@ -45,11 +45,11 @@ async def explore(config: RunConfig, connect: Callable[[], Awaitable[SamplingCli
         )
         clients = await connect()
         run_monitors = monitors.build(config.monitors, info, console)
-        endpoint = AgentEndpoint()
+        resources = RolloutResources()
         try:
-            return await _Exploration(config, data.tasks[0], buffer, clients, run_monitors, endpoint).run(console)
+            return await _Exploration(config, data.tasks[0], buffer, clients, run_monitors, resources).run(console)
         finally:
-            await endpoint.close()
+            await resources.close()
             run_monitors.close()
             await clients.close()
             await buffer.close()
@@ -67,14 +67,14 @@ class _Exploration:
         buffer: Buffer,
         clients: SamplingClients,
         run_monitors: Monitors,
-        endpoint: AgentEndpoint,
+        resources: RolloutResources,
     ) -> None:
         self._config, self._buffer, self._monitors = config, buffer, run_monitors
         self._notes = CoordinationNotes(buffer)
         self._task_sampler = task_sampler
         self._status = SamplerStatus()
         self._loop = SamplingLoop(
-            config.workflow.make(workflow_context(config, endpoint, {})),
+            config.workflow.make(workflow_context(config, resources)),
             self._task_sampler,
             lambda record: clients.open_checkpoint(record.path, record.version),
             sampling_plan(config),

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -25,7 +24,6 @@ from tinsmith.rl.data.run_data import RunData
 from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.evaluate import EvalConfig, Evaluator
 from tinsmith.rl.monitors.base import RunInfo
-from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import Policy, Snapshot
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.rewards import Rewards
@@ -40,6 +38,7 @@ from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer
 from tinsmith.rl.rollouts.buffers.replay import BatchSelector
 from tinsmith.rl.rollouts.coordination import CoordinationNotes
 from tinsmith.rl.rollouts.producer import SamplingPlan
+from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
 from tinsmith.rl.rollouts.weight_sync import WeightPublisher
@@ -123,8 +122,8 @@ async def assemble(
     """Create the parts of a run, and close them in order. Raises ConfigError before the first request to a server."""
     task_sampler, held_out = data.tasks
     runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
-    judge = Rewards(config.eval.rewards or config.rewards) if config.evaluates else None
-    agent_endpoint = AgentEndpoint()
+    resources = RolloutResources()
+    judge = Rewards(config.eval.rewards or config.rewards, pool=resources.scoring) if config.evaluates else None
     policy = await connect_policy(config, folder, connect, console)
     state = folder.state
     info = RunInfo(
@@ -134,13 +133,13 @@ async def assemble(
         start=state.step if state else 0,
         settings=config.model_dump(mode="json"),
     )
-    store = dict(state.store) if state else {}
+    resources.store.update(state.store if state else {})
     batches = (
-        _batch_source(config, folder, policy, task_sampler, runner, workflow_context(config, agent_endpoint, store))
+        _batch_source(config, folder, policy, task_sampler, runner, workflow_context(config, resources))
         if config.uses_rollouts
         else EmptyBatchSource()
     )
-    eval_workflow = eval_workflow_maker(config, agent_endpoint, store)
+    eval_workflow = eval_workflow_maker(config, resources)
     demonstrations = _demonstrations(config, data, policy, state)
     critic = await _critic(config, policy, state)
     reference = await _reference(config, policy, state)
@@ -170,11 +169,11 @@ async def assemble(
             reference=reference,
             critic=critic,
             demonstrations=demonstrations,
-            store=store,
+            store=resources.store,
         )
     finally:
         await batches.close()
-        await agent_endpoint.close()
+        await resources.close()
         run_monitors.close()
         await policy.close()
 
@@ -192,17 +191,15 @@ def _demonstrations(config: RunConfig, data: RunData, policy: Policy, state: Sta
     return demonstrations
 
 
-def eval_workflow_maker(
-    config: RunConfig, agent_endpoint: AgentEndpoint, store: dict[str, Any]
-) -> Callable[[EvalConfig], Workflow]:
-    """A function from the evaluation settings of a source to its workflow. `store`: values that all rollouts share."""
+def eval_workflow_maker(config: RunConfig, resources: RolloutResources) -> Callable[[EvalConfig], Workflow]:
+    """A function from the evaluation settings of a source to its workflow."""
 
     def make(settings: EvalConfig) -> Workflow:
         parts = WorkflowContext(
             sampling=settings.sampling(config.sampling),
-            rewards=Rewards(settings.rewards or config.rewards),
-            agent_endpoint=agent_endpoint,
-            store=store,
+            rewards=Rewards(settings.rewards or config.rewards, pool=resources.scoring),
+            agent_endpoint=resources.agent_endpoint,
+            store=resources.store,
             evaluating=True,
         )
         return (settings.workflow or config.workflow).make(parts)
@@ -210,10 +207,14 @@ def eval_workflow_maker(
     return make
 
 
-def workflow_context(config: RunConfig, agent_endpoint: AgentEndpoint, store: dict[str, Any]) -> WorkflowContext:
-    """Context of the workflow that samples training rollouts. `store`: values that all rollouts share."""
-    rewards = Rewards(config.rewards, needed=config.algorithm.advantage.reads_rewards)
-    return WorkflowContext(sampling=config.sampling, rewards=rewards, agent_endpoint=agent_endpoint, store=store)
+def workflow_context(config: RunConfig, resources: RolloutResources) -> WorkflowContext:
+    """Context of the workflow that samples training rollouts."""
+    return WorkflowContext(
+        sampling=config.sampling,
+        rewards=Rewards(config.rewards, needed=config.algorithm.advantage.reads_rewards, pool=resources.scoring),
+        agent_endpoint=resources.agent_endpoint,
+        store=resources.store,
+    )
 
 
 def sampling_plan(config: RunConfig) -> SamplingPlan:

@@ -121,7 +121,7 @@ def test_rows_are_tasks_of_the_reward_countdown(tmp_path):
     (task,) = Jsonl(path=str(file)).load()
     assert "44, 19, 35" in task.messages[0].content
     assert "98" in task.messages[0].content
-    assert Countdown().score(task, "<answer>44 + 19 + 35</answer>") == 1.0
-    assert Countdown().score(task, "<answer>44 + 19 * 35</answer>") == 0.1
+    assert Countdown().score(task, "<answer>44 + 19 + 35</answer>").value == 1.0
+    assert Countdown().score(task, "<answer>44 + 19 * 35</answer>").value == 0.1
     # The example of the prompt is not an answer of the policy.
-    assert Countdown().score(task, "so 44 + 19 + 35") == 0.0
+    assert Countdown().score(task, "so 44 + 19 + 35").value == 0.0

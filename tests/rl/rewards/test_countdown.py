@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rl.rewards.test_rewards import answer
+from tests.rl.rewards.test_rewards import answer, worth
 from tinsmith.rl.rewards.countdown import Countdown
 
 
 @pytest.mark.parametrize(
-    ("text", "worth"),
+    ("text", "value"),
     [
         ("<answer>(1 + 2 + 3) * 4</answer>", 1.0),
         ("<answer>4 * (3 + 2 + 1) = 24</answer>", 1.0),
@@ -39,22 +39,22 @@ from tinsmith.rl.rewards.countdown import Countdown
     ],
 )
 @pytest.mark.parametrize("key", ["numbers", "nums"])
-def test_countdown_requires_each_number_once(key, text, worth):
-    assert Countdown().score(answer(f'{{"target": 24, "{key}": [1, 2, 3, 4]}}'), text) == worth
-    assert Countdown(partial=0.0).score(answer(f'{{"target": 24, "{key}": [1, 2, 3, 4]}}'), text) == float(worth == 1)
+def test_countdown_requires_each_number_once(key, text, value):
+    assert worth(Countdown(), answer(f'{{"target": 24, "{key}": [1, 2, 3, 4]}}'), text) == value
+    assert worth(Countdown(partial=0.0), answer(f'{{"target": 24, "{key}": [1, 2, 3, 4]}}'), text) == float(value == 1)
 
 
 def test_countdown_values_are_exact():
     task = answer('{"target": 1, "numbers": [3, 1, 3]}')
-    assert Countdown().score(task, "<answer>1 / 3 * 3</answer>") == 1.0
+    assert worth(Countdown(), task, "<answer>1 / 3 * 3</answer>") == 1.0
     close = answer('{"target": 0.5, "numbers": [5000001, 10000000]}')
-    assert Countdown().score(close, "<answer>5000001 / 10000000</answer>") == 0.1
+    assert worth(Countdown(), close, "<answer>5000001 / 10000000</answer>") == 0.1
 
 
 def test_countdown_counts_equal_numbers_apart():
     task = answer('{"target": 10, "numbers": [5, 5]}')
-    assert Countdown().score(task, "<answer>5 + 5</answer>") == 1.0
-    assert Countdown().score(task, "<answer>2 * 5</answer>") == 0.1
+    assert worth(Countdown(), task, "<answer>5 + 5</answer>") == 1.0
+    assert worth(Countdown(), task, "<answer>2 * 5</answer>") == 0.1
 
 
 def test_countdown_without_numbers_is_an_error():

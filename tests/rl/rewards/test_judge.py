@@ -27,7 +27,7 @@ TASK = Task(
 
 def judged(judge: Judge, verdict: str, text: str = "it is {52}") -> float:
     """The reward of a judge model that always replies `verdict`."""
-    return asyncio.run(judge.judge(TASK, said(text), ScriptedSnapshot((verdict,), np.zeros(1), 0)))
+    return asyncio.run(judge.judge(TASK, said(text), ScriptedSnapshot((verdict,), np.zeros(1), 0))).value
 
 
 @pytest.mark.parametrize(

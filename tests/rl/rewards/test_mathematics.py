@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rl.rewards.test_rewards import answer
+from tests.rl.rewards.test_rewards import answer, worth
 from tinsmith.rl.rewards.format import Format
 from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify, boxed
 from tinsmith.rl.rewards.numbers import Marked, Number
@@ -15,7 +15,7 @@ FORM = "<think> 48 + 24 </think>\n<answer> 72 </answer>"
 
 @pytest.mark.parametrize("gold", [GOLD, "72", "$72$"])
 @pytest.mark.parametrize(
-    ("text", "worth"),
+    ("text", "value"),
     [
         (FORM, 1.1),
         (FORM.replace("72", "71").replace("48 + 24", "no idea"), 0.1),
@@ -28,19 +28,19 @@ FORM = "<think> 48 + 24 </think>\n<answer> 72 </answer>"
         ("<think>71?</think> <answer>72</answer>", 1.1),
     ],
 )
-def test_math_sums_accuracy_and_format(gold, text, worth):
-    assert sum(Math().score(answer(gold), text).values()) == pytest.approx(worth)
+def test_math_sums_accuracy_and_format(gold, text, value):
+    assert worth(Math(), answer(gold), text) == pytest.approx(value)
 
 
 def test_gold_answer_may_be_bare_marked_or_boxed():
     for gold in ("1/2", r"\frac{1}{2}", "half of it\n#### 0.5", r"so \boxed{\frac{1}{2}}"):
-        assert MathVerify().score(answer(gold), r"$\frac{1}{2}$") == 1.0
+        assert worth(MathVerify(), answer(gold), r"$\frac{1}{2}$") == 1.0
     with pytest.raises(ValueError, match="math-verify cannot read the answer '' of t/0"):
         MathVerify().score(answer(""), "1")
 
 
 @pytest.mark.parametrize(
-    ("text", "think", "worth"),
+    ("text", "think", "value"),
     [
         (r"so \boxed{72}", False, 1.0),
         (r"so \boxed{\frac{144}{2}}", False, 1.0),
@@ -52,8 +52,8 @@ def test_gold_answer_may_be_bare_marked_or_boxed():
         (r"<think><think>a</think> 72", True, -0.1),
     ],
 )
-def test_math_boxed_reads_the_last_box(text, think, worth):
-    assert sum(MathBoxed(think=think).score(answer(GOLD), text).values()) == pytest.approx(worth)
+def test_math_boxed_reads_the_last_box(text, think, value):
+    assert worth(MathBoxed(think=think), answer(GOLD), text) == pytest.approx(value)
 
 
 def test_boxed_reads_nested_braces():
@@ -62,7 +62,7 @@ def test_boxed_reads_nested_braces():
 
 
 @pytest.mark.parametrize(
-    ("text", "worth"),
+    ("text", "value"),
     [
         ("48 + 24 = 72\n#### 72", 1.0),
         ("#### 72", 1.0),
@@ -77,18 +77,18 @@ def test_boxed_reads_nested_braces():
         ("##### 72", 0.0),
     ],
 )
-def test_marked_requires_one_marker_at_the_end(text, worth):
-    assert Marked().score(answer(GOLD), text) == worth
+def test_marked_requires_one_marker_at_the_end(text, value):
+    assert worth(Marked(), answer(GOLD), text) == value
 
 
 def test_number_reads_the_answer_after_the_marker():
     reward = Number(where="marked")
-    assert reward.score(answer(GOLD), "71\n#### 72") == 1.0
-    assert reward.score(answer(GOLD), "72\n#### 71") == 0.0
-    assert reward.score(answer(GOLD), "72") == 0.0
+    assert worth(reward, answer(GOLD), "71\n#### 72") == 1.0
+    assert worth(reward, answer(GOLD), "72\n#### 71") == 0.0
+    assert worth(reward, answer(GOLD), "72") == 0.0
 
 
 def test_format_may_be_a_penalty():
     reward = Format(right=0.1, wrong=-0.1)
-    assert reward.score(answer(""), FORM) == 0.1
-    assert reward.score(answer(""), "72") == -0.1
+    assert worth(reward, answer(""), FORM) == 0.1
+    assert worth(reward, answer(""), "72") == -0.1

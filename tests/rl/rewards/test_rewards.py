@@ -11,6 +11,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl.data.sources import ReasoningGym
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.rewards import Rewards
+from tinsmith.rl.rewards.base import Reward, Score
 from tinsmith.rl.rewards.format import Format
 from tinsmith.rl.rewards.gym import ReasoningGymScore
 from tinsmith.rl.rewards.mathematics import Math, MathVerify
@@ -30,13 +31,18 @@ def scored(rewards: Rewards, task: Task, text: str) -> tuple[float, dict[str, fl
     return score.value, dict(score.parts)
 
 
+def worth(reward: Reward, task: Task, text: str) -> float:
+    """The value of a reward for a text, compared in this process."""
+    return Score.of(reward.score(task, text)).value
+
+
 def answer(right: str) -> Task:
     """A task with the right answer `right`."""
     return Task(id="t/0", messages=(), answer=right)
 
 
 @pytest.mark.parametrize(
-    ("text", "worth"),
+    ("text", "value"),
     [
         ("52", 1.0),
         (" 52\n", 1.0),
@@ -51,17 +57,17 @@ def answer(right: str) -> Task:
         ("", 0.0),
     ],
 )
-def test_closeness_decreases_with_distance_for_bare_integers(text, worth):
-    assert Closeness().score(answer("52"), text) == pytest.approx(worth, abs=1e-12)
+def test_closeness_decreases_with_distance_for_bare_integers(text, value):
+    assert worth(Closeness(), answer("52"), text) == pytest.approx(value, abs=1e-12)
 
 
 def test_closeness_to_zero_is_relative_to_1():
-    assert Closeness().score(answer("0"), "0") == 1.0
-    assert Closeness().score(answer("0"), "1") == 0.0
+    assert worth(Closeness(), answer("0"), "0") == 1.0
+    assert worth(Closeness(), answer("0"), "1") == 0.0
 
 
 @pytest.mark.parametrize(
-    ("where", "text", "worth"),
+    ("where", "text", "value"),
     [
         ("reply", "1,000", 1),
         ("reply", "1000.0", 1),
@@ -73,22 +79,22 @@ def test_closeness_to_zero_is_relative_to_1():
         ("boxed", "1000", 0),
     ],
 )
-def test_number_reads_the_answer_at_where(where, text, worth):
-    assert Number(where=where).score(answer("1000"), text) == worth
+def test_number_reads_the_answer_at_where(where, text, value):
+    assert worth(Number(where=where), answer("1000"), text) == value
 
 
 def test_number_reads_minus_between_numbers_as_subtraction():
-    assert Number().score(answer("3"), "5-3") == 1.0
-    assert Number().score(answer("-3"), "x = -3") == 1.0
-    assert Number().score(answer("3"), "5−3") == 1.0
-    assert Number().score(answer("-3"), "x = −3") == 1.0
-    assert Number().score(answer("3"), "x = −3") == 0.0
-    assert Number(where="reply").score(answer("−3"), "-3") == 1.0
-    assert Closeness().score(answer("-3"), "−3") == 1.0
+    assert worth(Number(), answer("3"), "5-3") == 1.0
+    assert worth(Number(), answer("-3"), "x = -3") == 1.0
+    assert worth(Number(), answer("3"), "5−3") == 1.0
+    assert worth(Number(), answer("-3"), "x = −3") == 1.0
+    assert worth(Number(), answer("3"), "x = −3") == 0.0
+    assert worth(Number(where="reply"), answer("−3"), "-3") == 1.0
+    assert worth(Closeness(), answer("-3"), "−3") == 1.0
 
 
 @pytest.mark.parametrize(
-    ("right", "text", "worth"),
+    ("right", "text", "value"),
     [
         ("100000", "1e5", 1.0),
         ("100000", "1.0E+5", 1.0),
@@ -101,33 +107,33 @@ def test_number_reads_minus_between_numbers_as_subtraction():
         ("0", "1e-99999999999999999999", 0.0),
     ],
 )
-def test_number_reads_exponents(right, text, worth):
-    assert Number().score(answer(right), text) == worth
+def test_number_reads_exponents(right, text, value):
+    assert worth(Number(), answer(right), text) == value
 
 
 def test_closeness_of_a_huge_number_is_zero():
-    assert Closeness().score(answer("52"), "1e9999") == 0.0
-    assert Closeness().score(answer("52"), "9" * 5000) == 0.0
+    assert worth(Closeness(), answer("52"), "1e9999") == 0.0
+    assert worth(Closeness(), answer("52"), "9" * 5000) == 0.0
 
 
 def test_math_verify_compares_values_not_text():
     reward = MathVerify()
-    assert reward.score(answer(r"\frac{1}{2}"), r"Thus $x = 0.5$.") == 1.0
-    assert reward.score(answer("52"), r"\boxed{52}") == 1.0
-    assert reward.score(answer("52"), "it is 53") == 0.0
+    assert worth(reward, answer(r"\frac{1}{2}"), r"Thus $x = 0.5$.") == 1.0
+    assert worth(reward, answer("52"), r"\boxed{52}") == 1.0
+    assert worth(reward, answer("52"), "it is 53") == 0.0
 
 
 def test_format_matches_the_whole_reply():
     reward = Format(pattern=r"<think>.*</think>\s*\d+")
-    assert reward.score(answer("1"), "<think>a\nb</think> 12\n") == 1.0
-    assert reward.score(answer("1"), "well, <think>a</think> 12") == 0.0
+    assert worth(reward, answer("1"), "<think>a\nb</think> 12\n") == 1.0
+    assert worth(reward, answer("1"), "well, <think>a</think> 12") == 0.0
 
 
 def test_reasoning_gym_scores_its_own_tasks():
     task = ReasoningGym(dataset="basic_arithmetic", size=3).load()[1]
-    assert ReasoningGymScore().score(task, f" {task.answer}\n") == 1.0
-    assert ReasoningGymScore(tag="answer").score(task, f"so <answer>{task.answer}</answer>") == 1.0
-    assert ReasoningGymScore(tag="answer").score(task, task.answer) == 0.0
+    assert worth(ReasoningGymScore(), task, f" {task.answer}\n") == 1.0
+    assert worth(ReasoningGymScore(tag="answer"), task, f"so <answer>{task.answer}</answer>") == 1.0
+    assert worth(ReasoningGymScore(tag="answer"), task, task.answer) == 0.0
     with pytest.raises(ValueError, match="is not a task of reasoning-gym"):
         ReasoningGymScore().score(answer("1"), "1")
 

@@ -16,6 +16,7 @@ from pydantic import Field
 from tinsmith.errors import ConfigError
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.rewards.base import Reward, Score, all_correct
+from tinsmith.rl.rewards.compared import score_by
 from tinsmith.rl.rewards.countdown import Countdown
 from tinsmith.rl.rewards.custom import CustomReward
 from tinsmith.rl.rewards.format import Format, Overlong
@@ -23,6 +24,7 @@ from tinsmith.rl.rewards.gym import ReasoningGymScore
 from tinsmith.rl.rewards.judge import Judge
 from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify
 from tinsmith.rl.rewards.numbers import Closeness, Marked, Number
+from tinsmith.rl.scoring.pool import ScoringPool
 from tinsmith.rl.types import Rollout, Task, Trajectory
 from tinsmith.settings import Settings, build
 
@@ -60,9 +62,12 @@ class _OneReward(Settings):
 class Rewards:
     """The reward functions of a run, by name. A run may have none."""
 
-    def __init__(self, configs: Sequence[Reward], *, needed: bool = True) -> None:
-        """Raise ConfigError if two rewards share a name. With `needed`, a rollout without any reward has failed."""
-        self.needed = needed
+    def __init__(self, configs: Sequence[Reward], *, needed: bool = True, pool: ScoringPool | None = None) -> None:
+        """Raise ConfigError if two rewards share a name. With `needed`, a rollout without any reward has failed.
+
+        Comparisons that may take long are made in `pool`; without one, in this process and without a time limit.
+        """
+        self.needed, self.pool = needed, pool
         self._parts = {config.title: config for config in configs}
         if len(self._parts) < len(configs):
             raise ConfigError("rewards: two rewards have the same name.", "Set a different name: on each of them.")
@@ -80,7 +85,7 @@ class Rewards:
         rollout, total, parts, verdicts = Rollout(trajectories=(trajectory,)), 0.0, dict[str, float](), []
         for name, config in self._parts.items():
             if config.role in ("", trajectory.role):
-                score = Score.of(await config.judge(task, rollout, policy))
+                score = await score_by(config, task, rollout, policy, self.pool)
                 parts |= {f"{name}/{part}": value for part, value in score.parts.items()}
                 parts[name] = score.value
                 total += config.weight * score.value

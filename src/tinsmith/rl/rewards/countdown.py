@@ -9,7 +9,7 @@ from typing import Literal
 from typing_extensions import override
 
 from tinsmith.rl.rewards.arithmetic import evaluate
-from tinsmith.rl.rewards.base import Reward
+from tinsmith.rl.rewards.base import Reward, Score
 from tinsmith.rl.rewards.tags import last_tagged
 from tinsmith.rl.types import Task
 
@@ -29,12 +29,13 @@ class Countdown(Reward):
     """Reward of a wrong answer in <answer>…</answer>."""
 
     @override
-    def score(self, task: Task, text: str) -> float:
+    def score(self, task: Task, text: str) -> Score:
         target, numbers = _target_and_numbers(task)
         answer = last_tagged(text, "answer", ignore_case=True)
         if answer is None:
-            return 0.0
-        return 1.0 if reaches(answer, target, numbers) else self.partial
+            return Score(value=0.0, correct=False)
+        right = reaches(answer, target, numbers)
+        return Score(value=1.0 if right else self.partial, correct=right)
 
 
 def reaches(answer: str, target: Fraction, numbers: list[Fraction]) -> bool:

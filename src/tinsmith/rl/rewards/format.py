@@ -39,7 +39,7 @@ class Format(Reward):
 
     @override
     def score(self, task: Task, text: str) -> float:
-        return self.right if re.fullmatch(self.pattern, text.strip(), re.DOTALL) else self.wrong
+        return self.right if matches(self.pattern, text) else self.wrong
 
 
 class Overlong(Reward):
@@ -68,3 +68,16 @@ class Overlong(Reward):
     async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> float:
         excess = count_policy_tokens(rollout) - (self.max_tokens - self.margin)
         return -min(1.0, max(0.0, excess / self.margin))
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Whether the pattern matches the whole text. White space around the text is ignored; `.` matches line breaks.
+
+    The default pattern is matched in linear time; backtracking is cubic in the number of tags of a reply.
+    """
+    text = text.strip()
+    if pattern != THINK_ANSWER:
+        return re.fullmatch(pattern, text, re.DOTALL) is not None
+    begin = text.find("<think>")
+    thoughts = begin >= 0 and re.search(r"</think>\s*<answer>", text[begin + len("<think>") :])
+    return bool(thoughts) and text.endswith("</answer>")

@@ -2,31 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import ClassVar, Literal
 
 from typing_extensions import override
 
-from tinsmith.rl.rewards.base import Reward
+from tinsmith.rl.rewards.base import Score
+from tinsmith.rl.rewards.compared import ComparedReward, Comparison
 from tinsmith.rl.rewards.tags import last_tagged
 from tinsmith.rl.types import Task
 
 
-class ReasoningGymScore(Reward):
-    """Score of the reply by its reasoning-gym dataset, 0 to 1. Needs tasks of the source `reasoning_gym`."""
+class ReasoningGymScore(ComparedReward):
+    """Score of the reply by its reasoning-gym dataset, 0 to 1. Needs tasks of the source `reasoning_gym`.
 
+    The reply is right if its score is 1; datasets give less to answers that are partly right.
+    """
+
+    wrong: ClassVar[float] = 0.0
     type: Literal["reasoning_gym"] = "reasoning_gym"
     tag: str = ""
     """Score only the text inside the last <tag>…</tag>; a reply without it scores 0. Empty: the whole reply."""
 
     @override
-    def score(self, task: Task, text: str) -> float:
-        from reasoning_gym import get_score_answer_fn
-
+    def comparison(self, task: Task, text: str) -> Comparison | None:
         dataset = task.extra.get("metadata", {}).get("source_dataset")
         if not dataset:
             raise ValueError(f"{task.id} is not a task of reasoning-gym; use another reward")
-        answer = text.strip()
-        if self.tag:
-            answer = last_tagged(text, self.tag) or ""
-        scorer = cast(Any, get_score_answer_fn(dataset))  # declared as an unbound method
-        return float(scorer(answer, dict(task.extra))) if answer else 0.0
+        answer = (last_tagged(text, self.tag) or "") if self.tag else text.strip()
+        return (
+            Comparison("tinsmith.rl.scoring.reasoning:score", (dataset, answer, dict(task.extra))) if answer else None
+        )
+
+    @override
+    def grade(self, task: Task, text: str, result: float) -> Score:
+        return Score(value=result, correct=result >= 1.0 - 1e-9)

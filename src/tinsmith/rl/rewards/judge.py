@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
-from tinsmith.rl.rewards.base import Reward
+from tinsmith.rl.rewards.base import Reward, Score
 from tinsmith.rl.types import Message, Rollout, Task
 from tinsmith.settings import Settings
 
@@ -86,6 +86,8 @@ class Judge(Reward):
     """Lowest grade; it scores 0."""
     high: float = 10.0
     """Highest grade; it scores 1."""
+    right_from: float | None = Field(default=None, gt=0, le=1)
+    """Score from which the rollout is right, for pass@k. Not set: this reward does not say what is right."""
     max_tokens: int = Field(default=512, ge=1)
     """Maximum tokens of the judge's response."""
     temperature: float = Field(default=0.0, ge=0)
@@ -104,7 +106,7 @@ class Judge(Reward):
         return self
 
     @override
-    async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> float:
+    async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> Score:
         """Return the score. Raises ValueError for a response without a grade, httpx errors for a failed request."""
         rubric = self._rubric(task)
         fields = {
@@ -118,7 +120,8 @@ class Judge(Reward):
         }
         prompt = _fill(self.prompt or (CHECK if rubric else GRADE), fields)
         response = await (self._ask_server(prompt) if self.base_url else self._ask_policy_server(prompt, policy))
-        return _weighted_share(response, rubric) if rubric else self._grade(response)
+        value = _weighted_share(response, rubric) if rubric else self._grade(response)
+        return Score(value=value, correct=None if self.right_from is None else value >= self.right_from - 1e-9)
 
     def _rubric(self, task: Task) -> Sequence[Criterion]:
         if not self.rubric_key:

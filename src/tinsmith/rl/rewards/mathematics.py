@@ -2,96 +2,88 @@
 
 from __future__ import annotations
 
-import re
-import threading
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
 from typing_extensions import override
 
-from tinsmith.rl.rewards.base import Reward
-from tinsmith.rl.rewards.format import THINK_ANSWER
+from tinsmith.rl.rewards.base import Score
+from tinsmith.rl.rewards.compared import ComparedReward, Comparison
+from tinsmith.rl.rewards.format import THINK_ANSWER, matches
 from tinsmith.rl.rewards.numbers import MARK
 from tinsmith.rl.rewards.tags import last_tagged
 from tinsmith.rl.types import Task
 from tinsmith.settings import Needs
 
+Verdict = Literal["equal", "different", "unreadable"]
+"""Of a comparison; `unreadable` if math-verify cannot read the task's answer."""
 
-class MathVerify(Reward):
+
+class MathVerify(ComparedReward):
     """1 if the package math-verify finds reply and answer mathematically equal, else 0.
 
     The task's answer is the bare answer, or a whole solution that ends with #### and the answer.
     """
 
+    wrong: ClassVar[Verdict] = "different"
     type: Literal["math_verify"] = "math_verify"
-    timeout: int = Field(default=5, ge=1)
-    """Time limit of a comparison, in seconds."""
 
     @override
-    def score(self, task: Task, text: str) -> float:
-        return equal(task, text, self.timeout)
+    def comparison(self, task: Task, text: str) -> Comparison:
+        return _with_answer(task, text)
+
+    @override
+    def grade(self, task: Task, text: str, result: Verdict) -> Score:
+        right = _is_right(task, result)
+        return Score(value=float(right), correct=right)
 
 
-class Math(Reward):
+class Math(ComparedReward):
     """Accuracy (1 or 0, by math-verify), plus `form` if the reply has the required format, else minus `form`.
 
-    The text of the last <answer>…</answer> is compared, or the whole reply if it has none.
+    The text of the last <answer>…</answer> is compared, or the whole reply if it has none. The reply is right if its
+    accuracy is 1, whatever its format.
     """
 
+    wrong: ClassVar[Verdict] = "different"
     type: Literal["math"] = "math"
     pattern: str = THINK_ANSWER
     """Required format: a regular expression that the whole reply must match."""
     form: float = 0.1
     """Reward for the format; it is subtracted if the format is wrong."""
-    timeout: int = Field(default=5, ge=1)
-    """Time limit of a comparison, in seconds."""
 
     @override
-    def score(self, task: Task, text: str) -> dict[str, float]:
-        """Return the parts `accuracy` and `format`; by default their sum is -0.1, 0.1, 0.9 or 1.1."""
-        has_format = re.fullmatch(self.pattern, text.strip(), re.DOTALL)
+    def comparison(self, task: Task, text: str) -> Comparison:
         answer = last_tagged(text, "answer")
-        right = equal(task, text if answer is None else answer, self.timeout)
-        return {"accuracy": right, "format": self.form if has_format else -self.form}
+        return _with_answer(task, text if answer is None else answer)
+
+    @override
+    def grade(self, task: Task, text: str, result: Verdict) -> Score:
+        """The parts are `accuracy` and `format`; by default their sum is -0.1, 0.1, 0.9 or 1.1."""
+        return _in_parts(_is_right(task, result), self.form if matches(self.pattern, text) else -self.form)
 
 
-class MathBoxed(Reward):
-    """1 if the content of the last \\boxed{} equals the answer, else 0; minus `form` if `think` is set and violated."""
+class MathBoxed(ComparedReward):
+    """1 if the content of the last \\boxed{} equals the answer, else 0; minus `form` if `think` is set and violated.
 
+    The reply is right if the content is, whatever its format.
+    """
+
+    wrong: ClassVar[Verdict] = "different"
     type: Literal["math_boxed"] = "math_boxed"
     think: bool = False
     """Require exactly one <think>, followed by exactly one </think>."""
     form: Annotated[float, Needs("think", (True,))] = 0.1
     """Penalty for a reply that violates `think`."""
-    timeout: int = Field(default=5, ge=1)
-    """Time limit of a comparison, in seconds."""
 
     @override
-    def score(self, task: Task, text: str) -> dict[str, float]:
-        """Return the parts `accuracy` and `format`."""
+    def comparison(self, task: Task, text: str) -> Comparison | None:
         content = boxed(text)
-        right = 0.0 if content is None else equal(task, f"\\boxed{{{content}}}", self.timeout)
+        return None if content is None else _with_answer(task, f"\\boxed{{{content}}}")
+
+    @override
+    def grade(self, task: Task, text: str, result: Verdict) -> Score:
         thought = text.count("<think>") == text.count("</think>") == 1 and text.find("<think>") < text.find("</think>")
-        return {"accuracy": right, "format": -self.form if self.think and not thought else 0.0}
-
-
-def equal(task: Task, text: str, timeout: int) -> float:
-    """Return 1 if math-verify finds the text equal to the task's answer, else 0.
-
-    Raises ValueError if math-verify cannot read the answer. The timeout works in the main thread only, where the event
-    loop of a run is; in other threads there is none.
-    """
-    import math_verify
-
-    parse = cast(Any, math_verify.parse)
-    verify = cast(Any, math_verify.verify)  # its decorator hides the parameters from the type checker
-    seconds = timeout if threading.current_thread() is threading.main_thread() else None
-    answer = task.answer.rpartition(MARK)[2].strip()
-    answer = content if (content := boxed(answer)) is not None else answer
-    right = parse(f"${answer}$", parsing_timeout=seconds) or parse(answer, parsing_timeout=seconds)
-    if not right:
-        raise ValueError(f"math-verify cannot read the answer {task.answer!r} of {task.id}")
-    return float(verify(right, parse(text, parsing_timeout=seconds), timeout_seconds=seconds))
+        return _in_parts(_is_right(task, result), -self.form if self.think and not thought else 0.0)
 
 
 def boxed(text: str) -> str | None:
@@ -106,3 +98,22 @@ def boxed(text: str) -> str | None:
         if depth == 0:
             return text[begin:index].strip()
     return None
+
+
+def _with_answer(task: Task, text: str) -> Comparison:
+    """Compare a text with the task's answer, which may be bare, boxed or at the end of a solution."""
+    answer = task.answer.rpartition(MARK)[2].strip()
+    content = boxed(answer)
+    return Comparison("tinsmith.rl.scoring.mathematics:compare", (answer if content is None else content, text))
+
+
+def _is_right(task: Task, verdict: Verdict) -> bool:
+    """Raise ValueError if math-verify cannot read the task's answer."""
+    if verdict == "unreadable":
+        raise ValueError(f"math-verify cannot read the answer {task.answer!r} of {task.id}")
+    return verdict == "equal"
+
+
+def _in_parts(right: bool, form: float) -> Score:
+    parts = {"accuracy": float(right), "format": form}
+    return Score(value=sum(parts.values()), correct=right, parts=parts)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from typing_extensions import override
 
-from tinsmith.rl.rewards.base import Reward
+from tinsmith.rl.rewards.base import Reward, Score
 from tinsmith.rl.types import Task
 
 _NUMBER = r"(?:(?<!\d)[-+−])?(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][-+−]?\d+)?"
@@ -31,29 +31,30 @@ class Number(Reward):
     \\boxed{}; `marked`, the text after the last ####."""
 
     @override
-    def score(self, task: Task, text: str) -> float:
-        return float((number := _number(text, self.where)) is not None and number == _right(task))
+    def score(self, task: Task, text: str) -> Score:
+        right = (number := _number(text, self.where)) is not None and number == _right(task)
+        return Score(value=float(right), correct=right)
 
 
 class Closeness(Reward):
     """1 for the exact number; 0.5 x (1 - relative error), at least 0, for another integer; 0 for any other reply.
 
-    The reply must be the bare number. The partial reward is a signal before the policy finds a first exact answer.
+    The reply must be the bare number; it is right if it is exact. The partial reward is a signal before the policy
+    finds a first exact answer.
     """
 
     type: Literal["closeness"] = "closeness"
 
     @override
-    def score(self, task: Task, text: str) -> float:
+    def score(self, task: Task, text: str) -> Score:
         right = _right(task)
         number = _number(text, "reply")
-        if number is None:
-            return 0.0
-        if number == right:
-            return 1.0
-        if number != number.to_integral_value():
-            return 0.0
-        return 0.5 * max(0.0, 1.0 - float(abs(number - right) / max(abs(right), Decimal(1))))
+        if number is not None and number == right:
+            return Score(value=1.0, correct=True)
+        if number is None or number != number.to_integral_value():
+            return Score(value=0.0, correct=False)
+        error = float(abs(number - right) / max(abs(right), Decimal(1)))
+        return Score(value=0.5 * max(0.0, 1.0 - error), correct=False)
 
 
 class Marked(Reward):

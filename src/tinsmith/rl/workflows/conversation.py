@@ -12,6 +12,8 @@ from typing import Any
 
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.rewards.base import Reward, Score
+from tinsmith.rl.rewards.compared import score_by
+from tinsmith.rl.scoring.pool import ScoringPool
 from tinsmith.rl.types import POLICY, Message, Rollout, Task, Termination, Trajectory, Turn
 
 
@@ -145,6 +147,8 @@ class WorkflowPolicy:
     """Values that all rollouts of the run share; checkpoints save those that JSON can hold."""
     evaluating: bool
     """Whether the rollout is part of an evaluation."""
+    _scoring: ScoringPool | None = None
+    """Worker processes of the run, in which `score` makes comparisons that may take long."""
     _conversations: list[Conversation] = field(default_factory=list)
 
     def conversation(self, role: str = POLICY, *, model: str = "", trained: bool = True) -> Conversation:
@@ -165,7 +169,7 @@ class WorkflowPolicy:
     async def score(self, reward: Reward, task: Task, text: str) -> Score:
         """The score of a text by a reward function, which `make_reward` makes from its settings."""
         turn = Turn(prompt=(), tokens=(), logprobs=(), text=text, stop="stop")
-        return Score.of(await reward.judge(task, Rollout.single((turn,)), self.snapshot))
+        return await score_by(reward, task, Rollout.single((turn,)), self.snapshot, self._scoring)
 
     @property
     def without_reward(self) -> tuple[str, ...]:

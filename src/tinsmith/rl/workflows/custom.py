@@ -133,7 +133,7 @@ class RoleWorkflow(Workflow):
 
     async def _rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
         context = self._context
-        own = WorkflowPolicy(policy, context.sampling, seed, context.store, context.evaluating)
+        own = WorkflowPolicy(policy, context.sampling, seed, context.store, context.evaluating, context.rewards.pool)
         rollout = await self._attempt(task, own)
         if rollout.error:
             return rollout

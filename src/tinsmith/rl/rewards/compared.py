@@ -1,0 +1,73 @@
+"""The base of rewards that compare a reply with an answer by a library that may take long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from pydantic import Field
+from typing_extensions import override
+
+from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.rewards.base import Reward, Score
+from tinsmith.rl.scoring import load_function
+from tinsmith.rl.scoring.pool import ScoringPool
+from tinsmith.rl.types import Rollout, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A function of `tinsmith.rl.scoring`, by name, and its arguments.
+
+    Example: Comparison("tinsmith.rl.scoring.mathematics:compare", ("1/2", "$0.5$"))
+    """
+
+    function: str
+    arguments: tuple[Any, ...]
+
+    def run(self) -> Any:
+        """The result, in this process."""
+        return load_function(self.function)(*self.arguments)
+
+
+class ComparedReward(Reward):
+    """Base of rewards whose comparison a run makes in a worker process, with a time limit.
+
+    `score` makes it in this process without one.
+    """
+
+    wrong: ClassVar[Any] = None
+    """Result for a reply without an answer to compare, or whose comparison takes longer than `timeout`."""
+    timeout: int = Field(default=5, ge=1)
+    """Time limit of a comparison, in seconds. A reply whose comparison takes longer is wrong."""
+
+    def comparison(self, task: Task, text: str) -> Comparison | None:
+        """The comparison of a reply; None if the reply has no answer to compare."""
+        raise NotImplementedError
+
+    def grade(self, task: Task, text: str, result: Any) -> Score:
+        """The score of a reply, given the result of its comparison."""
+        raise NotImplementedError
+
+    @override
+    def score(self, task: Task, text: str) -> Score:
+        comparison = self.comparison(task, text)
+        return self.grade(task, text, self.wrong if comparison is None else comparison.run())
+
+    async def judge_in(self, pool: ScoringPool, task: Task, rollout: Rollout) -> Score:
+        """The score of the last reply of a rollout. Raises ComparisonError if the comparison fails."""
+        text, result = rollout.text, self.wrong
+        comparison = self.comparison(task, text)
+        if comparison is not None:
+            try:
+                result = await pool.call(comparison.function, *comparison.arguments, seconds=self.timeout)
+            except TimeoutError:
+                result = self.wrong
+        return self.grade(task, text, result)
+
+
+async def score_by(reward: Reward, task: Task, rollout: Rollout, policy: Snapshot, pool: ScoringPool | None) -> Score:
+    """The score of a rollout by a reward. Without a pool, comparisons are made in this process, without time limit."""
+    if isinstance(reward, ComparedReward) and pool is not None:
+        return await reward.judge_in(pool, task, rollout)
+    return Score.of(await reward.judge(task, rollout, policy))

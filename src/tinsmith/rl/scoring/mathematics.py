@@ -1,0 +1,23 @@
+"""Mathematical equality, by the package math-verify."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, cast
+
+import math_verify
+
+Verdict = Literal["equal", "different", "unreadable"]
+
+_parse = cast(Any, math_verify.parse)
+_verify = cast(Any, math_verify.verify)  # its decorator hides the parameters from the type checker
+
+
+def compare(answer: str, text: str) -> Verdict:
+    """Whether math-verify finds an expression in `text` that equals `answer`; `unreadable` if it cannot read `answer`.
+
+    Without time limit: the caller has one.
+    """
+    right = _parse(f"${answer}$", parsing_timeout=None) or _parse(answer, parsing_timeout=None)
+    if not right:
+        return "unreadable"
+    return "equal" if _verify(right, _parse(text, parsing_timeout=None), timeout_seconds=None) else "different"

@@ -1,0 +1,80 @@
+"""The main loop of a worker process: one comparison at a time, each with a time limit.
+
+Each line of standard input is a request (function, arguments, seconds), pickled and in base64. The process writes a
+line of JSON when it begins a comparison, after the imports that it needs, and another with the result. It ends with
+its standard input.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import pickle
+import resource
+import signal
+import sys
+from contextlib import suppress
+from typing import Any
+
+from tinsmith.rl.scoring import load_function
+
+MEMORY_BYTES = 4 << 30
+"""Address space of a worker. A comparison that needs more fails with a MemoryError."""
+_MAX_ERROR = 1000
+"""Characters of an error's message that are sent."""
+
+
+class _TimeIsUp(BaseException):
+    """Not an Exception, because the compared libraries catch those."""
+
+
+def main() -> None:
+    """Serve requests until standard input ends."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries that print
+    with suppress(ValueError, OSError):  # a lower limit is set already, or the system has none
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    signal.signal(signal.SIGALRM, _raise_time_is_up)
+    for line in sys.stdin:
+        try:
+            name, arguments, seconds = pickle.loads(base64.b64decode(line))
+            function = load_function(name)
+        except Exception as error:  # noqa: BLE001  sent to the caller
+            reply = _error(error)
+            _write(replies, {})
+        else:
+            _write(replies, {})
+            reply = _run(function, arguments, seconds)
+        _write(replies, reply)
+
+
+def _run(function: Any, arguments: tuple[Any, ...], seconds: float) -> dict[str, Any]:
+    try:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            value = function(*arguments)
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except _TimeIsUp:
+        return {"timeout": True}
+    except Exception as error:  # noqa: BLE001  sent to the caller
+        return _error(error)
+    return {"value": value}
+
+
+def _error(error: Exception) -> dict[str, Any]:
+    return {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR]}
+
+
+def _raise_time_is_up(*_: object) -> None:
+    raise _TimeIsUp
+
+
+def _write(file: Any, message: dict[str, Any]) -> None:
+    file.write(json.dumps(message) + "\n")
+    file.flush()
+
+
+if __name__ == "__main__":
+    main()

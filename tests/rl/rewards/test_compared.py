@@ -1,0 +1,94 @@
+"""Rewards compared in worker processes: the same scores, a time limit, a free event loop and a silent terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from tests.rl.rewards.test_rewards import answer, said
+from tinsmith.rl.data.sources import ReasoningGym
+from tinsmith.rl.policy.scripted import ScriptedSnapshot
+from tinsmith.rl.rewards import Rewards
+from tinsmith.rl.rewards.base import Reward, Score
+from tinsmith.rl.rewards.format import THINK_ANSWER, matches
+from tinsmith.rl.rewards.gym import ReasoningGymScore
+from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify
+from tinsmith.rl.scoring.pool import ScoringPool
+from tinsmith.rl.types import Task
+
+POLICY = ScriptedSnapshot(("",), np.zeros(1), 0)
+SLOW = r"so it is \boxed{9^{9^{9^{9}}}}"
+"""math-verify computes this number, or would."""
+GYM = ReasoningGym(dataset="basic_arithmetic", size=3).load()[1]
+
+
+async def pooled(reward: Reward, task: Task, *texts: str) -> list[Score]:
+    """The score of each text, compared in one pool at the same time."""
+    pool = ScoringPool(2)
+    rewards = Rewards([reward], pool=pool)
+    try:
+        trajectories = [said(text).trajectories[0] for text in texts]
+        return await asyncio.gather(*(rewards.score(task, trajectory, POLICY) for trajectory in trajectories))
+    finally:
+        await pool.close()
+
+
+@pytest.mark.parametrize(
+    ("reward", "task", "texts"),
+    [
+        (MathVerify(), answer(r"\frac{1}{2}"), (r"Thus $x = 0.5$.", "it is 53", "")),
+        (Math(), answer("so\n#### 72"), ("<think>a</think><answer>72</answer>", "72", "<answer>71</answer>", "")),
+        (MathBoxed(think=True), answer(r"\boxed{72}"), (r"\boxed{144/2}", r"<think></think>\boxed{7}", "72")),
+        (ReasoningGymScore(tag="answer"), GYM, (f"<answer>{GYM.answer}</answer>", "<answer>x</answer>", GYM.answer)),
+    ],
+    ids=lambda value: value.title if isinstance(value, Reward) else "",
+)
+def test_scores_are_those_of_this_process(reward, task, texts):
+    scores = asyncio.run(pooled(reward, task, *texts))
+    for score, text in zip(scores, texts, strict=True):
+        here = reward.score(task, text)
+        assert (score.value, score.correct) == (here.value, here.correct)
+
+
+def test_slow_replies_are_wrong_and_leave_the_event_loop_free(capfd):
+    longest_pause = 0.0
+
+    async def watch() -> None:
+        nonlocal longest_pause
+        while True:
+            begin = time.monotonic()
+            await asyncio.sleep(0.01)
+            longest_pause = max(longest_pause, time.monotonic() - begin)
+
+    async def work() -> list[Score]:
+        watcher = asyncio.create_task(watch())
+        try:
+            return await pooled(Math(timeout=1), answer("72"), *(SLOW,) * 4, f"<answer>72</answer>{SLOW}")
+        finally:
+            watcher.cancel()
+
+    begin = time.monotonic()
+    *slow, right = asyncio.run(work())
+    assert [(score.value, score.correct) for score in slow] == [(-0.1, False)] * 4
+    assert (right.value, right.correct) == (0.9, True)  # only the tagged text is compared
+    assert time.monotonic() - begin > 2  # two rounds of two processes, each of one second
+    assert longest_pause < 0.5
+    printed = capfd.readouterr()
+    assert printed.out + printed.err == ""
+
+
+def test_unreadable_answer_is_an_error():
+    with pytest.raises(ValueError, match="math-verify cannot read the answer '' of t/0"):
+        asyncio.run(pooled(MathVerify(), answer(""), "1"))
+
+
+def test_default_format_is_matched_in_linear_time():
+    reply = "<think> a </think> <answer> 1 </answer>\n" * 2_000
+    begin = time.thread_time()
+    assert matches(THINK_ANSWER, reply)
+    assert not matches(THINK_ANSWER, reply + "x")
+    assert not matches(THINK_ANSWER, "<think>" * 5_000 + "</answer>")
+    assert time.thread_time() - begin < 0.2
