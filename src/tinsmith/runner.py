@@ -137,6 +137,8 @@ def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
             f"mode {settings.mode} is one of two processes and needs a server that both can reach.",
             "Start one with tinsmith serve, and set TINKER_BASE_URL and TINKER_API_KEY for both.",
         )
+    if settings.service.engine == "fake":
+        sys.stderr.write("note: service.engine is fake: a dry run without a model; its replies are random tokens\n")
     with embedded(own_service(settings)) as (url, key):
         yield url, key
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tinsmith.engine.model.sources import cache_folder
+from tinsmith.engine.config import cache_folder
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 

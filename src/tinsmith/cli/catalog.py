@@ -34,7 +34,7 @@ def cached() -> list[Cached]:
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
-    from tinsmith.engine.model.sources import cache_folder
+    from tinsmith.engine.config import cache_folder
 
     models = []
     try:

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Literal
 
 from tinsmith.engine_options import EngineOptions
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+
+
+def cache_folder() -> Path:
+    """Folder of converted models: $TINSMITH_CACHE, else ~/.cache/tinsmith."""
+    return Path(os.environ.get("TINSMITH_CACHE", "~/.cache/tinsmith")).expanduser()
+
+
+def converted_default() -> Path:
+    """Where the default model is, once it was converted from a wheel, on machines without the hub."""
+    return cache_folder() / "smollm2-135m-instruct"
 
 
 class EngineConfig(EngineOptions):

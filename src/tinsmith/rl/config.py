@@ -87,7 +87,7 @@ class OwnService(DeviceOptions):
     source: str = ""
     """Hub id, folder or GGUF file to serve as model.name; empty: model.name itself."""
     engine: Literal["torch", "fake"] = "torch"
-    """`torch` runs a model; `fake` computes numbers without one, for tests."""
+    """`torch` runs a model; `fake` computes numbers without one, for tests and for dry runs of a file."""
 
 
 class Stage(Settings):

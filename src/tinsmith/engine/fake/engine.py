@@ -164,15 +164,17 @@ class FakeEngine:
     def _backward(self, datum: Datum, loss: DatumLoss, weights: FakeAdapter, grads: list[np.ndarray]) -> None:
         targets = datum.targets.reshape(len(datum.targets), -1)
         by_logprob = loss.grad.reshape(targets.shape).astype(np.float32)
+        trained = np.flatnonzero(by_logprob.any(axis=1) | (loss.entropy_grad != 0))
+        targets, by_logprob, entropy_by = targets[trained], by_logprob[trained], loss.entropy_grad[trained]
         scale = np.float32(weights.scale)
-        for rows, hidden, logp in self._bigram.logprobs(datum.tokens, weights):
+        for rows, hidden, logp in self._bigram.logprobs(datum.tokens[trained], weights):
             probs = np.exp(logp)
             by_logit = -probs * by_logprob[rows].sum(axis=1, keepdims=True)
             for column in range(targets.shape[1]):
                 by_logit[np.arange(len(by_logit)), targets[rows, column]] += by_logprob[rows, column]
-            if loss.entropy_grad.any():
+            if entropy_by.any():
                 entropy_by_logit = probs * (logp + entropy(logp)[:, None])
-                by_logit -= loss.entropy_grad[rows, None].astype(np.float32) * entropy_by_logit
+                by_logit -= entropy_by[rows, None].astype(np.float32) * entropy_by_logit
             grads[0] += scale * (by_logit @ weights.b).T @ hidden
             grads[1] += scale * by_logit.T @ (hidden @ weights.a.T)
 

@@ -28,6 +28,7 @@ from tinsmith.engine.base import (
     SequenceDelta,
     TopK,
 )
+from tinsmith.engine.fake.files import TOY_VOCABULARY, find_files
 from tinsmith.errors import EngineError, Gone
 
 _PREFIX = "base_model.model.lm_head"
@@ -86,41 +87,47 @@ def read_adapter(source: Path) -> tuple[FakeAdapter, list[np.ndarray] | None]:
 
 
 HIDDEN = 16
+_BLOCK = 1 << 22
+"""Logits that are computed at once, at most; and at most ROWS positions."""
 ROWS = 256
-"""Positions whose logits are computed at once."""
+_REPLY = 8
+"""With a vocabulary above the toy's, every _REPLY-th token would end its reply if all tokens were equally likely."""
 
 
 class BigramModel:
-    """The model of a source. From a folder with a config.json it takes the vocabulary size and the tokenizer."""
+    """The model of a source, with its tokenizer and vocabulary (`files.find_files`)."""
 
     def __init__(self, source: str) -> None:
-        folder, vocab = Path(source), 512
-        if (folder / "config.json").is_file():
-            vocab = int(json.loads((folder / "config.json").read_text())["vocab_size"])
+        files = find_files(source)
+        vocab = files.vocabulary
         self.card = ModelCard(
             source=source,
-            tokenizer=str(folder.resolve()) if folder.is_dir() else source,
+            tokenizer=files.tokenizer,
             arch="fake",
             vocab_size=vocab,
-            context_length=32768,
-            eos_token_ids=(2,),
+            context_length=files.context,
+            eos_token_ids=files.eos,
             dtype="float32",
             device="cpu",
         )
         rng = np.random.default_rng(zlib.crc32(source.encode()))
         self._embed = rng.standard_normal((vocab, HIDDEN), dtype=np.float32)
         self._out = rng.standard_normal((vocab, HIDDEN), dtype=np.float32) * np.float32(0.5)
-        tokenizer_file = folder / "tokenizer.json"
-        self.decode = _decoder(Tokenizer.from_file(str(tokenizer_file)) if tokenizer_file.is_file() else None)
+        self._end_logit = np.float32(np.log(vocab / _REPLY) if vocab > TOY_VOCABULARY else 0.0)
+        self._rows = max(1, min(ROWS, _BLOCK // vocab))
+        tokenizer_file = files.folder / "tokenizer.json" if files.folder else None
+        has_tokenizer = tokenizer_file is not None and tokenizer_file.is_file()
+        self.decode = _decoder(Tokenizer.from_file(str(tokenizer_file)) if has_tokenizer else None)
 
     def logprobs(
         self, tokens: np.ndarray, weights: FakeAdapter | None
     ) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
-        """Yields (positions, hidden [n, D], log-softmax [n, V]) in blocks of ROWS."""
-        for start in range(0, len(tokens), ROWS):
-            rows = slice(start, min(start + ROWS, len(tokens)))
+        """Yields (positions, hidden [n, D], log-softmax [n, V]) in blocks of positions."""
+        for start in range(0, len(tokens), self._rows):
+            rows = slice(start, min(start + self._rows, len(tokens)))
             hidden = self._embed[tokens[rows]]
             logits = hidden @ self._out.T
+            logits[:, list(self.card.eos_token_ids)] += self._end_logit
             if weights is not None:
                 logits += np.float32(weights.scale) * ((hidden @ weights.a.T) @ weights.b.T)
             logits -= logits.max(axis=1, keepdims=True)
@@ -239,7 +246,8 @@ def sample_token(logp: np.ndarray, request: SampleRequest, rng: np.random.Genera
     """Sample a token id from tempered logprobs [V]; top_k and top_p restrict the choice, not the logprobs."""
     if request.temperature == 0:
         return int(logp.argmax())
-    order = np.argsort(-logp, kind="stable")
+    restricted = request.top_k > 0 or request.top_p < 1  # only then sort: it takes long for a large vocabulary
+    order = np.argsort(-logp, kind="stable") if restricted else np.arange(len(logp))
     if request.top_k > 0:
         order = order[: request.top_k]
     weight = np.exp(logp[order].astype(np.float64))

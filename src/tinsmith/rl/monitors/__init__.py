@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from rich.console import Console
 
+from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.monitors.base import Monitor, Monitors, RunInfo
 from tinsmith.rl.monitors.console import ConsoleConfig, ConsoleMonitor
 from tinsmith.rl.monitors.jsonl import JsonlMonitor
+from tinsmith.rl.monitors.preflight import offline_reason, preflight
 from tinsmith.rl.monitors.report import ReportConfig, ReportMonitor
 from tinsmith.rl.monitors.trackers import (
     MlflowConfig,
@@ -21,6 +24,8 @@ from tinsmith.rl.monitors.trackers import (
     WandbMonitor,
 )
 from tinsmith.settings import Settings
+
+__all__ = ["MonitorConfig", "Monitors", "build", "preflight"]
 
 _OTHERS = "use tensorboard, mlflow, or wandb (mode: offline needs no account)"
 _INSTEAD = {
@@ -51,15 +56,30 @@ MonitorConfig = Annotated[
 
 
 def build(configs: Sequence[MonitorConfig], info: RunInfo, console: Console) -> Monitors:
-    """Create the monitors of a run. If one cannot be created, the others are closed and its error is raised."""
+    """Create the monitors of a run. If one cannot be created, the others are closed; raises ConfigError."""
     monitors: list[Monitor] = [JsonlMonitor(info)]
     try:
         for config in configs:
-            monitors.append(_monitor(config, info, console))
+            with _one_sentence(config):
+                monitors.append(_monitor(config, info, console))
     except BaseException:
         Monitors(monitors).close()
         raise
     return Monitors(monitors)
+
+
+@contextmanager
+def _one_sentence(config: MonitorConfig) -> Iterator[None]:
+    """Raise errors of a tracker's package as ConfigErrors that name the monitor."""
+    try:
+        yield
+    except TinsmithError:
+        raise
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ConfigError(
+            f"monitors: {config.type} did not start: {reason}", "Correct its settings, or remove it from monitors."
+        ) from error
 
 
 def _monitor(config: MonitorConfig, info: RunInfo, console: Console) -> Monitor:
@@ -71,7 +91,8 @@ def _monitor(config: MonitorConfig, info: RunInfo, console: Console) -> Monitor:
         case TensorboardConfig():
             return TensorboardMonitor(config, info)
         case WandbConfig():
-            return WandbMonitor(config, info)
+            offline = {"mode": "offline"} if offline_reason(config) else {}
+            return WandbMonitor(config.model_copy(update=offline), info)
         case MlflowConfig():
             return MlflowMonitor(config, info)
         case UnsupportedMonitor():

@@ -69,7 +69,7 @@ class WandbConfig(ProjectConfig):
     type: Literal["wandb"] = "wandb"
     mode: Literal["", "online", "offline", "disabled"] = ""
     """`online` needs an API key; `offline` writes to the run folder for a later `wandb sync`. Empty: the environment
-    variable WANDB_MODE, else online."""
+    variable WANDB_MODE, else online if there is an API key and the server responds, offline if not."""
     entity: str = ""
     """User or team. Empty: the default of the API key."""
     base_url: str = ""
@@ -129,7 +129,7 @@ class WandbMonitor(Tracker):
     """Creates a run in Weights & Biases, or continues the one in trackers.json."""
 
     def __init__(self, config: WandbConfig, info: RunInfo) -> None:
-        """Raise ConfigError if wandb is not installed, and wandb's own error if the API key is missing."""
+        """Raise ConfigError if wandb is not installed, and wandb's own error if it cannot start."""
         super().__init__(config)
         wandb = _import("wandb", package="wandb", extra="wandb")
         settings = wandb.Settings(silent=True)
@@ -214,9 +214,12 @@ def _import(module: str, *, package: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(
-            f"monitors: {extra} needs the package {package}.", f"pip install 'tinsmith[{extra}]'"
-        ) from error
+        raise missing_package(package, extra) from error
+
+
+def missing_package(package: str, extra: str) -> ConfigError:
+    """The error for a tracker whose package is not installed; `extra` is the extra of Tinsmith that installs it."""
+    return ConfigError(f"monitors: {extra} needs the package {package}.", f"pip install 'tinsmith[{extra}]'")
 
 
 def _run_id(info: RunInfo, tracker: str, create: Callable[[], str]) -> str:

@@ -41,7 +41,8 @@ class ModelConfig(Settings):
     tokenizer: str = ""
     """Tokenizer: a hub id or a folder. Empty: the one that the server names."""
     chat_template: str = ""
-    """Chat template: Jinja text, or the path of a file. Empty: the tokenizer's template."""
+    """Chat template: Jinja text, the path of a file, or `hermes`: ChatML with tools, for models such as SmolLM2 whose
+    own template takes none. Empty: the tokenizer's template."""
     chat_template_values: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, such as {enable_thinking: false}."""
     load_from: str = ""

@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tinsmith.chat.templates import NAMES, chat_template
 from tinsmith.chat.tokenizer import render_template, special_token_ids
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.types import Message, Turn
@@ -167,12 +168,16 @@ class Chat:
 
 
 def read_template(text: str) -> str:
-    """The chat template of a run file: Jinja, or the path of a file that holds it. Raises ConfigError."""
+    """The chat template of a run file: Jinja, the path of a file that holds it, or `hermes`. Raises ConfigError."""
     if not text or "{" in text:
         return text
+    if text in NAMES:
+        return chat_template(text)
     file = Path(text).expanduser()
     if not file.is_file():
-        raise ConfigError(f"model.chat_template: there is no file {file}.", "Set a path, or the template itself.")
+        raise ConfigError(
+            f"model.chat_template: there is no file {file}.", f"Set a path, the template itself, or {', '.join(NAMES)}."
+        )
     return file.read_text(encoding="utf-8")
 
 

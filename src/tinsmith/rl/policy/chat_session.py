@@ -99,7 +99,9 @@ class ChatSession:
         template = self._policy.chat.template
         tools = request.template_tools()
         call_format = (
-            tool_call_format(template, "the policy", "set model.chat_template to a template that supports them")
+            tool_call_format(
+                template, "the policy", "set model.chat_template to one that supports them, such as hermes"
+            )
             if tools
             else None
         )

@@ -40,7 +40,7 @@ EngineFactory = Callable[[EngineConfig], Awaitable[RunningEngine]]
 async def start_engine(config: EngineConfig) -> RunningEngine:
     """Start the fake engine in this process, or a real one in its own, where its Python delays no response."""
     if config.kind == "fake":
-        return RunningEngine(engine=FakeEngine(config), died=asyncio.Event())
+        return RunningEngine(engine=await asyncio.to_thread(FakeEngine, config), died=asyncio.Event())
     from tinsmith.engine.process import RemoteEngine  # not needed for the fake engine
 
     if config.sampler == "vllm":

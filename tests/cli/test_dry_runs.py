@@ -1,0 +1,81 @@
+"""The examples run with the fake engine, which needs no model: a dry run of a file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tinsmith
+from tests.rl.scripted_run import rows
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted(path.relative_to(ROOT) for kind in ("yaml", "toml") for path in ROOT.glob(f"examples/**/*.{kind}"))
+MODELS = sorted(
+    {
+        name
+        for file in FILES
+        for name in re.findall(r"[\w-]+/(?:SmolLM2|Qwen3|Llama-3)[\w.-]+", (ROOT / file).read_text())
+    }
+)
+ROW = {"question": "How many is 2 + 2?", "answer": "<<2+2=4>>4\n#### 4", "problem": "2 + 2?", "solution": "4"}
+SMALL = ("group_size=2", "groups_per_step=2", "monitors=[]", "sampling.max_tokens=8", "checkpoint.every=1")
+STAGES = ("stages.0.steps=1", "stages.1.steps=1", "stages.0.demonstrations.per_step=2")
+TRINITY = ("buffer.total_steps=2", "group_size=2", "groups_per_step=2", "sampling.max_tokens=8", "monitors=[]")
+OVERRIDES = {
+    "examples/addition.yaml": (*SMALL, "steps=2", "tasks.held_out=2"),
+    "examples/countdown.yaml": (*SMALL, "steps=2", "tasks.train.size=20", "tasks.held_out=2"),
+    "examples/delayed_reward.yaml": ("steps=10", "groups_per_step=2", "monitors=[]"),
+    "examples/delayed_reward/baseline.yaml": ("steps=2", "groups_per_step=2", "monitors=[]"),
+    "examples/own_data.toml": (*SMALL, "steps=2", "tasks.held_out=2"),
+    "examples/sft_then_grpo.yaml": (*SMALL, *STAGES, "tasks.held_out=2"),
+    "examples/gsm8k/arithmetic.yaml": (*SMALL, "steps=2", "tasks.held_out=2"),
+    "examples/gsm8k/smollm2.yaml": (*SMALL, *STAGES, "tasks.held_out=2"),
+    "examples/gsm8k/qwen3.yaml": (*SMALL, "steps=2", "tasks.held_out=2"),
+    "examples/gsm8k/tinker.yaml": TRINITY,
+    "examples/gsm8k/verl.yaml": TRINITY,
+}
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """A service with the fake engine for every model of the examples; the machine has none of their files."""
+    folder = tmp_path_factory.mktemp("served")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINSMITH_CACHE", str(folder / "cache"))
+        patch.setenv("HF_HUB_CACHE", str(folder / "hub"))
+        with embedded(ServeConfig(models=tuple(MODELS), engine="fake", data=folder / "data")) as served:
+            yield served
+
+
+def test_every_example_has_a_dry_run():
+    assert sorted(OVERRIDES) == sorted(map(str, FILES))
+
+
+@pytest.mark.parametrize("file", OVERRIDES)
+def test_example_runs_without_a_model(file, address, tmp_path, monkeypatch):
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    data = [{**ROW, "question": f"{number}: {ROW['question']}", "problem": f"{number} + 2"} for number in range(12)]
+    for name in ("problems.jsonl", "openai/gsm8k/main/train.jsonl", "openai/gsm8k/main/test.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in data))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TINKER_BASE_URL", address[0])
+    monkeypatch.setenv("TINKER_API_KEY", address[1])
+    result = tinsmith.train(file, *OVERRIDES[file], f"folder={tmp_path / 'run'}")
+    sampled = [row for row in rows(result.folder) if "reward/mean" in row]
+    assert [row["rollouts/failed"] for row in sampled] == [0] * len(sampled)
+    assert sampled
+
+
+def test_service_engine_fake_needs_no_model(tmp_path, monkeypatch):
+    for name in ("TINSMITH_CACHE", "HF_HUB_CACHE"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+    monkeypatch.delenv("TINKER_BASE_URL", raising=False)
+    words = (*OVERRIDES["examples/addition.yaml"], "service.engine=fake", f"folder={tmp_path / 'run'}")
+    assert tinsmith.train(ROOT / "examples" / "addition.yaml", *words).step == 2
