@@ -11,6 +11,7 @@ import pytest
 
 import tinsmith
 from tests.rl.scripted_run import rows
+from tinsmith.rl.data.countdown import countdown_row
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -30,9 +31,11 @@ TRINITY = ("buffer.total_steps=2", "group_size=2", "groups_per_step=2", "samplin
 OVERRIDES = {
     "examples/addition.yaml": (*SMALL, "steps=2", "tasks.held_out=2"),
     "examples/countdown.yaml": (*SMALL, "steps=2", "tasks.train.size=20", "tasks.held_out=2"),
+    "examples/countdown/train.yaml": (*SMALL, "steps=2", "tasks.held_out=2"),
     "examples/delayed_reward.yaml": ("steps=10", "groups_per_step=2", "monitors=[]"),
     "examples/delayed_reward/baseline.yaml": ("steps=2", "groups_per_step=2", "monitors=[]"),
     "examples/own_data.toml": (*SMALL, "steps=2", "tasks.held_out=2"),
+    "examples/solver_judge/arithmetic.yaml": (*SMALL, "steps=2", "tasks.held_out=2"),
     "examples/sft_then_grpo.yaml": (*SMALL, *STAGES, "tasks.held_out=2"),
     "examples/gsm8k/arithmetic.yaml": (*SMALL, "steps=2", "tasks.held_out=2"),
     "examples/gsm8k/smollm2.yaml": (*SMALL, *STAGES, "tasks.held_out=2"),
@@ -60,10 +63,13 @@ def test_every_example_has_a_dry_run():
 @pytest.mark.parametrize("file", OVERRIDES)
 def test_example_runs_without_a_model(file, address, tmp_path, monkeypatch):
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    data = [{**ROW, "question": f"{number}: {ROW['question']}", "problem": f"{number} + 2"} for number in range(12)]
-    for name in ("problems.jsonl", "openai/gsm8k/main/train.jsonl", "openai/gsm8k/main/test.jsonl"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in data))
+    numbered = [{**ROW, "question": f"{number}: {ROW['question']}", "problem": f"{number} + 2"} for number in range(12)]
+    countdown = [countdown_row(number, [1, 2, number]) for number in range(12)]
+    folders = {"": numbered, "openai/gsm8k/main": numbered, "data/countdown": countdown}
+    for folder, data in folders.items():
+        (tmp_path / folder).mkdir(parents=True, exist_ok=True)
+        for name in ("problems", "train", "test"):
+            (tmp_path / folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in data))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TINKER_BASE_URL", address[0])
     monkeypatch.setenv("TINKER_API_KEY", address[1])

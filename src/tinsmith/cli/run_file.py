@@ -53,10 +53,12 @@ def file_and_overrides(command: str, words: Sequence[str], config: Path | None) 
 def check(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir = None) -> None:
     """Check a run file without starting anything, and note keys that have no effect.
 
-    Exits with 0, or with 2 after listing every error with its fix.
+    Also checks on this machine what the monitors need: packages, API keys, servers that respond. Exits with 0, or with
+    2 after listing every error with its fix.
     """
     file, overrides = file_and_overrides("check", words, config)
     run_file = _read(file, with_plugins(overrides, plugin_dir))
+    _check_monitors(run_file.settings)
     dialect = f", a file of {run_file.dialect}," if run_file.dialect else ""
     sys.stdout.write(f"{file}{dialect} is valid: {_summary(run_file.settings)}\n")
 
@@ -105,6 +107,18 @@ def print_notes(run_file: RunFile, console: Console) -> None:
         console.print(f"[dim]{text}[/]", highlight=False)
     for note in run_file.notes:
         console.print(f"[dim]note: {escape(note)}[/]", highlight=False)
+
+
+def _check_monitors(run: RunConfig) -> None:
+    """Print notes on the monitors. Raises ConfigError for one that cannot run on this machine."""
+    from rich.console import Console
+
+    from tinsmith.rl import monitors
+    from tinsmith.rl.run import folder_path
+
+    stages = [run.stage_config(number) for number in range(1, len(run.stages) + 1)] or [run]
+    configs = dict.fromkeys(config for stage in stages if stage.mode != "bench" for config in stage.monitors)
+    monitors.announce(tuple(configs), folder_path(run), Console(stderr=True))
 
 
 def _read(file: Path, overrides: Sequence[str]) -> RunFile:

@@ -43,6 +43,7 @@ async def explore(config: RunConfig, connect: Callable[[], Awaitable[SamplingCli
             steps=config.steps,
             settings=config.model_dump(mode="json"),
         )
+        monitors.announce(config.monitors, info.folder, console)
         clients = await connect()
         run_monitors = monitors.build(config.monitors, info, console)
         resources = RolloutResources()

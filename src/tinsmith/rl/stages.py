@@ -19,6 +19,7 @@ from rich.console import Console
 
 from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
+from tinsmith.rl import monitors
 from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.policy.base import Policy
@@ -53,6 +54,9 @@ async def run_stages(
 async def _run_each(
     config: RunConfig, path: Path, connecting: Callable[[RunConfig], Connect], console: Console
 ) -> tuple[RunConfig, State]:
+    for stage_config in map(config.stage_config, range(1, len(config.stages) + 1)):
+        if stage_config.mode != "bench":
+            monitors.preflight(stage_config.monitors, path)  # those of later stages too, before the first one trains
     names = [stage.name for stage in config.stages]
     final_states = _final_states(path, names)
     trained: tuple[RunConfig, State] | None = None

@@ -110,6 +110,7 @@ async def _started(
     config: RunConfig, folder: RunFolder, connect: Connect, console: Console, data: RunData
 ) -> AsyncIterator[Run]:
     with logs.log_to_folder(folder.path, config.log_level):
+        monitors.announce(config.monitors, folder.path, console)
         async with assemble(config, folder, connect, console, data) as run:
             log.info("%s: starting at step %d of %d, in %s", config.name, run.steps().start, config.steps, folder.path)
             yield run

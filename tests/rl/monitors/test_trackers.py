@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+import os
+import socket
 import struct
 import sys
 import time
 from collections.abc import Iterator
 
 import pytest
+from rich.console import Console
 
 from tests.rl.scripted_run import rows, run, settings
+from tinsmith.cli import run_file
 from tinsmith.errors import ConfigError
+from tinsmith.rl import monitors
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.monitors.trinity_names import TRINITY, trinity_name
+from tinsmith.rl.stages import run_stages
 from tinsmith.settings import build
 
 SHORT = {"steps": 3, "eval": {"every": 0}}
@@ -117,6 +125,117 @@ def test_mlflow_has_every_metric_in_one_run(tmp_path, monkeypatch, store):
     history = client.get_metric_history(tracked_run.info.run_id, "critic/rewards/mean")
     assert {metric.step: metric.value for metric in history} == pytest.approx(curve(tmp_path, "reward/mean"))
     assert client.get_metric_history(tracked_run.info.run_id, "eval/eval/accuracy/mean")
+
+
+class _Connected(Exception):
+    """The run has come to its model."""
+
+
+async def never(state, version):
+    """A Connect function for runs that must not come to their model."""
+    raise _Connected
+
+
+@pytest.fixture
+def logged_out(tmp_path, monkeypatch):
+    """A user without an API key of W&B; returns the user's home."""
+    for name in [name for name in os.environ if name.startswith("WANDB_") or name.lower().endswith("_proxy")]:
+        monkeypatch.delenv(name)
+    monkeypatch.delenv("NETRC", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def printed_before_the_model(tmp_path, monitor) -> str:
+    """What a run prints until it connects to its model."""
+    console = Console(file=io.StringIO(), width=1000)
+    with pytest.raises(_Connected):
+        run(tracked(tmp_path, monitor), never, console)
+    return console.file.getvalue()
+
+
+def test_wandb_without_a_key_says_offline_before_the_model_loads(tmp_path, logged_out):
+    output = printed_before_the_model(tmp_path, {"type": "wandb"})
+    assert "wandb: there is no API key, so the run is recorded offline" in output
+    assert f"wandb sync {tmp_path / 'run' / 'wandb'}/offline-run-*" in output
+
+
+@NOT_OURS
+def test_wandb_without_a_key_records_offline(tmp_path, logged_out):
+    run(tracked(tmp_path, {"type": "wandb"}, steps=1))
+    assert list((tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb"))
+
+
+def test_wandb_online_without_a_key_ends_before_the_model_loads(tmp_path, logged_out, monkeypatch):
+    with pytest.raises(ConfigError, match="mode is online, but there is no API key") as caught:
+        run(tracked(tmp_path, {"type": "wandb", "mode": "online"}), never)
+    assert "wandb login" in caught.value.hint
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with pytest.raises(ConfigError, match="mode is online, but there is no API key"):
+        run(tracked(tmp_path, {"type": "wandb"}), never)
+
+
+def closed_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{probe.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("place", ["environment", "netrc", "settings"])
+def test_wandb_server_that_does_not_respond_is_reported(tmp_path, logged_out, monkeypatch, place):
+    server = closed_port()
+    if place == "environment":
+        monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    elif place == "netrc":
+        (logged_out / ".netrc").write_text(f"machine {server} login user password {'k' * 40}\n")
+    else:
+        (logged_out / ".config" / "wandb").mkdir(parents=True)
+        (logged_out / ".config" / "wandb" / "settings").write_text(f"[default]\napi_key = {'k' * 40}\n")
+    output = printed_before_the_model(tmp_path, {"type": "wandb", "base_url": f"http://{server}"})
+    assert f"wandb: http://{server} does not respond, so the run is recorded offline" in output
+
+
+@pytest.mark.parametrize("mode", ["offline", "disabled"])
+def test_wandb_needs_no_key_in_other_modes(tmp_path, logged_out, monkeypatch, mode):
+    assert "wandb" not in printed_before_the_model(tmp_path, {"type": "wandb", "mode": mode})
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "settings").write_text(f"[default]\nmode = {mode}\n")
+    assert "wandb" not in printed_before_the_model(tmp_path, {"type": "wandb"})
+
+
+def test_mlflow_server_that_does_not_respond_ends_the_run(tmp_path, logged_out):
+    uri = f"http://{closed_port()}"
+    with pytest.raises(ConfigError, match=f"mlflow: no server responds at {uri}"):
+        run(tracked(tmp_path, {"type": "mlflow", "uri": uri}), never)
+
+
+def test_later_stage_with_a_missing_tracker_ends_the_run(tmp_path, logged_out):
+    online = [{"type": "wandb", "mode": "online"}]
+    stages = [{"name": "one"}, {"name": "two", "monitors": online}]
+    with pytest.raises(ConfigError, match="no API key"):
+        asyncio.run(run_stages(settings(tmp_path / "run", stages=stages), lambda _stage: never, Console(quiet=True)))
+
+
+def test_tracker_that_does_not_start_is_one_sentence(tmp_path, monkeypatch):
+    def failing(*_args):
+        raise RuntimeError("the store is locked\nat line 1")
+
+    monkeypatch.setattr(monitors, "TensorboardMonitor", failing)
+    with pytest.raises(ConfigError, match=r"^monitors: tensorboard did not start: the store is locked Correct"):
+        run(tracked(tmp_path, {"type": "tensorboard"}))
+
+
+def test_check_reports_what_monitors_lack(tmp_path, logged_out, capsys):
+    file = tmp_path / "run.yaml"
+    config = tracked(tmp_path, {"type": "wandb"}).model_dump(mode="json", exclude_unset=True)
+    file.write_text(json.dumps(config))
+    run_file.check(str(file))
+    shown = capsys.readouterr()
+    assert "there is no API key, so the run is recorded offline" in " ".join(shown.err.split())
+    assert "is valid" in shown.out
+    with pytest.raises(ConfigError, match="no API key"):
+        run_file.check(str(file), "monitors=[{type: wandb, mode: online}]")
 
 
 def test_missing_tracker_package_is_an_error_with_a_fix(tmp_path, monkeypatch):

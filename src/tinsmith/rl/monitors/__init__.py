@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from rich.console import Console
+from rich.markup import escape
 
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.monitors.base import Monitor, Monitors, RunInfo
@@ -25,7 +27,7 @@ from tinsmith.rl.monitors.trackers import (
 )
 from tinsmith.settings import Settings
 
-__all__ = ["MonitorConfig", "Monitors", "build", "preflight"]
+__all__ = ["MonitorConfig", "Monitors", "announce", "build", "preflight"]
 
 _OTHERS = "use tensorboard, mlflow, or wandb (mode: offline needs no account)"
 _INSTEAD = {
@@ -53,6 +55,12 @@ MonitorConfig = Annotated[
     ConsoleConfig | ReportConfig | TensorboardConfig | WandbConfig | MlflowConfig | UnsupportedMonitor,
     Field(discriminator="type"),
 ]
+
+
+def announce(configs: Sequence[MonitorConfig], folder: Path, console: Console) -> None:
+    """Print the notes of `preflight`, before the model is loaded. Raises ConfigError for a monitor that cannot run."""
+    for note in preflight(configs, folder):
+        console.print(f"[dim]note: {escape(note)}[/]", highlight=False, soft_wrap=True)
 
 
 def build(configs: Sequence[MonitorConfig], info: RunInfo, console: Console) -> Monitors:
