@@ -34,6 +34,13 @@ ESTIMATORS: Mapping[str, Part] = {
     "distill": {"type": "on_policy_distill"},
 }
 """Estimator -> settings of an advantage."""
+PRESETS = {
+    "rloo": "rloo",
+    "gae": "ppo",
+    "reinforce_plus_plus": "reinforceplusplus",
+    "distill": "on_policy_distill",
+}
+"""Estimator -> algorithm.type, which names the run's algorithm; all its parts are set."""
 _MISSING = {"echo": "tokens of the environment are not trained on. Use grpo."}
 
 LOSSES: Mapping[str, Part] = {
@@ -59,7 +66,7 @@ GROUPINGS = {"trajectory": "role", "step": "turn", "episode": "rollout"}
 def translate(values: Values, estimators: Mapping[str, Part]) -> Translation:
     """`algorithm`. `estimators` are those that a script registers: their names, and settings of an advantage."""
     return (
-        settings({"algorithm.type": "grpo"})
+        settings({"algorithm.type": PRESETS.get(str(values.value(*ESTIMATOR)).lower(), "grpo")})
         + _advantage(values, estimators)
         + _grouping(values)
         + _loss(values)

@@ -19,7 +19,7 @@ from tinsmith.settings import COMMAND_LINE
 
 NOW = re.compile(r"\$\{now:([^}]*)\}")
 """Hydra's reference to the time of the start, in a format of strftime."""
-_KEY = re.compile(r"[A-Za-z_][\w.\-/\[\]]*")
+_KEY = re.compile(r"[A-Za-z_]([\w.\-/\[\]]*[\w\]])?")
 _NUMBER = re.compile(r"[+-]?((\d[\d_]*\.[\d_]*|\.\d[\d_]*)([eE][+-]?\d+)?|\d[\d_]*[eE][+-]?\d+|inf|nan)", re.IGNORECASE)
 _INTEGER = re.compile(r"[+-]?(0|[1-9][\d_]*)")
 _REFERENCE = re.compile(r"\$\{(?:[^{}]|\{[^{}]*\})*\}")

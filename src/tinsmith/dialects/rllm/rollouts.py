@@ -177,20 +177,19 @@ def _sampling(values: Values) -> Translation:
     restricted = warm == 0 or (top_p.value or 1.0) < 1 or result.settings["sampling"].get("top_k", -1) > 0
     if restricted and loss_name(values) != "cross_entropy":
         result += settings({"algorithm.old_logprobs": "recomputed"})
-    return result + _sampling_note(temperature, top_p, restricted=restricted)
+    return result + _sampling_note(values, temperature, top_p)
 
 
-def _sampling_note(temperature: Setting, top_p: Setting, *, restricted: bool) -> Translation:
-    """A note on settings with which rLLM stops."""
+def _sampling_note(values: Values, temperature: Setting, top_p: Setting) -> Translation:
+    """A note on settings with which training is not on-policy; tinker_rl_trainer stops with them."""
     changed = [setting for setting in (temperature, top_p) if setting.value not in (1.0, None)]
     if not changed:
         return NOTHING
     unset = "" if any(setting.is_set for setting in changed) else ", by rLLM's defaults"
-    values = " and ".join(f"{setting.key} {setting.value:g}" for setting in changed)
-    training = "replies are sampled so, and the importance ratio accounts for it"
-    if restricted:
-        training = "replies are sampled so, and trained on as if they were sampled at temperature 1 from all tokens"
-    return note(f"{values}{unset}: {training}. rLLM stops with other values than 1, with which training is on-policy.")
+    keys = " and ".join(f"{setting.key} {setting.value:g}" for setting in changed)
+    stops = "" if values.has("rllm.backend") else " rLLM stops with other values than 1."
+    text = "replies are sampled so; algorithm.old_logprobs says with which logprobs they are trained on."
+    return note(f"{keys}{unset}: {text} Training is on-policy with 1 only.{stops}")
 
 
 @translates(
