@@ -40,8 +40,8 @@ def countdown_reward_fn(task_info: Mapping[str, Any], action: str | Action) -> R
     target, numbers = _field(task_info, "target"), _field(task_info, "nums", "numbers")
     answer = json.dumps({"target": str(target), "numbers": [str(number) for number in numbers]})
     score = Countdown().score(_task(task_info, answer), action_text(action))
-    right = score >= 1.0
-    return RewardOutput(reward=float(right), is_correct=right, metadata={"partial_credit": 0 < score < 1})
+    right = bool(score.correct)
+    return RewardOutput(reward=float(right), is_correct=right, metadata={"partial_credit": 0 < score.value < 1})
 
 
 def math_reward_fn(task_info: Mapping[str, Any], action: str | Action) -> RewardOutput:
@@ -51,7 +51,7 @@ def math_reward_fn(task_info: Mapping[str, Any], action: str | Action) -> Reward
     """
     truths, text = _field(task_info, "ground_truth", "answer"), action_text(action)
     several = truths if isinstance(truths, list | tuple) else [truths]
-    right = any(MathVerify().score(_task(task_info, str(truth)), text) >= 1.0 for truth in several)
+    right = any(MathVerify().score(_task(task_info, str(truth)), text).correct for truth in several)
     return RewardOutput(reward=float(right), is_correct=right)
 
 

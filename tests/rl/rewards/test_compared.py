@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 
 import numpy as np
@@ -78,6 +79,14 @@ def test_slow_replies_are_wrong_and_leave_the_event_loop_free(capfd):
     assert longest_pause < 0.5
     printed = capfd.readouterr()
     assert printed.out + printed.err == ""
+
+
+def test_time_limit_holds_in_this_process_too():
+    begin = time.monotonic()
+    result = Math(timeout=1).score(answer("72"), "$10000000!$")
+    assert (result.value, result.correct) == (-0.1, False)
+    assert time.monotonic() - begin < 20
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_unreadable_answer_is_an_error():

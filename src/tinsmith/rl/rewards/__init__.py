@@ -65,7 +65,7 @@ class Rewards:
     def __init__(self, configs: Sequence[Reward], *, needed: bool = True, pool: ScoringPool | None = None) -> None:
         """Raise ConfigError if two rewards share a name. With `needed`, a rollout without any reward has failed.
 
-        Comparisons that may take long are made in `pool`; without one, in this process and without a time limit.
+        Comparisons that may take long are made in `pool`; without one, in this process.
         """
         self.needed, self.pool = needed, pool
         self._parts = {config.title: config for config in configs}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,6 +13,7 @@ from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.rewards.base import Reward, Score
 from tinsmith.rl.scoring import load_function
 from tinsmith.rl.scoring.pool import ScoringPool
+from tinsmith.rl.scoring.time_limit import call_with_limit
 from tinsmith.rl.types import Rollout, Task
 
 
@@ -25,15 +27,15 @@ class Comparison:
     function: str
     arguments: tuple[Any, ...]
 
-    def run(self) -> Any:
-        """The result, in this process."""
-        return load_function(self.function)(*self.arguments)
+    def run(self, seconds: float) -> Any:
+        """The result, computed in this process. Raises TimeoutError after `seconds`, in the main thread only."""
+        return call_with_limit(load_function(self.function), self.arguments, seconds)
 
 
 class ComparedReward(Reward):
     """Base of rewards whose comparison a run makes in a worker process, with a time limit.
 
-    `score` makes it in this process without one.
+    `score` makes it in this process, where the limit applies in the main thread only and not to long operations in C.
     """
 
     wrong: ClassVar[Any] = None
@@ -51,23 +53,24 @@ class ComparedReward(Reward):
 
     @override
     def score(self, task: Task, text: str) -> Score:
-        comparison = self.comparison(task, text)
-        return self.grade(task, text, self.wrong if comparison is None else comparison.run())
+        comparison, result = self.comparison(task, text), self.wrong
+        if comparison is not None:
+            with suppress(TimeoutError):
+                result = comparison.run(self.timeout)
+        return self.grade(task, text, result)
 
     async def judge_in(self, pool: ScoringPool, task: Task, rollout: Rollout) -> Score:
         """The score of the last reply of a rollout. Raises ComparisonError if the comparison fails."""
         text, result = rollout.text, self.wrong
         comparison = self.comparison(task, text)
         if comparison is not None:
-            try:
+            with suppress(TimeoutError):
                 result = await pool.call(comparison.function, *comparison.arguments, seconds=self.timeout)
-            except TimeoutError:
-                result = self.wrong
         return self.grade(task, text, result)
 
 
 async def score_by(reward: Reward, task: Task, rollout: Rollout, policy: Snapshot, pool: ScoringPool | None) -> Score:
-    """The score of a rollout by a reward. Without a pool, comparisons are made in this process, without time limit."""
+    """The score of a rollout by a reward. Without a pool, comparisons are made in this process."""
     if isinstance(reward, ComparedReward) and pool is not None:
         return await reward.judge_in(pool, task, rollout)
     return Score.of(await reward.judge(task, rollout, policy))

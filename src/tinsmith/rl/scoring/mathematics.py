@@ -15,7 +15,7 @@ _verify = cast(Any, math_verify.verify)  # its decorator hides the parameters fr
 def compare(answer: str, text: str) -> Verdict:
     """Whether math-verify finds an expression in `text` that equals `answer`; `unreadable` if it cannot read `answer`.
 
-    Without time limit: the caller has one.
+    Without a time limit; `call_with_limit` sets one.
     """
     right = _parse(f"${answer}$", parsing_timeout=None) or _parse(answer, parsing_timeout=None)
     if not right:

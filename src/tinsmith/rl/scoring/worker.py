@@ -12,21 +12,18 @@ import json
 import os
 import pickle
 import resource
-import signal
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from tinsmith.rl.scoring import load_function
+from tinsmith.rl.scoring.time_limit import call_with_limit
 
 MEMORY_BYTES = 4 << 30
 """Address space of a worker. A comparison that needs more fails with a MemoryError."""
 _MAX_ERROR = 1000
 """Characters of an error's message that are sent."""
-
-
-class _TimeIsUp(BaseException):
-    """Not an Exception, because the compared libraries catch those."""
 
 
 def main() -> None:
@@ -35,7 +32,6 @@ def main() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries that print
     with suppress(ValueError, OSError):  # a lower limit is set already, or the system has none
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    signal.signal(signal.SIGALRM, _raise_time_is_up)
     for line in sys.stdin:
         try:
             name, arguments, seconds = pickle.loads(base64.b64decode(line))
@@ -49,26 +45,17 @@ def main() -> None:
         _write(replies, reply)
 
 
-def _run(function: Any, arguments: tuple[Any, ...], seconds: float) -> dict[str, Any]:
+def _run(function: Callable[..., Any], arguments: tuple[Any, ...], seconds: float) -> dict[str, Any]:
     try:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, seconds)
-            value = function(*arguments)
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-    except _TimeIsUp:
+        return {"value": call_with_limit(function, arguments, seconds)}
+    except TimeoutError:
         return {"timeout": True}
     except Exception as error:  # noqa: BLE001  sent to the caller
         return _error(error)
-    return {"value": value}
 
 
 def _error(error: Exception) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR]}
-
-
-def _raise_time_is_up(*_: object) -> None:
-    raise _TimeIsUp
 
 
 def _write(file: Any, message: dict[str, Any]) -> None:

@@ -147,8 +147,8 @@ class WorkflowPolicy:
     """Values that all rollouts of the run share; checkpoints save those that JSON can hold."""
     evaluating: bool
     """Whether the rollout is part of an evaluation."""
+    # Worker processes of the run, in which `score` makes comparisons that may take long.
     _scoring: ScoringPool | None = None
-    """Worker processes of the run, in which `score` makes comparisons that may take long."""
     _conversations: list[Conversation] = field(default_factory=list)
 
     def conversation(self, role: str = POLICY, *, model: str = "", trained: bool = True) -> Conversation:
