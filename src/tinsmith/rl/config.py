@@ -149,9 +149,12 @@ class RunConfig(Settings):
     ] = RolloutConfig()
     filters: Annotated[tuple[FilterConfig, ...], _ROLLOUTS] = ()
     """Filters of rollouts and groups before training, applied in order."""
-    filter_refills: Annotated[int, _ROLLOUTS, Needs("filters")] = Field(default=0, ge=0)
+    filter_refills: Annotated[int, _ROLLOUTS] = Field(default=0, ge=0)
     """Largest number of additional batches to sample until groups_per_step groups pass the filters; the run fails if
     they still do not. 0: train on the groups that pass."""
+    min_partial_groups: Annotated[int, _ROLLOUTS, Needs("filter_refills")] = Field(default=0, ge=0)
+    """Sample additional batches also until this many groups that pass have right and wrong rollouts, and train on all
+    groups that pass. A rollout is right as in an evaluation (eval.threshold)."""
     sampling: SamplingConfig = SamplingConfig()
     workflow: WorkflowConfig = SingleTurnConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
@@ -288,17 +291,18 @@ class RunConfig(Settings):
         return plugins.apply_plugins(_current_keys(values)) if isinstance(values, Mapping) else values
 
     @model_validator(mode="after")
+    def _check_refills(self) -> RunConfig:
+        if self.filter_refills and not (self.filters or self.min_partial_groups):
+            raise ValueError(
+                "filter_refills is not used without filters; set filters or min_partial_groups, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_sampling(self) -> RunConfig:
-        algorithm, sampling = self.algorithm, self.sampling
-        exact = algorithm.old_logprobs == "auto" and algorithm.sampler_ratio == "exact"
-        if self.stages or not (self.samples and exact and sampling.restricts):
-            return self
-        setting = "temperature 0" if sampling.temperature == 0 else "top_p or top_k"
-        raise ValueError(
-            f"sampling with {setting} does not return the probabilities that replies were sampled with, which the "
-            f"importance weights of {algorithm.type} need; sample without, or set algorithm.old_logprobs to recomputed "
-            "to train on the replies as if they were sampled from the whole distribution at temperature 1"
-        )
+        if not self.stages and self.samples and (fault := self.algorithm.sampling_fault(self.sampling)):
+            raise ValueError(fault)
+        return self
 
     @model_validator(mode="after")
     def _check_reference(self) -> RunConfig:

@@ -213,6 +213,11 @@ def pass_at(groups: Sequence[Group], threshold: float, prefix: str = "eval") -> 
     return {f"{prefix}/pass@{k}": float(np.mean(each)) for k, each in estimates.items()}
 
 
+def is_partial(group: Group, threshold: float) -> bool:
+    """Whether some rollouts of a group are right and others are not; failed rollouts do not count."""
+    return len({is_right(rollout, threshold) for rollout in group.rollouts if not rollout.error}) == 2
+
+
 def is_right(rollout: Rollout, threshold: float) -> bool:
     """Whether an answer is right: its rewards or workflow say so, or else its reward reaches the threshold."""
     if rollout.error:

@@ -93,9 +93,11 @@ class Run:
             await self._evaluate(0, baseline)
 
     def filtered_groups(self, groups: Sequence[Group]) -> tuple[Group, ...]:
-        """The groups that pass the filters; with filter_refills, at most groups_per_step."""
+        """The groups that pass the filters; with filter_refills, at most groups_per_step, or all of a search for groups
+        solved in part."""
         passed = apply_filters(self.config.filters, groups)
-        return passed[: self.config.groups_per_step] if self.config.filter_refills else passed
+        cut = self.config.filter_refills and not self.config.min_partial_groups
+        return passed[: self.config.groups_per_step] if cut else passed
 
     def next_demonstrations(self) -> list[TrainingRow]:
         """The rows of demonstrations for one step."""

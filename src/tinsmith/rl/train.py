@@ -22,7 +22,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.demonstrations import Demonstrations
 from tinsmith.rl.data.run_data import RunData
 from tinsmith.rl.data.tasks import TaskSampler
-from tinsmith.rl.evaluate import EvalConfig, Evaluator
+from tinsmith.rl.evaluate import EvalConfig, Evaluator, is_partial
 from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.policy.base import Policy, Snapshot
 from tinsmith.rl.policy.training_rows import TrainingRow
@@ -232,6 +232,8 @@ def sampling_plan(config: RunConfig) -> SamplingPlan:
         filters=config.filters,
         recomputes=config.algorithm.recomputes,
         filter_refills=config.filter_refills,
+        min_partial=config.min_partial_groups,
+        is_partial=lambda group: is_partial(group, config.eval.threshold),
     )
 
 

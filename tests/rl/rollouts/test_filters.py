@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from pydantic import TypeAdapter
@@ -14,7 +15,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.rl import algorithms
 from tinsmith.rl.algorithms import AlgorithmConfig
 from tinsmith.rl.rollouts.filters import FilterConfig, apply_filters
-from tinsmith.rl.types import Group, Rollout, Task, Turn
+from tinsmith.rl.types import Group, Rollout, Task, Trajectory, Turn
 
 FILTERS = TypeAdapter(tuple[FilterConfig, ...])
 
@@ -134,3 +135,70 @@ def test_killed_run_with_refills_resumes_with_equal_metrics(tmp_path, order):
         train(broken, breaking(tmp_path / "broken", calls=3, at="update"))
     train(broken)
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
+
+
+def several(*roles: tuple[str, tuple[float, ...]], trained: bool = True) -> Group:
+    """A group with a trajectory of each role in each rollout, by their rewards."""
+    turn = rollout(0.0).turns[0]
+    rollouts = tuple(
+        Rollout(
+            trajectories=tuple(
+                Trajectory(turns=(turn,), role=role, reward=reward, trained=trained or role == roles[0][0])
+                for (role, _), reward in zip(roles, rewards, strict=True)
+            )
+        )
+        for rewards in zip(*(rewards for _, rewards in roles), strict=True)
+    )
+    return Group(task=Task(id="t", messages=()), rollouts=rollouts)
+
+
+@pytest.mark.parametrize(
+    ("sampled", "roles"),
+    [
+        (several(("solver", (0.0, 1.0)), ("judge", (1.0, 1.0))), ["solver"]),
+        (several(("solver", (1.0, 1.0)), ("judge", (0.0, 1.0))), ["judge"]),
+        (several(("solver", (0.0, 1.0)), ("judge", (1.0, 0.0))), ["solver", "judge"]),
+        (several(("solver", (1.0, 1.0)), ("judge", (0.0, 0.0))), None),
+        (several(("solver", (1.0, 1.0)), ("judge", (0.0, 1.0)), trained=False), None),
+        (several(("solver", (0.0, 1.0)), ("judge", (1.0, 1.0)), trained=False), ["solver", "judge"]),
+    ],
+)
+def test_reward_std_drops_only_roles_of_equal_rewards(sampled, roles):
+    filtered = apply_filters(FILTERS.validate_python([{"type": "reward_std"}]), [sampled])
+    assert [list(group.roles) for group in filtered] == ([] if roles is None else [roles])
+
+
+def test_group_size_drops_roles_with_too_few_trajectories():
+    lone = group(0.5, rollout(0.0, error="gone"))
+    pair = group(0.5, 0.25)
+    assert left([{"type": "group_size"}], lone, pair) == [(0.5, 0.25)]
+    assert left([{"type": "group_size", "least": 1}], lone, pair) == [(0.5,), (0.5, 0.25)]
+    assert left([{"type": "group_size", "least": 3}], lone, pair) == []
+
+
+def test_termination_drops_rollouts_by_their_reason():
+    ends = ("done", "max_turns", "max_response", "timeout")
+    rollouts = [replace(rollout(float(at)), termination=reason) for at, reason in enumerate(ends)]
+    assert left([{"type": "termination", "reasons": ["max_turns", "timeout"]}], group(*rollouts)) == [(0.0, 2.0)]
+    assert left([{"type": "termination", "reasons": list(ends)}], group(*rollouts)) == []
+    with pytest.raises(ValueError, match="reasons"):
+        FILTERS.validate_python([{"type": "termination", "reasons": ["tired"]}])
+
+
+def test_partly_solved_groups_are_sampled_for_and_all_are_kept(tmp_path):
+    changes = {"algorithm": {"type": "rloo"}, "group_size": 2, "steps": 4, "filter_refills": 30}
+    train(settings(tmp_path, min_partial_groups=3, **changes))
+    trained = [row for row in rows(tmp_path) if "reward/mean" in row]
+    assert any(row["filters/refills"] > 0 for row in trained)
+    for row in trained:
+        lines = (tmp_path / "rollouts" / f"train-{row['step']:06}.jsonl").read_text().splitlines()
+        assert len(lines) == 2 * 3 * (1 + row["filters/refills"])
+        assert (1 - row["groups/constant"]) * len(lines) / 2 >= 3 - 1e-9
+    with pytest.raises(ValueError, match="set filter_refills"):
+        settings(tmp_path, min_partial_groups=3)
+
+
+def test_step_without_partly_solved_groups_is_an_error(tmp_path):
+    never = {"rewards": [{"type": "format", "pattern": "never"}], "min_partial_groups": 1}
+    with pytest.raises(TinsmithError, match=r"Step 1: 0 of 9 groups are solved in part, but a step needs 1"):
+        train(settings(tmp_path, filter_refills=2, **never))

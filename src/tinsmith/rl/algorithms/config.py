@@ -261,6 +261,17 @@ class AlgorithmConfig(Settings):
                     return sampling.restricts
         return self.old_logprobs != "sampler" and (sampling.restricts or sampling.temperature != 1)
 
+    def sampling_fault(self, sampling: SamplingConfig) -> str:
+        """Message if importance weights cannot be computed for replies sampled with these settings, else empty."""
+        if self.old_logprobs != "auto" or self.sampler_ratio != "exact" or not sampling.restricts:
+            return ""
+        setting = "temperature 0" if sampling.temperature == 0 else "top_p or top_k"
+        return (
+            f"sampling with {setting} does not return the probabilities that replies were sampled with, which the "
+            f"importance weights of {self.type} need; sample without, or set algorithm.old_logprobs to recomputed to "
+            "train on the replies as if they were sampled from the whole distribution at temperature 1"
+        )
+
     @property
     def advantage_columns(self) -> frozenset[str]:
         """Per-token columns that must be there before advantages are computed."""

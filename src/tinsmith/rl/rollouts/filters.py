@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from tinsmith.rl.types import Group, Rollout, Trajectory
+from tinsmith.rl.types import Group, Rollout, Termination, Trajectory
 from tinsmith.settings import Settings
 
 
@@ -70,15 +70,44 @@ class GroupMean(_Bounds):
 
 
 class RewardStd(Settings):
-    """Drop groups whose rewards are nearly equal (dynamic sampling, DAPO, arXiv 2503.14476)."""
+    """Drop groups whose rewards are nearly equal (dynamic sampling, DAPO, arXiv 2503.14476), role by role."""
 
     type: Literal["reward_std"] = "reward_std"
     threshold: float = Field(default=0.0, ge=0)
-    """Drop a group if the standard deviation of its rewards is at most this."""
+    """Drop the trajectories of a role if the standard deviation of their rewards in the group is at most this, and the
+    group if none is left."""
 
     def of(self, group: Group) -> Group | None:
-        """The group, or None if it is dropped."""
-        return group if group.rewards and float(np.std(group.rewards)) > self.threshold else None
+        """The group without the dropped trajectories; None if nothing is left to train on."""
+        return _select_roles(group, self._varies)
+
+    def _varies(self, trajectories: Sequence[Trajectory]) -> bool:
+        return float(np.std([each.reward for each in trajectories])) > self.threshold
+
+
+class GroupSize(Settings):
+    """Drop roles that have too few trajectories in a group, such as those whose siblings failed or were dropped."""
+
+    type: Literal["group_size"] = "group_size"
+    least: int = Field(default=2, ge=1)
+    """Drop the trajectories of a role if the group has fewer than this, and the group if none is left."""
+
+    def of(self, group: Group) -> Group | None:
+        """The group without the dropped trajectories; None if nothing is left to train on."""
+        return _select_roles(group, lambda trajectories: len(trajectories) >= self.least)
+
+
+class TerminationReason(Settings):
+    """Drop rollouts that ended for one of these reasons, with their rewards."""
+
+    type: Literal["termination"] = "termination"
+    reasons: tuple[Termination, ...] = Field(min_length=1)
+    """Reasons to drop: `max_prompt`, `max_response` (the last reply was truncated), `max_turns`, `timeout`, `error`,
+    or `done`, of a rollout that reached no limit."""
+
+    def of(self, group: Group) -> Group | None:
+        """The group without the dropped rollouts; None if no successful rollout is left."""
+        return _select(group, lambda rollout: rollout.termination not in self.reasons)
 
 
 class TruncatedReplies(Settings):
@@ -97,7 +126,8 @@ class TruncatedReplies(Settings):
 
 
 FilterConfig = Annotated[
-    RewardBounds | ValidReward | GroupMean | RewardStd | TruncatedReplies, Field(discriminator="type")
+    RewardBounds | ValidReward | GroupMean | RewardStd | GroupSize | TerminationReason | TruncatedReplies,
+    Field(discriminator="type"),
 ]
 
 
@@ -117,6 +147,19 @@ def _select(group: Group, keep: Callable[[Rollout], bool]) -> Group | None:
     """The group with its failed rollouts and those that `keep` accepts; None if no successful rollout is left."""
     rollouts = tuple(rollout for rollout in group.rollouts if rollout.error or keep(rollout))
     return replace(group, rollouts=rollouts) if any(not rollout.error for rollout in rollouts) else None
+
+
+def _select_roles(group: Group, keep: Callable[[Sequence[Trajectory]], bool]) -> Group | None:
+    """The group without the roles whose trained trajectories `keep` rejects; None if it leaves none of them.
+
+    Trajectories that are not trained on remain beside those that are.
+    """
+    trained = {role: [each for each in group.trajectories(role) if each.trained] for role in group.roles}
+    dropped = {role for role, trajectories in trained.items() if trajectories and not keep(trajectories)}
+    if all(role in dropped or not trajectories for role, trajectories in trained.items()):
+        return None
+    without = _with_trajectories(group, lambda each: () if each.role in dropped else (each,))
+    return _select(without, lambda rollout: bool(rollout.trajectories))
 
 
 def _with_trajectories(group: Group, change: Callable[[Trajectory], tuple[Trajectory, ...]]) -> Group:

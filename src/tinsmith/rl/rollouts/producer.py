@@ -65,6 +65,10 @@ class SamplingPlan:
     """Whether logprobs of replies sampled with these settings are computed again, at temperature 1."""
     filter_refills: int = 0
     """Further batches to sample, at most, until the filters keep `groups` groups; 0 takes what they keep."""
+    min_partial: int = 0
+    """Groups that must be solved in part."""
+    is_partial: Callable[[Group], bool] = lambda group: False
+    """Whether a group is solved in part."""
 
 
 class BatchProducer:
@@ -191,17 +195,27 @@ class BatchProducer:
         self, number: int, groups: tuple[Group, ...], snapshot: Snapshot
     ) -> tuple[tuple[Group, ...], int]:
         """Add groups of other tasks until the filters keep enough. Returns the number of refills too."""
-        refills, plan = 0, self._plan
-        while plan.filter_refills and (left := len(apply_filters(plan.filters, groups))) < plan.groups:
-            if refills >= plan.filter_refills:
+        refills = 0
+        while self._plan.filter_refills and (missing := self._missing(groups)):
+            if refills >= self._plan.filter_refills:
                 raise TinsmithError(
-                    f"Step {number}: the filters keep {left} of {len(groups)} groups, but a step needs {plan.groups}.",
+                    f"Step {number}: {missing}.",
                     "Raise filter_refills (0 takes what is left), loosen filters, or choose tasks of another "
                     "difficulty.",
                 )
             refills += 1
             groups += await self._roll_out(number, self._draw(number), snapshot, (_REFILL_STREAM, refills))
         return groups, refills
+
+    def _missing(self, groups: Sequence[Group]) -> str:
+        """What the groups of a step lack; empty if they are enough."""
+        plan = self._plan
+        left = apply_filters(plan.filters, groups)
+        if len(left) < plan.groups:
+            return f"the filters keep {len(left)} of {len(groups)} groups, but a step needs {plan.groups}"
+        if (partial := sum(map(plan.is_partial, left))) < plan.min_partial:
+            return f"{partial} of {len(left)} groups are solved in part, but a step needs {plan.min_partial}"
+        return ""
 
     async def _roll_out(
         self, number: int, tasks: Sequence[Task], snapshot: Snapshot, stream: tuple[int, ...]
