@@ -12,8 +12,6 @@ import pytest
 from tests.dialects.rllm.test_config import DOCUMENTED
 from tinsmith.dialects.base import Translation
 from tinsmith.dialects.rllm import read_config, roles, translate
-from tinsmith.rl.config import RunConfig
-from tinsmith.settings import build
 
 LAUNCHED = [
     "model.name=Qwen/Qwen3-4B-Instruct-2507",
@@ -56,6 +54,7 @@ def at(result: Translation, key: str) -> Any:
 
 
 def check(overrides: Sequence[str], expected: dict[str, Any]) -> Translation:
+    """The translation, which has these values."""
     result = of(*overrides)
     assert result.faults == ()
     assert {key: at(result, key) for key in expected} == expected
@@ -124,14 +123,6 @@ def test_documented_command_line():
     assert result.notes[0].startswith(defaults)
 
 
-@pytest.mark.parametrize("words", [DOCUMENTED, LAUNCHED, [UNIFIED]])
-def test_settings_are_those_of_a_run(words: list[str]):
-    settings = dict(of(*words).settings)
-    settings["rollout"] = {key: value for key, value in settings["rollout"].items() if key != "concurrency"}
-    settings |= {"tasks": {"train": {"type": "addition"}}, "rewards": [{"type": "number"}]}
-    assert build(RunConfig, settings, "here").algorithm.advantage.type == "grpo"
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -145,7 +136,11 @@ def test_settings_are_those_of_a_run(words: list[str]):
         (["algorithm.adv_estimator=rloo"], {"algorithm.advantage": {"type": "rloo"}}),
         (
             ["algorithm.adv_estimator=gae", "algorithm.gamma=0.9"],
-            {"algorithm.advantage": {"type": "gae", "gamma": 0.9, "lam": 0.95}, "algorithm.critic": {}},
+            {
+                "algorithm.type": "ppo",
+                "algorithm.advantage": {"type": "gae", "gamma": 0.9, "lam": 0.95},
+                "algorithm.critic": {},
+            },
         ),
         (
             ["algorithm.adv_estimator=reinforce_plus_plus"],
@@ -161,11 +156,7 @@ def test_settings_are_those_of_a_run(words: list[str]):
         ),
         (["algorithm.grouping_level=step"], {"algorithm.grouping": "turn"}),
         (["algorithm.grouping_level=episode"], {"algorithm.grouping": "rollout"}),
-        (["algorithm.remove_constant_reward_groups=true"], {"algorithm.advantage.std_threshold": 0.0, "filters": ...}),
-        (
-            ["algorithm.remove_constant_reward_groups=true", "algorithm.adv_estimator=reinforce"],
-            {"filters": [{"type": "reward_std"}]},
-        ),
+        (["algorithm.remove_constant_reward_groups=true"], {"filters": [{"type": "reward_std"}]}),
         (["workflow.n_parallel_tasks=9"], {"rollout.concurrency": 9}),
         (["workflow.retry_limit=1"], {"rollout.retries": 0}),
         (
@@ -193,7 +184,8 @@ def test_seed_key_becomes_a_setting(overrides: list[str], expected: dict[str, An
     check(overrides, expected)
 
 
-GRPO = {"type": "grpo", "normalize": "group", "std": "population", "std_threshold": 0.0}
+GRPO = {"type": "grpo", "normalize": "group", "std": "population", "std_threshold": None}
+SIZE = {"type": "group_size", "least": 2}
 REASONS = ["max_prompt", "max_response", "max_turns", "timeout", "error"]
 
 
@@ -225,14 +217,17 @@ REASONS = ["max_prompt", "max_response", "max_turns", "timeout", "error"]
             ["rllm.stepwise_advantage.enable=true", "rllm.stepwise_advantage.normalize_by_steps=true"],
             {"algorithm.advantage": {**GRPO, "type": "step_wise_grpo", "by_turns": True}},
         ),
-        (["rllm.rejection_sample.min_trajs_per_group=1"], {"algorithm.advantage.std_threshold": None}),
-        (["training.group_size=1"], {"algorithm.advantage.std_threshold": None}),
-        (["rllm.compact_filtering.enable=true"], {"filters": [{"type": "termination", "reasons": REASONS}]}),
-        (["rllm.rejection_sample.enable=true"], {"filters": [{"type": "reward_std"}], "filter_refills": ...}),
-        (["rllm.rejection_sample.enable=true", "rllm.rejection_sample.multiplier=3"], {"filter_refills": 2}),
+        ([], {"filters": [SIZE], "filter_refills": ..., "min_partial_groups": ...}),
+        (["rllm.rejection_sample.min_trajs_per_group=1"], {"filters": ...}),
+        (["rllm.rejection_sample.min_trajs_per_group=3"], {"filters": [{"type": "group_size", "least": 3}]}),
+        (["rllm.rejection_sample.filter_uniform_groups=true"], {"filters": [SIZE, {"type": "reward_std"}]}),
+        (["training.group_size=1"], {"filters": ...}),
+        (["rllm.compact_filtering.enable=true"], {"filters": [{"type": "termination", "reasons": REASONS}, SIZE]}),
+        (["rllm.rejection_sample.enable=true"], {"filter_refills": 10, "min_partial_groups": 1}),
+        (["rllm.rejection_sample.enable=true", "rllm.rejection_sample.multiplier=20"], {"filter_refills": 19}),
         (
             ["rllm.rejection_sample.enable=true", "rllm.rejection_sample.min_partial_solve_tasks=64"],
-            {"filter_refills": 10},
+            {"min_partial_groups": 64},
         ),
         (["rllm.algorithm.lr_schedule=linear"], {"optimizer.schedule": "linear"}),
         (["training.lr_schedule=cosine"], {"optimizer.schedule": "cosine"}),
@@ -331,7 +326,6 @@ def test_clip_of_a_loss_that_does_not_clip_is_noted():
         ("rllm.algorithm.rollout_correction.bypass_mode=false", "rollout_correction.bypass_mode", "write true"),
         ("rllm.algorithm.rollout_correction.tis_mode=group", "rollout_correction.tis_mode", "token or sequence"),
         ("rllm.remote_runtime.enabled=true", "rllm.remote_runtime.enabled", "Leave it out."),
-        ("rllm.rejection_sample.min_trajs_per_group=3", "min_trajs_per_group", "Set 2 or 1"),
         ("training.resume_mode=resume_path", "training.resume_from_path", "training.resume_mode: auto"),
     ],
 )

@@ -12,7 +12,6 @@ from typing import Any
 from tinsmith.dialects.base import NOTHING, Translation, combine, did_you_mean, fault, note, settings, translates
 from tinsmith.dialects.rllm.schema import RllmAlgorithm, RllmTeacher
 from tinsmith.dialects.rllm.schema_unified import (
-    RejectionSample,
     RllmSettings,
     RolloutCorrection,
     StepwiseAdvantage,
@@ -88,7 +87,6 @@ def translate(values: Values, estimators: Mapping[str, Part]) -> Translation:
     norm_adv_by_std_in_grpo="algorithm.advantage: normalize, with std: population",
     use_precomputed_advantage="algorithm.advantage: precomputed",
 )
-@translates(RejectionSample, min_trajs_per_group="algorithm.advantage.std_threshold: 0 (2, for grpo) or null (1)")
 def _advantage(values: Values, estimators: Mapping[str, Part]) -> Translation:
     estimator = values.setting(*ESTIMATOR)
     precomputed = values.has("rllm.algorithm") and values.value("rllm.algorithm.use_precomputed_advantage")
@@ -128,16 +126,8 @@ def advantage(
         fix = f"{did_you_mean(name, [*ESTIMATORS, *estimators])} rLLM registers others in Python."
         return {}, fault(key, f"there is no estimator '{name}'.", fix)
     part, result = dict(ESTIMATORS[name]), NOTHING
-    if name == "grpo":
-        if values.value(*NORMALIZE):
-            part |= {"normalize": "group", "std": "population"}
-        smallest = values.setting("rllm.rejection_sample.min_trajs_per_group") if values.has("rllm.backend") else None
-        if smallest is not None and smallest.value > 2:
-            problem = "only groups with a single trajectory can be dropped."
-            result += fault(smallest.key, problem, "Set 2 or 1, or write a filter of your own.")
-        drops = drops_uniform(values) or (smallest is not None and smallest.value == 2)
-        if drops and values.value(*GROUP_SIZE) != 1:
-            part["std_threshold"] = 0.0  # also drops groups of one
+    if name == "grpo" and values.value(*NORMALIZE):
+        part |= {"normalize": "group", "std": "population"}
     if name in ("gae", "reinforce_plus_plus"):
         part["gamma"] = values.value("algorithm.gamma")
     if name == "gae":
@@ -231,14 +221,8 @@ def _loss(values: Values) -> Translation:
     )
 
 
-def drops_uniform(values: Values) -> bool:
-    """Whether trajectories of equal reward are left out of training."""
-    keys = ("algorithm.remove_constant_reward_groups", "rllm.rejection_sample.filter_uniform_groups")
-    return any(values.has(key) and bool(values.value(key)) for key in keys)
-
-
 def is_grpo(values: Values) -> bool:
-    """Whether the estimator is grpo, which itself drops trajectories that are compared and have equal rewards."""
+    """Whether the estimator is grpo."""
     return str(values.value(*ESTIMATOR)).lower() == "grpo"
 
 

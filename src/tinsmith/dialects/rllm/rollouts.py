@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tinsmith.dialects.base import NOTHING, Translation, combine, fault, note, settings, translates
-from tinsmith.dialects.rllm.algorithm import drops_uniform, is_grpo, loss_name
+from tinsmith.dialects.rllm.algorithm import loss_name
 from tinsmith.dialects.rllm.schema import (
     RllmAlgorithm,
     RllmData,
@@ -29,12 +29,12 @@ from tinsmith.dialects.rllm.schema_unified import (
 )
 from tinsmith.dialects.rllm.values import (
     ATTEMPTS,
-    BATCH_SIZE,
     DISABLE_THINKING,
     EVAL_MAX_TOKENS,
     EVAL_TEMPERATURE,
     EVAL_TOP_K,
     EVAL_TOP_P,
+    GROUP_SIZE,
     MAX_PROMPT,
     MAX_RESPONSE,
     MAX_TOKENS,
@@ -57,7 +57,7 @@ REASONS = {
 }
 """Key of compact_filtering -> how a rollout ended."""
 REFILLS = 10
-"""Additional batches to sample until enough tasks are partly solved."""
+"""Additional batches to sample until enough tasks are solved in part."""
 
 
 def translate(values: Values, plugins: Names) -> Translation:
@@ -251,10 +251,7 @@ def _limits(values: Values) -> Translation:
     return result
 
 
-@translates(
-    RllmAlgorithm,
-    remove_constant_reward_groups="algorithm.advantage.std_threshold: 0, for grpo; filters: reward_std, for others",
-)
+@translates(RllmAlgorithm, remove_constant_reward_groups="filters: reward_std")
 @translates(
     CompactFiltering,
     enable="filters: termination, with the reasons of the keys below",
@@ -262,12 +259,12 @@ def _limits(values: Values) -> Translation:
 )
 @translates(
     RejectionSample,
-    enable="filters: reward_std",
-    filter_uniform_groups="algorithm.advantage.std_threshold: 0, for grpo; filters: reward_std, for others",
+    min_trajs_per_group="filters: group_size, if above 1; its default not with a group size of 1",
+    filter_uniform_groups="filters: reward_std",
 )
 def _filters(values: Values) -> Translation:
     filters: list[dict[str, Any]] = []
-    uniform, result = drops_uniform(values) and not is_grpo(values), NOTHING
+    uniform, result = values.value("algorithm.remove_constant_reward_groups"), NOTHING
     if values.has("rllm.backend"):
         section = "rllm.compact_filtering"
         reasons = [reason for name, reason in REASONS.items() if values.value(f"{section}.{name}")]
@@ -277,9 +274,11 @@ def _filters(values: Values) -> Translation:
             result += note(f"{', '.join(unused)}: {why}") if unused else NOTHING
         elif reasons:
             filters.append({"type": "termination", "reasons": reasons})
-        rejects = values.value("rllm.rejection_sample.enable")
-        uniform = uniform or rejects
-        result += _rejection(values) if rejects else _unused_rejection(values)
+        least = values.setting("rllm.rejection_sample.min_trajs_per_group")
+        if least.value > 1 and (least.is_set or values.value(*GROUP_SIZE) != 1):
+            filters.append({"type": "group_size", "least": least.value})
+        uniform = uniform or values.value("rllm.rejection_sample.filter_uniform_groups")
+        result += _rejection(values)
     if uniform:
         filters.append({"type": "reward_std"})
     return result + (settings({"filters": filters}) if filters else NOTHING)
@@ -287,26 +286,18 @@ def _filters(values: Values) -> Translation:
 
 @translates(
     RejectionSample,
-    multiplier="filter_refills: this minus 1, with enable: true",
-    min_partial_solve_tasks="filter_refills: 10 if it is above 1, with enable: true; then a step has a whole batch of "
-    "partly solved tasks",
+    enable="whether multiplier and min_partial_solve_tasks have an effect",
+    multiplier="filter_refills: 10, or this minus 1 if it is more",
+    min_partial_solve_tasks="min_partial_groups",
 )
 def _rejection(values: Values) -> Translation:
-    """Sample until a batch of partly solved tasks is full."""
+    """Sample until enough tasks are solved in part."""
     section = "rllm.rejection_sample"
-    multiplier, least = (values.value(f"{section}.{key}") for key in ("multiplier", "min_partial_solve_tasks"))
-    batch = values.value(*BATCH_SIZE)
-    if least > batch:
-        fix = "Lower it, or raise the batch size."
-        return fault(f"{section}.min_partial_solve_tasks", f"{least} is more than the {batch} tasks of a step.", fix)
-    refills = max(multiplier - 1, REFILLS if least > 1 else 0)
-    if not refills:
-        return NOTHING
-    text = f"up to {refills} more batches are sampled until a step has {batch} partly solved tasks; then the run fails."
-    return settings({"filter_refills": refills}) + note(f"{section}: {text}")
-
-
-def _unused_rejection(values: Values) -> Translation:
-    section = "rllm.rejection_sample"
-    unused = values.set_keys(f"{section}.multiplier", f"{section}.min_partial_solve_tasks")
-    return note(f"{', '.join(unused)}: it has an effect only with {section}.enable: true.") if unused else NOTHING
+    keys = [f"{section}.multiplier", f"{section}.min_partial_solve_tasks"]
+    multiplier, least = map(values.value, keys)
+    if not values.value(f"{section}.enable"):
+        unused = values.set_keys(*keys)
+        return note(f"{', '.join(unused)}: it has an effect only with {section}.enable: true.") if unused else NOTHING
+    refills = max(multiplier - 1, REFILLS)
+    text = f"up to {refills} more batches are sampled until {least} tasks are solved in part; then the run fails."
+    return settings({"min_partial_groups": max(0, least), "filter_refills": refills}) + note(f"{section}: {text}")
