@@ -85,6 +85,7 @@ def test_launch_script_of_the_example():
             "eval.before": False,
             "checkpoint.every": 20,
             "rollout.retries": 2,
+            "rollout.split": 1,
             "folder": "runs/rllm-tinker/default",
             "model.base_url": ...,
             "workflow": ...,

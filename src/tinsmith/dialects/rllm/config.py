@@ -25,6 +25,7 @@ from tinsmith.dialects.rllm.dialect import (
     unified_defaults,
 )
 from tinsmith.dialects.rllm.overrides import Override, parse_override
+from tinsmith.dialects.rllm.rollouts import SINGLE_ROLLOUTS
 from tinsmith.dialects.rllm.schema import RllmFile
 from tinsmith.dialects.rllm.schema_unified import UnifiedFile
 from tinsmith.dialects.rllm.values import MIRRORS, Values
@@ -65,7 +66,7 @@ def translate(config: Mapping[str, Any] | DictConfig, estimators: Mapping[str, A
     there are no held-out tasks: leave it out then. Raises ConfigError for a value of the wrong type.
     """
     file, others = _file(config)
-    return translate_file(file, estimators=estimators) + _own_keys(type(file), others)
+    return translate_file(file, estimators=estimators) + SINGLE_ROLLOUTS + _own_keys(type(file), others)
 
 
 def roles(

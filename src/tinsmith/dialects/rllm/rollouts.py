@@ -60,6 +60,10 @@ REFILLS = 10
 """Additional batches to sample until enough tasks are solved in part."""
 
 
+SINGLE_ROLLOUTS = settings({"rollout.split": 1})
+"""A workflow of rLLM makes one rollout, which has its own time limit and place."""
+
+
 def translate(values: Values, plugins: Names) -> Translation:
     """`model`, `sampling`, `eval` (how it samples), `workflow`, `rollout` and `filters`."""
     return combine(
@@ -202,8 +206,8 @@ def _workflow(values: Values, plugins: Names) -> Translation:
     if not path:
         return note("workflow.args: it has an effect only with workflow.path.") if arguments else NOTHING
     if ("workflow", path) in plugins:
-        return settings({"workflow": {"type": path, **arguments}})
-    return settings({"workflow": {"type": "custom", "path": path, "args": dict(arguments)}})
+        return SINGLE_ROLLOUTS + settings({"workflow": {"type": path, **arguments}})
+    return SINGLE_ROLLOUTS + settings({"workflow": {"type": "custom", "path": path, "args": dict(arguments)}})
 
 
 @translates(
@@ -223,12 +227,12 @@ def _tasks(values: Values) -> Translation:
 
 @translates(
     RllmWorkflow,
-    n_parallel_tasks="rollout.concurrency",
+    n_parallel_tasks="rollout.concurrency; rollout.split: 1, so that it counts rollouts of a workflow of one's own",
     retry_limit="rollout.retries: attempts after the first",
 )
 @translates(
     UnifiedWorkflow,
-    n_parallel_tasks="rollout.concurrency",
+    n_parallel_tasks="rollout.concurrency; rollout.split: 1, so that it counts rollouts of a workflow of one's own",
     retry_limit="rollout.retries: attempts after the first",
 )
 @translates(
