@@ -206,6 +206,11 @@ async def connect_policy(config: RunConfig, folder: RunFolder, connect: Connect,
     """
     state, source = folder.state, config.resume_from
     if not source or (state is not None and not folder.goes_back):
+        if source and state is not None and state.origin:
+            text = (
+                f"resume_from: this run has continued from {state.origin} before; its newest state is step {state.step}"
+            )
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
         return await connect(state.path if state else "", state.version if state else 0)
     path = state.path if state else source
     try:

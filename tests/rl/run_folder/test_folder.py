@@ -83,6 +83,15 @@ def test_resuming_with_other_settings_names_them(tmp_path):
     assert "folder=" in caught.value.hint
 
 
+def test_run_that_never_began_may_change_its_settings(tmp_path):
+    async def no_server(state: str, version: int):
+        raise ConfigError("No server responds.")
+
+    with pytest.raises(ConfigError, match="No server responds"):
+        run(settings(tmp_path, steps=1), no_server)
+    assert run(settings(tmp_path, steps=1, group_size=5)).step == 1
+
+
 def test_resume_false_rejects_an_existing_run(tmp_path):
     run(settings(tmp_path, steps=1))
     with pytest.raises(ConfigError, match="already holds a run"):
@@ -154,6 +163,7 @@ def test_state_of_an_older_run_folder_is_read(tmp_path):
 
 def test_older_run_folder_may_name_demonstrations_otherwise(tmp_path):
     RunFolder.open(tmp_path, {"experts": {"data": {"type": "addition"}}}).close()
+    (tmp_path / "metrics.jsonl").touch()
     RunFolder.open(tmp_path, {"demonstrations": {"data": {"type": "addition"}}}).close()
     with pytest.raises(ConfigError, match="different settings"):
         RunFolder.open(tmp_path, {"demonstrations": {"data": {"type": "largest"}}})

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.rl.scripted_run import Killed, breaking, rows, run, scripted, settings
 from tinsmith.errors import ConfigError
@@ -89,7 +91,9 @@ def test_same_command_does_not_go_back_twice(tmp_path):
     with pytest.raises(Killed):
         run(config, breaking(tmp_path, calls=2, at="update"))
     steps: list[int] = []
-    assert run(config, counting(tmp_path, steps)).step == 6
+    console = Console(file=io.StringIO(), soft_wrap=True)
+    assert run(config, counting(tmp_path, steps), console).step == 6
+    assert "has continued from" in console.file.getvalue()  # type: ignore[attr-defined]
     assert steps == [4]  # step 5; step 6 has no signal
     assert run(config, counting(tmp_path, steps)).step == 6
     assert steps == [4]

@@ -239,8 +239,7 @@ def _resume(values: Values) -> Translation:
     if not path:
         return result
     if values.has("rllm.backend") and values.value("rllm.trainer.val_only"):
-        weights = path.replace("/weights/", "/sampler_weights/")
-        return result + settings({"bench.checkpoints": [weights], "bench.base": False})
+        return result + settings({"bench.checkpoints": [path], "bench.base": False})
     return result + settings({"resume_from": path})
 
 

@@ -40,6 +40,8 @@ _MAY_CHANGE = (
     "model.base_url", "model.tokenizer",
 )  # fmt: skip
 """Keys that may change when a run resumes: they do not affect the steps already done."""
+_OF_A_STARTED_RUN = ("state.json", "metrics.jsonl", "stages.json", "buffer")
+"""Files of a run that has begun; one that could not connect to its server has none, and may change all its settings."""
 _SHARED_KEYS = (
     "model.name", "groups_per_step", "group_size", "staleness", "sync.style", "sync.interval",
     "buffer.type", "buffer.path", "buffer.url", "buffer.run", "buffer.max_staleness", "buffer.replay",
@@ -72,7 +74,7 @@ class RunFolder:
         lock = (path / (f".lock-{part}" if part else ".lock")).open("w")
         try:
             _acquire(lock, path)
-            _check_resumable(own, settings, resume)
+            _check_resumable(own, settings, resume, part)
             for other_part in {"", "explore"} - {part}:
                 _check_shared_keys(path / other_part, settings, _SHARED_KEYS_OF_PART[part])
             newest = read_state(path)
@@ -124,14 +126,14 @@ def _acquire(lock: IO[str], path: Path) -> None:
         ) from error
 
 
-def _check_resumable(path: Path, settings: Mapping[str, Any], resume: bool) -> None:
+def _check_resumable(path: Path, settings: Mapping[str, Any], resume: bool, part: str) -> None:
     file = path / SETTINGS
     if not file.exists():
         return
     if not resume:
         raise ConfigError(f"{path} already holds a run.", "Set another folder, or resume=true to resume the run.")
     changed = [key for key in _changed(file, settings) if not _under(key, _MAY_CHANGE)]
-    if changed:
+    if changed and (part or any((path / name).exists() for name in _OF_A_STARTED_RUN)):
         raise ConfigError(
             f"{path} holds a run with different settings: {', '.join(changed)}.",
             "Restore these settings to resume the run, or set another folder, such as folder=runs/another.",
