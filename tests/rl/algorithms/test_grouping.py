@@ -89,6 +89,15 @@ def test_turns_are_compared_by_their_own_rewards():
     assert advantages(config(grouping="turn"), groups) == {100: [0.5, 1.0], 200: [-0.5, -1.0, 4.0]}
 
 
+def test_turns_are_compared_by_their_discounted_returns():
+    groups = [group((trajectory("policy", 3, 1, 2, token=100),), (trajectory("policy", 6, 0, 0, 4, token=200),))]
+    # Returns 1 + 0.5 * 2, 2; and 0 + 0.5 * (0 + 0.5 * 6), 0 + 0.5 * 6, 6: the 2 of no turn are the last turn's.
+    expected = {100: [0.25, -0.5], 200: [-0.25, 0.5, 6.0]}
+    assert advantages(config(grouping="turn", turn_discount=0.5), groups) == expected
+    with pytest.raises(ValidationError, match="turn_discount is not used with grouping: role"):
+        config(turn_discount=0.5)
+
+
 def test_trajectories_of_one_rollout_are_compared():
     groups = [group(solver_judge(1, 0, 0.5, token=100), solver_judge(1, 1, 1, token=200))]
     assert advantages(config(grouping="rollout"), groups) == {100: [0.5], 110: [-0.5]}

@@ -168,6 +168,15 @@ def test_reward_std_drops_only_roles_of_equal_rewards(sampled, roles):
     assert [list(group.roles) for group in filtered] == ([] if roles is None else [roles])
 
 
+def test_untrained_siblings_count_for_the_filter():
+    turn = rollout(0.0).turns[0]
+    seen, unseen = (Trajectory(turns=(turn,), reward=float(at), trained=at == 0) for at in (0, 1))
+    pair = Group(
+        task=Task(id="t", messages=()), rollouts=tuple(Rollout(trajectories=(each,)) for each in (seen, unseen))
+    )
+    assert left([{"type": "reward_std"}], pair) == [(0.0, 1.0)]
+
+
 def test_group_size_drops_roles_with_too_few_trajectories():
     lone = group(0.5, rollout(0.0, error="gone"))
     pair = group(0.5, 0.25)

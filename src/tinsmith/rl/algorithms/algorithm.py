@@ -16,7 +16,7 @@ import torch
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.algorithms import loss_dispatch
-from tinsmith.rl.algorithms.advantages.base import Advantages, Trace, trace_from_trajectory
+from tinsmith.rl.algorithms.advantages.base import Advantages, Trace, trace_from_trajectory, with_turn_returns
 from tinsmith.rl.algorithms.advantages.per_token import GaeAdvantage
 from tinsmith.rl.algorithms.config import AlgorithmConfig
 from tinsmith.rl.algorithms.grouping import advantages_by_role, comparison_groups
@@ -88,6 +88,8 @@ class Algorithm:
         replies, numbers = self._with_penalty(await self._with_columns(replies))
         random = np.random.default_rng((self._seed, step))
         traces_PG = [[reply.trace for reply in replies if reply.group == number] for number in range(len(compared))]
+        if config.turn_discount:
+            traces_PG = [[with_turn_returns(trace, config.turn_discount) for trace in group] for group in traces_PG]
         replies = self._with_returns(replies)
         advantages_PG = advantages_by_role(
             compared, traces_PG, config.advantage_of, config.grouping, self._group_size, random

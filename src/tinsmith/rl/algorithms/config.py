@@ -124,6 +124,9 @@ class AlgorithmConfig(Settings):
     grouping: Annotated[Grouping, _ROLLOUTS] = "role"
     """Which trajectories of a task are compared: those of one `role` in all its rollouts; the first turns of a role,
     the second ones, and so on, by their own rewards (`turn`); or all those of one `rollout`."""
+    turn_discount: Annotated[float, _ROLLOUTS, Needs("grouping", ("turn",))] = Field(default=0.0, ge=0, le=1)
+    """Compare turns by their returns r_t + turn_discount r_{t+1} + …, where the reward that no turn was given goes to
+    the last turn; 0: by their own rewards."""
     roles: Annotated[dict[str, RoleConfig], _ROLLOUTS] = Field(default_factory=dict)
     """Settings of single roles, by the names that the workflow gives them."""
     loss: LossConfig = Field(default_factory=ImportanceSamplingLoss)

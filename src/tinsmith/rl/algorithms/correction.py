@@ -29,7 +29,7 @@ class CorrectionConfig(Settings):
     between `floor` and `cap` (masked importance sampling, IcePop); `none` uses the ratio of the loss alone."""
     level: Annotated[Literal["token", "sequence"], Needs("type", _ON)] = "token"
     """One weight for each token, or the product of all tokens of a row (`sequence`)."""
-    cap: Annotated[float, Needs("type", _ON)] = Field(default=2.0, ge=1)
+    cap: Annotated[float, Needs("type", _ON)] = Field(default=2.0, gt=0)
     """Largest weight."""
     floor: Annotated[float, Needs("type", ("mis",))] = Field(default=0.0, ge=0)
     """Smallest weight that is not ignored."""

@@ -150,13 +150,10 @@ def _select(group: Group, keep: Callable[[Rollout], bool]) -> Group | None:
 
 
 def _select_roles(group: Group, keep: Callable[[Sequence[Trajectory]], bool]) -> Group | None:
-    """The group without the roles whose trained trajectories `keep` rejects; None if it leaves none of them.
-
-    Trajectories that are not trained on remain beside those that are.
-    """
-    trained = {role: [each for each in group.trajectories(role) if each.trained] for role in group.roles}
-    dropped = {role for role, trajectories in trained.items() if trajectories and not keep(trajectories)}
-    if all(role in dropped or not trajectories for role, trajectories in trained.items()):
+    """The group without the roles whose trajectories `keep` rejects; None if no role that is trained on is left."""
+    trained = {role for role in group.roles if any(each.trained for each in group.trajectories(role))}
+    dropped = {role for role in trained if not keep(group.trajectories(role))}
+    if dropped == trained:
         return None
     without = _with_trajectories(group, lambda each: () if each.role in dropped else (each,))
     return _select(without, lambda rollout: bool(rollout.trajectories))

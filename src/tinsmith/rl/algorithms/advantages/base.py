@@ -91,6 +91,20 @@ def trace_from_trajectory(trajectory: Trajectory) -> Trace:
     )
 
 
+def with_turn_returns(trace: Trace, discount: float) -> Trace:
+    """The trace with the rewards of turns replaced by returns R_t = r_t + discount R_{t+1}.
+
+    The part of the trajectory's reward that no turn was given goes to the last turn.
+    """
+    rewards = [0.0 if reward is None else reward for reward in trace.turn_rewards]
+    if rewards:
+        rewards[-1] += trace.reward - sum(rewards)
+    returns: list[float] = []
+    for reward in reversed(rewards):
+        returns.append(reward + discount * (returns[-1] if returns else 0.0))
+    return replace(trace, turn_rewards=tuple(reversed(returns)))
+
+
 def traces_of_turns(trace: Trace) -> list[Trace]:
     """A trace for each turn. Its reward is the turn's, or the trajectory's where the turn has none."""
     traces, begin = [], 0
