@@ -210,3 +210,14 @@ def test_service_settings_are_noted_when_unused(monkeypatch, capsys):
     with server(run) as (url, _):
         assert url == "http://there:1"
     assert "note: service.dtype: not used, because the run connects to http://there:1" in capsys.readouterr().err
+
+
+def test_threshold_is_refused_where_a_reward_says_what_is_right():
+    held_out = {"train": {"type": "addition"}, "eval": {"a": {"type": "addition"}, "b": {"type": "addition"}}}
+    unsaid = [{"type": "format", "pattern": "yes"}]
+    words = "eval.threshold is not used: the reward closeness says what is right"
+    refused(GRPO_RUN, words, tasks=held_out, eval={"threshold": 0.5})
+    refused(GRPO_RUN, words, tasks=held_out, rewards=[*unsaid, {"type": "closeness"}], eval={"threshold": 0.9})
+    assert read(GRPO_RUN, tasks=held_out, eval={"threshold": 0.5, "rewards": unsaid}).eval.threshold == 0.5
+    of_b = {"threshold": 0.5, "sources": {"b": {"rewards": unsaid}}}
+    assert read(GRPO_RUN, tasks=held_out, eval=of_b).eval.threshold == 0.5

@@ -393,4 +393,5 @@ class RunConfig(Settings):
         names = self.tasks.eval if isinstance(self.tasks.eval, dict) else {}
         if unknown := sorted(self.eval.sources.keys() - names.keys()):
             raise ValueError(f"eval.sources.{unknown[0]}: tasks.eval has no source with this name")
+        self.eval.check_threshold(self.rewards)
         return self

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import signal
 import time
 
 import numpy as np
+import psutil
 import pytest
+from rich.console import Console
 
 from tests.rl.rewards.test_rewards import answer, said
+from tests.rl.scripted_run import rows, scripted, settings
 from tinsmith.rl.data.sources import ReasoningGym
 from tinsmith.rl.policy.scripted import ScriptedSnapshot
 from tinsmith.rl.rewards import Rewards
@@ -18,6 +22,7 @@ from tinsmith.rl.rewards.format import THINK_ANSWER, matches
 from tinsmith.rl.rewards.gym import ReasoningGymScore
 from tinsmith.rl.rewards.mathematics import Math, MathBoxed, MathVerify
 from tinsmith.rl.scoring.pool import ScoringPool
+from tinsmith.rl.train import train
 from tinsmith.rl.types import Task
 
 POLICY = ScriptedSnapshot(("",), np.zeros(1), 0)
@@ -101,3 +106,25 @@ def test_default_format_is_matched_in_linear_time():
     assert not matches(THINK_ANSWER, reply + "x")
     assert not matches(THINK_ANSWER, "<think>" * 5_000 + "</answer>")
     assert time.thread_time() - begin < 0.2
+
+
+def test_run_scores_in_worker_processes_and_ends_them(tmp_path):
+    children = set(psutil.Process().children(recursive=True))
+    seen: set[psutil.Process] = set()
+
+    async def remember_children() -> None:
+        while True:
+            seen.update(set(psutil.Process().children(recursive=True)) - children)
+            await asyncio.sleep(0.05)
+
+    async def work() -> None:
+        watcher = asyncio.create_task(remember_children())
+        config = settings(tmp_path, steps=2, rewards=[{"type": "math_verify"}], eval={"every": 0})
+        await train(config, scripted(tmp_path), Console(file=io.StringIO()))
+        watcher.cancel()
+
+    asyncio.run(work())
+    assert seen
+    assert not any(process.is_running() for process in seen)
+    scored = [row for row in rows(tmp_path) if "reward/math_verify" in row]
+    assert [row["reward/math_verify"] for row in scored] == [0.0, 0.0]

@@ -63,6 +63,7 @@ def test_rewards_say_what_is_right(reward, task, text, value, correct):
     result = score(reward, task, text)
     assert result.value == pytest.approx(value)
     assert result.correct is correct
+    assert reward.says_correct is (correct is not None)
 
 
 def test_partial_score_of_reasoning_gym_is_not_right():
@@ -72,6 +73,8 @@ def test_partial_score_of_reasoning_gym_is_not_right():
 
 def test_judge_says_what_is_right_from_a_given_score():
     assert score(Judge(model="m"), answer("1"), "1", "Score: 10").correct is None
+    assert not Judge(model="m").says_correct
+    assert Judge(model="m", right_from=0.7).says_correct
     assert score(Judge(model="m", right_from=0.7), answer("1"), "1", "Score: 7").correct is True
     assert score(Judge(model="m", right_from=0.7), answer("1"), "1", "Score: 6").correct is False
     rubric = (Criterion(description="is right"), Criterion(description="is short"))

@@ -71,6 +71,11 @@ class Reward(Settings):
         """The name in metrics: `name`, else the type."""
         return self.name or str(type(self).model_fields["type"].default)
 
+    @property
+    def says_correct(self) -> bool:
+        """Whether every score of this reward says what is right."""
+        return False
+
     def score(self, task: Task, text: str) -> RewardValue:
         """Return the reward of a reply, given its text. An exception marks the rollout as failed."""
         raise NotImplementedError

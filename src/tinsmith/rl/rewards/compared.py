@@ -43,6 +43,11 @@ class ComparedReward(Reward):
     timeout: int = Field(default=5, ge=1)
     """Time limit of a comparison, in seconds. A reply whose comparison takes longer is wrong."""
 
+    @property
+    @override
+    def says_correct(self) -> bool:
+        return True
+
     def comparison(self, task: Task, text: str) -> Comparison | None:
         """The comparison of a reply; None if the reply has no answer to compare."""
         raise NotImplementedError

@@ -28,6 +28,11 @@ class Countdown(Reward):
     partial: float = 0.1
     """Reward of a wrong answer in <answer>…</answer>."""
 
+    @property
+    @override
+    def says_correct(self) -> bool:
+        return True
+
     @override
     def score(self, task: Task, text: str) -> Score:
         target, numbers = _target_and_numbers(task)

@@ -105,6 +105,11 @@ class Judge(Reward):
             raise ValueError("key_env and timeout have no effect without base_url; set base_url or remove them")
         return self
 
+    @property
+    @override
+    def says_correct(self) -> bool:
+        return self.right_from is not None
+
     @override
     async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> Score:
         """Return the score. Raises ValueError for a response without a grade, httpx errors for a failed request."""

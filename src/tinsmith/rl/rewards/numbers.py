@@ -30,6 +30,11 @@ class Number(Reward):
     """Number to compare: `reply`, the whole reply; `last`, the last number in it; `boxed`, the last number in the last
     \\boxed{}; `marked`, the text after the last ####."""
 
+    @property
+    @override
+    def says_correct(self) -> bool:
+        return True
+
     @override
     def score(self, task: Task, text: str) -> Score:
         right = (number := _number(text, self.where)) is not None and number == _right(task)
@@ -44,6 +49,11 @@ class Closeness(Reward):
     """
 
     type: Literal["closeness"] = "closeness"
+
+    @property
+    @override
+    def says_correct(self) -> bool:
+        return True
 
     @override
     def score(self, task: Task, text: str) -> Score:
