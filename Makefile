@@ -40,9 +40,10 @@ gsm8k: install  ## train SmolLM2 with both of Trinity-RFT's files on GSM8K: make
 	$(BIN)/python examples/gsm8k/compare.py $(DATA)
 
 # One process per core with one thread each, because engines on shared cores wait for each other. Each may take 2 GB.
+# Tests start many programs, so bytecode is kept even where the environment says otherwise.
 # Files run in order of their names: sorted by number of tests, the tutorials (few and long) would come last.
 test: install  ## tests of seconds each, one process per core, at most 4
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-all: install  ## also the slow tests: real models, whole runs, an unmodified cookbook
 	$(BIN)/python -m pytest -m 'not gpu'

@@ -6,10 +6,12 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+
+from tests import forkserver
 
 pytest_plugins = ["tests.conformance.summary"]
 
@@ -47,6 +49,21 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def tiny_llama(tiny: Callable[[str], Path]) -> Path:
     """Folder of the tiny Llama."""
     return tiny("llama")
+
+
+@pytest.fixture(scope="session")
+def forking_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Path of a Python that starts fast (tests/forkserver)."""
+    with forkserver.python(tmp_path_factory.mktemp("python")) as path:
+        yield path
+
+
+@pytest.fixture(scope="module")
+def forked_programs(forking_python: str) -> Iterator[None]:
+    """Programs that are started with sys.executable start fast."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "executable", forking_python)
+        yield
 
 
 @pytest.fixture(scope="session")

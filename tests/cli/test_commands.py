@@ -16,6 +16,8 @@ import pytest
 
 from tinsmith.cli import main
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 RUN_FILE = """
 model: {name: tiny, rank: 4}
 tasks:

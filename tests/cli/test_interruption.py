@@ -9,6 +9,8 @@ import pytest
 
 from tests.cli.test_commands import RUN_FILE, STEPS, error_of, metrics, run_and_send, tinsmith
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:

@@ -18,6 +18,8 @@ from tests.cli.test_commands import RUN_FILE, STEPS, environment, metrics, tinsm
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 WORDS = ("run", "small.yaml", "folder=runs/two", "buffer={type: file}", "sync.timeout=400", "staleness=1")
 
 

@@ -66,13 +66,13 @@ def assert_shown(expected: str, output: str) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, tiny_llama: Path) -> Path:
+def folder(tmp_path: Path, tiny_llama: Path, forking_python: str) -> Path:
     (tmp_path / MODEL).parent.mkdir()
     (tmp_path / MODEL).symlink_to(tiny_llama)
     programs = tmp_path / ".bin"
     programs.mkdir()
     for name, text in {"tinsmith": _WRAPPER, "python": '#!/bin/sh\nexec {python} "$@"\n'}.items():
-        (programs / name).write_text(text.format(python=sys.executable))
+        (programs / name).write_text(text.format(python=forking_python))
         (programs / name).chmod(0o755)
     return tmp_path
 
