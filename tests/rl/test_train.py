@@ -49,8 +49,9 @@ def test_each_step_logs_the_documented_metrics(finished):
     row = next(row for row in rows(finished, timeless=False) if row.get("optim/rows"))
     wanted = {
         "reward/mean", "groups/constant", "optim/kl_sample_train_v1", "optim/kl_sample_train_v2", "optim/entropy",
-        "optim/grad_norm", "optim/lr", "optim/loss", "speed/tokens_per_second", "time/rollouts", "time/update",
-        "time/step", "policy/staleness", "rollouts/failed", "tokens/sampled",
+        "optim/grad_norm", "optim/lr", "optim/loss", "speed/sampled_tokens_per_second",
+        "speed/trained_tokens_per_second", "time/rollouts", "time/update", "time/step", "policy/staleness",
+        "rollouts/failed", "tokens/sampled",
     }  # fmt: skip
     assert wanted <= row.keys()
 

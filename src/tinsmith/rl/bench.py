@@ -6,7 +6,6 @@ bench/rollouts/eval-000002.jsonl   the rollouts of checkpoint 2
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.monitors.jsonl import JsonlMonitor
 from tinsmith.rl.policy.base import SamplingClients
+from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run import folder_path
@@ -50,7 +50,7 @@ async def bench(
     try:
         _, held_out = split(config.tasks, config.seed)
         resources = RolloutResources()
-        runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
+        runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
         evaluator = Evaluator(config.eval, held_out, eval_workflow_maker(config, resources), config.seed, runner)
         clients = await connect()
         jsonl = JsonlMonitor(RunInfo(name=config.name, folder=path / "bench", steps=len(names)))

@@ -169,7 +169,8 @@ class RunConfig(Settings):
     seed: int = Field(default=0, ge=0)
     """Seed of the adapter, the order of tasks and every sampling request."""
     concurrency: int = Field(default=256, ge=1)
-    """Largest number of concurrent sampling requests."""
+    """Largest number of requests to the server at once, for replies or logprobs: of rollouts, evaluations, judges,
+    references and teachers. Others wait. A request for several replies to one prompt counts as one."""
     name: str = ""
     """Name of the run; empty: the run file's name."""
     description: str = ""

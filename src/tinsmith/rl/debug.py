@@ -5,7 +5,6 @@ Nothing is trained and no run folder is written. The weights are the initial wei
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from tinsmith.errors import TinsmithError
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.tasks import split
 from tinsmith.rl.policy.base import ChatCodec, request_seed
+from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run import Connect
@@ -59,7 +59,7 @@ async def debug_rollout(config: RunConfig, connect: Connect) -> DebugRollout:
         snapshot = await policy.snapshot()
         connected = time.perf_counter()
         workflow = config.workflow.make(workflow_context(config, resources))
-        runner = RolloutRunner(config.rollout, asyncio.Semaphore(1))
+        runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
         (group,) = await runner.run_groups(workflow, [task], snapshot, size=1, seeds=[request_seed(config.seed, 1, 0)])
         done = time.perf_counter()
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
@@ -15,6 +14,7 @@ from tinsmith.rl.data.run_data import RunData
 from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.monitors.base import Monitors, RunInfo
 from tinsmith.rl.policy.base import SamplingClients
+from tinsmith.rl.policy.request_limit import RequestLimit, TokenRates
 from tinsmith.rl.rollouts import buffers
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus
@@ -74,12 +74,14 @@ class _Exploration:
         self._notes = CoordinationNotes(buffer)
         self._task_sampler = task_sampler
         self._status = SamplerStatus()
+        runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
+        self._rates = TokenRates(runner.requests)
         self._loop = SamplingLoop(
             config.workflow.make(workflow_context(config, resources)),
             self._task_sampler,
             lambda record: clients.open_checkpoint(record.path, record.version),
             sampling_plan(config),
-            RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency)),
+            runner,
             buffer,
             self._notes,
             capacity=config.buffer.capacity,
@@ -114,7 +116,9 @@ class _Exploration:
         self._task_sampler.update(batch.groups)
         self._status = _advanced(self._status, batch).model_copy(update={"order": self._task_sampler.state})
         version = batch.groups[0].version
-        self._monitors.metrics(batch.step, {**metrics.group_metrics(batch.groups, version), **batch.numbers})
+        self._monitors.metrics(
+            batch.step, {**metrics.group_metrics(batch.groups, version), **batch.numbers, **self._rates.lap()}
+        )
         return self._status
 
     async def _write_end(self, state: str, reason: str) -> None:

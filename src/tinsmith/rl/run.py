@@ -24,6 +24,7 @@ from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.monitors.base import Monitors
 from tinsmith.rl.policy.base import Policy, Update
+from tinsmith.rl.policy.request_limit import TokenRates
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts.batch_source import BatchSource
@@ -78,6 +79,7 @@ class Run:
     demonstrations: Demonstrations | None
     store: dict[str, Any]
     """Values that all rollouts share, which workflows read and write."""
+    rates: TokenRates
 
     def steps(self) -> range:
         """The remaining steps, counted from 1."""
@@ -137,8 +139,7 @@ class Run:
         self.task_sampler.update(batch.groups)
         sampled = metrics.group_metrics(batch.groups, version) if batch.groups else {}
         seconds = timer.total()
-        tokens = sampled["tokens/sampled"] if batch.groups else numbers.get("tokens/trained", 0.0)
-        speed = {"speed/tokens_per_second": tokens / seconds, "time/step": seconds}
+        speed = {**self.rates.lap(numbers.get("tokens/trained", 0.0)), "time/step": seconds}
         if batch.groups:
             self.monitors.rollouts(step, "train", batch.groups)
         if self.config.filters and batch.groups:

@@ -25,6 +25,7 @@ from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.evaluate import EvalConfig, Evaluator, is_partial
 from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.policy.base import Policy, Snapshot
+from tinsmith.rl.policy.request_limit import RequestLimit, TokenRates
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts import buffers
@@ -122,18 +123,11 @@ async def assemble(
 ) -> AsyncIterator[Run]:
     """Create the parts of a run, and close them in order. Raises ConfigError before the first request to a server."""
     task_sampler, held_out = data.tasks
-    runner = RolloutRunner(config.rollout, asyncio.Semaphore(config.concurrency))
+    runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
     resources = RolloutResources()
     judge = Rewards(config.eval.rewards or config.rewards, pool=resources.scoring) if config.evaluates else None
     policy = await connect_policy(config, folder, connect, console)
     state = folder.state
-    info = RunInfo(
-        name=config.name,
-        folder=folder.path,
-        steps=config.steps,
-        start=state.step if state else 0,
-        settings=config.model_dump(mode="json"),
-    )
     resources.store.update(state.store if state else {})
     batches = (
         _batch_source(config, folder, policy, task_sampler, runner, workflow_context(config, resources))
@@ -144,7 +138,7 @@ async def assemble(
     demonstrations = _demonstrations(config, data, policy, state)
     critic = await _critic(config, policy, state)
     reference = await _reference(config, policy, state)
-    columns = _columns(config, policy, reference, critic, runner.semaphore)
+    columns = _columns(config, policy, reference, critic, runner.requests)
     algorithm = algorithms.Algorithm(config.algorithm, policy.extensions, columns, config.seed, config.group_size)
     console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.loss_location}[/]", highlight=False)
     if config.plugins:
@@ -152,7 +146,7 @@ async def assemble(
     _restore(state, task_sampler, algorithm, config.seed)
     await batches.restore(state.batches if state else BatchSourceState())
     try:
-        run_monitors = monitors.build(config.monitors, info, console)
+        run_monitors = monitors.build(config.monitors, _run_info(config, folder), console)
     except BaseException:
         await policy.close()
         raise
@@ -171,12 +165,23 @@ async def assemble(
             critic=critic,
             demonstrations=demonstrations,
             store=resources.store,
+            rates=TokenRates(runner.requests),
         )
     finally:
         await batches.close()
         await resources.close()
         run_monitors.close()
         await policy.close()
+
+
+def _run_info(config: RunConfig, folder: RunFolder) -> RunInfo:
+    return RunInfo(
+        name=config.name,
+        folder=folder.path,
+        steps=config.steps,
+        start=folder.state.step if folder.state else 0,
+        settings=config.model_dump(mode="json"),
+    )
 
 
 def _demonstrations(config: RunConfig, data: RunData, policy: Policy, state: State | None) -> Demonstrations | None:
@@ -285,13 +290,13 @@ async def _reference(config: RunConfig, policy: Policy, state: State | None) -> 
 
 
 def _columns(
-    config: RunConfig, policy: Policy, reference: str, critic: Critic | None, gate: asyncio.Semaphore
+    config: RunConfig, policy: Policy, reference: str, critic: Critic | None, requests: RequestLimit
 ) -> dict[str, algorithms.ColumnSource]:
     """Sources of the per-token columns that an algorithm may request."""
 
     def logprobs_by(name: str) -> algorithms.ColumnSource:
         async def logprobs(rows: Sequence[TrainingRow]) -> list[np.ndarray]:
-            return await target_logprobs(await policy.open_model(name), rows, gate)
+            return await target_logprobs(requests.around(await policy.open_model(name)), rows)
 
         return logprobs
 
@@ -303,14 +308,9 @@ def _columns(
     return sources
 
 
-async def target_logprobs(snapshot: Snapshot, rows: Sequence[TrainingRow], gate: asyncio.Semaphore) -> list[np.ndarray]:
+async def target_logprobs(snapshot: Snapshot, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
     """Logprobs of the targets of each row, float32 [N]."""
-
-    async def row_logprobs(row: TrainingRow) -> np.ndarray:
-        async with gate:
-            return await snapshot.logprobs(row.sequence)
-
-    return list(await asyncio.gather(*map(row_logprobs, rows)))
+    return list(await asyncio.gather(*(snapshot.logprobs(row.sequence) for row in rows)))
 
 
 def _restore(state: State | None, task_sampler: TaskSampler, algorithm: Algorithm, seed: int) -> None:

@@ -35,7 +35,7 @@ def test_published_file_is_translated(file: Path):
     assert (run.optimizer.learning_rate, run.optimizer.weight_decay, run.optimizer.grad_clip_norm) == (1e-5, 0.01, 1.0)
     assert (run.optimizer.beta1, run.optimizer.beta2, run.optimizer.schedule) == (0.9, 0.999, "constant")
     assert (run.sampling.max_prompt_tokens, run.sampling.max_tokens) == (1024, 2048)
-    assert (run.staleness, run.concurrency, run.seed) == (1, 64, 42)
+    assert (run.staleness, run.rollout.concurrency, run.seed) == (1, 64, 42)
     assert run.checkpoint.every == 100
     source = run.tasks.sources[0]
     assert isinstance(source, Hub)

@@ -11,7 +11,8 @@ import pytest
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.data.sources import Addition
 from tinsmith.rl.data.tasks import TaskSampler, TasksConfig, split
-from tinsmith.rl.policy.base import request_seed
+from tinsmith.rl.policy.base import Snapshot, request_seed
+from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.rollouts.batch_source import BufferedBatchSource
 from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig
 from tinsmith.rl.rollouts.buffers.replay import BatchSelector
@@ -23,8 +24,10 @@ from tinsmith.rl.rollouts.weight_sync import SyncConfig, WeightPublisher, Weight
 from tinsmith.rl.types import Rollout, Task, Turn
 
 
-class VersionedPolicy:
+class VersionedPolicy(Snapshot):
     """A policy without weights: a version, and the names of saved checkpoints."""
+
+    version = 0
 
     def __init__(self, version: int = 0) -> None:
         self.version = version
@@ -100,7 +103,6 @@ def batch_source(
     policy,
     *,
     steps: int | None = 6,
-    concurrency: int = 100,
     staleness: int = 0,
     tasks: TaskSampler | None = None,
     rollout: dict[str, Any] | None = None,
@@ -116,7 +118,7 @@ def batch_source(
         tasks or task_sampler(),
         publisher.open,
         SamplingPlan(steps=steps, groups=4, size=2, staleness=staleness, seed=0, sync=config),
-        RolloutRunner(RolloutConfig(**(rollout or {})), asyncio.Semaphore(concurrency)),
+        RolloutRunner(RolloutConfig(**(rollout or {})), RequestLimit(100)),
         buffer,
         notes,
         capacity=capacity,
@@ -261,10 +263,10 @@ def test_next_batch_is_sampled_during_training():
     assert begun == most == 8
 
 
-def test_requests_stay_within_concurrency():
+def test_workflow_calls_stay_within_concurrency():
     async def main() -> int:
         workflow = CountingWorkflow()
-        await batch_source(workflow, VersionedPolicy(), concurrency=3).next(1)
+        await batch_source(workflow, VersionedPolicy(), rollout={"concurrency": 3}).next(1)
         return workflow.most
 
     assert asyncio.run(main()) == 3

@@ -10,13 +10,15 @@ from dataclasses import replace
 import pytest
 
 from tests.rl.scripted_run import settings
+from tinsmith.rl.policy.base import Snapshot
+from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.rollouts.runner import CANCELLED, Oversampling, RolloutConfig, RolloutRunner
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
 GOOD = Rollout.single((Turn(prompt=(1,), tokens=(2,), logprobs=(0.0,), text="", stop="stop"),), 1.0)
 
 
-class Still:
+class Still(Snapshot):
     version = 7
 
 
@@ -40,7 +42,7 @@ class Timed:
 def rolled(answers: list[str], *, workflow: Timed | None = None, size: int = 2, over=None, **config) -> list[Group]:
     """The groups of one task per answer."""
     tasks = [Task(id=str(at), messages=(), answer=answer) for at, answer in enumerate(answers)]
-    runner = RolloutRunner(RolloutConfig(**config), asyncio.Semaphore(100))
+    runner = RolloutRunner(RolloutConfig(**config), RequestLimit(100))
     seeds = range(100, 100 + len(tasks))
     return list(asyncio.run(runner.run_groups(workflow or Timed(), tasks, Still(), size=size, seeds=seeds, over=over)))
 
@@ -76,9 +78,9 @@ def test_rollout_with_non_finite_reward_fails(odd, problem):
     assert group.rewards == (1.0,)
 
 
-def test_timeout_excludes_waiting_for_concurrency():
+def test_timeout_excludes_waiting_for_other_calls():
     tasks = [Task(id=str(at), messages=(), answer="0.1") for at in range(6)]
-    runner = RolloutRunner(RolloutConfig(timeout=0.5), asyncio.Semaphore(1))
+    runner = RolloutRunner(RolloutConfig(timeout=0.5, concurrency=1), RequestLimit(9))
     groups = asyncio.run(runner.run_groups(Timed(), tasks, Still(), size=1, seeds=range(6)))
     assert [errors(group) for group in groups] == [[""]] * 6
 
@@ -140,7 +142,7 @@ def test_oversampling_partial_keeps_finished_rollouts(partial):
 
 def test_timeout_ratio_follows_the_mean_after_warmup():
     async def main() -> list[float]:
-        runner = RolloutRunner(RolloutConfig(timeout=9.0, timeout_ratio=3.0, timeout_warmup=2), asyncio.Semaphore(10))
+        runner = RolloutRunner(RolloutConfig(timeout=9.0, timeout_ratio=3.0, timeout_warmup=2), RequestLimit(10))
         limits = [runner.limit]
         for _ in range(2):
             task = Task(id="0", messages=(), answer="0.02")

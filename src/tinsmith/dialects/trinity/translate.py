@@ -220,14 +220,14 @@ def _log(file: TrinityFile) -> Translation:
     return fault("log.level", f"there is no '{file.log.level}'.", f"It is one of {', '.join(LOG_LEVELS)}.")
 
 
-@translates(Explorer, runner_per_model="concurrency: this times rollout_model.engine_num")
-@translates(RolloutModel, engine_num="concurrency: runner_per_model times this")
+@translates(Explorer, runner_per_model="rollout.concurrency: this times rollout_model.engine_num")
+@translates(RolloutModel, engine_num="rollout.concurrency: runner_per_model times this")
 def _concurrency(file: TrinityFile) -> Translation:
     runners, engines = file.explorer.runner_per_model, file.explorer.rollout_model.engine_num
     if runners < 1 or engines < 1:
         fix = "Set explorer.runner_per_model and rollout_model.engine_num to 1 or more."
         return fault("explorer.runner_per_model", "nothing would be sampled.", fix)
-    return settings({"concurrency": runners * engines})
+    return settings({"rollout.concurrency": runners * engines})
 
 
 @translates(RolloutModel, dtype="service.dtype; bfloat16 is auto: bfloat16 where the hardware supports it natively")

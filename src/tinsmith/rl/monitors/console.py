@@ -54,8 +54,7 @@ class ConsoleMonitor(Monitor):
             self._console.print(_evaluation(step, values), highlight=False, soft_wrap=True)
         if "time/step" not in values:
             return
-        speed = values.get("speed/tokens_per_second", 0.0)
-        text = f"{self._info.name}  {_outcome(values)}  {speed:,.0f} tok/s"
+        text = f"{self._info.name}  {_outcome(values)}  {_speed(values):,.0f} tok/s"
         self._progress.update(self._bar, completed=step, description=text)
         if step % self._every == 0 or step in (1, self._info.steps):
             self._console.print(self._line(step, values), highlight=False, soft_wrap=True)
@@ -74,7 +73,7 @@ class ConsoleMonitor(Monitor):
             f"step {step:>{width}}/{self._info.steps}",
             _outcome(values) + (_bar(values["reward/mean"]) if "reward/mean" in values else ""),
             *(f"{role} {values[f'reward/{role}/mean']:.3f}" for role in roles_of(values)),
-            f"{values.get('speed/tokens_per_second', 0.0):>6,.0f} tok/s",
+            f"{_speed(values):>6,.0f} tok/s",
             f"{values.get('time/step', 0.0):>5.1f} s",
         ]
         if values.get("rollouts/failed"):
@@ -82,6 +81,12 @@ class ConsoleMonitor(Monitor):
         if values.get("optim/skipped"):
             parts.append("[yellow]no signal[/]")
         return "  ".join(parts)
+
+
+def _speed(values: Mapping[str, float]) -> float:
+    """Sampled tokens per second, or, in a run that samples none, those that were trained on."""
+    trained = values.get("speed/trained_tokens_per_second", 0.0)
+    return values.get("speed/sampled_tokens_per_second", trained)
 
 
 def _outcome(values: Mapping[str, float]) -> str:

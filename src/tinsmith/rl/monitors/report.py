@@ -140,7 +140,8 @@ def _charts(rows: Sequence[Row]) -> list[dict[str, Any]]:
         _smoothed("Groups without a signal (share)", rows, "groups/constant", floor=0.0, ceiling=1.0),
         _smoothed("Tokens of an answer (mean)", rows, "tokens/reply", floor=0.0),
         _smoothed("Answers cut off at the limit (share)", rows, "rollouts/cut", floor=0.0, ceiling=1.0),
-        _smoothed("Tokens sampled per second", rows, "speed/tokens_per_second", floor=0.0),
+        _smoothed("Tokens sampled per second", rows, "speed/sampled_tokens_per_second", floor=0.0),
+        _smoothed("Tokens trained on per second", rows, "speed/trained_tokens_per_second", floor=0.0),
     ]
 
 

@@ -223,6 +223,10 @@ class Snapshot(Protocol):
         """Return logprobs of tokens 1 to N at temperature 1, float32 [N], for N + 1 tokens."""
         ...
 
+    def wrapped(self, wrap: Callable[[Snapshot], Snapshot]) -> Snapshot:
+        """Return this snapshot with `wrap` around the one that sends its requests."""
+        return wrap(self)
+
 
 class SamplingClients(Protocol):
     """Models of a server for sampling, without training."""

@@ -43,6 +43,10 @@ class RecomputingSnapshot(Snapshot):
         return replace(turn, logprobs=tuple(map(float, logprobs[len(logprobs) - len(turn.tokens) :])))
 
     @override
+    def wrapped(self, wrap: Callable[[Snapshot], Snapshot]) -> Snapshot:
+        return RecomputingSnapshot(self._snapshot.wrapped(wrap), self._recomputes)
+
+    @override
     async def open_model(self, name: str) -> Snapshot:
         return await self._snapshot.open_model(name)
 

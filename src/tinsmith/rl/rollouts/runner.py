@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from tinsmith.rl.policy.base import Snapshot, request_seed
+from tinsmith.rl.policy.request_limit import AttemptClock, RequestLimit
 from tinsmith.rl.types import Group, Rollout, Task
 from tinsmith.rl.workflows.base import Workflow, fail_if_not_finite, note_truncation
 from tinsmith.settings import Needs, Settings
@@ -34,8 +35,11 @@ class Oversampling(Settings):
 class RolloutConfig(Settings):
     """Limits and retries of rollouts."""
 
+    concurrency: int | None = Field(default=None, ge=1)
+    """Largest number of workflow calls at once; not set: no limit but that of requests, `concurrency` of the run."""
     timeout: float = Field(default=1800.0, gt=0)
-    """Time limit of an attempt, in seconds."""
+    """Time limit of an attempt, in seconds, from its start. It stands still while all requests of the attempt wait for
+    other requests, because of `concurrency` of the run."""
     timeout_ratio: float = Field(default=0.0, ge=0)
     """Cancel an attempt after this multiple of the mean time of successful attempts; 0 uses only `timeout`."""
     timeout_warmup: Annotated[int, Needs("timeout_ratio")] = Field(default=1, ge=1)
@@ -83,10 +87,11 @@ class _GroupAttempt:
 
 
 class RolloutRunner:
-    """Runs the rollouts of a run. `semaphore` limits the number of concurrent workflow calls."""
+    """Runs the rollouts of a run. Their requests take places of `requests`."""
 
-    def __init__(self, config: RolloutConfig, semaphore: asyncio.Semaphore) -> None:
-        self.config, self.semaphore = config, semaphore
+    def __init__(self, config: RolloutConfig, requests: RequestLimit) -> None:
+        self.config, self.requests = config, requests
+        self._calls = asyncio.Semaphore(config.concurrency) if config.concurrency else nullcontext()
         self._batches = self._successes = 0
         self._success_seconds = 0.0
 
@@ -151,17 +156,18 @@ class RolloutRunner:
     ) -> None:
         """Fill `slots` by one workflow call; `call` is (retry, number). The first call uses the seed of the group."""
         seed = group.seed if call == (0, 0) else request_seed(group.seed, *call)
-        async with self.semaphore:
-            begin, limit = time.perf_counter(), self.limit
-            clock = asyncio.timeout(limit)
+        async with self._calls:
+            limit = self.limit
+            clock = AttemptClock(limit)
             try:
                 async with clock:
-                    rollouts = await workflow.run(group.task, policy, count=len(slots), seed=seed)
+                    limited = self.requests.around(policy, clock)
+                    rollouts = await workflow.run(group.task, limited, count=len(slots), seed=seed)
                 rollouts = tuple(note_truncation(fail_if_not_finite(rollout)) for rollout in rollouts)
-                self._success_seconds += time.perf_counter() - begin
+                self._success_seconds += clock.seconds
                 self._successes += 1
             except Exception as error:  # noqa: BLE001  any failure is recorded in the rollout
-                timed_out = isinstance(error, TimeoutError) and clock.expired()
+                timed_out = isinstance(error, TimeoutError) and clock.expired
                 message = f"timed out after {limit:.3g} seconds" if timed_out else f"{type(error).__name__}: {error}"
                 termination = "timeout" if timed_out else "error"
                 rollouts = (Rollout(error=message, termination=termination),) * len(slots)

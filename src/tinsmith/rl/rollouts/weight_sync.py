@@ -168,8 +168,9 @@ class WeightSubscriber(WeightSource):
 class LiveSnapshot(Snapshot):
     """Snapshot that uses the newest weights for each request."""
 
-    def __init__(self, weights: WeightSource) -> None:
-        self._weights = weights
+    def __init__(self, weights: WeightSource, wrap: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot) -> None:
+        """`wrap`: applied to the weights of each request."""
+        self._weights, self._wrap = weights, wrap
 
     @property
     @override
@@ -184,15 +185,22 @@ class LiveSnapshot(Snapshot):
     @override
     async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
         """Each turn records the version that sampled it."""
-        return await self._weights.newest().snapshot.sample(prompt, count=count, seed=seed, sampling=sampling)
+        return await self._newest().sample(prompt, count=count, seed=seed, sampling=sampling)
+
+    @override
+    def wrapped(self, wrap: Callable[[Snapshot], Snapshot]) -> Snapshot:
+        return LiveSnapshot(self._weights, wrap)
 
     @override
     async def open_model(self, name: str) -> Snapshot:
-        return await self._weights.newest().snapshot.open_model(name)
+        return await self._newest().open_model(name)
 
     @override
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        return await self._weights.newest().snapshot.logprobs(tokens)
+        return await self._newest().logprobs(tokens)
+
+    def _newest(self) -> Snapshot:
+        return self._weights.newest().snapshot.wrapped(self._wrap)
 
 
 class WeightPublisher:
