@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Literal, cast
 
 import math_verify
 
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)  # it logs whole replies, and that it has no time limit
 Verdict = Literal["equal", "different", "unreadable"]
 
 _parse = cast(Any, math_verify.parse)
