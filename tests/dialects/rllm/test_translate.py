@@ -238,7 +238,7 @@ REASONS = ["max_prompt", "max_response", "max_turns", "timeout", "error"]
         (["rllm.trainer.val_only=true"], {"mode": "bench"}),
         (
             ["rllm.trainer.val_only=true", "training.resume_from_tinker_id=tinker://a/weights/1"],
-            {"bench": {"checkpoints": ["tinker://a/sampler_weights/1"], "base": False}, "resume_from": ...},
+            {"bench": {"checkpoints": ["tinker://a/weights/1"], "base": False}, "resume_from": ...},
         ),
         (["training.resume_mode=disable"], {"resume": "rename"}),
         (["training.default_local_dir=out"], {"folder": "out"}),

@@ -74,13 +74,15 @@ def records(content: bytes) -> Iterator[bytes]:
 
 
 def logged(folder) -> list[tuple[str, dict[str, float]]]:
-    """(run id, row) of every row that wandb wrote."""
+    """(run id, row) of every row that wandb wrote. Checks project, group and name of each run."""
     from wandb.proto import wandb_internal_pb2
 
     entries = []
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         for data in records(file.read_bytes()):
             record = wandb_internal_pb2.Record.FromString(data)
+            if record.WhichOneof("record_type") == "run":
+                assert (record.run.project, record.run.run_group, record.run.display_name) == ("p", "g", "small")
             if record.WhichOneof("record_type") == "history":
                 items = record.history.item
                 row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items}
