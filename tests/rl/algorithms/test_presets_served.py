@@ -1,4 +1,4 @@
-"""Every algorithm preset trains two steps through the SDK, the service and the torch engine."""
+"""Every algorithm preset trains two steps through the SDK, the service and the torch engine, and some variants too."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rich.console import Console
 
 from tests.rl.algorithms.helpers import run
 from tests.rl.scripted_run import rows
-from tinsmith.rl.algorithms.config import NAMES
+from tinsmith.rl.algorithms.config import NAMES, AlgorithmConfig
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.policy.base import Policy
+from tinsmith.rl.policy.base import Policy, SamplingConfig
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
 from tinsmith.rl.train import train
@@ -126,3 +126,43 @@ def test_preset_learns_with_the_loss_that_it_reports(name, served: ServerLoss, t
     steps = [row for row in rows(tmp_path) if row["step"] > 0]
     assert [row["step"] for row in steps if "optim/rows" in row] == [1, 2]
     assert all(math.isfinite(value) for row in steps for value in row.values())
+
+
+VARIANTS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "tis": ({"type": "grpo", "correction": {"type": "tis"}}, {}, "cispo"),
+    "tis of rows": ({"type": "rloo", "correction": {"type": "tis", "level": "sequence"}}, {}, ""),
+    "mis": ({"type": "grpo", "correction": {"type": "mis", "floor": 0.5}}, {}, ""),
+    "tempered": ({"type": "grpo"}, {"temperature": 0.7}, "importance_sampling"),
+    "recomputed": ({"type": "rloo"}, {"temperature": 0.7, "top_p": 0.9}, "ppo"),
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variant_learns_without_mismatch(name: str, served: ServerLoss, tmp_path: Path, monkeypatch):
+    algorithm, sampling, server_loss = VARIANTS[name]
+    address, data = served
+    losses: list[str] = []
+    submit = tinker.TrainingClient.forward_backward
+
+    def recorded(self: tinker.TrainingClient, batch: Any, loss: Any, *rest: Any) -> Any:
+        losses.append(loss)
+        return submit(self, batch, loss, *rest)
+
+    monkeypatch.setattr(tinker.TrainingClient, "forward_backward", recorded)
+    changes = {
+        "algorithm": AlgorithmConfig.model_validate(algorithm),
+        "sampling": SamplingConfig(max_tokens=6, **sampling),
+    }
+    said, moved = trained(settings("grpo", data, tmp_path).model_copy(update=changes), address)
+    assert moved > 1e-3
+    assert set(losses) == ({server_loss} if server_loss else set())
+    assert ("computed here" in said) == (not server_loss)
+    steps = [row for row in rows(tmp_path) if "optim/rows" in row]
+    assert len(steps) == 2
+    for row in steps:
+        assert all(math.isfinite(value) for value in row.values())
+        mismatch = row["optim/kl_sample_train_v2"]
+        assert mismatch < 1e-6 if name != "tempered" else mismatch > 1e-6
+        if not server_loss:
+            assert row["optim/correction/weight"] == pytest.approx(1.0, abs=1e-2)
+            assert row["optim/correction/bounded"] == 0.0
