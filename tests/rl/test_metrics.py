@@ -34,7 +34,7 @@ def test_group_metrics_count_rewards_failures_and_tokens():
     assert numbers["policy/staleness_max"] == 2
 
 
-def test_kl_and_entropy_weigh_merged_rows_by_their_count():
+def test_ratio_kl_and_entropy_weigh_merged_rows_by_count():
     def row(q: float, count: int) -> TrainingRow:
         values = np.array([0.0, q], np.float32)
         return TrainingRow(
@@ -50,7 +50,9 @@ def test_kl_and_entropy_weigh_merged_rows_by_their_count():
         logprobs=(np.array([-9.0, -1.5], np.float32), np.array([-9.0, -2.0], np.float32)),
         metrics={"loss:sum": -3.0, "grad_norm": 2.0},
     )
-    numbers = update_metrics([row(-1.0, 3), row(-2.0, 1)], updated)
+    numbers = update_metrics([row(-1.0, 3), row(-2.0, 1)], updated, {"clip_fraction": 0.25})
+    assert numbers["optim/ratio_mean"] == pytest.approx((3 * np.exp(-0.5) + 1) / 4)
+    assert (numbers["optim/ratio_max"], numbers["optim/clip_fraction"]) == (1.0, 0.25)
     assert numbers["optim/kl_sample_train_v1"] == pytest.approx(3 * 0.5 / 4)
     assert numbers["optim/kl_sample_train_v2"] == pytest.approx(3 * 0.25 / 4 / 2)
     assert numbers["optim/entropy"] == pytest.approx((3 * 1 + 2) / 4)

@@ -1,7 +1,8 @@
 """Metrics of a step, from its rollouts, its training rows and the result of the update. Pure arithmetic.
 
 Estimates over the policy's tokens, with q the logprobs of the sampler and p those of the trainer before the update:
-optim/kl_sample_train_v1 = mean(q - p), optim/kl_sample_train_v2 = mean((q - p)^2) / 2, optim/entropy = -mean(q).
+optim/ratio_mean = mean(exp(p - q)), optim/kl_sample_train_v1 = mean(q - p), optim/kl_sample_train_v2 =
+mean((q - p)^2) / 2, optim/entropy = -mean(q).
 With staleness 0, p and q agree up to rounding, so a v2 far above 1e-3 means that the sampler does not use the weights
 of the trainer.
 """
@@ -15,6 +16,9 @@ import numpy as np
 from tinsmith.rl.policy.base import UpdateResult
 from tinsmith.rl.policy.training_rows import TrainingRow, count_policy_tokens
 from tinsmith.rl.types import POLICY, Group, Rollout
+
+_LOG_RATIO = 20.0
+"""Bound of a log ratio before it is exponentiated, as in the losses."""
 
 
 def group_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -84,8 +88,13 @@ def reward_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]
     return values
 
 
-def update_metrics(rows: Sequence[TrainingRow], updated: UpdateResult) -> dict[str, float]:
-    """Metrics of an update: trainer against sampler logprobs, and the server's loss and optimizer metrics."""
+def update_metrics(
+    rows: Sequence[TrainingRow], updated: UpdateResult, measured: Mapping[str, float] | None = None
+) -> dict[str, float]:
+    """Metrics of an update: trainer against sampler logprobs, those of the loss, and those of the server.
+
+    `measured`: metrics of a loss that the server computed (`Update.measure`).
+    """
     pairs = list(zip(rows, updated.logprobs, strict=True))
     own = [(row, p) for row, p in pairs if row.kind == "policy"]
     expert_logprobs = [p[row.mask] for row, p in pairs if row.kind == "expert"]
@@ -94,7 +103,8 @@ def update_metrics(rows: Sequence[TrainingRow], updated: UpdateResult) -> dict[s
         **({"optim/expert_nll": -float(np.concatenate(expert_logprobs).mean())} if expert_logprobs else {}),
         "tokens/trained": int(sum(len(row.tokens) for row in rows)),
         "optim/rows": len(rows),
-        **_server_metrics(updated.metrics),
+        **_loss_metrics(measured or {}),
+        **_loss_metrics(updated.metrics),
     }
 
 
@@ -102,15 +112,18 @@ def _policy_metrics(pairs: Sequence[tuple[TrainingRow, np.ndarray]]) -> dict[str
     q_T = np.concatenate([row.logprobs[row.mask] for row, _ in pairs]).astype(np.float64)
     p_T = np.concatenate([p[row.mask] for row, p in pairs]).astype(np.float64)
     weight_T = np.concatenate([np.full(int(row.mask.sum()), row.count) for row, _ in pairs])
+    ratio_T = np.exp(np.clip(p_T - q_T, -_LOG_RATIO, _LOG_RATIO))
     return {
+        "optim/ratio_mean": float(np.average(ratio_T, weights=weight_T)),
+        "optim/ratio_max": float(ratio_T.max()),
         "optim/kl_sample_train_v1": float(np.average(q_T - p_T, weights=weight_T)),
         "optim/kl_sample_train_v2": float(np.average((q_T - p_T) ** 2, weights=weight_T)) / 2,
         "optim/entropy": -float(np.average(q_T, weights=weight_T)),
     }
 
 
-def _server_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The server's metrics with `name:reduction` renamed to `optim/name`."""
+def _loss_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of a loss or of the server, with `name` or `name:reduction` renamed to `optim/name`."""
     return {f"optim/{name.partition(':')[0]}": float(value) for name, value in metrics.items()}
 
 

@@ -120,9 +120,10 @@ class Run:
             if step <= self.critic.config.warmup_steps:
                 return {"optim/skipped": 1.0, "optim/lr": rate, **update.numbers, **critic_metrics}
         updated = await self.policy.update(update, self.config.optimizer, rate)
+        measured = update.measure(updated.logprobs) if update.measure else {}
         coefficients = self.algorithm.adapt_coefficients(update, updated)
         return {
-            **metrics.update_metrics(update.rows, updated),
+            **metrics.update_metrics(update.rows, updated, measured),
             "optim/lr": rate,
             **update.numbers,
             **coefficients,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import get_args
 
@@ -105,6 +106,25 @@ def test_server_loss_has_the_gradient_of_the_client_loss(name, aggregate):
         inside = torch.from_numpy(row.mask)
         torch.testing.assert_close(server_grad[inside], client_grad[inside], rtol=1e-5, atol=1e-7)
         assert not server_grad[~inside].any()
+    _, by_client = client_update.client(logprobs)
+    measured = update.measure([leaf.detach().numpy() for leaf in logprobs])
+    assert measured == pytest.approx({key: value for key, value in by_client.items() if key in measured}, rel=1e-5)
+    assert ("clip_fraction" in measured) == ("clip_fraction" in by_client)
+
+
+def test_clip_fraction_of_a_server_loss_counts_clipped_tokens():
+    algorithm = config("grpo", loss={"type": "ppo", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": None})
+    update = run(Algorithm(algorithm, OURS, columns(), 0).score(3, groups()))
+    assert update.loss == "ppo"
+    logprobs = [leaf.detach().numpy() for leaf in logprobs_near(update.rows)]
+    clipped = total = 0.0
+    for row, p in zip(update.rows, logprobs, strict=True):
+        for at in np.flatnonzero(row.mask):
+            ratio, advantage = math.exp(p[at] - row.logprobs[at]), row.advantages[at]
+            clipped += row.count * ((advantage > 0 and ratio > 1.3) or (advantage < 0 and ratio < 0.9))
+            total += row.count
+    assert 0 < clipped < total
+    assert update.measure(logprobs)["clip_fraction"] == pytest.approx(clipped / total)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in ("dpo", "ppo")])

@@ -176,7 +176,14 @@ def update_by_server(
         settings |= {"kl_coef": context.kl_coef, "kl_estimator": config.kl.type}
     if config.entropy.coef:
         settings["entropy_coef"] = config.entropy.coef
-    return Update(rows=tuple(rows), inputs=tuple(inputs), loss=loss.name, config=settings)
+
+    def measure(logprobs: Sequence[np.ndarray]) -> dict[str, float]:
+        columns = [row_logprobs[row.mask] for row, row_logprobs in zip(rows, logprobs, strict=True)]
+        flat = torch.from_numpy(np.concatenate(columns).astype(np.float64))
+        corrected, numbers = config.correction.corrected(flat, batch) if config.correction.enabled else (batch, {})
+        return {name: float(number) for name, number in (numbers | config.loss.total(flat, corrected)[1]).items()}
+
+    return Update(rows=tuple(rows), inputs=tuple(inputs), loss=loss.name, config=settings, measure=measure)
 
 
 def update_by_client(

@@ -106,6 +106,8 @@ class Update:
     """Configuration of the server's loss."""
     client: ClientLoss | None = None
     """Custom loss, for algorithms whose loss the server does not have. It costs another forward pass."""
+    measure: Callable[[Sequence[np.ndarray]], dict[str, float]] | None = None
+    """Metrics of a loss that the server computes, from the logprobs of the rows that it returns."""
     numbers: Mapping[str, float] = field(default_factory=dict)
     """Metrics of the algorithm."""
 

@@ -71,12 +71,12 @@ class PpoLoss(PolicyLoss):
         advantages = batch.advantages
         plain, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
         values = torch.maximum(plain, clipped)
-        metrics = {"clipped": token_fraction(clipped > plain, batch)}
+        metrics = {"clip_fraction": token_fraction(clipped > plain, batch)}
         if self.dual_clip is not None:
             ceiling = -advantages * self.dual_clip
             below = (advantages < 0) & (ceiling < values)
             values = torch.where(below, ceiling, values)
-            metrics["clipped_lower"] = token_fraction(below, batch)
+            metrics["dual_clip_fraction"] = token_fraction(below, batch)
         return values, metrics
 
 
@@ -132,7 +132,7 @@ class CispoLoss(PolicyLoss):
             high = self.clip_high if self.mask_high is None else self.mask_high
             beyond = torch.where(batch.advantages > 0, ratio > 1 + high, ratio < 1 - low)
             weight = torch.where(beyond & (batch.advantages != 0), torch.zeros_like(weight), weight)
-        return -batch.advantages * weight * logprobs, {"clipped": token_fraction(weight != ratio, batch)}
+        return -batch.advantages * weight * logprobs, {"clip_fraction": token_fraction(weight != ratio, batch)}
 
 
 class SapoLoss(PolicyLoss):
@@ -192,7 +192,7 @@ class SppoLoss(PolicyLoss):
         ratio = log_ratio(logprobs.detach(), batch).exp()
         inside = (ratio >= 1 / (1 + self.epsilon)) & (ratio <= 1 + self.epsilon)
         values = -batch.advantages * (logprobs - batch.old)
-        return torch.where(inside, values, torch.zeros_like(values)), {"clipped": token_fraction(~inside, batch)}
+        return torch.where(inside, values, torch.zeros_like(values)), {"clip_fraction": token_fraction(~inside, batch)}
 
 
 class DroLoss(PolicyLoss):
@@ -256,7 +256,7 @@ class RecLoss(PolicyLoss):
             values = values + self.regularizer_coef * 0.5 * (logprobs - batch.old).square()
         elif self.regularizer == "forward_kl":
             values = values + self.regularizer_coef * (batch.old - logprobs)
-        return values, {"clipped": token_fraction(~inside, batch)}
+        return values, {"clip_fraction": token_fraction(~inside, batch)}
 
     def _inside(self, ratio: Tensor, advantages: Tensor) -> Tensor:
         low, high = ratio >= 1 - self.clip_low, ratio <= 1 + self.clip_high
