@@ -22,7 +22,7 @@ from tinsmith.rllm import (
     Trajectory,
     Workflow,
 )
-from tinsmith.rllm.engines import SnapshotEngine
+from tinsmith.rllm.engines.base import SnapshotEngine
 
 TASK = {"question": "yes or no?", "right": "yes"}
 

@@ -16,7 +16,7 @@ from tests.rllm.flows import engine
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.rl.policy.scripted import END
 from tinsmith.rllm import OpenAIEngine, Step, TerminationEvent, TerminationReason, TinkerEngine
-from tinsmith.rllm.engines import split_reasoning
+from tinsmith.rllm.engines.base import split_reasoning
 
 USER = {"role": "user", "content": "2 + 3?"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
@@ -260,7 +260,7 @@ REPLY = {"choices": [{"message": MESSAGE, "finish_reason": "stop"}], "usage": {"
 
 
 def test_openai_engine_retries_after_passing_errors(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tinsmith.rllm.openai_engine.FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr("tinsmith.rllm.engines.openai.FIRST_WAIT_S", 0.0)
     server = Answers((503, {}), (429, {}), (200, REPLY))
     output = server.respond(tools=TOOLS, sampling_params={"temperature": 0.5})
     assert (output.content, output.reasoning, output.prompt_length) == ("five", "2 and 3", 4)
@@ -271,7 +271,7 @@ def test_openai_engine_retries_after_passing_errors(monkeypatch: pytest.MonkeyPa
 
 
 def test_openai_engine_reports_lasting_errors(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tinsmith.rllm.openai_engine.FIRST_WAIT_S", 0.0)
+    monkeypatch.setattr("tinsmith.rllm.engines.openai.FIRST_WAIT_S", 0.0)
     with pytest.raises(UserError, match=r"rejects the request with status 400: .*no such field"):
         Answers((400, {"error": "no such field"})).respond()
     with pytest.raises(TinsmithError, match="does not respond: status 503"):

@@ -78,6 +78,7 @@ def path_text(target: Any) -> str:
     """The import path of a function or class, as run.yaml records it; a path is returned as it is."""
     if isinstance(target, str):
         return target
+    target = inspect.unwrap(target)  # an object that a decorator made of a function
     named = target if isinstance(target, type | FunctionType | BuiltinFunctionType) else type(target)
     return f"{named.__module__}:{named.__qualname__}"
 

@@ -12,8 +12,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tinsmith.rllm.agents import BaseAgent, BaseEnv
     from tinsmith.rllm.datasets import Dataset, DatasetRegistry
-    from tinsmith.rllm.engines import RolloutEngine
-    from tinsmith.rllm.openai_engine import OpenAIEngine
+    from tinsmith.rllm.engines.base import RolloutEngine
+    from tinsmith.rllm.engines.openai import OpenAIEngine
+    from tinsmith.rllm.engines.tinker import TinkerEngine
+    from tinsmith.rllm.flow import (
+        AgentConfig,
+        AgentFlow,
+        EvalOutput,
+        Evaluator,
+        Signal,
+        Task,
+        evaluator,
+        rollout,
+    )
     from tinsmith.rllm.ready_workflows import (
         CumulativeWorkflow,
         MultiTurnWorkflow,
@@ -33,12 +44,15 @@ if TYPE_CHECKING:
     )
     from tinsmith.rllm.rewards import RewardFunction, RewardOutput, countdown_reward_fn, math_reward_fn, zero_reward
     from tinsmith.rllm.store import InMemoryStore, Store
-    from tinsmith.rllm.tinker_engine import TinkerEngine
+    from tinsmith.rllm.trainer import AgentTrainer
     from tinsmith.rllm.workflow import Workflow
     from tinsmith.rllm.workflow_engine import AgentWorkflowEngine, mean_metrics, pass_metrics
 
 _MODULES = {
     "Action": "records",
+    "AgentConfig": "flow",
+    "AgentFlow": "flow",
+    "AgentTrainer": "trainer",
     "AgentWorkflowEngine": "workflow_engine",
     "BaseAgent": "agents",
     "BaseEnv": "agents",
@@ -46,33 +60,42 @@ _MODULES = {
     "Dataset": "datasets",
     "DatasetRegistry": "datasets",
     "Episode": "records",
+    "EvalOutput": "flow",
+    "Evaluator": "flow",
     "InMemoryStore": "store",
     "ModelOutput": "records",
     "MultiTurnWorkflow": "ready_workflows",
-    "OpenAIEngine": "openai_engine",
+    "OpenAIEngine": "engines.openai",
     "RewardFunction": "rewards",
     "RewardOutput": "rewards",
-    "RolloutEngine": "engines",
+    "RolloutEngine": "engines.base",
+    "Signal": "flow",
     "SimpleWorkflow": "ready_workflows",
     "SingleTurnWorkflow": "ready_workflows",
     "Step": "records",
     "Store": "store",
+    "Task": "flow",
     "TerminationEvent": "records",
     "TerminationReason": "records",
-    "TinkerEngine": "tinker_engine",
+    "TinkerEngine": "engines.tinker",
     "ToolCall": "records",
     "Trajectory": "records",
     "TrajectoryGroup": "records",
     "Workflow": "workflow",
     "countdown_reward_fn": "rewards",
+    "evaluator": "flow",
     "math_reward_fn": "rewards",
     "mean_metrics": "workflow_engine",
     "pass_metrics": "workflow_engine",
+    "rollout": "flow",
     "zero_reward": "rewards",
 }
 
 __all__ = [
     "Action",
+    "AgentConfig",
+    "AgentFlow",
+    "AgentTrainer",
     "AgentWorkflowEngine",
     "BaseAgent",
     "BaseEnv",
@@ -80,6 +103,8 @@ __all__ = [
     "Dataset",
     "DatasetRegistry",
     "Episode",
+    "EvalOutput",
+    "Evaluator",
     "InMemoryStore",
     "ModelOutput",
     "MultiTurnWorkflow",
@@ -87,10 +112,12 @@ __all__ = [
     "RewardFunction",
     "RewardOutput",
     "RolloutEngine",
+    "Signal",
     "SimpleWorkflow",
     "SingleTurnWorkflow",
     "Step",
     "Store",
+    "Task",
     "TerminationEvent",
     "TerminationReason",
     "TinkerEngine",
@@ -99,9 +126,11 @@ __all__ = [
     "TrajectoryGroup",
     "Workflow",
     "countdown_reward_fn",
+    "evaluator",
     "math_reward_fn",
     "mean_metrics",
     "pass_metrics",
+    "rollout",
     "zero_reward",
 ]
 

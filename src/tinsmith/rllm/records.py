@@ -225,7 +225,8 @@ class Episode:
     """TASK_ID:NUMBER of the rollout."""
     task: Any = None
     termination_reason: TerminationReason | None = None
-    is_correct: bool = False
+    is_correct: bool | None = None
+    """None: not stated; an evaluation then compares the reward with its threshold."""
     trajectories: list[Trajectory] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
     """Numbers by name, averaged over rollouts."""
@@ -251,7 +252,6 @@ class Episode:
         return {
             **values,
             "task": _json(_without_images(self.task)),
-            "is_correct": bool(self.is_correct),
             "trajectories": [trajectory.to_dict() for trajectory in self.trajectories],
         }
 

@@ -28,10 +28,11 @@ class Store(Protocol):
 
 
 class InMemoryStore(Store):
-    """Values in this process. They are lost at its end: a resumed run begins with an empty store."""
+    """Values in memory. A run saves those of its own store that JSON can hold with each checkpoint."""
 
-    def __init__(self) -> None:
-        self._values: dict[str, Any] = {}
+    def __init__(self, values: dict[str, Any] | None = None) -> None:
+        """`values` is the dict to keep them in."""
+        self._values: dict[str, Any] = {} if values is None else values
 
     @override
     async def get(self, key: str, default: Any = None) -> Any:

@@ -11,26 +11,37 @@ import asyncio
 import traceback
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from typing_extensions import override
+
 from tinsmith.errors import UserError
+from tinsmith.rl.workflows.base import AdaptedWorkflow, WorkflowOptions
 from tinsmith.rllm.agents import BaseAgent, BaseEnv
 from tinsmith.rllm.records import Episode, TerminationEvent, TerminationReason, Trajectory
 
 if TYPE_CHECKING:
-    from tinsmith.rllm.engines import RolloutEngine
+    from tinsmith.rllm.engines.base import RolloutEngine
     from tinsmith.rllm.store import Store
 
 T = TypeVar("T")
 
 
-class Workflow(ABC):
+class Workflow(AdaptedWorkflow, ABC):
     """Base class of workflows. A subclass implements `run`."""
+
+    @classmethod
+    @override
+    def workflow_options(cls, args: Mapping[str, Any]) -> WorkflowOptions:
+        from tinsmith.rllm.training import RllmWorkflowOptions, check_arguments  # these import this module
+
+        check_arguments(cls, args)
+        return RllmWorkflowOptions(workflow_class=cls, workflow_args=dict(args))
 
     def __init__(
         self,

@@ -12,7 +12,7 @@ from typing import Any
 
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.rl.evaluate import pass_at_k
-from tinsmith.rllm.engines import RolloutEngine
+from tinsmith.rllm.engines.base import RolloutEngine
 from tinsmith.rllm.records import Episode, TerminationReason
 from tinsmith.rllm.store import InMemoryStore, Store
 from tinsmith.rllm.workflow import Workflow

@@ -7,13 +7,15 @@ Example: Jsonl(type="jsonl", path="gsm8k.jsonl", answer_after="####").load()[0].
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from pydantic import model_validator
+from pydantic import field_serializer, field_validator, model_validator
 from typing_extensions import override
 
 from tinsmith.errors import ConfigError
@@ -84,6 +86,47 @@ class Jsonl(RowSource):
             raise ConfigError(f"There is no data file {file}.", "Check path; it is relative to the working directory.")
         with file.open(encoding="utf-8") as lines:
             return list(_objects(file, (line for line in lines if line.strip())))
+
+
+class InlineRows(RowSource):
+    """Rows in the run file itself, or given from Python. run.yaml records their number and their hash, so that a run
+    resumes only with the same rows."""
+
+    type: Literal["rows"] = "rows"
+    data: tuple[Any, ...]
+    """The rows: a list of mappings of fields to values."""
+    name: str = "rows"
+    """Prefix of the ids of tasks."""
+
+    @field_validator("data", mode="plain")
+    @classmethod
+    def _check_rows(cls, rows: Any) -> tuple[Any, ...]:
+        # Not validated by pydantic, which would copy every row each time the settings are.
+        if not isinstance(rows, list | tuple):
+            raise ValueError(f"the rows are a {type(rows).__name__}; give a list of mappings")
+        if wrong := [number for number, row in enumerate(rows) if not isinstance(row, Mapping)]:
+            raise ValueError(f"row {wrong[0]} is a {type(rows[wrong[0]]).__name__}, not a mapping of fields to values")
+        return tuple(rows)
+
+    @field_serializer("data", when_used="json")
+    def _recorded(self, data: tuple[Any, ...]) -> str:
+        return self._record
+
+    @cached_property
+    def _record(self) -> str:
+        digest = hashlib.sha256()
+        for row in self.data:
+            digest.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+        return f"{len(self.data)} rows, sha256 {digest.hexdigest()[:16]}"
+
+    @property
+    @override
+    def label(self) -> str:
+        return self.name
+
+    @override
+    def read(self) -> Rows:
+        return list(self.data)
 
 
 class Files(RowSource):

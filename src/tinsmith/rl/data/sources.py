@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data.row_mapping import LazySequence, RowMapping, fill_template, user_task
-from tinsmith.rl.data.row_sources import Files, Hub, Jsonl, LearnFrom, Sql
+from tinsmith.rl.data.row_sources import Files, Hub, InlineRows, Jsonl, LearnFrom, Sql
 from tinsmith.rl.types import Demonstration, Message, Task
 from tinsmith.settings import SEVERAL_TAG, SINGLE_TAG, Settings, changed_keys, did_you_mean
 
@@ -136,7 +136,7 @@ class ReasoningGym(GeneratedSource):
 
 
 Source = Annotated[
-    Addition | Largest | ReasoningGym | Jsonl | Files | Hub | Sql,
+    Addition | Largest | ReasoningGym | InlineRows | Jsonl | Files | Hub | Sql,
     Field(discriminator="type"),
 ]
 

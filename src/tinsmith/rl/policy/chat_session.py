@@ -65,6 +65,8 @@ class ChatSession:
         self._calls = 0
         self._turns_by_conversation: dict[str, list[Turn]] = {}
         """Turns of the last message, by the conversation up to and including it. Equal replies are several turns."""
+        self._turns_by_messages: dict[str, list[Turn]] = {}
+        """The same, whatever the tools."""
         self._turns: list[Turn] = []
 
     @property
@@ -82,12 +84,13 @@ class ChatSession:
         """All replies in the order in which they were sampled."""
         return tuple(self._turns)
 
-    def turns_of(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
-    ) -> tuple[Turn, ...]:
-        """The turns whose reply is the last of these messages, oldest first; several if equal replies were sampled."""
+    def turns_of(self, messages: Sequence[Mapping[str, Any]]) -> tuple[Turn, ...]:
+        """The turns whose reply is the last of these messages, with any tools, oldest first.
+
+        There are several if equal replies were sampled. Raises UserError for messages that are not a chat.
+        """
         parsed = parse_messages(messages, developer_role="developer" in self._policy.chat.template)
-        return tuple(self._turns_by_conversation.get(_conversation_key(parsed, tools), ()))
+        return tuple(self._turns_by_messages.get(_conversation_key(parsed, ()), ()))
 
     async def replies(
         self, request: AgentChatRequest, defaults: SamplingConfig | None = None
@@ -113,17 +116,20 @@ class ChatSession:
         replies = []
         for turn in await self._policy.sample(prompt, count=request.n, seed=seed, sampling=sampling):
             message = self._reply_message(turn, call_format, tools, sampling)
-            self._record(_conversation_key([*messages, message], tools), turn)
+            self._record([*messages, message], tools, turn)
             replies.append((turn, message))
         return replies
 
-    def _record(self, key: str, turn: Turn) -> None:
+    def _record(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], turn: Turn) -> None:
         self._turns.append(turn)
-        self._turns_by_conversation.setdefault(key, []).append(turn)
-        if self._limit is not None and len(self._turns) > self._limit:
-            del self._turns[0]
-        if self._limit is not None and len(self._turns_by_conversation) > self._limit:
-            del self._turns_by_conversation[next(iter(self._turns_by_conversation))]
+        self._turns_by_conversation.setdefault(_conversation_key(messages, tools), []).append(turn)
+        self._turns_by_messages.setdefault(_conversation_key(messages, ()), []).append(turn)
+        if self._limit is None:
+            return
+        del self._turns[: -self._limit]
+        for recorded in (self._turns_by_conversation, self._turns_by_messages):
+            if len(recorded) > self._limit:
+                del recorded[next(iter(recorded))]
 
     def _prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> list[int]:
         """Prompt tokens that extend the conversation's last recorded turn, where the template allows it."""

@@ -7,6 +7,7 @@ state between calls, and a cancelled call leaves none.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -73,6 +74,15 @@ class WorkflowOptions(Settings):
 
     def make(self, context: WorkflowContext) -> Workflow:
         """Create the workflow of a run."""
+        raise NotImplementedError
+
+
+class AdaptedWorkflow:
+    """Base class of workflows in the API of another system: `{type: custom, path: …}` takes a subclass or an object."""
+
+    @classmethod
+    def workflow_options(cls, args: Mapping[str, Any]) -> WorkflowOptions:
+        """The settings that run it with these arguments. Raises ValueError if it does not take them."""
         raise NotImplementedError
 
 

@@ -15,7 +15,15 @@ from tinsmith.chat.request import PromptTooLong
 from tinsmith.rl.plugins import Arguments, ImportPath, check_signature, import_object, path_text, validated
 from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.types import Rollout, Task
-from tinsmith.rl.workflows.base import NO_REWARD, Workflow, WorkflowContext, WorkflowOptions, add_rewards, score_turns
+from tinsmith.rl.workflows.base import (
+    NO_REWARD,
+    AdaptedWorkflow,
+    Workflow,
+    WorkflowContext,
+    WorkflowOptions,
+    add_rewards,
+    score_turns,
+)
 from tinsmith.rl.workflows.conversation import Conversation, Terminated, WorkflowPolicy
 
 
@@ -41,7 +49,7 @@ class CustomConfig(WorkflowOptions):
     @model_validator(mode="after")
     def _check_path(self) -> CustomConfig:
         target = self._target
-        if self.timeout is not None and not _has_run(target):
+        if self.timeout is not None and (isinstance(target, WorkflowOptions) or not _has_run(target)):
             raise ValueError("timeout applies to a class with run(task, policy); use rollout.timeout")
         return self
 
@@ -61,6 +69,8 @@ class CustomConfig(WorkflowOptions):
         target, path = import_object(self.path), path_text(self.path)
         if isinstance(target, type) and issubclass(target, WorkflowOptions):
             return validated(target, path, self.args)
+        if isinstance(target, AdaptedWorkflow) or (isinstance(target, type) and issubclass(target, AdaptedWorkflow)):
+            return target.workflow_options(self.args)
         if _has_run(target):
             if not inspect.iscoroutinefunction(target.run):
                 raise ValueError(f"{path}.run is not an async function; define it with async def")

@@ -19,7 +19,7 @@ from tinsmith.rl.policy.chat_session import ChatSession
 from tinsmith.rl.policy.sdk import check_reachable, end_session, translate_errors
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, TinkerSnapshot, load_tokenizer
 from tinsmith.rl.types import Turn
-from tinsmith.rllm.engines import SnapshotEngine, parameters_by_mode, random_seed, sampling_config
+from tinsmith.rllm.engines.base import SnapshotEngine, parameters_by_mode, random_seed, sampling_config
 
 RECORDED_REPLIES = 16_384
 """Replies that an engine remembers, to extend their conversations without encoding them again."""

@@ -13,7 +13,7 @@ from typing_extensions import override
 from tinsmith.errors import TinsmithError, UserError
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.types import Message
-from tinsmith.rllm.engines import (
+from tinsmith.rllm.engines.base import (
     LIMIT_NAMES,
     NOT_USED,
     Messages,

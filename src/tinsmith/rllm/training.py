@@ -1,0 +1,100 @@
+"""Workflows of rLLM in a run: each rollout is one call of `run`, on an engine of the weights in training."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from typing_extensions import override
+
+from tinsmith.errors import UserError
+from tinsmith.rl.plugins import Arguments, ImportPath, import_object
+from tinsmith.rl.policy.base import Snapshot, request_seed
+from tinsmith.rl.types import Rollout, Task
+from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, add_rewards
+from tinsmith.rllm.engines.base import SnapshotEngine
+from tinsmith.rllm.records import Episode, TerminationReason
+from tinsmith.rllm.rollouts import rollout_of, task_row
+from tinsmith.rllm.store import InMemoryStore, Store
+from tinsmith.rllm.workflow_engine import MAX_THREADS, create_workflow, takes_keyword
+
+UNUSABLE = (TerminationReason.ERROR, TerminationReason.TIMEOUT)
+"""Ends after which a workflow object may still have work in progress, so that it is not used again."""
+
+
+class RllmWorkflowOptions(WorkflowOptions):
+    """A workflow class of rLLM, and its arguments."""
+
+    workflow_class: ImportPath
+    """module:Class of a subclass of tinsmith.rllm.Workflow."""
+    workflow_args: Arguments
+    """Keyword arguments of the class, besides rollout_engine and executor."""
+
+    @property
+    @override
+    def provides_rewards(self) -> bool:
+        return True
+
+    @property
+    @override
+    def provides_states(self) -> bool:
+        return False
+
+    @override
+    def make(self, context: WorkflowContext) -> Workflow:
+        return WorkflowRollouts(import_object(self.workflow_class), self.workflow_args, context)
+
+
+def check_arguments(workflow_class: Any, args: Mapping[str, Any]) -> None:
+    """Raises ValueError if the class does not take these arguments, or its `run` is not an async function."""
+    name = workflow_class.__qualname__
+    if inspect.isabstract(workflow_class) or not inspect.iscoroutinefunction(workflow_class.run):
+        raise ValueError(f"{name} has no async def run(self, task, uid)")
+    if own := {"rollout_engine", "executor"} & args.keys():
+        raise ValueError(f"{name}: the run itself gives {sorted(own)[0]}; leave it out")
+    try:
+        inspect.signature(workflow_class).bind(rollout_engine=None, executor=None, **args)
+    except TypeError as error:
+        raise ValueError(f"{name} cannot be created with {sorted(args)}: {error}") from error
+
+
+class WorkflowRollouts(Workflow):
+    """Calls a workflow once per rollout, concurrently. Workflow objects are used again, one rollout at a time."""
+
+    def __init__(self, workflow_class: Any, args: Mapping[str, Any], context: WorkflowContext) -> None:
+        self._class, self._args, self._context = workflow_class, args, context
+        self._store: Store = InMemoryStore(context.store)
+        self._executor = ThreadPoolExecutor(MAX_THREADS, "workflow")
+        self._idle: list[tuple[Any, SnapshotEngine]] = []
+        takes_mode = takes_keyword(workflow_class.run, "is_validation")
+        self._more = {"is_validation": context.evaluating} if takes_mode else {}
+
+    @override
+    async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
+        seeds = [request_seed(seed, index) for index in range(count)]
+        return tuple(await asyncio.gather(*(self._rollout(task, policy, each) for each in seeds)))
+
+    async def _rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
+        flow, engine = self._idle.pop() if self._idle else self._create()
+        engine.bind(policy, seed)
+        episode = await flow.run_with_termination_handling(task_row(task), f"{task.id}:{seed}", **self._more)
+        if episode.termination_reason not in UNUSABLE:
+            self._idle.append((flow, engine))
+        return await scored(episode, task, policy, self._context)
+
+    def _create(self) -> tuple[Any, SnapshotEngine]:
+        engine = SnapshotEngine(self._context.sampling, accumulate_reasoning=True)
+        engine.is_validation = self._context.evaluating
+        return create_workflow(self._class, self._args, engine, self._executor, self._store), engine
+
+
+async def scored(episode: Episode, task: Task, policy: Snapshot, context: WorkflowContext) -> Rollout:
+    """The rollout of an episode, with the run's own rewards added; failed with a reason if it cannot be trained on."""
+    try:
+        rollout = rollout_of(episode)
+    except UserError as error:
+        return Rollout(error=str(error))
+    return rollout if rollout.error else await add_rewards(task, rollout, context.rewards, policy)
