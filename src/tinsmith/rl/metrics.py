@@ -50,16 +50,21 @@ def _drift(group: Group) -> int:
 
 
 def role_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean reward and number of turns of each role, if there are several; and the workflow's own metrics."""
-    values: dict[str, float] = {}
+    """Mean reward and number of turns of each role, if there are several; and the workflow's own metrics.
+
+    `prefix` is that of rewards, such as eval/reward.
+    """
+    values, place = dict[str, float](), prefix.removesuffix("reward")
     for role in dict.fromkeys(role for rollout in rollouts for role in rollout.roles if role != POLICY):
         of_role = [each for rollout in rollouts for each in rollout.trajectories if each.role == role]
         values[f"{prefix}/{role}/mean"] = _mean([each.reward for each in of_role])
         values[f"{prefix}/{role}/std"] = float(np.std([each.reward for each in of_role]))
-        values[f"turns/{role}"] = _mean([len(each.turns) for each in of_role])
-        values[f"tokens/{role}"] = _mean([sum(len(turn.tokens) for turn in each.turns) for each in of_role])
+        values[f"{place}turns/{role}"] = _mean([len(each.turns) for each in of_role])
+        values[f"{place}tokens/{role}"] = _mean([sum(len(turn.tokens) for turn in each.turns) for each in of_role])
     for name in dict.fromkeys(name for rollout in rollouts for name in rollout.metrics):
-        values[f"workflow/{name}"] = _mean([rollout.metrics[name] for rollout in rollouts if name in rollout.metrics])
+        values[f"{place}workflow/{name}"] = _mean(
+            [rollout.metrics[name] for rollout in rollouts if name in rollout.metrics]
+        )
     return values
 
 

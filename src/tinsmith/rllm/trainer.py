@@ -22,7 +22,7 @@ from tinsmith.rllm.ready_workflows import MultiTurnWorkflow
 from tinsmith.rllm.rollouts import ROW, wrapped_row
 from tinsmith.rllm.workflow import Workflow
 from tinsmith.runner import TrainResult, run_to_end
-from tinsmith.settings import build
+from tinsmith.settings import apply_overrides, build
 
 if TYPE_CHECKING:
     from tinsmith.rllm.store import Store
@@ -63,13 +63,15 @@ class AgentTrainer:
         env_class: type[BaseEnv] | None = None,
         agent_args: Mapping[str, Any] | None = None,
         env_args: Mapping[str, Any] | None = None,
+        overrides: Sequence[str] = (),
         **unsupported: Any,
     ) -> None:
         """`config`: of `hydra.main` or `read_config`, or a mapping of rLLM's keys; rLLM's defaults apply to the others.
 
         Pass workflow_class with its workflow_args, or agent_flow with its evaluator, or agent_class with env_class.
-        Without `val_dataset`, nothing is evaluated. `traj_group_adv_estimator_map` maps roles to estimators. Raises
-        ConfigError with every error in the configuration.
+        Without `val_dataset`, nothing is evaluated. `traj_group_adv_estimator_map` maps roles to estimators.
+        `overrides` are settings of Tinsmith's own run file, such as "optimizer.weight_decay=0.1". Raises ConfigError
+        with every error in the configuration.
         """
         _check_support(backend, unsupported)
         values = config if isinstance(config, DictConfig) else read_config(config or {})
@@ -95,7 +97,7 @@ class AgentTrainer:
         checked = check_faults(translation, PLACE)
         self.notes = checked.notes
         """Keys of the configuration that have no effect, or another one than they suggest."""
-        self.run_config = build(RunConfig, finish(checked.settings), PLACE)
+        self.run_config = build(RunConfig, with_overrides(finish(checked.settings), overrides), PLACE, overrides)
         """The settings of the run."""
 
     def train(self) -> TrainResult:
@@ -166,6 +168,18 @@ def _check_support(backend: str, unsupported: Mapping[str, Any]) -> None:
     for name, value in unsupported.items():
         if value is not None or name not in _HINTS:
             raise UserError(f"AgentTrainer: {name} is not supported.", _HINTS.get(name, "Remove it."))
+
+
+def with_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The settings with overrides; values that are objects of Python are left as they are."""
+    objects = {name: values[name] for name in ("workflow", "tasks") if name in values}
+    for each in overrides:
+        if (name := each.partition("=")[0].partition(".")[0]) in objects:
+            raise ConfigError(f"overrides: {name} is set in Python.", "Pass it to AgentTrainer.")
+    return {
+        **apply_overrides({key: value for key, value in values.items() if key not in objects}, overrides),
+        **objects,
+    }
 
 
 def _parts(workflow_class: Any, agent_flow: Any, agent_class: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from tinsmith.errors import UserError
+from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.plugins import Arguments, ImportPath, import_object
 from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.types import Rollout, Task
@@ -68,7 +68,7 @@ class WorkflowRollouts(Workflow):
         self._class, self._args, self._context = workflow_class, args, context
         self._store: Store = InMemoryStore(context.store)
         self._executor = ThreadPoolExecutor(MAX_THREADS, "workflow")
-        self._idle: list[tuple[Any, SnapshotEngine]] = []
+        self._idle = [self._first()]
         takes_mode = takes_keyword(workflow_class.run, "is_validation")
         self._more = {"is_validation": context.evaluating} if takes_mode else {}
 
@@ -84,6 +84,15 @@ class WorkflowRollouts(Workflow):
         if episode.termination_reason not in UNUSABLE:
             self._idle.append((flow, engine))
         return await scored(episode, task, policy, self._context)
+
+    def _first(self) -> tuple[Any, SnapshotEngine]:
+        """The first workflow object. Raises ConfigError if it cannot be created, before the first rollout."""
+        try:
+            return self._create()
+        except Exception as error:
+            raise ConfigError(
+                f"{self._class.__name__} cannot be created: {type(error).__name__}: {error}", "Correct workflow_args."
+            ) from error
 
     def _create(self) -> tuple[Any, SnapshotEngine]:
         engine = SnapshotEngine(self._context.sampling, accumulate_reasoning=True)

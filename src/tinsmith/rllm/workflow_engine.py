@@ -102,13 +102,7 @@ class AgentWorkflowEngine:
             return episode
 
     def _workflow(self) -> Workflow:
-        workflow = create_workflow(self._class, self._args, self.rollout_engine, self._executor, self.store)
-        if not workflow.is_multithread_safe():
-            raise UserError(
-                f"{self._class.__name__} has an environment that cannot run several times in a process.",
-                "Make it safe for threads, or run it with n_parallel_tasks=1 and is_multithread_safe true.",
-            )
-        return workflow
+        return create_workflow(self._class, self._args, self.rollout_engine, self._executor, self.store)
 
 
 def create_workflow(
@@ -118,8 +112,16 @@ def create_workflow(
     executor: ThreadPoolExecutor,
     store: Store,
 ) -> Workflow:
-    """A workflow object. Its store is the shared one, unless its arguments set another."""
+    """A workflow object. Its store is the shared one, unless its arguments set another.
+
+    Raises UserError if several of these workflows cannot run at the same time.
+    """
     workflow = workflow_class(rollout_engine=engine, executor=executor, **args)
+    if not workflow.is_multithread_safe():
+        raise UserError(
+            f"{workflow_class.__name__} has an environment that cannot run several times in a process.",
+            "Make the environment safe for threads, and let its is_multithread_safe return True.",
+        )
     if workflow.store is None:
         workflow.store = store
     return workflow

@@ -88,12 +88,12 @@ class AdaptedWorkflow:
 
 def fail_if_not_finite(rollout: Rollout) -> Rollout:
     """Return the rollout, or a failed one if a reward is NaN or infinite: such rewards cannot be compared."""
-    turns = {f"turn {number}": turn.reward for number, turn in enumerate(rollout.turns, 1) if turn.reward is not None}
-    rewards = {f"the reward of {each.role}": each.reward for each in rollout.trajectories}
-    if rollout.error or all(map(math.isfinite, (*rewards.values(), *turns.values()))):
+    turns = [(f"turn {number}", turn.reward) for number, turn in enumerate(rollout.turns, 1) if turn.reward is not None]
+    rewards = [(f"the reward of {each.role}", each.reward) for each in rollout.trajectories]
+    if rollout.error or all(math.isfinite(value) for _, value in (*rewards, *turns)):
         return rollout
-    named = {**rollout.reward_parts, **turns, **rewards}
-    wrong = next(f"{name} is {value}" for name, value in named.items() if not math.isfinite(value))
+    named = (*rollout.reward_parts.items(), *turns, *rewards)
+    wrong = next(f"{name} is {value}" for name, value in named if not math.isfinite(value))
     return rollout.failed(f"reward: {wrong}, and must be a finite number")
 
 
