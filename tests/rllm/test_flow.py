@@ -31,7 +31,7 @@ from tinsmith.rllm import (
     evaluator,
     rollout,
 )
-from tinsmith.rllm.flow import output_of
+from tinsmith.rllm.flow_records import output_of
 
 ROW = {"question": "yes or no?", "right": "yes"}
 TASK = RunTask(id="t/0", messages=(Message(role="user", content=ROW["question"]),), extra={"row": ROW})
@@ -98,15 +98,15 @@ def test_sync_flow_and_evaluator_run_in_threads():
 def test_steps_are_matched_by_their_conversations():
     @rollout
     async def flow(task: Task, config: AgentConfig) -> Episode:
-        asked = [[{**USER, "content": f"{name}?"}] for name in ("first", "second", "judge")]
-        said = await asyncio.gather(*(ask(config, *messages) for messages in asked))
+        chats = [[{**USER, "content": f"{name}?"}] for name in ("first", "second", "judge")]
+        replies = await asyncio.gather(*(ask(config, *messages) for messages in chats))
         trajectories = [
             Trajectory(name=name, reward=reward, steps=[Step(chat_completions=[*messages, reply])])
             for name, reward, messages, reply in zip(
                 ("solver", "solver", "judge"),
                 (0.0, 1.0, 0.5),
-                asked,
-                [{"role": "assistant", "content": text} for text in said],
+                chats,
+                [{"role": "assistant", "content": text} for text in replies],
                 strict=True,
             )
         ]

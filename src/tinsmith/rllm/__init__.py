@@ -15,16 +15,8 @@ if TYPE_CHECKING:
     from tinsmith.rllm.engines.base import RolloutEngine
     from tinsmith.rllm.engines.openai import OpenAIEngine
     from tinsmith.rllm.engines.tinker import TinkerEngine
-    from tinsmith.rllm.flow import (
-        AgentConfig,
-        AgentFlow,
-        EvalOutput,
-        Evaluator,
-        Signal,
-        Task,
-        evaluator,
-        rollout,
-    )
+    from tinsmith.rllm.flow import AgentFlow, Evaluator, evaluator, rollout
+    from tinsmith.rllm.flow_records import AgentConfig, EvalOutput, Signal, Task
     from tinsmith.rllm.ready_workflows import (
         CumulativeWorkflow,
         MultiTurnWorkflow,
@@ -50,7 +42,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Action": "records",
-    "AgentConfig": "flow",
+    "AgentConfig": "flow_records",
     "AgentFlow": "flow",
     "AgentTrainer": "trainer",
     "AgentWorkflowEngine": "workflow_engine",
@@ -60,7 +52,7 @@ _MODULES = {
     "Dataset": "datasets",
     "DatasetRegistry": "datasets",
     "Episode": "records",
-    "EvalOutput": "flow",
+    "EvalOutput": "flow_records",
     "Evaluator": "flow",
     "InMemoryStore": "store",
     "ModelOutput": "records",
@@ -69,12 +61,12 @@ _MODULES = {
     "RewardFunction": "rewards",
     "RewardOutput": "rewards",
     "RolloutEngine": "engines.base",
-    "Signal": "flow",
+    "Signal": "flow_records",
     "SimpleWorkflow": "ready_workflows",
     "SingleTurnWorkflow": "ready_workflows",
     "Step": "records",
     "Store": "store",
-    "Task": "flow",
+    "Task": "flow_records",
     "TerminationEvent": "records",
     "TerminationReason": "records",
     "TinkerEngine": "engines.tinker",

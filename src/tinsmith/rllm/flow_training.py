@@ -16,7 +16,7 @@ from typing import Any
 from typing_extensions import override
 
 from tinsmith.errors import UserError
-from tinsmith.rl.plugins import ImportPath, import_object
+from tinsmith.rl.plugins import ImportPath
 from tinsmith.rl.policy.agent_endpoint import AgentSession
 from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.policy.chat_session import ChatSession
@@ -24,21 +24,19 @@ from tinsmith.rl.types import Rollout, Turn
 from tinsmith.rl.types import Task as RunTask
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions
 from tinsmith.rllm.engines.base import model_output
-from tinsmith.rllm.flow import AgentConfig, AgentFlow, EvalOutput, Evaluator, Task
-from tinsmith.rllm.ready_workflows import PROMPT_KEYS
+from tinsmith.rllm.flow_records import AgentConfig, EvalOutput, Task
 from tinsmith.rllm.records import Episode, Step, Trajectory
-from tinsmith.rllm.rollouts import reply_text, task_row
-from tinsmith.rllm.training import scored
-from tinsmith.rllm.workflow_engine import MAX_THREADS
+from tinsmith.rllm.rollouts import PROMPT_KEYS, reply_text, task_row
+from tinsmith.rllm.training import MAX_THREADS, scored
 
 
 class FlowOptions(WorkflowOptions):
     """A flow and its evaluator."""
 
     flow: ImportPath
-    """module:flow of a function with the decorator `rollout`."""
+    """The AgentFlow."""
     evaluator: ImportPath = None
-    """module:evaluator of a function with the decorator `evaluator`; null: the flow sets the rewards itself."""
+    """The Evaluator; null: the flow sets the rewards itself."""
 
     @property
     @override
@@ -52,16 +50,13 @@ class FlowOptions(WorkflowOptions):
 
     @override
     def make(self, context: WorkflowContext) -> Workflow:
-        flow, scorer = import_object(self.flow), import_object(self.evaluator)
-        flow = flow if isinstance(flow, AgentFlow) else AgentFlow(flow)
-        scorer = scorer if scorer is None or isinstance(scorer, Evaluator) else Evaluator(scorer)
-        return FlowRollouts(flow, scorer, context)
+        return FlowRollouts(self.flow, self.evaluator, context)
 
 
 class FlowRollouts(Workflow):
     """Calls the flow once per rollout, concurrently."""
 
-    def __init__(self, flow: AgentFlow, scorer: Evaluator | None, context: WorkflowContext) -> None:
+    def __init__(self, flow: Any, scorer: Any, context: WorkflowContext) -> None:
         self._flow, self._scorer, self._context = flow, scorer, context
         self._executor = ThreadPoolExecutor(MAX_THREADS, "flow")
 

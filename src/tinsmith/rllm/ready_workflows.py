@@ -10,22 +10,8 @@ from tinsmith.errors import UserError
 from tinsmith.rllm.agents import BaseAgent, BaseEnv
 from tinsmith.rllm.records import Action, Episode, ModelOutput, Step, TerminationEvent, TerminationReason, Trajectory
 from tinsmith.rllm.rewards import RewardFunction
+from tinsmith.rllm.rollouts import task_messages
 from tinsmith.rllm.workflow import Workflow
-
-PROMPT_KEYS = ("question", "prompt", "problem")
-"""Fields of a row that hold its prompt; `messages` holds a chat."""
-
-
-def task_messages(task: dict[str, Any]) -> list[dict[str, Any]]:
-    """The prompt of a row: its messages, question, prompt or problem. Raises UserError."""
-    if task.get("messages"):
-        return [dict(message) for message in task["messages"]]
-    for key in PROMPT_KEYS:
-        if task.get(key) is not None:
-            return [{"role": "user", "content": str(task[key])}]
-    raise UserError(
-        f"The task has none of messages, {', '.join(PROMPT_KEYS)}.", f"Its fields are {', '.join(map(str, task))}."
-    )
 
 
 class SimpleWorkflow(Workflow):

@@ -13,10 +13,11 @@ from typing import Any
 from tinsmith.errors import UserError
 from tinsmith.rl.types import Rollout, Task, Termination, Trajectory, Turn
 from tinsmith.rllm.engines.base import split_reasoning
-from tinsmith.rllm.ready_workflows import PROMPT_KEYS, task_messages
 from tinsmith.rllm.records import Episode, Step, TerminationReason
 from tinsmith.rllm.records import Trajectory as RllmTrajectory
-from tinsmith.rllm.workflow_engine import error_of
+
+PROMPT_KEYS = ("question", "prompt", "problem")
+"""Fields of a row that hold its prompt; `messages` holds a chat."""
 
 ROW = "row"
 """Field of `Task.extra` with the row of a dataset."""
@@ -115,3 +116,23 @@ def wrapped_row(row: Mapping[str, Any]) -> dict[str, Any]:
     if row.get("messages") or any(row.get(key) is not None for key in PROMPT_KEYS):
         return {"messages": task_messages(dict(row)), ROW: row}
     return {"messages": [{"role": "user", "content": json.dumps(row, sort_keys=True, default=str)}], ROW: row}
+
+
+def task_messages(task: dict[str, Any]) -> list[dict[str, Any]]:
+    """The prompt of a row: its messages, question, prompt or problem. Raises UserError."""
+    if task.get("messages"):
+        return [dict(message) for message in task["messages"]]
+    for key in PROMPT_KEYS:
+        if task.get(key) is not None:
+            return [{"role": "user", "content": str(task[key])}]
+    raise UserError(
+        f"The task has none of messages, {', '.join(PROMPT_KEYS)}.", f"Its fields are {', '.join(map(str, task))}."
+    )
+
+
+def error_of(episode: Episode) -> str:
+    """The error of a failed episode in one line."""
+    error = episode.info.get("error") or {}
+    if isinstance(error, Mapping):
+        return f"{error.get('error_type', 'Error')}: {error.get('error_message', '')}"
+    return str(error)

@@ -213,8 +213,8 @@ def _source(rows: Rows, part: str) -> dict[str, Any]:
         name, _, own_split = rows.partition("/")
         dataset = DatasetRegistry.load_dataset(name, own_split or split)
         if dataset is None:
-            known = ", ".join(DatasetRegistry.get_dataset_names()) or "none"
-            raise ConfigError(f"There is no dataset {name}/{own_split or split}.", f"Registered datasets: {known}.")
+            names = ", ".join(DatasetRegistry.get_dataset_names()) or "none"
+            raise ConfigError(f"There is no dataset {name}/{own_split or split}.", f"Registered datasets: {names}.")
         rows = dataset
     if not rows:
         raise ConfigError(f"{part}_dataset has no rows.", "Pass at least one row.")

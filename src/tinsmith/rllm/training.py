@@ -15,12 +15,13 @@ from tinsmith.rl.plugins import Arguments, ImportPath, import_object
 from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, add_rewards
-from tinsmith.rllm.engines.base import SnapshotEngine
+from tinsmith.rllm.engines.base import RolloutEngine, SnapshotEngine
 from tinsmith.rllm.records import Episode, TerminationReason
 from tinsmith.rllm.rollouts import rollout_of, task_row
 from tinsmith.rllm.store import InMemoryStore, Store
-from tinsmith.rllm.workflow_engine import MAX_THREADS, create_workflow, takes_keyword
 
+MAX_THREADS = 64
+"""Threads for code of workflows that blocks."""
 UNUSABLE = (TerminationReason.ERROR, TerminationReason.TIMEOUT)
 """Ends after which a workflow object may still have work in progress, so that it is not used again."""
 
@@ -107,3 +108,31 @@ async def scored(episode: Episode, task: Task, policy: Snapshot, context: Workfl
     except UserError as error:
         return Rollout(error=str(error))
     return rollout if rollout.error else await add_rewards(task, rollout, context.rewards, policy)
+
+
+def create_workflow(
+    workflow_class: Any,
+    args: Mapping[str, Any],
+    engine: RolloutEngine,
+    executor: ThreadPoolExecutor,
+    store: Store,
+) -> Any:
+    """A workflow object. Its store is the shared one, unless its arguments set another.
+
+    Raises UserError if several of these workflows cannot run at the same time.
+    """
+    workflow = workflow_class(rollout_engine=engine, executor=executor, **args)
+    if not workflow.is_multithread_safe():
+        raise UserError(
+            f"{workflow_class.__name__} has an environment that cannot run several times in a process.",
+            "Make the environment safe for threads, and let its is_multithread_safe return True.",
+        )
+    if workflow.store is None:
+        workflow.store = store
+    return workflow
+
+
+def takes_keyword(function: Any, name: str) -> bool:
+    """Whether a function can be called with the keyword `name`."""
+    parameters = inspect.signature(function).parameters.values()
+    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -24,6 +24,7 @@ from tinsmith.errors import UserError
 from tinsmith.rl.workflows.base import AdaptedWorkflow, WorkflowOptions
 from tinsmith.rllm.agents import BaseAgent, BaseEnv
 from tinsmith.rllm.records import Episode, TerminationEvent, TerminationReason, Trajectory
+from tinsmith.rllm.training import RllmWorkflowOptions, check_arguments
 
 if TYPE_CHECKING:
     from tinsmith.rllm.engines.base import RolloutEngine
@@ -38,8 +39,6 @@ class Workflow(AdaptedWorkflow, ABC):
     @classmethod
     @override
     def workflow_options(cls, args: Mapping[str, Any]) -> WorkflowOptions:
-        from tinsmith.rllm.training import RllmWorkflowOptions, check_arguments  # these import this module
-
         check_arguments(cls, args)
         return RllmWorkflowOptions(workflow_class=cls, workflow_args=dict(args))
 

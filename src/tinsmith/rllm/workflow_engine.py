@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -14,11 +13,10 @@ from tinsmith.errors import TinsmithError, UserError
 from tinsmith.rl.evaluate import pass_at_k
 from tinsmith.rllm.engines.base import RolloutEngine
 from tinsmith.rllm.records import Episode, TerminationReason
+from tinsmith.rllm.rollouts import error_of
 from tinsmith.rllm.store import InMemoryStore, Store
+from tinsmith.rllm.training import MAX_THREADS, create_workflow
 from tinsmith.rllm.workflow import Workflow
-
-MAX_THREADS = 64
-"""Threads for code of workflows that blocks."""
 
 
 class AgentWorkflowEngine:
@@ -103,42 +101,6 @@ class AgentWorkflowEngine:
 
     def _workflow(self) -> Workflow:
         return create_workflow(self._class, self._args, self.rollout_engine, self._executor, self.store)
-
-
-def create_workflow(
-    workflow_class: type[Workflow],
-    args: Mapping[str, Any],
-    engine: RolloutEngine,
-    executor: ThreadPoolExecutor,
-    store: Store,
-) -> Workflow:
-    """A workflow object. Its store is the shared one, unless its arguments set another.
-
-    Raises UserError if several of these workflows cannot run at the same time.
-    """
-    workflow = workflow_class(rollout_engine=engine, executor=executor, **args)
-    if not workflow.is_multithread_safe():
-        raise UserError(
-            f"{workflow_class.__name__} has an environment that cannot run several times in a process.",
-            "Make the environment safe for threads, and let its is_multithread_safe return True.",
-        )
-    if workflow.store is None:
-        workflow.store = store
-    return workflow
-
-
-def takes_keyword(function: Any, name: str) -> bool:
-    """Whether a function can be called with the keyword `name`."""
-    parameters = inspect.signature(function).parameters.values()
-    return any(parameter.name == name or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-
-
-def error_of(episode: Episode) -> str:
-    """The error of a failed episode in one line."""
-    error = episode.info.get("error") or {}
-    if isinstance(error, Mapping):
-        return f"{error.get('error_type', 'Error')}: {error.get('error_message', '')}"
-    return str(error)
 
 
 def pass_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
