@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from tinsmith.dialects.rllm import read_config, translate
+from tinsmith.dialects.rllm import read_config, translate, workflow_args
 from tinsmith.errors import ConfigError
 
 DOCUMENTED = [
@@ -121,6 +121,12 @@ def test_value_that_a_script_sets_is_translated():
     config = read_config({}, DOCUMENTED)
     OmegaConf.update(config, "training.learning_rate", 4e-5)
     assert translate(config).settings["optimizer"]["learning_rate"] == 4e-5
+
+
+def test_arguments_of_the_workflow_are_those_that_are_set():
+    overrides = ["rllm.workflow.workflow_args.gamma=0.9", "rllm.workflow.workflow_args.timeout=5"]
+    assert workflow_args(read_config({}, overrides)) == {"gamma": 0.9}
+    assert workflow_args(read_config({}, DOCUMENTED)) == {}
 
 
 def test_unknown_configuration_is_refused():

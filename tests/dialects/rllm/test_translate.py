@@ -317,7 +317,7 @@ def test_clip_of_a_loss_that_does_not_clip_is_noted():
         ("trainer.logger=[clearml]", "trainer.logger", "Use wandb, mlflow or tensorboard."),
         ("trainer.logger=[wandbb]", "trainer.logger", "Did you mean 'wandb'?"),
         ("trainer.resume_from_tinker_id=/a", "trainer.resume_from_tinker_id", "tinker://RUN/weights/NAME"),
-        ("agent.agent_args={a: 1}", "agent.agent_args", "workflow_args"),
+        ("rllm.agent.agent_args={a: 1}", "rllm.agent.agent_args", "workflow_args"),
         ("rllm/backend=verl", "rllm.backend", "rllm/backend=tinker"),
         ("rllm.algorithm.loss_fn=pppo", "rllm.algorithm.loss_fn", "Did you mean 'ppo'?"),
         ("rllm.algorithm.loss_agg_mode=mean", "rllm.algorithm.loss_agg_mode", "token-mean"),

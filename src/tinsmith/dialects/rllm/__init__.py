@@ -7,6 +7,6 @@ and `translate` gives the settings of a run.
 
 from __future__ import annotations
 
-from tinsmith.dialects.rllm.config import read_config, roles, translate
+from tinsmith.dialects.rllm.config import read_config, roles, translate, workflow_args
 
-__all__ = ["read_config", "roles", "translate"]
+__all__ = ["read_config", "roles", "translate", "workflow_args"]

@@ -18,7 +18,7 @@ from tinsmith.dialects.rllm.schema_unified import (
     UnifiedAgent,
     UnifiedAlgorithm,
 )
-from tinsmith.dialects.rllm.values import ESTIMATOR, GROUP_SIZE, NORMALIZE, Setting, Values
+from tinsmith.dialects.rllm.values import ESTIMATOR, GROUP_SIZE, NORMALIZE, Setting, Values, no_effect
 
 Part = Mapping[str, Any]
 
@@ -93,15 +93,15 @@ def _advantage(values: Values, estimators: Mapping[str, Part]) -> Translation:
     if precomputed:
         result = settings({"algorithm.advantage": {"type": "precomputed"}})
         unused = values.set_keys(*ESTIMATOR, *NORMALIZE)
-        return result + _no_effect(unused, "use_precomputed_advantage is true, so the workflow gives the advantages.")
+        return result + no_effect(unused, "use_precomputed_advantage is true, so the workflow gives the advantages.")
     part, result = advantage(values, str(estimator.value), estimator.key, estimators)
     name = str(estimator.value).lower()
     if part and name != "grpo":
         unused = values.set_keys(*NORMALIZE) if values.value(*NORMALIZE) else []
-        result += _no_effect(unused, f"only grpo divides by the standard deviation of a group, not {name}.")
+        result += no_effect(unused, f"only grpo divides by the standard deviation of a group, not {name}.")
     if part and name not in ("gae", "reinforce_plus_plus"):
         unused = values.set_keys("algorithm.gamma", "algorithm.lam")
-        result += _no_effect(unused, f"{name} does not discount; gae and reinforce_plus_plus do.")
+        result += no_effect(unused, f"{name} does not discount; gae and reinforce_plus_plus do.")
     if part and name == "grpo" and values.value(*GROUP_SIZE) == 1:
         key = values.setting(*GROUP_SIZE).key
         result += note(f"{key}: a role with one trajectory in a group has no baseline; its advantage is its reward.")
@@ -151,7 +151,7 @@ def _teacher(values: Values, estimator: str) -> Translation:
     keys = [f"{section}.{name}" for name in ("backend", "model", "base_url")]
     if estimator != "distill":
         unused = values.set_keys(*keys, "algorithm.shared_tokenizer")
-        return _no_effect(unused, "it has an effect only with adv_estimator distill.")
+        return no_effect(unused, "it has an effect only with adv_estimator distill.")
     result = NOTHING
     if values.value(f"{section}.backend") != "tinker":
         problem = "a teacher must return logprobs of the policy's tokens, which the OpenAI API does not."
@@ -183,7 +183,7 @@ def _stepwise(values: Values) -> Translation:
     mode, by_steps = values.value(f"{section}.mode"), values.value(f"{section}.normalize_by_steps")
     if not values.value(f"{section}.enable"):
         unused = values.set_keys(f"{section}.mode", f"{section}.normalize_by_steps")
-        return _no_effect(unused, f"it has an effect only with {section}.enable: true.")
+        return no_effect(unused, f"it has an effect only with {section}.enable: true.")
     if mode not in ("broadcast", "per_step"):
         return fault(f"{section}.mode", f"there is no '{mode}'.", "It is broadcast or per_step.")
     result = settings({"algorithm.grouping": "turn" if mode == "per_step" else "role"})
@@ -216,7 +216,7 @@ def _loss(values: Values) -> Translation:
         part |= {"clip_low": low.value, "clip_high": low.value if high.value is None else high.value}
         return settings({"algorithm.loss": part})
     unused = values.set_keys(low.key, high.key)
-    return settings({"algorithm.loss": part}) + _no_effect(
+    return settings({"algorithm.loss": part}) + no_effect(
         unused, f"the loss {loss} does not clip; set rllm.algorithm.loss_fn: ppo."
     )
 
@@ -263,7 +263,7 @@ def _correction(values: Values) -> Translation:
     section = "rllm.algorithm.rollout_correction"
     mode, cap = values.value(f"{section}.tis_mode"), values.value(f"{section}.tis_cap")
     if mode is None:
-        return _no_effect(values.set_keys(f"{section}.tis_cap"), f"it has an effect only with {section}.tis_mode.")
+        return no_effect(values.set_keys(f"{section}.tis_cap"), f"it has an effect only with {section}.tis_mode.")
     if mode not in ("token", "sequence"):
         return fault(f"{section}.tis_mode", f"there is no '{mode}'.", "It is token or sequence.")
     return settings({"algorithm.correction": {"type": "tis", "level": mode, "cap": cap}})
@@ -275,11 +275,6 @@ def _truncated(values: Values) -> Translation:
     keys = ("rllm.mask_truncated_samples", "rllm.agent.overlong_filter")
     masked = values.has("rllm.backend") and any(values.value(key) for key in keys)
     return settings({"algorithm.mask_truncated": True}) if masked else NOTHING
-
-
-def _no_effect(keys: list[str], why: str) -> Translation:
-    """A note on keys that are set and have no effect in this run."""
-    return note(f"{', '.join(keys)}: {why}") if keys else NOTHING
 
 
 def roles(values: Values, by_role: Mapping[str, Any], estimators: Mapping[str, Part]) -> Translation:

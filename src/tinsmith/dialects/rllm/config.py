@@ -34,6 +34,7 @@ from tinsmith.settings import COMMAND_LINE, build, nearest_name, resolve_interpo
 
 PLACE = "the configuration"
 _MISSING = object()
+_ARGUMENTS, _ARGUMENT_NAMES = "rllm.workflow.workflow_args", ("gamma", "reward_bonus_coeff")
 
 
 def read_config(values: Mapping[str, Any] | None = None, overrides: Sequence[str] = (), name: str = "") -> DictConfig:
@@ -67,6 +68,12 @@ def translate(config: Mapping[str, Any] | DictConfig, estimators: Mapping[str, A
     """
     file, others = _file(config)
     return translate_file(file, estimators=estimators) + SINGLE_ROLLOUTS + _own_keys(type(file), others)
+
+
+def workflow_args(config: Mapping[str, Any] | DictConfig) -> dict[str, Any]:
+    """The arguments of a workflow class that the configuration sets: `gamma` and `reward_bonus_coeff`."""
+    values, places = Values(_file(config)[0]), {name: f"{_ARGUMENTS}.{name}" for name in _ARGUMENT_NAMES}
+    return {name: values.value(place) for name, place in places.items() if values.set_keys(place)}
 
 
 def roles(

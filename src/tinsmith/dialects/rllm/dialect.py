@@ -138,17 +138,19 @@ def translate(
     """
     kind = UnifiedFile if is_unified(values) else RllmFile
     file = build(kind, values, place, [override_key(override) for override in overrides])
-    return check_faults(translate_file(file, map(override_key, overrides), plugins), place)
+    overridden = [override_key(override) for override in overrides]
+    without_agent = rollouts.agents(Values(file, overridden))
+    return check_faults(translate_file(file, overridden, plugins) + without_agent, place)
 
 
 def translate_file(
     file: Section,
-    overridden: Iterator[str] | Collection[str] = (),
+    overridden: Collection[str] = (),
     plugins: Names = frozenset(),
     estimators: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Translation:
     """Settings, notes and faults. `overridden`: keys that the command line sets; `estimators`: those of a script."""
-    values = Values(file, frozenset(overridden))
+    values = Values(file, overridden)
     return combine(
         [
             translate_declared(file),

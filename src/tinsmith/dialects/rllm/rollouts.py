@@ -7,9 +7,11 @@ from typing import Any
 from tinsmith.dialects.base import NOTHING, Translation, combine, fault, note, settings, translates
 from tinsmith.dialects.rllm.algorithm import loss_name
 from tinsmith.dialects.rllm.schema import (
+    RllmAgent,
     RllmAlgorithm,
     RllmData,
     RllmEngine,
+    RllmEnvironment,
     RllmFile,
     RllmSampling,
     RllmTraining,
@@ -44,6 +46,7 @@ from tinsmith.dialects.rllm.values import (
     TOP_P,
     Setting,
     Values,
+    no_effect,
 )
 from tinsmith.rl.plugins import Names
 
@@ -211,6 +214,21 @@ def _workflow(values: Values, plugins: Names) -> Translation:
 
 
 @translates(
+    RllmAgent,
+    max_steps="turns of an agent class with an environment class, which only a script has",
+    agent_args="arguments of an agent class, which only a script has",
+)
+@translates(RllmEnvironment, env_args="arguments of an environment class, which only a script has")
+def agents(values: Values) -> Translation:
+    """Notes on keys that a file sets for an agent class with an environment class."""
+    keys = [key for key in ("agent.max_steps", "agent.agent_args", "env.env_args") if values.has(key)]
+    unused = values.set_keys(*keys)
+    return (
+        note(f"{', '.join(unused)}: only a script has an agent class with an environment class.") if unused else NOTHING
+    )
+
+
+@translates(
     RllmData,
     train_files="tasks.train: a file with question and ground_truth; a script gives its datasets itself",
     val_files="tasks.eval, in the same way; if not set, nothing is evaluated",
@@ -274,8 +292,7 @@ def _filters(values: Values) -> Translation:
         reasons = [reason for name, reason in REASONS.items() if values.value(f"{section}.{name}")]
         if not values.value(f"{section}.enable"):
             unused = values.set_keys(*(f"{section}.{name}" for name in REASONS))
-            why = f"it has an effect only with {section}.enable: true."
-            result += note(f"{', '.join(unused)}: {why}") if unused else NOTHING
+            result += no_effect(unused, f"it has an effect only with {section}.enable: true.")
         elif reasons:
             filters.append({"type": "termination", "reasons": reasons})
         least = values.setting("rllm.rejection_sample.min_trajs_per_group")
@@ -300,8 +317,7 @@ def _rejection(values: Values) -> Translation:
     keys = [f"{section}.multiplier", f"{section}.min_partial_solve_tasks"]
     multiplier, least = map(values.value, keys)
     if not values.value(f"{section}.enable"):
-        unused = values.set_keys(*keys)
-        return note(f"{', '.join(unused)}: it has an effect only with {section}.enable: true.") if unused else NOTHING
+        return no_effect(values.set_keys(*keys), f"it has an effect only with {section}.enable: true.")
     refills = max(multiplier - 1, REFILLS)
     text = f"up to {refills} more batches are sampled until {least} tasks are solved in part; then the run fails."
     return settings({"min_partial_groups": max(0, least), "filter_refills": refills}) + note(f"{section}: {text}")

@@ -98,14 +98,14 @@ class RllmWorkflow(Section):
 class RllmAgent(Section):
     """`agent`, of agents with environments."""
 
-    max_steps: Annotated[int, OWN_LIMIT] = 1
-    agent_args: Annotated[Arguments, IN_CODE] = Field(default_factory=dict)
+    max_steps: int = 1
+    agent_args: Arguments = Field(default_factory=dict)
 
 
 class RllmEnvironment(Section):
     """`env`, of agents with environments."""
 
-    env_args: Annotated[Arguments, IN_CODE] = Field(default_factory=dict)
+    env_args: Arguments = Field(default_factory=dict)
 
 
 class RllmEngine(Section):

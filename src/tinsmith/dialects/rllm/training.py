@@ -34,6 +34,7 @@ from tinsmith.dialects.rllm.values import (
     SCHEDULE,
     WARMUP_RATIO,
     Values,
+    no_effect,
 )
 
 GROUP = 8
@@ -88,8 +89,7 @@ def _asynchronous(values: Values) -> Translation:
     keys = [f"rllm.async_training.{name}" for name in names]
     batch, threshold, interval, partial = map(values.value, keys)
     if not values.value("rllm.async_training.enable"):
-        unused = values.set_keys(*keys)
-        return note(f"{', '.join(unused)}: it has an effect only with enable: true.") if unused else NOTHING
+        return no_effect(values.set_keys(*keys), "it has an effect only with enable: true.")
     for key, value, least in ((keys[0], batch, 1), (keys[1], threshold, 0), (keys[2], interval, 1)):
         if value < least:
             return fault(key, f"{value} is too small.", f"Set {least} or more.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
-from tinsmith.dialects.base import Section, Translation, combine, note
+from tinsmith.dialects.base import NOTHING, Section, Translation, combine, note
 
 GROUP_SIZE = ("rllm.rollout.n", "training.group_size")
 EVAL_SIZE = ("rllm.rollout.n_val", "validation.group_size", "training.val_group_size")
@@ -116,3 +116,8 @@ class Values:
             return None
         value = section.__dict__[name]
         return Setting(place, value, name in section.model_fields_set and value is not None)
+
+
+def no_effect(keys: Sequence[str], why: str) -> Translation:
+    """A note on keys that are set and have no effect in this run; none without keys."""
+    return note(f"{', '.join(keys)}: {why}") if keys else NOTHING
