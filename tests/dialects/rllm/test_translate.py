@@ -12,6 +12,8 @@ import pytest
 from tests.dialects.rllm.test_config import DOCUMENTED
 from tinsmith.dialects.base import Translation
 from tinsmith.dialects.rllm import read_config, roles, translate
+from tinsmith.rl.config import RunConfig
+from tinsmith.settings import build
 
 LAUNCHED = [
     "model.name=Qwen/Qwen3-4B-Instruct-2507",
@@ -54,10 +56,12 @@ def at(result: Translation, key: str) -> Any:
 
 
 def check(overrides: Sequence[str], expected: dict[str, Any]) -> Translation:
-    """The translation, which has these values."""
+    """The translation, which has these values and is valid with tasks and rewards."""
     result = of(*overrides)
     assert result.faults == ()
     assert {key: at(result, key) for key in expected} == expected
+    own = {"tasks": {"train": {"type": "addition"}, "eval": {"type": "largest"}}, "rewards": [{"type": "number"}]}
+    build(RunConfig, {**{key: value for key, value in result.settings.items() if key != "workflow"}, **own}, "here")
     return result
 
 
@@ -155,7 +159,8 @@ def test_documented_command_line():
             ],
             {"algorithm.advantage": {"type": "on_policy_distill"}, "algorithm.teacher": "large"},
         ),
-        (["algorithm.grouping_level=step"], {"algorithm.grouping": "turn"}),
+        (["algorithm.grouping_level=step"], {"algorithm.grouping": "turn", "algorithm.turn_discount": ...}),
+        (["algorithm.grouping_level=step", "algorithm.gamma=0.9"], {"algorithm.turn_discount": 0.9}),
         (["algorithm.grouping_level=episode"], {"algorithm.grouping": "rollout"}),
         (["algorithm.remove_constant_reward_groups=true"], {"filters": [{"type": "reward_std"}]}),
         (["workflow.n_parallel_tasks=9"], {"rollout.concurrency": 9}),

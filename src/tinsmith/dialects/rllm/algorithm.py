@@ -100,7 +100,8 @@ def _advantage(values: Values, estimators: Mapping[str, Part]) -> Translation:
         unused = values.set_keys(*NORMALIZE) if values.value(*NORMALIZE) else []
         result += no_effect(unused, f"only grpo divides by the standard deviation of a group, not {name}.")
     if part and name not in ("gae", "reinforce_plus_plus"):
-        unused = values.set_keys("algorithm.gamma", "algorithm.lam")
+        discounts = values.value("algorithm.grouping_level") == "step"
+        unused = values.set_keys(*(() if discounts else ("algorithm.gamma",)), "algorithm.lam")
         result += no_effect(unused, f"{name} does not discount; gae and reinforce_plus_plus do.")
     if part and name == "grpo" and values.value(*GROUP_SIZE) == 1:
         key = values.setting(*GROUP_SIZE).key
@@ -110,7 +111,7 @@ def _advantage(values: Values, estimators: Mapping[str, Part]) -> Translation:
 
 @translates(
     RllmAlgorithm,
-    gamma="algorithm.advantage.gamma, with gae or reinforce_plus_plus; algorithm.critic: {} with gae",
+    gamma="algorithm.advantage.gamma, with gae, reinforce_plus_plus; algorithm.turn_discount, with grouping_level step",
     lam="algorithm.advantage.lam, with gae",
 )
 def advantage(
@@ -175,6 +176,8 @@ def _grouping(values: Values) -> Translation:
     if level.value not in GROUPINGS:
         return fault(level.key, f"there is no '{level.value}'.", did_you_mean(level.value, GROUPINGS))
     result = settings({"algorithm.grouping": GROUPINGS[level.value]})
+    if level.value == "step" and values.set_keys("algorithm.gamma"):
+        result += settings({"algorithm.turn_discount": values.value("algorithm.gamma")})
     return result + (_stepwise(values) if values.has("rllm.backend") else NOTHING)
 
 
