@@ -9,8 +9,10 @@ import pytest
 import yaml
 from omegaconf import DictConfig
 
+from tests.dialects.rllm.test_config import DOCUMENTED
+from tests.rllm.flows import TwoSolvers
 from tinsmith.errors import ConfigError
-from tinsmith.rllm import hydra
+from tinsmith.rllm import AgentTrainer, hydra
 
 PACKAGE = "pkg://rllm.trainer.config"
 
@@ -59,6 +61,16 @@ def test_configuration_is_passed_through():
         return config.training.group_size
 
     assert main(hydra.compose("tinker_rl_trainer", ["training.group_size=5"])) == 5
+
+
+def test_documented_command_line_makes_a_run():
+    config = hydra.compose("tinker_rl_trainer", DOCUMENTED)
+    rows = [{"question": "Which?", "right": "yes"}]
+    run = AgentTrainer(config=config, workflow_class=TwoSolvers, train_dataset=rows, val_dataset=rows).run_config
+    assert (run.model.rank, run.group_size, run.groups_per_step, run.epochs) == (16, 8, 32, 20)
+    assert [monitor.type for monitor in run.monitors] == ["console", "report", "wandb"]
+    assert (run.sampling.temperature, run.sampling.top_p, run.algorithm.old_logprobs) == (0.6, 0.95, "recomputed")
+    assert (run.eval.every, run.eval.before, run.tasks.evaluates) == (5, True, True)
 
 
 def test_configuration_is_printed(monkeypatch: pytest.MonkeyPatch, capsys):

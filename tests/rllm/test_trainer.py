@@ -196,6 +196,13 @@ class Counts(TwoSolvers):
         return await super().run(task, uid)
 
 
+def test_workflow_arguments_of_the_configuration_are_passed(tmp_path: Path):
+    changes = {"rllm": {"workflow": {"workflow_args": {"gamma": 0.9, "reward_bonus_coeff": 0.1}}}}
+    unified = {"model": {"name": "tiny"}, "training": {"default_local_dir": str(tmp_path)}, **changes}
+    settings = trainer(tmp_path, config=unified, workflow_args={"gamma": 0.8}).run_config
+    assert settings.workflow.model_dump()["args"] == {"gamma": 0.8, "reward_bonus_coeff": 0.1}
+
+
 def test_workflow_that_cannot_be_created_ends_the_run(tmp_path: Path):
     settings = trainer(tmp_path, workflow_args={"n_solutions": 2}).run_config
     with pytest.raises(ConfigError, match=r"TwoSolvers cannot be created: .*no argument 'n_solutions'"):

@@ -12,6 +12,7 @@ from typing_extensions import override
 
 from tinsmith.dialects.base import check_faults, settings
 from tinsmith.dialects.rllm import read_config, roles, translate
+from tinsmith.dialects.rllm import workflow_args as configured_args
 from tinsmith.dialects.rllm.dialect import finish
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.config import RunConfig
@@ -86,7 +87,8 @@ class AgentTrainer:
         elif agent_class is not None:
             path, args = AgentWorkflow, _agent_args(agent_class, env_class, agent_args, env_args, values)
         else:
-            path, args = workflow_class, {**dict(values.get("workflow_args") or {}), **dict(workflow_args or {})}
+            from_config = {**configured_args(values), **dict(values.get("workflow_args") or {})}
+            path, args = workflow_class, {**from_config, **dict(workflow_args or {})}
         if store is not None:
             args = {**args, "store": store}
         if path is not None:
