@@ -119,6 +119,15 @@ def test_dpo_keeps_its_divergence(tmp_path: Path):
     assert any("mean over pairs" in note for note in run_file.notes)
 
 
+def test_importance_weights_of_a_nucleus_are_recomputed(tmp_path: Path):
+    nucleus = ("model.top_p", 0.9)
+    sampled = read(tmp_path, ("algorithm.policy_loss_fn", "importance_sampling"), nucleus)
+    assert sampled.settings.algorithm.old_logprobs == "recomputed"
+    assert any("whole distribution" in note for note in sampled.notes)
+    for pairs in ([nucleus], [("algorithm.policy_loss_fn", "importance_sampling")]):
+        assert read(tmp_path, *pairs).settings.algorithm.old_logprobs == "auto"
+
+
 def test_mask_of_cispo_has_trinitys_bounds(tmp_path: Path):
     masked = {"enable_mask_clip": True, "clip_range_high": 0.5}
     loss = algorithm(tmp_path, "cispo", policy_loss_fn_args=masked).loss

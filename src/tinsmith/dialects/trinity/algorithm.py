@@ -117,6 +117,18 @@ def _policy_loss(section: Algorithm) -> Translation:
     return result + messages + settings({"algorithm.loss": loss})
 
 
+def old_logprobs(file: TrinityFile, sampling: Mapping[str, Any]) -> Translation:
+    """The logprobs of replies sampled with top_p, top_k or greedily, whose importance weights no sampler returns."""
+    loss = file.algorithm.policy_loss_fn or ALGORITHMS.get(file.algorithm.algorithm_type, ("", ""))[1]
+    restricted = sampling.get("temperature") == 0 or sampling.get("top_p", 1.0) < 1 or sampling.get("top_k", -1) > 0
+    if loss != "importance_sampling" or not restricted:
+        return NOTHING
+    text = "replies count as sampled from the whole distribution at temperature 1."
+    return settings({"algorithm.old_logprobs": "recomputed"}) + note(
+        f"algorithm.policy_loss_fn: with top_p, top_k or temperature 0, {text}"
+    )
+
+
 def _component(
     key: str, name: str, arguments: Mapping[str, Any] | None, table: Mapping[str, Component]
 ) -> tuple[Component | None, Translation]:

@@ -95,6 +95,7 @@ def _translate_file(file: TrinityFile, plugins: Names) -> Translation:
         [
             training,
             algorithm.translate(file, workflow_type),
+            algorithm.old_logprobs(file, training.settings.get("sampling", {})),
             strategy.translation,
             data.rollout_buffer(file, strategy.max_staleness),
             evaluation.translate(file, plugins, training.settings),
