@@ -53,7 +53,9 @@ async def bench(
         runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
         evaluator = Evaluator(config.eval, held_out, eval_workflow_maker(config, resources), config.seed, runner)
         clients = await connect()
-        jsonl = JsonlMonitor(RunInfo(name=config.name, folder=path / "bench", steps=len(names)))
+        jsonl = JsonlMonitor(
+            RunInfo(name=config.name, folder=path / "bench", steps=len(names), decode=clients.chat.decode)
+        )
         rows: list[dict[str, float | str]] = []
         try:
             for number, name in enumerate(names, 1):

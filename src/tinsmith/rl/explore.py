@@ -37,14 +37,15 @@ async def explore(config: RunConfig, connect: Callable[[], Awaitable[SamplingCli
         buffer = buffers.build(config.buffer, path, config.name)
         random.seed(config.seed)
         np.random.seed(config.seed % 2**32)
+        monitors.announce(config.monitors, path / "explore", console)
+        clients = await connect()
         info = RunInfo(
             name=f"{config.name} explore",
             folder=path / "explore",
             steps=config.steps,
             settings=config.model_dump(mode="json"),
+            decode=clients.chat.decode,
         )
-        monitors.announce(config.monitors, info.folder, console)
-        clients = await connect()
         run_monitors = monitors.build(config.monitors, info, console)
         resources = RolloutResources()
         try:

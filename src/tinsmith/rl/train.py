@@ -146,7 +146,7 @@ async def assemble(
     _restore(state, task_sampler, algorithm, config.seed)
     await batches.restore(state.batches if state else BatchSourceState())
     try:
-        run_monitors = monitors.build(config.monitors, _run_info(config, folder), console)
+        run_monitors = monitors.build(config.monitors, _run_info(config, folder, policy), console)
     except BaseException:
         await policy.close()
         raise
@@ -174,13 +174,14 @@ async def assemble(
         await policy.close()
 
 
-def _run_info(config: RunConfig, folder: RunFolder) -> RunInfo:
+def _run_info(config: RunConfig, folder: RunFolder, policy: Policy) -> RunInfo:
     return RunInfo(
         name=config.name,
         folder=folder.path,
         steps=config.steps,
         start=folder.state.step if folder.state else 0,
         settings=config.model_dump(mode="json"),
+        decode=policy.chat.decode,
     )
 
 

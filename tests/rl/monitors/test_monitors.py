@@ -13,9 +13,9 @@ from rich.console import Console
 
 from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.monitors import charts
-from tinsmith.rl.monitors.base import Monitors
-from tinsmith.rl.monitors.jsonl import read_metrics
-from tinsmith.rl.types import Rollout, Task
+from tinsmith.rl.monitors.base import Monitors, RunInfo
+from tinsmith.rl.monitors.jsonl import JsonlMonitor, read_metrics
+from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.rl.workflows.conversation import WorkflowPolicy
 
 
@@ -163,3 +163,34 @@ def test_chart_without_finite_points_is_empty():
 def test_smoothing_keeps_a_constant_curve():
     level = tuple((float(x), 2.0) for x in range(50))
     assert charts.smooth(level) == level
+
+
+def inputs(file) -> list[str | None]:
+    """The input of every turn."""
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return [turn["input"] for line in lines for trajectory in line["trajectories"] for turn in trajectory["turns"]]
+
+
+def test_rollouts_have_the_text_that_was_sent(tmp_path):
+    config = settings(tmp_path, steps=1, workflow={"type": "single_turn", "system": "Be brief. "})
+    run(config)
+    file = tmp_path / "rollouts" / "train-000001.jsonl"
+    tasks = [json.loads(line)["messages"] for line in file.read_text().splitlines()]
+    assert inputs(file) == [f"Be brief. {message['content']}" for messages in tasks for message in messages]
+
+
+def test_input_of_a_continued_turn_is_what_was_added(tmp_path):
+    def turn(prompt: str, reply: str, model: str = "") -> Turn:
+        before, tokens = tuple(map(ord, prompt)), tuple(map(ord, reply))
+        return Turn(prompt=before, tokens=tokens, logprobs=(0.0,) * len(tokens), text="", stop="stop", model=model)
+
+    turns = (turn("Go.", "left"), turn("Go.leftA wall.", "up"), turn("Again.", "up"), turn("Judge.", "1", "large"))
+    group = Group(task=Task(id="t", messages=()), rollouts=(Rollout.single(turns),))
+    for name, decode, sent in (
+        ("with", lambda tokens: "".join(map(chr, tokens)), ["Go.", "A wall.", "Again.", None]),
+        ("without", None, [None] * 4),
+    ):
+        monitor = JsonlMonitor(RunInfo(name="small", folder=tmp_path / name, steps=1, decode=decode))
+        monitor.rollouts(1, "train", [group])
+        monitor.close()
+        assert inputs(tmp_path / name / "rollouts" / "train-000001.jsonl") == sent

@@ -35,6 +35,8 @@ class RunInfo:
     start: int = 0
     """Number of steps completed before this process."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    decode: Callable[[Sequence[int]], str] | None = None
+    """Text of token ids with special tokens, by the policy's tokenizer; None if there is none."""
 
 
 class Monitor(Protocol):

@@ -2,20 +2,25 @@
 
 metrics.jsonl has a JSON object per line, flushed after each line, so that it can be followed during the run.
 rollouts/train-000012.jsonl has a line per rollout of step 12; rollouts/eval-000012.jsonl has those of the evaluation
-after step 12.
+after step 12. A line has the messages of the task, and for each turn, as `input`, the text that was sent before the
+reply: what the workflow, the chat template and the environment made of them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from typing_extensions import override
 
 from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo
-from tinsmith.rl.types import Group, Rollout, Trajectory
+from tinsmith.rl.types import Group, Rollout, Trajectory, Turn
+
+_PROMPTS = 256
+"""Decoded prompts to keep."""
 
 
 class JsonlMonitor(Monitor):
@@ -24,6 +29,7 @@ class JsonlMonitor(Monitor):
     def __init__(self, info: RunInfo) -> None:
         self._folder = info.folder / "rollouts"
         self._folder.mkdir(parents=True, exist_ok=True)
+        self._decode = lru_cache(_PROMPTS)(info.decode) if info.decode else None  # rollouts of a task share prompts
         self._metrics = (info.folder / "metrics.jsonl").open("a", buffering=1, encoding="utf-8")
 
     @override
@@ -36,11 +42,59 @@ class JsonlMonitor(Monitor):
         with (self._folder / f"{kind}-{step:06}.jsonl").open("w", encoding="utf-8") as file:
             for group in groups:
                 for index, rollout in enumerate(group.rollouts):
-                    file.write(json.dumps(_line(step, group, index, rollout), ensure_ascii=False) + "\n")
+                    file.write(json.dumps(self._line(step, group, index, rollout), ensure_ascii=False) + "\n")
 
     @override
     def close(self) -> None:
         self._metrics.close()
+
+    def _line(self, step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any]:
+        task = group.task
+        return {
+            "step": step,
+            "version": group.version,
+            "task": task.id,
+            "index": index,
+            "messages": [{"role": message.role, "content": message.content} for message in task.messages],
+            "answer": task.answer,
+            "text": rollout.text,
+            "reward": float(rollout.reward),
+            "reward_parts": _floats(rollout.reward_parts),
+            "correct": rollout.correct,
+            "metrics": _floats(rollout.metrics),
+            "termination": rollout.termination,
+            "error": rollout.error,
+            "trajectories": [self._trajectory(each) for each in rollout.trajectories],
+        }
+
+    def _trajectory(self, trajectory: Trajectory) -> dict[str, Any]:
+        return {
+            "role": trajectory.role,
+            "reward": float(trajectory.reward),
+            "trained": trajectory.trained,
+            "turns": [
+                {
+                    "input": self._input(before, turn),
+                    "text": turn.text,
+                    "stop": turn.stop,
+                    "model": turn.model,
+                    "version": turn.version,
+                    "reward": None if turn.reward is None else float(turn.reward),
+                    "prompt": turn.prompt,
+                    "tokens": turn.tokens,
+                    "logprobs": turn.logprobs,
+                }
+                for before, turn in zip((None, *trajectory.turns), trajectory.turns, strict=False)
+            ],
+        }
+
+    def _input(self, before: Turn | None, turn: Turn) -> str | None:
+        """The text that was sent: of a turn that continues the one before, what was added; None without a tokenizer."""
+        if self._decode is None or (turn.model and not turn.model.startswith("tinker://")):
+            return None
+        start = (*before.prompt, *before.tokens) if before else ()
+        begin = len(start) if turn.prompt[: len(start)] == start else 0
+        return self._decode(turn.prompt[begin:])
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
@@ -56,47 +110,6 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     return [rows[step] for step in sorted(rows)]
 
 
-def _line(step: int, group: Group, index: int, rollout: Rollout) -> dict[str, Any]:
-    task = group.task
-    return {
-        "step": step,
-        "version": group.version,
-        "task": task.id,
-        "index": index,
-        "messages": [{"role": message.role, "content": message.content} for message in task.messages],
-        "answer": task.answer,
-        "text": rollout.text,
-        "reward": float(rollout.reward),
-        "reward_parts": _floats(rollout.reward_parts),
-        "correct": rollout.correct,
-        "metrics": _floats(rollout.metrics),
-        "termination": rollout.termination,
-        "error": rollout.error,
-        "trajectories": [_trajectory(each) for each in rollout.trajectories],
-    }
-
-
 def _floats(values: Mapping[str, float]) -> dict[str, float]:
     """The values of workflows and rewards, which may be integers or numbers of numpy, as they are after a resume."""
     return {name: float(value) for name, value in values.items()}
-
-
-def _trajectory(trajectory: Trajectory) -> dict[str, Any]:
-    return {
-        "role": trajectory.role,
-        "reward": float(trajectory.reward),
-        "trained": trajectory.trained,
-        "turns": [
-            {
-                "text": turn.text,
-                "stop": turn.stop,
-                "model": turn.model,
-                "version": turn.version,
-                "reward": None if turn.reward is None else float(turn.reward),
-                "prompt": turn.prompt,
-                "tokens": turn.tokens,
-                "logprobs": turn.logprobs,
-            }
-            for turn in trajectory.turns
-        ],
-    }

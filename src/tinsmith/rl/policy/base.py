@@ -193,6 +193,10 @@ class ChatCodec(Protocol):
         """Decode a reply, without its stop string and without special tokens except those in `keep`."""
         ...
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Decode tokens, special tokens included."""
+        ...
+
 
 Prompt = Messages | Sequence[int]
 

@@ -141,6 +141,10 @@ class Chat:
                 return text[: text.index(stop_string)]
         return text
 
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, special tokens included."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
     @cached_property
     def _special_ids(self) -> frozenset[int]:
         return special_token_ids(self._tokenizer)

@@ -83,6 +83,10 @@ class CharacterCodec(ChatCodec):
     def text(self, tokens: Sequence[int], stop: Sequence[str | int] | None, keep: Sequence[str] = ()) -> str:
         return "".join(chr(token) for token in tokens if token != END)
 
+    @override
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "".join(map(chr, tokens))
+
 
 class ScriptedSnapshot(Snapshot):
     """One version of the logits over the replies."""
