@@ -81,7 +81,8 @@ class Turn:
     tokens: tuple[int, ...]
     """[L] sampled token ids, including the stop token."""
     logprobs: tuple[float, ...]
-    """[L] log-probabilities (nats) of `tokens` under the sampling distribution, at its temperature."""
+    """[L] log-probabilities (nats) of `tokens` under the sampling distribution, at its temperature; or at temperature 1
+    if the algorithm needs those (algorithm.old_logprobs)."""
     text: str
     """Decoded reply without the stop token or stop string; rewards read this."""
     stop: Literal["stop", "length"]
