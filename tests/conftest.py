@@ -59,11 +59,12 @@ def forking_python(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def forked_programs(forking_python: str) -> Iterator[None]:
-    """Programs that are started with sys.executable start fast."""
+def forked_programs(forking_python: str) -> Iterator[str]:
+    """Programs that are started with sys.executable start fast. Yields the path of the ordinary Python."""
+    ordinary = sys.executable
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", forking_python)
-        yield
+        yield ordinary
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,10 @@ from tests.conformance import cases_clients, cases_rest, cases_sampling, cases_t
 from tests.conformance.catalog import CASES, case_of, methods
 from tests.conformance.world import World
 
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning"),
+    pytest.mark.usefixtures("forked_programs"),
+]
 ROOMS = (cases_clients, cases_rest, cases_sampling, cases_training)
 
 REAL = (

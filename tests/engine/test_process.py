@@ -24,6 +24,8 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process import LENGTH_PREFIX, RemoteEngine
 from tinsmith.errors import ConfigError, EngineDied, NotFound, TinsmithError
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 @pytest.fixture(autouse=True)
 def rounding() -> None:
@@ -145,8 +147,11 @@ def test_undecodable_message_ends_the_engine(whose: str, tiny_llama: Path, wait:
 
 
 @pytest.mark.parametrize("patience", [0.2, 20.0])
-def test_stuck_child_is_killed_on_close(patience: float, tiny_llama: Path, wait: Any, monkeypatch: pytest.MonkeyPatch):
+def test_stuck_child_is_killed_on_close(
+    patience: float, tiny_llama: Path, wait: Any, monkeypatch: pytest.MonkeyPatch, forked_programs: str
+):
     """By `close` itself, or when its caller is cancelled."""
+    monkeypatch.setattr("sys.executable", forked_programs)  # SIGSTOP is not passed on to a forked program
     monkeypatch.setattr("tinsmith.engine.process.CLOSE_TIMEOUT_S", patience)
     large = Datum(tokens=np.zeros(64, np.int32), targets=np.zeros((64, 20_000), np.int64))
 

@@ -15,6 +15,8 @@ import pytest
 from tests.service.support.process import child, free_port
 from tinsmith.service.config import ServeConfig
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 
 def config(data: Path, **changes) -> ServeConfig:
     return ServeConfig(models=("toy",), engine="fake", data=data, api_key="tml-x", **{"port": free_port(), **changes})
@@ -108,9 +110,9 @@ for config in sys.argv[1:]:
         assert "Cannot listen on" in port
 
 
-def test_api_process_imports_neither_torch_nor_sdk() -> None:
+def test_api_process_imports_neither_torch_nor_sdk(forked_programs: str) -> None:
     code = "import sys, tinsmith.service.server as a; print([m for m in ('torch', 'tinker') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([forked_programs, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 
 

@@ -18,6 +18,8 @@ from tests.engine.reference import plain_model
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 TOKENS = [1, 349, 201, 410, 297, 77, 130, 9]
 N, K = len(TOKENS) - 1, 40
 PROMPT = types.ModelInput.from_ints(TOKENS)

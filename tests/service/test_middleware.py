@@ -8,11 +8,14 @@ import time
 from pathlib import Path
 
 import httpx
+import pytest
 import tinker
 
 from tests.service.conftest import datum
 from tests.service.support.process import child, free_port
 from tinsmith.service.config import ServeConfig
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 KEY = "tml-x"
 

@@ -14,6 +14,8 @@ from tests.service.conftest import Served, datum
 from tests.service.support.process import child, free_port
 from tinsmith.service.config import ServeConfig
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 TOKENS = [5, 6, 7, 8, 9]
 PROMPT = types.ModelInput.from_ints(TOKENS)
 ADAM = types.AdamParams(learning_rate=0.05)

@@ -20,6 +20,8 @@ from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 PROMPT = (5, 9, 17, 3)
 WARM = SamplingConfig(temperature=0.7, max_tokens=6)
 

@@ -18,6 +18,8 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.observability.logs import JsonLines, TextLines
 from tinsmith.service.tenancy.keys import create_key, open_key_database
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 OWN = "tml-own-key-of-the-server"
 WRONG = "tml-key-that-nobody-made"
 

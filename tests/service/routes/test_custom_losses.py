@@ -25,6 +25,8 @@ from tinsmith.service.storage.records import CustomLoss
 from tinsmith.service.tenancy.keys import create_key
 from tinsmith.service.wire.protobuf import pb
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 ADAM = types.AdamParams(learning_rate=0.02)
 LENGTHS = (9, 5, 14)
 

@@ -18,6 +18,8 @@ from tinsmith.engine.training.loss_specs import EXTENSIONS, LOSSES
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 N = 6
 
 

@@ -19,6 +19,8 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.server import run_service
 from tinsmith.service.tenancy.keys import create_key, open_key_database
 
+pytestmark = pytest.mark.usefixtures("forked_programs")
+
 NOTICED_S = 5.0
 
 

@@ -6,8 +6,12 @@ import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.service.support.inprocess import Api, Factory, api, pass_body
 from tinsmith.service.engines.host import start_engine
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 MANY = 1000
 TOKENS = list(range(3, 64))

@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import pytest
 import tinker
 from sqlalchemy import update
 from tinker import types
@@ -17,6 +18,8 @@ from tests.service.support.inprocess import Factory, api, pass_body
 from tests.service.support.process import child, free_port
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.storage.tables import CHECKPOINTS
+
+pytestmark = pytest.mark.usefixtures("forked_programs")
 
 TOKENS = [5, 6, 7, 8, 9]
 ADAM = types.AdamParams(learning_rate=0.02)
