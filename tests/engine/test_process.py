@@ -148,7 +148,7 @@ def test_undecodable_message_ends_the_engine(whose: str, tiny_llama: Path, wait:
 
 @pytest.mark.parametrize("patience", [0.2, 20.0])
 def test_stuck_child_is_killed_on_close(
-    patience: float, tiny_llama: Path, wait: Any, monkeypatch: pytest.MonkeyPatch, forked_programs: str
+    patience: float, wait: Any, monkeypatch: pytest.MonkeyPatch, forked_programs: str
 ):
     """By `close` itself, or when its caller is cancelled."""
     monkeypatch.setattr("sys.executable", forked_programs)  # SIGSTOP is not passed on to a forked program
@@ -156,7 +156,7 @@ def test_stuck_child_is_killed_on_close(
     large = Datum(tokens=np.zeros(64, np.int32), targets=np.zeros((64, 20_000), np.int64))
 
     async def stuck() -> None:
-        engine = await start(tiny_llama)
+        engine = await RemoteEngine.start(EngineConfig(source="toy", kind="fake"))
         os.kill(engine.pid, signal.SIGSTOP)
         waiting = asyncio.create_task(engine.run([Pass(model_id="m", data=(large,), loss_fn="cross_entropy")]))
         await asyncio.sleep(0.1)
