@@ -1,0 +1,1 @@
+"""Examples. An editable install makes them importable: `from examples.solver_judge.solver_judge_flow import …`."""

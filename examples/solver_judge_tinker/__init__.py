@@ -1,0 +1,1 @@
+"""Training and evaluation of the solver-judge workflow, as scripts of rLLM."""
