@@ -22,7 +22,12 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = [DOCS / "quickstart.md", DOCS / "reference" / "api.md", *sorted((DOCS / "tutorials").glob("*.md"))]
+PAGES = [
+    DOCS / "quickstart.md",
+    DOCS / "reference" / "api.md",
+    DOCS / "guides" / "rllm-python.md",
+    *sorted((DOCS / "tutorials").glob("*.md")),
+]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 MARK = "@@@ output"
 
