@@ -10,7 +10,7 @@ import pytest
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data.row_mapping import RowMapping
 from tinsmith.rl.data.row_operators import function
-from tinsmith.rl.data.row_sources import Files, Hub, Jsonl, Sql
+from tinsmith.rl.data.row_sources import Files, Hub, InlineRows, Jsonl, Sql
 
 ROWS = [{"question": f"{n}+{n}?", "answer": f"It is\n#### {2 * n}", "level": 5 - n} for n in range(5)]
 
@@ -66,6 +66,24 @@ def test_hub_prefers_a_local_folder_of_the_same_name(inside, tmp_path, monkeypat
     (task,) = Hub(name="openai/gsm8k", subset="main", answer_after="####").load()
     assert (task.id, task.messages[-1].content, task.answer) == ("openai/gsm8k/0", "2 + 2?", "4")
     assert Hub(name="openai/gsm8k", subset="main", split="test").load()[0].messages[-1].content == "3 + 3?"
+
+
+def test_rows_of_the_run_file_are_tasks(jsonl):
+    tasks = InlineRows(data=ROWS, answer_after="####", name="sums").load()
+    assert list(tasks) == list(Jsonl(path=str(jsonl), answer_after="####").load())
+    with pytest.raises(ValueError, match="row 1 is a str"):
+        InlineRows(data=[ROWS[0], "2+2?"])
+    with pytest.raises(ValueError, match="the rows are a str"):
+        InlineRows(data="5 rows, sha256 0")
+
+
+def test_rows_are_recorded_by_their_hash():
+    def record(rows):
+        return InlineRows(data=rows).model_dump(mode="json")["data"]
+
+    assert record(ROWS).startswith("5 rows, sha256 ")
+    assert record(ROWS) == record([dict(reversed(row.items())) for row in ROWS])
+    assert len({record(rows) for rows in (ROWS, ROWS[::-1], ROWS[:4], [*ROWS[:4], {**ROWS[4], "level": 0}])}) == 4
 
 
 def test_files_reject_unknown_extensions():
