@@ -22,7 +22,7 @@ def python(folder: Path) -> Iterator[str]:
     client.write_text(f"#!{sys.executable} -IS\n" + Path(__file__).with_name("client.py").read_text())
     client.chmod(0o755)
     command = [sys.executable, "-m", f"{__name__}.server", str(folder / "socket"), str(client)]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True) as process:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         try:

@@ -51,12 +51,16 @@ def main() -> None:
 
 
 def serve(listener: socket.socket) -> Callable[[], None]:
-    """Serve clients. Returns in a forked process, with the program to run."""
+    """Serve clients until the parent ends (tinsmith/parent_process.py). Returns in a forked process, with the program
+    to run."""
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)
+        selector.register(0, selectors.EVENT_READ)
         while True:
             # A killed program ends before the next one starts, which may need its files.
             for key, _ in sorted(selector.select(), key=lambda event: event[0].fileobj is listener):
+                if key.fd == 0:
+                    sys.exit()
                 if key.fileobj is listener:
                     client, _ = listener.accept()
                     request, received = receive(client)
