@@ -270,6 +270,15 @@ def test_wrong_arguments_are_errors_before_the_run(args: dict[str, Any], message
         CustomConfig(path=FunctionFlow, args=args)
 
 
+def test_functions_of_a_run_file_are_imported():
+    (rollout,) = play(
+        "tinsmith.rllm:SimpleWorkflow", {"reward_function": "tests.rllm.flows:is_right"}, replies=("yes",), count=1
+    )
+    assert [(each.role, each.reward) for each in rollout.trajectories] == [("solver", 1.0)]
+    with pytest.raises(ValueError, match="cannot be imported"):
+        CustomConfig(path="tinsmith.rllm:SimpleWorkflow", args={"reward_function": "tests.rllm.flows:none"})
+
+
 def test_class_without_run_is_refused():
     class Nothing(Workflow):
         pass

@@ -12,26 +12,22 @@ class BaseAgent(ABC):
     """Keeps the conversation of a role: what the model is sent next, and the steps up to now."""
 
     @property
-    @abstractmethod
     def chat_completions(self) -> list[dict[str, Any]]:
         """The conversation, as messages of a chat request."""
-        ...
+        return []
 
     @property
-    @abstractmethod
     def trajectory(self) -> Trajectory:
         """The steps up to now."""
-        ...
+        return Trajectory()
 
-    @abstractmethod
     def update_from_env(self, observation: Any, reward: float, done: bool, info: dict[str, Any], **kwargs: Any) -> None:
         """Add an observation of the environment."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no update_from_env")
 
-    @abstractmethod
     def update_from_model(self, response: str, **kwargs: Any) -> Action:
         """Add a reply of the model, and return the action in it."""
-        ...
+        raise NotImplementedError(f"{type(self).__name__} has no update_from_model")
 
     @abstractmethod
     def reset(self) -> None:

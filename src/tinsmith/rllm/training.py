@@ -49,6 +49,17 @@ class RllmWorkflowOptions(WorkflowOptions):
         return WorkflowRollouts(import_object(self.workflow_class), self.workflow_args, context)
 
 
+def imported(args: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, with functions and classes imported that a run file names as module:attribute.
+
+    These are arguments whose names end with _function, _fn, _class or _cls. Raises ValueError if that fails.
+    """
+    return {
+        name: import_object(value) if name.endswith(("_function", "_fn", "_class", "_cls")) else value
+        for name, value in args.items()
+    }
+
+
 def check_arguments(workflow_class: Any, args: Mapping[str, Any]) -> None:
     """Raises ValueError if the class does not take these arguments, or its `run` is not an async function."""
     name = workflow_class.__qualname__

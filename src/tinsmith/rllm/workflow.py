@@ -24,7 +24,7 @@ from tinsmith.errors import UserError
 from tinsmith.rl.workflows.base import AdaptedWorkflow, WorkflowOptions
 from tinsmith.rllm.agents import BaseAgent, BaseEnv
 from tinsmith.rllm.records import Episode, TerminationEvent, TerminationReason, Trajectory
-from tinsmith.rllm.training import RllmWorkflowOptions, check_arguments
+from tinsmith.rllm.training import RllmWorkflowOptions, check_arguments, imported
 
 if TYPE_CHECKING:
     from tinsmith.rllm.engines.base import RolloutEngine
@@ -39,8 +39,9 @@ class Workflow(AdaptedWorkflow, ABC):
     @classmethod
     @override
     def workflow_options(cls, args: Mapping[str, Any]) -> WorkflowOptions:
-        check_arguments(cls, args)
-        return RllmWorkflowOptions(workflow_class=cls, workflow_args=dict(args))
+        objects = imported(args)
+        check_arguments(cls, objects)
+        return RllmWorkflowOptions(workflow_class=cls, workflow_args=objects)
 
     def __init__(
         self,
