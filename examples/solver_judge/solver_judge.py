@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tinsmith import Rollout, Task, WorkflowPolicy, make_reward
+from tinsmith import Message, Rollout, Task, WorkflowPolicy, make_reward
 
 _TAGS = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
 _PROMPT = """Here are {count} answers to a problem. Say which one is right.
@@ -23,13 +23,14 @@ Give only the number of the right answer, 1 to {count}; if several are right, th
 
 
 class SolverJudge:
-    """`solutions` solvers and a judge. `reward` scores answers, as an entry of `rewards` in a run file does.
+    """`solutions` solvers and a judge, whose reply begins with `judge_prefix`.
 
-    A solver's reward is that of its answer; the judge's is that of the answer it picks, or 0 without a valid choice.
+    `reward` scores answers, as an entry of `rewards` in a run file does. A solver's reward is that of its answer; the
+    judge's is that of the answer it picks, or 0 without a valid choice.
     """
 
-    def __init__(self, reward: Mapping[str, Any], solutions: int = 2) -> None:
-        self.reward, self.solutions = make_reward(reward), solutions
+    def __init__(self, reward: Mapping[str, Any], solutions: int = 2, judge_prefix: str = "") -> None:
+        self.reward, self.solutions, self.judge_prefix = make_reward(reward), solutions, judge_prefix
 
     async def run(self, task: Task, policy: WorkflowPolicy) -> Rollout:
         solvers = [policy.conversation("solver") for _ in range(self.solutions)]
@@ -38,7 +39,8 @@ class SolverJudge:
         for solver, score in zip(solvers, scores, strict=True):
             solver.reward = score.value
         judge = policy.conversation("judge")
-        verdict = await judge.say(judge_prompt(task, [reply.text for reply in replies]))
+        prefix = [Message(role="assistant", content=self.judge_prefix)] if self.judge_prefix else []
+        verdict = await judge.say(judge_prompt(task, [reply.text for reply in replies]), *prefix)
         chosen = choice(verdict.text, self.solutions)
         judge.reward = scores[chosen - 1].value if chosen else 0.0
         correct = judge.reward >= 1
@@ -59,6 +61,6 @@ def answer_of(reply: str) -> str:
 
 
 def choice(reply: str, count: int) -> int:
-    """The number that the judge gives, 1 to `count`; 0 if it gives none, or another one."""
-    text = answer_of(reply)
-    return int(text) if re.fullmatch(r"[1-9][0-9]{0,3}", text) and int(text) <= count else 0
+    """The number that the judge's answer begins with, 1 to `count`; 0 if there is none, or another one."""
+    number = re.match(r"[1-9][0-9]{0,3}(?![0-9]|[.,][0-9])", answer_of(reply))
+    return int(number[0]) if number and int(number[0]) <= count else 0
