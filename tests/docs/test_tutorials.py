@@ -1,4 +1,4 @@
-"""Tutorials, quickstart and API page run as they stand, but with the fake engine and on a free port.
+"""Tutorials and some other pages run as they stand, but with the fake engine and on a free port.
 
 The fenced blocks of a page become one shell script, in the order of the page:
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -24,6 +25,7 @@ import pytest
 DOCS = Path(__file__).parents[2] / "docs"
 PAGES = [
     DOCS / "quickstart.md",
+    DOCS / "from-rllm.md",
     DOCS / "reference" / "api.md",
     DOCS / "guides" / "rllm-python.md",
     *sorted((DOCS / "tutorials").glob("*.md")),
@@ -74,6 +76,7 @@ def assert_shown(expected: str, output: str) -> None:
 def folder(tmp_path: Path, tiny_llama: Path, forking_python: str) -> Path:
     (tmp_path / MODEL).parent.mkdir()
     (tmp_path / MODEL).symlink_to(tiny_llama)
+    shutil.copytree(DOCS.parent / "examples", tmp_path / "examples", ignore=shutil.ignore_patterns("__pycache__"))
     programs = tmp_path / ".bin"
     programs.mkdir()
     for name, text in {"tinsmith": _WRAPPER, "python": '#!/bin/sh\nexec {python} "$@"\n'}.items():
@@ -85,7 +88,13 @@ def folder(tmp_path: Path, tiny_llama: Path, forking_python: str) -> Path:
 def environment(folder: Path) -> dict[str, str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("TINKER_", "TRINITY_"))}
     path = os.pathsep.join([str(folder / ".bin"), str(Path(sys.executable).parent), clean["PATH"]])
-    return {**clean, "PATH": path, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "COLUMNS": "120"}
+    return {
+        **clean,
+        "PATH": path,
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        "COLUMNS": "120",
+        "TINSMITH_DATASETS": str(folder / "datasets"),
+    }
 
 
 def free_port() -> int:
