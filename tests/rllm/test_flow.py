@@ -31,7 +31,7 @@ from tinsmith.rllm import (
     evaluator,
     rollout,
 )
-from tinsmith.rllm.flow_records import output_of
+from tinsmith.rllm.flows.records import output_of
 
 ROW = {"question": "yes or no?", "right": "yes"}
 TASK = RunTask(id="t/0", messages=(Message(role="user", content=ROW["question"]),), extra={"row": ROW})

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from tinsmith.rllm.engines.base import RolloutEngine
     from tinsmith.rllm.engines.openai import OpenAIEngine
     from tinsmith.rllm.engines.tinker import TinkerEngine
-    from tinsmith.rllm.flow import AgentFlow, Evaluator, evaluator, rollout
-    from tinsmith.rllm.flow_records import AgentConfig, EvalOutput, Signal, Task
+    from tinsmith.rllm.estimators import register_rllm_adv_estimator
+    from tinsmith.rllm.flows.flow import AgentFlow, Evaluator, evaluator, rollout
+    from tinsmith.rllm.flows.records import AgentConfig, EvalOutput, Signal, Task
     from tinsmith.rllm.ready_workflows import (
         CumulativeWorkflow,
         MultiTurnWorkflow,
@@ -42,8 +43,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Action": "records",
-    "AgentConfig": "flow_records",
-    "AgentFlow": "flow",
+    "AgentConfig": "flows.records",
+    "AgentFlow": "flows.flow",
     "AgentTrainer": "trainer",
     "AgentWorkflowEngine": "workflow_engine",
     "BaseAgent": "agents",
@@ -52,8 +53,8 @@ _MODULES = {
     "Dataset": "datasets",
     "DatasetRegistry": "datasets",
     "Episode": "records",
-    "EvalOutput": "flow_records",
-    "Evaluator": "flow",
+    "EvalOutput": "flows.records",
+    "Evaluator": "flows.flow",
     "InMemoryStore": "store",
     "ModelOutput": "records",
     "MultiTurnWorkflow": "ready_workflows",
@@ -61,12 +62,12 @@ _MODULES = {
     "RewardFunction": "rewards",
     "RewardOutput": "rewards",
     "RolloutEngine": "engines.base",
-    "Signal": "flow_records",
+    "Signal": "flows.records",
     "SimpleWorkflow": "ready_workflows",
     "SingleTurnWorkflow": "ready_workflows",
     "Step": "records",
     "Store": "store",
-    "Task": "flow_records",
+    "Task": "flows.records",
     "TerminationEvent": "records",
     "TerminationReason": "records",
     "TinkerEngine": "engines.tinker",
@@ -75,11 +76,12 @@ _MODULES = {
     "TrajectoryGroup": "records",
     "Workflow": "workflow",
     "countdown_reward_fn": "rewards",
-    "evaluator": "flow",
+    "evaluator": "flows.flow",
     "math_reward_fn": "rewards",
     "mean_metrics": "workflow_engine",
     "pass_metrics": "workflow_engine",
-    "rollout": "flow",
+    "register_rllm_adv_estimator": "estimators",
+    "rollout": "flows.flow",
     "zero_reward": "rewards",
 }
 
@@ -122,6 +124,7 @@ __all__ = [
     "math_reward_fn",
     "mean_metrics",
     "pass_metrics",
+    "register_rllm_adv_estimator",
     "rollout",
     "zero_reward",
 ]

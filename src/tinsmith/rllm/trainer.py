@@ -19,6 +19,7 @@ from tinsmith.rl.config import RunConfig
 from tinsmith.rl.run import folder_path, with_fresh_folder
 from tinsmith.rllm.agents import BaseAgent, BaseEnv
 from tinsmith.rllm.datasets import Dataset, DatasetRegistry
+from tinsmith.rllm.estimators import registered_estimators
 from tinsmith.rllm.ready_workflows import MultiTurnWorkflow
 from tinsmith.rllm.rollouts import ROW, wrapped_row
 from tinsmith.rllm.workflow import Workflow
@@ -76,9 +77,10 @@ class AgentTrainer:
         """
         _check_support(backend, unsupported)
         values = config if isinstance(config, DictConfig) else read_config(config or {})
-        translation = translate(values)
+        estimators = registered_estimators(values.get("algorithm") or values.get("rllm", {}).get("algorithm"))
+        translation = translate(values, estimators)
         if traj_group_adv_estimator_map:
-            translation += roles(values, traj_group_adv_estimator_map)
+            translation += roles(values, traj_group_adv_estimator_map, estimators)
         chosen = [name for name, value in _parts(workflow_class, agent_flow, agent_class).items() if value is not None]
         if len(chosen) > 1:
             raise ConfigError(f"AgentTrainer takes one of {' and '.join(chosen)}.", "Leave out the others.")

@@ -22,7 +22,8 @@ TASK = Task(id="t/0", messages=(Message(role="user", content="What is 1 + 1?"),)
     ("reply", "chosen"),
     [
         ("1", 1), (" 2\n", 2), ("so <answer> 2 </answer>", 2), ("<ANSWER>1</ANSWER>", 1), ("3", 0), ("0", 0), ("-1", 0),
-        ("01", 0), ("1.0", 0), ("²", 0), ("٢", 0), ("1. Because", 1), ("12", 0), ("Answer 1", 0), ("", 0), ("9" * 5000, 0),
+        ("01", 0), ("1.0", 0), ("²", 0), ("٢", 0), ("1. Because", 1), ("12", 0), ("Answer 1", 0), ("", 0),
+        ("9" * 5000, 0),
     ],
 )  # fmt: skip
 def test_judge_chooses_an_existing_answer_or_none(reply: str, chosen: int):

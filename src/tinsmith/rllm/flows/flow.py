@@ -27,8 +27,8 @@ from typing_extensions import override
 from tinsmith.errors import UserError
 from tinsmith.rl.plugins import import_object
 from tinsmith.rl.workflows.base import AdaptedWorkflow, WorkflowOptions
-from tinsmith.rllm.flow_records import AgentConfig, EvalOutput, Task, episode_of, output_of
-from tinsmith.rllm.flow_training import FlowOptions
+from tinsmith.rllm.flows.records import AgentConfig, EvalOutput, Task, episode_of, output_of
+from tinsmith.rllm.flows.training import FlowOptions
 from tinsmith.rllm.records import Episode
 
 

@@ -24,7 +24,7 @@ from tinsmith.rl.types import Rollout, Turn
 from tinsmith.rl.types import Task as RunTask
 from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions
 from tinsmith.rllm.engines.base import model_output
-from tinsmith.rllm.flow_records import AgentConfig, EvalOutput, Task
+from tinsmith.rllm.flows.records import AgentConfig, EvalOutput, Task
 from tinsmith.rllm.records import Episode, Step, Trajectory
 from tinsmith.rllm.rollouts import PROMPT_KEYS, reply_text, task_row
 from tinsmith.rllm.training import MAX_THREADS, scored
