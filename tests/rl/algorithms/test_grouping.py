@@ -85,14 +85,15 @@ def test_statistics_of_a_step_are_those_of_one_role():
 
 def test_turns_are_compared_by_their_own_rewards():
     groups = [group((trajectory("policy", 3, 1, 2, token=100),), (trajectory("policy", 4, 0, 0, 4, token=200),))]
-    # First turns 1, 0; second turns 2, 0; the third has no peer.
-    assert advantages(config(grouping="turn"), groups) == {100: [0.5, 1.0], 200: [-0.5, -1.0, 4.0]}
+    # First turns 1, 0; second turns 2, 0; the third has no peer, and so no advantage.
+    assert advantages(config(grouping="turn"), groups) == {100: [0.5, 1.0], 200: [-0.5, -1.0]}
+    assert advantages(config(grouping="turn"), groups, group_size=1)[200] == [-0.5, -1.0, 4.0]
 
 
 def test_turns_are_compared_by_their_discounted_returns():
     groups = [group((trajectory("policy", 3, 1, 2, token=100),), (trajectory("policy", 6, 0, 0, 4, token=200),))]
     # Returns 1 + 0.5 * 2, 2; and 0 + 0.5 * (0 + 0.5 * 6), 0 + 0.5 * 6, 6: the 2 of no turn are the last turn's.
-    expected = {100: [0.25, -0.5], 200: [-0.25, 0.5, 6.0]}
+    expected = {100: [0.25, -0.5], 200: [-0.25, 0.5]}
     assert advantages(config(grouping="turn", turn_discount=0.5), groups) == expected
     with pytest.raises(ValidationError, match="turn_discount is not used with grouping: role"):
         config(turn_discount=0.5)

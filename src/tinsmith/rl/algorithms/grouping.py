@@ -46,33 +46,28 @@ def comparison_groups(groups: Sequence[Group], grouping: Grouping) -> list[Compa
     ]
 
 
-def compare(
-    advantage: Advantage, traces_PG: Sequence[Sequence[Trace]], grouping: Grouping, random: np.random.Generator
+def compare_turns(
+    advantage: Advantage, traces_PG: Sequence[Sequence[Trace]], fewest: int, random: np.random.Generator
 ) -> list[list[np.ndarray]]:
-    """The advantages of one role's groups, float64 [T] for each trace.
+    """Advantages that compare the first turns of a group, the second ones, and so on, float64 [T] for each trace.
 
-    With grouping `turn`, the first turns of a group are compared with each other, then the second ones, and so on; the
-    values of a trace are those of its turns in order.
+    Turns with fewer than `fewest` turns to compare, themselves included, have advantage 0.
     """
-    if grouping != "turn":
-        return advantage.compute(traces_PG, random)
     turns_PG = [[traces_of_turns(trace) for trace in traces_G] for traces_G in traces_PG]
+    values = [[[turn.full(0.0) for turn in turns] for turns in turns_G] for turns_G in turns_PG]
     places = [
-        (group, [(member, turn) for member, turn in enumerate(column) if turn is not None])
+        (group, number, [member for member, turn in enumerate(column) if turn is not None])
         for group, turns_G in enumerate(turns_PG)
-        for column in zip_longest(*turns_G)
+        for number, column in enumerate(zip_longest(*turns_G))
     ]
-    computed = advantage.compute([[turn for _, turn in members] for _, members in places], random)
-    values: list[list[list[np.ndarray]]] = [[[] for _ in traces_G] for traces_G in traces_PG]
-    for (group, members), values_G in zip(places, computed, strict=True):
-        for (member, turn), value in zip(members, values_G or [np.zeros(0)] * len(members), strict=True):
-            values[group][member].append(value if len(value) else turn.full(0.0))
+    places = [place for place in places if len(place[2]) >= fewest]
+    computed = advantage.compute(
+        [[turns_PG[group][member][number] for member in members] for group, number, members in places], random
+    )
+    for (group, number, members), values_G in zip(places, computed, strict=True):
+        for member, value in zip(members, values_G, strict=False):
+            values[group][member][number] = value if len(value) else values[group][member][number]
     return [[np.concatenate([np.zeros(0), *turns]) for turns in turns_G] for turns_G in values]
-
-
-def lone(group: ComparisonGroup, advantage: Advantage, group_size: int) -> bool:
-    """Whether a method that compares has a single trajectory, though the run plans several rollouts of a task."""
-    return advantage.compares and group_size > 1 and len(group.trajectories) < 2
 
 
 AdvantageOfRole = Callable[[str], Advantage]
@@ -87,10 +82,10 @@ def advantages_by_role(
     group_size: int,
     random: np.random.Generator,
 ) -> list[list[np.ndarray]]:
-    """The advantages of all comparison groups; an empty list drops its group.
+    """The advantages of all comparison groups, float64 [T] for each trace; an empty list drops its group.
 
     The groups of each role are computed together, apart from those of other roles: so statistics over the step are
-    those of one role.
+    those of one role. If the run plans several rollouts of a task, a method that compares drops what is left alone.
     """
     result: list[list[np.ndarray]] = [[] for _ in groups]
     numbers_by_role: dict[str, list[int]] = defaultdict(list)
@@ -98,8 +93,13 @@ def advantages_by_role(
         numbers_by_role["" if grouping == "rollout" else group.role].append(number)
     for role, numbers in numbers_by_role.items():
         advantage = advantage_of(role)
-        compared = [number for number in numbers if not lone(groups[number], advantage, group_size)]
-        values_PG = compare(advantage, [traces_PG[number] for number in compared], grouping, random)
+        fewest = 2 if advantage.compares and group_size > 1 else 1
+        compared = [number for number in numbers if len(traces_PG[number]) >= fewest]
+        traces = [traces_PG[number] for number in compared]
+        if grouping == "turn":
+            values_PG = compare_turns(advantage, traces, fewest, random)
+        else:
+            values_PG = advantage.compute(traces, random)
         for number, values_G in zip(compared, values_PG, strict=True):
             result[number] = values_G
     return result
