@@ -76,9 +76,9 @@ class Workflow(AdaptedWorkflow, ABC):
         The error of an exception is in `info["error"]`.
         """
         self.uid, self.task, self._completed_trajectories = uid, task, []
-        timeout = kwargs.pop("timeout", self.timeout)
+        clock = asyncio.timeout(kwargs.pop("timeout", self.timeout))
         try:
-            async with asyncio.timeout(timeout) as clock:
+            async with clock:
                 output = await self.run(task, uid, **kwargs)
         except TerminationEvent as event:
             return self._postprocessed(event.reason)

@@ -85,19 +85,21 @@ class AgentWorkflowEngine:
         self, gate: asyncio.Semaphore, task: dict[str, Any], uid: str, more: Mapping[str, Any]
     ) -> Episode:
         async with gate:
-            for _ in range(self.retry_limit):
-                workflow = self._idle.pop() if self._idle else self._workflow()
-                episode = await workflow.run_with_termination_handling(task, uid, **more)
-                if episode.termination_reason not in (TerminationReason.ERROR, TerminationReason.TIMEOUT):
-                    self._idle.append(
-                        workflow
-                    )  # a failed workflow may still have work in progress, so it is not used again
+            episode = await self._attempt(task, uid, more)
+            for _ in range(self.retry_limit - 1):
                 if episode.termination_reason != TerminationReason.ERROR:
                     break
-            else:
-                if self.raise_on_error:
-                    raise TinsmithError(f"Rollout {uid} failed {self.retry_limit} times: {error_of(episode)}")
-            return episode
+                episode = await self._attempt(task, uid, more)
+        if self.raise_on_error and episode.termination_reason == TerminationReason.ERROR:
+            raise TinsmithError(f"Rollout {uid} failed {self.retry_limit} times: {error_of(episode)}")
+        return episode
+
+    async def _attempt(self, task: dict[str, Any], uid: str, more: Mapping[str, Any]) -> Episode:
+        workflow = self._idle.pop() if self._idle else self._workflow()
+        episode = await workflow.run_with_termination_handling(task, uid, **more)
+        if episode.termination_reason not in (TerminationReason.ERROR, TerminationReason.TIMEOUT):
+            self._idle.append(workflow)  # one that failed may still have work in progress
+        return episode
 
     def _workflow(self) -> Workflow:
         return create_workflow(self._class, self._args, self.rollout_engine, self._executor, self.store)

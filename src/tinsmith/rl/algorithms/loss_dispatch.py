@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.rl.algorithms.config import AlgorithmConfig
-from tinsmith.rl.algorithms.losses.base import PolicyLoss, Tokens, aggregate_weights
+from tinsmith.rl.algorithms.losses.base import Aggregate, PolicyLoss, Tokens, aggregate_weights
 from tinsmith.rl.algorithms.losses.policy_gradient import CispoLoss, DroLoss, GspoLoss, ImportanceSamplingLoss, PpoLoss
 from tinsmith.rl.algorithms.losses.supervised import MixtureLoss, OpmdLoss, SftLoss
 from tinsmith.rl.algorithms.regularizers import divergence, sampled_entropy
@@ -109,14 +109,12 @@ def tokens_of_rows(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: i
     chosen = [at for at, row in enumerate(rows) if row.kind == "chosen"]
     rejected = [at for at, row in enumerate(rows) if row.kind == "rejected"]
     own_aggregate = config.loss.expert_aggregate if isinstance(config.loss, MixtureLoss) else None
-    weights = [
-        aggregate_weights(aggregate, sequence, counts, among)
-        for aggregate, among in (
-            (config.aggregate, expert | ~expert),
-            (config.aggregate, ~expert),
-            (own_aggregate or config.aggregate, expert),
-        )
-    ]
+    kinds: tuple[tuple[Aggregate, Tensor], ...] = (
+        (config.aggregate, expert | ~expert),
+        (config.aggregate, ~expert),
+        (own_aggregate or config.aggregate, expert),
+    )
+    weights = [aggregate_weights(aggregate, sequence, counts, among) for aggregate, among in kinds]
     return Tokens(
         old=flat([row.logprobs for row in rows]),
         advantages=flat([row.advantages for row in rows]),

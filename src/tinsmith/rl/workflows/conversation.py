@@ -22,7 +22,7 @@ class Terminated(Exception):
 
     def __init__(self, reason: Termination) -> None:
         super().__init__(reason)
-        self.reason = reason
+        self.reason: Termination = reason
 
 
 class Conversation:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -73,7 +73,7 @@ class CustomAdvantage(Advantage):
         if not callable(function):
             raise ValueError(f"{path} is not a function")
         check_signature(function, path, 1, self.args)
-        return function
+        return cast(Callable[..., Sequence[Any]], function)
 
     @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
