@@ -59,8 +59,8 @@ class SamplingLoop:
 
     @property
     def done(self) -> int:
-        """Number of the last batch in the buffer."""
-        return self._producer.done
+        """Number of the last batch in the buffer. Training may have taken it before sampling noted it."""
+        return max(self._producer.done, self._taken)
 
     @property
     def fault(self) -> BaseException | None:
