@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 from typing_extensions import override
 
-from tinsmith.rl.policy.base import ChatCodec, Prompt, SamplingConfig, Snapshot
+from tinsmith.rl.policy.base import Prompt, SamplingConfig, Snapshot
+from tinsmith.rl.policy.wrapper import SnapshotWrapper
 from tinsmith.rl.types import Turn
 
 
-class RecomputingSnapshot(Snapshot):
+class RecomputingSnapshot(SnapshotWrapper):
     """A snapshot that computes the logprobs of its replies again, at temperature 1, where the algorithm needs them."""
 
     def __init__(self, snapshot: Snapshot, recomputes: Callable[[SamplingConfig], bool]) -> None:
         """`recomputes`: whether logprobs of replies sampled with these settings are computed again."""
-        self._snapshot, self._recomputes = snapshot, recomputes
-
-    @property
-    @override
-    def version(self) -> int:
-        return self._snapshot.version
-
-    @property
-    @override
-    def chat(self) -> ChatCodec:
-        return self._snapshot.chat
+        super().__init__(snapshot)
+        self._recomputes = recomputes
 
     @override
     async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
@@ -45,11 +36,3 @@ class RecomputingSnapshot(Snapshot):
     @override
     def wrapped(self, wrap: Callable[[Snapshot], Snapshot]) -> Snapshot:
         return RecomputingSnapshot(self._snapshot.wrapped(wrap), self._recomputes)
-
-    @override
-    async def open_model(self, name: str) -> Snapshot:
-        return await self._snapshot.open_model(name)
-
-    @override
-    async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        return await self._snapshot.logprobs(tokens)

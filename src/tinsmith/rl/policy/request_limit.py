@@ -16,7 +16,8 @@ from types import TracebackType
 import numpy as np
 from typing_extensions import override
 
-from tinsmith.rl.policy.base import ChatCodec, Prompt, SamplingConfig, Snapshot
+from tinsmith.rl.policy.base import Prompt, SamplingConfig, Snapshot
+from tinsmith.rl.policy.wrapper import SnapshotWrapper
 from tinsmith.rl.types import Turn
 
 
@@ -101,21 +102,12 @@ class RequestLimit:
                 clock.count(running=-1)
 
 
-class LimitedSnapshot(Snapshot):
+class LimitedSnapshot(SnapshotWrapper):
     """A snapshot whose requests take places of a RequestLimit."""
 
     def __init__(self, snapshot: Snapshot, limit: RequestLimit, clock: AttemptClock | None) -> None:
-        self._snapshot, self._limit, self._clock = snapshot, limit, clock
-
-    @property
-    @override
-    def version(self) -> int:
-        return self._snapshot.version
-
-    @property
-    @override
-    def chat(self) -> ChatCodec:
-        return self._snapshot.chat
+        super().__init__(snapshot)
+        self._limit, self._clock = limit, clock
 
     @override
     async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:

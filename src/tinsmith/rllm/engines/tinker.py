@@ -7,17 +7,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tinker
 from typing_extensions import override
 
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.errors import ConfigError, UserError
-from tinsmith.rl.policy.base import Prompt, SamplingConfig, Snapshot
+from tinsmith.rl.policy.base import Prompt, SamplingConfig
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.policy.chat_session import ChatSession
 from tinsmith.rl.policy.sdk import check_reachable, end_session, translate_errors
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, TinkerSnapshot, load_tokenizer
+from tinsmith.rl.policy.wrapper import SnapshotWrapper
 from tinsmith.rl.types import Turn
 from tinsmith.rllm.engines.base import SnapshotEngine, parameters_by_mode, random_seed, sampling_config
 
@@ -25,21 +25,12 @@ RECORDED_REPLIES = 16_384
 """Replies that an engine remembers, to extend their conversations without encoding them again."""
 
 
-class LimitedSnapshot(Snapshot):
+class LengthLimitedSnapshot(SnapshotWrapper):
     """A snapshot whose prompts and replies have at most `max_length - 1` tokens together."""
 
     def __init__(self, snapshot: TinkerSnapshot, max_length: int | None) -> None:
-        self._snapshot, self._max_length = snapshot, max_length
-
-    @property
-    @override
-    def version(self) -> int:
-        return self._snapshot.version
-
-    @property
-    @override
-    def chat(self) -> Chat:
-        return self._snapshot.chat
+        super().__init__(snapshot)
+        self._max_length = max_length
 
     @override
     async def sample(self, prompt: Prompt, *, count: int, seed: int, sampling: SamplingConfig) -> tuple[Turn, ...]:
@@ -49,14 +40,6 @@ class LimitedSnapshot(Snapshot):
                 raise PromptTooLong(f"The prompt has {len(prompt)} tokens, max_model_length is {self._max_length}.")
             sampling = sampling.model_copy(update={"max_tokens": min(sampling.max_tokens, room)})
         return await self._snapshot.sample(prompt, count=count, seed=seed, sampling=sampling)
-
-    @override
-    async def open_model(self, name: str) -> Snapshot:
-        return await self._snapshot.open_model(name)
-
-    @override
-    async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        return await self._snapshot.logprobs(tokens)
 
 
 class TinkerEngine(SnapshotEngine):
@@ -148,7 +131,7 @@ class TinkerEngine(SnapshotEngine):
         chat = Chat(self.tokenizer, values=self._template_values)
         clients = TinkerSamplingClients(service, chat, self.model_name)
         snapshot = TinkerSnapshot(client, chat, self.weight_version, clients)
-        self.bind(LimitedSnapshot(snapshot, self.max_model_length), self._seed)
+        self.bind(LengthLimitedSnapshot(snapshot, self.max_model_length), self._seed)
 
     async def _connect(self) -> tinker.ServiceClient:
         url = self._base_url or os.environ.get("TINKER_BASE_URL", "")
