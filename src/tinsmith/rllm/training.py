@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,9 +11,9 @@ from typing_extensions import override
 
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.plugins import Arguments, ImportPath, import_object
-from tinsmith.rl.policy.base import Snapshot, request_seed
+from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Rollout, Task
-from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, add_rewards
+from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions, add_rewards
 from tinsmith.rllm.engines.base import RolloutEngine, SnapshotEngine
 from tinsmith.rllm.records import Episode, TerminationReason
 from tinsmith.rllm.rollouts import rollout_of, task_row
@@ -73,7 +72,7 @@ def check_arguments(workflow_class: Any, args: Mapping[str, Any]) -> None:
         raise ValueError(f"{name} cannot be created with {sorted(args)}: {error}") from error
 
 
-class WorkflowRollouts(Workflow):
+class WorkflowRollouts(IndependentRollouts):
     """Calls a workflow once per rollout, concurrently. Workflow objects are used again, one rollout at a time."""
 
     def __init__(self, workflow_class: Any, args: Mapping[str, Any], context: WorkflowContext) -> None:
@@ -85,11 +84,7 @@ class WorkflowRollouts(Workflow):
         self._more = {"is_validation": context.evaluating} if takes_mode else {}
 
     @override
-    async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
-        seeds = [request_seed(seed, index) for index in range(count)]
-        return tuple(await asyncio.gather(*(self._rollout(task, policy, each) for each in seeds)))
-
-    async def _rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
+    async def rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
         flow, engine = self._idle.pop() if self._idle else self._create()
         engine.bind(policy, seed)
         episode = await flow.run_with_termination_handling(task_row(task), f"{task.id}:{seed}", **self._more)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from importlib.util import find_spec
 from typing import Any, Literal
@@ -11,9 +10,9 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from tinsmith.rl.plugins import check_signature, import_object
-from tinsmith.rl.policy.base import Snapshot, request_seed
+from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Rollout, Task
-from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, score_turns
+from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions, score_turns
 
 
 class AgentConfig(WorkflowOptions):
@@ -54,18 +53,14 @@ class AgentConfig(WorkflowOptions):
         return AgentWorkflow(self, context)
 
 
-class AgentWorkflow(Workflow):
+class AgentWorkflow(IndependentRollouts):
     """Calls the agent once per rollout, concurrently, each with its own session at the agent endpoint."""
 
     def __init__(self, config: AgentConfig, context: WorkflowContext) -> None:
         self._function, self._args, self._context = import_object(config.path), config.args, context
 
     @override
-    async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
-        seeds = (request_seed(seed, index) for index in range(count))
-        return tuple(await asyncio.gather(*(self._rollout(task, policy, rollout_seed) for rollout_seed in seeds)))
-
-    async def _rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
+    async def rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
         from openai import AsyncOpenAI
 
         async with self._context.agent_endpoint.session(policy, self._context.sampling, seed) as session:

@@ -6,13 +6,17 @@ state between calls, and a cancelled call leaves none.
 
 from __future__ import annotations
 
+import asyncio
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from typing_extensions import override
+
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
-from tinsmith.rl.policy.base import SamplingConfig, Snapshot
+from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.base import RewardValue, Score, all_correct
 from tinsmith.rl.types import POLICY, Rollout, Task, Trajectory, Turn
@@ -29,6 +33,20 @@ class Workflow(Protocol):
 
     async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
         """Return `count` rollouts of a task. An exception fails all of them."""
+        ...
+
+
+class IndependentRollouts(Workflow):
+    """Base class of workflows that make each rollout by itself; the rollouts of a task run concurrently."""
+
+    @override
+    async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
+        seeds = (request_seed(seed, index) for index in range(count))
+        return tuple(await asyncio.gather(*(self.rollout(task, policy, rollout_seed) for rollout_seed in seeds)))
+
+    @abstractmethod
+    async def rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
+        """Return one rollout of a task. An exception fails all rollouts of the call."""
         ...
 
 

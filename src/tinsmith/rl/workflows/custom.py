@@ -13,11 +13,12 @@ from typing_extensions import override
 
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.rl.plugins import Arguments, ImportPath, check_signature, import_object, path_text, validated
-from tinsmith.rl.policy.base import Snapshot, request_seed
+from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Rollout, Task
 from tinsmith.rl.workflows.base import (
     NO_REWARD,
     AdaptedWorkflow,
+    IndependentRollouts,
     Workflow,
     WorkflowContext,
     WorkflowOptions,
@@ -108,18 +109,14 @@ def _has_run(target: Any) -> bool:
     return issubclass(target, _RunsRollouts) if isinstance(target, type) else isinstance(target, _RunsRollouts)
 
 
-class FunctionWorkflow(Workflow):
+class FunctionWorkflow(IndependentRollouts):
     """Calls the function once per rollout, concurrently."""
 
     def __init__(self, function: Any, args: dict[str, Any], context: WorkflowContext) -> None:
         self._function, self._args, self._context = function, args, context
 
     @override
-    async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
-        seeds = (request_seed(seed, index) for index in range(count))
-        return tuple(await asyncio.gather(*(self._rollout(task, policy, rollout_seed) for rollout_seed in seeds)))
-
-    async def _rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
+    async def rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
         conversation = Conversation(policy, self._context.sampling, seed)
         try:
             reward = await self._function(task, conversation, **self._args)
@@ -130,18 +127,14 @@ class FunctionWorkflow(Workflow):
         return await score_turns(task, conversation.turns, self._context.rewards, policy, reward)
 
 
-class RoleWorkflow(Workflow):
+class RoleWorkflow(IndependentRollouts):
     """Calls `run` of a user's object once per rollout, concurrently, each with a WorkflowPolicy of its own."""
 
     def __init__(self, target: Any, timeout: float | None, context: WorkflowContext) -> None:
         self._target, self._timeout, self._context = target, timeout, context
 
     @override
-    async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
-        seeds = (request_seed(seed, index) for index in range(count))
-        return tuple(await asyncio.gather(*(self._rollout(task, policy, rollout_seed) for rollout_seed in seeds)))
-
-    async def _rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
+    async def rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
         context = self._context
         own = WorkflowPolicy(policy, context.sampling, seed, context.store, context.evaluating, context.rewards.pool)
         rollout = await self._attempt(task, own)

@@ -5,7 +5,6 @@ The turns of a rollout form one training row; the messages of the environment ar
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,9 +14,9 @@ from typing_extensions import override
 
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.rl.plugins import await_if_needed, check_signature, import_object
-from tinsmith.rl.policy.base import Snapshot, request_seed
+from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Rollout, Task, Termination, Turn
-from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions, score_turns
+from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions, score_turns
 from tinsmith.rl.workflows.conversation import Conversation
 from tinsmith.rl.workflows.single_turn import with_system_message
 
@@ -101,18 +100,14 @@ class MultiTurnConfig(WorkflowOptions):
         return MultiTurnWorkflow(self, context)
 
 
-class MultiTurnWorkflow(Workflow):
+class MultiTurnWorkflow(IndependentRollouts):
     """Plays the rollouts of a task concurrently, each with its own environment."""
 
     def __init__(self, config: MultiTurnConfig, context: WorkflowContext) -> None:
         self._config, self._context, self._environment = config, context, import_object(config.path)
 
     @override
-    async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
-        seeds = (request_seed(seed, index) for index in range(count))
-        return tuple(await asyncio.gather(*(self._rollout(task, policy, rollout_seed) for rollout_seed in seeds)))
-
-    async def _rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
+    async def rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
         """Play a rollout. A prompt that becomes too long ends it; any other exception fails it."""
         conversation = Conversation(policy, self._context.sampling, seed)
         termination: Termination = "max_prompt"

@@ -6,7 +6,6 @@ are matched by position, if there are as many as there are replies left. Anythin
 
 from __future__ import annotations
 
-import asyncio
 import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +17,11 @@ from typing_extensions import override
 from tinsmith.errors import UserError
 from tinsmith.rl.plugins import ImportPath
 from tinsmith.rl.policy.agent_endpoint import AgentSession
-from tinsmith.rl.policy.base import Snapshot, request_seed
+from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.policy.chat_session import ChatSession
 from tinsmith.rl.types import Rollout, Turn
 from tinsmith.rl.types import Task as RunTask
-from tinsmith.rl.workflows.base import Workflow, WorkflowContext, WorkflowOptions
+from tinsmith.rl.workflows.base import IndependentRollouts, Workflow, WorkflowContext, WorkflowOptions
 from tinsmith.rllm.engines.base import model_output
 from tinsmith.rllm.flows.records import AgentConfig, EvalOutput, Task
 from tinsmith.rllm.records import Episode, Step, Trajectory
@@ -53,7 +52,7 @@ class FlowOptions(WorkflowOptions):
         return FlowRollouts(self.flow, self.evaluator, context)
 
 
-class FlowRollouts(Workflow):
+class FlowRollouts(IndependentRollouts):
     """Calls the flow once per rollout, concurrently."""
 
     def __init__(self, flow: Any, scorer: Any, context: WorkflowContext) -> None:
@@ -61,26 +60,22 @@ class FlowRollouts(Workflow):
         self._executor = ThreadPoolExecutor(MAX_THREADS, "flow")
 
     @override
-    async def run(self, task: RunTask, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
-        seeds = [request_seed(seed, index) for index in range(count)]
-        return tuple(await asyncio.gather(*(self._rollout(task, policy, each) for each in seeds)))
-
-    async def _rollout(self, run_task: RunTask, policy: Snapshot, seed: int) -> Rollout:
-        context, row = self._context, task_row(run_task)
-        task = Task(id=run_task.id, instruction=_instruction(row, run_task), metadata=row)
+    async def rollout(self, task: RunTask, policy: Snapshot, seed: int) -> Rollout:
+        context, row = self._context, task_row(task)
+        flow_task = Task(id=task.id, instruction=_instruction(row, task), metadata=row)
         async with context.agent_endpoint.session(policy, context.sampling, seed, open_url=True) as session:
             try:
-                episode = await self._flow.arun(task, self._config(session, seed), self._executor)
+                episode = await self._flow.arun(flow_task, self._config(session, seed), self._executor)
                 episode.id = episode.id or f"{task.id}:{seed}"
                 attach_turns(episode, session)
-                await self._score(task, episode)
+                await self._score(flow_task, episode)
             except UserError as error:
                 return Rollout.single(session.turns).failed(str(error))
             except Exception as error:  # noqa: BLE001  user code: its error fails this rollout, not the group
                 place = traceback.extract_tb(error.__traceback__)[-1]
                 message = f"{type(error).__name__}: {error} ({place.filename}:{place.lineno})"
                 return Rollout.single(session.turns).failed(message)
-        return await scored(episode, run_task, policy, context)
+        return await scored(episode, task, policy, context)
 
     def _config(self, session: AgentSession, seed: int) -> AgentConfig:
         return AgentConfig(
