@@ -14,16 +14,17 @@ from tests.models import KINDS
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.lora import layers, linear
 from tinsmith.engine.lora.layers import apply_rotary, rms_norm, rotary_tables, silu_mul
-from tinsmith.engine.model import loading
+from tinsmith.engine.model import loading, self_check
+from tinsmith.engine.model.base_model import BaseModel
 
 
-def loaded(folder: Path, dtype: str = "float32") -> loading.BaseModel:
+def loaded(folder: Path, dtype: str = "float32") -> BaseModel:
     base = loading.load(EngineConfig(source=str(folder), dtype=dtype, device="cpu"))  # type: ignore[arg-type]
     linear.adapt(base)
     return base
 
 
-def kinds_of(base: loading.BaseModel) -> set[str]:
+def kinds_of(base: BaseModel) -> set[str]:
     return {
         type(module).__module__
         for module in base.body.modules()
@@ -35,18 +36,18 @@ def kinds_of(base: loading.BaseModel) -> set[str]:
 def test_modules_of_supported_models_are_replaced(kind: str, tiny: Callable[[str], Path]) -> None:
     base = loaded(tiny(kind))
     with torch.no_grad():
-        before = loading.probe(base)
+        before = self_check.probe(base)
         replaced = layers.replace_layers(base)
-        torch.testing.assert_close(loading.probe(replaced), before, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(self_check.probe(replaced), before, rtol=1e-4, atol=1e-4)
     assert replaced.float32_residual
     assert kinds_of(replaced) == {"tinsmith.engine.lora.layers"}
 
 
 def test_replaced_modules_are_closer_to_float32_in_bfloat16(tiny_llama: Path) -> None:
     with torch.no_grad():
-        exact, base = loading.probe(loaded(tiny_llama)), loaded(tiny_llama, "bfloat16")
-        original = (loading.probe(base) - exact).abs().mean()
-        replaced = (loading.probe(layers.replace_layers(base)) - exact).abs().mean()
+        exact, base = self_check.probe(loaded(tiny_llama)), loaded(tiny_llama, "bfloat16")
+        original = (self_check.probe(base) - exact).abs().mean()
+        replaced = (self_check.probe(layers.replace_layers(base)) - exact).abs().mean()
     assert replaced < original
 
 
@@ -59,9 +60,9 @@ def test_model_with_other_outputs_keeps_its_modules(part: str, tiny_llama: Path)
     else:
         module.register_forward_hook(lambda _, __, output: output * 1.1)
     with torch.no_grad():
-        before = loading.probe(base)
+        before = self_check.probe(base)
         after = layers.replace_layers(base)
-        torch.testing.assert_close(loading.probe(after), before, rtol=0, atol=0)
+        torch.testing.assert_close(self_check.probe(after), before, rtol=0, atol=0)
     assert not after.float32_residual
     assert "tinsmith.engine.lora.layers" not in kinds_of(after)
 

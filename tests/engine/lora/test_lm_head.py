@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tinsmith.engine.lora.lm_head import BLOCK_ROWS, LMHead, PackedTargets, ScoreGrads, log_softmax
+from tinsmith.engine.model.logit_rule import LogitRule
 
 
 def whole(hidden: Tensor, weight: Tensor, targets: PackedTargets) -> tuple[Tensor, Tensor]:
@@ -68,3 +69,20 @@ def test_sums_over_large_vocabulary_are_exact_to_float32(sharp: float) -> None:
         (log_softmax(logits), wanted),
     ):
         assert float((actual - exact).abs().mean()) < 1e-6
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_logit_rule_reaches_scores_and_gradients(softcap: float | None) -> None:
+    draw = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(32, 8, generator=draw), torch.randn(32, generator=draw)
+    hidden = torch.randn(5, 8, generator=draw).requires_grad_()
+    targets = PackedTargets(torch.arange(5), torch.arange(5))
+    head = LMHead(weight, LogitRule(0.5, softcap, bias))
+    logits = 0.5 * (hidden @ weight.T + bias)
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    wanted = logits.log_softmax(1)[targets.at, targets.ids]
+    wanted.backward(torch.arange(1.0, 6.0))
+    scored = head.score(hidden.detach(), [], targets, torch.ones(5, dtype=torch.bool))
+    torch.testing.assert_close(scored.logprobs, wanted.detach())
+    grad = head.backward(hidden.detach(), scored, targets, ScoreGrads(torch.arange(1.0, 6.0)))
+    torch.testing.assert_close(grad, hidden.grad)

@@ -19,7 +19,7 @@ from tests.engine.reference import assert_same, plain_model, tied_embeddings_are
 from tests.engine.training.test_trainer import FLAGS, spec
 from tests.models import KINDS
 from tinsmith.engine.base import AdamParams, LoraSpec
-from tinsmith.engine.lora.peft import read_spec
+from tinsmith.engine.lora.saved_spec import read_spec
 from tinsmith.errors import TinsmithError, Unsupported
 
 ADAM = AdamParams(learning_rate=5e-3, eps=1e-8)
@@ -223,7 +223,13 @@ def test_adapter_written_by_peft_is_loaded(engine: Any, tiny_llama: Path, wait: 
     np.testing.assert_allclose(logprobs(engine, model_id, wait), peft_logprobs(tiny_llama, folder), atol=1e-5)
 
 
-PLAIN = [{}, {"init_lora_weights": "gaussian"}, {"init_lora_weights": False}, {"qalora_group_size": 8}]
+PLAIN = [
+    {},
+    {"fan_in_fan_out": True},
+    {"init_lora_weights": "gaussian"},
+    {"init_lora_weights": False},
+    {"qalora_group_size": 8},
+]
 
 
 @pytest.mark.parametrize("settings", PLAIN, ids=str)
@@ -238,7 +244,6 @@ OTHERS = [
     {"init_lora_weights": "loftq"},
     {"alora_invocation_tokens": [7, 7]},
     {"layer_replication": [[0, 2], [1, 3]]},
-    {"fan_in_fan_out": True},
     {"use_qalora": True},
     {"bias": "lora_only"},
     {"lora_bias": True},

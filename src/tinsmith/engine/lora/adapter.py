@@ -2,6 +2,9 @@
 
 An adapter's matrices are views of one flat float32 tensor, at the offsets of its layout, so an optimizer step, a copy
 or a norm is one operation. A is initialized Kaiming-uniform from the seed and B with zeros, as PEFT does.
+
+An adapter has a pair A, B at each of its sites: a projection, a slice of a projection's rows, or one projection of all
+experts of a layer. Experts share the factor on the side of the residual stream, and each has its own other factor.
 """
 
 from __future__ import annotations
@@ -9,19 +12,49 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.model.packing import AdapterSpan
+from tinsmith.engine.model_parts import HEAD
 
-HEAD = "lm_head"
+
+@dataclass(frozen=True, slots=True)
+class AdapterSite:
+    """Where an adapter has a pair of matrices: a projection or some of its rows, or a projection of every expert."""
+
+    name: str
+    inputs: int
+    outputs: int
+    experts: int = 0
+    """Number of experts; 0 for a projection outside of a mixture of experts."""
+    shared: Literal["", "a", "b"] = ""
+    """The matrix that all experts share."""
+
+    @property
+    def parameters_per_rank(self) -> int:
+        a_stack, b_stack = self._stacks
+        return max(a_stack, 1) * self.inputs + max(b_stack, 1) * self.outputs
+
+    def shapes(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Shapes of A and B: [rank, in] and [out, rank], for experts with a leading dimension E, or 1 if shared."""
+        a_shape, b_shape = (rank, self.inputs), (self.outputs, rank)
+        if not self.experts:
+            return a_shape, b_shape
+        a_stack, b_stack = self._stacks
+        return (a_stack, *a_shape), (b_stack, *b_shape)
+
+    @property
+    def _stacks(self) -> tuple[int, int]:
+        return (1 if self.shared == "a" else self.experts), (1 if self.shared == "b" else self.experts)
 
 
 @dataclass(frozen=True, slots=True)
 class LoraPair:
-    """A [rank, in] and B [out, rank] of one projection, or their gradients."""
+    """A and B of one site, in the shapes of `AdapterSite.shapes`, or their gradients."""
 
     a: Tensor
     b: Tensor
@@ -29,11 +62,10 @@ class LoraPair:
 
 @dataclass(frozen=True, slots=True)
 class AdapterLayout:
-    """Offsets of each projection's A and B in an adapter's flat tensor; the head's are last."""
+    """Offsets of each site's A and B in an adapter's flat tensor; the head's are last."""
 
     spec: LoraSpec
-    shapes: tuple[tuple[str, int, int], ...]
-    """(module name, in, out), in order."""
+    sites: tuple[AdapterSite, ...]
 
     @property
     def scale(self) -> float:
@@ -42,37 +74,35 @@ class AdapterLayout:
     @property
     def size(self) -> int:
         """Elements of the flat tensor."""
-        return sum(self.spec.rank * (width + height) for _, width, height in self.shapes)
+        return self.spec.rank * sum(site.parameters_per_rank for site in self.sites)
 
     @property
     def body_size(self) -> int:
         """Elements without the head's."""
-        return sum(self.spec.rank * (width + height) for name, width, height in self.shapes if name != HEAD)
+        return self.spec.rank * sum(site.parameters_per_rank for site in self.sites if site.name != HEAD)
 
     def pairs(self, flat: Tensor) -> dict[str, LoraPair]:
-        """Views of `flat` by module name."""
-        return self._split(flat, self.shapes)
+        """Views of `flat` by site name."""
+        return self._split(flat, self.sites)
 
     def pairs_of_parts(self, body: Tensor, head: Tensor) -> dict[str, LoraPair]:
-        """Views by module name of a flat tensor that was split at `body_size`."""
-        last = [shape for shape in self.shapes if shape[0] == HEAD]
-        return self._split(body, self.shapes[: len(self.shapes) - len(last)]) | self._split(head, last)
+        """Views by site name of a flat tensor that was split at `body_size`."""
+        last = [site for site in self.sites if site.name == HEAD]
+        return self._split(body, self.sites[: len(self.sites) - len(last)]) | self._split(head, last)
 
-    def _split(self, flat: Tensor, shapes: Sequence[tuple[str, int, int]]) -> dict[str, LoraPair]:
-        """One split for all modules, because hundreds of slices would take milliseconds of each step."""
-        rank = self.spec.rank
-        pieces = iter(flat.split([rank * length for _, width, height in shapes for length in (width, height)]))
-        return {
-            name: LoraPair(next(pieces).view(rank, width), next(pieces).view(height, rank))
-            for name, width, height in shapes
-        }
+    def _split(self, flat: Tensor, sites: Sequence[AdapterSite]) -> dict[str, LoraPair]:
+        """One split for all sites, because hundreds of slices would take milliseconds of each step."""
+        shapes = [shape for site in sites for shape in site.shapes(self.spec.rank)]
+        pieces = flat.split([math.prod(shape) for shape in shapes])
+        views = iter([piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)])
+        return {site.name: LoraPair(next(views), next(views)) for site in sites}
 
     def initial(self) -> Tensor:
         """A new adapter, float32 [size] on the CPU; the same for the same seed on every machine."""
         generator = torch.Generator("cpu").manual_seed(self.spec.seed & (2**63 - 1))
         flat = torch.zeros(self.size, device="cpu")
         for pair in self.pairs(flat).values():
-            bound = 1 / math.sqrt(pair.a.shape[1])
+            bound = 1 / math.sqrt(pair.a.shape[-1])
             pair.a.uniform_(-bound, bound, generator=generator)
         return flat
 

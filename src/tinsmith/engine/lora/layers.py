@@ -1,19 +1,17 @@
 """Own modules for a layer's norms, attention and MLP, which replace the base model's where they compute the same.
 
 They save less for the backward, compute projections that share an input together, and keep the residual stream in
-float32, so that the sum over all layers is rounded once and not at each layer. PyTorch would save every temporary of a
-norm, a rotation or a gate for the backward; here the gate saves its inputs, and the norm its output, which the
-projections that read it save anyway.
+float32, so that the sum over all layers is rounded once. PyTorch would save every temporary of a norm, a rotation or a
+gate for the backward; here the gate saves its inputs, and the norm its output, which its readers save anyway.
 
-`replace_layers` recognizes modules of the Llama, Qwen2, Qwen3 and Mistral families by their parts. Each replacement
-must give the output of the original on the same inputs, and the whole model the same hidden states on a small packed
-tree. Any other model keeps its own modules.
+`replace_layers` recognizes modules of the Llama, Qwen and Mistral families by their parts. Each replacement
+must give the original's output on the same inputs, and the whole model the same hidden states on a small tree.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,17 +20,24 @@ from typing_extensions import override
 
 from tinsmith.engine.lora.linear import LoraLinear, project
 from tinsmith.engine.model.attention import AttentionContext, packed_attention
-from tinsmith.engine.model.loading import BaseModel, in_float32, probe, probe_tree
+from tinsmith.engine.model.attention_rule import AttentionRule
+from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.engine.model.hybrid.gated_delta_net import GatedDeltaNet
+from tinsmith.engine.model.self_check import in_float32, probe, probe_tree
+from tinsmith.engine.model.support import is_expert_stack
 
 
-def rms_norm(inputs: Tensor, weight: Tensor, eps: float, inverse: Tensor | None = None) -> Tensor:
-    """weight x / sqrt(mean(x^2) + eps) of inputs [..., D] of any float dtype, in the weight's dtype; float32 inside.
+def rms_norm(
+    inputs: Tensor, weight: Tensor, eps: float, inverse: Tensor | None = None, dtype: torch.dtype | None = None
+) -> Tensor:
+    """weight x / sqrt(mean(x^2) + eps) of inputs [..., D] of any float dtype, in `dtype`, by default the weight's;
+    float32 inside.
 
     With `inverse`, 1 / weight in float32, the backward starts from the output and the inputs are not saved.
     """
     if torch.is_grad_enabled() and inputs.requires_grad:
-        return _RMSNormFunction.apply(inputs, weight, eps, inverse)  # type: ignore[no-any-return]
-    return _rms_norm(inputs, weight, eps)[0]
+        return _RMSNormFunction.apply(inputs, weight, eps, inverse, dtype)  # type: ignore[no-any-return]
+    return _rms_norm(inputs, weight, eps, dtype)[0]
 
 
 def rotary_tables(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -45,7 +50,12 @@ def rotary_tables(cos: Tensor, sin: Tensor, dtype: torch.dtype) -> tuple[Tensor,
 
 
 def apply_rotary(inputs: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding of inputs [1, T, H, D] by `rotary_tables`; dimension i is paired with i + D / 2."""
+    """Rotary position embedding of inputs [1, T, H, D] by `rotary_tables`; dimension i is paired with i + D / 2.
+
+    Tables narrower than the inputs rotate their first dimensions only.
+    """
+    if (width := cos.shape[-1]) < inputs.shape[-1]:
+        return torch.cat([apply_rotary(inputs[..., :width], cos, sin), inputs[..., width:]], -1)
     if torch.is_grad_enabled() and inputs.requires_grad:
         return _RotaryFunction.apply(inputs, cos, sin)  # type: ignore[no-any-return]
     return _apply_rotary(inputs, cos, sin, 1)
@@ -58,31 +68,33 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return torch.nn.functional.silu(gate).mul_(up)
 
 
-def _rms_norm(inputs: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _rms_norm(inputs: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """The normed inputs, and 1 / sqrt(mean(x^2) + eps) of each row [..., 1]."""
     wide = inputs.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     inverse_rms = length.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
-    return (wide * inverse_rms).mul_(weight).to(weight.dtype), inverse_rms
+    return (wide * inverse_rms).mul_(weight).to(dtype or weight.dtype), inverse_rms
 
 
 class _RMSNormFunction(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, inputs: Tensor, weight: Tensor, eps: float, inverse: Tensor | None) -> Tensor:
-        output, inverse_rms = _rms_norm(inputs, weight, eps)
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, eps: float, inverse: Tensor | None, dtype: torch.dtype | None
+    ) -> Tensor:
+        output, inverse_rms = _rms_norm(inputs, weight, eps, dtype)
         ctx.save_for_backward(inputs if inverse is None else output, weight, inverse_rms, inverse)
         ctx.dtype = inputs.dtype
         return output
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         saved, weight, inverse_rms, inverse = ctx.saved_tensors
         normed = saved * (inverse_rms if inverse is None else inverse)  # x / sqrt(mean(x^2) + eps), float32
         grad = grads[0] * weight.float()
         along = (grad * normed).sum(-1, keepdim=True).div_(normed.shape[-1])
-        return grad.addcmul_(normed, along, value=-1).mul_(inverse_rms).to(ctx.dtype), None, None, None
+        return grad.addcmul_(normed, along, value=-1).mul_(inverse_rms).to(ctx.dtype), None, None, None, None
 
 
 def _apply_rotary(inputs: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
@@ -135,31 +147,39 @@ because they cannot be recovered from its output."""
 _ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
 _NORMS = {"q_norm", "k_norm"}
 _MLP = {"gate_proj", "up_proj", "down_proj"}
+_ZERO_CENTRED = {"Qwen3_5RMSNorm", "Qwen3_5MoeRMSNorm", "Qwen3NextRMSNorm"}
+"""Norms that multiply by 1 + weight."""
 
 
 class FusedProjections:
-    """Projections that read the same input, computed together: [1, T, in] -> [T, out] of each."""
+    """Projections that read the same input, computed together: [..., in] -> [T, out] of each."""
 
     def __init__(self, *linears: LoraLinear) -> None:
-        self._projections, self._router = [linear.projection for linear in linears], linears[0].router
+        self._projections, self._active = [linear.projection for linear in linears], linears[0].active
 
     def __call__(self, inputs: Tensor) -> tuple[Tensor, ...]:
-        return project(inputs.squeeze(0), self._projections, self._router.groups)
+        return project(inputs.flatten(0, -2), self._projections, self._active.groups)
 
 
 class RMSNorm(nn.Module):
-    """RMSNorm of float32 or the weight's dtype; the output has the weight's dtype."""
+    """RMSNorm of float32 or the base's dtype; the output has the base's dtype.
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
+    The norms of some models multiply by 1 + weight, in float32.
+    """
+
+    def __init__(self, base: Any, eps: float, *, plus_one: bool = False) -> None:
         super().__init__()
-        self.weight, self.eps = weight, eps
-        wide = weight.detach().float()
-        invertible = bool((wide.abs() > MIN_NORM_WEIGHT * torch.finfo(weight.dtype).tiny).all())
+        self.weight, self.eps, self.dtype = base.weight, eps, base.weight.dtype
+        wide = base.weight.detach().float()
+        if plus_one:
+            wide = wide + 1
+            self.weight = nn.Parameter(wide, requires_grad=False)
+        invertible = bool((wide.abs() > MIN_NORM_WEIGHT * torch.finfo(self.dtype).tiny).all())
         self.inverse = 1 / wide if invertible else None
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        return rms_norm(inputs, self.weight, self.eps, self.inverse)
+        return rms_norm(inputs, self.weight, self.eps, self.inverse, self.dtype)
 
 
 class RotaryEmbedding(nn.Module):
@@ -176,7 +196,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention by the pass's context; q and k are normed per head where the base does so."""
+    """Attention by the pass's context; q and k are normed per head, and outputs gated, where the base does so."""
 
     def __init__(self, base: Any) -> None:
         super().__init__()
@@ -184,19 +204,29 @@ class Attention(nn.Module):
         parts = dict(base.named_children())
         norms = (_replacement(parts[name]) if name in parts else None for name in ("q_norm", "k_norm"))
         self.q_norm, self.k_norm = norms
-        self.layer, self.width, self.scale = int(base.layer_idx), int(base.head_dim), float(base.scaling)
+        self.layer, self.width, self.rule = (
+            int(base.layer_idx),
+            int(base.head_dim),
+            AttentionRule(float(base.scaling)),
+        )  # completed by `_same_attention`
         self._fused = FusedProjections(base.q_proj, base.k_proj, base.v_proj)
+        self._gated = base.q_proj.target.outputs == 2 * base.o_proj.target.inputs
 
     @override
     def forward(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], context: AttentionContext, **_: Any
     ) -> tuple[Tensor, None]:
-        outputs = self._fused(hidden_states)
-        query, key, value = (output.view(1, len(output), -1, self.width) for output in outputs)  # [1, T, H, D]
+        outputs = [output.view(1, len(output), -1, self.width) for output in self._fused(hidden_states)]
+        query, key, value = outputs  # [1, T, H, D]
+        gate = None
+        if self._gated:
+            query, gate = (query[:, :, start::2] for start in (0, 1))  # each head's queries, then its gates
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
         query, key = (apply_rotary(heads, *position_embeddings).transpose(1, 2) for heads in (query, key))
-        attended = context.attend(self.layer, query, key, value.transpose(1, 2), self.scale)
+        attended = context.attend(self.layer, query, key, value.transpose(1, 2), self.rule)
+        if gate is not None:
+            attended = attended * gate.sigmoid()
         return self.o_proj(attended.flatten(2)), None
 
 
@@ -211,12 +241,15 @@ class MLP(nn.Module):
     @override
     def forward(self, inputs: Tensor) -> Tensor:
         gate, up = self._fused(inputs)
-        return self.down_proj(silu_mul(gate, up)[None])
+        return self.down_proj(silu_mul(gate, up).view(*inputs.shape[:-1], -1))
 
 
 @torch.no_grad()
 def replace_layers(base: BaseModel) -> BaseModel:
     """The base, which `adapt` has adapted, with its modules replaced if the results agree; else unchanged."""
+    for module in base.model.modules():
+        if isinstance(module, GatedDeltaNet):
+            module.project = FusedProjections(*module.adapted)  # type: ignore[arg-type]
     replacements = list(_replacements(base))
     if not replacements:
         return base
@@ -232,6 +265,24 @@ def replace_layers(base: BaseModel) -> BaseModel:
     return base
 
 
+def replace_layers_as(base: BaseModel, probe_base: BaseModel) -> BaseModel:
+    """The base with its modules replaced as those of `probe_base` were, the first layers of the same model.
+
+    Nothing is computed, so the base's projections may have no values yet. All layers must be alike.
+    """
+    rules = [module.rule for module in probe_base.body.modules() if isinstance(module, Attention)]
+    body = base.body
+    for parent in list(body.modules()):
+        for name, child in list(parent.named_children()):
+            if name not in _NORMS and (module := _replacement(child)) is not None:
+                if isinstance(module, Attention):
+                    module.rule = rules[0]
+                setattr(parent, name, module)
+    rotary = body.get_submodule("rotary_emb")
+    body.rotary_emb = RotaryEmbedding(rotary, base.dtype)
+    return replace(base, float32_residual=True)
+
+
 def _same_hidden_states(replaced: BaseModel, expected: Tensor) -> bool:
     try:
         error = (probe(replaced) - expected).abs().mean() / expected.std().clamp(min=1e-6)
@@ -241,7 +292,10 @@ def _same_hidden_states(replaced: BaseModel, expected: Tensor) -> bool:
 
 
 def _replacements(base: BaseModel) -> Iterator[tuple[nn.Module, str, nn.Module]]:
-    """(parent, child's name, replacement) if all norms, attentions and MLPs of the body can be replaced."""
+    """(parent, child's name, replacement) if all norms, attentions and MLPs of the body can be replaced.
+
+    A layer has an MLP, or experts, which stay as they are, and possibly an MLP that all tokens share.
+    """
     body = base.body
     candidates = [
         (parent, name, _replacement(child))
@@ -250,11 +304,14 @@ def _replacements(base: BaseModel) -> Iterator[tuple[nn.Module, str, nn.Module]]
         if name not in _NORMS  # replaced together with their attention
     ]
     replacements = [(parent, name, module) for parent, name, module in candidates if module is not None]
-    layers = sum(isinstance(module, MLP) for _, _, module in replacements)
+    mlps = sum(isinstance(module, MLP) for _, _, module in replacements)
+    linear_mlps = sum({name for name, _ in module.named_children()} >= _MLP for module in body.modules())
+    mixtures = sum(map(is_expert_stack, body.modules()))
     norms = sum(isinstance(module, RMSNorm) for _, _, module in replacements)
     attentions = sum(isinstance(module, Attention) for _, _, module in replacements)
+    mixers = attentions + sum(isinstance(module, GatedDeltaNet) for module in body.modules())
     rotary = dict(body.named_children()).get("rotary_emb")
-    complete = layers and layers == attentions and norms == 2 * layers + 1
+    complete = attentions and norms == 2 * mixers + 1 and mlps == linear_mlps and mlps + mixtures >= mixers
     if not rotary or not complete:
         return
     if all(_same_outputs(base, parent.get_submodule(name), module, rotary) for parent, name, module in replacements):
@@ -265,7 +322,7 @@ def _replacements(base: BaseModel) -> Iterator[tuple[nn.Module, str, nn.Module]]
 def _same_outputs(base: BaseModel, original: nn.Module, replacement: nn.Module, rotary: nn.Module) -> bool:
     """Whether a replacement gives the outputs of the original on random inputs."""
     if isinstance(replacement, Attention):
-        return _same_attention(base, original, rotary)
+        return _same_attention(base, original, replacement, rotary)
     weight: Any = replacement.weight if isinstance(replacement, RMSNorm) else replacement.gate_proj.frozen  # type: ignore[union-attr]
     draw = torch.Generator().manual_seed(0)
     inputs = torch.randn(1, 3, weight.shape[-1], generator=draw).to(weight.device, weight.dtype)
@@ -273,24 +330,41 @@ def _same_outputs(base: BaseModel, original: nn.Module, replacement: nn.Module, 
     return bool((replacement(inputs).float() - expected).abs().mean() <= MODULE_TOLERANCE * expected.std())
 
 
-def _same_attention(base: BaseModel, original: nn.Module, rotary: nn.Module) -> bool:
-    """The same for an attention, in float32."""
+@dataclass(slots=True)
+class _RuleRecorder:
+    """Attention context that keeps the rule which a module passes: its window may be known to the module alone."""
+
+    context: AttentionContext
+    rule: AttentionRule | None = None
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """As `AttentionContext.attend`."""
+        self.rule = rule
+        return self.context.attend(layer, query, key, value, rule)
+
+
+def _same_attention(base: BaseModel, original: nn.Module, final: Attention, rotary: nn.Module) -> bool:
+    """The same for an attention, in float32; gives `final`, its replacement, the original's rule."""
     tree = probe_tree(base)
     draw = torch.Generator().manual_seed(0)
     inputs = torch.randn(1, len(tree.tokens), base.head.shape[1], generator=draw).to(base.device)
     positions = torch.as_tensor(tree.positions, device=base.device)[None]
-    context = packed_attention(tree, torch.float32, base.device)
+    context = _RuleRecorder(packed_attention(tree, torch.float32, base.device))
     linears = [module for module in original.modules() if isinstance(module, LoraLinear)]
     narrow = [linear.frozen for linear in linears]
     try:
         for linear in linears:
             linear.frozen = linear.frozen.float32()
         replacement = Attention(original)  # built on the float32 projections
+        for norm in (replacement.q_norm, replacement.k_norm):
+            if isinstance(norm, RMSNorm):
+                norm.dtype = torch.float32
         with in_float32(original), in_float32(replacement):
             tables = rotary(inputs, positions)
             expected = original(hidden_states=inputs, position_embeddings=tables, attention_mask=None, context=context)[
                 0
             ]
+            replacement.rule = final.rule = context.rule or final.rule
             output = replacement(inputs, RotaryEmbedding(rotary, torch.float32)(inputs, positions), context)[0]
     except Exception:  # noqa: BLE001 - an attention that cannot be called like this is of another kind
         return False
@@ -310,7 +384,9 @@ def _replacement(module: nn.Module) -> nn.Module | None:
     if children >= _MLP and children - _MLP <= {"act_fn"} and linear and _is_silu(module.act_fn):  # type: ignore[arg-type]
         return MLP(module)
     if kind.endswith("RMSNorm") and not children and "variance_epsilon" in vars(module):
-        return RMSNorm(module.weight, float(module.variance_epsilon))  # type: ignore[arg-type]
+        return RMSNorm(module, float(module.variance_epsilon))  # type: ignore[arg-type]
+    if kind in _ZERO_CENTRED:
+        return RMSNorm(module, float(module.eps), plus_one=True)  # type: ignore[arg-type]
     return None
 
 

@@ -1,13 +1,13 @@
 """The projections of a base model with LoRA adapters added, forward and backward written by hand.
 
-`adapt` replaces every projection by a LoraLinear. The shared Router holds which adapter serves which packed
-positions of the current pass; each projection computes
+`adapt` replaces every projection that adapters reach (`targets`) by a LoraLinear. The shared ActiveAdapters hold which
+adapter serves which packed positions of the current pass; each projection computes
 
     y = W x + s B A x        W frozen, s = alpha / rank, A and B of the adapter at that position
 
 The backward adds the adapters' gradients to their gradient buffers and returns the gradient of the input. It forms no
-gradient of W. Projections that read the same input (q, k, v; gate, up) are computed together: their A matrices are
-concatenated, so that A x is one product.
+gradient of W. A fused projection can have a pair A, B for each of several slices of its rows. Projections that read the
+same input (q, k, v; gate, up) are computed together: their A matrices are concatenated, so that A x is one product.
 
 Adapters are computed one by one (AdapterSlice), or, where many have few positions each, as batched products over
 stacked matrices (AdapterBatch): 64 tenants with 16 tokens each would otherwise need 80,000 tiny products for a pass.
@@ -24,13 +24,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from transformers.pytorch_utils import Conv1D
 from typing_extensions import override
 
 from tinsmith.engine.base import LoraSpec
-from tinsmith.engine.lora.adapter import HEAD, AdapterLayout, AdapterWeights, PlacedAdapter
+from tinsmith.engine.lora import experts, targets
+from tinsmith.engine.lora.adapter import AdapterLayout, AdapterSite, AdapterWeights, PlacedAdapter
 from tinsmith.engine.lora.matmul import FrozenLinear
-from tinsmith.engine.model.loading import BaseModel
-from tinsmith.engine.model.support import PROJECTIONS
+from tinsmith.engine.lora.quantized_linear import QuantizedLinear, frozen_linear
+from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.engine.model.support import is_expert_stack
+from tinsmith.engine.model_parts import HEAD
 
 MIN_BATCH_ADAPTERS = 4
 """Fewer adapters of one shape are computed one by one."""
@@ -42,78 +46,126 @@ _LENGTH_CLASSES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, MAX_BATCH_POSITIONS)
 """Adapters are batched with others of the same class of length, so that little is padded."""
 
 
-class Router:
+class ActiveAdapters:
     """Which adapter serves which packed positions of the current pass; shared by all projections."""
 
     def __init__(self) -> None:
         self.groups: AdapterGroups = ()
+        self.placed: tuple[PlacedAdapter, ...] = ()
 
     @contextmanager
     def using(self, placed: Sequence[PlacedAdapter]) -> Iterator[None]:
         """Serve these adapters within the context, for forward and backward."""
-        self.groups = group_adapters(placed)
+        self.resume(placed)
         try:
             yield
         finally:
-            self.groups = ()
+            self.resume(())
+
+    def resume(self, placed: Sequence[PlacedAdapter]) -> None:
+        """Serve these adapters from now on."""
+        self.placed, self.groups = tuple(placed), group_adapters(placed)
 
 
 class LoraLinear(nn.Module):
-    """A frozen projection plus the contribution of the router's adapters."""
+    """A frozen projection plus the contribution of the active adapters."""
 
-    def __init__(self, base: nn.Linear, name: str, router: Router) -> None:
+    def __init__(self, base: nn.Linear | Conv1D, target: targets.LinearTarget, active: ActiveAdapters) -> None:
         super().__init__()
-        bias = None if base.bias is None else base.bias.detach()
-        self.frozen, self.name, self.router = FrozenLinear(base.weight.detach(), bias), name, router
+        self.frozen = frozen_linear(base)
+        self.name, self.target, self.active = target.name, target, active
 
     @override
     def forward(self, inputs: Tensor) -> Tensor:
-        return project(inputs.squeeze(0), [self.projection], self.router.groups)[0][None]
+        (output,) = project(inputs.flatten(0, -2), [self.projection], self.active.groups)
+        return output.view(*inputs.shape[:-1], -1)
 
     @property
     def projection(self) -> Projection:
         """Argument of `project`."""
-        return Projection(self.name, self.frozen)
+        return Projection(self.name, self.frozen, self.target.slices)
 
 
-def adapt(base: BaseModel) -> Router:
-    """Replace every projection of the base by a LoraLinear; returns the router that they share."""
-    router = Router()
-    leaves = {name for names in PROJECTIONS.values() for name in names}
-    for path, module in list(base.model.named_modules()):
-        parent, _, leaf = path.rpartition(".")
-        if leaf in leaves and isinstance(module, nn.Linear):
-            setattr(base.model.get_submodule(parent), leaf, LoraLinear(module, path, router))
-    return router
+def adapt(base: BaseModel) -> ActiveAdapters:
+    """Replace every projection that adapters reach by a LoraLinear, and compute experts here too (`experts`).
+
+    Returns the ActiveAdapters that they share. Raises Unsupported for a model with linear modules of unknown meaning.
+    """
+    active = ActiveAdapters()
+    for target in list(targets.targets(base.model)):
+        if isinstance(target, targets.LinearTarget):
+            parent, _, leaf = target.name.rpartition(".")
+            module: Any = base.model.get_submodule(target.name)
+            setattr(base.model.get_submodule(parent), leaf, LoraLinear(module, target, active))
+    experts.install(base.model, active)
+    return active
 
 
 def layout_for(base: BaseModel, spec: LoraSpec) -> AdapterLayout:
     """Layout of an adapter on an adapted base, over the modules that the spec trains."""
-    leaves = (*(PROJECTIONS["attn"] if spec.train_attn else ()), *(PROJECTIONS["mlp"] if spec.train_mlp else ()))
-    shapes = [
-        (module.name, module.frozen.shape[1], module.frozen.shape[0])
-        for module in base.model.modules()
-        if isinstance(module, LoraLinear) and module.name.rpartition(".")[2] in leaves
-    ]
+    sites = targets.sites_for(adapted_targets(base.model), spec)
     if spec.train_unembed:
-        shapes.append((HEAD, base.head.shape[1], base.head.shape[0]))
-    return AdapterLayout(spec, tuple(shapes))
+        sites.append(AdapterSite(HEAD, base.head.shape[1], base.head.shape[0]))
+    return AdapterLayout(spec, tuple(sites))
+
+
+def adapted_targets(model: nn.Module) -> Iterator[targets.Target]:
+    """Everything that adapters reach of a model on which `adapt` has run, in the order of its modules.
+
+    The output projection of a mixer comes last: transformers' Gated DeltaNet has it first, that of this engine last.
+    """
+    for _, same_parent in groupby(_targets(model), lambda target: target.name.rpartition(".")[0]):
+        yield from sorted(same_parent, key=lambda target: target.name.endswith(".linear_attn.out_proj"))
+
+
+def _targets(model: nn.Module) -> Iterator[targets.Target]:
+    for module in model.modules():
+        if isinstance(module, LoraLinear):
+            yield module.target
+        elif is_expert_stack(module):
+            yield targets.expert_target(experts.stack_of(module).name, module)
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A frozen projection and its module name."""
+    """A frozen projection, its module name, and the slices of its rows that have pairs of their own."""
 
     name: str
-    frozen: FrozenLinear
+    frozen: FrozenLinear | QuantizedLinear
+    slices: tuple[targets.RowSlice, ...] = ()
 
 
 def project(inputs: Tensor, projections: Sequence[Projection], groups: AdapterGroups) -> tuple[Tensor, ...]:
     """inputs [T, in] -> outputs [T, out] of each projection, including the adapters that have these projections."""
-    groups = [group for group in groups if group.has(projections[0].name)]
+    first = projections[0]
+    name = first.slices[0].name if first.slices else first.name
+    groups = [group for group in groups if group.has(name)]
     if torch.is_grad_enabled() and inputs.requires_grad:
         return _Project.apply(inputs, projections, groups)  # type: ignore[no-any-return]
     return tuple(_forward(inputs, projections, groups)[0])
+
+
+def _sites(
+    projections: Sequence[Projection], wide: Sequence[Tensor], *, write: bool
+) -> tuple[list[str], Sequence[Tensor], list[tuple[Tensor, Tensor]]]:
+    """Names of the sites of projections, and their columns of the projections' outputs or gradients [T, out].
+
+    The columns are views. Those of slices in blocks are copies; `write` returns each with the view it was copied from.
+    """
+    if not any(projection.slices for projection in projections):
+        return [projection.name for projection in projections], wide, []
+    names, columns, copies = list[str](), list[Tensor](), list[tuple[Tensor, Tensor]]()
+    for projection, tensor in zip(projections, wide, strict=True):
+        for rows in projection.slices:
+            view = rows.view(tensor)
+            names.append(rows.name)
+            columns.append(view.flatten(1) if rows.blocks > 1 else view)
+            if write and rows.blocks > 1:
+                copies.append((view, columns[-1]))
+        if not projection.slices:
+            names.append(projection.name)
+            columns.append(tensor)
+    return names, columns, copies
 
 
 def _forward(
@@ -121,8 +173,13 @@ def _forward(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs of each projection, and A x of each group."""
     outputs = [projection.frozen(inputs) for projection in projections]
-    names = [projection.name for projection in projections]
-    return outputs, [group.forward(inputs, outputs, names) for group in groups]
+    if not groups:
+        return outputs, []
+    names, columns, copies = _sites(projections, outputs, write=True)
+    narrow = [group.forward(inputs, columns, names) for group in groups]
+    for view, copy in copies:
+        view.copy_(copy.view_as(view))
+    return outputs, narrow
 
 
 class _Project(torch.autograd.Function):
@@ -140,14 +197,14 @@ class _Project(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        names = [projection.name for projection in ctx.projections]
         input_grad = ctx.projections[0].frozen.backward(grads[0])
         for grad, projection in zip(grads[1:], ctx.projections[1:], strict=True):
             input_grad = projection.frozen.backward(grad, onto=input_grad)
+        names, columns, _ = _sites(ctx.projections, grads, write=False)
         saved = ctx.saved_tensors
         for number, group in enumerate(ctx.groups):
             inputs, narrow = (saved[0], saved[1 + number]) if saved else (None, None)
-            group.backward(input_grad, grads, names, inputs, narrow)
+            group.backward(input_grad, columns, names, inputs, narrow)
         return input_grad, None, None
 
 

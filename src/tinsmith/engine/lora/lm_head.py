@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tinsmith.engine.lora.adapter import HEAD, AdapterWeights, PlacedAdapter
+from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
 from tinsmith.engine.lora.matmul import FrozenLinear
+from tinsmith.engine.model.logit_rule import LogitRule
+from tinsmith.engine.model_parts import HEAD
 
 BLOCK_ROWS = 160
 """Rows of logits in a block: 31 MB for a vocabulary of 49,152, which stays in a CPU's cache."""
@@ -60,6 +62,8 @@ class SavedProbs:
     """Positions are indices in `rows`."""
     rows: Tensor
     probs: Tensor
+    rule_grad: Tensor | None = None
+    """d logit / d product [R, V], where logits have a soft cap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +86,10 @@ class ScoreGrads:
 class LMHead:
     """The base model's output weights [V, D]: float32 products forward, in the base's dtype backward."""
 
-    def __init__(self, weight: Tensor) -> None:
-        self._weight, self._frozen = weight, FrozenLinear(weight.float()).reorder(backward=False)
+    def __init__(self, weight: Tensor, rule: LogitRule = LogitRule()) -> None:  # noqa: B008 - frozen
+        self._weight, self._rule = weight, rule
+        bias = None if rule.bias is None else rule.bias.float()
+        self._frozen = FrozenLinear(weight.float(), bias).reorder(backward=False)
 
     def logits(self, hidden: Tensor, weights: AdapterWeights | None) -> Tensor:
         """[R, D] -> float32 [R, V], under one adapter or none."""
@@ -103,7 +109,7 @@ class LMHead:
             if HEAD in weights.pairs:
                 pair = weights.pairs[HEAD]
                 logits[start:stop].addmm_(wide[start:stop] @ pair.a.T, pair.b.T, alpha=weights.scale)
-        return logits
+        return self._rule.apply(logits)
 
     @torch.no_grad()
     def score(
@@ -134,6 +140,7 @@ class LMHead:
             adapters = _among(placed, rows)
             logits = self._logits(hidden[rows], adapters)
             picked, top = logits[row, targets.ids[numbers]], logits.amax(1)
+            rule_grad = self._rule.gradient(logits, hidden.dtype) if has_grad else None
             shifted = logits - top[:, None] if entropy is not None else None
             probs = torch.softmax(logits, 1, out=logits)
             total = probs.sum(1)
@@ -142,7 +149,7 @@ class LMHead:
             if entropy is not None and shifted is not None:
                 entropy[rows] = log_sum - shifted.mul_(probs).sum(1) / total
             if has_grad:
-                saved.append(SavedProbs(adapters, rows, probs.to(hidden.dtype)))
+                saved.append(SavedProbs(adapters, rows, probs.to(hidden.dtype), rule_grad))
             del logits, probs, shifted  # the next block reuses this memory
         return TargetScores(logprobs, entropy, saved)
 
@@ -159,6 +166,10 @@ class LMHead:
             inside = of_logprobs != 0
             rows, ids, of_logprobs = torch.searchsorted(block.rows, at[inside]), ids[inside], of_logprobs[inside]
             logits_grad = _logits_grad(block, rows, ids, of_logprobs, _entropy_of(block, scores, grads))
+            if block.rule_grad is not None:
+                logits_grad *= block.rule_grad
+            elif self._rule.scale != 1:
+                logits_grad *= self._rule.scale
             hidden_grad[block.rows] = _hidden_grad(hidden[block.rows], self._weight, block, logits_grad)
         return hidden_grad
 

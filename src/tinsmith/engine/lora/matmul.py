@@ -23,6 +23,8 @@ class FrozenLinear:
         self._weight, self._bias = weight, bias
         self._transposed: Tensor | None = None
         self.reordered = False
+        self.products = 0
+        """Number of products so far, which shows that a slow pass does not hang."""
 
     def float32(self) -> FrozenLinear:
         """A float32 copy; only of one that is not reordered."""
@@ -43,12 +45,14 @@ class FrozenLinear:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """rows [R, in] -> rows W^T + b [R, out], in new memory."""
+        self.products += 1
         if self.reordered:
             return torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, "none", [], "")
         return torch.nn.functional.linear(rows, self._weight, self._bias)
 
     def backward(self, grads: Tensor, onto: Tensor | None = None) -> Tensor:
         """grads [R, out] -> grads W [R, in], added to `onto` if given, whose memory may be reused."""
+        self.products += 1
         if not self.reordered:
             return grads @ self._weight if onto is None else onto.addmm_(grads, self._weight)
         assert self._transposed is not None

@@ -1,0 +1,334 @@
+"""The experts of a mixture with LoRA adapters of many tenants added, forward and backward written by hand.
+
+`install` registers one function with transformers, which calls it in place of a model's own experts. For a token x with
+chosen experts e of weights w_e:
+
+    g_e = G_e x + s B1_e A1 x     u_e = U_e x + s B3_e A3 x     h_e = the model's own gate of (g_e, u_e)
+    y = sum_e w_e D_e h_e + s B2 sum_e w_e A2_e h_e
+
+A1, A3 and B2, on the side of the hidden size, are one matrix for all experts; B1, B3 and A2 are one for each. Pairs of
+a token and an expert are sorted by expert and, within an expert, by adapter: the frozen products are one for each
+expert over the tokens of all tenants. The terms of y are added in float32 in the order of the experts' numbers.
+
+The backward adds the adapters' gradients to their gradient buffers, and returns the gradients of the inputs and of the
+weights w, through which a router's inputs get theirs. `separate_experts` computes adapters of another kind, in which no
+matrix is shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from typing_extensions import override
+
+from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
+from tinsmith.engine.lora.expert_pairs import AdapterPairs, ExpertPairs, sort_pairs
+from tinsmith.engine.lora.separate_experts import add_gradients, add_products, is_separate
+from tinsmith.engine.model.support import HINT, is_expert_stack
+from tinsmith.errors import Unsupported
+
+IMPLEMENTATION = "tinsmith"
+"""Name of the function in transformers' registry."""
+
+TOLERANCE = 2e-2
+"""Mean error of a stack at load in units of the standard deviation: bfloat16 rounds by 3e-3."""
+
+
+class Placement(Protocol):
+    """The adapters of the current pass, in the order of their positions."""
+
+    placed: tuple[PlacedAdapter, ...]
+
+
+class ExpertStack:
+    """The experts of one layer: their weights as transformers stores them, and the names of their adapters' sites.
+
+    Reads the module's parameters at each use, because the check at load replaces them for a while.
+    """
+
+    def __init__(self, module: Any, name: str, active: Placement) -> None:
+        self.module, self.name, self.active = module, name, active
+        self.gated, self.biased = bool(module.has_gate), bool(module.has_bias)
+        self.transposed, self.concatenated = bool(module.is_transposed), bool(module.is_concatenated)
+        up = self._up
+        self.count = len(up)
+        self.hidden, wide = (up.shape[1:] if self.transposed else reversed(up.shape[1:])) if up.ndim == 3 else (0, 0)
+        self.width = wide // 2 if self.gated else wide
+
+    @property
+    def up_names(self) -> tuple[str, ...]:
+        """Sites of the products before the gate: gate and up, or up alone."""
+        return (f"{self.name}.w1", f"{self.name}.w3") if self.gated else (f"{self.name}.w1",)
+
+    @property
+    def down_name(self) -> str:
+        return f"{self.name}.w2"
+
+    def up_weight(self, expert: int) -> Tensor:
+        """[in, out] of the product before the gate."""
+        return self._oriented(self._up[expert])
+
+    def down_weight(self, expert: int) -> Tensor:
+        """[in, out] of the product after the gate."""
+        return self._oriented(self.module.down_proj[expert])
+
+    @property
+    def up_bias(self) -> Tensor | None:
+        """[E, out]."""
+        if not self.biased:
+            return None
+        return self.module.gate_up_proj_bias if self.gated else self.module.up_proj_bias
+
+    @property
+    def down_bias(self) -> Tensor | None:
+        return self.module.down_proj_bias if self.biased else None
+
+    def up_views(self, wide: Tensor) -> tuple[Tensor, ...]:
+        """Views of the product before the gate [P, out] by site, in the order of `up_names`."""
+        if not self.gated:
+            return (wide,)
+        return wide.chunk(2, dim=-1) if self.concatenated else (wide[..., ::2], wide[..., 1::2])
+
+    def activate(self, wide: Tensor) -> Tensor:
+        """The model's own gate or activation: [P, out] -> [P, width]."""
+        return self.module._apply_gate(wide) if self.gated else self.module.act_fn(wide)
+
+    @property
+    def _up(self) -> Tensor:
+        return self.module.gate_up_proj if self.gated else self.module.up_proj
+
+    def _oriented(self, matrix: Tensor) -> Tensor:
+        return matrix if self.transposed else matrix.T
+
+
+def install(model: PreTrainedModel, active: Placement) -> list[ExpertStack]:
+    """Compute a model's experts here; returns the stack of each layer with experts, in order.
+
+    Experts that compute more than the formula above, or outside transformers' interface, keep their own code.
+    """
+    modules = [(name, module) for name, module in model.named_modules() if is_expert_stack(module)]
+    if not modules:
+        return []
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, expert_outputs)
+    stacks = []
+    for name, module in modules:
+        stack = ExpertStack(module, name, active)
+        module.__dict__["stack"] = stack  # no child of the module: it holds the module itself
+        stacks.append(stack)
+    _check(stacks)
+    model.set_experts_implementation(IMPLEMENTATION)
+    return stacks
+
+
+@torch.no_grad()
+def _check(stacks: Sequence[ExpertStack]) -> None:
+    """Raises Unsupported unless the first stack of each class computes what the class itself does."""
+    for stack in {type(stack.module): stack for stack in reversed(stacks)}.values():
+        draw, weight = torch.Generator().manual_seed(0), stack.down_weight(0)
+        hidden = torch.randn(4, stack.hidden, generator=draw).to(weight)
+        index = torch.arange(8, device=weight.device).remainder(stack.count).view(4, 2)
+        weights = torch.rand(4, 2, generator=draw).to(weight)
+        expected = stack.module(hidden, index, weights).float()
+        error = (expert_outputs(stack.module, hidden, index, weights).float() - expected).abs().mean() / expected.std()
+        if not error < TOLERANCE:
+            raise Unsupported(f"{type(stack.module).__name__} computes its experts in an unsupported way.", HINT)
+
+
+def stack_of(module: Any) -> ExpertStack:
+    """The stack of an experts module on which `install` has run."""
+    return module.stack  # type: ignore[no-any-return]
+
+
+def expert_outputs(module: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums of the chosen experts' outputs: hidden [T, D], expert ids and weights [T, k] -> [T, D].
+
+    The signature of transformers' interface.
+    """
+    stack = stack_of(module)
+    placed = [entry for entry in stack.active.placed if stack.down_name in entry[0].pairs]
+    if torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad):
+        return _ExpertOutputs.apply(hidden, weights, index, stack, placed)  # type: ignore[no-any-return]
+    return _forward(hidden, weights, sort_pairs(index, placed), stack).output
+
+
+@dataclass(frozen=True, slots=True)
+class _Activations:
+    """What the forward computes; all but `output` is for the backward."""
+
+    output: Tensor
+    """[T, D]."""
+    wide: Tensor
+    """[P, out]: the product before the gate, in the order of the pairs."""
+    narrow: list[Tensor]
+    """A1 x and A3 x of each adapter's tokens [n, sites * rank]; of its pairs, if no matrix is shared."""
+    weighted: list[Tensor]
+    """sum_e w_e A2_e h_e of each adapter's tokens [n, rank]; w_e A2_e h_e of its pairs, if no matrix is shared."""
+
+
+def _forward(hidden: Tensor, weights: Tensor, pairs: ExpertPairs, stack: ExpertStack) -> _Activations:
+    rows = hidden.index_select(0, pairs.tokens)
+    wide = _products(rows, stack.up_weight, pairs, stack.up_bias)
+    narrow = [
+        add_products(rows, stack.up_views(wide), stack.up_names, adapter)
+        if is_separate(adapter.weights, stack.down_name)
+        else _add_up(wide, hidden, adapter, stack)
+        for adapter in pairs.adapters
+    ]
+    flat, weighted = weights.flatten()[pairs.order], []
+    # h times its weight before the product, which it is smaller than: the products of a token are then only added up.
+    scaled = (stack.activate(wide) * flat[:, None]).to(hidden.dtype)
+    products = _products(scaled, stack.down_weight, pairs, stack.down_bias, flat)
+    separate = {
+        number: add_products(scaled, [products], [stack.down_name], adapter)
+        for number, adapter in enumerate(pairs.adapters)
+        if is_separate(adapter.weights, stack.down_name)
+    }
+    output = pairs.sum_of_tokens(products)
+    for number, adapter in enumerate(pairs.adapters):
+        if number in separate:
+            weighted.append(separate[number])
+            continue
+        pair = adapter.weights.pairs[stack.down_name]
+        weighted.append(adapter.sum_of_tokens(adapter.product(scaled, pair.a.mT)))
+        output[adapter.rows].addmm_(weighted[-1], pair.b[0].T, alpha=adapter.weights.scale)
+    return _Activations(output, wide, narrow, weighted)
+
+
+def _add_up(wide: Tensor, hidden: Tensor, adapter: AdapterPairs, stack: ExpertStack) -> Tensor:
+    """Add an adapter's s B A x to the products before the gate; returns A x of its tokens."""
+    narrow = hidden[adapter.rows] @ _stacked_a(adapter.weights, stack).T
+    if not adapter.few:
+        adapter.add_group_product(wide, narrow.index_select(0, adapter.local), _up_blocks(adapter, stack))
+        return narrow
+    views = stack.up_views(wide)
+    for name, view, piece in zip(stack.up_names, views, narrow.chunk(len(views), dim=1), strict=True):
+        adapter.add_product(view, piece[adapter.local], adapter.weights.pairs[name].b.mT)
+    return narrow
+
+
+def _up_blocks(adapter: AdapterPairs, stack: ExpertStack) -> Tensor:
+    """B1 and B3 of each group as blocks of one matrix [groups, sites * rank, out], so that both are one product."""
+    pairs, names = adapter.weights.pairs, stack.up_names
+    rank = pairs[names[0]].b.shape[2]
+    blocks = pairs[names[0]].b.new_zeros(len(adapter.runs), len(names) * rank, stack.width * len(names))
+    for number, (name, view) in enumerate(zip(names, stack.up_views(blocks), strict=True)):
+        view[:, number * rank : (number + 1) * rank] = pairs[name].b.index_select(0, adapter.run_experts).mT
+    return blocks
+
+
+def _products(
+    rows: Tensor,
+    weight: Callable[[int], Tensor],
+    pairs: ExpertPairs,
+    bias: Tensor | None = None,
+    bias_factors: Tensor | None = None,
+    *,
+    backward: bool = False,
+) -> Tensor:
+    """The frozen product of each pair's row [P, in] with its expert's matrix, or its transpose in a backward.
+
+    `bias` [E, out] is added to it, times `bias_factors` [P] if given.
+    """
+    first = weight(0)
+    output = rows.new_empty(len(rows), first.shape[0 if backward else 1])
+    for expert, start, stop in pairs.experts:
+        matrix = weight(expert).T if backward else weight(expert)
+        target = output[start:stop]
+        if bias is None:
+            torch.mm(rows[start:stop], matrix, out=target)
+        else:
+            added = bias[expert]
+            if bias_factors is not None:
+                added = (bias_factors[start:stop, None] * added).to(rows.dtype)
+            torch.addmm(added, rows[start:stop], matrix, out=target)
+    return output
+
+
+def _stacked_a(weights: AdapterWeights, stack: ExpertStack) -> Tensor:
+    """A1 and A3 below each other [sites * rank, in]."""
+    return weights.stacked_a(stack.up_names).flatten(0, -2)
+
+
+class _ExpertOutputs(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(
+        ctx: Any, hidden: Tensor, weights: Tensor, index: Tensor, stack: ExpertStack, placed: Sequence[PlacedAdapter]
+    ) -> Tensor:
+        pairs = sort_pairs(index, placed)
+        result = _forward(hidden, weights, pairs, stack)
+        ctx.save_for_backward(hidden, weights, result.wide, *result.narrow, *result.weighted)
+        ctx.pairs, ctx.stack = pairs, stack
+        return result.output
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        (hidden, weights, wide, *saved), pairs, stack = ctx.saved_tensors, ctx.pairs, ctx.stack
+        narrow, weighted = saved[: len(pairs.adapters)], saved[len(pairs.adapters) :]
+        grad, flat = grads[0], weights.flatten()[pairs.order]
+        with torch.enable_grad():
+            leaf = wide.detach().requires_grad_()
+            live = stack.activate(leaf)
+        activated = live.detach()
+        gathered = grad.index_select(0, pairs.tokens)
+        plain = _products(gathered, stack.down_weight, pairs, backward=True)  # without the pair's weight
+        names, is_apart = [stack.down_name], [is_separate(each.weights, stack.down_name) for each in pairs.adapters]
+        for adapter, mixed, apart in zip(pairs.adapters, weighted, is_apart, strict=True):
+            if apart:
+                add_gradients(plain, [gathered], activated, mixed, names, adapter, flat)
+                continue
+            _backward_down(plain, activated, grad, flat, adapter, mixed, stack.down_name)
+        weight_grad = (plain * activated).sum(-1, dtype=pairs.sum_dtype(plain.dtype))
+        if stack.down_bias is not None:
+            weight_grad += (gathered * stack.down_bias[pairs.sorted_experts]).sum(-1, dtype=weight_grad.dtype)
+        (wide_grad,) = torch.autograd.grad(live, leaf, (plain * flat[:, None]).to(plain.dtype))
+        terms = _products(wide_grad, stack.up_weight, pairs, backward=True)
+        for adapter, piece, apart in zip(pairs.adapters, narrow, is_apart, strict=True):
+            if apart:
+                rows = hidden.index_select(0, pairs.tokens)
+                add_gradients(terms, stack.up_views(wide_grad), rows, piece, stack.up_names, adapter)
+        hidden_grad = pairs.sum_of_tokens(terms)
+        for adapter, piece, apart in zip(pairs.adapters, narrow, is_apart, strict=True):
+            if not apart:
+                _backward_up(hidden_grad, wide_grad, hidden, adapter, piece, stack)
+        return hidden_grad, pairs.unsorted(weight_grad).to(weights.dtype), None, None, None
+
+
+def _backward_down(
+    plain: Tensor, activated: Tensor, grad: Tensor, flat: Tensor, adapter: AdapterPairs, mixed: Tensor, name: str
+) -> None:
+    """Add an adapter's part to the gradient of h without the pair's weight, and its gradients of A2 and B2."""
+    weights, rows = adapter.weights, grad[adapter.rows]
+    pair = weights.pairs[name]
+    own_grad = (rows @ pair.b[0])[adapter.local]
+    adapter.add_product(plain, own_grad, pair.a)
+    if weights.gradients:
+        buffer = weights.gradients[name]
+        weighted = (own_grad * flat[adapter.positions, None]).to(own_grad.dtype)
+        adapter.add_outer(buffer.a, adapter.outer(weighted, activated))
+        buffer.b[0].add_(rows.T @ mixed, alpha=weights.scale)
+
+
+def _backward_up(
+    hidden_grad: Tensor, wide_grad: Tensor, hidden: Tensor, adapter: AdapterPairs, narrow: Tensor, stack: ExpertStack
+) -> None:
+    """Add an adapter's part to the gradient of the inputs, and its gradients of A1, B1, A3 and B3."""
+    weights, names = adapter.weights, stack.up_names
+    sums = adapter.sum_of_tokens(adapter.group_product(wide_grad, _up_blocks(adapter, stack).mT))
+    hidden_grad[adapter.rows].addmm_(sums, _stacked_a(weights, stack), alpha=weights.scale)
+    if not weights.gradients:
+        return
+    a_grads = (sums.T @ hidden[adapter.rows]).chunk(len(names))
+    outer = adapter.outer(narrow.index_select(0, adapter.local), wide_grad)  # of which the blocks are gradients
+    b_grads = [view.chunk(len(names), dim=1)[number] for number, view in enumerate(stack.up_views(outer))]
+    for name, a_grad, b_grad in zip(names, a_grads, b_grads, strict=True):
+        buffer = weights.gradients[name]
+        buffer.a[0].add_(a_grad, alpha=weights.scale)
+        adapter.add_outer(buffer.b.mT, b_grad)
