@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from tinsmith.engine.model import attention, packing
+from tinsmith.engine.model import attention, attention_kernels, packing
+from tinsmith.engine.model.attention_kernels import (
+    additive_mask,
+    batched_attention,
+    batched_attention_backward,
+    causal_mask,
+)
+from tinsmith.engine.model.attention_rule import AttentionRule
 
 
 def attended(tree: packing.PackedTree) -> tuple[int, list[torch.Tensor]]:
@@ -15,9 +22,10 @@ def attended(tree: packing.PackedTree) -> tuple[int, list[torch.Tensor]]:
     leaves = [torch.randn(1, heads, total, 16, generator=draw).requires_grad_() for heads in (6, 2, 2)]
     context = attention.packed_attention(tree, torch.float32, torch.device("cpu"))
     assert isinstance(context, attention.PackedAttention)
-    output = context.attend(0, leaves[0], leaves[1], leaves[2], 0.25)
+    output = context.attend(0, leaves[0], leaves[1], leaves[2], AttentionRule(0.25))
     output.backward(torch.randn(output.shape, generator=draw))
-    return len(context.calls), [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+    calls = context.calls(AttentionRule(0.25))
+    return len(calls), [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
 
 def test_masked_job_split_into_calls_gives_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +43,7 @@ def test_masked_job_split_into_calls_gives_same_result(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("prefix", [0, 3, attention.MAX_SAVED_KEYS])  # probabilities saved and recomputed
+@pytest.mark.parametrize("prefix", [0, 3, attention_kernels.MAX_SAVED_KEYS])  # probabilities saved and recomputed
 def test_batched_attention_matches_pytorch(prefix: int, causal: bool) -> None:
     draw = torch.Generator().manual_seed(1)
     query = torch.randn(1, 6, 7, 8, generator=draw, requires_grad=True)
@@ -47,13 +55,11 @@ def test_batched_attention_matches_pytorch(prefix: int, causal: bool) -> None:
     )
     output_grad = torch.randn(wanted.shape, generator=draw)
     wanted.backward(output_grad)
-    additive = (
-        attention.additive_mask(attention.causal_mask(7, prefix + 7), query.dtype, query.device) if causal else mask
-    )
+    additive = additive_mask(causal_mask(7, prefix + 7), query.dtype, query.device) if causal else mask
     with torch.no_grad():
-        actual, saved = attention.batched_attention(query, key, value, additive, 0.3)
-        grads = attention.batched_attention_backward(output_grad, query, key, value, saved, additive, 0.3)
-    assert bool(saved.numel()) == (prefix + 7 <= attention.MAX_SAVED_KEYS)
+        actual, saved = batched_attention(query, key, value, additive, AttentionRule(0.3))
+        grads = batched_attention_backward(output_grad, query, key, value, saved, additive, AttentionRule(0.3))
+    assert bool(saved.numel()) == (prefix + 7 <= attention_kernels.MAX_SAVED_KEYS)
     torch.testing.assert_close(actual, wanted, rtol=1e-5, atol=1e-5)
     for leaf, grad in zip((query, key, value), grads, strict=True):
         torch.testing.assert_close(grad, leaf.grad, rtol=1e-4, atol=1e-5)
@@ -71,7 +77,7 @@ def test_job_split_into_calls_is_close_to_one_call(lengths: tuple[tuple[int, ...
     for dtype in (torch.float32, torch.bfloat16):
         leaves = [tensor.to(dtype).requires_grad_() for tensor in inputs]
         context = attention.packed_attention(tree, dtype, torch.device("cpu"))
-        output = context.attend(0, leaves[0], leaves[1], leaves[2], 0.25)
+        output = context.attend(0, leaves[0], leaves[1], leaves[2], AttentionRule(0.25))
         output.backward(output_grad.to(dtype))
         results.append([output.detach().float(), *(leaf.grad.float() for leaf in leaves if leaf.grad is not None)])
     for exact, rounded in zip(*results, strict=True):

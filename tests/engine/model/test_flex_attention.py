@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import flex_attention as torchs
 
 from tinsmith.engine.model import attention, flex_attention, packing
+from tinsmith.engine.model.attention_rule import AttentionRule
 
 CPU = torch.device("cpu")
 
@@ -94,7 +95,7 @@ def test_forward_and_backward_match_the_jobs(case: str):
         leaves = [tensor.clone().requires_grad_() for tensor in inputs]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # warns that it is not compiled
-            output = context.attend(0, leaves[0], leaves[1], leaves[2], 0.25)
+            output = context.attend(0, leaves[0], leaves[1], leaves[2], AttentionRule(0.25))
         output.mul(weight).sum().backward()
         return [output.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
 
@@ -112,7 +113,7 @@ def test_keys_and_values_are_saved_for_the_sampler():
     key, value = torch.randn(2, 1, 2, len(tree.tokens), 16)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        context.attend(0, torch.randn(1, 4, len(tree.tokens), 16), key, value, 0.25)
+        context.attend(0, torch.randn(1, 4, len(tree.tokens), 16), key, value, AttentionRule(0.25))
     assert context.saved_kv[0][0] is key
     assert context.saved_kv[0][1] is value
 

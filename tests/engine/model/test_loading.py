@@ -11,12 +11,12 @@ import pytest
 import torch
 import transformers
 
+from tests.engine.sampling.helpers import sample_request
 from tests.models import save_tokenizer
 from tinsmith.engine.base import Datum, LoraSpec, Pass
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.model.loading import prepare
 from tinsmith.engine.process import build
-from tinsmith.engine.validation import check_pass
+from tinsmith.engine.validation import check_sample
 from tinsmith.errors import BadRequest, Unsupported
 
 SHAPE: dict[str, Any] = {
@@ -58,7 +58,7 @@ def saved(tmp_path: Path) -> Callable[..., Path]:
 
 
 def served(folder: Path, dtype: str = "float32") -> Any:
-    return build(EngineConfig(source=str(folder), dtype=dtype, device="cpu", threads=1))  # type: ignore[arg-type]
+    return build(EngineConfig(source=str(folder), dtype=dtype, device="cpu", threads=1, path="fast"))  # type: ignore[arg-type]
 
 
 def forward_pass(length: int) -> Pass:
@@ -96,16 +96,11 @@ WINDOWED = {
 
 
 @pytest.mark.parametrize("kind", WINDOWED)
-def test_sliding_window_limits_context_length(
-    kind: str, saved: Any, wait: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_windows_slide_at_every_length(kind: str, saved: Any, wait: Any) -> None:
     folder = saved(kind, sliding_window=WINDOW, **WINDOWED[kind])
     engine = served(folder)
-    assert engine.card.context_length == WINDOW
-    assert "served up to 40 tokens instead of 128" in caplog.text
-    np.testing.assert_allclose(logprobs(engine, wait, WINDOW), expected(folder, WINDOW), atol=2e-5)
-    with pytest.raises(BadRequest, match="is 40"):
-        check_pass(forward_pass(WINDOW + 1), engine.card)
+    assert engine.card.context_length == 128
+    np.testing.assert_allclose(logprobs(engine, wait, 128), expected(folder, 128), atol=2e-5)
 
 
 @pytest.mark.parametrize("settings", [{"sliding_window": None}, {"sliding_window": 4096}])
@@ -118,32 +113,19 @@ def test_unused_sliding_window_is_ignored(saved: Any) -> None:
     assert served(folder).card.context_length == 128
 
 
-def test_window_known_only_to_the_layers_is_refused(saved: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = saved("Mistral", sliding_window=WINDOW)
-    monkeypatch.setattr("tinsmith.engine.model.support._bounds", lambda _: iter(()))
-    with pytest.raises(Unsupported, match="window of 40 tokens would be computed over 128"):
-        served(folder)
-
-
 def test_longrope_limits_context_length(saved: Any, wait: Any) -> None:
     factors = {"short_factor": [1.0] * 12, "long_factor": [3.0] * 12, "factor": 2.0}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
     folder = saved("Llama", rope_parameters=rope)
     engine = served(folder)
     assert engine.card.context_length == 64
+    with pytest.raises(BadRequest, match=r"is 64 \(its maximum is 128, but longrope changes all rotations"):
+        check_sample(sample_request(range(65), num_samples=1, max_tokens=1), engine.card)
     np.testing.assert_allclose(logprobs(engine, wait, 64), expected(folder, 64), atol=2e-5)
 
 
-MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
-MOE_GROUPS = {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
 REFUSED = {
-    "Gemma2": ({"attn_logit_softcapping": None}, "final_logit_softcapping"),
-    "Dots1": ({**MOE, **MOE_GROUPS}, "MoE layers"),
-    "Qwen3Moe": ({**MOE, "num_experts": 4, "mlp_only_layers": [0]}, "MoE layers"),
-    "Qwen2Moe": ({**MOE, "num_experts": 4, "shared_expert_intermediate_size": 64}, "MoE layers"),
-    "Glm4Moe": ({**MOE, **MOE_GROUPS}, "MoE layers"),
     "StableLm": ({}, "cannot be computed here: TypeError"),
-    "Phi3": ({}, "qkv_proj"),
 }
 
 
@@ -155,15 +137,6 @@ def test_unsupported_model_is_refused_by_name(kind: str, dtype: str, saved: Any)
         served(saved(kind, **settings), dtype)
 
 
-def test_head_bias_is_refused(saved: Any) -> None:
-    folder = saved("Llama")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    model.lm_head = torch.nn.Linear(96, 512, bias=True)
-    torch.nn.init.normal_(model.lm_head.bias, std=1e-4)
-    with pytest.raises(Unsupported, match="bias"):
-        prepare(model, None, "model", "model")
-
-
 OTHER_LAYERS = {
     "Olmo2": {},
     "SmolLM3": {"use_sliding_window": False},
@@ -171,6 +144,7 @@ OTHER_LAYERS = {
     "Cohere": {"logit_scale": 1.0},
     "Granite": {"attention_multiplier": 0.1, "residual_multiplier": 0.5, "embedding_multiplier": 3.0},
     "Gemma": {},
+    "Gemma2": {"sliding_window": WINDOW},
 }
 
 

@@ -1,5 +1,6 @@
 """Packing rows into a tree of shared prefixes: each row attends to its own past only."""
 
+from collections import deque
 from itertools import pairwise, takewhile
 
 import numpy as np
@@ -12,9 +13,9 @@ from tinsmith.engine.model.packing import (
     AttentionJob,
     PackedRow,
     PackedTree,
-    micro_batches,
     pack,
     sorted_for_packing,
+    take_rows,
 )
 
 
@@ -83,11 +84,18 @@ def test_short_chunks_are_merged_into_one_job() -> None:
     assert long.jobs[1] == AttentionJob(start=MAX_MERGED_QUERIES, stop=2 * MAX_MERGED_QUERIES, prefix=(), mask=None)
 
 
+def micro_batches(rows: list[PackedRow], budget: int) -> list[list[PackedRow]]:
+    waiting, batches = deque(sorted_for_packing(rows)), []
+    while waiting:
+        batches.append(take_rows(waiting, budget)[0])
+    return batches
+
+
 @settings(max_examples=60, deadline=None)
 @given(some_rows, st.integers(1, 200))
 def test_micro_batches_keep_every_row_and_the_budget(data: list[tuple[int, list[int]]], budget: int) -> None:
     rows = rows_of(*(tokens for _, tokens in data), adapters=[adapter for adapter, _ in data])
-    batches = list(micro_batches(rows, budget))
+    batches = micro_batches(rows, budget)
     assert sorted(row.key for batch in batches for row in batch) == [row.key for row in rows]
     for batch in batches:
         shared = [common(left, right) for left, right in pairwise(sorted_for_packing(batch))]
@@ -104,3 +112,14 @@ def test_prompt_longer_than_budget_is_shared(prompt: int) -> None:
     """A shared prompt does not count against the budget again for each row."""
     rows = rows_of(*([0] * prompt + [1 + number] * 5 for number in range(9)))
     assert [len(batch) for batch in micro_batches(rows, 20)] == [4, 4, 1]
+
+
+@settings(max_examples=60, deadline=None)
+@given(some_rows, st.integers(1, 200), st.integers(0, 200))
+def test_taken_rows_count_as_packed(data: list[tuple[int, list[int]]], budget: int, used: int) -> None:
+    waiting = deque(sorted_for_packing(rows_of(*(tokens for _, tokens in data), adapters=[n for n, _ in data])))
+    before = list(waiting)
+    taken, total = take_rows(waiting, budget, used)
+    assert taken + list(waiting) == before
+    assert total - used == (len(pack(taken).tokens) if taken else 0)
+    assert taken or used, "an empty micro-batch takes a row of any length"

@@ -12,13 +12,15 @@ On CPUs with bfloat16 products, attention is instead computed as batched matrix 
 query heads that share a key head folded into the rows. This is several times as fast as the flash kernel there, whose
 backward computes in float32. Its matrix of probabilities [Hkv, G Q, K] is saved for the backward where it is small and
 recomputed where it is not, so that memory grows linearly with the length of a row.
+
+Layers may differ in their rule: window, soft cap, sinks (`attention_kernels`). A window is a mask over depths along
+each row's path; keys that no query of a call sees are left out, so a long row costs its length times the window.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -29,41 +31,48 @@ from transformers import AttentionInterface
 from typing_extensions import override
 
 from tinsmith.engine.model import flex_attention
+from tinsmith.engine.model.attention_kernels import (
+    additive_mask,
+    attend,
+    batched_attention,
+    batched_attention_backward,
+    causal_mask,
+    equal_widths,
+    flash_attention,
+    flash_attention_backward,
+    needs_products,
+)
+from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.packing import AttentionJob, PackedTree
 from tinsmith.errors import Unsupported
 
-MAX_SAVED_KEYS = 256
-"""`batched_attention` saves the probabilities of calls over up to this many keys."""
+NAME = "tinsmith"
+"""Of the attention function among those of transformers."""
 CALL_QUERIES = 128
 """Queries of one call of `batched_attention`: their matrix of scores stays in the CPU's cache."""
 MASKED_CALL_QUERIES = 256
 """Queries of one call with a mask on a CPU. The kernel also computes what the mask removes, so a job is split: keys
 after a call's last query are left out."""
-
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_HARMLESS = {"dropout", "position_ids", "use_cache", "cache_position", "past_key_values", "output_attentions",
+             "output_hidden_states", "return_dict", "is_causal", "position_embeddings"}  # fmt: skip
+"""Keywords of transformers' attention modules that change nothing here."""
 
 
 class AttentionContext(Protocol):
     """Attention of one forward pass: which keys each query sees."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """query [1, Hq, T, D], key and value [1, Hkv, T, D] -> [1, T, Hq, D]."""
         ...
 
 
-def register(longest: int) -> str:
-    """Register the attention function with transformers, for a model that serves rows of up to `longest` tokens.
-
-    Returns the name to pass as attn_implementation. Registering twice changes nothing.
-    """
-    name = f"tinsmith-{longest}"
-    AttentionInterface.register(name, partial(_attention, longest))
-    return name
+def register() -> str:
+    """Register the attention function with transformers; returns the name to pass as attn_implementation."""
+    AttentionInterface.register(NAME, _attention)
+    return NAME
 
 
 def _attention(
-    longest: int,
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -72,14 +81,17 @@ def _attention(
     scaling: float,
     context: AttentionContext,
     sliding_window: int | None = None,
-    **_: Any,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    if sliding_window is not None and sliding_window < longest:
+    if unknown := sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS):
         raise Unsupported(
-            f"Attention in a window of {sliding_window} tokens would be computed over {longest}.",
-            "Serve a model whose config.json names its sliding window.",
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which would be ignored.",
+            "Serve a model with another kind of attention.",
         )
-    return context.attend(int(module.layer_idx), query, key, value, scaling), None  # pyright: ignore[reportArgumentType]
+    rule = AttentionRule(scaling, sliding_window, softcap, None if s_aux is None else s_aux.detach())
+    return context.attend(int(module.layer_idx), query, key, value, rule), None  # pyright: ignore[reportArgumentType]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,110 +111,99 @@ class AttentionCall:
 class PackedAttention:
     """Attention over a packed tree, job by job."""
 
-    calls: Sequence[AttentionCall]
+    tree: PackedTree
+    dtype: torch.dtype
+    device: torch.device
     save_kv: bool = False
     saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     """Keys and values [1, Hkv, T, D] of each layer, if `save_kv`."""
+    _calls: dict[tuple[int | None, bool], list[AttentionCall]] = field(default_factory=dict)
+    """By window and whether products compute them: layers with the same rule share the masks."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def calls(self, rule: AttentionRule) -> Sequence[AttentionCall]:
+        """The calls of a layer with this rule."""
+        cpu = self.device.type == "cpu"
+        products = (cpu and self.dtype == torch.bfloat16) or needs_products(rule, self.device)
+        if (rule.window, products) not in self._calls:
+            self._calls[rule.window, products] = [
+                call for job in self.tree.jobs for call in self._job_calls(job, rule.window, products)
+            ]
+        return self._calls[rule.window, products]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """As `AttentionContext.attend`."""
         if self.save_kv:
             self.saved_kv.append((key, value))
+        width = value.shape[3]
+        query, key, value = equal_widths(query, key, value)
+        calls = self.calls(rule)
         if torch.is_grad_enabled():
-            return _PackedAttention.apply(query, key, value, self.calls, scale).transpose(1, 2)  # type: ignore[no-any-return]
-        return _packed_forward(query, key, value, self.calls, scale)[0].transpose(1, 2)
+            output = _PackedAttention.apply(query, key, value, calls, rule)
+        else:
+            output = _packed_forward(query, key, value, calls, rule)[0]
+        return output.transpose(1, 2)[..., :width]  # type: ignore[no-any-return]
+
+    def _job_calls(self, job: AttentionJob, window: int | None, products: bool) -> Iterator[AttentionCall]:
+        """A job split by queries. A call's prefix is the job's plus the queries before it, so that less is masked."""
+        total = job.stop - job.start
+        depth = 0 if job.mask is None else job.mask.shape[1] - total
+        split = (self.device.type == "cpu" and job.mask is not None) or (window is not None and depth + total > window)
+        step = CALL_QUERIES if products else MASKED_CALL_QUERIES if split else total
+        for first in range(0, total, step):
+            last = min(first + step, total)
+            visible = None if job.mask is None else job.mask[first:last, : depth + last]
+            before = ((job.start, job.start + first),) if first else ()
+            prefix: tuple[tuple[int, int], ...] = (*job.prefix, *before)
+            if window is not None and depth + last > window:
+                visible, skipped = self._windowed(job, first, last, visible, window)
+                prefix = after(prefix, skipped)
+            elif products and visible is None:
+                visible = causal_mask(last - first, last)
+            elif visible is None and first:
+                visible = np.tri(last - first, last, first, dtype=bool)
+            mask = None if visible is None else additive_mask(visible, self.dtype, self.device)
+            start, stop = job.start + first, job.start + last
+            yield (
+                AttentionCall(start, stop, prefix, None, mask)
+                if products
+                else AttentionCall(start, stop, prefix, mask, None)
+            )
+
+    def _windowed(
+        self, job: AttentionJob, first: int, last: int, visible: np.ndarray | None, window: int
+    ) -> tuple[np.ndarray, int]:
+        """What the job's queries first..last see within the window, and the number of leading keys that none sees."""
+        own = self.tree.positions[job.start : job.stop]
+        depth = 0 if job.mask is None else job.mask.shape[1] - len(own)
+        key_depths = np.concatenate([np.arange(depth), own[:last]])
+        # Only keys before the first query can be out of every query's window.
+        skipped = min(int(np.argmax(key_depths > own[first:last].min() - window)), depth + first)
+        near = own[first:last, None] - key_depths[None, skipped:] < window
+        seen = np.tri(last - first, last, first, dtype=bool) if visible is None else visible
+        return seen[:, skipped:] & near, skipped
 
 
 def packed_attention(
     tree: PackedTree, dtype: torch.dtype, device: torch.device, save_kv: bool = False
 ) -> PackedAttention | flex_attention.FlexAttention:
-    """Attention over `tree` with the fastest supported kernel. Masks are computed once for all layers.
+    """Attention over `tree` with the fastest supported kernel. Masks are computed once for all layers of a rule.
 
     With `save_kv`, the keys and values of each layer are kept for the KV cache.
     """
     if flex_attention.is_supported(dtype, device):
         return flex_attention.packed_attention(tree, device, save_kv)
-    return PackedAttention([call for job in tree.jobs for call in _calls(job, dtype, device)], save_kv)
+    return PackedAttention(tree, dtype, device, save_kv)
 
 
-def _calls(job: AttentionJob, dtype: torch.dtype, device: torch.device) -> Iterator[AttentionCall]:
-    """A job split by queries. A call's prefix is the job's plus the queries before it, so that less is masked."""
-    total, cpu = job.stop - job.start, device.type == "cpu"
-    batched = cpu and dtype == torch.bfloat16
-    step = CALL_QUERIES if batched else MASKED_CALL_QUERIES if cpu and job.mask is not None else total
-    depth = 0 if job.mask is None else job.mask.shape[1] - total
-    for first in range(0, total, step):
-        last = min(first + step, total)
-        visible = None if job.mask is None else job.mask[first:last, : depth + last]
-        if batched and visible is None:
-            visible = causal_mask(last - first, last)
-        mask = None if visible is None else additive_mask(visible, dtype, device)
-        before = ((job.start, job.start + first),) if first else ()
-        start, stop, prefix = job.start + first, job.start + last, (*job.prefix, *before)
-        yield (
-            AttentionCall(start, stop, prefix, None, mask)
-            if batched
-            else AttentionCall(start, stop, prefix, mask, None)
-        )
-
-
-def causal_mask(queries: int, keys: int) -> np.ndarray:
-    """bool [queries, M]: whether the last queries of a sequence see its last M keys; all of them see earlier keys."""
-    # Adding a mask to whole rows of scores is faster than to their ends.
-    width = keys if keys <= MAX_SAVED_KEYS else queries
-    return np.tri(queries, width, width - queries, dtype=bool)
-
-
-def additive_mask(visible: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """0 where `visible` is True, -inf where it is False."""
-    allowed = torch.as_tensor(visible, device=device)
-    return torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, float("-inf"))
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Attention without gradients; query heads share key heads in groups. Without a mask it is causal."""
-    if query.device.type == "cpu":
-        return _flash(query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale)[0]
-    return torch.nn.functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
-    )
-
-
-def batched_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention as batched products: query [1, Hq, Q, D], key and value [1, Hkv, K, D], additive mask [Q, M].
-
-    The mask applies to the last M keys. Returns [1, Hq, Q, D] and the probabilities for the backward, which are an
-    empty tensor if there are more than MAX_SAVED_KEYS keys.
-    """
-    probs = _probs(_fold(query * scale, key), key, mask)
-    output = torch.bmm(probs, value[0]).view(query.shape)
-    return output, probs if key.shape[2] <= MAX_SAVED_KEYS else query.new_empty(0)
-
-
-def batched_attention_backward(
-    output_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, saved_probs: Tensor, mask: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of query, key and value for `output_grad` [1, Hq, Q, D]."""
-    folded, folded_grad = _fold(query * scale, key), _fold(output_grad, key)
-    probs = saved_probs if saved_probs.numel() else _probs(folded, key, mask)
-    value_grad = torch.bmm(probs.transpose(1, 2), folded_grad)
-    score_grad = torch.bmm(folded_grad, value[0].transpose(1, 2))
-    torch.ops.aten._softmax_backward_data.out(score_grad, probs, -1, probs.dtype, grad_input=score_grad)
-    query_grad = torch.bmm(score_grad, key[0]).mul_(scale).view(query.shape)
-    return query_grad, torch.bmm(score_grad.transpose(1, 2), folded)[None], value_grad[None]
-
-
-def _probs(folded: Tensor, key: Tensor, mask: Tensor) -> Tensor:
-    """[Hkv, G Q, K] of scaled queries [Hkv, G Q, D]; the product and the softmax accumulate in float32."""
-    scores = torch.bmm(folded, key[0].transpose(1, 2))
-    queries, masked = mask.shape
-    scores.view(key.shape[1], -1, queries, key.shape[2])[..., key.shape[2] - masked :] += mask
-    return torch.softmax(scores, -1, out=scores)
-
-
-def _fold(query: Tensor, key: Tensor) -> Tensor:
-    """[1, Hq, Q, D] -> [Hkv, G Q, D]."""
-    return query[0].reshape(key.shape[1], -1, query.shape[3])
+def after(runs: tuple[tuple[int, int], ...], skipped: int) -> tuple[tuple[int, int], ...]:
+    """Runs (start, stop) without their first `skipped` positions."""
+    left: list[tuple[int, int]] = []
+    for start, stop in runs:
+        cut = min(skipped, stop - start)
+        skipped -= cut
+        if start + cut < stop:
+            left.append((start + cut, stop))
+    return tuple(left)
 
 
 def _visible(tensor: Tensor, call: AttentionCall) -> Tensor:
@@ -214,7 +215,7 @@ def _visible(tensor: Tensor, call: AttentionCall) -> Tensor:
 
 
 def _packed_forward(
-    query: Tensor, key: Tensor, value: Tensor, calls: Sequence[AttentionCall], scale: float
+    query: Tensor, key: Tensor, value: Tensor, calls: Sequence[AttentionCall], rule: AttentionRule
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, and of each call what its backward needs: probabilities, or the logsumexp of the flash kernel."""
     # [1, T, Hq, D] in memory, so that the output projection reads it without a copy.
@@ -223,13 +224,13 @@ def _packed_forward(
     for call in calls:
         own, keys, values = query[:, :, call.start : call.stop], _visible(key, call), _visible(value, call)
         if call.batched_mask is not None:
-            result, probs = batched_attention(own, keys, values, call.batched_mask, scale)
+            result, probs = batched_attention(own, keys, values, call.batched_mask, rule)
             saved.append(probs)
         elif query.device.type == "cpu":
-            result, logsumexp = _flash(own, keys, values, 0.0, call.mask is None, attn_mask=call.mask, scale=scale)
+            result, logsumexp = flash_attention(own, keys, values, call.mask, rule)
             saved.append(logsumexp)
         else:
-            result = attend(own, keys, values, call.mask, scale)
+            result = attend(own, keys, values, call.mask, rule)
         output[:, :, call.start : call.stop] = result
     return output, saved
 
@@ -238,11 +239,11 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     @override
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Sequence[AttentionCall], scale: float
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: Sequence[AttentionCall], rule: AttentionRule
     ) -> Tensor:
-        output, saved = _packed_forward(query, key, value, calls, scale)
+        output, saved = _packed_forward(query, key, value, calls, rule)
         ctx.save_for_backward(query, key, value, output, *saved)
-        ctx.calls, ctx.scale = calls, scale
+        ctx.calls, ctx.rule = calls, rule
         return output
 
     @staticmethod
@@ -257,15 +258,14 @@ class _PackedAttention(torch.autograd.Function):
             inputs = (query[:, :, own], _visible(key, call), _visible(value, call))
             if call.batched_mask is not None:
                 call_grads = batched_attention_backward(
-                    grads[0][:, :, own], *inputs, saved[number], call.batched_mask, ctx.scale
+                    grads[0][:, :, own], *inputs, saved[number], call.batched_mask, ctx.rule
                 )
             elif query.device.type == "cpu":
-                call_grads = _flash_backward(
-                    grads[0][:, :, own], *inputs, output[:, :, own], saved[number], 0.0, call.mask is None,
-                    attn_mask=call.mask, scale=ctx.scale,
-                )  # fmt: skip
+                call_grads = flash_attention_backward(
+                    grads[0][:, :, own], inputs, (output[:, :, own], saved[number]), call.mask, ctx.rule
+                )
             else:
-                call_grads = _recomputed(grads[0][:, :, own], inputs, call.mask, ctx.scale)
+                call_grads = _recomputed(grads[0][:, :, own], inputs, call.mask, ctx.rule)
             query_grad[:, :, own] = call_grads[0]
             at = 0
             for start, stop in (*call.prefix, (call.start, call.stop)):
@@ -276,10 +276,10 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _recomputed(
-    grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, scale: float
+    grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], mask: Tensor | None, rule: AttentionRule
 ) -> tuple[Tensor, ...]:
     """Gradients of query, key and value through PyTorch's own attention, computed again."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with torch.enable_grad():
-        output = attend(leaves[0], leaves[1], leaves[2], mask, scale)
+        output = attend(leaves[0], leaves[1], leaves[2], mask, rule)
     return torch.autograd.grad(output, leaves, grad)

@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.model.packing import PackedRow, PackedTree, pack
 
 log = logging.getLogger(__name__)
@@ -50,38 +51,68 @@ def is_supported(dtype: torch.dtype, device: torch.device) -> bool:
 class FlexAttention:
     """Attention over a packed tree. With `save_kv`, `saved_kv` has the keys and values [1, Hkv, T, D] of each layer."""
 
-    mask: BlockMask
+    tree: PackedTree
+    device: torch.device
     save_kv: bool = False
     saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    masks: dict[int | None, BlockMask] = field(default_factory=dict)
+    """By window."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """As `attention.AttentionContext.attend`."""
         if self.save_kv:
             self.saved_kv.append((key, value))
+        if rule.window not in self.masks:
+            self.masks[rule.window] = block_mask(self.tree, self.device, rule.window)
         call = flex_attention if query.device.type == "cpu" else _compiled()
-        output = call(query, key, value, block_mask=self.mask, scale=scale, enable_gqa=True)
-        return output.transpose(1, 2)
+        settings: dict[str, Any] = {"block_mask": self.masks[rule.window], "scale": rule.scale, "enable_gqa": True}
+        if rule.softcap is not None:
+            settings["score_mod"] = _capped(rule.softcap)
+        if rule.sinks is None:
+            return call(query, key, value, **settings).transpose(1, 2)
+        output, auxiliary = call(query, key, value, return_aux=AuxRequest(lse=True), **settings)
+        assert auxiliary.lse is not None
+        share = torch.sigmoid(auxiliary.lse - rule.sinks.to(auxiliary.lse.dtype)[:, None])
+        return (output * share[..., None]).to(output.dtype).transpose(1, 2)
+
+
+@cache
+def _capped(softcap: float) -> Callable[..., Tensor]:
+    """The modification of scores by a soft cap; one for each, so that it is compiled once."""
+
+    def cap(score: Tensor, _batch: Tensor, _head: Tensor, _query: Tensor, _key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return cap
 
 
 def packed_attention(tree: PackedTree, device: torch.device, save_kv: bool = False) -> FlexAttention:
-    """Attention over `tree`. The mask is computed once for all layers."""
-    return FlexAttention(block_mask(tree, device), save_kv)
+    """Attention over `tree`. A mask is computed once for all layers of a window."""
+    return FlexAttention(tree, device, save_kv)
 
 
-def block_mask(tree: PackedTree, device: torch.device) -> BlockMask:
-    """The tree's mask, with its full and partial blocks."""
+def block_mask(tree: PackedTree, device: torch.device, window: int | None = None) -> BlockMask:
+    """The tree's mask, with its full and partial blocks; with a window, keys less deep than the query by it or more
+    are left out."""
     until = visible_until(tree)
     partial, full = _blocks(until)
     until_on_device = torch.as_tensor(until, dtype=torch.int32, device=device)
+    depths = torch.as_tensor(tree.positions, dtype=torch.int32, device=device)
+    width = len(until) if window is None else window
+    if window is not None:
+        partial, full = _blocks_in_window(partial, full, tree.positions, window)
 
     def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (key <= query) & (query < until_on_device[key])
+
+    def visible_in_window(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return visible(batch, head, query, key) & (depths[query] - depths[key] < width)
 
     return BlockMask.from_kv_blocks(
         *_listed(partial, device),
         *_listed(full, device),
         BLOCK_SIZE=BLOCK,
-        mask_mod=visible,
+        mask_mod=visible if window is None else visible_in_window,
         seq_lengths=(len(until), len(until)),
     )
 
@@ -106,6 +137,17 @@ def _blocks(until: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return some & ~full, full
 
 
+def _blocks_in_window(
+    partial: np.ndarray, full: np.ndarray, depths: np.ndarray, window: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The blocks of which something is left within the window; full ones only if everything is."""
+    starts = np.arange(0, len(depths), BLOCK)
+    least, most = np.minimum.reduceat(depths, starts), np.maximum.reduceat(depths, starts)
+    some = least[:, None] - most[None, :] < window
+    whole = full & (most[:, None] - least[None, :] < window)
+    return (partial | full) & some & ~whole, whole
+
+
 def _listed(blocks: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
     """Number of set columns of each row, int32 [1, 1, rows], and their indices first, int32 [1, 1, rows, columns]."""
     counts = blocks.sum(1, dtype=np.int32)
@@ -120,7 +162,7 @@ def _try_compiling(dtype: torch.dtype, device: torch.device) -> None:
         query, key, value = (
             torch.randn((1, heads, length, 64), dtype=dtype, device=device, requires_grad=True) for heads in (4, 2, 2)
         )
-        packed_attention(pack([row]), device).attend(0, query, key, value, 0.125).sum().backward()
+        packed_attention(pack([row]), device).attend(0, query, key, value, AttentionRule(0.125)).sum().backward()
 
 
 @cache

@@ -1,98 +1,138 @@
-"""Loads a base model through transformers' own model code, and checks that it is supported.
+"""Loads a base model through transformers' own model code.
 
-Supported are causal language models whose layers are attention with q, k, v and o projections and a gated MLP (Llama,
-Qwen2, Qwen3, Mistral and relatives); `support` checks config and modules. At load, two short rows with a common prefix
-are computed through the packed path and through transformers' eager attention; a model for which the two differ is
-refused. Not supported: images, MoE models, quantized weights at run time. `sources` locates the files.
+Weights are mapped from safetensors files or converted from them tensor by tensor, directly to the device, so that no
+second copy of the model is in memory; `footprint` refuses beforehand what does not fit.
+
+Supported are causal language models whose layers are attention, also over latents (MLA), or Gated DeltaNet (Qwen3.5),
+and a gated MLP or a mixture of experts (Llama, Qwen, Mistral, Mixtral, gpt-oss, DeepSeek and relatives): `support`
+checks config and modules, `self_check` computes. Not supported: mixtures outside transformers' interface for experts.
+`quantization` says which quantized weights are; `sources` locates the files; `images.tower` takes images.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForImageTextToText, AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.model import attention, packing, support
+from tinsmith.engine.images import tower
+from tinsmith.engine.images.tower import VisionTower
+from tinsmith.engine.model import footprint, quantization, self_check, support
+from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.engine.model.hybrid import gated_delta_net
+from tinsmith.engine.model.mixture import routing
 from tinsmith.engine.model.sources import load_errors, locate
-from tinsmith.errors import ConfigError, TinsmithError, Unsupported
+from tinsmith.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BaseModel:
-    """A loaded base model with frozen weights."""
+class LoadedModel(NamedTuple):
+    """The arguments of `prepare`."""
 
-    card: ModelCard
     model: PreTrainedModel
-    body: nn.Module
-    """Token embeddings -> last hidden states, without the output head."""
     tokenizer: Any
-    float32_residual: bool = False
-    """Whether the residual stream is float32 for every dtype of the base."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.head.dtype
-
-    @property
-    def head(self) -> Tensor:
-        """The output weights [V, D]."""
-        return self.model.get_output_embeddings().weight.detach()  # pyright: ignore[reportOptionalMemberAccess,reportReturnType,reportCallIssue]
-
-    @property
-    def device(self) -> torch.device:
-        return self.head.device
-
-    def hidden(self, tokens: Tensor, positions: Tensor, context: attention.AttentionContext) -> Tensor:
-        """int [T] tokens at int [T] positions -> [T, D] hidden states, with an autograd graph if gradients are
-        enabled."""
-        embedded = self.model.get_input_embeddings()(tokens)
-        if self.float32_residual:
-            embedded = embedded.float()
-        if torch.is_grad_enabled():  # adapters compute their gradients by hand: the graph needs another leaf
-            embedded = embedded.detach().requires_grad_()
-        return self.body(
-            inputs_embeds=embedded[None], position_ids=positions[None], use_cache=False, context=context
-        ).last_hidden_state[0]
+    source: str
+    tokenizer_source: str
+    vision: VisionTower | None = None
 
 
 def load(config: EngineConfig) -> BaseModel:
-    """Load the model. Raises ConfigError if it cannot be loaded, Unsupported if it is not supported."""
-    device = _device(config.device)
-    dtype = _dtype(config.dtype, device)
+    """Load the model for the fast path. Raises ConfigError if it cannot be loaded, Unsupported if it is not
+    supported."""
+    return prepare(*read(config))
+
+
+def read(config: EngineConfig) -> LoadedModel:
+    """Read a model's files. Raises ConfigError."""
+    device = device_of(config.device)
+    dtype = dtype_of(config.dtype, device)
     located = locate(config.source)
     if not sys.stderr.isatty():  # progress bars clutter a log
         disable_progress_bar()
     with load_errors(config.source):
         tokenizer = AutoTokenizer.from_pretrained(located.folder)
-        model = AutoModelForCausalLM.from_pretrained(located.folder, dtype=dtype, attn_implementation="eager")
-        model.to(device)  # pyright: ignore[reportArgumentType]
-    return prepare(model, tokenizer, config.source, located.tokenizer)
+        settings = AutoConfig.from_pretrained(located.folder)
+    options = quantization.load_options(config.source, settings, config.quantize, device, dtype)
+    scarce = False
+    if config.check_memory:
+        free = footprint.device_free_bytes(device)
+        four_bit = config.quantize == "4bit"
+        scarce = 2 * footprint.check(config.source, settings, dtype, device, four_bit=four_bit, free=free).peak > free
+    if device.type != "cpu":
+        options["device_map"] = {"": device}
+    with load_errors(config.source), _one_tensor_at_a_time(scarce):
+        # A tower in 4-bit blocks, or one without the files of its processor, stays unused.
+        processor = None if config.quantize == "4bit" else tower.processor_of(located.folder, settings)
+        auto = AutoModelForImageTextToText if processor is not None else tower.auto_class(settings)
+        model = auto.from_pretrained(located.folder, dtype=dtype, attn_implementation="eager", **options)
+        vision = None
+        if auto is AutoModelForImageTextToText:
+            model, vision = tower.detach(model, processor)
+    return LoadedModel(model, tokenizer, config.source, located.tokenizer, vision if processor is not None else None)
 
 
-def prepare(model: PreTrainedModel, tokenizer: Any, source: str, tokenizer_source: str) -> BaseModel:
+@contextmanager
+def _one_tensor_at_a_time(scarce: bool) -> Iterator[None]:
+    """Where memory is scarce, have transformers read the tensors one after the other within the context.
+
+    Its threads read ahead of the main thread, which fuses a checkpoint's experts: up to all of them twice. It takes
+    this setting from the environment only.
+    """
+    name = "HF_DEACTIVATE_ASYNC_LOAD"
+    previous = os.environ.get(name)
+    if scarce:
+        os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if scarce:
+            os.environ.pop(name)
+        if previous is not None:
+            os.environ[name] = previous
+
+
+def prepare(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    source: str,
+    tokenizer_source: str,
+    vision: VisionTower | None = None,
+) -> BaseModel:
     """Freeze and check a model with eager attention. Raises Unsupported if it is not supported."""
     model.eval().requires_grad_(False)
     support.check(source, model)
+    recurrent = gated_delta_net.install(model)
+    card = card_of(source, tokenizer_source, model, tokenizer)
+    if vision is not None:
+        card = replace(card, images=vision.support, weight_bytes=card.weight_bytes + vision.weight_bytes)
+    body = model.base_model
     base = BaseModel(
-        card=_card(source, tokenizer_source, model, tokenizer),
+        card=card,
         model=model,
-        body=model.base_model,
+        body=dict(body.named_children()).get("language_model", body),
         tokenizer=tokenizer,
+        recurrent=recurrent,
+        vision=vision,
     )
-    _check_attention(base)
-    return base
+    self_check.check(base)
+    gated_delta_net.drop_originals(model)
+    shared = routing.install(model)
+    return replace(base, routing=shared, card=replace(base.card, router=shared.shape))
 
 
-def _device(setting: str) -> torch.device:
+def device_of(setting: str) -> torch.device:
+    """The device that a setting names. Raises ConfigError for a GPU that is not there."""
     if setting == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "Device cuda is requested, but PyTorch finds no GPU.", "Install a CUDA build of torch, or use cpu."
@@ -100,129 +140,30 @@ def _device(setting: str) -> torch.device:
     return torch.device("cuda" if setting != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def _dtype(setting: str, device: torch.device) -> torch.dtype:
+def dtype_of(setting: str, device: torch.device) -> torch.dtype:
+    """The data type that a setting names on a device."""
     if setting != "auto":
         return getattr(torch, setting)
     native = device.type == "cuda" or torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     return torch.bfloat16 if native else torch.float32
 
 
-def _card(source: str, tokenizer_source: str, model: PreTrainedModel, tokenizer: Any) -> ModelCard:
+def card_of(source: str, tokenizer_source: str, model: PreTrainedModel, tokenizer: Any) -> ModelCard:
+    """The card of a loaded model."""
+    context_length, context_limit = support.context_length(model.config)
+    if context_limit:
+        log.warning("%s is served up to %d tokens: %s.", source, context_length, context_limit)
     eos = model.generation_config.eos_token_id if model.generation_config else None
     ids = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id} - {None}
     return ModelCard(
         source=source,
         tokenizer=tokenizer_source,
         arch=model.config.model_type,
-        vocab_size=model.config.vocab_size,
-        context_length=support.context_length(source, model.config),
+        vocab_size=model.config.get_text_config().vocab_size,
+        context_length=context_length,
+        context_limit=context_limit,
         eos_token_ids=tuple(sorted(ids)),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),
+        weight_bytes=sum(parameter.nbytes for parameter in model.parameters()),
     )
-
-
-def _check_attention(base: BaseModel) -> None:
-    """Raises Unsupported unless the packed path agrees with transformers' eager attention.
-
-    Compared in float32, where rounding hides nothing, and then in the model's own dtype.
-    """
-    name = f"{base.card.source} ({base.card.arch})"
-    try:
-        with in_float32(base.model):
-            agrees = _error(base, torch.float32) < 1e-3
-        if base.dtype != torch.float32:
-            # Rounding alone makes an error of 0.15 in sharp attention, so this only detects a broken kernel.
-            agrees = agrees and _error(base, base.dtype) < 0.5
-    except TinsmithError:
-        raise
-    except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise Unsupported(f"{name} cannot be computed here: {reason}.", support.HINT) from error
-    if not agrees:
-        raise Unsupported(f"{name} computes attention or its output head in an unsupported way.", support.HINT)
-
-
-@torch.no_grad()
-def _error(base: BaseModel, dtype: torch.dtype) -> float:
-    """Mean error of the logits in units of their standard deviation, which a wrong mask or scale makes large.
-
-    Leaves the model with the packed path's attention.
-    """
-    base.model.set_attn_implementation("eager")
-    expected = base.model(input_ids=_probe_tokens(base).to(base.device)).logits.float()
-    base.model.set_attn_implementation(attention.register(base.card.context_length))
-    logits = probe(base, dtype) @ base.head.float().T
-    return float((logits - expected).abs().mean() / expected.std().clamp(min=1e-6))
-
-
-@contextmanager
-def in_float32(module: nn.Module) -> Iterator[None]:
-    """Compute the module in float32 within the context.
-
-    The parameters of each submodule are converted while it runs, so that only one submodule is in memory twice.
-    """
-    originals: dict[nn.Parameter, Tensor] = {}
-
-    def widen(part: nn.Module, _inputs: Any) -> None:
-        for parameter in part.parameters(recurse=False):
-            originals[parameter], parameter.data = parameter.data, parameter.data.float()
-
-    def restore(part: nn.Module, _inputs: Any, _outputs: Any) -> None:
-        for parameter in part.parameters(recurse=False):
-            parameter.data = originals.pop(parameter)
-
-    hooks = []
-    for part in module.modules():
-        if isinstance(part, nn.Embedding):  # large, and a lookup is exact in any dtype
-            hooks.append(part.register_forward_hook(lambda _part, _inputs, output: output.float()))
-        elif any(True for _ in part.parameters(recurse=False)):
-            hooks.append(part.register_forward_pre_hook(widen))
-            hooks.append(part.register_forward_hook(restore, always_call=True))
-    try:
-        with _ieee_products():
-            yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-@contextmanager
-def _ieee_products() -> Iterator[None]:
-    """Multiply float32 exactly within the context, whatever an engine of this process has set."""
-    backends: Any = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # pyright: ignore[reportAttributeAccessIssue]
-    previous = [backend.fp32_precision for backend in backends]
-    try:
-        for backend in backends:
-            backend.fp32_precision = "ieee"
-        yield
-    finally:
-        for backend, precision in zip(backends, previous, strict=True):
-            backend.fp32_precision = precision
-
-
-@torch.no_grad()
-def probe(base: BaseModel, dtype: torch.dtype | None = None) -> Tensor:
-    """float32 hidden states [2, N, D] of the probe rows through the packed path."""
-    tree = probe_tree(base)
-    hidden = base.hidden(
-        torch.as_tensor(tree.tokens, device=base.device),
-        torch.as_tensor(tree.positions, device=base.device),
-        attention.packed_attention(tree, dtype or base.dtype, base.device),
-    )
-    return torch.stack([hidden[torch.as_tensor(tree.index[key])].float() for key in (0, 1)])
-
-
-def probe_tree(base: BaseModel) -> packing.PackedTree:
-    """Two short rows with a common prefix, packed."""
-    return packing.pack(
-        [packing.PackedRow(key=key, adapter=0, tokens=row.numpy()) for key, row in enumerate(_probe_tokens(base))]
-    )
-
-
-def _probe_tokens(base: BaseModel) -> Tensor:
-    """int32 [2, N] tokens; the first half of both rows is the same."""
-    length = min(24, base.card.context_length)
-    tokens = torch.arange(2 * length).remainder(base.card.vocab_size).view(2, length).to(torch.int32)
-    tokens[1, : length // 2] = tokens[0, : length // 2]
-    return tokens

@@ -106,7 +106,8 @@ def _cgroup_headroom(root: Path) -> Iterator[int]:
     for folder, limit, used in _cgroups(root):
         if (folder / limit).is_file() and (most := (folder / limit).read_text().strip()) != "max":
             stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            yield max(0, int(most) - int((folder / used).read_text()) + int(stat.get("inactive_file", 0)))
+            cached = int(stat.get("inactive_file", 0)) + int(stat.get("active_file", 0))
+            yield max(0, int(most) - int((folder / used).read_text()) + cached)
 
 
 def _cgroups(root: Path) -> Iterator[tuple[Path, str, str]]:

@@ -7,15 +7,22 @@ once, forward and backward, without padding. Rows of different adapters share no
 
 Example: rows [7 8 9] and [7 8 5 6] of one adapter pack to tokens [7 8 5 6 9] with index [0 1 4] and [0 1 2 3].
 
+Rows share an image only if it is the same: rows are compared by `images.rows.content_ids`.
+
 Everything here is numpy, computed once for a pass and used by every layer.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
+
+from tinsmith.engine.base import InputImage
+from tinsmith.engine.images.rows import ImageTokens, content_ids, rotary_positions
 
 MAX_MERGED_QUERIES = 96
 """Short neighbouring chunks are merged into one attention job of up to this many queries, because a call costs as much
@@ -32,6 +39,23 @@ class PackedRow:
     adapter: int
     tokens: np.ndarray
     """int32 [N]."""
+    images: tuple[InputImage, ...] = ()
+    marks: np.ndarray | None = None
+    """uint64 [N]: rows share a position only if their marks there are equal too. None: 0 everywhere."""
+
+    @property
+    def ids(self) -> np.ndarray:
+        """Integers [N] that are equal for equal content: the tokens themselves in a row without images."""
+        return content_ids(self.tokens, self.images)
+
+    def sort_key(self, *, wide: bool) -> bytes:
+        """Rows in its order share the longest prefixes with their neighbours; `wide` if any of them has images."""
+        kind = ">i8" if wide else ">i4"
+        if self.marks is None:
+            return self.ids.astype(kind).tobytes()
+        pairs = np.empty(len(self.tokens), [("token", kind), ("mark", ">u8")])
+        pairs["token"], pairs["mark"] = self.ids, self.marks
+        return pairs.tobytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +91,9 @@ class PackedTree:
     """int64 [N] by row key: the packed position of each position of the row."""
     spans: tuple[AdapterSpan, ...]
     jobs: tuple[AttentionJob, ...]
+    images: tuple[ImageTokens, ...] = ()
+    rotary: np.ndarray | None = None
+    """int64 [3, T]: positions for rotary embeddings, if a row has images; else they are `positions`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,26 +111,34 @@ class _Chunk:
 
 def sorted_for_packing(rows: Iterable[PackedRow]) -> list[PackedRow]:
     """Rows by adapter, then by tokens, so that neighbours share the longest prefixes."""
-    return sorted(rows, key=lambda row: (row.adapter, row.tokens.astype(">i4").tobytes()))
+    rows = list(rows)
+    if any(row.marks is not None for row in rows):
+        rows = [row if row.marks is not None else _marked(row) for row in rows]
+    wide = any(row.images for row in rows)
+    return sorted(rows, key=lambda row: (row.adapter, row.sort_key(wide=wide)))
 
 
-def micro_batches(rows: Sequence[PackedRow], budget: int) -> Iterator[list[PackedRow]]:
-    """Sorted rows in micro-batches of about `budget` packed tokens; a longer row is a micro-batch of its own.
+def take_rows(rows: deque[PackedRow], budget: int, used: int = 0) -> tuple[list[PackedRow], int]:
+    """Move sorted rows from the front of `rows` into a micro-batch of about `budget` packed tokens.
 
-    A row may exceed the budget by the length of the prefix that it shares with the previous row, which would have to be
-    computed again in the next micro-batch. So a prompt that is longer than the budget is shared too.
+    `used` tokens are in it already. Returns the rows and the tokens used then. A longer row is taken if the micro-batch
+    is empty. A row may exceed the budget by the length of the prefix that it shares with the previous row, which would
+    have to be computed again in the next micro-batch. So a prompt that is longer than the budget is shared too.
     """
-    batch: list[PackedRow] = []
-    used = 0
-    for row in sorted_for_packing(rows):
-        shared = _common_prefix(batch[-1], row) if batch else 0
-        if batch and used + len(row.tokens) - shared > budget + shared:
-            yield batch
-            batch, used, shared = [], 0, 0
-        batch.append(row)
-        used += len(row.tokens) - shared
-    if batch:
-        yield batch
+    taken: list[PackedRow] = []
+    while rows:
+        shared = _common_prefix(taken[-1], rows[0]) if taken else 0
+        if used and used + len(rows[0].tokens) - shared > budget + shared:
+            break
+        used += len(rows[0].tokens) - shared
+        taken.append(rows.popleft())
+    return taken, used
+
+
+def packed_tokens(rows: Iterable[PackedRow]) -> int:
+    """Tokens of the tree of these rows."""
+    rows = sorted_for_packing(rows)
+    return sum(len(row.tokens) for row in rows) - sum(_common_prefix(*pair) for pair in pairwise(rows))
 
 
 def pack(rows: Sequence[PackedRow]) -> PackedTree:
@@ -129,7 +164,15 @@ def pack(rows: Sequence[PackedRow]) -> PackedTree:
     for row in rows:
         tokens[index[row.key]] = row.tokens
         positions[index[row.key]] = np.arange(len(row.tokens))
-    return PackedTree(tokens=tokens, positions=positions, index=index, spans=tuple(spans), jobs=tuple(_jobs(chunks)))
+    return PackedTree(
+        tokens=tokens,
+        positions=positions,
+        index=index,
+        spans=tuple(spans),
+        jobs=tuple(_jobs(chunks)),
+        images=tuple(_images(rows, index)),
+        rotary=_rotary(rows, index, positions),
+    )
 
 
 def contiguous_runs(positions: np.ndarray) -> tuple[tuple[int, int], ...]:
@@ -140,13 +183,40 @@ def contiguous_runs(positions: np.ndarray) -> tuple[tuple[int, int], ...]:
     return tuple((int(run[0]), int(run[-1]) + 1) for run in np.split(positions, cuts))
 
 
+def _images(rows: Sequence[PackedRow], index: dict[int, np.ndarray]) -> Iterator[ImageTokens]:
+    """The images of the rows; tokens that rows share once."""
+    seen = set[int]()
+    for row in rows:
+        for image in row.images:
+            at = index[row.key][image.start : image.start + image.length]
+            new = np.array([position not in seen for position in at.tolist()])
+            seen.update(at.tolist())
+            yield ImageTokens(image, at[new], np.flatnonzero(new))
+
+
+def _rotary(rows: Sequence[PackedRow], index: dict[int, np.ndarray], positions: np.ndarray) -> np.ndarray | None:
+    if not any(row.images for row in rows):
+        return None
+    rotary = np.broadcast_to(positions, (3, len(positions))).copy()
+    for row in rows:
+        rotary[:, index[row.key]] = rotary_positions(len(row.tokens), row.images)
+    return rotary
+
+
 def _common_prefix(left: PackedRow, right: PackedRow) -> int:
     """Length of the common prefix; 0 for rows of different adapters."""
     if left.adapter != right.adapter:
         return 0
     length = min(len(left.tokens), len(right.tokens))
-    differs = np.flatnonzero(left.tokens[:length] != right.tokens[:length])
-    return int(differs[0]) if differs.size else length
+    differs = left.ids[:length] != right.ids[:length]
+    if left.marks is not None and right.marks is not None:
+        differs |= left.marks[:length] != right.marks[:length]
+    first = np.flatnonzero(differs)
+    return int(first[0]) if first.size else length
+
+
+def _marked(row: PackedRow) -> PackedRow:
+    return replace(row, marks=np.zeros(len(row.tokens), np.uint64))
 
 
 def _jobs(chunks: Sequence[_Chunk]) -> Iterator[AttentionJob]:

@@ -127,8 +127,10 @@ def _convert_gguf(gguf: Path, name: str) -> Path:
             f"The tokenizer in {gguf.name} does not decode to the encoded text.", "Use another transformers version."
         )
     config = AutoConfig.for_model(**_plain(loaded.config.to_dict()))
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.load_state_dict(loaded.state_dict())
+    with torch.device("meta"):  # takes over the weights: no second copy
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.load_state_dict(loaded.state_dict(), assign=True)
+    model.tie_weights()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         converted = Path(scratch) / name

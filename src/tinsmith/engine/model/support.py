@@ -1,56 +1,61 @@
 """Checks whether a model is supported, from its config and modules; `loading` checks the rest by computing.
 
-Attention here sees all earlier tokens, and rotary embeddings are the same at every length. A model that differs only
-beyond some length is served up to that length.
+Rotary embeddings here are the same at every length, because rows of all lengths share a pass and keys stay in a cache.
+A model whose embeddings differ beyond some length is served up to that length.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tinsmith.engine.model.hybrid import gated_delta_net
+from tinsmith.engine.model_parts import part_of, place
 from tinsmith.errors import Unsupported
 
-log = logging.getLogger(__name__)
-
-PROJECTIONS = {
-    "attn": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "mlp": ("gate_proj", "up_proj", "down_proj"),
-}
+_FROZEN = {"q_b_proj", "kv_b_proj", "shared_expert_gate"}
+"""Linear modules of latent attention and of shared experts that are not adapted, but computed on the fast path. Others,
+such as those of sparse indexers, may compute what a short probe does not show."""
 
 LAYERS = {"full_attention", "sliding_attention"}
 """Supported values of transformers' `layer_types`."""
 
-HINT = "Serve a dense model of the Llama, Qwen2, Qwen3 or Mistral family."
+RECURRENT_LAYERS = {"linear_attention"}
+"""The same for the models of `gated_delta_net`."""
+
+EXPERT_LAYOUT = {"has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm", "down_proj"}
+"""Attributes of a module that holds the experts of a layer, as transformers' interface for experts sets them."""
+
+HINT = "Serve a model of the Llama, Qwen2, Qwen3, Qwen3.5 or Mistral family, dense or with experts."
 
 
-def context_length(source: str, config: PreTrainedConfig) -> int:
-    """Length of the longest row that is computed exactly as the model defines it."""
+DEFAULT_CONTEXT = 131072
+"""Context length of a model whose config names none."""
+
+
+def context_length(config: PreTrainedConfig) -> tuple[int, str]:
+    """Length of the longest row that is computed exactly as the model defines it, and why it is less than the model's
+    maximum, if it is."""
+    config = config.get_text_config()
     settings = config.to_dict()
-    maximum = int(settings["max_position_embeddings"])
-    bounds = dict(_bounds(settings))
-    length = min([maximum, *bounds])
-    if length < maximum:
-        log.warning("%s is served up to %d tokens instead of %d: %s.", source, length, maximum, bounds[length])
-    return length
-
-
-def _bounds(settings: Mapping[str, Any]) -> Iterator[tuple[int, str]]:
-    """Lengths beyond which the model is computed differently, each with the reason."""
-    window, types = settings.get("sliding_window"), settings.get("layer_types")
-    slides = "sliding_attention" in types if types else settings.get("use_sliding_window", True)
-    if window and slides:
-        yield int(window), "sliding-window attention is not supported"
+    names = ("max_position_embeddings", config.attribute_map.get("max_position_embeddings", ""), "model_max_length")
+    maximum = next((int(settings[name]) for name in names if settings.get(name)), DEFAULT_CONTEXT)
     rope = settings.get("rope_parameters") or {}
     # One table, or one for each type of layer.
-    for table in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if table.get("rope_type") == "longrope":
-            length = int(table["original_max_position_embeddings"])
-            yield length, "longrope changes all rotations beyond it, and all rows of a pass share one table"
+    tables = (rope, *(value for value in rope.values() if isinstance(value, dict)))
+    bounds = {
+        int(table.get("original_max_position_embeddings") or maximum): kind
+        for table in tables
+        if (kind := table.get("rope_type")) in ("longrope", "dynamic")
+    }
+    length = min([maximum, *bounds])
+    if length == maximum:
+        return maximum, ""
+    return length, (
+        f"its maximum is {maximum}, but {bounds[length]} changes all rotations of a row that is longer than {length}"
+    )
 
 
 def check(source: str, model: PreTrainedModel) -> None:
@@ -60,30 +65,36 @@ def check(source: str, model: PreTrainedModel) -> None:
 
 
 def _faults(model: PreTrainedModel) -> Iterator[str]:
-    settings = model.config.to_dict()
-    if others := set(settings.get("layer_types") or ()) - LAYERS:
+    settings = model.config.get_text_config().to_dict()
+    recurrent = RECURRENT_LAYERS if model.config.model_type in gated_delta_net.MODEL_TYPES else set[str]()
+    if others := set(settings.get("layer_types") or ()) - LAYERS - recurrent:
         yield f"has layers of {', '.join(sorted(others))}"
-    if caps := [f"{name} {value}" for name, value in settings.items() if "softcap" in name and value]:
-        yield f"caps its scores or logits ({', '.join(caps)})"
-    head = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear) or head.bias is not None:
-        yield "has no linear output head" if not isinstance(head, nn.Linear) else "has a bias in its output head"
-    projections = {name for names in PROJECTIONS.values() for name in names}
+    if not isinstance(model.get_output_embeddings(), nn.Linear):
+        yield "has no linear output head"
     linear, others = _matrices(model)
     if others:
         yield f"has weights that no adapter covers, for example in MoE layers: {', '.join(sorted(others))}"
-    if linear != projections:
-        yield f"has the projections {sorted(linear)} instead of {sorted(projections)}"
+    if unknown := {leaf for name in linear if not part_of(name) and (leaf := name.rpartition(".")[2]) not in _FROZEN}:
+        yield f"has the projections {', '.join(sorted(unknown))}"
+
+
+def is_expert_stack(module: nn.Module) -> bool:
+    """Whether a module holds the experts of a layer in a layout that `lora.experts` computes."""
+    return set(dir(module)) >= EXPERT_LAYOUT and not module.has_post_expert_norm
 
 
 def _matrices(model: PreTrainedModel) -> tuple[set[str], set[str]]:
-    """Names of the body's linear modules, and of its matrices outside linear modules, embeddings and norms."""
+    """Paths of the body's linear modules, and of its matrices outside linear modules, embeddings and norms, without
+    the numbers of layers."""
     linear, others = set[str](), set[str]()
     for path, module in model.base_model.named_modules():
+        if f".{gated_delta_net.MIXER}." in f".{path}.":
+            continue
         if isinstance(module, nn.Linear):
-            linear.add(path.rpartition(".")[2])
+            linear.add(place(path))
+        elif is_expert_stack(module) or type(module).__name__.endswith("Router"):
+            continue
         elif module is not model.get_input_embeddings() and not type(module).__name__.endswith("Norm"):
-            place = ".".join(part for part in path.split(".") if not part.isdigit())
             matrices = (name for name, weight in module.named_parameters(recurse=False) if weight.ndim > 1)
-            others |= {f"{place}.{name}" for name in matrices}
+            others |= {f"{place(path)}.{name}" for name in matrices}
     return linear, others

@@ -1,0 +1,95 @@
+"""A loaded base model as training and sampling call it: tokens of a packed pass in, hidden states out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tinsmith.engine.base import ModelCard
+from tinsmith.engine.images.rows import ImageTokens
+from tinsmith.engine.images.tower import VisionTower, VisualInputs
+from tinsmith.engine.model import attention, packing
+from tinsmith.engine.model.hybrid.states import HybridContext, RecurrentShape, hybrid_context
+from tinsmith.engine.model.mixture.routing import Routing
+from tinsmith.errors import Unsupported
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BaseModel:
+    """A loaded base model with frozen weights."""
+
+    card: ModelCard
+    model: PreTrainedModel
+    body: nn.Module
+    """Token embeddings -> last hidden states, without the output head."""
+    tokenizer: Any
+    float32_residual: bool = False
+    """Whether the residual stream is float32 for every dtype of the base."""
+    recurrent: RecurrentShape | None = None
+    """The states of its recurrent layers, if it has any."""
+    routing: Routing = field(default_factory=Routing)
+    """Recording and replay of its routers, if it has any."""
+    vision: VisionTower | None = None
+    """Computes the features of images; None for a model that takes none."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.dtype
+
+    @property
+    def head(self) -> Tensor:
+        """The output weights [V, D]."""
+        return self.model.get_output_embeddings().weight.detach()  # pyright: ignore[reportOptionalMemberAccess,reportReturnType,reportCallIssue]
+
+    @property
+    def device(self) -> torch.device:
+        return self.head.device
+
+    def hidden_of(self, tree: packing.PackedTree, dtype: torch.dtype | None = None) -> Tensor:
+        """Hidden states [T, D] of the packed tokens; `dtype`, if not the base's own, is that of its activations."""
+        context: Any = attention.packed_attention(tree, dtype or self.dtype, self.device)
+        if self.recurrent is not None:
+            context = hybrid_context(self.recurrent, tree, context, self.device)
+        return self.hidden(
+            torch.as_tensor(tree.tokens, device=self.device),
+            torch.as_tensor(tree.positions if tree.rotary is None else tree.rotary, device=self.device),
+            context,
+            self.visual_inputs(tree.images),
+        )
+
+    def visual_inputs(self, images: Sequence[ImageTokens]) -> VisualInputs | None:
+        """The features of the images' tokens in a pass; None if there are none."""
+        if not images:
+            return None
+        if self.vision is None:
+            raise Unsupported(f"{self.card.source} takes no images.", "Send text only.")
+        return self.vision.inputs(images, self.device)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        context: attention.AttentionContext | HybridContext,
+        visual: VisualInputs | None = None,
+    ) -> Tensor:
+        """int [T] tokens at int [T] positions, or [3, T] among images, -> [T, D] hidden states, with an autograd graph
+        if gradients are enabled."""
+        embedded = self.model.get_input_embeddings()(tokens)
+        if visual is not None:
+            embedded = visual.embedded(embedded)
+        if self.float32_residual:
+            embedded = embedded.float()
+        if torch.is_grad_enabled():  # adapters compute their gradients by hand: the graph needs another leaf
+            embedded = embedded.detach().requires_grad_()
+        return self.body(
+            inputs_embeds=embedded[None],
+            position_ids=positions.unsqueeze(-2),
+            use_cache=False,
+            context=context,
+            **(visual.settings(len(tokens)) if visual is not None else {}),
+        ).last_hidden_state[0]

@@ -1,0 +1,90 @@
+"""Memory that a base model takes, computed from its config before any weight is read; refuses what does not fit.
+
+The model is made on PyTorch's meta device, where parameters have shapes and no memory. Not counted are activations,
+adapters and the KV cache: their settings take what is left.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig
+
+from tinsmith.engine.images import tower
+from tinsmith.engine.model.memory import free_bytes
+from tinsmith.errors import ConfigError
+
+NF4_BITS = 4.5
+"""Bits of a 4-bit weight, with its block's scale."""
+
+GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes of a loaded base model."""
+
+    weights: int
+    """In the dtype that they are served in."""
+    working: int
+    """On top, at the peak of loading: float32 copies of the output head, or of one module while the model is checked.
+    A CPU keeps one copy of the head and reorders it into another."""
+
+    @property
+    def peak(self) -> int:
+        return self.weights + self.working
+
+
+def footprint(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, four_bit: bool) -> Footprint:
+    """The footprint of a model of this config."""
+    with torch.device("meta"):
+        model = tower.auto_class(config).from_config(config, dtype=dtype)
+    head = model.get_output_embeddings()
+    weights, largest, seen = 0, 0, set[int]()
+    for module in model.modules():
+        packed = four_bit and isinstance(module, nn.Linear) and module is not head
+        values = 0
+        for parameter in module.parameters(recurse=False):
+            values += parameter.numel()
+            if id(parameter) not in seen:  # tied weights are one
+                seen.add(id(parameter))
+                bits = NF4_BITS if packed and parameter.ndim == 2 else 8 * parameter.element_size()
+                weights += int(parameter.numel() * bits) // 8
+        largest = max(largest, 0 if isinstance(module, nn.Embedding) else values)
+    head_copies = (2 if device.type == "cpu" else 1) * (head.weight.numel() if head is not None else 0)
+    widened = 0 if dtype == torch.float32 else largest
+    return Footprint(weights=weights, working=4 * max(head_copies, widened))
+
+
+def device_free_bytes(device: torch.device) -> int:
+    """Bytes that can still be allocated on the device."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_bytes()
+
+
+def check(
+    source: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, four_bit: bool, free: int
+) -> Footprint:
+    """The model's footprint. Raises ConfigError with figures if it is larger than the `free` bytes."""
+    needed = footprint(config, dtype, device, four_bit=four_bit)
+    if needed.peak <= free:
+        return needed
+    name = f"{str(dtype).removeprefix('torch.')}{' with 4-bit projections' if four_bit else ''}"
+    place = "this GPU" if device.type == "cuda" else "this machine"
+    raise ConfigError(
+        f"{source} does not fit: its weights in {name} take {needed.weights / GB:.1f} GB and loading takes "
+        f"{needed.working / GB:.1f} GB on top; {place} has {free / GB:.1f} GB free.",
+        _advice(config, dtype, device, needed.peak),
+    )
+
+
+def _advice(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, needed: int) -> str:
+    """What would take clearly less memory, with figures."""
+    gpu, narrow = torch.device("cuda"), torch.bfloat16
+    sizes = {
+        "dtype=bfloat16": footprint(config, narrow, device, four_bit=False).peak if dtype == torch.float32 else needed,
+        "quantize=4bit on a GPU": footprint(config, narrow, gpu, four_bit=True).peak,
+    }
+    ways = [f"{way} ({size / GB:.1f} GB)" for way, size in sizes.items() if size < 0.9 * needed]
+    return f"Use {', '.join([*ways, 'a smaller model'])}, or check_memory=false to load it anyway."

@@ -1,0 +1,74 @@
+"""Quantized base models: checkpoints that hold quantized weights, and 4-bit weights made at load (`quantize: 4bit`).
+
+Checkpoints in MXFP4 (gpt-oss) and in blocks of FP8 (DeepSeek) are converted to the serving dtype while they are read,
+tensor by tensor; MXFP4 has no value that bfloat16 lacks, so that conversion is exact. Other quantized checkpoints are
+refused by name. 4-bit weights are bitsandbytes' NF4, on a GPU: the projections become its Linear4bit, while embeddings,
+the output head and experts that are fused into one parameter stay in the serving dtype. Adapters are not quantized.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.utils.quantization_config import BitsAndBytesConfig, FineGrainedFP8Config, Mxfp4Config
+
+from tinsmith.engine_options import Quantize
+from tinsmith.errors import ConfigError, Unsupported
+
+
+def load_options(
+    source: str, config: PreTrainedConfig, setting: Quantize, device: torch.device, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Arguments of `from_pretrained` for the model's quantization; none for a plain model.
+
+    Raises Unsupported for a checkpoint in a form that is not read, ConfigError if 4-bit weights cannot be had here.
+    """
+    form = checkpoint_form(config)
+    if form and setting != "none":
+        raise ConfigError(
+            f"{source} is a checkpoint in {form}, which is not quantized again.", f"Remove quantize={setting}."
+        )
+    if form == "mxfp4":
+        return {"quantization_config": Mxfp4Config(dequantize=True)}
+    if form == "fp8":
+        return {"quantization_config": FineGrainedFP8Config(dequantize=True)}
+    if form:
+        raise Unsupported(
+            f"{source} is a checkpoint quantized by {form}, which cannot be read.",
+            "Serve the checkpoint that is not quantized, or one in mxfp4 or fp8.",
+        )
+    if setting == "none":
+        return {}
+    _require_4bit(source, device)
+    return {"quantization_config": four_bit_config(dtype)}
+
+
+def four_bit_config(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """NF4 weights whose products are computed in `dtype`."""
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+
+
+def checkpoint_form(config: PreTrainedConfig) -> str:
+    """Name of the method that a checkpoint's weights are quantized by; empty for a plain one."""
+    for part in (config, config.get_text_config()):
+        if settings := part.to_dict().get("quantization_config"):
+            method = settings.get("quant_method", "an unnamed method")
+            return str(method.value if isinstance(method, Enum) else method)
+    return ""
+
+
+def _require_4bit(source: str, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ConfigError(
+            f"{source} cannot have 4-bit weights on a {device.type.upper()}: quantize=4bit needs a GPU.",
+            "Remove quantize=4bit, or serve it on a GPU.",
+        )
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"{source} cannot have 4-bit weights: bitsandbytes is not installed.",
+            "Install it: pip install 'tinsmith[4bit]'.",
+        )

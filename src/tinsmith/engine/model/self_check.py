@@ -1,0 +1,149 @@
+"""Checks a model at load by computing: the packed path must give what transformers' eager attention gives.
+
+Two short rows with a common prefix are computed both ways, in float32 and in the model's own dtype. A model for which
+they differ is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tinsmith.engine.model import attention, packing, support
+from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.engine.model.logit_rule import logit_rule
+from tinsmith.errors import TinsmithError, Unsupported
+
+MAX_PROBE_WINDOW = 128
+"""The probe's rows are longer than windows up to this one. Beyond larger windows only the tests have computed."""
+
+
+def check(base: BaseModel) -> None:
+    """Raises Unsupported unless the packed path agrees with transformers' eager attention.
+
+    Compared in float32, where rounding hides nothing, and then in the model's own dtype.
+    """
+    name = f"{base.card.source} ({base.card.arch})"
+    try:
+        with in_float32(base.model):
+            agrees = _error(base, torch.float32) < 1e-3
+        if base.dtype != torch.float32:
+            # Rounding alone makes an error of 0.15 in sharp attention, so this only detects a broken kernel.
+            agrees = agrees and _error(base, base.dtype) < 0.5
+    except TinsmithError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise Unsupported(f"{name} cannot be computed here: {reason}.", support.HINT) from error
+    if not agrees:
+        raise Unsupported(f"{name} computes attention or its output head in an unsupported way.", support.HINT)
+
+
+@torch.no_grad()
+def _error(base: BaseModel, dtype: torch.dtype) -> float:
+    """Mean error of the logits in units of their standard deviation, which a wrong mask or scale makes large.
+
+    Leaves the model with the packed path's attention.
+    """
+    base.model.set_attn_implementation("eager")
+    expected = base.model(input_ids=_probe_tokens(base).to(base.device)).logits.float()
+    base.model.set_attn_implementation(attention.register())
+    rule = logit_rule(base.model)
+    products = probe(base, dtype) @ base.head.float().T
+    logits = rule.apply(products if rule.bias is None else products + rule.bias.float())
+    return float((logits - expected).abs().mean() / expected.std().clamp(min=1e-6))
+
+
+@contextmanager
+def in_float32(module: nn.Module) -> Iterator[None]:
+    """Compute the module in float32 within the context.
+
+    The parameters of each submodule are converted while it runs, so that only one submodule is in memory twice.
+    """
+    originals: dict[nn.Parameter, Tensor] = {}
+
+    def widen(part: nn.Module, _inputs: Any) -> None:
+        for parameter in _float_parameters(part):
+            originals[parameter], parameter.data = parameter.data, parameter.data.float()
+
+    def restore(part: nn.Module, _inputs: Any, _outputs: Any) -> None:
+        for parameter in _float_parameters(part):
+            parameter.data = originals.pop(parameter)
+
+    hooks = []
+    for part in module.modules():
+        if isinstance(part, nn.Embedding):  # large, and a lookup is exact in any dtype
+            hooks.append(part.register_forward_hook(lambda _part, _inputs, output: output.float()))
+        elif not isinstance(part, nn.Conv1d) and any(True for _ in _float_parameters(part)):
+            hooks.append(part.register_forward_pre_hook(widen))
+            hooks.append(part.register_forward_hook(restore, always_call=True))
+    try:
+        with _ieee_products(), _wide_quantized_products(module):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _float_parameters(part: nn.Module) -> Iterator[nn.Parameter]:
+    """Parameters that a module reads itself, except 4-bit blocks, which are bytes: its own, and those of convolutions,
+    which modules of transformers read without calling the convolution."""
+    convolutions = (child for child in part.children() if isinstance(child, nn.Conv1d))
+    parameters = (parameter for owner in (part, *convolutions) for parameter in owner.parameters(recurse=False))
+    return (parameter for parameter in parameters if parameter.is_floating_point())
+
+
+@contextmanager
+def _wide_quantized_products(module: nn.Module) -> Iterator[None]:
+    """Compute products with 4-bit matrices in float32 within the context."""
+    parts: list[Any] = [part for part in module.modules() if "compute_dtype" in vars(part)]
+    previous = [part.compute_dtype for part in parts]
+    try:
+        for part in parts:
+            part.compute_dtype = torch.float32
+        yield
+    finally:
+        for part, dtype in zip(parts, previous, strict=True):
+            part.compute_dtype = dtype
+
+
+@contextmanager
+def _ieee_products() -> Iterator[None]:
+    """Multiply float32 exactly within the context, whatever an engine of this process has set."""
+    backends: Any = (torch.backends.mkldnn.matmul, torch.backends.cuda.matmul)  # pyright: ignore[reportAttributeAccessIssue]
+    previous = [backend.fp32_precision for backend in backends]
+    try:
+        for backend in backends:
+            backend.fp32_precision = "ieee"
+        yield
+    finally:
+        for backend, precision in zip(backends, previous, strict=True):
+            backend.fp32_precision = precision
+
+
+@torch.no_grad()
+def probe(base: BaseModel, dtype: torch.dtype | None = None) -> Tensor:
+    """float32 hidden states [2, N, D] of the probe rows through the packed path."""
+    tree = probe_tree(base)
+    hidden = base.hidden_of(tree, dtype)
+    return torch.stack([hidden[torch.as_tensor(tree.index[key])].float() for key in (0, 1)])
+
+
+def probe_tree(base: BaseModel) -> packing.PackedTree:
+    """Two short rows with a common prefix, packed."""
+    return packing.pack(
+        [packing.PackedRow(key=key, adapter=0, tokens=row.numpy()) for key, row in enumerate(_probe_tokens(base))]
+    )
+
+
+def _probe_tokens(base: BaseModel) -> Tensor:
+    """int32 [2, N] tokens; the first half of both rows is the same. Rows are longer than a window of moderate size."""
+    window = base.model.config.get_text_config().to_dict().get("sliding_window") or 0
+    length = min(24 if window > MAX_PROBE_WINDOW else max(24, 2 * window + 8), base.card.context_length)
+    tokens = torch.arange(2 * length).remainder(base.card.vocab_size).view(2, length).to(torch.int32)
+    tokens[1, : length // 2] = tokens[0, : length // 2]
+    return tokens

@@ -1,0 +1,148 @@
+"""Quantized base models: MXFP4 by its formula, FP8 blocks, refusals by name, and 4-bit weights where the library is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+
+from tests.architectures import save_tiny
+from tests.engine.data import pass_for
+from tinsmith.engine.base import AdamParams, LoraSpec
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.lora.quantized_linear import QuantizedLinear, frozen_linear
+from tinsmith.engine.model import loading, quantization
+from tinsmith.engine.torch_engine import TorchEngine
+from tinsmith.errors import ConfigError, Unsupported
+
+CPU, BF16 = torch.device("cpu"), torch.bfloat16
+FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def read(folder: Path, dtype: torch.dtype = BF16) -> dict[str, torch.Tensor]:
+    options = quantization.load_options(str(folder), AutoConfig.from_pretrained(folder), "none", CPU, dtype)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).state_dict()
+
+
+def declare(folder: Path, settings: dict[str, Any]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+
+
+def test_mxfp4_is_converted_exactly(tmp_path: Path) -> None:
+    """As a checkpoint of gpt-oss: blocks of 32 values, two in a byte, the low half first, one scale for each block."""
+    save_tiny("gpt_oss", tmp_path)
+    tensors, draw, expected = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(0), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors.pop(name).shape
+        blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(110, 135, blocks.shape[:3], generator=draw, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        nibbles = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
+        values = FP4[nibbles.long()] * torch.exp2(scales[..., None].float() - 127)
+        expected[name] = values.flatten(2).transpose(1, 2).to(BF16)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    declare(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens"]})
+    loaded = read(tmp_path)
+    assert len(expected) == 8
+    for name, values in expected.items():
+        assert loaded[name].dtype == BF16
+        assert torch.equal(loaded[name], values)
+
+
+def test_fp8_blocks_are_converted(tmp_path: Path, tiny: Callable[[str], Path]) -> None:
+    """weight_scale_inv multiplies each block of 16 x 16."""
+    model = AutoModelForCausalLM.from_pretrained(tiny("llama"))
+    model.save_pretrained(tmp_path)
+    tensors, expected = load_file(tmp_path / "model.safetensors"), {}
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        rows, columns = tensors[name].shape
+        scales = torch.rand(rows // 16, columns // 16) + 0.5
+        wide = scales.repeat_interleave(16, 0).repeat_interleave(16, 1)
+        tensors[name] = (tensors[name] / wide).to(torch.float8_e4m3fn)
+        tensors[name.replace(".weight", ".weight_scale_inv")] = scales
+        expected[name] = (tensors[name].float() * wide).to(BF16)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    declare(tmp_path, {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"})
+    loaded = read(tmp_path)
+    for name, values in expected.items():
+        assert loaded[name].dtype == BF16
+        assert torch.equal(loaded[name], values)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors", "bitsandbytes"])
+def test_other_quantized_checkpoints_are_refused_by_name(method: str) -> None:
+    config = LlamaConfig(quantization_config={"quant_method": method, "bits": 4})
+    with pytest.raises(Unsupported, match=rf"quantized by {method}"):
+        quantization.load_options("some/model", config, "none", CPU, BF16)
+
+
+def test_4bit_is_refused_on_a_cpu(tiny: Callable[[str], Path]) -> None:
+    config = EngineConfig(source=str(tiny("llama")), device="cpu", quantize="4bit")
+    with pytest.raises(ConfigError, match="4-bit weights on a CPU"):
+        loading.load(config)
+
+
+def test_4bit_is_refused_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantization, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match="bitsandbytes is not installed"):
+        quantization.load_options("some/model", LlamaConfig(), "4bit", torch.device("cuda"), BF16)
+
+
+def test_a_quantized_checkpoint_is_not_quantized_again() -> None:
+    config = LlamaConfig(quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ConfigError, match="not quantized again"):
+        quantization.load_options("some/model", config, "4bit", torch.device("cuda"), BF16)
+
+
+def test_quantized_linear_is_its_dequantized_matrix() -> None:
+    library = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    module = library.nn.Linear4bit(128, 64, bias=True, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    frozen, inputs, grads = frozen_linear(module), torch.randn(5, 128), torch.randn(5, 64)
+    assert isinstance(frozen, QuantizedLinear)
+    assert frozen.shape == (64, 128)
+    wide = library.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+    torch.testing.assert_close(frozen(inputs), inputs @ wide.T + module.bias)
+    torch.testing.assert_close(frozen.backward(grads), grads @ wide)
+    torch.testing.assert_close(frozen.backward(grads, onto=torch.ones(5, 128)), 1 + grads @ wide)
+
+
+def test_4bit_engine_equals_one_on_the_dequantized_model(
+    tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: Callable[..., Any]
+) -> None:
+    """On a CPU, which a user may not choose: the library computes there, slowly."""
+    library = pytest.importorskip("bitsandbytes")
+    monkeypatch.setattr(quantization, "_require_4bit", lambda *_: None)
+    monkeypatch.setattr(library.nn.modules, "has_avx512bf16", lambda: False)  # its forward would repack the weights
+    config = EngineConfig(source=str(tiny("llama")), dtype="float32", device="cpu", quantize="4bit", threads=1)
+    base = loading.load(config)
+    plain = AutoModelForCausalLM.from_pretrained(tiny("llama"), dtype=torch.float32)
+    changed = 0
+    for name, module in base.model.named_modules():
+        if isinstance(module, library.nn.Linear4bit):
+            wide = library.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+            changed += 1
+            plain.get_submodule(name).weight.data = wide
+    assert changed == 3 * 7
+    plain.config.torch_dtype = None
+    plain.save_pretrained(tmp_path)
+    base.tokenizer.save_pretrained(tmp_path)
+    outcomes = []
+    for engine in (
+        TorchEngine(config, base),
+        TorchEngine(config.model_copy(update={"source": str(tmp_path), "quantize": "none"})),
+    ):
+        wait(engine.create("model", LoraSpec(rank=4, seed=1)))
+        wait(engine.run([pass_for("cross_entropy", "model", seed=1)]))
+        wait(engine.step("model", AdamParams(learning_rate=0.01)))
+        [result] = wait(engine.run([pass_for("cross_entropy", "model", seed=2)]))
+        outcomes.append(result)
+    for left, right in zip(outcomes[0].logprobs, outcomes[1].logprobs, strict=True):
+        torch.testing.assert_close(torch.as_tensor(left), torch.as_tensor(right), atol=1e-4, rtol=1e-4)
