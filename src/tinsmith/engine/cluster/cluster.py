@@ -1,0 +1,292 @@
+"""The processes of one base model as one engine: training processes, and sampling processes beside them.
+
+A `ModelCluster` belongs to a base model for as long as it is served. It keeps the seats and the sampling processes,
+which outlive the training processes: each start of the latter has the next generation number, and is preceded by the
+confirmed end of the processes before. A `ClusterEngine` is one such start, and what the service sees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tinsmith.engine.base import (
+    AdamParams,
+    Engine,
+    LoraSpec,
+    ModelCard,
+    OnDelta,
+    Pass,
+    PassResult,
+    Sampler,
+    SampleRequest,
+    SampleResult,
+)
+from tinsmith.engine.cluster.config import ClusterConfig
+from tinsmith.engine.cluster.launches import torch_in_seat, vllm_in_seat
+from tinsmith.engine.cluster.machines.plan import check_folder, plan, uses_gpus, with_threads
+from tinsmith.engine.cluster.placement import Places, Seat
+from tinsmith.engine.cluster.pool import SamplerPool
+from tinsmith.engine.cluster.status import ProcessStatus
+from tinsmith.engine.cluster.trainers.group import start_group
+from tinsmith.engine.cluster.worker import start_engine
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.liveness import ProcessEnd, Pulse, Stall
+from tinsmith.engine.vllm.adapters import check_rank
+from tinsmith.engine.vllm.sampler import ZERO_ADAPTER, write_zero_adapter
+from tinsmith.engine.vllm.server import find_python
+from tinsmith.errors import EngineDied, TinsmithError
+
+log = logging.getLogger(__name__)
+
+
+class TrainerEngine(Engine, Protocol):
+    """The training processes of one generation: an engine, and the process that the service watches."""
+
+    died: asyncio.Event
+    pulse: Pulse
+    end: ProcessEnd | None
+
+    @property
+    def pid(self) -> int:
+        """Id of the process that the service speaks to."""
+        ...
+
+    def running(self) -> str:
+        """The calls without a reply, for the log."""
+        ...
+
+    async def stalled(self, timeout_s: float) -> Stall:
+        """Wait until it counts as stalled."""
+        ...
+
+    def kill(self, end: ProcessEnd) -> None:
+        """End all its processes at once."""
+        ...
+
+
+class ClusterEngine:
+    """Trains with `trainer` and samples with `sampler`. Implements `engine.base.Engine`."""
+
+    def __init__(self, trainer: TrainerEngine, sampler: Sampler, max_rank: int | None = None) -> None:
+        """`max_rank`: of adapters that the samplers take; None for any."""
+        self.trainer = trainer
+        self._sampler = sampler
+        self._max_rank = max_rank
+
+    @property
+    def card(self) -> ModelCard:
+        return self.trainer.card
+
+    @property
+    def progress(self) -> int:
+        return self.trainer.progress
+
+    async def create(self, model_id: str, lora: LoraSpec) -> None:
+        if self._max_rank is not None:
+            check_rank("lora_config", lora.rank, self._max_rank)
+        await self.trainer.create(model_id, lora)
+
+    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
+        return await self.trainer.fork(model_id, source, optimizer=optimizer)
+
+    async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
+        return await self.trainer.run(passes)
+
+    async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        return await self.trainer.step(model_id, adam)
+
+    async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
+        return await self.trainer.save(model_id, to, optimizer=optimizer)
+
+    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
+        await self.trainer.load(model_id, source, optimizer=optimizer)
+
+    async def drop(self, model_id: str) -> None:
+        await self.trainer.drop(model_id)
+
+    async def capture(self, model_id: str, version: str) -> None:
+        await self._sampler.capture(model_id, version)
+
+    async def persist(self, version: str, to: Path) -> int:
+        return await self._sampler.persist(version, to)
+
+    async def attach(self, version: str, source: Path) -> None:
+        await self._sampler.attach(version, source)
+
+    async def detach(self, version: str) -> None:
+        await self._sampler.detach(version)
+
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+        return await self._sampler.sample(request, on_delta)
+
+    async def cancel(self, request_id: str) -> None:
+        await self._sampler.cancel(request_id)
+
+    async def release_memory(self) -> None:
+        await self.trainer.release_memory()
+        if isinstance(self._sampler, SamplerPool):
+            await self._sampler.release_memory()
+
+    async def close(self) -> None:
+        """End the training processes; the sampling processes wait for the next."""
+        await self.trainer.close()
+
+
+class NoTrainer:
+    """Stands for the trainer while there is none; captures nothing."""
+
+    async def capture(self, model_id: str, version: str) -> None:
+        raise self._death()
+
+    async def persist(self, version: str, to: Path) -> int:
+        raise self._death()
+
+    async def attach(self, version: str, source: Path) -> None:
+        raise self._death()
+
+    async def detach(self, version: str) -> None:
+        """There is nothing to delete."""
+
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+        raise self._death()
+
+    async def cancel(self, request_id: str) -> None:
+        """Nothing runs."""
+
+    def _death(self) -> EngineDied:
+        return EngineDied("The training processes are not running.", "Try again later.", from_outside=True)
+
+
+class ModelCluster:
+    """The seats and processes of one base model."""
+
+    def __init__(self, config: EngineConfig, cluster: ClusterConfig, places: Places, folder: Path) -> None:
+        """`folder`: where the service writes and reads the files of adapters."""
+        self.generation = 0
+        self.pool: SamplerPool | None = None
+        self._config, self._cluster, self._places, self._shared = config, cluster, places, folder
+        self._trainer_seats: Sequence[Seat] = ()
+        self._sampler_seats: Sequence[Seat] = ()
+        self._trainer: TrainerEngine | None = None
+        self._folder: Path | None = None
+        """For the adapter that a vLLM on a CPU needs."""
+
+    async def start(self) -> ClusterEngine:
+        """Start the training processes, at the first time with seats and sampling processes.
+
+        Raises the error of the start. At the first time nothing is left running then.
+        """
+        is_first = not self._trainer_seats
+        try:
+            if is_first:
+                await self._take_seats()
+            trainer = await self._start_processes()
+        except BaseException:
+            if is_first:
+                await self.close()
+            raise
+        self._trainer = trainer
+        is_vllm = self.pool is not None and self._config.sampler == "vllm"
+        return ClusterEngine(trainer, self.pool or trainer, self._config.vllm.rank if is_vllm else None)
+
+    async def close(self) -> None:
+        """End all processes and give the seats back."""
+        pool, self.pool = self.pool, None
+        if pool is not None:
+            await pool.close()
+        seats = [*self._trainer_seats, *self._sampler_seats]
+        self._trainer_seats, self._sampler_seats, self._trainer = (), (), None
+        await self._places.give_back(seats)
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def status(self) -> list[ProcessStatus]:
+        """All processes: trainers first."""
+        is_up = self._trainer is not None and not self._trainer.died.is_set()
+        trainers = [
+            ProcessStatus(
+                name=seat.name,
+                role="trainer",
+                machine=seat.machine,
+                host=seat.host,
+                gpus=seat.gpus,
+                pid=seat.process.pid if seat.process is not None and is_up else 0,
+                generation=self.generation,
+                is_up=is_up,
+            )
+            for seat in self._trainer_seats
+        ]
+        samplers = self.pool.status() if self.pool is not None else []
+        return trainers + [
+            ProcessStatus(
+                name=seat.name,
+                role="sampler",
+                machine=seat.machine,
+                host=seat.host,
+                gpus=seat.gpus,
+                pid=status.pid,
+                generation=status.starts,
+                is_up=status.up,
+                running=status.requests,
+                cache_tokens=status.cache_tokens,
+                versions=status.versions,
+            )
+            for seat, status in zip(self._sampler_seats, samplers, strict=False)
+        ]
+
+    async def _take_seats(self) -> None:
+        machines = await self._places.machines()
+        gpus = int(uses_gpus(self._config, machines))
+        cluster = self._cluster
+        self._trainer_seats = await self._places.seats(cluster.trainers, name="trainer", gpus=gpus)
+        self._sampler_seats = await self._places.seats(cluster.samplers, name="sampler", gpus=gpus, strategy="scatter")
+        await check_folder([*self._trainer_seats, *self._sampler_seats], self._shared)
+        self._config = with_threads(self._config, self._trainer_seats, self._sampler_seats, machines)
+        for line in plan(self._config, self._trainer_seats, self._sampler_seats, machines):
+            log.info("%s", line)
+
+    async def _start_processes(self) -> TrainerEngine:
+        await asyncio.gather(*(seat.end() for seat in self._trainer_seats))  # confirmed, before others compute
+        self.generation += 1
+        if self.pool is not None or not self._sampler_seats:
+            trainer = await self._start_trainer()
+        elif self._config.sampler == "vllm":
+            await asyncio.to_thread(find_python, self._config.vllm)
+            trainer = await self._start_trainer()
+            self.pool = await self._start_vllm(trainer)
+        else:
+            launches = [torch_in_seat(seat, self._config) for seat in self._sampler_seats]
+            trainer, pool = await asyncio.gather(
+                self._start_trainer(), SamplerPool.start(NoTrainer(), launches), return_exceptions=True
+            )
+            self.pool = pool if isinstance(pool, SamplerPool) else None
+            for outcome in (trainer, pool):
+                if isinstance(outcome, BaseException):
+                    raise outcome
+            assert not isinstance(trainer, BaseException)
+        if self.pool is not None:
+            self.pool.use_trainer(trainer)
+        return trainer
+
+    async def _start_trainer(self) -> TrainerEngine:
+        if self._cluster.is_group:
+            return await start_group(self._trainer_seats, self._config, self._cluster, self.generation)
+        (seat,) = self._trainer_seats
+        config = self._config.model_copy(update={"sampler": "torch"}) if self._sampler_seats else self._config
+        return await start_engine(seat, config, self._config.source, self.generation)
+
+    async def _start_vllm(self, trainer: TrainerEngine) -> SamplerPool:
+        """Start vLLM servers, which need the card of the loaded model."""
+        zero_adapter = None
+        if trainer.card.device == "cpu":
+            self._folder = Path(tempfile.mkdtemp(prefix=".vllm-", dir=self._shared))
+            zero_adapter = self._folder / ZERO_ADAPTER
+            await write_zero_adapter(trainer, zero_adapter)
+        launches = [vllm_in_seat(seat, self._config, trainer.card, zero_adapter) for seat in self._sampler_seats]
+        return await SamplerPool.start(trainer, launches, trainer.card)

@@ -1,0 +1,228 @@
+"""Connections over TCP to the processes of a cluster, and what such a process does first.
+
+A process is started with a ticket on its standard input: a random token of its own, the generation of its group, and
+data of the caller. It binds a free port and reports it on standard output; the service dials it. Both ends prove that
+they have the token before anything is unpickled: the process sends a nonce, the dialler answers with a nonce and an
+HMAC of both, and the process with another HMAC. A token belongs to one start of one process, so a process or a dialler
+of an earlier generation is refused, and a connection carries messages of one generation only.
+
+After the handshake the messages are those of `engine.process.Link`, not encrypted: use a private network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import hashlib
+import hmac
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any, BinaryIO
+
+from tinsmith.errors import EngineDied
+
+TOKEN_BYTES = 32
+HANDSHAKE_S = 5.0
+"""Time for the handshake of a connection."""
+DIAL_S = 20.0
+"""Time to reach a process that has reported its port."""
+SILENCE_S = 60.0
+"""A process that hears nothing for this long ends itself: the service, or the network to it, is gone."""
+PING_S = 5.0
+"""Time between two pings of the service."""
+PARENT_POLL_S = 0.2
+
+_PORT = struct.Struct("<I")
+_GENERATION = struct.Struct("<Q")
+_DIGEST_BYTES = hashlib.sha256().digest_size
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticket:
+    """What a process is given at its start."""
+
+    token: bytes
+    """32 random bytes, of this start only."""
+    generation: int
+    host: str
+    """Address to bind; other machines must be able to reach it."""
+    payload: bytes = b""
+    """Data of the caller."""
+
+    @classmethod
+    def new(cls, generation: int, host: str, payload: bytes = b"") -> Ticket:
+        """A ticket with a token of its own."""
+        return cls(token=os.urandom(TOKEN_BYTES), generation=generation, host=host, payload=payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a process listens."""
+
+    host: str
+    port: int
+
+
+# The process.
+
+
+class Entrance:
+    """The listening socket of a process of a cluster. `Entrance.open()` is the first call of its program."""
+
+    def __init__(self, ticket: Ticket) -> None:
+        self.ticket = ticket
+        self._listener = socket.create_server((ticket.host, 0), backlog=16)
+
+    @classmethod
+    def open(cls) -> Entrance:
+        """Read the ticket, end with the parent from now on, bind a port and report it.
+
+        Standard output then goes where standard error goes.
+        """
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the service, which then closes the connection
+        ticket = read_ticket(sys.stdin.buffer)
+        end_with_parent()
+        entrance = cls(ticket)
+        reports = os.dup(1)
+        os.dup2(2, 1)
+        os.write(reports, _PORT.pack(entrance.port))
+        os.close(reports)
+        return entrance
+
+    @property
+    def port(self) -> int:
+        """The port that it is bound to."""
+        return self._listener.getsockname()[1]
+
+    def accept(self) -> socket.socket:
+        """Wait for the connection of the service. Connections without the token are closed."""
+        while True:
+            connection, _ = self._listener.accept()
+            connection.settimeout(HANDSHAKE_S)
+            try:
+                _admit(connection, self.ticket)
+            except (OSError, PermissionError):
+                connection.close()
+                continue
+            connection.settimeout(None)
+            set_options(connection)
+            # A timeout of Python's would hold for sending too, where a large message may take longer.
+            silence = struct.pack("ll", int(SILENCE_S), 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, silence)
+            self._listener.close()
+            return connection
+
+
+def read_ticket(stream: BinaryIO) -> Ticket:
+    """The ticket on standard input, which only the parent can write. Ends the process if the parent is gone."""
+    (size,) = _PORT.unpack(_exactly(stream, _PORT.size))
+    return pickle.loads(_exactly(stream, size))
+
+
+def written_ticket(ticket: Ticket) -> bytes:
+    """A ticket as `read_ticket` reads it."""
+    data = pickle.dumps(ticket)
+    return _PORT.pack(len(data)) + data
+
+
+def end_with_parent() -> None:
+    """End this process when its parent ends, in whatever way.
+
+    The system does so on Linux, when the thread that forked ends. Elsewhere, and where the parent ended before, a
+    thread sees another parent or the end of standard input, which the parent holds open.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent and not _has_ended(0):
+            time.sleep(PARENT_POLL_S)
+        os._exit(0)
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
+
+def _has_ended(descriptor: int) -> bool:
+    return bool(select.select([descriptor], [], [], 0)[0]) and not os.read(descriptor, 1)
+
+
+def _exactly(stream: BinaryIO, size: int) -> bytes:
+    data = stream.read(size)
+    if len(data) < size:
+        os._exit(0)  # the parent ended
+    return data
+
+
+def _admit(connection: socket.socket, ticket: Ticket) -> None:
+    """The process's half of the handshake. Raises PermissionError, or OSError if the connection breaks."""
+    deadline = time.monotonic() + HANDSHAKE_S
+    nonce = os.urandom(TOKEN_BYTES)
+    connection.sendall(nonce)
+    reply = b""
+    while len(reply) < _GENERATION.size + TOKEN_BYTES + _DIGEST_BYTES:
+        connection.settimeout(max(deadline - time.monotonic(), 0.001))
+        part = connection.recv(_GENERATION.size + TOKEN_BYTES + _DIGEST_BYTES - len(reply))
+        if not part:
+            raise ConnectionError
+        reply += part
+    head, proof = reply[:-_DIGEST_BYTES], reply[-_DIGEST_BYTES:]
+    (generation,) = _GENERATION.unpack(head[: _GENERATION.size])
+    is_proven = hmac.compare_digest(proof, _proof(ticket.token, b"dial", nonce, head))
+    if not is_proven or generation != ticket.generation:
+        raise PermissionError
+    connection.sendall(_proof(ticket.token, b"accept", nonce, head))
+
+
+# The service.
+
+
+async def dial(address: Address, ticket: Ticket, *, buffer: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect to a process. `buffer`: bytes that are read ahead.
+
+    Raises EngineDied if the process cannot be reached, or does not prove that it has this ticket.
+    """
+    try:
+        async with asyncio.timeout(DIAL_S):
+            reader, writer = await asyncio.open_connection(address.host, address.port, limit=buffer)
+    except (OSError, TimeoutError) as error:
+        raise EngineDied(f"{address.host}:{address.port} cannot be reached: {error}.", from_outside=True) from error
+    set_options(writer.get_extra_info("socket"))
+    try:
+        async with asyncio.timeout(HANDSHAKE_S):
+            nonce = await reader.readexactly(TOKEN_BYTES)
+            head = _GENERATION.pack(ticket.generation) + os.urandom(TOKEN_BYTES)
+            writer.write(head + _proof(ticket.token, b"dial", nonce, head))
+            proof = await reader.readexactly(_DIGEST_BYTES)
+        if not hmac.compare_digest(proof, _proof(ticket.token, b"accept", nonce, head)):
+            raise PermissionError("it has another token")
+    except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+        reason = "it refused the token" if isinstance(error, asyncio.IncompleteReadError) else str(error) or "time-out"
+        raise EngineDied(f"{address.host}:{address.port} is not the process started: {reason}.") from error
+    return reader, writer
+
+
+def set_options(connection: Any) -> None:
+    """Send small messages at once, and notice a peer whose machine is gone."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 6), ("TCP_USER_TIMEOUT", 60_000)):
+        if (number := vars(socket).get(name)) is not None:  # not on every system
+            connection.setsockopt(socket.IPPROTO_TCP, number, value)
+
+
+def _proof(token: bytes, side: bytes, nonce: bytes, head: bytes) -> bytes:
+    return hmac.digest(token, side + nonce + head, "sha256")

@@ -1,0 +1,75 @@
+"""How the processes of a sampler pool are started: in a seat, which may be on another machine."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+from tinsmith.engine.base import ModelCard
+from tinsmith.engine.cluster.placement import Program, Seat
+from tinsmith.engine.cluster.replica import Launch, StartedSampler
+from tinsmith.engine.cluster.vllm_worker import VllmStart
+from tinsmith.engine.cluster.worker import start_engine
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.liveness import ProcessEnd
+from tinsmith.engine.remote import RemoteEngine
+
+VLLM_WORKER = Program(module="tinsmith.engine.cluster.vllm_worker")
+
+
+def torch_in_seat(seat: Seat, config: EngineConfig) -> Launch:
+    """A whole torch engine, of which only the sampler is used."""
+    settings = config.model_copy(update={"sampler": "torch"})
+    generations = itertools.count(1)
+
+    async def launch() -> StartedSampler:
+        engine = await start_engine(seat, settings, config.source, next(generations))
+        return watched(engine, config.engine_timeout_s)
+
+    return launch
+
+
+def vllm_in_seat(seat: Seat, config: EngineConfig, card: ModelCard, zero_adapter: Path | None) -> Launch:
+    """A vLLM server, over all GPUs of the seat. `card` is the trainer's.
+
+    `zero_adapter`: on a CPU, the folder that `write_zero_adapter` has written.
+    """
+    start = VllmStart(config=_for_seat(config, seat.gpus), card=card, zero_adapter=zero_adapter)
+    generations = itertools.count(1)
+
+    async def launch() -> StartedSampler:
+        engine = await start_engine(seat, start, config.source, next(generations), VLLM_WORKER)
+        return watched(engine, config.engine_timeout_s)
+
+    return launch
+
+
+def _for_seat(config: EngineConfig, gpus: tuple[str, ...]) -> EngineConfig:
+    """Settings with vLLM on these GPUs, tensor parallel over several; those of the settings without GPUs."""
+    if not gpus:
+        return config
+    args = config.vllm.args
+    if len(gpus) > 1 and "--tensor-parallel-size" not in args:
+        args = (*args, "--tensor-parallel-size", str(len(gpus)))
+    vllm = config.vllm.model_copy(update={"devices": ",".join(gpus), "args": args})
+    return config.model_copy(update={"vllm": vllm})
+
+
+def watched(engine: RemoteEngine, timeout_s: float) -> StartedSampler:
+    """A torch engine as a sampler; it is killed after `timeout_s` without progress while it samples."""
+
+    async def ended() -> str:
+        died, stalled = asyncio.create_task(engine.died.wait()), asyncio.create_task(engine.stalled(timeout_s))
+        try:
+            await asyncio.wait((died, stalled), return_when=asyncio.FIRST_COMPLETED)
+            if not died.done():
+                stall = stalled.result()
+                engine.kill(ProcessEnd(f"stalled: {stall.reason}", stall.from_outside))
+                await died
+        finally:
+            died.cancel()
+            stalled.cancel()
+        return engine.end.text if engine.end is not None else "the reason is unknown"
+
+    return StartedSampler(process=engine, ended=ended)

@@ -1,0 +1,72 @@
+"""What a base model takes of the machines, decided before anything is loaded: GPUs, threads, and a plan of seats."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tinsmith.engine.cluster.machines.machine import Machine
+from tinsmith.engine.cluster.placement import Seat
+from tinsmith.engine.config import EngineConfig
+from tinsmith.errors import ConfigError
+
+
+def uses_gpus(config: EngineConfig, machines: Sequence[Machine]) -> bool:
+    """Whether the processes of a base model take a GPU each."""
+    if config.kind == "fake" or config.device == "cpu":
+        return False
+    return config.device == "cuda" or any(machine.gpus for machine in machines)
+
+
+def with_threads(
+    config: EngineConfig, trainers: Sequence[Seat], samplers: Sequence[Seat], machines: Sequence[Machine]
+) -> EngineConfig:
+    """The settings with the cores of the fullest machine divided among its processes, where no threads were set."""
+    if config.threads:
+        return config
+    seats = [seat.machine for seat in (*trainers, *samplers)]
+    shares = [machine.cpus // count for machine in machines if (count := seats.count(machine.name))]
+    return config.model_copy(update={"threads": max(1, min(shares, default=1))})
+
+
+def plan(
+    config: EngineConfig, trainers: Sequence[Seat], samplers: Sequence[Seat], machines: Sequence[Machine]
+) -> Iterator[str]:
+    """Lines that say, before anything is loaded, which processes will run where."""
+    weights = weight_bytes(config.source)
+    size = f", {weights / 1e9:.1f} GB of weight files each" if weights else ""
+    yield f"Plan for {config.source}: {len(trainers)} training and {len(samplers)} sampling processes{size}"
+    by_name = {machine.name: machine for machine in machines}
+    for name in dict.fromkeys(seat.machine for seat in (*trainers, *samplers)):
+        seats = [seat for seat in (*trainers, *samplers) if seat.machine == name]
+        machine = by_name.get(name)
+        hardware = f", {machine.cpus} cores, {machine.memory_bytes / 1e9:.0f} GB" if machine is not None else ""
+        yield f"  {name} ({seats[0].host}{hardware})"
+        if machine is not None and not seats[0].gpus and len(seats) * weights > machine.memory_bytes:
+            yield f"    {len(seats)} processes do not fit: their weights alone take more than the machine's memory"
+        for seat in seats:
+            device = f"GPU {', '.join(seat.gpus)}" if seat.gpus else f"CPU, {config.threads} threads"
+            yield f"    {seat.name}: {device}"
+
+
+def weight_bytes(source: str) -> int:
+    """Size of the weight files of a model's folder; 0 for a model that is not a folder of this machine."""
+    folder = Path(source).expanduser()
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors")) if folder.is_dir() else 0
+
+
+async def check_folder(seats: Sequence[Seat], folder: Path) -> None:
+    """Raises ConfigError if a machine does not see the files that this one writes into a folder."""
+    nonce = os.urandom(16)
+    file = folder / f".shared-{nonce.hex()}"
+    file.write_bytes(nonce)
+    try:
+        for seat in seats:
+            if await seat.read(file.absolute(), len(nonce)) != nonce:
+                raise ConfigError(
+                    f"{seat.machine} does not see the folder {folder}, where checkpoints and versions are written.",
+                    "Give a --data folder that all machines share, at the same path.",
+                )
+    finally:
+        file.unlink()

@@ -1,0 +1,373 @@
+"""Seats on the machines of a Ray cluster. Ray decides where a process runs, and sees the deaths of machines.
+
+Each seat is a keeper: an actor in a bundle of a placement group, which Ray starts again, on another machine if need be.
+Calls to keepers go through Ray; messages of engines do not (`dial`). Keepers end with the service, which is their
+driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import ray  # pyright: ignore[reportMissingImports]
+from ray.exceptions import (  # pyright: ignore[reportMissingImports]
+    ActorDiedError,
+    ActorUnavailableError,
+    RayError,
+)
+from ray.util.placement_group import (  # pyright: ignore[reportMissingImports]
+    PlacementGroup,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import (  # pyright: ignore[reportMissingImports]
+    PlacementGroupSchedulingStrategy,
+)
+from typing_extensions import override
+
+from tinsmith.engine.cluster.dial import Address, Ticket
+from tinsmith.engine.cluster.machines.keeper import LOG_LINES, Keeper, Place, StartedProcess
+from tinsmith.engine.cluster.machines.machine import Machine, versions
+from tinsmith.engine.cluster.placement import Places, Program, Seat, Strategy
+from tinsmith.errors import ConfigError, EngineDied
+
+log = logging.getLogger(__name__)
+
+REACH_S = 30.0
+"""Time to reach a keeper, which Ray may be starting on another machine."""
+RETRY_S = 0.5
+WAIT_LOG_S = 30.0
+"""Time between two log lines while the cluster has too few free GPUs or cores."""
+_STRATEGIES: dict[Strategy, str] = {"pack": "PACK", "strict_pack": "STRICT_PACK", "scatter": "SPREAD"}
+_TOKEN_HINT = (
+    "On every machine set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN to one secret, before `ray start` and before "
+    "`tinsmith serve`."
+)
+
+
+class RayKeeper(Keeper):
+    """A keeper as an actor. The machine's installation of this package runs it."""
+
+    async def place(self) -> Place:
+        """Where it is."""
+        host = ray.util.get_node_ip_address()
+        return await asyncio.to_thread(self.describe, machine_name(socket.gethostname(), _own_node()), host)
+
+
+def _own_node() -> str:
+    return ray.get_runtime_context().get_node_id()
+
+
+def machine_name(host_name: str, node_id: str) -> str:
+    """Name of a node, for people, and unique: several nodes may run on one machine."""
+    return f"{host_name}/{node_id[:6]}"
+
+
+class RayProcess:
+    """A process in a seat. Implements PlacedProcess."""
+
+    def __init__(self, keeper: Any, started: StartedProcess, address: Address, ticket: Ticket) -> None:
+        self.address = address
+        self.ticket = ticket
+        self.died = asyncio.Event()
+        self.code: int | None = None
+        self.pid = started.pid
+        self.is_ended = False
+        """Whether the service ended it."""
+        self._keeper = keeper
+        self._ending: set[asyncio.Task[None]] = set()
+        self._watch = asyncio.create_task(self._wait())
+
+    def kill(self) -> None:
+        self.is_ended = True
+        if not self.died.is_set():
+            task = asyncio.create_task(self._end())
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    async def end(self) -> None:
+        self.is_ended = True
+        if not self.died.is_set():
+            await self._end()
+        await asyncio.shield(self._watch)
+
+    async def _end(self) -> None:
+        with contextlib.suppress(RayError):  # a keeper that is gone has taken its process with it: `_wait` knows
+            await self._keeper.end.remote(self.pid)
+
+    async def _wait(self) -> None:
+        """Wait for the end that its keeper reports, or the end of the keeper, which the process does not outlive."""
+        while True:
+            try:
+                self.code = await self._keeper.ended.remote(self.pid)
+                break
+            except ActorUnavailableError:  # perhaps the network: the same keeper may answer again
+                await asyncio.sleep(RETRY_S)
+            except RayError:
+                break
+        self.died.set()
+
+
+class RaySeat:
+    """A seat in a Ray cluster. Implements Seat."""
+
+    def __init__(self, name: str, keeper: Any) -> None:
+        self.name = name
+        self.process: RayProcess | None = None
+        self._keeper = keeper
+        self._place: Place | None = None
+        self._report: asyncio.Task[None] | None = None
+
+    @property
+    def place(self) -> Place:
+        """Where its keeper was last."""
+        assert self._place is not None, "RayPlaces.seats locates every seat"
+        return self._place
+
+    @property
+    def gpus(self) -> tuple[str, ...]:
+        return self.place.gpus
+
+    @property
+    def machine(self) -> str:
+        return self.place.machine.name
+
+    @property
+    def host(self) -> str:
+        return self.place.machine.host
+
+    async def locate(self) -> Place:
+        """Ask its keeper where it is. Raises EngineDied if there is none for REACH_S."""
+        place: Place = await self._reach("place")
+        self._place = place
+        return place
+
+    async def start(self, program: Program, generation: int) -> RayProcess:
+        await self.end()
+        place = await self.locate()
+        check_places([place])  # it may be another machine than before
+        ticket = Ticket.new(generation, place.machine.host, program.payload)
+        started = await self._call("start", program, ticket)
+        if not isinstance(started, StartedProcess):
+            raise started
+        self.process = RayProcess(self._keeper, started, Address(ticket.host, started.port), ticket)
+        self._report = asyncio.create_task(self._log_end(self.process))
+        return self.process
+
+    async def free_port(self) -> int:
+        return await self._call("free_port", self.host)
+
+    async def log_tail(self, lines: int) -> str:
+        return await self._call("log_tail", lines)
+
+    async def read(self, path: Path, limit: int) -> bytes | None:
+        return await self._call("read", path, limit)
+
+    async def bandwidth(self, to: RaySeat, size: int) -> float:
+        """Bytes per second from its machine to that of another seat, measured with `size` bytes."""
+        port = await to._call("receive", to.host)
+        return size / await self._call("send", Address(to.host, port), size)
+
+    async def end(self) -> None:
+        if self.process is not None:
+            await self.process.end()
+
+    def drop(self) -> None:
+        """End the keeper."""
+        if self._report is not None:
+            self._report.cancel()
+        ray.kill(self._keeper)
+
+    async def _log_end(self, process: RayProcess) -> None:
+        """Log the last lines of a process that ends by itself: its log is on its machine."""
+        await process.died.wait()
+        if process.is_ended or process.code is None:
+            return
+        with contextlib.suppress(EngineDied):
+            lines = await self.log_tail(LOG_LINES)
+            log.warning("%s on %s ended with code %d; its last lines:", self.name, self.machine, process.code)
+            for line in lines.splitlines():
+                log.warning("    %s", line)
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        try:
+            return await getattr(self._keeper, method).remote(*args)
+        except RayError as error:
+            raise EngineDied(
+                f"The keeper of {self.name} on {self.machine} does not answer: {type(error).__name__}.",
+                "Ray starts it again, on another machine if need be.",
+                from_outside=True,
+            ) from error
+
+    async def _reach(self, method: str) -> Any:
+        """Call a keeper that may be on its way to another machine."""
+        try:
+            async with asyncio.timeout(REACH_S):
+                while True:
+                    try:
+                        return await getattr(self._keeper, method).remote()
+                    except (ActorUnavailableError, ActorDiedError):
+                        await asyncio.sleep(RETRY_S)
+        except (TimeoutError, RayError) as error:
+            raise EngineDied(
+                f"{self.name} has no place: Ray has not started its keeper for {REACH_S:g} s.",
+                "It is tried again. `ray status` shows what the cluster lacks.",
+                from_outside=True,
+            ) from error
+
+
+class RayPlaces(Places):
+    """Seats on the machines of a Ray cluster; create it with `connect`."""
+
+    def __init__(self) -> None:
+        self._groups: dict[PlacementGroup, list[RaySeat]] = {}
+        self._numbers = itertools.count()
+        self._prefix = f"tinsmith-{versions()['tinsmith']}-{uuid.uuid4().hex[:8]}"
+        """Names of keepers hold the version: one of another version is never taken for this one's."""
+
+    @classmethod
+    async def connect(cls, address: str) -> RayPlaces:
+        """Connect to a cluster, as HOST:PORT or `auto`. Raises ConfigError, with what to do."""
+        check_address(address)
+        if not ray.is_initialized():
+            await asyncio.to_thread(_connect, address)  # not in the main thread, where Ray would handle SIGTERM
+        return cls()
+
+    @override
+    async def machines(self) -> list[Machine]:
+        nodes = await asyncio.to_thread(ray.nodes)
+        return [_machine(node) for node in nodes if node["Alive"]]
+
+    async def seat_on_each(self) -> list[RaySeat]:
+        """A seat on each machine that has a free core. Machines are checked."""
+        nodes = sum(machine.cpus > 0 for machine in await self.machines())
+        return await self._seats(nodes, "node", {"CPU": 1}, "STRICT_SPREAD")
+
+    @override
+    async def seats(self, count: int, *, name: str, gpus: int = 0, strategy: Strategy = "pack") -> Sequence[Seat]:
+        bundle: dict[str, float] = {"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1}
+        return await self._seats(count, name, bundle, _STRATEGIES[strategy])
+
+    async def _seats(self, count: int, name: str, bundle: dict[str, float], strategy: str) -> list[RaySeat]:
+        if count == 0:
+            return []
+        group = await asyncio.to_thread(placement_group, [bundle] * count, strategy=strategy)
+        await _ready(group, f"{count} x {name}: {', '.join(f'{value:g} {key}' for key, value in bundle.items())}")
+        seats = [self._keep(group, number, f"{name}-{number}", bundle) for number in range(count)]
+        self._groups[group] = seats
+        try:
+            check_places(await asyncio.gather(*(seat.locate() for seat in seats)))
+        except BaseException:
+            await self.give_back(list(seats))
+            raise
+        return seats
+
+    @override
+    async def give_back(self, seats: Sequence[Seat]) -> None:
+        await asyncio.gather(*(seat.end() for seat in seats))
+        for group, members in list(self._groups.items()):
+            for seat in [member for member in members if member in seats]:
+                seat.drop()
+                members.remove(seat)
+            if not members:
+                del self._groups[group]
+                await asyncio.to_thread(remove_placement_group, group)
+
+    @override
+    async def close(self) -> None:
+        await self.give_back([seat for members in self._groups.values() for seat in members])
+
+    def _keep(self, group: PlacementGroup, number: int, name: str, bundle: dict[str, float]) -> RaySeat:
+        options = {
+            "name": f"{self._prefix}-{next(self._numbers)}-{name}",
+            "num_cpus": 1,
+            "num_gpus": bundle.get("GPU", 0),
+            "max_restarts": -1,
+            "max_task_retries": 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=number),
+        }
+        return RaySeat(name, ray.remote(RayKeeper).options(**options).remote())
+
+
+def check_address(address: str) -> None:
+    """Raises ConfigError for an address that cannot be used, and if this process has no token for a cluster."""
+    if address.startswith("ray://"):
+        raise ConfigError(
+            f"cluster.address {address} is one of Ray's client, which is not supported.",
+            "Give HOST:PORT of the cluster's head, or `auto` on a machine of the cluster.",
+        )
+    if os.environ.get("RAY_AUTH_MODE") != "token":
+        raise ConfigError(
+            "Ray listens on all interfaces, and without a token whoever reaches it can run programs.", _TOKEN_HINT
+        )
+
+
+def check_places(places: list[Place]) -> None:
+    """Raises ConfigError if machines differ in what must be equal, or accept callers without a token."""
+    own, first = versions(), places[0].machine.versions
+    for place in places:
+        machine = place.machine
+        if not place.requires_token:
+            raise ConfigError(f"Ray on {machine.name} accepts callers without a token.", _TOKEN_HINT)
+        for package, version in {**own, "torch": first.get("torch", "")}.items():
+            if package != "transformers" and machine.versions.get(package, "") != version:
+                raise ConfigError(
+                    f"{machine.name} has {package} {machine.versions.get(package) or 'missing'}, the others {version}.",
+                    "Install the same versions on all machines.",
+                )
+    kinds = {kind for place in places if place.gpus for kind in place.machine.gpus}
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"The machines have GPUs of different kinds ({', '.join(sorted(kinds))}), which round differently.",
+            "Use machines of one kind.",
+        )
+
+
+def _connect(address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, configure_logging=False)
+    except (ConnectionError, RuntimeError, ValueError, RayError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"There is no Ray cluster at {address}, or it refuses this process: {reason}",
+            "Start one with `ray start --head`; versions of Ray and Python and RAY_AUTH_TOKEN must be the same.",
+        ) from error
+
+
+async def _ready(group: PlacementGroup, wanted: str) -> None:
+    """Wait until the cluster has room for a placement group, and say so while it has not."""
+    ready = asyncio.ensure_future(_as_coroutine(group.ready()))
+    try:
+        while not (await asyncio.wait([ready], timeout=WAIT_LOG_S))[0]:
+            log.warning("The cluster has no room for %s; waiting for machines.", wanted)
+        await ready
+    except BaseException:
+        ready.cancel()
+        await asyncio.to_thread(remove_placement_group, group)
+        raise
+
+
+async def _as_coroutine(reference: Any) -> Any:
+    return await reference
+
+
+def _machine(node: dict[str, Any]) -> Machine:
+    resources = node["Resources"]
+    kinds = [name.partition(":")[2] for name in resources if name.startswith("accelerator_type:")]
+    return Machine(
+        name=machine_name(node["NodeManagerHostname"], node["NodeID"]),
+        host=node["NodeManagerAddress"],
+        cpus=int(resources.get("CPU", 0)),
+        memory_bytes=int(resources.get("memory", 0)),
+        gpus=tuple(kinds[:1] or ["GPU"]) * int(resources.get("GPU", 0)),
+        versions={},
+    )

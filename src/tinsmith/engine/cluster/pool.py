@@ -1,0 +1,350 @@
+"""Sampler replicas that act as one Sampler: requests go to the process whose prefix cache holds most of their prompt.
+
+Every replica holds the base model and reads adapter versions from folders that never change, when it first samples from
+them. The trainer captures and writes versions; samples of a version wait until it is written. When a replica ends, its
+requests go to another one with the same seed, except those of which the caller has received tokens; these fail with
+EngineDied. Training is not affected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from tinsmith.engine.base import ModelCard, OnDelta, Sampler, SampleRequest, SampleResult, SequenceDelta
+from tinsmith.engine.cluster.prefixes import PrefixTable, choose_replica, prompt_blocks
+from tinsmith.engine.cluster.replica import Launch, SamplerLife, SamplerReplica
+from tinsmith.engine.sampling.capacity import cache_reserve
+from tinsmith.engine.vllm import completions
+from tinsmith.errors import EngineDied, Gone, TinsmithError
+
+log = logging.getLogger(__name__)
+
+WARM_REPLICAS = 2
+"""Replicas that are given a version as soon as it is published."""
+MAX_MOVES = 1
+"""How often a request goes to another replica after a death that it may have caused."""
+
+
+@dataclass(eq=False, slots=True)
+class _Version:
+    """An adapter version: waits for its folder, then has it, until it is withdrawn."""
+
+    name: str
+    """Its name on the replicas, never used again: caches of prefixes go by it."""
+    folder: Path | None = None
+    decided: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once there is a folder, or never will be."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaStatus:
+    """State of one place, for /metrics and `tinsmith status`."""
+
+    place: int
+    up: bool
+    pid: int
+    starts: int
+    requests: int
+    """Running ones."""
+    cache_tokens: int
+    """Reserved by running requests."""
+    versions: int
+
+
+@dataclass(slots=True)
+class RoutingCounts:
+    """Requests given to a replica, those that followed their prefix, and those moved after a death."""
+
+    routed: int = 0
+    routed_by_prefix: int = 0
+    moved: int = 0
+
+
+class SamplerPool:
+    """Implements `engine.base.Sampler`; create it with `start`."""
+
+    def __init__(self, trainer: Sampler, launches: Sequence[Launch], card: ModelCard | None) -> None:
+        self.up = asyncio.Event()
+        """Set while at least one replica runs."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when a replica starts or ends."""
+        self.counts = RoutingCounts()
+        numbers = itertools.count(1)
+        self._trainer, self._card = trainer, card
+        self._on_trainer: set[str] = set()
+        """Versions that the trainer was given, by their names on the replicas."""
+        self._replicas = [SamplerReplica(place, launch, numbers, self._change) for place, launch in enumerate(launches)]
+        self._table = PrefixTable()
+        self._versions: dict[str, _Version] = {}
+        self._numbers = itertools.count(1)
+        self._running: dict[str, asyncio.Task[SampleResult]] = {}
+        self._warming: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+
+    @classmethod
+    async def start(cls, trainer: Sampler, launches: Sequence[Launch], card: ModelCard | None = None) -> SamplerPool:
+        """Start all replicas at once. Raises the error of one that does not start, after ending the others.
+
+        `card` is given for vLLM replicas; what vLLM does not support is then sampled by the trainer's engine.
+        """
+        pool = cls(trainer, launches, card)
+        results = await asyncio.gather(*(each.start() for each in pool._replicas), return_exceptions=True)
+        errors = [result for result in results if isinstance(result, BaseException)]
+        if errors:
+            await pool.close()
+            raise errors[0]
+        return pool
+
+    @property
+    def living(self) -> int:
+        """Replicas that run now."""
+        return sum(replica.life is not None for replica in self._replicas)
+
+    def status(self) -> list[ReplicaStatus]:
+        """State of each place."""
+        return [_status(replica) for replica in self._replicas]
+
+    def use_trainer(self, trainer: Sampler) -> None:
+        """Take versions from a new trainer. Those that the old one has not written are lost with it."""
+        self._trainer, self._on_trainer = trainer, set()
+        for version in [version for version, record in self._versions.items() if record.folder is None]:
+            self._versions.pop(version).decided.set()
+
+    async def capture(self, model_id: str, version: str) -> None:
+        await self._trainer.capture(model_id, version)
+        await self._withdraw(version)
+        self._versions[version] = self._new(version)
+
+    async def persist(self, version: str, to: Path) -> int:
+        record = self._versions.get(version)
+        size = await self._trainer.persist(version, to)
+        if record is not None and self._versions.get(version) is record:
+            self._publish(record, to)
+        return size
+
+    async def attach(self, version: str, source: Path) -> None:
+        record = self._versions.get(version)
+        if record is not None and record.folder == source:
+            return
+        await self._withdraw(version)
+        self._versions[version] = self._new(version, source)
+
+    async def detach(self, version: str) -> None:
+        await self._withdraw(version)
+        await self._trainer.detach(version)
+
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+        task = asyncio.create_task(self._sample(request, on_delta))
+        self._running[request.request_id] = task
+        try:
+            await asyncio.wait([task])
+        finally:
+            task.cancel()
+            if self._running.get(request.request_id) is task:
+                del self._running[request.request_id]
+        if task.cancelled():
+            if self._is_closed:
+                raise EngineDied("The samplers were closed.", "Submit it again.", from_outside=True)
+            raise Gone(f"Request {request.request_id} was cancelled.", "Submit it again.")
+        return task.result()
+
+    async def cancel(self, request_id: str) -> None:
+        if (task := self._running.get(request_id)) is not None:
+            task.cancel()
+
+    async def release_memory(self) -> None:
+        """Let all replicas give back the memory that they keep for speed only."""
+        lives = self._lives().values()
+        results = await asyncio.gather(*(life.process.release_memory() for life in lives), return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException) and not isinstance(result, EngineDied):
+                raise result
+
+    async def close(self) -> None:
+        """End all replicas; running requests fail with EngineDied."""
+        self._is_closed = True
+        for task in [*self._running.values(), *self._warming]:
+            task.cancel()
+        await asyncio.gather(*(replica.close() for replica in self._replicas))
+
+    # Versions.
+
+    def _new(self, version: str, folder: Path | None = None) -> _Version:
+        record = _Version(f"{version}@{next(self._numbers)}", folder)
+        if folder is not None:
+            record.decided.set()
+        return record
+
+    def _publish(self, record: _Version, folder: Path) -> None:
+        """Let the samples of a version begin, and give it to the least loaded replicas at once."""
+        record.folder = folder
+        record.decided.set()
+        for life in sorted(self._lives().values(), key=lambda life: life.load)[:WARM_REPLICAS]:
+            task = asyncio.create_task(_warm(life, record.name, folder))
+            self._warming.add(task)
+            task.add_done_callback(self._warming.discard)
+
+    async def _withdraw(self, version: str) -> None:
+        """Delete a version here and on the replicas that have it; requests that wait for it fail."""
+        record = self._versions.pop(version, None)
+        if record is None:
+            return
+        record.decided.set()
+        record.folder = None
+        await asyncio.gather(*(life.detach(record.name) for life in self._lives().values()))
+        if record.name in self._on_trainer:
+            self._on_trainer.discard(record.name)
+            with suppress(EngineDied):
+                await self._trainer.detach(record.name)
+
+    async def _published(self, version: str) -> tuple[str, Path]:
+        """Name and folder of a version on the replicas, once it is written. Raises Gone for an unknown version."""
+        record = self._versions.get(version)
+        if record is not None:
+            await record.decided.wait()
+        if record is None or record.folder is None:
+            raise Gone(f"The samplers have no version '{version}'.", "Save the weights again.")
+        return record.name, record.folder
+
+    # Requests.
+
+    async def _sample(self, request: SampleRequest, on_delta: OnDelta | None) -> SampleResult:
+        """Sample on a replica, or on the trainer's engine what vLLM does not support."""
+        if self._card is None:
+            return await self._sample_on_replicas(request, on_delta)
+        if not completions.is_supported(request, self._card):
+            return await self._sample_on_trainer(request, on_delta)
+        if not completions.has_prompt_questions(request):
+            return await self._sample_on_replicas(request, on_delta)
+        questions = asyncio.create_task(self._sample_on_trainer(completions.prompt_questions(request), None))
+        try:
+            sampled, about_prompt = await self._sample_on_replicas(request, on_delta), await questions
+        finally:
+            questions.cancel()
+        cached_tokens = sampled.prompt_cache_hit_tokens
+        return replace(about_prompt, sequences=sampled.sequences, prompt_cache_hit_tokens=cached_tokens)
+
+    async def _sample_on_trainer(self, request: SampleRequest, on_delta: OnDelta | None) -> SampleResult:
+        if request.version is not None:
+            name, folder = await self._published(request.version)
+            if name not in self._on_trainer:
+                await self._trainer.attach(name, folder)
+                self._on_trainer.add(name)
+            request = replace(request, version=name)
+        try:
+            return await self._trainer.sample(request, on_delta)
+        except asyncio.CancelledError:
+            with suppress(TinsmithError):
+                await self._trainer.cancel(request.request_id)
+            raise
+
+    async def _sample_on_replicas(self, request: SampleRequest, on_delta: OnDelta | None) -> SampleResult:
+        """Sample on one replica after another, until it succeeds or tokens of a replica that ended were passed on."""
+        sent = _Sent(on_delta)
+        moves = 0
+        while True:
+            folder = None
+            routed = request
+            if request.version is not None:
+                name, folder = await self._published(request.version)
+                routed = replace(request, version=name)
+            life = await self._choose(routed)
+            try:
+                return await _sample_on(life, routed, folder, sent.on_delta)
+            except EngineDied as death:
+                death.life = life.number
+                moves += not death.from_outside
+                if sent.any or moves > MAX_MOVES or self._is_closed or not life.process.died.is_set():
+                    raise
+            self._forget(life)
+            self.counts.moved += 1
+
+    async def _choose(self, request: SampleRequest) -> SamplerLife:
+        """The replica for a request, once one runs."""
+        while not (lives := self._lives()):
+            await self.up.wait()
+        loads = {number: float(life.load) for number, life in lives.items()}
+        length, answer = len(request.prompt), cache_reserve(request) / request.num_samples
+        blocks = prompt_blocks(request.prompt, (request.version, request.cache_scope))
+        holders = frozenset(number for number, life in lives.items() if request.version in life.attached)
+        choice = choose_replica(self._table, blocks, length, loads, answer, holders)
+        self.counts.routed += 1
+        self.counts.routed_by_prefix += choice.by_prefix
+        self._table.record(blocks, choice.replica)
+        return lives[choice.replica]
+
+    def _lives(self) -> dict[int, SamplerLife]:
+        return {each.life.number: each.life for each in self._replicas if each.life is not None}
+
+    def _forget(self, life: SamplerLife) -> None:
+        """Give no more requests to a process that has ended, also before its watch notices."""
+        for replica in self._replicas:
+            if replica.life is life:
+                replica.life = None
+                self._change()
+
+    def _change(self) -> None:
+        if self.living:
+            self.up.set()
+        else:
+            self.up.clear()
+        self.on_change()
+
+
+class _Sent:
+    """Passes deltas on, and knows whether there were any."""
+
+    def __init__(self, on_delta: OnDelta | None) -> None:
+        self.any = False
+        self.on_delta = None if on_delta is None else self._pass_on
+        self._on_delta = on_delta
+
+    def _pass_on(self, delta: SequenceDelta) -> None:
+        self.any = True
+        assert self._on_delta is not None
+        self._on_delta(delta)
+
+
+async def _sample_on(
+    life: SamplerLife, request: SampleRequest, folder: Path | None, on_delta: OnDelta | None
+) -> SampleResult:
+    """Sample on a replica, which is given the version first; a cancelled request is cancelled there too."""
+    tokens = cache_reserve(request)
+    life.load += tokens
+    life.running += 1
+    try:
+        if request.version is not None and folder is not None:
+            await life.attach(request.version, folder)
+        return await life.process.sample(request, on_delta)
+    except asyncio.CancelledError:
+        with suppress(TinsmithError):
+            await life.process.cancel(request.request_id)
+        raise
+    finally:
+        life.load -= tokens
+        life.running -= 1
+
+
+async def _warm(life: SamplerLife, version: str, folder: Path) -> None:
+    """Give a version to a replica before it is used; a failure shows when it is."""
+    with suppress(TinsmithError):
+        await life.attach(version, folder)
+
+
+def _status(replica: SamplerReplica) -> ReplicaStatus:
+    life = replica.life
+    return ReplicaStatus(
+        place=replica.place,
+        up=life is not None,
+        pid=life.process.pid if life else 0,
+        starts=replica.starts,
+        requests=life.running if life else 0,
+        cache_tokens=life.load if life else 0,
+        versions=len(life.attached) if life else 0,
+    )

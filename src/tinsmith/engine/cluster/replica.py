@@ -1,0 +1,169 @@
+"""One place of a sampler: a process that is started, watched, and started again whenever it ends.
+
+What the pool knows of a process (its load, the versions that it has) belongs to a SamplerLife and ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult
+from tinsmith.errors import TinsmithError
+
+log = logging.getLogger(__name__)
+
+MAX_RETRY_S = 30.0
+"""Longest time between two attempts to start a replica again."""
+
+
+class SamplerProcess(Protocol):
+    """A sampler in a process of its own. Its calls raise EngineDied once the process has ended."""
+
+    died: asyncio.Event
+    """Set before calls raise EngineDied for the end of the process."""
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        ...
+
+    async def attach(self, version: str, source: Path) -> None:
+        """Register an adapter folder as a version."""
+        ...
+
+    async def detach(self, version: str) -> None:
+        """Delete a version."""
+        ...
+
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+        """Sample until every sequence has ended."""
+        ...
+
+    async def cancel(self, request_id: str) -> None:
+        """Stop a request."""
+        ...
+
+    async def release_memory(self) -> None:
+        """Give back the memory that is kept for speed only."""
+        ...
+
+    async def close(self) -> None:
+        """End the process."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartedSampler:
+    """A sampler that is loaded, and how to wait for its end."""
+
+    process: SamplerProcess
+    ended: Callable[[], Awaitable[str]]
+    """Waits until the process has ended, ends it if it stalls, and returns the reason."""
+
+
+Launch = Callable[[], Awaitable[StartedSampler]]
+"""Starts a sampler and waits until its model is loaded."""
+
+
+@dataclass(eq=False, slots=True)
+class SamplerLife:
+    """A running process, from its start to its end."""
+
+    number: int
+    """Never used again."""
+    process: SamplerProcess
+    load: int = 0
+    """Cache tokens that its running requests reserve."""
+    running: int = 0
+    """Requests."""
+    attached: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    """Versions that it has or is being given, by name."""
+
+    async def attach(self, version: str, folder: Path) -> None:
+        """Give it a version, unless it has it. Concurrent callers wait for one attach."""
+        task = self.attached.get(version)
+        if task is None:
+            task = self.attached[version] = asyncio.create_task(self.process.attach(version, folder))
+        try:
+            await asyncio.shield(task)
+        except Exception:
+            if self.attached.get(version) is task:
+                del self.attached[version]
+            raise
+
+    async def detach(self, version: str) -> None:
+        """Take a version from it, if it has it."""
+        task = self.attached.pop(version, None)
+        if task is not None:
+            with suppress(TinsmithError):
+                await task
+                await self.process.detach(version)
+
+
+class SamplerReplica:
+    """A place of the pool, in which one process runs at a time."""
+
+    def __init__(self, place: int, launch: Launch, numbers: Iterator[int], on_change: Callable[[], None]) -> None:
+        """`numbers` gives each life its number; `on_change` is called when a life begins or ends."""
+        self.place = place
+        self.life: SamplerLife | None = None
+        """The running process; None while there is none."""
+        self.starts = 0
+        self._launch, self._numbers, self._on_change = launch, numbers, on_change
+        self._started: StartedSampler | None = None
+        self._watch: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Start the first process. Raises the error of its start."""
+        await self._start()
+        self._watch = asyncio.create_task(self._keep_running())
+
+    async def close(self) -> None:
+        """End the process for good."""
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.wait([self._watch])
+        self._end_life()
+        started, self._started = self._started, None
+        if started is not None:
+            await started.process.close()
+
+    async def _start(self) -> None:
+        self._started = await self._launch()
+        self.starts += 1
+        self.life = SamplerLife(next(self._numbers), self._started.process)
+        self._on_change()
+
+    async def _keep_running(self) -> None:
+        while True:
+            assert self._started is not None
+            reason = await self._started.ended()
+            self._end_life()
+            log.warning("Sampler %d ended (%s); it is started again.", self.place, reason)
+            started, self._started = self._started, None
+            try:
+                await started.process.close()
+            except (TinsmithError, OSError) as error:
+                log.warning("What is left of sampler %d did not close: %s", self.place, error)
+            await self._start_again()
+
+    async def _start_again(self) -> None:
+        delay = 1.0
+        while True:
+            try:
+                return await self._start()
+            except (TinsmithError, OSError):
+                log.exception("Sampler %d does not start; next attempt in %.0f s.", self.place, delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_RETRY_S)
+
+    def _end_life(self) -> None:
+        if self.life is not None:
+            self.life = None
+            self._on_change()

@@ -1,0 +1,226 @@
+"""One rank of a trainer group: the program of `python -m tinsmith.engine.cluster.trainers.rank`.
+
+Rank 0 is the engine that the service talks to. It sends every command that changes a model to the other ranks, which
+follow, and samples, saves and captures by itself. Commands run one after the other, in the order of arrival; runs that
+wait at the same time become one, unless a command before them concerns the same model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
+from tinsmith.engine.cluster.config import RankConfig
+from tinsmith.engine.cluster.dial import Entrance
+from tinsmith.engine.cluster.trainers.ranks import Collectives, Ranks
+from tinsmith.engine.process import ParentLink, serve
+from tinsmith.engine.torch_engine import TorchEngine
+from tinsmith.errors import TinsmithError, Unsupported
+
+RUN = "run"
+
+
+@dataclass(eq=False, slots=True)
+class _Command:
+    """A call that all ranks execute."""
+
+    method: str
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+    models: frozenset[str]
+    """Models that it concerns."""
+    done: asyncio.Future[Any] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+
+
+class LeadingRank:
+    """Rank 0. Implements `engine.base.Engine`."""
+
+    def __init__(self, engine: TorchEngine, ranks: Ranks, collectives: Collectives) -> None:
+        self._engine, self._ranks, self._collectives = engine, ranks, collectives
+        self._waiting: deque[_Command] = deque()
+        self._worker: asyncio.Task[None] | None = None
+
+    @property
+    def card(self) -> ModelCard:
+        return self._engine.card
+
+    @property
+    def progress(self) -> int:
+        return self._engine.progress
+
+    async def create(self, model_id: str, lora: LoraSpec) -> None:
+        await self._command("create", model_id, lora)
+
+    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
+        return await self._command("fork", model_id, source, models=(model_id, str(source)), optimizer=optimizer)
+
+    async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
+        return await self._command(RUN, passes, models=[request.model_id for request in passes])
+
+    async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
+        return await self._command("step", model_id, adam)
+
+    async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
+        await self._command("load", model_id, source, optimizer=optimizer)
+
+    async def drop(self, model_id: str) -> None:
+        await self._command("drop", model_id)
+
+    async def release_memory(self) -> None:
+        await self._command("release_memory", models=())
+
+    async def save(self, model_id: str, to: Path, *, optimizer: bool) -> int:
+        return await self._engine.save(model_id, to, optimizer=optimizer)
+
+    async def capture(self, model_id: str, version: str) -> None:
+        await self._engine.capture(model_id, version)
+
+    async def persist(self, version: str, to: Path) -> int:
+        return await self._engine.persist(version, to)
+
+    async def attach(self, version: str, source: Path) -> None:
+        await self._engine.attach(version, source)
+
+    async def detach(self, version: str) -> None:
+        await self._engine.detach(version)
+
+    async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+        if self._ranks.lockstep:  # each token would gather the whole base model
+            raise Unsupported(
+                "A base model that is sharded over training processes is not sampled from there.",
+                "Sample with vLLM: --samplers with sampler: vllm. Questions about prompts are not answered then.",
+            )
+        return await self._engine.sample(request, on_delta)
+
+    async def cancel(self, request_id: str) -> None:
+        await self._engine.cancel(request_id)
+
+    async def close(self) -> None:
+        """The ranks end with their connections."""
+
+    async def _command(self, method: str, *args: Any, models: Sequence[str] | None = None, **options: Any) -> Any:
+        """Have all ranks call a method, and return its result here. `models` is by default the first argument."""
+        command = _Command(method, args, options, frozenset(args[:1] if models is None else models))
+        self._waiting.append(command)
+        if self._worker is None:
+            self._worker = asyncio.create_task(self._work())
+        return await command.done
+
+    async def _work(self) -> None:
+        while self._waiting:
+            commands = self._next()
+            method, args, options = commands[0].method, commands[0].args, commands[0].options
+            if method == RUN:
+                args = ([request for command in commands for request in command.args[0]],)
+            await self._collectives.call(self._collectives.broadcast, (method, args, options))
+            try:
+                result = await execute(self._engine, self._ranks, method, args, options)
+            except Exception as error:  # noqa: BLE001 - the caller's
+                for command in commands:
+                    command.done.set_exception(error)
+                continue
+            for command in commands:
+                if method == RUN:
+                    count = len(command.args[0])
+                    command.done.set_result(result[:count])
+                    result = result[count:]
+                else:
+                    command.done.set_result(result)
+        self._worker = None
+
+    def _next(self) -> list[_Command]:
+        """The command that waits longest; if it is a run, with all runs that no earlier command holds up."""
+        commands = [self._waiting.popleft()]
+        if commands[0].method != RUN:
+            return commands
+        left: deque[_Command] = deque()
+        held: set[str] = set()
+        for command in self._waiting:
+            if command.method == RUN and held.isdisjoint(command.models):
+                commands.append(command)
+            else:
+                left.append(command)
+                held |= command.models
+        self._waiting = left
+        return commands
+
+
+class FollowingRank:
+    """Any other rank: executes the commands of rank 0 until it ends."""
+
+    def __init__(self, engine: TorchEngine, ranks: Ranks, collectives: Collectives) -> None:
+        self._engine, self._ranks, self._collectives = engine, ranks, collectives
+
+    @property
+    def card(self) -> ModelCard:
+        return self._engine.card
+
+    @property
+    def progress(self) -> int:
+        return self._engine.progress
+
+    async def follow(self) -> None:
+        """Execute commands. Never returns."""
+        while True:
+            command = await self._collectives.call(self._collectives.broadcast, None)
+            try:
+                await execute(self._engine, self._ranks, *command)
+            except Exception:  # noqa: BLE001 - rank 0 has the same error, and answers with it
+                continue
+
+
+async def execute(engine: TorchEngine, ranks: Ranks, method: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Call a method of the engine; returns once all ranks have, with the same outcome."""
+    try:
+        result = await getattr(engine, method)(*args, **options)
+    except Exception as error:
+        await ranks.agree(error)
+        raise
+    await ranks.agree(None)
+    return result
+
+
+def load(config: RankConfig) -> LeadingRank | FollowingRank:
+    """Meet the other ranks and load the base model. Raises its errors, on all ranks."""
+    device = torch.device("cuda" if config.engine.device != "cpu" and torch.cuda.is_available() else "cpu")
+    collectives = Collectives(config, device)
+    ranks = Ranks(config, collectives)
+    ranks.compare_machines(device)
+    prepared = None
+    if config.cluster.shard:
+        from tinsmith.engine.cluster.trainers import sharded
+
+        prepared = sharded.prepare(config.engine, collectives.mesh(device))
+    engine = TorchEngine(config.engine, exchange=ranks, prepared=prepared)
+    return (LeadingRank if ranks.leads else FollowingRank)(engine, ranks, collectives)
+
+
+async def _serve(link: ParentLink) -> None:
+    """Load, then serve the parent, and on ranks that follow also rank 0."""
+    loaded: list[LeadingRank | FollowingRank] = []
+
+    def load_rank(config: RankConfig) -> Any:
+        loaded.append(load(config))
+        return loaded[0]
+
+    serving = asyncio.create_task(serve(link, load_rank))
+    await asyncio.sleep(0)  # returns after loading, which blocks the loop
+    if loaded and isinstance(loaded[0], FollowingRank):
+        await loaded[0].follow()
+    await serving
+
+
+def main() -> None:
+    """Entry point of the process."""
+    asyncio.run(_serve(ParentLink(Entrance.open().accept())))
+
+
+if __name__ == "__main__":
+    main()

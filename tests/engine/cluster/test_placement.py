@@ -1,0 +1,116 @@
+"""Seats of this machine: processes that start, answer over TCP, and end with their parent."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tinsmith.engine.base import SampleRequest
+from tinsmith.engine.cluster.machines.machine import visible_gpus
+from tinsmith.engine.cluster.placement import Program, Subprocesses, SubprocessSeat, start_child
+from tinsmith.engine.cluster.worker import start_engine
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.fake.engine import FakeEngine
+from tinsmith.errors import ConfigError, EngineDied
+
+CONFIG = EngineConfig(source="fake", kind="fake")
+REQUEST = SampleRequest(request_id="r", prompt=np.array([1, 2, 3], np.int32), max_tokens=5, seed=1)
+
+PARENT = """
+import asyncio, sys
+from tinsmith.engine.cluster.machines.machine import visible_gpus
+from tinsmith.engine.cluster.placement import Subprocesses
+from tinsmith.engine.cluster.worker import start_engine
+from tinsmith.engine.config import EngineConfig
+
+async def main():
+    (seat,) = await Subprocesses().seats(1, name="worker")
+    engine = await start_engine(seat, EngineConfig(source="fake", kind="fake"), "fake", 1)
+    print(engine.pid, flush=True)
+    await asyncio.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+@pytest.fixture
+def places(wait: Any) -> Iterator[Subprocesses]:
+    places = Subprocesses()
+    yield places
+    wait(places.close())
+
+
+def test_engine_in_a_seat_equals_a_local_one_and_starts_again(places: Subprocesses, wait: Any) -> None:
+    async def run() -> None:
+        (seat,) = await places.seats(1, name="worker")
+        engine = await start_engine(seat, CONFIG, "fake", 1)
+        local = await FakeEngine(CONFIG).sample(REQUEST)
+        np.testing.assert_array_equal((await engine.sample(REQUEST)).sequences[0].tokens, local.sequences[0].tokens)
+        first = seat.process
+        assert first is not None
+        assert first.pid == engine.pid != os.getpid()
+        os.kill(engine.pid, signal.SIGKILL)
+        await asyncio.wait_for(engine.died.wait(), 5)
+        await asyncio.wait_for(first.died.wait(), 5)
+        assert first.code == -signal.SIGKILL
+        assert engine.end is not None
+        assert engine.end.from_outside
+        with pytest.raises(EngineDied):
+            await engine.sample(REQUEST)
+        again = await start_engine(seat, CONFIG, "fake", 2)
+        assert seat.process is not None
+        assert seat.process.ticket.generation == 2
+        assert again.pid != first.pid
+        os.kill(again.pid, signal.SIGSTOP)
+        await asyncio.wait_for(seat.end(), 5)  # confirmed, although it was stopped
+        assert not psutil.pid_exists(again.pid)
+        await engine.close()
+        await again.close()
+
+    wait(run())
+
+
+def test_process_ends_with_a_killed_parent() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        parent.kill()
+    assert psutil.wait_procs([child], timeout=5)[1] == []
+
+
+def test_program_that_does_not_start_is_named(wait: Any, places: Subprocesses, tmp_path: Path) -> None:
+    (seat,) = wait(places.seats(1, name="worker"))
+    with (tmp_path / "log").open("wb") as log:
+        program, ticket = Program(module="tinsmith.no_such_module"), start_ticket(seat)
+        with pytest.raises(EngineDied, match=r"no_such_module did not start \(exit status 1\)"):
+            wait(start_child(program, ticket, (), log.fileno()))
+    assert "No module named" in (tmp_path / "log").read_text()
+
+
+def start_ticket(seat: Any) -> Any:
+    from tinsmith.engine.cluster.dial import Ticket
+
+    assert isinstance(seat, SubprocessSeat)
+    return Ticket.new(1, seat.host)
+
+
+def test_gpus_are_given_once_and_come_back(wait: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,5,7")
+    assert visible_gpus() == ["3", "5", "7"]
+    places = Subprocesses()
+    first, second = wait(places.seats(2, name="rank", gpus=1))
+    assert (first.gpus, second.gpus) == (("3",), ("5",))
+    with pytest.raises(ConfigError, match="2 processes with 1 GPUs each do not fit"):
+        wait(places.seats(2, name="sampler", gpus=1))
+    wait(places.give_back([first]))
+    assert [seat.gpus for seat in wait(places.seats(2, name="sampler", gpus=1))] == [("7",), ("3",)]

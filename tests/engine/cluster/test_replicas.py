@@ -1,0 +1,148 @@
+"""Sampler replicas in processes of their own: the same answers as one engine, and kill -9 while they sample."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from tests.engine.cluster.pools import in_loop
+from tests.engine.vllm import stub as vllm_stub
+from tinsmith.engine.base import LoraSpec, SampleRequest, SampleResult
+from tinsmith.engine.cluster.cluster import ModelCluster
+from tinsmith.engine.cluster.config import ClusterConfig
+from tinsmith.engine.cluster.launches import torch_in_seat
+from tinsmith.engine.cluster.placement import Subprocesses
+from tinsmith.engine.cluster.pool import SamplerPool
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.process import build
+from tinsmith.engine_options import VllmConfig
+from tinsmith.errors import Gone, Unsupported
+
+pytestmark = pytest.mark.cluster
+
+
+def _requests(version: str | None, tokens: int) -> list[SampleRequest]:
+    """Four groups of three samples of the same prompt."""
+    return [
+        SampleRequest(
+            request_id=f"{version}-{number}",
+            prompt=np.full(70, 5 + number // 3, np.int32),
+            version=version,
+            num_samples=2,
+            max_tokens=tokens,
+            seed=number,
+            stop_tokens=(),
+        )
+        for number in range(12)
+    ]
+
+
+def _assert_same(left: Sequence[SampleResult], right: Sequence[SampleResult]) -> None:
+    for result, expected in zip(left, right, strict=True):
+        for sequence, other in zip(result.sequences, expected.sequences, strict=True):
+            np.testing.assert_array_equal(sequence.tokens, other.tokens)
+            np.testing.assert_allclose(sequence.logprobs, other.logprobs, atol=2e-5)
+
+
+@in_loop
+async def test_replicas_answer_as_one_engine_also_while_one_is_killed(tiny_llama: Path, tmp_path: Path) -> None:
+    config = EngineConfig(source=str(tiny_llama), dtype="float32", device="cpu", threads=1)
+    trainer = build(config)
+    await trainer.create("m", LoraSpec(rank=4, seed=1))
+    places = Subprocesses()
+    seats = await places.seats(2, name="sampler")
+    pool = await SamplerPool.start(trainer, [torch_in_seat(seat, config) for seat in seats])
+    try:
+        await pool.capture("m", "v")
+        await pool.persist("v", tmp_path / "v")
+        for version in (None, "v"):
+            requests = _requests(version, 8)
+            results = await asyncio.gather(*map(pool.sample, requests))
+            _assert_same(results, [await trainer.sample(request) for request in requests])
+        assert all(each.versions for each in pool.status())
+        requests = _requests("v", 60)
+        running = [asyncio.create_task(pool.sample(request)) for request in requests]
+        await asyncio.sleep(0.05)
+        all_up = asyncio.Event()
+        pool.on_change = lambda: all_up.set() if pool.living == 2 else all_up.clear()
+        victim = next(each for each in pool.status() if each.requests)
+        os.kill(victim.pid, signal.SIGKILL)
+        results = await asyncio.gather(*running)
+        _assert_same(results, [await trainer.sample(request) for request in requests])
+        assert pool.counts.moved > 0
+        await all_up.wait()
+        assert sorted(each.starts for each in pool.status()) == [1, 2]
+        assert victim.pid not in [each.pid for each in pool.status()]
+    finally:
+        await pool.close()
+        await places.close()
+
+
+@in_loop
+async def test_vllm_replicas_load_versions_and_end_with_their_server(tiny_llama: Path, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} {vllm_stub.__file__} "$@"\n')
+    python.chmod(0o755)
+    settings = VllmConfig(python=python, rank=8, args=("--record", str(tmp_path / "record")))
+    config = EngineConfig(
+        source=str(tiny_llama), dtype="float32", device="cpu", threads=1, sampler="vllm", vllm=settings
+    )
+    cluster = ModelCluster(config, ClusterConfig(samplers=2), Subprocesses())
+    engine = await cluster.start()
+    pool = cluster.pool
+    assert pool is not None
+    try:
+        with pytest.raises(Unsupported, match="rank 16"):
+            await engine.create("m", LoraSpec(rank=16, seed=1))
+        await engine.create("m", LoraSpec(rank=4, seed=1))
+        await engine.capture("m", "v")
+        await engine.persist("v", tmp_path / "v")
+        request = SampleRequest(
+            request_id="r", prompt=np.array([10, 20], np.int32), version="v", max_tokens=3, stop_tokens=()
+        )
+        sampled = await engine.sample(request)
+        assert sampled.sequences[0].tokens.tolist() == [21, 22, 23]
+        about_prompt = replace(request, prompt_logprobs=True)
+        assert (await engine.sample(about_prompt)).prompt_logprobs is not None
+        loaded = [body for path, body in _recorded(tmp_path / "record") if path == "/v1/load_lora_adapter"]
+        assert len(loaded) == 4  # the zero adapter and the version, on each replica
+        slow = replace(request, prompt=np.array([vllm_stub.SLOW, 20], np.int32))
+        running = asyncio.create_task(engine.sample(slow))
+        for _ in range(400):
+            if any(body["prompt"][0] == vllm_stub.SLOW for body in _completions(tmp_path / "record")):
+                break
+            await asyncio.sleep(0.05)
+        victim = next(each for each in pool.status() if each.requests)
+        for child in psutil.Process(victim.pid).children():
+            child.kill()
+        for _ in range(200):
+            if pool.counts.moved:
+                break
+            await asyncio.sleep(0.05)
+        assert (pool.counts.moved, running.done()) == (1, False)
+        await engine.cancel("r")
+        with pytest.raises(Gone):
+            await running
+    finally:
+        await engine.close()
+        await cluster.close()
+
+
+def _completions(record: Path) -> list[Any]:
+    return [body for path, body in _recorded(record) if path == "/v1/completions"]
+
+
+def _recorded(file: Path) -> list[tuple[str, Any]]:
+    """Paths and bodies of the requests to all stubs."""
+    return [tuple(json.loads(line)) for line in file.read_text().splitlines()] if file.exists() else []

@@ -1,0 +1,135 @@
+"""Groups of real processes with gloo: against one engine, with a base model that is sharded, and killed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.torch import load_file
+
+from tests.architectures import save_tiny
+from tests.engine.data import pass_for
+from tests.engine.sampling.helpers import sample_request
+from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult
+from tinsmith.engine.cluster.config import ClusterConfig
+from tinsmith.engine.cluster.placement import Subprocesses
+from tinsmith.engine.cluster.trainers.group import GroupEngine, start_group
+from tinsmith.engine.config import EngineConfig
+from tinsmith.errors import BadRequest, ConfigError, EngineDied, Unsupported
+
+pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("forked_programs")]
+STEPS = 20
+
+
+@asynccontextmanager
+async def group_of(folder: Path, trainers: int = 2, **settings: Any) -> AsyncIterator[GroupEngine]:
+    places = Subprocesses()
+    config = EngineConfig(source=str(folder), dtype="float32", device="cpu", threads=1, pass_tokens=64)
+    seats = await places.seats(trainers, name="trainer")
+    try:
+        group = await start_group(seats, config, ClusterConfig(trainers=trainers, **settings), 1)
+        yield group
+        await group.close()
+    finally:
+        await places.close()
+
+
+def passes_of(step: int) -> list[Pass]:
+    """Of two models; rows whose micro-batches cannot be shared out evenly, and one beyond recompute's limit."""
+    return [
+        pass_for("ppo", "a", seed=step, lengths=(9, 3, 200 if step % 5 == 0 else 30, 14, 7)),
+        pass_for("cross_entropy", "b", seed=100 + step, lengths=(12,)),
+        pass_for("cross_entropy", "a", seed=200 + step, lengths=(21, 5), forward_only=True),
+    ]
+
+
+async def trained(engine: Any, target: Path) -> tuple[list[PassResult], dict[str, Any]]:
+    results: list[PassResult] = []
+    for number, name in enumerate(("a", "b")):
+        await engine.create(name, LoraSpec(rank=8, seed=number))
+    for step in range(STEPS):
+        results += await engine.run(passes_of(step))
+        for name in ("a", "b"):
+            await engine.step(name, AdamParams(learning_rate=1e-3))
+    tensors: dict[str, Any] = {}
+    for name in ("a", "b"):
+        await engine.save(name, target / name, optimizer=True)
+        for file in ("adapter_model", "optimizer"):
+            saved = load_file(target / name / f"{file}.safetensors")
+            tensors |= {f"{name}/{key}": tensor.double() for key, tensor in saved.items()}
+    return results, tensors
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_two_processes_train_as_one_engine_does(
+    shard: bool, tiny_llama: Path, engine_of: Callable[..., Any], tmp_path: Path
+):
+    single = engine_of("llama", pass_tokens=64)
+
+    async def both_trained() -> tuple[Any, Any]:
+        expected = await trained(single, tmp_path / "single")
+        async with group_of(tiny_llama, shard=shard) as group:
+            bad = pass_for("ppo", "a", seed=2, lengths=(40, 41))
+            bad.data[1].inputs["logprobs"][...] = -1e30
+            actual = await trained(group, tmp_path / "group")
+            assert isinstance((await group.run([bad]))[0], BadRequest)
+            if shard:
+                held, whole = group.card.weight_bytes, single.card.weight_bytes
+                embeddings = 512 * 96 * 4
+                assert held < embeddings + 0.6 * (whole - embeddings)
+                with pytest.raises(Unsupported, match="vLLM"):
+                    await group.sample(sample_request())
+            else:
+                assert (await group.sample(sample_request(max_tokens=3))).sequences
+        return expected, actual
+
+    (results, tensors), (group_results, group_tensors) = asyncio.run(both_trained())
+    for expected, actual in zip(results, group_results, strict=True):
+        for theirs, ours in zip(expected.logprobs, actual.logprobs, strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=2e-4)
+    for name, tensor in tensors.items():
+        if not name.endswith("steps"):
+            assert float((group_tensors[name] - tensor).norm()) <= 2e-5 * float(tensor.norm()), name
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_death_of_a_rank_ends_all(rank: int, tiny_llama: Path):
+    async def kill() -> None:
+        async with group_of(tiny_llama) as group:
+            await group.create("a", LoraSpec(rank=4, seed=1))
+            running = asyncio.create_task(group.run([pass_for("ppo", "a", lengths=(200,) * 40)]))
+            await asyncio.sleep(0.1)
+            os.kill(group.pids[rank], signal.SIGKILL)
+            with pytest.raises(EngineDied, match="SIGKILL") as death:
+                await asyncio.wait_for(running, 10)
+            assert death.value.from_outside
+            assert group.died.is_set()
+            assert not [pid for pid in group.pids if psutil.pid_exists(pid)]
+
+    asyncio.run(kill())
+
+
+def test_error_of_loading_ends_all_ranks(tmp_path: Path):
+    async def load() -> None:
+        async with group_of(tmp_path / "nothing"):
+            raise AssertionError("loaded")
+
+    with pytest.raises(ConfigError, match="nothing"):
+        asyncio.run(load())
+
+
+def test_mixture_is_not_sharded(tmp_path: Path):
+    async def load(folder: Path) -> None:
+        async with group_of(folder, shard=True):
+            raise AssertionError("loaded")
+
+    with pytest.raises(Unsupported, match="mixture"):
+        asyncio.run(load(save_tiny("mixtral", tmp_path)))
