@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from tinsmith.engine.model.loading import BaseModel
+from tinsmith.engine.model.base_model import BaseModel
 
 
 class CheckpointSwitch:

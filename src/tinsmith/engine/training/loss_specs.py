@@ -21,6 +21,10 @@ Term = Literal["entropy", "kl"]
 CUSTOM = "custom"
 """The loss_fn of uploaded losses; `loss_id` in its loss_fn_config names the loss."""
 ESTIMATORS = ("k1", "k2", "k3")
+ROUTED_EXPERTS = "routed_experts"
+"""The input that holds the experts which the sampler routed a datum's tokens to, with any loss."""
+ROUTER_REPLAY = "router_replay"
+"""The setting of any loss that says whether these experts are replayed (1) or only compared (0)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,17 +36,22 @@ class LossSpec:
     config: Mapping[str, float | None] = field(default_factory=dict)
     token_mask: str = "advantages"
     """The input that is not 0 at the tokens that the loss counts."""
+    choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Settings with a list of choices; the first is the default."""
+    texts: tuple[str, ...] = ()
+    """Settings that are free text."""
     terms: tuple[Term, ...] = ("entropy", "kl")
 
     @property
     def numeric_settings(self) -> Mapping[str, float | None]:
         """Every numeric setting, including those of its terms."""
-        return {**self.config, **{key: 0.0 for term in self.terms for key in _TERM_SETTINGS[term]}}
+        own = {**self.config, **{key: 0.0 for term in self.terms for key in _TERM_SETTINGS[term]}}
+        return own if self is SHADOW_SPEC else {**own, ROUTER_REPLAY: 1.0}
 
     @property
     def choice_settings(self) -> Mapping[str, tuple[str, ...]]:
-        """Every setting with a list of choices; the first is the default."""
-        return {"kl_estimator": ("k2", "k1", "k3")} if "kl" in self.terms else {}
+        """Every setting with a list of choices, including those of its terms."""
+        return {**self.choices, **({"kl_estimator": ("k2", "k1", "k3")} if "kl" in self.terms else {})}
 
     @property
     def inputs(self) -> Mapping[str, str]:
@@ -90,11 +99,40 @@ LOSSES: Mapping[str, LossSpec] = {
     ),
 }
 
+SHADOW = "shadow"
+"""The loss_fn of virtual optimizer steps (`shadow_plan`): forward only, without an effect on the model."""
+SHADOW_SPEC = LossSpec(
+    required=("shadow_group", "shadow_role"),
+    optional=("weights",),
+    config={
+        "shadow/lr": None,
+        "shadow/beta1": 0.9,
+        "shadow/beta2": 0.95,
+        "shadow/eps": 1e-12,
+        "shadow/weight_decay": 0.0,
+        "shadow/grad_clip_norm": 0.0,
+    },
+    token_mask="weights",
+    choices={"shadow/opt": ("sgd", "adam", "adam_inherit"), "shadow/mode": ("exact", "first_order")},
+    texts=("shadow/at",),
+    terms=(),
+)
+
 EXTENSIONS: Mapping[str, tuple[str, ...]] = {
-    "loss_fn": ("trinity_ppo",),
-    "loss_fn_config": ("entropy_coef", "return_entropy", "kl_coef", "kl_estimator", "dual_clip"),
-    "loss_fn_inputs": ("entropy_mask", "ref_logprobs", "kl_mask"),
-    "loss_fn_outputs": ("entropy",),
+    "loss_fn": ("trinity_ppo", SHADOW),
+    "loss_fn_config": (
+        "entropy_coef",
+        "return_entropy",
+        "kl_coef",
+        "kl_estimator",
+        "dual_clip",
+        ROUTER_REPLAY,
+        *SHADOW_SPEC.config,
+        *SHADOW_SPEC.choices,
+        *SHADOW_SPEC.texts,
+    ),
+    "loss_fn_inputs": ("entropy_mask", "ref_logprobs", "kl_mask", ROUTED_EXPERTS, *SHADOW_SPEC.required),
+    "loss_fn_outputs": ("entropy", "logprobs_pre", "logprobs_post", "delta"),
 }
 """Names that this server adds to the protocol, by field."""
 
@@ -143,7 +181,7 @@ def grad_mask(request: Pass, datum: Datum) -> np.ndarray:
         mask |= datum.inputs["logprobs"] != 0
     if request.loss_config.get("entropy_coef"):
         mask |= _mask(request, datum, "entropy_mask") != 0
-    if "kl" in LOSSES[request.loss_fn].terms and request.loss_config.get("kl_coef"):
+    if request.loss_config.get("kl_coef") and "kl" in LOSSES[request.loss_fn].terms:
         mask |= _mask(request, datum, "kl_mask") != 0
     return mask
 
@@ -156,5 +194,6 @@ def _mask(request: Pass, datum: Datum, name: str) -> np.ndarray:
 
 def _token_mask(request: Pass, datum: Datum) -> np.ndarray:
     """bool [N]: positions where the weight or advantage of any target is not 0."""
-    values = datum.inputs.get(LOSSES[request.loss_fn].token_mask, np.ones(datum.targets.shape))
+    spec = SHADOW_SPEC if request.loss_fn == SHADOW else LOSSES[request.loss_fn]
+    values = datum.inputs.get(spec.token_mask, np.ones(datum.targets.shape))
     return (values != 0).reshape(len(datum.tokens), -1).any(axis=1)

@@ -81,7 +81,9 @@ class TrainableAdapter:
         self.master = torch.nn.Parameter(master)
         self.gradient = torch.zeros_like(master)
         self._own_buffer = self._buffer_over(self.gradient)
-        self._gradient_is_zero = True
+        self.has_gradient = False
+        """Whether a run since the last step had a gradient."""
+        self._shards: dict[int, GradientShard] = {}
         self.optimizer = torch.optim.AdamW([self.master], fused=True)
         self._weights: adapter.AdapterWeights | None = None
         self._snapshot: AdapterSnapshot | None = None
@@ -89,6 +91,8 @@ class TrainableAdapter:
         self._spare: deque[Tensor] = deque(maxlen=1)
         """A master that nothing refers to any more; filling newly allocated memory takes four times as long."""
         self._bound = UpdateBound(weights=_max_abs(master))
+        self._borrows_master = False
+        """Whether `master` is the memory of another adapter, of which this one is a fork."""
 
     def weights(self) -> adapter.AdapterWeights:
         """The weights as of the last step; in float32 they are views of the master."""
@@ -102,23 +106,43 @@ class TrainableAdapter:
             self._snapshot = AdapterSnapshot(self.layout, self.master.detach(), self.weights())
         return self._snapshot
 
+    def fork(self) -> TrainableAdapter:
+        """Another adapter with the same weights, in the same memory until one of the two takes a step."""
+        snapshot = self.capture()
+        fork = TrainableAdapter(self.layout, snapshot.master, self.dtype)
+        fork._weights, fork._snapshot, fork._borrows_master = snapshot.weights, snapshot, True
+        return fork
+
     def gradient_buffer(self) -> GradientBuffer:
         """A zero buffer for the gradient of a run: the model's own gradient if that is still zero.
 
         For 64 small models, clearing new memory takes longer than computing their gradients.
         """
-        return self._own_buffer if self._gradient_is_zero else self._buffer_over(torch.zeros_like(self.gradient))
+        return self.new_buffer() if self.has_gradient else self._own_buffer
 
-    def accept(self, buffer: GradientBuffer) -> None:
-        """Add the buffer of a run that succeeded to the gradient."""
-        if buffer is not self._own_buffer:
+    def accept(self, buffer: GradientBuffer | None) -> None:
+        """Add the buffer of a run that succeeded to the gradient; None if other ranks have the run's gradient."""
+        if buffer is not None and buffer is not self._own_buffer:
             self.gradient.add_(buffer.flat)
-        self._gradient_is_zero = False
+        self.has_gradient = True
 
     def discard(self, buffer: GradientBuffer) -> None:
         """Restore the gradient after a run that failed."""
         if buffer is self._own_buffer:
             buffer.flat.zero_()
+
+    def shard(self, index: int) -> TrainableAdapter | GradientShard:
+        """The model of runs of one of this rank's shards of rows; this adapter itself is the first."""
+        return self._shards.setdefault(index, GradientShard(self)) if index else self
+
+    def take_shards(self, count: int) -> list[Tensor | None]:
+        """The gradients of `count` shards, the first in `gradient` itself; those of further shards are then zero."""
+        further = [self._shards.pop(index, None) for index in range(1, count)]
+        return [self.gradient, *(shard.gradient if shard is not None else None for shard in further)]
+
+    def new_buffer(self) -> GradientBuffer:
+        """A zero buffer in new memory."""
+        return self._buffer_over(torch.zeros_like(self.gradient))
 
     def _buffer_over(self, flat: Tensor) -> GradientBuffer:
         return GradientBuffer(flat, self.layout.pairs(flat))
@@ -131,22 +155,22 @@ class TrainableAdapter:
         norm = self._grad_norm()
         self._release_snapshot()
         self.master.grad = self.gradient
-        bound = self._bound.after(adam, norm, self._steps() + 1)
+        bound = self._bound.after(adam, norm, self.steps + 1)
         if bound.safe:
             self._update(adam, norm)
         else:
             bound = replace(bound, weights=self._update_or_revert(adam, norm))
         self._bound = bound
-        if not self._gradient_is_zero:
+        if self.has_gradient:
             self.gradient.zero_()
-            self._gradient_is_zero = True
+            self.has_gradient = False
         self._weights = None
         self.weights()  # made now, so that a capture takes no time; the next pass needs it anyway
         return {"grad_norm": norm}
 
     def _grad_norm(self) -> float:
         """The gradient's norm. Raises BadRequest if AdamW's squares of the gradient would overflow."""
-        norm = 0.0 if self._gradient_is_zero else float(torch.nn.utils.get_total_norm([self.gradient]))
+        norm = float(torch.nn.utils.get_total_norm([self.gradient])) if self.has_gradient else 0.0
         if not norm < MAX_GRAD_NORM:
             raise BadRequest(
                 f"The gradient's norm is {norm:g}: its squares overflow, so no step is taken.",
@@ -156,7 +180,7 @@ class TrainableAdapter:
 
     def _update(self, adam: AdamParams, norm: float) -> None:
         """Clip the gradient to `grad_clip_norm` (0: no clipping) and take the optimizer's step."""
-        if adam.grad_clip_norm > 0 and not self._gradient_is_zero:
+        if adam.grad_clip_norm > 0 and self.has_gradient:
             torch.nn.utils.clip_grads_with_norm_([self.master], adam.grad_clip_norm, self.gradient.new_tensor(norm))
         self.optimizer.param_groups[0].update(
             lr=adam.learning_rate,
@@ -184,7 +208,8 @@ class TrainableAdapter:
             )
         return largest
 
-    def _steps(self) -> int:
+    @property
+    def steps(self) -> int:
         """Steps taken so far."""
         return int(self.optimizer.state[self.master]["step"]) if self.master in self.optimizer.state else 0
 
@@ -194,9 +219,10 @@ class TrainableAdapter:
             return
         previous = self.master.data
         self.master.data = (self._spare.pop() if self._spare else torch.empty_like(previous)).copy_(previous)
-        reader = self._snapshot.weights if self.dtype == torch.float32 else self._snapshot
-        weakref.finalize(reader, self._spare.append, previous)
-        self._snapshot = None
+        if not self._borrows_master:
+            reader = self._snapshot.weights if self.dtype == torch.float32 else self._snapshot
+            weakref.finalize(reader, self._spare.append, previous)
+        self._snapshot, self._borrows_master = None, False
 
     def moments(self) -> peft.Moments:
         """AdamW's state; zeros before the first step."""
@@ -216,6 +242,28 @@ class TrainableAdapter:
             "exp_avg": moments.exp_avg.to(self.master.device),
             "exp_avg_sq": moments.exp_avg_sq.to(self.master.device),
         }
+
+
+class GradientShard:
+    """The gradient of the rows of a further shard of an adapter, apart until the next step; a model of runs."""
+
+    def __init__(self, adapter: TrainableAdapter) -> None:
+        self._adapter = adapter
+        self.gradient: Tensor | None = None
+        """float32 [size]; None for zero."""
+
+    def weights(self) -> adapter.AdapterWeights:
+        return self._adapter.weights()
+
+    def gradient_buffer(self) -> GradientBuffer:
+        return self._adapter.new_buffer()
+
+    def accept(self, buffer: GradientBuffer | None) -> None:
+        if buffer is not None:
+            self.gradient = buffer.flat if self.gradient is None else self.gradient.add_(buffer.flat)
+
+    def discard(self, buffer: GradientBuffer) -> None:
+        """Nothing refers to the buffer any more."""
 
 
 def _max_abs(flat: Tensor) -> float:

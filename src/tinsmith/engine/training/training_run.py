@@ -1,0 +1,396 @@
+"""Passes of a model on their way through micro-batches: their data, losses, gradient buffer and results."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tinsmith import routed_experts
+from tinsmith.engine.base import Datum, Pass, PassResult
+from tinsmith.engine.custom_loss.process import LossProcess, RequestLoss
+from tinsmith.engine.images.rows import predicts_image
+from tinsmith.engine.lora import adapter
+from tinsmith.engine.lora.lm_head import PackedTargets, ScoreGrads, TargetScores
+from tinsmith.engine.model import packing
+from tinsmith.engine.training import loss_specs, losses
+from tinsmith.engine.training.optimizer import GradientBuffer
+from tinsmith.engine.training.run_rows import RunItem, RunRows, RunScores
+from tinsmith.errors import BadRequest
+from tinsmith.routed_experts import RouterShape
+
+_CHECK_INPUTS = "Check logprobs and advantages: the ratio exp(p - q) may have overflowed."
+_DIVERGED = "Load a saved state and continue from it with a lower learning_rate."
+
+
+class RunModel(Protocol):
+    """What a run needs of a model: weights, and a buffer for its gradient."""
+
+    def weights(self) -> adapter.AdapterWeights:
+        """The weights that passes read."""
+        ...
+
+    def gradient_buffer(self) -> GradientBuffer:
+        """A zero buffer for the gradient of a run."""
+        ...
+
+    def accept(self, buffer: GradientBuffer | None) -> None:
+        """Take the buffer of a run that succeeded; None if its gradient is on other ranks alone."""
+        ...
+
+    def discard(self, buffer: GradientBuffer) -> None:
+        """Drop the buffer of a run that failed."""
+        ...
+
+
+class TrainingRun:
+    """Passes of one model, their rows that are still to compute, and their results.
+
+    Gradients accumulate in a buffer. `accept` adds it to the model; `discard` drops it.
+    """
+
+    def __init__(
+        self,
+        passes: Sequence[Pass],
+        model: RunModel,
+        losses: LossProcess | None = None,
+        packing_group: object = None,
+        share: RunRows | None = None,
+    ) -> None:
+        """`losses` evaluates uploaded losses; `share` is the part of the rows to compute, by default all."""
+        self.share = passes[0].share if passes else ""
+        self.packing_group = packing_group
+        """Only runs of the same group share micro-batches."""
+        self.error: Exception | None = None
+        """Why the run has failed. Another run of its micro-batch may be the cause."""
+        self._share = share or RunRows.of(passes)
+        self._items = self._share.items
+        self._rows = {with_grad: deque(rows) for with_grad, rows in self._share.rows.items()}
+        self._passes = [_PassState(request, losses) for request in passes]
+        self._model = model
+        self._buffer = model.gradient_buffer() if self._rows[True] else None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no row is left to compute."""
+        return self.error is not None or not self.next_rows
+
+    @property
+    def next_has_grad(self) -> bool:
+        """Whether the next rows have a gradient: these come first."""
+        return bool(self._rows[True])
+
+    @property
+    def next_rows(self) -> deque[packing.PackedRow]:
+        """The rows to compute next, sorted for packing. A row's key is its index among the run's data."""
+        return self._rows[self.next_has_grad]
+
+    def take_all(self, with_grad: bool) -> deque[packing.PackedRow]:
+        """Take all rows with a gradient, or all without, to compute them."""
+        rows, self._rows[with_grad] = self._rows[with_grad], deque()
+        return rows
+
+    @property
+    def weights(self) -> adapter.AdapterWeights:
+        """The model's adapter, with this run's gradient buffer if the run has gradients."""
+        weights = self._model.weights()
+        if self._buffer is None:
+            return weights
+        return adapter.AdapterWeights(weights.scale, weights.pairs, self._buffer.pairs, weights.stacked_cache)
+
+    def item(self, key: int) -> RunItem:
+        """The datum of a row."""
+        return self._items[key]
+
+    def state(self, item: RunItem) -> _PassState:
+        """The pass of a datum."""
+        return self._passes[item.pass_index]
+
+    def error_of_rows(self) -> Exception | None:
+        """Why the rows have no result; None if they have."""
+        if self.error is None and self._buffer is not None and not bool(torch.isfinite(self._buffer.flat.sum())):
+            return BadRequest("The gradient of this request is not finite; it was discarded.", _CHECK_INPUTS)
+        return self.error
+
+    def accept(self) -> None:
+        """Add the gradient to the model."""
+        if any(item.has_grad for item in self._items):
+            self._model.accept(self._buffer)
+
+    def results(self) -> list[PassResult]:
+        """The results of all passes."""
+        return [state.result() for state in self._passes]
+
+    def finish(self) -> list[PassResult]:
+        """Add the gradient to the model and return the results. Raises the error of a run that failed."""
+        if (error := self.error_of_rows()) is not None:
+            raise error
+        self.accept()
+        return self.results()
+
+    def scores(self) -> RunScores:
+        """What this run has computed of its rows."""
+        keys = self._share.keys
+        placed = [(self._passes[item.pass_index], item.datum_index) for item in map(self.item, keys)]
+        empty = np.empty(0, np.float32)
+        return RunScores(
+            keys=np.array(keys, np.int64),
+            logprobs=np.concatenate([empty, *(state.logprobs[index].reshape(-1) for state, index in placed)]),
+            entropies=np.concatenate([empty, *(state.entropies[index] for state, index in placed if state.entropies)]),
+            metrics=[state.metrics for state in self._passes],
+        )
+
+    def merge(self, parts: Sequence[RunScores]) -> None:
+        """Take over the scores of the runs that together have all rows, in the order of their shares."""
+        for part in parts:
+            logprobs, entropies = part.logprobs, part.entropies
+            for item in (self.item(int(key)) for key in part.keys):
+                state = self._passes[item.pass_index]
+                size, length = item.datum.targets.size, len(item.datum.tokens) if state.entropies else 0
+                state.logprobs[item.datum_index][...] = logprobs[:size].reshape(item.datum.targets.shape)
+                if length:
+                    state.entropies[item.datum_index][...] = entropies[:length]
+                logprobs, entropies = logprobs[size:], entropies[length:]
+        for index, state in enumerate(self._passes):
+            of_parts = [part.metrics[index] for part in parts]
+            names = {name: None for metrics in of_parts for name in metrics}
+            state.metrics = {name: math.fsum(metrics.get(name, 0.0) for metrics in of_parts) for name in names}
+
+    def discard(self) -> None:
+        """Leave the model as it was before the run."""
+        if self._buffer is not None:
+            self._model.discard(self._buffer)
+
+
+Part = tuple[TrainingRun, Sequence[packing.PackedRow]]
+"""Rows of a run in a micro-batch."""
+
+
+class MicroBatch:
+    """Rows of runs, packed, with their adapters and targets."""
+
+    def __init__(self, parts: Sequence[Part], device: torch.device, *, with_grad: bool) -> None:
+        self.with_grad = with_grad
+        rows = [(slot, run, row) for slot, (run, rows) in enumerate(parts) for row in rows]
+        self._placed = [(slot, run, run.item(row.key)) for slot, run, row in rows]
+        """Slot, run and datum of each row, by the row's key in `tree`."""
+        self.tree = packing.pack([replace(row, key=key, adapter=slot) for key, (slot, _, row) in enumerate(rows)])
+        self.adapters = adapter.place_adapters(self.tree.spans, [run.weights for run, _ in parts])
+        items = {key: self._placed[key][2] for key in self.tree.index}
+        at = np.concatenate(
+            [np.repeat(index, items[key].targets_per_position) for key, index in self.tree.index.items()]
+        )
+        ids = np.concatenate([item.datum.targets.reshape(-1) for item in items.values()])
+        by_position = np.argsort(at, kind="stable")
+        order = np.empty_like(by_position)
+        order[by_position] = np.arange(len(by_position))
+        self._order = torch.as_tensor(order, device=device)
+        """int64 [M]: the index in `targets` of each row's targets, row after row."""
+        self.targets = PackedTargets(
+            torch.as_tensor(at[by_position], device=device), torch.as_tensor(ids[by_position], device=device)
+        )
+        grad_mask = np.zeros(len(self.tree.tokens), bool)
+        for key, index in self.tree.index.items():
+            grad_mask[index[items[key].grad_mask]] = True
+        self.grad_mask = torch.as_tensor(grad_mask, device=device) if with_grad else None
+        """bool [T]: packed positions with a target that may have a gradient; None without gradients."""
+        self.needs_entropy = any(run.state(item).needs_entropy for _, run, item in self._placed)
+
+    def recorded_experts(self, router: RouterShape) -> np.ndarray | None:
+        """The record [T, layers, k] that the pass replays; None if it replays nothing."""
+        replayed = {key: item.replayed for key, (_, _, item) in enumerate(self._placed) if item.replayed is not None}
+        if not replayed:
+            return None
+        record = router.empty(len(self.tree.tokens))
+        for key, rows in replayed.items():
+            record[self.tree.index[key]] = rows
+        return record
+
+    @property
+    def compares_experts(self) -> bool:
+        """Whether any datum has a record, which the result compares with the routers' own choices."""
+        return any(item.recorded is not None for _, _, item in self._placed)
+
+    def compare_experts(self, own: np.ndarray) -> None:
+        """Add to each pass how often the routers' own choices [T, layers, k] differ from its records."""
+        for key, (_, run, item) in enumerate(self._placed):
+            if item.recorded is not None:
+                share = routed_experts.share_that_differs(own[self.tree.index[key]], item.recorded)
+                run.state(item).add_metrics({"expert_mismatch:mean": share})
+
+    def losses(self, scores: TargetScores) -> ScoreGrads:
+        """Store the scores, add up the losses and return their gradients, in the order of `scores`.
+
+        A run whose loss fails gets its error and no gradient; the others go on.
+        """
+        index = self.tree.index
+        sizes = [self._placed[key][2].datum.targets.size for key in index]
+        logprobs = dict(zip(index, scores.logprobs[self._order].split(sizes), strict=True))
+        grads: dict[int, Tensor] = {}
+        entropy_grad = None if scores.entropies is None else torch.zeros_like(scores.entropies)
+        by_pass: dict[tuple[int, int], list[int]] = {}
+        for key in index:
+            slot, _, item = self._placed[key]
+            by_pass.setdefault((slot, item.pass_index), []).append(key)
+        for _, keys in sorted(by_pass.items()):
+            run, items = self._placed[keys[0]][1], [self._placed[key][2] for key in keys]
+            at = torch.as_tensor(np.concatenate([index[key] for key in keys]), device=scores.logprobs.device)
+            try:
+                grad, grad_of_entropy = run.state(items[0]).add(
+                    items,
+                    torch.cat([logprobs[key] for key in keys]),
+                    None if scores.entropies is None else scores.entropies[at],
+                )
+            except Exception as error:  # noqa: BLE001 - any error of a pass is its run's
+                run.error = error
+                grads.update((key, torch.zeros_like(logprobs[key])) for key in keys)
+                continue
+            grads.update(zip(keys, grad.split([item.datum.targets.size for item in items]), strict=True))
+            if entropy_grad is not None and grad_of_entropy is not None:
+                entropy_grad.index_add_(0, at, grad_of_entropy)  # data that share a position add up
+        by_row = torch.cat([grads[key] for key in index])
+        by_position = torch.empty_like(by_row)
+        by_position[self._order] = by_row
+        return ScoreGrads(by_position, entropy_grad)
+
+
+class _PassState:
+    """A pass with the results of its data so far."""
+
+    def __init__(self, request: Pass, losses: LossProcess | None) -> None:
+        self._request = request
+        self.needs_entropy = loss_specs.needs_entropy(request)
+        self.logprobs = _empty_arrays([datum.targets.shape for datum in request.data])
+        """float32 of the targets' shape, by datum."""
+        self.entropies = _empty_arrays([datum.tokens.shape for datum in request.data] if self.needs_entropy else [])
+        """float32 [N], by datum; empty unless the pass needs them."""
+        self.metrics: dict[str, float] = {"loss:sum": 0.0}
+        """Sums over the data so far."""
+        self._uploaded = RequestLoss(losses, request.graph) if losses and request.graph is not None else None
+
+    def add(self, items: Sequence[RunItem], logprobs: Tensor, entropies: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Keep the scores of some data and add their loss; returns d loss / d logprob and d loss / d entropy."""
+        entropies = entropies if self.needs_entropy else None
+        self._store(items, logprobs, entropies)
+        self._compare_logprobs(items)
+        grad, grad_of_entropy = self._loss(items, logprobs, entropies)
+        if any(item.datum.images for item in items):
+            _check_image_targets(items, grad)
+        return grad, grad_of_entropy
+
+    def _store(self, items: Sequence[RunItem], logprobs: Tensor, entropies: Tensor | None) -> None:
+        """Keep the log-probabilities [targets] and entropies [positions] of some data, each concatenated."""
+        if not bool(logprobs.isfinite().all()):  # checked here because a loss may not read all of them
+            raise BadRequest("This model's logprobs are not finite: it has diverged.", _DIVERGED)
+        _copy_into(self.logprobs, items, logprobs.split([item.datum.targets.size for item in items]))
+        if entropies is not None:
+            _copy_into(self.entropies, items, entropies.split([len(item.datum.tokens) for item in items]))
+
+    def _compare_logprobs(self, items: Sequence[RunItem]) -> None:
+        """Add how far the logprobs of data with a record are from the sampler's, where these are not 0."""
+        for item in items:
+            sampled = item.datum.inputs.get("logprobs")
+            if item.recorded is not None and sampled is not None and sampled.any():
+                gap = np.abs(self.logprobs[item.datum_index] - sampled)[sampled != 0]
+                self.add_metrics({"logprob_mismatch:mean": float(gap.mean())})
+
+    def _loss(
+        self, items: Sequence[RunItem], logprobs: Tensor, entropies: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Add the loss and metrics of some data; returns d loss / d logprob and d loss / d entropy."""
+        if self._uploaded is not None:
+            return self._uploaded_loss(self._uploaded, items, logprobs), None
+        request, data = self._request, [item.datum for item in items]
+        leaf = logprobs.double().requires_grad_()
+        entropy_leaf = entropies.double().requires_grad_() if entropies is not None else None
+        sizes = [datum.targets.size for datum in data]
+        targets = losses.LossInputs(
+            logprobs=leaf,
+            entropies=entropy_leaf,
+            sequence=torch.as_tensor(np.repeat(np.arange(len(data)), sizes), device=leaf.device),
+            inputs={
+                name: torch.as_tensor(values, device=leaf.device).double()
+                for name, values in _concatenated_inputs(request, data).items()
+            },
+        )
+        settings, estimator = loss_specs.numeric_settings(request), loss_specs.kl_estimator(request)
+        with torch.enable_grad():
+            loss, metrics = losses.objective(request.loss_fn, targets, settings, estimator, request.loss_config)
+        leaves = [leaf] if entropy_leaf is None else [leaf, entropy_leaf]
+        grads = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        self._check_finite(loss, *grads)
+        self.add_metrics({name: float(value.detach()) for name, value in {"loss:sum": loss, **metrics}.items()})
+        return grads[0].float(), grads[1].float() if entropy_leaf is not None else None
+
+    def result(self) -> PassResult:
+        """Metrics are sums over the data; those named `:mean` are divided by the number of data."""
+        count = len(self._request.data)
+        metrics = {
+            name: value / count if name.endswith(":mean") else float(value) for name, value in self.metrics.items()
+        }
+        entropies = tuple(self.entropies) if self._request.loss_config.get("return_entropy") else None
+        return PassResult(logprobs=tuple(self.logprobs), metrics=metrics, entropies=entropies)
+
+    def _uploaded_loss(self, uploaded: RequestLoss, items: Sequence[RunItem], logprobs: Tensor) -> Tensor:
+        """The same for a loss that a client uploaded, datum by datum."""
+        pieces = logprobs.cpu().split([item.datum.targets.size for item in items])
+        data = [
+            (piece.numpy().reshape(item.datum.targets.shape), item.datum.inputs)
+            for item, piece in zip(items, pieces, strict=True)
+        ]
+        grads = []
+        for end in uploaded.run(data):
+            grad = torch.from_numpy(end.grad)
+            self._check_finite(torch.tensor(end.loss), grad)
+            self.add_metrics({"loss:sum": end.loss, **end.metrics})
+            grads.append(grad.reshape(-1))
+        return torch.cat(grads).to(logprobs.device)
+
+    def add_metrics(self, metrics: Mapping[str, float]) -> None:
+        """Add values to the pass's metrics."""
+        self.metrics.update({name: self.metrics.get(name, 0.0) + value for name, value in metrics.items()})
+
+    def _check_finite(self, loss: Tensor, *grads: Tensor) -> None:
+        if not bool(torch.isfinite(loss)) or not all(bool(torch.isfinite(grad).all()) for grad in grads):
+            value = float(loss.detach())
+            raise BadRequest(f"The {self._request.loss_fn} loss of this request is {value}.", _CHECK_INPUTS)
+
+
+def _check_image_targets(items: Sequence[RunItem], grad: Tensor) -> None:
+    """Raise BadRequest for a loss with a gradient at a target that is a token of an image."""
+    pieces = grad.split([item.datum.targets.size for item in items])
+    for item, piece in zip(items, pieces, strict=True):
+        mask = torch.as_tensor(np.repeat(predicts_image(item.datum), item.targets_per_position), device=grad.device)
+        if bool(piece[mask].any()):
+            raise BadRequest(
+                f"The loss depends on the logprob of a token of an image in data[{item.datum_index}].",
+                "Multiply these logprobs by 0.",
+            )
+
+
+def _empty_arrays(shapes: Sequence[tuple[int, ...]]) -> list[np.ndarray]:
+    """An uninitialized float32 array of each shape, all views of one allocation.
+
+    Thousands of small arrays allocated during a run would fragment the heap between activations.
+    """
+    ends = np.cumsum([math.prod(shape) for shape in shapes], dtype=np.int64)
+    pieces = np.split(np.empty(ends[-1] if shapes else 0, np.float32), ends)[: len(shapes)]
+    return [piece.reshape(shape) for piece, shape in zip(pieces, shapes, strict=True)]
+
+
+def _copy_into(arrays: Sequence[np.ndarray], items: Sequence[RunItem], values: Sequence[Tensor]) -> None:
+    for item, tensor in zip(items, values, strict=True):
+        array = arrays[item.datum_index]
+        array[...] = tensor.cpu().numpy().reshape(array.shape)
+
+
+def _concatenated_inputs(request: Pass, data: Sequence[Datum]) -> dict[str, np.ndarray]:
+    """Each loss input of the data, flat and concatenated."""
+    by_datum = [loss_specs.loss_inputs(request, datum) for datum in data]
+    return {name: np.concatenate([inputs[name] for inputs in by_datum]) for name in by_datum[0]}
