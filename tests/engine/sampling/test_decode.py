@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from tests.engine.sampling.test_kv_cache import SHAPE, prefilled
+from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.sampling.decode import DecodeAttention
 from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache
 
@@ -16,7 +17,7 @@ def assert_attention(rows: list[CacheRow], pasts: list[Tensor]) -> None:
     lengths = [row.length for row in rows]
     context = DecodeAttention(rows)
     for layer in range(2):
-        result = context.attend(layer, query, new, new, scale=0.5)
+        result = context.attend(layer, query, new, new, AttentionRule(0.5))
         for number, past in enumerate(pasts):
             keys = torch.cat([past, new[:, :, number : number + 1]], dim=2).repeat_interleave(2, dim=1)
             scores = (query[:, :, number : number + 1] @ keys.transpose(2, 3) * 0.5).softmax(dim=-1)
@@ -71,10 +72,10 @@ def test_nan_in_one_row_does_not_reach_others() -> None:
     prefixes = [cache.insert_shared_prefix(prefilled([(part, part)] * 2), 2) for part in prompts]
     rows = [cache.insert_after(prefix, 64) for prefix in (*prefixes, *prefixes)]
     query, new = torch.randn(1, 4, 4, 4), torch.randn(1, 2, 4, 4)
-    expected = [DecodeAttention(rows).attend(layer, query, new, new, scale=0.5) for layer in range(2)]
+    expected = [DecodeAttention(rows).attend(layer, query, new, new, AttentionRule(0.5)) for layer in range(2)]
     query[:, :, 1::2] = new[:, :, 1::2] = float("nan")
     for layer in range(2):
-        actual = DecodeAttention(rows).attend(layer, query, new, new, scale=0.5)
+        actual = DecodeAttention(rows).attend(layer, query, new, new, AttentionRule(0.5))
         torch.testing.assert_close(actual[:, ::2], expected[layer][:, ::2])
         assert bool(actual[:, 1::2].isnan().all())
 
@@ -87,7 +88,7 @@ def test_row_with_shared_prefix_copies_its_whole_past() -> None:
     query, new = torch.randn(1, 4, 1, 4), torch.randn(1, 2, 1, 4)
     context = DecodeAttention(rows)
     for layer in range(2):
-        context.attend(layer, query, new, new, scale=0.5)
+        context.attend(layer, query, new, new, AttentionRule(0.5))
     context.advance()
     whole = torch.cat([prompt, new], dim=2)[0]
     for first in (0, 50, 70):

@@ -13,7 +13,7 @@ from tests.engine.sampling.helpers import sample_request
 from tinsmith.engine.base import SampleRequest, SampleResult, SequenceDelta
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
-from tinsmith.engine.process import RemoteEngine
+from tinsmith.engine.remote import RemoteEngine
 
 
 @pytest.fixture(scope="module", params=("fake", "torch", "remote"))

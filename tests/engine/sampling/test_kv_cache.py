@@ -8,7 +8,7 @@ from tinsmith.engine.sampling.capacity import MIN_CAPACITY, row_capacity
 from tinsmith.engine.sampling.kv_cache import BANK_TOKENS, CacheRow, CacheShape, KVCache
 from tinsmith.engine.sampling.prefill import KVSegment, PrefilledPrompt
 
-SHAPE = CacheShape(layers=2, heads=2, width=4, dtype=torch.float32, device=torch.device("cpu"))
+SHAPE = CacheShape(layers=2, heads=2, key_width=4, value_width=4, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def insert(cache: KVCache, length: int, value: float, min_capacity: int = 0) -> CacheRow:

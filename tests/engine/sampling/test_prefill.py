@@ -11,7 +11,8 @@ import torch
 
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model import loading, packing
-from tinsmith.engine.model.loading import BaseModel
+from tinsmith.engine.model.attention_rule import AttentionRule
+from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.sampling.prefill import PrefillPass, PrefixAttention, Prompt, prefill_pass
 from tinsmith.engine.sampling.prefix_cache import PrefixMatch, PrefixNode
 
@@ -63,7 +64,7 @@ def test_queries_attend_to_cached_prefix_and_own_past(base: BaseModel) -> None:
         torch.randn(1, heads, len(prefill.tokens), WIDTH, generator=rng).to(base.dtype)
         for heads in (HEADS, SHARED, SHARED)
     )
-    output = prefill.context.attend(0, query, key, value, SCALE)[0].float()
+    output = prefill.context.attend(0, query, key, value, AttentionRule(SCALE))[0].float()
     for prompt in prompts:
         first = prompt.first_hidden if prompt.first_hidden < len(prompt.row.tokens) - 1 else counts[prompt.row.key]
         places = prefill.hidden_index[prompt.row.key][first:]
@@ -88,10 +89,11 @@ def test_mask_memory_grows_linearly_with_length(base: BaseModel) -> None:
         row = tokens(length, 0)
         tracemalloc.start()
         prefill = prefill_pass([make_prompt(0, row, cached_node(row[:1], base.dtype), 1)], base)
+        assert isinstance(prefill.context, PrefixAttention)
+        calls = prefill.context.calls(None)
         _, numpy_peak = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert isinstance(prefill.context, PrefixAttention)
-        masks = {part.mask.untyped_storage().data_ptr(): part.mask.untyped_storage() for part in prefill.context.calls}
+        masks = {part.mask.untyped_storage().data_ptr(): part.mask.untyped_storage() for part in calls}
         return numpy_peak, sum(storage.nbytes() for storage in masks.values())
 
     short, long = allocated(4096), allocated(8192)

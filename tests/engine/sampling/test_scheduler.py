@@ -1,6 +1,7 @@
 """Admission of jobs: limits of the pass, of the cache and of the step, from sizes only."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -59,6 +60,14 @@ def test_jobs_are_admitted_in_order_of_arrival() -> None:
     assert scheduler(pass_tokens=250).admit([job(200), job(100), job(10)], BUSY) == 1
 
 
+@pytest.mark.parametrize("prompt", [100, 900])
+def test_states_of_each_sequence_are_reserved(prompt: int) -> None:
+    group = replace(job(prompt, 3), state_tokens=200)
+    size = reserved_tokens(prompt, 3, 16, shared=prompt == 900) + 3 * 200
+    assert scheduler(cache_tokens=2 * size).admit([group] * 3, Load()) == 2
+    assert scheduler(cache_tokens=2 * size - 1).admit([group] * 3, Load()) == 1
+
+
 def test_shared_prompt_reserves_its_tokens_once() -> None:
     group = job(900, 8, max_tokens=30)
     cache_tokens = 2 * (1024 + 8 * 64)
@@ -83,3 +92,11 @@ def test_queue_is_read_only_as_far_as_necessary() -> None:
 
     assert scheduler(pass_tokens=250).admit(waiting(), BUSY) == 2
     assert read == [0, 1, 2]
+
+
+def test_one_job_at_a_time() -> None:
+    """Deterministic mode. Without it the other jobs of the batch change the shapes of products."""
+    alone = Scheduler(pass_tokens=1000, cache_tokens=10**6, may_share_prompts=True, one_at_a_time=True)
+    assert alone.admit([job()] * 5, Load()) == 1
+    assert alone.admit([job()] * 5, BUSY) == 0
+    assert alone.admit([], Load()) == 0

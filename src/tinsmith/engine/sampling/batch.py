@@ -21,14 +21,16 @@ from tinsmith.engine.lora import adapter, linear
 from tinsmith.engine.lora.adapter import AdapterWeights, PlacedAdapter
 from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model import packing
-from tinsmith.engine.model.loading import BaseModel
+from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.engine.model.hybrid.states import HybridContext, RecurrentShape, RecurrentState
 from tinsmith.engine.sampling import prompt_logprobs, token_sampling
 from tinsmith.engine.sampling.decode import DecodeAttention
-from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache, cache_shape
+from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache, cache_shape, state_bank
 from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
 from tinsmith.engine.sampling.prefix_cache import KVReader, PrefixCache, PrefixMatch
 from tinsmith.engine.sampling.scheduler import JobSize, Load, Scheduler
 from tinsmith.engine.sampling.sequences import PromptKey, SampleJob, Sequence, completes_stop_string, jobs_of
+from tinsmith.engine.sampling.state_bank import DecodeStates, StateBank
 from tinsmith.engine.sampling.versions import AdapterVersions
 from tinsmith.errors import BadRequest, EngineError, TinsmithError
 
@@ -110,10 +112,14 @@ def adapter_spans(weights: list[AdapterWeights | None]) -> list[PlacedAdapter]:
 class RunningBatch:
     """Running sequences with their KV cache, and the prefix cache of those that have ended."""
 
-    def __init__(self, base: BaseModel, head: LMHead, router: linear.Router, scheduler: Scheduler) -> None:
-        self._base, self._head, self._router, self._scheduler = base, head, router, scheduler
+    def __init__(self, base: BaseModel, head: LMHead, active: linear.ActiveAdapters, scheduler: Scheduler) -> None:
+        self._base, self._head, self._active, self._scheduler = base, head, active, scheduler
         self._token_sampler = TokenSampler(head, base.tokenizer)
-        self.kv_cache, self.prefix_cache = KVCache(cache_shape(base), scheduler.cache_tokens), PrefixCache()
+        states = state_bank(base, scheduler.cache_tokens)
+        self.kv_cache = KVCache(cache_shape(base), scheduler.cache_tokens, states)
+        self.state_tokens = states.row_tokens if states else 0
+        """Cache tokens that the recurrent states of a sequence are worth."""
+        self.prefix_cache = PrefixCache(self.state_tokens)
         self.versions = AdapterVersions(base, self.prefix_cache.drop_version)
         self.sequences: list[Sequence] = []
 
@@ -128,6 +134,7 @@ class RunningBatch:
             cached_tokens=self._match(job).length,
             sequences=len(job.sequences),
             max_tokens=job.max_tokens,
+            state_tokens=self.state_tokens,
         )
 
     def prefill(self, jobs: list[SampleJob]) -> list[SampleJob]:
@@ -163,14 +170,18 @@ class RunningBatch:
         rows = [sequence.row for sequence in sequences if sequence.row is not None]
         self._shrink_prefix_cache()
         spans = adapter_spans([sequence.job.weights for sequence in sequences])
-        context = DecodeAttention(rows)
-        with self._router.using(spans):
+        attention = DecodeAttention(rows)
+        context = step_context(attention, self._base.recurrent, self.kv_cache.states)
+        records = any(sequence.job.request.routed_experts for sequence in sequences)
+        with self._active.using(spans), self._base.routing.using(record=records):
             hidden = self._base.hidden(
                 torch.tensor([sequence.tokens[-1] for sequence in sequences], device=self._base.device),
-                torch.tensor([row.position for row in rows], device=self._base.device),
+                torch.tensor([sequence.position for sequence in sequences], device=self._base.device),
                 context,
             )
-        context.advance()
+            if records:
+                _keep_experts(sequences, self._base.routing.record())
+        attention.advance()
         self._fail(self._token_sampler.next_tokens(sequences, hidden, spans))
         self._emit_and_retire(sequences)
 
@@ -186,8 +197,8 @@ class RunningBatch:
         request = job.request
         whole = None
         if not prompt_logprobs.needs_logits(request):
-            whole = self.prefix_cache.match_prompt(job.scope, request.prompt)
-        return whole or self.prefix_cache.match(job.scope, request.prompt, prompt_logprobs.first_hidden(request))
+            whole = self.prefix_cache.match_prompt(job.scope, job.prompt_ids)
+        return whole or self.prefix_cache.match(job.scope, job.prompt_ids, prompt_logprobs.first_hidden(request))
 
     def _prefill_prompts(self, jobs: list[SampleJob], matches: list[PrefixMatch]) -> dict[SampleJob, PrefilledPrompt]:
         """Prefilled prompts, without those whose hidden states are not finite. Sets the jobs' prompt results."""
@@ -198,12 +209,19 @@ class RunningBatch:
         }
         new = {key: job for key, job in enumerate(jobs) if job not in prompts}
         if new:
-            adapters = list({id(job.weights): job.weights for job in new.values()}.values())
-            slots = {id(weights): slot for slot, weights in enumerate(adapters)}
+            # A job that records its experts shares no cached prefix with one that does not.
+            kinds = list({_kind(job): job for job in new.values()}.values())
+            slots = {_kind(job): slot for slot, job in enumerate(kinds)}
+            adapters = [job.weights for job in kinds]
             inputs = prefill_pass(
                 [
                     Prompt(
-                        row=packing.PackedRow(key=key, adapter=slots[id(job.weights)], tokens=job.request.prompt),
+                        row=packing.PackedRow(
+                            key=key,
+                            adapter=slots[_kind(job)],
+                            tokens=job.request.prompt,
+                            images=job.request.images,
+                        ),
                         match=matches[key],
                         first_hidden=prompt_logprobs.first_hidden(job.request),
                     )
@@ -211,8 +229,14 @@ class RunningBatch:
                 ],
                 self._base,
             )
-            with self._router.using(adapter.place_adapters(inputs.spans, adapters)):
-                hidden = self._base.hidden(inputs.tokens, inputs.positions, inputs.context)
+            records = any(job.request.routed_experts for job in new.values())
+            visual = self._base.visual_inputs(inputs.images)
+            with (
+                self._active.using(adapter.place_adapters(inputs.spans, adapters)),
+                self._base.routing.using(record=records),
+            ):
+                hidden = self._base.hidden(inputs.tokens, inputs.positions, inputs.context, visual)
+                experts = self._base.routing.record() if records else None
             finite = hidden.isfinite().all(dim=1)
             for key, job in new.items():
                 index = inputs.hidden_index[key]
@@ -222,16 +246,20 @@ class RunningBatch:
                     job.prompt_results = prompt_logprobs.compute(
                         job.request, self._head, hidden[index], job.weights, job.seed
                     )
-                prompts[job] = PrefilledPrompt(hidden[index[-1]], inputs.segments[key], inputs.context.saved_kv)
+                prompts[job] = PrefilledPrompt(
+                    hidden[index[-1]], inputs.segments[key], inputs.context.saved_kv, inputs.state(key), experts
+                )
         return {job: prompts[job] for job in jobs if job in prompts}
 
     def _add(self, jobs: list[SampleJob], prompts: list[PrefilledPrompt]) -> None:
         """Add the unfinished sequences of prefilled jobs to the batch, each with a cache row, and cache the prompts."""
         groups = [[sequence for sequence in job.sequences if sequence.stop_reason is None] for job in jobs]
         for job, prompt, sequences in zip(jobs, prompts, groups, strict=True):
+            if job.request.routed_experts:
+                job.prompt_experts = prompt.routed_experts()
             if sequences:
-                self._cache_tokens(job, job.request.prompt, prompt.copy_from)
-                self.prefix_cache.add_last_hidden(job.scope, job.request.prompt, prompt.last_hidden)
+                self._cache_tokens(job, job.prompt_ids, prompt.copy_from, prompt.state, job.prompt_experts)
+                self.prefix_cache.add_last_hidden(job.scope, job.prompt_ids, prompt.last_hidden)
             self.sequences.extend(sequences)
         self._allocate_rows(jobs, prompts, groups)
         self._shrink_prefix_cache()
@@ -256,7 +284,8 @@ class RunningBatch:
                         sequence.row = self.kv_cache.copy(first)
                     else:
                         sequence.row = self.kv_cache.insert(prompt, job.cache_reserve, arriving[job.cache_reserve])
-                whole = self.prefix_cache.match_prompt(job.scope, job.request.prompt)
+                    self.kv_cache.start_state(sequence.row, prompt.state)
+                whole = self.prefix_cache.match_prompt(job.scope, job.prompt_ids)
                 self.prefix_cache.evict_first(whole or PrefixMatch())
         finally:
             for row in shared.values():
@@ -268,14 +297,16 @@ class RunningBatch:
 
         Comes after everything that can fail a job, so that no emitted token is ever taken back.
         """
-        self._fail(_emit(sequences))
+        self._fail(emit(sequences))
         finished = [sequence for sequence in sequences if sequence.stop_reason is not None]
         if not finished:
             return
         self.sequences = [sequence for sequence in self.sequences if sequence.stop_reason is None]
         for sequence in reversed(finished):  # the last rows of a bank first, so that no other row must move
             if sequence.row is not None:
-                self._cache_tokens(sequence.job, sequence.cached_tokens(), sequence.row.copy_from)
+                state = self.kv_cache.state_of(sequence.row)
+                tokens, experts = sequence.cached_tokens(), sequence.cached_experts()
+                self._cache_tokens(sequence.job, tokens, sequence.row.copy_from, state, experts)
                 self._free_row(sequence)
         self._shrink_prefix_cache()
         for job in jobs_of(finished):
@@ -288,11 +319,20 @@ class RunningBatch:
         for job, error in faults.items():
             job.fail(error)
 
-    def _cache_tokens(self, job: SampleJob, tokens: np.ndarray, read: KVReader) -> None:
-        """Add tokens to the prefix cache, if the job's version still exists."""
+    def _cache_tokens(
+        self,
+        job: SampleJob,
+        tokens: np.ndarray,
+        read: KVReader,
+        state: RecurrentState | None = None,
+        experts: np.ndarray | None = None,
+    ) -> None:
+        """Add tokens, their experts and the state after them to the prefix cache, if the job's version still exists."""
         version = job.request.version
         if version is None or self.versions.generation(version) == job.generation:
-            self.prefix_cache.add(job.scope, tokens, read)
+            self.prefix_cache.add(job.scope, tokens, read, experts)
+            if state is not None:
+                self.prefix_cache.add_state(job.scope, tokens, state)
 
     def _free_row(self, sequence: Sequence) -> None:
         if sequence.row is not None:
@@ -300,11 +340,36 @@ class RunningBatch:
             sequence.row = None
 
     def _shrink_prefix_cache(self) -> None:
-        """Limit the prefix cache to what the running sequences leave of the cache tokens."""
-        self.prefix_cache.shrink(self._scheduler.cache_tokens - self.kv_cache.tokens)
+        """Limit the prefix cache to what the running sequences leave of the cache tokens.
+
+        With one job at a time nothing stays: a prompt that is partly cached is computed in other shapes.
+        """
+        alone = self._scheduler.one_at_a_time
+        self.prefix_cache.shrink(0 if alone else self._scheduler.cache_tokens - self.kv_cache.tokens)
 
 
-def _emit(sequences: list[Sequence]) -> Faults:
+def _kind(job: SampleJob) -> tuple[int, bool]:
+    """Jobs of one kind share the positions of a prefill."""
+    return id(job.weights), job.request.routed_experts
+
+
+def _keep_experts(sequences: list[Sequence], experts: np.ndarray) -> None:
+    """Keep the record [B, layers, k] of a decoding step."""
+    for sequence, row in zip(sequences, experts, strict=True):
+        if sequence.job.request.routed_experts:
+            sequence.routed_experts.append(row)
+
+
+def step_context(
+    attention: DecodeAttention, shape: RecurrentShape | None, states: StateBank | None
+) -> DecodeAttention | HybridContext:
+    """The context of a decoding step, with the states of its rows if the model has recurrent layers."""
+    if shape is None or states is None:
+        return attention
+    return HybridContext(shape, attention, DecodeStates(states, [row.state for row in attention.rows if row.state]))
+
+
+def emit(sequences: list[Sequence]) -> Faults:
     """Emit the new tokens of all sequences; returns the jobs whose `on_delta` raised."""
     faults: Faults = {}
     for sequence in sequences:

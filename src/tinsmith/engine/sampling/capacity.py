@@ -44,16 +44,17 @@ def shares_prompt(length: int, sequences: int) -> bool:
     return sequences >= MIN_SHARED_SEQUENCES and length * sequences >= MIN_SHARED_TOKENS
 
 
-def reserved_tokens(length: int, sequences: int, max_tokens: int, *, shared: bool) -> int:
+def reserved_tokens(length: int, sequences: int, max_tokens: int, *, shared: bool, state_tokens: int = 0) -> int:
     """Cache tokens that sequences of at most `max_tokens` reserve when they start, after a prompt of `length` tokens
-    that they share or copy."""
+    that they share or copy. `state_tokens`: what the recurrent states of each are worth."""
     if shared:
-        return prefix_capacity(length) + sequences * row_capacity(headroom(0, max_tokens))
-    return sequences * row_capacity(length + headroom(length, max_tokens))
+        return prefix_capacity(length) + sequences * (row_capacity(headroom(0, max_tokens)) + state_tokens)
+    return sequences * (row_capacity(length + headroom(length, max_tokens)) + state_tokens)
 
 
-def cache_reserve(request: SampleRequest) -> int:
+def cache_reserve(request: SampleRequest, state_tokens: int = 0) -> int:
     """Cache tokens that all sequences of a request reserve when they start, as far as the request tells."""
     length, sequences = len(request.prompt), request.num_samples
     shared = shares_prompt(length, sequences)
-    return reserved_tokens(length, sequences, request.max_tokens or MIN_CAPACITY, shared=shared)
+    max_tokens = request.max_tokens or MIN_CAPACITY
+    return reserved_tokens(length, sequences, max_tokens, shared=shared, state_tokens=state_tokens)

@@ -6,13 +6,21 @@ side, and one softmax then covers the prefix and the row of each sequence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tinsmith.engine.model.attention import additive_mask, attend
+from tinsmith.engine.model.attention_kernels import (
+    additive_mask,
+    attend,
+    cap_scores,
+    needs_products,
+    softmax_with_sinks,
+)
+from tinsmith.engine.model.attention_rule import AttentionRule
 from tinsmith.engine.sampling.kv_cache import Bank, CacheRow
 
 
@@ -57,36 +65,59 @@ class _BankStep:
     """int64 [rows of the bank]: index in the step of row 0, 1, …; a slice where these are consecutive."""
     targets: Tensor
     """int64 [rows Hkv]: where each row's new token is written, as an index into all token slots of a layer."""
-    mask: Tensor
-    """Additive [rows Hkv, 1, capacity + capacity of the shared prefixes]."""
+    visible: Tensor
+    """bool [rows, capacity + capacity of the shared prefixes]."""
+    distances: Callable[[], Tensor]
+    """Computes int64 [rows, the same]: how many tokens each key is before the new token."""
     prefixes: tuple[_SharedPrefixes, ...]
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+    """By window: additive [rows Hkv, 1, capacity + capacity of the shared prefixes]."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """query [B, Hq, D], key and value [B, Hkv, D] -> [rows, Hq, D]."""
+    def mask(self, window: int | None) -> Tensor:
+        """The mask of layers with this window; computed once for a step."""
+        if window not in self.masks:
+            visible = self.visible if window is None else self.visible & (self.distances() < window)
+            mask = additive_mask(visible, self.bank.shape.dtype, self.bank.shape.device)
+            self.masks[window] = mask.repeat_interleave(self.bank.shape.heads, 0)[:, None]
+        return self.masks[window]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
+        """query [B, Hq, D], key and value [B, Hkv, D] -> [rows, Hq, D]; widths of keys and values may differ."""
         keys, values = self.bank.content(layer)
         for cache, new in ((keys, key), (values, value)):
             cache.view(-1, cache.shape[-1]).index_copy_(0, self.targets, new[self.tokens].flatten(0, 1))
         query = query[self.tokens]
         # Query heads that share a key head are rows of one small matrix: [rows Hkv, Hq / Hkv, D].
         queries = query.reshape(len(keys), -1, query.shape[-1])
-        if query.device.type != "cpu":
-            mask = self.mask[:, None].expand(-1, 1, queries.shape[1], -1)
-            return attend(queries[:, None], keys[:, None], values[:, None], mask, scale).reshape(query.shape)
-        return self._attend_by_products(layer, queries * scale, keys, values).view(query.shape)
+        shape = (*query.shape[:2], values.shape[-1])
+        if query.device.type != "cpu" and not needs_products(rule, query.device):
+            mask = self.mask(rule.window)[:, None].expand(-1, 1, queries.shape[1], -1)
+            return attend(queries[:, None], keys[:, None], values[:, None], mask, rule).reshape(shape)
+        return self._attend_by_products(layer, queries * rule.scale, keys, values, rule).view(shape)
 
-    def _attend_by_products(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    def _attend_by_products(
+        self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, rule: AttentionRule
+    ) -> Tensor:
         """Attention written out: with one new token per row, the CPU's flash kernel takes more than twice as long. Rows
         are read up to their capacity, since a product over part of each row would first copy it."""
         scores = torch.bmm(queries, keys.mT)
         if not self.prefixes:
-            return torch.bmm(scores.add_(self.mask).softmax(dim=-1), values)
+            return torch.bmm(self._probs(scores, rule), values)
         all_scores = torch.cat([scores, *(prefixes.scores(layer, queries) for prefixes in self.prefixes)], dim=-1)
         widths = [self.bank.capacity, *(prefixes.bank.capacity for prefixes in self.prefixes)]
-        own_probs, *prefix_probs = all_scores.add_(self.mask).softmax(dim=-1).split(widths, dim=-1)
+        own_probs, *prefix_probs = self._probs(all_scores, rule).split(widths, dim=-1)
         output = torch.bmm(own_probs, values)
         for prefixes, probs in zip(self.prefixes, prefix_probs, strict=True):
             output += prefixes.weighted_values(layer, probs)
         return output
+
+    def _probs(self, scores: Tensor, rule: AttentionRule) -> Tensor:
+        """The softmax of scores [rows Hkv, G, keys] under the rule; overwrites them."""
+        scores = cap_scores(scores, rule).add_(self.mask(rule.window))
+        if rule.sinks is None:
+            return scores.softmax(dim=-1)
+        sinks = rule.sinks.view(self.bank.shape.heads, -1).repeat(len(self.bank.rows), 1)
+        return softmax_with_sinks(scores, sinks)
 
 
 @dataclass(slots=True)
@@ -99,13 +130,13 @@ class DecodeAttention:
     def __post_init__(self) -> None:
         self._banks.extend(_bank_steps(self.rows))
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """query [1, Hq, B, D], key and value [1, Hkv, B, D] -> [1, B, Hq, D]."""
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        outputs = [bank.attend(layer, query, key, value, scale) for bank in self._banks]
+        outputs = [bank.attend(layer, query, key, value, rule) for bank in self._banks]
         if len(outputs) == 1 and isinstance(self._banks[0].tokens, slice):
             return outputs[0][None]
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
+        output = query.new_empty(*query.shape[:2], value.shape[-1])
         for bank, rows in zip(self._banks, outputs, strict=True):
             output[bank.tokens] = rows
         return output[None]
@@ -124,16 +155,24 @@ def _bank_steps(rows: Sequence[CacheRow]) -> Iterator[_BankStep]:
         starts = torch.arange(len(bank.rows) * heads, device=device).view(-1, heads) * bank.capacity
         prefixes = tuple(_shared_prefixes(bank))
         visible = torch.arange(bank.capacity, device=device)[None] <= lengths[:, None]
-        mask = additive_mask(
-            torch.cat([visible, *(shared.visible for shared in prefixes)], dim=1), bank.shape.dtype, device
-        )
         yield _BankStep(
             bank=bank,
             tokens=_as_index([step_index[id(row)] for row in bank.rows], device),
             targets=(starts + lengths[:, None]).flatten(),
-            mask=mask.repeat_interleave(heads, 0)[:, None],
+            visible=torch.cat([visible, *(shared.visible for shared in prefixes)], dim=1),
+            distances=partial(_distances, bank, prefixes),
             prefixes=prefixes,
         )
+
+
+def _distances(bank: Bank, prefixes: Sequence[_SharedPrefixes]) -> Tensor:
+    """int64 [rows, keys]: how many tokens each key of a bank and its shared prefixes is before the row's new token."""
+    device = bank.shape.device
+    lengths = torch.tensor([row.length for row in bank.rows], device=device)
+    positions = torch.tensor([row.position for row in bank.rows], device=device)
+    own = lengths[:, None] - torch.arange(bank.capacity, device=device)
+    earlier = (positions[:, None] - torch.arange(shared.bank.capacity, device=device) for shared in prefixes)
+    return torch.cat([own, *earlier], dim=1)
 
 
 def _as_index(numbers: Sequence[int], device: torch.device) -> slice | Tensor:

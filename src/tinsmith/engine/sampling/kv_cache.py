@@ -16,13 +16,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine.lora import linear
-from tinsmith.engine.model.loading import BaseModel
+from tinsmith.engine.model import attention, packing
+from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.engine.model.hybrid.states import RecurrentState, hybrid_context
 from tinsmith.engine.sampling.capacity import headroom, prefix_capacity, row_capacity
 from tinsmith.engine.sampling.prefill import PrefilledPrompt
+from tinsmith.engine.sampling.state_bank import StateBank, StateRow
+from tinsmith.errors import Unsupported
 
 BANK_TOKENS = 8192
 """Tokens of a bank: at least on a CPU, at most elsewhere. A call over few rows costs little less than over many."""
@@ -33,25 +37,51 @@ class CacheShape:
     """Shape, type and device of one token's keys and values."""
 
     layers: int
+    """Attention layers."""
     heads: int
     """Key and value heads."""
-    width: int
+    key_width: int
+    value_width: int
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's keys and values."""
+        return self.layers * self.heads * (self.key_width + self.value_width) * self.dtype.itemsize
 
+
+def state_bank(base: BaseModel, cache_tokens: int) -> StateBank | None:
+    """An empty bank for the states of a model's recurrent layers; None for a model without any."""
+    if base.recurrent is None:
+        return None
+    row_tokens = -(-base.recurrent.bytes(base.dtype) // cache_shape(base).token_bytes)
+    return StateBank(base.recurrent, base.dtype, base.device, row_tokens, cache_tokens // row_tokens)
+
+
+@torch.no_grad()
 def cache_shape(base: BaseModel) -> CacheShape:
-    """The shape of a base model's keys and values."""
-    config = base.model.config
-    key_projection = next(
-        module
-        for module in base.model.modules()
-        if isinstance(module, linear.LoraLinear) and module.name.endswith("k_proj")
-    )
+    """The shape of a base model's keys and values, as a pass over one token gives them.
+
+    Raises Unsupported if layers differ.
+    """
+    tree = packing.pack([packing.PackedRow(key=0, adapter=0, tokens=np.zeros(1, np.int32))])
+    context = attention.PackedAttention(tree, base.dtype, base.device, save_kv=True)
+    tokens, positions = (torch.as_tensor(numbers, device=base.device) for numbers in (tree.tokens, tree.positions))
+    in_model = hybrid_context(base.recurrent, tree, context, base.device) if base.recurrent else context
+    base.hidden(tokens, positions, in_model)
+    shapes = {(keys.shape[1], keys.shape[3], values.shape[3]) for keys, values in context.saved_kv}
+    if len(shapes) != 1:
+        raise Unsupported(
+            f"The layers of {base.card.source} differ in their keys and values: {sorted(shapes)}.",
+            "Serve a model whose layers have as many key heads, of the same width.",
+        )
+    ((heads, key_width, value_width),) = shapes
     return CacheShape(
-        layers=config.num_hidden_layers,
-        heads=config.num_key_value_heads,
-        width=key_projection.frozen.shape[0] // config.num_key_value_heads,
+        layers=len(context.saved_kv),
+        heads=heads,
+        key_width=key_width,
+        value_width=value_width,
         dtype=base.dtype,
         device=base.device,
     )
@@ -68,6 +98,8 @@ class CacheRow:
     """The row of the prompt, where sequences share it."""
     readers: int = 0
     """Number of rows that have this one as their shared prefix."""
+    state: StateRow | None = None
+    """The sequence's states, in a model with recurrent layers."""
 
     @property
     def position(self) -> int:
@@ -108,8 +140,11 @@ class Bank:
         self.rows: list[CacheRow] = []
         self._dirty = [kind.capacity] * max_rows
         """For each free row: how many tokens from its beginning may not be 0; in newly allocated memory all."""
-        size = (shape.layers, max_rows, shape.heads, kind.capacity, shape.width)
-        self.keys, self.values = (torch.empty(size, dtype=shape.dtype, device=shape.device) for _ in range(2))
+        size = (shape.layers, max_rows, shape.heads, kind.capacity)
+        self.keys, self.values = (
+            torch.empty(*size, width, dtype=shape.dtype, device=shape.device)
+            for width in (shape.key_width, shape.value_width)
+        )
         self._layers = list(zip(self.keys.flatten(1, 2), self.values.flatten(1, 2), strict=True))
 
     @property
@@ -153,13 +188,14 @@ class Bank:
 class KVCache:
     """All banks. `tokens` is the capacity of their rows; `expected_tokens` what they will grow to in all."""
 
-    def __init__(self, shape: CacheShape, expected_tokens: int = 0) -> None:
-        self._shape, self._expected_tokens = shape, expected_tokens
+    def __init__(self, shape: CacheShape, expected_tokens: int = 0, states: StateBank | None = None) -> None:
+        self._shape, self._expected_tokens, self.states = shape, expected_tokens, states
         self._banks: list[Bank] = []
 
     @property
     def tokens(self) -> int:
-        return sum(bank.capacity * len(bank.rows) for bank in self._banks)
+        states = len(self.states.rows) * self.states.row_tokens if self.states else 0
+        return states + sum(bank.capacity * len(bank.rows) for bank in self._banks)
 
     def insert(self, prompt: PrefilledPrompt, min_capacity: int, arriving: int = 1) -> CacheRow:
         """A row with a prompt's keys and values. `arriving`: rows of this capacity that are being inserted now."""
@@ -184,17 +220,31 @@ class KVCache:
         """Another row with the same content."""
         return self._copy(source, source.bank.capacity, 1)
 
+    def start_state(self, row: CacheRow, state: RecurrentState | None) -> None:
+        """Let a new row's sequence start from the states at the end of its prompt, if the model has states."""
+        if self.states is not None:
+            assert state is not None
+            row.state = self.states.add(state)
+
+    def state_of(self, row: CacheRow) -> RecurrentState | None:
+        """A copy of a sequence's states now, if the model has states."""
+        return self.states.copy(row.state) if self.states is not None and row.state is not None else None
+
     def ensure_space(self, row: CacheRow, remaining: int = 1) -> CacheRow:
         """A row with space for one more token, of `remaining` that may follow: `row`, or a larger copy of it."""
         if row.length < row.bank.capacity:
             return row
         # The rows of the bank are about as long and will soon move too.
         larger = self._copy(row, row.length + max(1, headroom(row.length, remaining)), len(row.bank.rows))
+        larger.state, row.state = row.state, None
         self.remove(row)
         return larger
 
     def remove(self, row: CacheRow) -> None:
-        """Free a row, and its shared prefix with the last reader; an empty bank is freed too."""
+        """Free a row with its states, and its shared prefix with the last reader; an empty bank is freed too."""
+        if self.states is not None and row.state is not None:
+            self.states.remove(row.state)
+            row.state = None
         row.bank.remove(row)
         self._banks = [bank for bank in self._banks if bank.rows]
         if row.shared_prefix is not None:

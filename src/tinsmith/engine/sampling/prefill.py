@@ -7,16 +7,28 @@ them in place, without a copy. Keys and values of the pass are kept, to fill the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tinsmith.engine.images.rows import ImageTokens
 from tinsmith.engine.model import attention, flex_attention, packing
-from tinsmith.engine.model.loading import BaseModel
+from tinsmith.engine.model.attention_kernels import (
+    additive_mask,
+    attend,
+    cap_scores,
+    needs_products,
+    softmax_with_sinks,
+)
+from tinsmith.engine.model.attention_rule import AttentionRule
+from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.engine.model.hybrid.chunk_tree import chunk_tree, parents_of
+from tinsmith.engine.model.hybrid.states import HybridContext, PackedStates, RecurrentState, packed_states
 from tinsmith.engine.sampling.prefix_cache import PrefixMatch, PrefixNode
 
 MAX_FOLDED_QUERIES = 128
@@ -51,16 +63,33 @@ class PrefilledPrompt:
     segments: tuple[KVSegment, ...]
     pass_kv: Sequence[tuple[Tensor, Tensor]] = ()
     """Keys and values of the pass, layer by layer [1, heads, C, width]."""
+    state: RecurrentState | None = None
+    """State of the recurrent layers at its end, if the model has any."""
+    pass_experts: np.ndarray | None = None
+    """The record [C, layers, k] of the pass's experts, if it was recorded."""
 
     @classmethod
     def from_cache(cls, match: PrefixMatch) -> PrefilledPrompt:
         """A prompt that is completely in the prefix cache."""
         assert match.last_hidden is not None
-        return cls(match.last_hidden, tuple(KVSegment(node, 0, count) for node, count in match.path))
+        segments = tuple(KVSegment(node, 0, count) for node, count in match.path)
+        return cls(match.last_hidden, segments, state=match.state)
 
     @property
     def length(self) -> int:
         return sum(segment.length for segment in self.segments)
+
+    def routed_experts(self) -> np.ndarray | None:
+        """The record [N, layers, k] of the prompt's experts, if all of it was recorded."""
+        records = [
+            self.pass_experts if segment.node is None else segment.node.routed_experts for segment in self.segments
+        ]
+        parts = [
+            record[segment.start : segment.stop]
+            for record, segment in zip(records, self.segments, strict=True)
+            if record is not None
+        ]
+        return np.concatenate(parts) if len(parts) == len(records) else None
 
     def write(self, keys: Tensor, values: Tensor, first: int = 0) -> None:
         """Copy keys and values from position `first` on into tensors [layers, heads, N, width]."""
@@ -77,9 +106,8 @@ class PrefilledPrompt:
 
     def copy_from(self, first: int) -> tuple[Tensor, Tensor]:
         """Copies of the keys and values from position `first` on. Part of the prompt must have been in the pass."""
-        _, heads, _, width = self.pass_kv[0][0].shape
-        size = (len(self.pass_kv), heads, self.length - first, width)
-        keys, values = self.pass_kv[0][0].new_empty(size), self.pass_kv[0][1].new_empty(size)
+        size = (len(self.pass_kv), self.pass_kv[0][0].shape[1], self.length - first)
+        keys, values = (tensor.new_empty(*size, tensor.shape[3]) for tensor in self.pass_kv[0])
         self.write(keys, values, first)
         return keys, values
 
@@ -108,38 +136,74 @@ class PrefillPass:
     tokens: Tensor
     """int32 [C]."""
     positions: Tensor
-    """int64 [C]."""
+    """int64 [C], or [3, C] in a pass with images."""
     spans: tuple[packing.AdapterSpan, ...]
-    context: attention.PackedAttention | flex_attention.FlexAttention | PrefixAttention
+    context: attention.PackedAttention | flex_attention.FlexAttention | PrefixAttention | HybridContext
     segments: dict[int, tuple[KVSegment, ...]]
     """Row key -> where the row's keys and values are."""
     hidden_index: dict[int, Tensor]
     """Row key -> int64 [N]: index of each position in the pass; 0 for positions that are not in it."""
+    ends: dict[int, int]
+    """Row key -> number of the state at its end, in a model with recurrent layers."""
+    images: tuple[ImageTokens, ...] = ()
+
+    def state(self, key: int) -> RecurrentState | None:
+        """The state at the end of a row, after the pass; None in a model without recurrent layers."""
+        return self.context.recurrent.state(self.ends[key]) if isinstance(self.context, HybridContext) else None
 
 
 def prefill_pass(prompts: Sequence[Prompt], base: BaseModel) -> PrefillPass:
     """The pass over these prompts."""
     tree, device = packing.pack([prompt.row for prompt in prompts]), base.device
-    index = _index_kv(prompts, tree)
+    index = _index_kv(prompts, tree, to_match=base.recurrent is not None)
     computed = np.flatnonzero(index.node < 0)
     spans = [
         packing.AdapterSpan(adapter=span.adapter, start=int(start), stop=int(stop))
         for span in tree.spans
         for start, stop in [np.searchsorted(computed, [span.start, span.stop])]
     ]
+    context: Any = (
+        PrefixAttention(lambda window: list(_attention_calls(tree, computed, index, base, window)))
+        if index.nodes
+        else attention.packed_attention(tree, base.dtype, device, save_kv=True)
+    )
+    if base.recurrent is not None:
+        states = _states(prompts, tree, computed, base.recurrent.taps, device)
+        context = HybridContext(base.recurrent, context, states)
     return PrefillPass(
         tokens=torch.as_tensor(tree.tokens[computed], device=device),
-        positions=torch.as_tensor(tree.positions[computed], device=device),
+        positions=torch.as_tensor(
+            tree.positions[computed] if tree.rotary is None else tree.rotary[:, computed], device=device
+        ),
         spans=tuple(spans),
-        context=PrefixAttention(list(_attention_calls(tree, computed, index, base)))
-        if index.nodes
-        else attention.packed_attention(tree, base.dtype, device, save_kv=True),
+        context=context,
         segments={key: index.segments(path) for key, path in tree.index.items()},
         hidden_index={
             key: torch.as_tensor(np.where(index.node[path] < 0, index.offset[path], 0), device=device)
             for key, path in tree.index.items()
         },
+        ends={prompt.row.key: number for number, prompt in enumerate(prompts)},
+        images=tuple(image.among(computed) for image in tree.images),
     )
+
+
+def _states(
+    prompts: Sequence[Prompt], tree: packing.PackedTree, computed: np.ndarray, taps: int, device: torch.device
+) -> PackedStates:
+    """Recurrent layers of the pass: every prompt starts from the state of its match, and its end state is kept."""
+    number = np.full(len(tree.tokens), -1)
+    number[computed] = np.arange(len(computed))
+    parents = parents_of(tree)[computed]
+    starts, outside = dict[int, int](), list[RecurrentState]()
+    for prompt in prompts:
+        if prompt.match.state is not None:
+            first = int(number[tree.index[prompt.row.key][prompt.match.length]])
+            if first not in starts:
+                starts[first] = len(outside)
+                outside.append(prompt.match.state)
+    ends = [int(number[tree.index[prompt.row.key][-1]]) for prompt in prompts]
+    chunks = chunk_tree(np.where(parents < 0, -1, number[parents]), taps, starts=starts, ends=ends)
+    return packed_states(chunks, device, outside, saves=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,8 +228,11 @@ class _KVIndex:
         )
 
 
-def _index_kv(prompts: Sequence[Prompt], tree: packing.PackedTree) -> _KVIndex:
-    """Assign each position to a cached node, or to the pass if it is not cached or its hidden state is needed."""
+def _index_kv(prompts: Sequence[Prompt], tree: packing.PackedTree, *, to_match: bool = False) -> _KVIndex:
+    """Assign each position to a cached node, or to the pass if it is not cached or its hidden state is needed.
+
+    With `to_match`, all of a prompt after its own match is in the pass, because recurrent layers start there.
+    """
     nodes, numbers = list[PrefixNode](), dict[int, int]()
     node_of, offset = np.full(len(tree.tokens), -1), np.zeros(len(tree.tokens), np.int64)
     for prompt in prompts:
@@ -178,7 +245,8 @@ def _index_kv(prompts: Sequence[Prompt], tree: packing.PackedTree) -> _KVIndex:
             node_of[positions], offset[positions] = numbers[id(node)], np.arange(count)
             first += count
     for prompt in prompts:
-        node_of[tree.index[prompt.row.key][prompt.first_hidden :]] = -1
+        first = prompt.match.length if to_match else prompt.first_hidden
+        node_of[tree.index[prompt.row.key][first:]] = -1
     computed = node_of < 0
     offset[computed] = np.arange(int(computed.sum()))
     return _KVIndex(nodes, node_of, offset)
@@ -200,24 +268,33 @@ class PrefixAttention:
     """Attention of the pass over itself and the cached prefixes. Collects the keys and values of the pass, as
     `attention.PackedAttention` does."""
 
-    calls: Sequence[_AttentionCall]
+    calls_in_window: Callable[[int | None], list[_AttentionCall]]
     saved_kv: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    _calls: dict[int | None, list[_AttentionCall]] = field(default_factory=dict)
+    """By window: layers with the same window share the masks."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def calls(self, window: int | None) -> list[_AttentionCall]:
+        """The calls of layers with this window."""
+        if window not in self._calls:
+            self._calls[window] = self.calls_in_window(window)
+        return self._calls[window]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, rule: AttentionRule) -> Tensor:
         """query [1, Hq, C, D], key and value [1, Hkv, C, D] -> [1, C, Hq, D]."""
         self.saved_kv.append((key, value))
-        output = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
-        for call in self.calls:
+        output = query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+        products = needs_products(rule, query.device)
+        for call in self.calls(rule.window):
             keys_values = [segment.in_layer(layer, key, value) for segment in call.segments]
-            folded = query.device.type == "cpu" and call.stop - call.start <= MAX_FOLDED_QUERIES
-            attend = _attend_folded if folded else _attend_fused
-            attended = attend(query[0, :, call.start : call.stop], keys_values, call.mask, scale)
+            folded = products or (query.device.type == "cpu" and call.stop - call.start <= MAX_FOLDED_QUERIES)
+            compute = _attend_folded if folded else _attend_fused
+            attended = compute(query[0, :, call.start : call.stop], keys_values, call.mask, rule)
             output[0, call.start : call.stop] = attended.transpose(0, 1)
         return output
 
 
 def _attention_calls(
-    tree: packing.PackedTree, computed: np.ndarray, index: _KVIndex, base: BaseModel
+    tree: packing.PackedTree, computed: np.ndarray, index: _KVIndex, base: BaseModel, window: int | None
 ) -> Iterator[_AttentionCall]:
     cpu = base.device.type == "cpu"
     # In bfloat16 on a CPU, plain products are much faster than the flash kernel, so long calls are cut to use them.
@@ -225,16 +302,23 @@ def _attention_calls(
     longest = max(len(path) for path in tree.index.values())
     rows = min(max_queries, len(computed))
     # Causal mask of the last queries of the longest sequence: the masks of all calls without branches are parts of it.
-    causal = attention.additive_mask(np.tri(rows, longest, longest - rows, dtype=bool), base.dtype, base.device)
+    causal = additive_mask(np.tri(rows, longest, longest - rows, dtype=bool), base.dtype, base.device)
     for job in tree.jobs:
         start, stop = (int(bound) for bound in np.searchsorted(computed, [job.start, job.stop]))
         if start == stop:
             continue
         path = np.concatenate([np.arange(*span) for span in (*job.prefix, (job.start, job.stop))])
         depth = len(path) - (job.stop - job.start)
+        depths = np.concatenate([np.arange(depth), tree.positions[job.start : job.stop]])
         if job.mask is not None and job.stop - job.start <= packing.MAX_MERGED_QUERIES:
-            keys, mask = _trim_mask(job.mask[computed[start:stop] - job.start])
-            mask = attention.additive_mask(mask, base.dtype, base.device)
+            visible = job.mask[computed[start:stop] - job.start]
+            if window is not None and int(depths.max()) >= window:
+                yield _windowed_call(
+                    start, visible, tree.positions[computed[start:stop]], depths, window, path, index, base
+                )
+                continue
+            keys, mask = _trim_mask(visible)
+            mask = additive_mask(mask, base.dtype, base.device)
             yield _AttentionCall(start, stop, index.segments(path[:keys]), mask)
             continue
         # A longer job belongs to one row: its queries attend to the whole prefix and to their own past.
@@ -243,8 +327,32 @@ def _attention_calls(
                 last = min(first + max_queries, high)
                 count, keys = last - first, depth + last - job.start
                 begin = int(index.offset[first])
+                if window is not None and keys > window:
+                    visible = np.tri(count, keys, keys - count, dtype=bool)
+                    yield _windowed_call(begin, visible, depths[keys - count : keys], depths, window, path, index, base)
+                    continue
                 mask = causal[rows - count :, longest - (count if cpu and count <= MAX_FOLDED_QUERIES else keys) :]
                 yield _AttentionCall(begin, begin + count, index.segments(path[:keys]), mask)
+
+
+def _windowed_call(
+    start: int,
+    visible: np.ndarray,
+    positions: np.ndarray,
+    depths: np.ndarray,
+    window: int,
+    path: np.ndarray,
+    index: _KVIndex,
+    base: BaseModel,
+) -> _AttentionCall:
+    """The call of the queries from `start` on, at these positions, over the keys within the window alone.
+
+    `visible` is bool [Q, K] without a window; `depths` and `path` are the keys' positions in their row and in the tree.
+    """
+    visible = visible & (positions[:, None] - depths[None, : visible.shape[1]] < window)
+    first, last = np.flatnonzero(visible.any(0))[[0, -1]].tolist()
+    mask = additive_mask(visible[:, first : last + 1], base.dtype, base.device)
+    return _AttentionCall(start, start + len(visible), index.segments(path[first : last + 1]), mask)
 
 
 def _trim_mask(allowed: np.ndarray) -> tuple[int, np.ndarray]:
@@ -259,23 +367,24 @@ KeysAndValues = Sequence[tuple[Tensor, Tensor]]
 """Keys and values [Hkv, K, D] of each segment."""
 
 
-def _attend_fused(query: Tensor, keys_values: KeysAndValues, mask: Tensor, scale: float) -> Tensor:
+def _attend_fused(query: Tensor, keys_values: KeysAndValues, mask: Tensor, rule: AttentionRule) -> Tensor:
     """query [Hq, Q, D] -> [Hq, Q, D], by one call of the kernel."""
     key, value = (torch.cat(parts, dim=1)[None] for parts in zip(*keys_values, strict=True))
     if unmasked := key.shape[2] - mask.shape[1]:
         mask = torch.nn.functional.pad(mask, (unmasked, 0))
-    return attention.attend(query[None], key, value, mask.contiguous(), scale)[0]
+    return attend(query[None], key, value, mask.contiguous(), rule)[0]
 
 
-def _attend_folded(query: Tensor, keys_values: KeysAndValues, mask: Tensor, scale: float) -> Tensor:
+def _attend_folded(query: Tensor, keys_values: KeysAndValues, mask: Tensor, rule: AttentionRule) -> Tensor:
     """The same by plain products, segment by segment: query heads that share a key head are rows of one matrix."""
     heads, length = len(keys_values[0][0]), query.shape[1]
-    folded = (query * scale).reshape(heads, -1, query.shape[2])
+    folded = (query * rule.scale).reshape(heads, -1, query.shape[2])
     scores = torch.cat([torch.bmm(folded, key.transpose(1, 2)) for key, _ in keys_values], dim=2)
-    keys = scores.shape[2]
+    scores, keys = cap_scores(scores, rule), scores.shape[2]
     scores.view(heads, -1, length, keys)[..., keys - mask.shape[1] :] += mask
-    probs = torch.softmax(scores, -1, out=scores).split([key.shape[1] for key, _ in keys_values], dim=2)
-    output = torch.bmm(probs[0], keys_values[0][1])
-    for segment_probs, (_, value) in zip(probs[1:], keys_values[1:], strict=True):
+    probs = torch.softmax(scores, -1, out=scores) if rule.sinks is None else softmax_with_sinks(scores, rule.sinks)
+    parts = probs.split([key.shape[1] for key, _ in keys_values], dim=2)
+    output = torch.bmm(parts[0], keys_values[0][1])
+    for segment_probs, (_, value) in zip(parts[1:], keys_values[1:], strict=True):
         output.baddbmm_(segment_probs, value)
-    return output.view(-1, length, query.shape[2])
+    return output.view(-1, length, output.shape[2])

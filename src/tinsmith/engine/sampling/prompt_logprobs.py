@@ -2,8 +2,8 @@
 position.
 
 The distribution over prompt position i + 1 comes from the hidden state at position i; it is untempered except for the
-drawn tokens. Position 0 has no context: its values are NaN, its cells empty. Logits are computed a block of rows at a
-time and dropped.
+drawn tokens. Position 0 has no context: its values are NaN, its cells empty; so are those of images. Logits are
+computed a block of rows at a time and dropped.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine.base import SampleRequest, TopK
+from tinsmith.engine.base import EMPTY_LOGPROB, SampleRequest, TopK
+from tinsmith.engine.images.rows import image_mask
 from tinsmith.engine.lora.adapter import AdapterWeights
 from tinsmith.engine.lora.lm_head import BLOCK_ROWS, LMHead, log_softmax
 from tinsmith.engine.sampling import token_sampling
@@ -83,9 +84,21 @@ def compute(
             ids = torch.as_tensor(target_ids[rows], device=scores.device)
             target_scores = scores.gather(1, ids.clamp(min=0)).masked_fill(ids < 0, float("nan"))
             targets[rows] = target_scores.cpu().numpy()
+    _empty(image_mask(length, request.images), logprobs, best, targets, alternatives)
     return PromptResults(
         logprobs=logprobs if request.prompt_logprobs else None,
         topk=best if k else None,
         targets=targets,
         alternatives=alternatives if draws else None,
     )
+
+
+def _empty(
+    positions: np.ndarray, logprobs: np.ndarray, best: TopK, targets: np.ndarray | None, alternatives: TopK
+) -> None:
+    """Remove the results at some positions, bool [N]."""
+    logprobs[positions] = np.nan
+    best.token_ids[positions], best.logprobs[positions] = 0, EMPTY_LOGPROB
+    alternatives.token_ids[positions[1:]], alternatives.logprobs[positions[1:]] = 0, EMPTY_LOGPROB
+    if targets is not None:
+        targets[positions[1:]] = np.nan

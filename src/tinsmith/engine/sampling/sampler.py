@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -16,12 +17,12 @@ from tinsmith.engine.base import OnDelta, SampleRequest, SampleResult
 from tinsmith.engine.device_sharing import DeviceScheduler
 from tinsmith.engine.lora import linear
 from tinsmith.engine.lora.lm_head import LMHead
-from tinsmith.engine.model.loading import BaseModel
+from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.sampling.batch import RunningBatch
 from tinsmith.engine.sampling.scheduler import Scheduler
 from tinsmith.engine.sampling.sequences import SampleJob, jobs_of
 from tinsmith.engine.sampling.versions import AdapterVersions
-from tinsmith.errors import Gone
+from tinsmith.errors import Gone, Unsupported
 
 
 class TorchSampler:
@@ -31,16 +32,22 @@ class TorchSampler:
         self,
         base: BaseModel,
         head: LMHead,
-        router: linear.Router,
+        active: linear.ActiveAdapters,
         device: DeviceScheduler,
         pass_tokens: int,
         cache_tokens: int,
+        deterministic: bool = False,
+        batch: Any = None,
     ) -> None:
+        """`batch` replaces the RunningBatch, for base models that it does not compute."""
         self._card, self._device = base.card, device
         self._scheduler = Scheduler(
-            pass_tokens=pass_tokens, cache_tokens=cache_tokens, may_share_prompts=base.device.type == "cpu"
+            pass_tokens=pass_tokens,
+            cache_tokens=cache_tokens,
+            may_share_prompts=base.device.type == "cpu",
+            one_at_a_time=deterministic,
         )
-        self.batch = RunningBatch(base, head, router, self._scheduler)
+        self.batch: RunningBatch = batch or RunningBatch(base, head, active, self._scheduler)
         self._waiting: list[SampleJob] = []
         self._loop: asyncio.Task[None] | None = None
 
@@ -50,6 +57,8 @@ class TorchSampler:
 
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
         """Sample all sequences of a request, which joins the batch at the next step."""
+        if request.routed_experts and self._card.router is None:
+            raise Unsupported(f"{self._card.source} records no routed experts.", "Sample without them.")
         weights = None if request.version is None else self.versions.weights(request.version)
         generation = 0 if request.version is None else self.versions.generation(request.version)
         job = SampleJob.of(request, weights, generation, self._card, on_delta)

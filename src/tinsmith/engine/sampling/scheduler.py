@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 
 from tinsmith.engine.sampling.capacity import MAX_SEQUENCES, reserved_tokens, shares_prompt
 
@@ -22,6 +23,8 @@ class JobSize:
     sequences: int
     max_tokens: int
     """Limit for each sequence."""
+    state_tokens: int = 0
+    """Cache tokens that the recurrent states of a sequence are worth."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,10 +45,14 @@ class Scheduler:
     cache_tokens: int
     may_share_prompts: bool
     """Whether sequences may read one prompt from a shared row: on a CPU."""
+    one_at_a_time: bool = False
+    """Run one job at a time, so that no other job changes the shapes of its products."""
 
     def admit(self, waiting: Iterable[JobSize], load: Load) -> int:
         """Number of jobs, from the beginning of `waiting`, to prefill in one pass. At least one when nothing runs, so
         that a job beyond the limits is not stuck. `waiting` is read only as far as necessary."""
+        if self.one_at_a_time:
+            return 0 if load.sequences else len(list(islice(waiting, 1)))
         pass_limit = self.pass_tokens * (1 if load.sequences else IDLE_PREFILL_FACTOR)
         prefill_tokens, cache_tokens, sequences = 0, load.cache_tokens, load.sequences
         admitted = 0
@@ -66,4 +73,6 @@ class Scheduler:
 
     def _reserve(self, job: JobSize) -> int:
         shared = self.shares_prompt(job.prompt_tokens, job.sequences)
-        return reserved_tokens(job.prompt_tokens, job.sequences, job.max_tokens, shared=shared)
+        return reserved_tokens(
+            job.prompt_tokens, job.sequences, job.max_tokens, shared=shared, state_tokens=job.state_tokens
+        )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from tinsmith.engine.base import ModelCard, OnDelta, SampledSequence, SampleRequest, SampleResult, SequenceDelta, TopK
+from tinsmith.engine.images.rows import content_ids, rotary_offset
 from tinsmith.engine.lora.adapter import AdapterWeights
 from tinsmith.engine.sampling import token_sampling
 from tinsmith.engine.sampling.capacity import headroom, row_capacity
@@ -36,6 +37,8 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopK] = field(default_factory=list)
+    routed_experts: list[np.ndarray] = field(default_factory=list)
+    """Records [layers, k] of the tokens that were fed, all but the last, if the request records them."""
     stop_reason: Literal["stop", "length"] | None = None
     uniforms: np.random.Generator = field(init=False)
     emitted: int = 0
@@ -72,15 +75,26 @@ class Sequence:
         """Tokens that may still be sampled."""
         return self.job.max_tokens - len(self.tokens)
 
+    @property
+    def position(self) -> int:
+        """Position of the next token for rotary embeddings."""
+        assert self.row is not None
+        return self.row.position + self.job.rotary_offset
+
     def cached_tokens(self) -> np.ndarray:
-        """int32: tokens whose keys and values the row holds, which are the prompt and all samples but the last."""
-        return np.concatenate([self.job.request.prompt, np.array(self.tokens[:-1], np.int32)])
+        """Ids of the tokens whose keys and values the row holds: the prompt's and all samples but the last."""
+        return np.concatenate([self.job.prompt_ids, np.array(self.tokens[:-1], np.int32)])
+
+    def cached_experts(self) -> np.ndarray | None:
+        """The record [N, layers, k] of the same tokens, if the request records it."""
+        prompt = self.job.prompt_experts
+        return None if prompt is None else np.concatenate([prompt, _stacked(self.routed_experts, prompt)])
 
     def reset(self) -> None:
         """Return to the state before the first token; emitted tokens stay counted, and are sampled equal again."""
         self.uniforms = token_sampling.uniform_stream(self.seed, self.number)
         self.row, self.stop_reason = None, None
-        self.tokens, self.logprobs, self.top_logprobs = [], [], []
+        self.tokens, self.logprobs, self.top_logprobs, self.routed_experts = [], [], [], []
 
     def result(self) -> SampledSequence:
         """The finished sequence."""
@@ -89,7 +103,15 @@ class Sequence:
             logprobs=np.array(self.logprobs, np.float32),
             stop_reason=self.stop_reason or "length",
             topk=TopK.concatenate(self.top_logprobs) if self.top_logprobs else None,
+            routed_experts=None
+            if (prompt := self.job.prompt_experts) is None
+            else _stacked(self.routed_experts, prompt),
         )
+
+
+def _stacked(rows: list[np.ndarray], like: np.ndarray) -> np.ndarray:
+    """Records [layers, k] of single tokens as one, also of none."""
+    return np.stack(rows) if rows else like[:0]
 
 
 @dataclass(eq=False, slots=True)
@@ -110,6 +132,16 @@ class SampleJob:
     prompt_results: PromptResults | None = None
     cached_tokens: int = 0
     """Tokens of the prompt that were in the prefix cache."""
+    prompt_experts: np.ndarray | None = None
+    """The record [N, layers, k] of the prompt's experts, if the request records it."""
+    prompt_ids: np.ndarray = field(init=False)
+    """[N]: the prompt's tokens, and ids of what its images show."""
+    rotary_offset: int = field(init=False)
+    """Position of a sampled token less the number of tokens before it; 0 unless the prompt has images."""
+
+    def __post_init__(self) -> None:
+        self.prompt_ids = content_ids(self.request.prompt, self.request.images)
+        self.rotary_offset = rotary_offset(self.request.images)
 
     @classmethod
     def of(
@@ -132,18 +164,21 @@ class SampleJob:
             seed=secrets.randbits(64) if request.seed is None else request.seed,
             on_delta=on_delta,
         )
-        job.sequences = [Sequence(job, job.seed, number) for number in range(request.num_samples)]
+        numbers = range(request.first_sample, request.first_sample + request.num_samples)
+        job.sequences = [Sequence(job, job.seed, number) for number in numbers]
         return job
 
     @property
     def scope(self) -> PrefixScope:
-        """The part of the prefix cache that this job may use."""
-        return (self.request.version or "", self.generation, self.request.cache_scope)
+        """The part of the prefix cache that this job may use. Jobs that record routed experts share only with others
+        that do, because the cache has no others' records."""
+        space = f"{self.request.cache_scope}\nrouted" if self.request.routed_experts else self.request.cache_scope
+        return (self.request.version or "", self.generation, space)
 
     @property
     def prompt_key(self) -> PromptKey:
         """Equal for jobs whose sequences may share a prompt row."""
-        return self.scope, self.request.prompt.tobytes()
+        return self.scope, self.prompt_ids.dtype.char.encode() + self.prompt_ids.tobytes()
 
     @property
     def cache_reserve(self) -> int:
@@ -181,6 +216,8 @@ class SampleJob:
             topk_prompt=prompt.topk if prompt else None,
             target_prompt_logprobs=prompt.targets if prompt else None,
             prompt_alt=prompt.alternatives if prompt else None,
+            prompt_routed_experts=self.prompt_experts,
+            prompt_tokens=len(self.request.prompt) if self.request.images else 0,
             prompt_cache_hit_tokens=self.cached_tokens,
         )
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from tinsmith.engine.lora import peft
 from tinsmith.engine.lora.adapter import AdapterWeights, adapter_weights
 from tinsmith.engine.lora.linear import layout_for
-from tinsmith.engine.model.loading import BaseModel
+from tinsmith.engine.lora.saved_spec import read_spec
+from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.training.optimizer import AdapterSnapshot
 from tinsmith.errors import Gone
 
@@ -62,7 +63,7 @@ class AdapterVersions:
 
     def attach(self, name: str, source: Path) -> None:
         """Add an adapter folder as a version; its weights are read when first sampled from."""
-        peft.read_spec(source)
+        read_spec(source)
         self._on_replaced(name)
         self._versions[name] = _Version(folder=source, generation=next(self._generations))
 
@@ -84,7 +85,7 @@ class AdapterVersions:
         version = self._get(name)
         if version.weights is None:
             assert version.folder is not None
-            layout = layout_for(self._base, peft.read_spec(version.folder))
+            layout = layout_for(self._base, read_spec(version.folder))
             master = peft.read(version.folder, layout).to(self._base.device)
             version = replace(version, weights=adapter_weights(layout, master, self._base.dtype))
         del self._versions[name]

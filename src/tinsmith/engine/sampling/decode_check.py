@@ -1,0 +1,87 @@
+"""Checks at load that a model continues from the KV cache and from recurrent states as its packed pass computes it.
+
+`model.self_check` has compared the packed pass with transformers; the general path checks its decoding by itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tinsmith.engine.model import packing
+from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.engine.model.self_check import probe_tree
+from tinsmith.engine.sampling.batch import step_context
+from tinsmith.engine.sampling.decode import DecodeAttention
+from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache
+from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
+from tinsmith.engine.sampling.prefix_cache import PrefixMatch
+from tinsmith.errors import Unsupported
+
+STEPS = 2
+"""Tokens of each row that are decoded one by one."""
+
+
+@torch.no_grad()
+def check(base: BaseModel, kv_cache: KVCache) -> None:
+    """Decode the last tokens of two rows with a common prefix in an empty cache. Raises Unsupported if they differ."""
+    tree = probe_tree(base)
+    rows = [torch.as_tensor(tree.tokens[path], device=base.device) for _, path in sorted(tree.index.items())]
+    try:
+        actual, expected = (hidden.float() for hidden in _decoded(base, kv_cache, rows))
+    except Exception as error:
+        raise _refusal(base, f"{type(error).__name__}: {error}") from error
+    difference = float((actual - expected).abs().mean() / expected.std().clamp(min=1e-6))
+    # In bfloat16, a router near a tie may choose other experts; then this only detects a wrong cache.
+    if not difference < (1e-3 if base.dtype == torch.float32 else 0.5):
+        raise _refusal(base, f"its hidden states differ by {difference:.2g} standard deviations")
+
+
+def _decoded(base: BaseModel, kv_cache: KVCache, rows: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Hidden states [rows, STEPS, D] of the last tokens of each row: decoded, and as a prefill of the whole rows
+    computes them. Leaves the cache empty."""
+    cached, expected = _prefilled(base, kv_cache, rows)
+    steps = []
+    try:
+        for step in range(-STEPS, 0):
+            attention = DecodeAttention(cached)
+            hidden = base.hidden(
+                torch.stack([row[step] for row in rows]),
+                torch.tensor([row.position for row in cached], device=base.device),
+                step_context(attention, base.recurrent, kv_cache.states),
+            )
+            attention.advance()
+            steps.append(hidden)
+    finally:
+        for cache_row in reversed(cached):
+            kv_cache.remove(cache_row)
+    return torch.stack(steps, 1), expected
+
+
+def _prefilled(base: BaseModel, kv_cache: KVCache, rows: list[Tensor]) -> tuple[list[CacheRow], Tensor]:
+    """A cache row for each row, without the tokens to decode, and the hidden states of these; all from one pass."""
+    prompts = [
+        Prompt(
+            row=packing.PackedRow(key=key, adapter=0, tokens=row.cpu().numpy()),
+            match=PrefixMatch(),
+            first_hidden=len(row) - 1,
+        )
+        for key, row in enumerate([*(row[:-STEPS] for row in rows), *rows])
+    ]
+    inputs = prefill_pass(prompts, base)
+    hidden = base.hidden(inputs.tokens, inputs.positions, inputs.context)
+    cached = []
+    for key, row in enumerate(rows):
+        last = hidden[inputs.hidden_index[key][-1]]
+        prompt = PrefilledPrompt(last, inputs.segments[key], inputs.context.saved_kv, inputs.state(key))
+        cached.append(kv_cache.insert(prompt, len(row), len(rows)))
+        kv_cache.start_state(cached[-1], prompt.state)
+    whole = [inputs.hidden_index[len(rows) + key][-STEPS:] for key in range(len(rows))]
+    return cached, hidden[torch.stack(whole)]
+
+
+def _refusal(base: BaseModel, reason: str) -> Unsupported:
+    return Unsupported(
+        f"{base.card.source} ({base.card.arch}) does not continue rows from the cache exactly: {reason}.",
+        "Serve it with path: general, and report it with its config.json.",
+    )
