@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import httpx
 
 from tinsmith.atomic import link_folder
-from tinsmith.engine.base import Engine
 from tinsmith.engine.vllm.server import MAX_RESIDENT, VllmServer
 from tinsmith.errors import EngineDied, EngineError, Gone, Unsupported
 
@@ -44,27 +44,56 @@ class _Version:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+class VersionHolder(Protocol):
+    """What has every version: a training engine, or nobody where all versions are folders."""
+
+    async def capture(self, model_id: str, version: str) -> None:
+        """Freeze a model's weights as a version."""
+        ...
+
+    async def persist(self, version: str, to: Path) -> int:
+        """Write a version as a folder; returns its bytes."""
+        ...
+
+    async def attach(self, version: str, source: Path) -> None:
+        """Register a folder as a version."""
+        ...
+
+    async def detach(self, version: str) -> None:
+        """Delete a version."""
+        ...
+
+
+def check_rank(subject: str, rank: int, max_rank: int) -> None:
+    """Raises Unsupported for a rank for which a vLLM has reserved no memory."""
+    if rank > max_rank:
+        raise Unsupported(
+            f"{subject} has rank {rank}, but vLLM, which samples here, was started for ranks up to {max_rank}.",
+            f"Serve with vllm.rank={rank} or more, or use a rank up to {max_rank}.",
+        )
+
+
 class VllmVersions:
     """Versions by name, most recently used last."""
 
     def __init__(
-        self, trainer: Engine, server: VllmServer, client: httpx.AsyncClient, max_rank: int, folder: Path
+        self, holder: VersionHolder, server: VllmServer, client: httpx.AsyncClient, max_rank: int, folder: Path
     ) -> None:
-        self._trainer, self._server, self._client = trainer, server, client
+        self._holder, self._server, self._client = holder, server, client
         self._max_rank, self._folder = max_rank, folder
         self._versions: dict[str, _Version] = {}
         self._numbers = itertools.count(1)
 
     async def capture(self, model_id: str, name: str) -> None:
-        await self._trainer.capture(model_id, name)
+        await self._holder.capture(model_id, name)
         await self._replace(name, _Version())
 
     async def attach(self, name: str, checkpoint: Path) -> None:
-        await self._trainer.attach(name, checkpoint)
+        await self._holder.attach(name, checkpoint)
         await self._replace(name, _Version(checkpoint=checkpoint))
 
     async def detach(self, name: str) -> None:
-        await self._trainer.detach(name)
+        await self._holder.detach(name)
         await self._replace(name, None)
 
     async def persist(self, name: str, to: Path) -> int:
@@ -76,9 +105,9 @@ class VllmVersions:
         async with version.lock:
             if version.folder is not None and version.checkpoint is None:
                 size = await asyncio.to_thread(link_folder, version.folder, to, *_ADAPTER_FILES)
-                await self._trainer.attach(name, to)
+                await self._holder.attach(name, to)
             else:
-                size = await self._trainer.persist(name, to)
+                size = await self._holder.persist(name, to)
             version.checkpoint = to
         return size
 
@@ -102,12 +131,7 @@ class VllmVersions:
 
     def check_rank(self, subject: str, rank: int) -> None:
         """Raises Unsupported for a rank for which vLLM has reserved no memory."""
-        if rank > self._max_rank:
-            raise Unsupported(
-                f"{subject} has rank {rank}, but vLLM, which samples here, was started for ranks up to"
-                f" {self._max_rank}.",
-                f"Serve with vllm.rank={rank} or more, or use a rank up to {self._max_rank}.",
-            )
+        check_rank(subject, rank, self._max_rank)
 
     async def _replace(self, name: str, new: _Version | None) -> None:
         old = self._versions.pop(name, None)
@@ -128,7 +152,7 @@ class VllmVersions:
         to = self._folder / f"adapter-{next(self._numbers)}"
         try:
             if version.checkpoint is None:
-                await self._trainer.persist(name, to)
+                await self._holder.persist(name, to)
             else:
                 await asyncio.to_thread(link_folder, version.checkpoint, to, *_ADAPTER_FILES)
             version.rank = int(json.loads((to / "adapter_config.json").read_text())["r"])

@@ -33,10 +33,13 @@ def is_supported(request: SampleRequest, card: ModelCard) -> bool:
 
     They are not with top_k or top_p, for which vLLM renormalises the logprobs; nor where the last token of the context
     is sampled. A single token with questions about the prompt is refused too: the questions cost as much as the token.
+    So are samples whose routed experts are recorded, which the trainer's own kernels compute, and prompts with images,
+    which the tower sees that training uses.
     """
     restricted = request.temperature > 0 and (request.top_k > 0 or request.top_p < 1)
     fits = len(request.prompt) + (request.max_tokens or 1) <= card.context_length
-    return fits and not restricted and not (request.max_tokens == 1 and has_prompt_questions(request))
+    alone = request.routed_experts or request.images or (request.max_tokens == 1 and has_prompt_questions(request))
+    return fits and not restricted and not alone
 
 
 def request_body(request: SampleRequest, card: ModelCard, name: str, *, stream: bool) -> dict[str, Any]:
@@ -60,7 +63,7 @@ def request_body(request: SampleRequest, card: ModelCard, name: str, *, stream: 
         "stream": stream,
     }
     if request.seed is not None:
-        body["seed"] = _hash_seed(request.seed)
+        body["seed"] = _hash_seed(request.seed) + request.first_sample
     if request.cache_scope:
         body["cache_salt"] = request.cache_scope
     if stream:
@@ -133,7 +136,8 @@ class CompletionParser:
         top = _top_logprobs(logprobs["top_logprobs"], k) if (k := self._request.topk_sample_logprobs) else None
         if top is not None:
             sequence.top_logprobs.append(top)
-        samples = range(choice["index"] * self._copies, (choice["index"] + 1) * self._copies)
+        first = self._request.first_sample + choice["index"] * self._copies
+        samples = range(first, first + self._copies)
         token_logprobs = tuple(logprobs["token_logprobs"])
         return [
             SequenceDelta(sample=sample, tokens=tuple(tokens), logprobs=token_logprobs, topk=top) for sample in samples

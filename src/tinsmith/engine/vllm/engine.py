@@ -8,29 +8,17 @@ requests fail with EngineDied, vLLM is restarted, and later requests wait until 
 from __future__ import annotations
 
 import asyncio
-import json
-import shutil
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import httpx
 
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.process import RemoteEngine
+from tinsmith.engine.remote import RemoteEngine
 from tinsmith.engine.vllm import completions
-from tinsmith.engine.vllm.adapters import VllmVersions
-from tinsmith.engine.vllm.completions import CompletionParser
-from tinsmith.engine.vllm.server import BASE, VllmServer, find_python
-from tinsmith.errors import EngineDied, EngineError, Gone, TinsmithError
-
-CONNECT_TIMEOUT_S = 10.0
-ZERO_ADAPTER = "plain"
-"""An adapter that changes nothing, for samples of the base model on a CPU: in a batch with rows that name an adapter,
-vLLM's CPU code (0.32) applies the adapter of its last slot to rows that name none."""
+from tinsmith.engine.vllm.sampler import ZERO_ADAPTER, VllmSampler, write_zero_adapter
+from tinsmith.engine.vllm.server import VllmServer, find_python
+from tinsmith.errors import TinsmithError
 
 
 class VllmEngine:
@@ -39,13 +27,8 @@ class VllmEngine:
     def __init__(self, torch_engine: RemoteEngine, config: EngineConfig) -> None:
         self.torch_engine = torch_engine
         self.died = torch_engine.died
-        self._folder = Path(tempfile.mkdtemp(prefix="tinsmith-vllm-"))
-        self.server = VllmServer(config.vllm, torch_engine.card, config.threads, self._folder)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        timeout = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
-        self._client = httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False)
-        self._versions = VllmVersions(torch_engine, self.server, self._client, config.vllm.rank, self._folder)
-        self._running: dict[str, asyncio.Task[SampleResult]] = {}
+        self._sampler = VllmSampler(torch_engine, config, torch_engine.card, restarts=True)
+        self._versions = self._sampler.versions
 
     @classmethod
     async def start(cls, config: EngineConfig) -> VllmEngine:
@@ -63,19 +46,30 @@ class VllmEngine:
         return engine
 
     async def add_zero_adapter(self) -> None:
-        """Make ZERO_ADAPTER a version: in a new adapter, B is zero."""
-        await self.torch_engine.create(ZERO_ADAPTER, LoraSpec(rank=1, seed=0, train_mlp=False, train_unembed=False))
-        await self.torch_engine.save(ZERO_ADAPTER, self._folder / ZERO_ADAPTER, optimizer=False)
-        await self.torch_engine.drop(ZERO_ADAPTER)
-        await self._versions.attach(ZERO_ADAPTER, self._folder / ZERO_ADAPTER)
+        """Make ZERO_ADAPTER a version."""
+        folder = self._sampler.folder / ZERO_ADAPTER
+        await write_zero_adapter(self.torch_engine, folder)
+        await self._versions.attach(ZERO_ADAPTER, folder)
+
+    @property
+    def server(self) -> VllmServer:
+        """The process of vLLM."""
+        return self._sampler.server
 
     @property
     def card(self) -> ModelCard:
         return self.torch_engine.card
 
+    @property
+    def progress(self) -> int:
+        return self.torch_engine.progress
+
     async def create(self, model_id: str, lora: LoraSpec) -> None:
         self._versions.check_rank("lora_config", lora.rank)
         await self.torch_engine.create(model_id, lora)
+
+    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
+        return await self.torch_engine.fork(model_id, source, optimizer=optimizer)
 
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
         return await self.torch_engine.run(passes)
@@ -108,75 +102,22 @@ class VllmEngine:
         if not completions.is_supported(request, self.card):
             return await self.torch_engine.sample(request, on_delta)
         if not completions.has_prompt_questions(request):
-            return await self._sample(request, on_delta)
+            return await self._sampler.sample(request, on_delta)
         prompt_task = asyncio.create_task(self.torch_engine.sample(completions.prompt_questions(request)))
         try:
-            sampled, about_prompt = await self._sample(request, on_delta), await prompt_task
+            sampled, about_prompt = await self._sampler.sample(request, on_delta), await prompt_task
         finally:
             prompt_task.cancel()
         cached_tokens = sampled.prompt_cache_hit_tokens
         return replace(about_prompt, sequences=sampled.sequences, prompt_cache_hit_tokens=cached_tokens)
 
     async def cancel(self, request_id: str) -> None:
-        if (task := self._running.get(request_id)) is not None:
-            task.cancel()
+        await self._sampler.cancel(request_id)
         await self.torch_engine.cancel(request_id)
 
+    async def release_memory(self) -> None:
+        """Memory of the torch engine; that of vLLM is fixed at its start."""
+        await self.torch_engine.release_memory()
+
     async def close(self) -> None:
-        await asyncio.gather(self.server.close(), self.torch_engine.close())
-        await self._client.aclose()
-        shutil.rmtree(self._folder, ignore_errors=True)
-
-    async def _sample(self, request: SampleRequest, on_delta: OnDelta | None) -> SampleResult:
-        """Sample in a task that `cancel` can end: vLLM stops when the connection is closed."""
-        task = asyncio.create_task(self._sample_version(request, on_delta))
-        self._running[request.request_id] = task
-        try:
-            await asyncio.wait([task])
-        finally:
-            task.cancel()
-            del self._running[request.request_id]
-        if task.cancelled():
-            raise Gone(f"Request {request.request_id} was cancelled.", "Submit it again.")
-        return task.result()
-
-    async def _sample_version(self, request: SampleRequest, on_delta: OnDelta | None) -> SampleResult:
-        if request.version is None and self.card.device != "cpu":
-            return await self._complete(request, BASE, on_delta)
-        async with self._versions.loaded(request.version or ZERO_ADAPTER) as lora_name:
-            return await self._complete(request, lora_name, on_delta)
-
-    async def _complete(self, request: SampleRequest, name: str, on_delta: OnDelta | None) -> SampleResult:
-        await self.server.up.wait()
-        body = completions.request_body(request, self.card, name, stream=on_delta is not None)
-        url, parser = f"{self.server.url}/v1/completions", CompletionParser(request)
-        try:
-            if on_delta is None:
-                response = await self._client.post(url, json=body)
-                _check(response.status_code, response.text)
-                parser.add(response.json())
-            else:
-                await self._stream(url, body, parser, on_delta)
-        except httpx.TransportError as error:
-            raise await self.server.connection_lost() from error
-        return parser.result()
-
-    async def _stream(self, url: str, body: dict[str, Any], parser: CompletionParser, on_delta: OnDelta) -> None:
-        async with self._client.stream("POST", url, json=body) as response:
-            if response.status_code != 200:
-                _check(response.status_code, (await response.aread()).decode(errors="replace"))
-            async for line in response.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                if "error" in chunk:
-                    raise EngineError(f"vLLM failed: {chunk['error']}", "See vLLM's log.")
-                for delta in parser.add(chunk):
-                    on_delta(delta)
-
-
-def _check(status: int, text: str) -> None:
-    if status == 404:  # the adapter was loaded into a vLLM that has ended since
-        raise EngineDied("vLLM was restarted in the meantime.", "Submit the request again.")
-    if status != 200:
-        raise EngineError(f"vLLM responded with status {status}: {text[:500]}", "See vLLM's log.")
+        await asyncio.gather(self._sampler.close(), self.torch_engine.close())

@@ -1,4 +1,4 @@
-"""Execute a program that ends with its parent (tinsmith/parent_process.py): `python guard.py ARGUMENTS`.
+"""Execute a program that ends with its parent, in whatever way the parent ends: `python guard.py ARGUMENTS`.
 
 vLLM's own Python runs this file, so it imports the standard library only. The arguments replace this process; a forked
 process watches the parent, because vLLM does not, and vLLM itself, because its own children may outlive it.
@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import time
+from contextlib import suppress
 
 POLL_S = 0.5
 """Interval between two looks whether the program has ended."""
@@ -31,7 +32,8 @@ def _guard(program: int) -> None:
     """Wait until the program or the parent has ended, then kill the process group."""
     while os.getppid() == program:
         if select.select([0], [], [], POLL_S)[0]:
-            os.kill(program, signal.SIGTERM)
+            with suppress(ProcessLookupError):  # it may have ended at the same moment
+                os.kill(program, signal.SIGTERM)
             deadline = time.monotonic() + GRACE_S
             while os.getppid() == program and time.monotonic() < deadline:
                 time.sleep(POLL_S / 10)

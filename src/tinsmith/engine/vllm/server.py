@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 
 from tinsmith.engine.base import ModelCard
+from tinsmith.engine.liveness import process_end
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError
 
@@ -38,6 +39,9 @@ INSTALL = (
 LOG_LINES = 25
 POLL_INTERVAL_S = 0.25
 EXIT_NOTICE_S = 1.0
+HEALTH_INTERVAL_S = 5.0
+HEALTH_TIMEOUT_S = 5.0
+"""Time for an answer of /health."""
 START_TIMEOUT_S = 1800.0
 END_TIMEOUT_S = 4.0
 MAX_RETRY_DELAY_S = 30.0
@@ -98,8 +102,20 @@ def environment_of(config: VllmConfig, card: ModelCard, threads: int) -> dict[st
 class VllmServer:
     """The child process. `url` belongs to the current one; `up` is set while it responds."""
 
-    def __init__(self, config: VllmConfig, card: ModelCard, threads: int, folder: Path) -> None:
+    def __init__(
+        self,
+        config: VllmConfig,
+        card: ModelCard,
+        threads: int,
+        folder: Path,
+        *,
+        timeout_s: float = 120.0,
+        restarts: bool = True,
+    ) -> None:
+        """`timeout_s`: time without an answer of /health after which vLLM is killed. `restarts`: whether a vLLM that
+        ends is started again; otherwise `ended` is set."""
         self._config, self._card, self._threads = config, card, threads
+        self._timeout_s = timeout_s
         self._log = folder / "vllm.log"
         self._python: Path | None = None
         self._child: asyncio.subprocess.Process | None = None
@@ -108,6 +124,10 @@ class VllmServer:
         self.starts = 0
         """Number of successful starts. Adapters loaded into an earlier process are not in the current one."""
         self.up = asyncio.Event()
+        self.ended = asyncio.Event()
+        self.answers = 0
+        """Answers of /health so far."""
+        self._restarts = restarts
 
     async def start(self) -> None:
         """Start vLLM and wait until it responds. Raises ConfigError if it is not installed, EngineError if it ends."""
@@ -122,11 +142,17 @@ class VllmServer:
 
     async def connection_lost(self) -> EngineDied:
         """Error for a request whose connection broke. If vLLM ended, `up` is cleared before the next request."""
+        code = None
         if self._child is not None:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._child.wait(), EXIT_NOTICE_S)
+                code = await asyncio.wait_for(self._child.wait(), EXIT_NOTICE_S)
                 self.up.clear()
-        return EngineDied("vLLM ended before the end of the response.", "It is being restarted: try again later.")
+        end = process_end(code, memory_ran_out=True)
+        return EngineDied(
+            f"vLLM ended before the end of the response ({end.text}).",
+            "It is being restarted: try again later.",
+            from_outside=end.from_outside,
+        )
 
     async def close(self) -> None:
         """End vLLM and all processes that it started."""
@@ -178,12 +204,20 @@ class VllmServer:
                 await asyncio.sleep(POLL_INTERVAL_S)
 
     async def _restart_on_exit(self, python: Path) -> None:
-        """Restart vLLM whenever it ends, with growing delays while starts fail."""
+        """Restart vLLM whenever it ends or stops answering, with growing delays while starts fail."""
         while True:
             assert self._child is not None
-            code = await self._child.wait()
+            watch = asyncio.create_task(self._kill_when_silent(self._child))
+            try:
+                code = await self._child.wait()
+            finally:
+                watch.cancel()
             self.up.clear()
-            log.warning("vLLM for %s ended (exit %d); restarting it.%s", self._card.source, code, self._log_tail(5))
+            end = process_end(code, memory_ran_out=True)
+            log.warning("vLLM for %s ended (%s).%s", self._card.source, end.text, self._log_tail(5))
+            if not self._restarts:
+                self.ended.set()
+                return
             delay = 1.0
             while not self.up.is_set():
                 await self._end()
@@ -193,6 +227,22 @@ class VllmServer:
                     log.exception("vLLM for %s did not start; retrying in %.0f s.", self._card.source, delay)
                     await asyncio.sleep(delay)
                     delay = min(2 * delay, MAX_RETRY_DELAY_S)
+
+    async def _kill_when_silent(self, child: asyncio.subprocess.Process) -> None:
+        """Kill vLLM once /health has given no answer for `timeout_s`, in whole intervals of this process's own life."""
+        silent_s = 0.0
+        async with httpx.AsyncClient(base_url=self.url, timeout=HEALTH_TIMEOUT_S, trust_env=False) as client:
+            while silent_s < self._timeout_s:
+                await asyncio.sleep(HEALTH_INTERVAL_S)
+                try:
+                    is_healthy = (await client.get("/health")).status_code == 200
+                except httpx.TransportError:
+                    is_healthy = False
+                self.answers += is_healthy
+                silent_s = 0.0 if is_healthy else silent_s + HEALTH_INTERVAL_S
+        log.error("vLLM for %s is stalled and is killed: no answer for %g s.", self._card.source, self._timeout_s)
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
 
     async def _end(self) -> None:
         """End the whole process group: children of vLLM may outlive it."""
