@@ -25,6 +25,8 @@ MAX_INPUTS = 16
 MAX_DEPTH = 8
 """Nesting depth of arguments."""
 MAX_TEXT = 64
+MAX_SECONDS = 30.0
+"""Time for all losses of one request."""
 
 _COMPILED = (
     ("torch._C._nn.log_sigmoid", "torch.nn.functional.logsigmoid"),

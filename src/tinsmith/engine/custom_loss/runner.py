@@ -21,15 +21,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tinsmith.engine.custom_loss.graph import LossGraph, Node
+from tinsmith.engine.custom_loss.graph import MAX_SECONDS, LossGraph, Node
 from tinsmith.errors import BadRequest, TinsmithError, TooLarge
 
 MAX_ELEMENTS = 2**25
 """Elements of all intermediate tensors of one datum: 128 MB in float32."""
+MAX_PLANS = 1024
+"""Shapes of inputs that are remembered as planned."""
 MAX_TENSORS = 2**16
 """Tensors that one node may return."""
-MAX_SECONDS = 30.0
-"""Time for all losses of one request."""
 
 _CREATES = frozenset(("arange", "eye", "full", "linspace", "ones", "tril_indices", "triu_indices", "zeros"))
 _SPLITS = frozenset(("chunk", "split", "unbind"))
@@ -53,7 +53,7 @@ class _DataDependent:
 
 @dataclass(slots=True)
 class CustomLoss:
-    """An uploaded loss for the data of one request, with the time that they have taken together."""
+    """An uploaded loss, with the time that the data of one request have taken together."""
 
     graph: LossGraph
     seconds: float = 0.0
@@ -73,6 +73,8 @@ class CustomLoss:
         shapes = tuple(tuple(argument.shape) for argument in arguments)
         if shapes not in self.planned:
             self._evaluate([torch.empty_like(argument, device="meta") for argument in arguments], "meta", start)
+            if len(self.planned) >= MAX_PLANS:
+                self.planned.clear()
             self.planned.add(shapes)
         with torch.enable_grad():
             values = self._evaluate(arguments, "cpu", start)
