@@ -12,7 +12,7 @@ from tinsmith.engine.vllm import guard
 
 WATCHING = """
 import os, time
-from tinsmith.parent_process import on_parent_end
+from tinsmith.service.embedded import on_parent_end
 on_parent_end(0, lambda: os._exit(0))
 print("ready", flush=True)
 time.sleep(60)

@@ -14,6 +14,8 @@ Device = Literal["auto", "cpu", "cuda"]
 Sampler = Literal["torch", "vllm"]
 Recompute = Literal["auto", "always", "never"]
 Sharing = Literal["latency", "throughput"]
+Quantize = Literal["none", "4bit"]
+ModelPath = Literal["auto", "fast", "general"]
 PassTokens = Literal["auto"] | Annotated[int, Field(ge=1)]
 
 
@@ -59,11 +61,23 @@ class DeviceOptions(Settings):
 class EngineOptions(DeviceOptions):
     """Training and sampling settings of an engine."""
 
+    quantize: Quantize = "none"
+    """Quantization of the base models. `4bit`: the projections in bitsandbytes' NF4, on GPUs, for a quarter of their
+    memory; embeddings, output head and fused experts stay in `dtype`. Adapters and optimizer state are float32."""
+
+    check_memory: bool = True
+    """Refuse a base model that does not fit into the free memory before anything is read."""
+
     sampler: Sampler = "torch"
     """Sampling backend: `torch` (built in, shares the trainer's weights) or `vllm` (a separate vLLM process)."""
 
     vllm: VllmConfig = VllmConfig()
     """Settings of the vLLM server; used with `sampler: vllm`."""
+
+    path: ModelPath = "auto"
+    """How the base model is computed: `fast` (packed trees and kernels of this engine, for the architectures that they
+    support), `general` (transformers' own modules, for every architecture, several times slower), or `auto`: fast where
+    it is supported, else general."""
 
     pass_tokens: PassTokens = "auto"
     """Packed tokens in one training micro-batch; limits the memory of activations. Tokens of a shared prefix count
@@ -77,5 +91,14 @@ class EngineOptions(DeviceOptions):
     cache_tokens: int = Field(default=32768, ge=1)
     """Capacity of the sampler's KV cache in tokens; requests that do not fit wait."""
 
+    engine_timeout_s: float = Field(default=120.0, ge=2)
+    """Seconds without progress, while requests run, after which an engine is killed and started again. Progress is each
+    matrix product, and each piece of a file that is read or written, so that long rows on a slow CPU are safe."""
+
     sharing: Sharing = "throughput"
     """Device scheduling: `latency` favours time to next token, `throughput` total tokens per second."""
+
+    deterministic: bool = False
+    """The same requests give the same bits, whoever else sends requests: each training request is packed by itself, and
+    samples are drawn for one request at a time, without the prefix cache. Slower, most of all for many small requests.
+    The bits are those of one machine, version and number of threads; `tinsmith prove` checks them."""

@@ -6,6 +6,7 @@ Device and dtype are chosen in `model.loading`, the attention kernel in `model.a
 from __future__ import annotations
 
 import logging
+import os
 
 import numpy as np
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.lora import adapter, linear
-from tinsmith.engine.model import attention, flex_attention, packing
-from tinsmith.engine.model.loading import BaseModel
+from tinsmith.engine.model import flex_attention, packing
+from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.memory import free_bytes
 from tinsmith.engine_options import PassTokens
 
@@ -31,6 +32,9 @@ TOKENS_STEP, MIN_TOKENS = 128, 256
 MAX_TOKENS = {"cpu": 1024, "cuda": 8192}
 """More tokens gain nothing on a CPU, whose products are as fast with fewer rows; a GPU needs many at once."""
 
+DETERMINISTIC_TOKENS = 1024
+"""Tokens of a micro-batch where they must not depend on free memory."""
+
 MEASURED_TOKENS = 64
 """Tokens of the pass that measures the activations."""
 
@@ -44,6 +48,13 @@ def set_matmul_precision(dtype: torch.dtype) -> None:
     narrow = dtype == torch.bfloat16
     torch.backends.mkldnn.matmul.fp32_precision = "bf16" if narrow else "ieee"  # pyright: ignore[reportAttributeAccessIssue]
     torch.backends.cuda.matmul.fp32_precision = "tf32" if narrow else "ieee"
+
+
+def use_deterministic_kernels(base: BaseModel) -> None:
+    """On a GPU, take the deterministic variant of every kernel; one that has none raises. CPU kernels are."""
+    if base.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
 
 
 def reorder_weights(base: BaseModel, free: int) -> None:
@@ -72,17 +83,17 @@ def compile_attention(base: BaseModel) -> None:
         tree = packing.pack([packing.PackedRow(key=key, adapter=0, tokens=row) for key, row in enumerate(rows)])
         for with_grad in (True, False):
             with torch.set_grad_enabled(with_grad):
-                hidden = _hidden(base, tree)
+                hidden = base.hidden_of(tree)
                 if with_grad:
                     hidden.float().sum().backward()
 
 
-def resolve_pass_tokens(setting: PassTokens, base: BaseModel, router: linear.Router) -> int:
+def resolve_pass_tokens(setting: PassTokens, base: BaseModel, active: linear.ActiveAdapters) -> int:
     """The setting itself or, for `auto`, what fits into memory; `base` is adapted, with its final layers."""
     if setting != "auto":
         return setting
     free = torch.cuda.mem_get_info(base.device)[0] if base.device.type == "cuda" else free_bytes()
-    return tokens_that_fit(free, activation_bytes_per_token(base, router), MAX_TOKENS[base.device.type])
+    return tokens_that_fit(free, activation_bytes_per_token(base, active), MAX_TOKENS[base.device.type])
 
 
 def tokens_that_fit(free: int, bytes_per_token: float, most: int) -> int:
@@ -91,7 +102,7 @@ def tokens_that_fit(free: int, bytes_per_token: float, most: int) -> int:
     return min(max(fitting, MIN_TOKENS), most)
 
 
-def activation_bytes_per_token(base: BaseModel, router: linear.Router) -> float:
+def activation_bytes_per_token(base: BaseModel, active: linear.ActiveAdapters) -> float:
     """Bytes that the backward of one token keeps, in the layers and in the head.
 
     Measured in a small pass under an adapter, so that it holds for whatever modules and kernels are in use.
@@ -114,20 +125,12 @@ def activation_bytes_per_token(base: BaseModel, router: linear.Router) -> float:
     with (
         torch.enable_grad(),
         torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor),
-        router.using(adapter.place_adapters(tree.spans, [weights])),
+        active.using(adapter.place_adapters(tree.spans, [weights])),
     ):
-        hidden = _hidden(base, tree)
+        hidden = base.hidden_of(tree)
     del hidden  # alive until here, so that no address was reused and counted once for two tensors
     body = sum(size for address, size in saved.items() if address not in stored)
     return body / count + base.card.vocab_size * base.dtype.itemsize
-
-
-def _hidden(base: BaseModel, tree: packing.PackedTree) -> Tensor:
-    return base.hidden(
-        torch.as_tensor(tree.tokens, device=base.device),
-        torch.as_tensor(tree.positions, device=base.device),
-        attention.packed_attention(tree, base.dtype, base.device),
-    )
 
 
 def _tensors(weights: adapter.AdapterWeights) -> list[Tensor]:

@@ -18,9 +18,42 @@ import numpy as np
 
 from tinsmith.engine.custom_loss.graph import LossGraph
 from tinsmith.errors import TinsmithError
+from tinsmith.routed_experts import RouterShape
 
 LORA_ALPHA = 32.0
 """Independent of the rank, as on the hosted service: W' = W + (alpha / rank) B A."""
+
+
+IMAGE_TOKEN = -1
+"""Id at the positions of images in a request; the engine puts the placeholder id of its model there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageSupport:
+    """How a vision-language model takes images."""
+
+    processor: str
+    """Class of transformers' image processor."""
+    token_id: int
+    """Placeholder of an image's tokens in the model's vocabulary."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputImage:
+    """An image of a datum or a prompt, at the positions start .. start + length of its tokens."""
+
+    data: bytes = field(repr=False)
+    """The file as the client sent it; only an engine decodes it."""
+    format: Literal["png", "jpeg"]
+    start: int
+    length: int
+    """Number of its tokens as the client expects it; 0 if it does not say: the engine then inserts them at `start`."""
+    size: tuple[int, int] | None = None
+    """Width and height in pixels to resize it to first."""
+    grid: tuple[int, int] = (0, 0)
+    """Rows and columns of its tokens, rows x columns = length; set by the engine."""
+    digest: bytes = b""
+    """SHA-256 of the file and `size`; set by the engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +75,24 @@ class ModelCard:
     device: str
     pass_tokens: int = 0
     """Packed tokens in a training micro-batch; 0 for an engine that does not pack."""
+    parameters_per_rank: Mapping[str, int] = field(default_factory=dict)
+    """Parameters of an adapter of rank 1 by part: attn, mlp, unembed."""
+    adapted_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of the modules that adapters reach by part: attn, mlp, unembed."""
+    context_limit: str = ""
+    """Why the context length is shorter than the model's own maximum; empty if it is not."""
+    images: ImageSupport | None = None
+    """None for a model that takes no images."""
+    path: Literal["fast", "general"] = "fast"
+    """`fast`: packed trees and kernels of this engine; `general`: transformers' own modules and caches."""
+    router: RouterShape | None = None
+    """The routers whose choices can be recorded and replayed; None for dense models and on the general path."""
+    weight_bytes: int = 0
+    """Memory of the weights; 0 if it is not known."""
+    free_bytes: int = 0
+    """Memory of the device that was free once the model was loaded; 0 if it is not known."""
+    state_tokens: int = 0
+    """Cache tokens that the states of a sequence in recurrent layers are worth; 0 without such layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +105,9 @@ class LoraSpec:
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+    separate_experts: bool = False
+    """Whether each expert has both matrices of its own, as in adapters that PEFT trains; otherwise all experts of a
+    layer share the one on the side of the hidden states."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +130,16 @@ class Datum:
     """
 
     tokens: np.ndarray
-    """int32 [N]."""
+    """int32 [N]; IMAGE_TOKEN at the positions of images."""
     targets: np.ndarray
     """int64 [N] or [N, K]; sparse targets are converted to dense ones, with 0 in unlisted cells."""
     inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
     """Loss inputs: float32 of the targets' shape (masks of loss terms: [N]). Inputs of an uploaded loss may also be
     int64."""
+    routed_experts: np.ndarray | None = None
+    """int64 [N, W]: the experts of each position of `tokens` (`routed_experts.to_words`), which the pass replays."""
+    images: tuple[InputImage, ...] = ()
+    """In order of their positions. No loss may depend on the logprob of a target that is an image's token."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +153,20 @@ class Pass:
     forward_only: bool = False
     graph: LossGraph | None = None
     """The uploaded loss if loss_fn is `custom`."""
+    start: Path | None = None
+    """The adapter folder that a pass of loss_fn `shadow` starts from; None for the model's current weights."""
+    share: str = ""
+    """Passes of different shares take turns on the device, by tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeChange:
+    """What a virtual optimizer step does to a probe."""
+
+    delta: float
+    """sum w (logprob after - logprob before)."""
+    logprobs_post: np.ndarray | None = None
+    """float32 [N] after the step; None if only `delta` was computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +181,8 @@ class PassResult:
     metrics: Mapping[str, float]
     entropies: tuple[np.ndarray, ...] | None = None
     """float32 [N] of each datum: entropy of the softmax at every position; None unless requested."""
+    probes: Mapping[int, ProbeChange] = field(default_factory=dict)
+    """Of a pass of loss_fn `shadow`: the change of each probe, by the index of its datum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +195,15 @@ class SampleRequest:
 
     request_id: str
     prompt: np.ndarray
-    """int32 [N], N >= 1."""
+    """int32 [N], N >= 1; IMAGE_TOKEN at the positions of images."""
+    images: tuple[InputImage, ...] = ()
+    """In order of their positions."""
     version: str | None = None
     """Adapter version to sample from; None for the base model."""
     num_samples: int = 1
+    first_sample: int = 0
+    """Number of the first of these samples, where a request comes in parts: a sample depends on the seed and its
+    number."""
     max_tokens: int | None = None
     """None: the rest of the context."""
     temperature: float = 1.0
@@ -143,6 +222,8 @@ class SampleRequest:
     """int64 [N - 1, K]: row i lists the ids to score at prompt position i + 1; -1 is an empty cell."""
     prompt_alt_tokens_k: int = 0
     """Number of alternative tokens to sample at each prompt position after the first."""
+    routed_experts: bool = False
+    """Record the experts of every token that is computed, in a mixture of experts."""
     cache_scope: str = ""
     """Cached prefixes are shared only within a scope, so that timing reveals nothing about requests of other scopes."""
 
@@ -184,6 +265,8 @@ class SampledSequence:
     """float32 [L]."""
     stop_reason: Literal["stop", "length"]
     topk: TopK | None = None
+    routed_experts: np.ndarray | None = None
+    """The record [L - 1, layers, k] of all tokens but the last, whose experts nothing has computed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,19 +290,24 @@ class SampleResult:
 
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: np.ndarray | None = None
-    """float32 [N]; position 0 is NaN."""
+    """float32 [N]; NaN at position 0 and at the positions of images, as are `target_prompt_logprobs`. Their cells of
+    `topk_prompt` and `prompt_alt` are empty."""
     topk_prompt: TopK | None = None
     """One row per prompt position; row 0 consists of empty cells."""
     target_prompt_logprobs: np.ndarray | None = None
     """float32 of the request's shape; NaN in empty cells."""
     prompt_alt: TopK | None = None
     """One row per prompt position after the first: independent samples, with logprobs at the request's temperature."""
+    prompt_routed_experts: np.ndarray | None = None
+    """The record [N, layers, k] of the prompt."""
+    prompt_tokens: int = 0
+    """Tokens of a prompt with images, those of the images included; 0 without images."""
     prompt_cache_hit_tokens: int = 0
     """Prompt tokens that were found in the prefix cache."""
 
 
 class Trainer(Protocol):
-    """Adapters in training on one base model. Calls are made one at a time, in the order in which they take effect.
+    """Adapters in training on one base model. Calls on a model take effect in their order; those on others overlap.
 
     Each call may raise a TinsmithError; the model is then unchanged.
     """
@@ -228,8 +316,15 @@ class Trainer(Protocol):
         """Create an adapter: A Kaiming-uniform from the seed, B zero."""
         ...
 
+    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
+        """Create a model with the weights of the model `source`, or of a saved adapter; returns its parameters.
+
+        It shares their memory until its first step. Without optimizer its moments start at zero.
+        """
+        ...
+
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
-        """Run requests of any models in one packed pass; returns a result or an error for each.
+        """Run requests of any models; returns a result or an error for each. Calls share packed micro-batches.
 
         Gradients add to what each model has accumulated since its last step.
         """
@@ -286,6 +381,15 @@ class Engine(Trainer, Sampler, Protocol):
     @property
     def card(self) -> ModelCard:
         """The loaded base model."""
+        ...
+
+    @property
+    def progress(self) -> int:
+        """A counter that grows while the engine works. May be read from any thread."""
+        ...
+
+    async def release_memory(self) -> None:
+        """Give back the memory that is kept for speed only: cached prefixes, freed blocks. Results do not change."""
         ...
 
     async def close(self) -> None:

@@ -58,6 +58,8 @@ class DeviceScheduler:
         """Seconds: of the holder's slice so far, of the slice before the other workload may take over, of the last
         turn."""
         self._waiting: set[Workload] = set()
+        self.turns = 0
+        """Number of finished turns."""
 
     @asynccontextmanager
     async def turn(self, workload: Workload) -> AsyncIterator[None]:
@@ -79,6 +81,7 @@ class DeviceScheduler:
         finally:
             self._turn_s = self._clock() - start
             self._slice_s += self._turn_s
+            self.turns += 1
 
     def _next(self) -> Workload:
         """The workload that gets the next turn if both are waiting."""

@@ -6,7 +6,7 @@ The two take turns on the device: the trainer yields between micro-batches, the 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,51 +15,136 @@ from tinsmith.engine import autotune
 from tinsmith.engine.base import AdamParams, LoraSpec, ModelCard, OnDelta, Pass, PassResult, SampleRequest, SampleResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.device_sharing import POLICIES, DeviceScheduler
-from tinsmith.engine.lora import layers, linear
+from tinsmith.engine.general import choice, recompute
+from tinsmith.engine.general.batch import GeneralBatch
+from tinsmith.engine.general.model import GeneralModel
+from tinsmith.engine.images.requests import placed_pass, placed_prompt
+from tinsmith.engine.lora import layers, linear, targets
 from tinsmith.engine.lora.lm_head import LMHead
-from tinsmith.engine.model import loading
+from tinsmith.engine.lora.saved_spec import read_spec
+from tinsmith.engine.model.base_model import BaseModel
+from tinsmith.engine.model.logit_rule import logit_rule
 from tinsmith.engine.model.memory import HeapTrimmer, free_bytes
+from tinsmith.engine.model_parts import HEAD
+from tinsmith.engine.sampling import decode_check
 from tinsmith.engine.sampling.sampler import TorchSampler
 from tinsmith.engine.training import activation_checkpointing
+from tinsmith.engine.training.exchange import ALONE, Exchange
 from tinsmith.engine.training.trainer import TorchTrainer
+from tinsmith.engine.validation import check_sample
 from tinsmith.errors import TinsmithError
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedBase:
+    """A base model with everything that computes on it."""
+
+    base: BaseModel
+    active: linear.ActiveAdapters
+    head: LMHead
+    switch: activation_checkpointing.CheckpointSwitch
+
+
+def prepare(config: EngineConfig, base: BaseModel) -> PreparedBase:
+    """Adapt a loaded base model and replace its layers, as the settings say."""
+    autotune.set_matmul_precision(base.dtype)
+    active = linear.adapt(base)
+    choice.check_adapted(base, active)
+    is_general = isinstance(base, GeneralModel)
+    head = LMHead(base.head, logit_rule(base.model))
+    if not is_general:
+        base = layers.replace_layers(base)
+    if not config.deterministic:  # where nothing may depend on the memory that happens to be free
+        autotune.reorder_weights(base, free_bytes())
+    if isinstance(base, GeneralModel):
+        switch = recompute.install(base, required=config.recompute == "always")
+    else:
+        switch = activation_checkpointing.install(base)
+    return PreparedBase(base, active, head, switch)
 
 
 class TorchEngine:
     """Implements `engine.base.Engine`. Sets torch's thread count and matmul precision for the whole process."""
 
-    def __init__(self, config: EngineConfig, base: loading.BaseModel | None = None) -> None:
-        """`base` replaces the model that `config.source` names."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        base: BaseModel | None = None,
+        exchange: Exchange = ALONE,
+        prepared: PreparedBase | None = None,
+    ) -> None:
+        """`base` replaces the model that `config.source` names, and `prepared` one that is adapted already; `exchange`
+        connects the ranks of a group."""
         if config.threads:
             torch.set_num_threads(config.threads)
-        base = base or loading.load(config)
-        autotune.set_matmul_precision(base.dtype)
-        policy = POLICIES[config.sharing]
-        router, scheduler = linear.adapt(base), DeviceScheduler(policy)
-        base, head = layers.replace_layers(base), LMHead(base.head)
         self._heap = HeapTrimmer()
-        autotune.reorder_weights(base, free_bytes())
-        autotune.compile_attention(base)
-        switch = activation_checkpointing.install(base)
+        prepared = prepared or prepare(config, base or choice.load(config))
+        base, active, head, switch = prepared.base, prepared.active, prepared.head, prepared.switch
+        policy = POLICIES[config.sharing]
+        scheduler = DeviceScheduler(policy)
+        if config.deterministic:
+            autotune.use_deterministic_kernels(base)
+        if not isinstance(base, GeneralModel):
+            autotune.compile_attention(base)
         with switch.set(config.recompute == "always"):
-            tokens = autotune.resolve_pass_tokens(config.pass_tokens, base, router)
+            wanted = config.pass_tokens
+            if wanted == "auto" and config.deterministic:
+                wanted = autotune.DETERMINISTIC_TOKENS
+            elif wanted == "auto" and exchange.lockstep:
+                wanted = autotune.MAX_TOKENS[base.device.type]
+            tokens = exchange.least(autotune.resolve_pass_tokens(wanted, base, active))
         training_tokens = max(1, round(policy.micro_batch_share * tokens))
-        self._card = replace(base.card, pass_tokens=training_tokens)
-        self.trainer = TorchTrainer(base, head, router, scheduler, training_tokens, switch, config.recompute)
-        self.sampler = TorchSampler(base, head, router, scheduler, tokens, config.cache_tokens)
+        self.trainer = TorchTrainer(
+            base,
+            head,
+            active,
+            scheduler,
+            training_tokens,
+            switch,
+            config.recompute,
+            packs_requests=not config.deterministic,
+            exchange=exchange,
+        )
+        batch = GeneralBatch(base, head) if isinstance(base, GeneralModel) else None
+        self.sampler = TorchSampler(
+            base, head, active, scheduler, tokens, config.cache_tokens, config.deterministic, batch
+        )
+        if batch is None:
+            decode_check.check(base, self.sampler.batch.kv_cache)
+        self._base, self._exchange = base, exchange
+        self._scheduler = scheduler
+        modules = base.model.modules()
+        self._matrices = [module.frozen for module in modules if isinstance(module, linear.LoraLinear)]
         self._heap.trim()  # reordered weights have freed the original ones
+        self._card = replace(
+            base.card,
+            pass_tokens=training_tokens,
+            parameters_per_rank={part: _parameters(base, part) for part in ("attn", "mlp", "unembed")},
+            adapted_modules={**targets.module_names(linear.adapted_targets(base.model)), "unembed": (HEAD,)},
+            state_tokens=0 if isinstance(base, GeneralModel) else self.sampler.batch.state_tokens,
+            free_bytes=torch.cuda.mem_get_info()[0] if base.device.type == "cuda" else free_bytes(),
+        )
 
     @property
     def card(self) -> ModelCard:
         return self._card
 
+    @property
+    def progress(self) -> int:
+        return self._scheduler.turns + sum(matrix.products for matrix in self._matrices)
+
     async def create(self, model_id: str, lora: LoraSpec) -> None:
+        choice.check_spec(self._base, lora)
         await self.trainer.create(model_id, lora)
 
+    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
+        return await self.trainer.fork(model_id, source, optimizer=optimizer)
+
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
-        results = await self.trainer.run(passes)
+        placed = [self._placed(request) for request in passes]
+        results = iter(await self.trainer.run([request for request in placed if isinstance(request, Pass)]))
         self._heap.after_work()
-        return results
+        return [next(results) if isinstance(request, Pass) else request for request in placed]
 
     async def step(self, model_id: str, adam: AdamParams) -> dict[str, float]:
         return await self.trainer.step(model_id, adam)
@@ -68,6 +153,7 @@ class TorchEngine:
         return await self.trainer.save(model_id, to, optimizer=optimizer)
 
     async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
+        choice.check_spec(self._base, await self._exchange.read(lambda: read_spec(source)))
         await self.trainer.load(model_id, source, optimizer=optimizer)
 
     async def drop(self, model_id: str) -> None:
@@ -80,16 +166,40 @@ class TorchEngine:
         return await self.sampler.versions.persist(version, to)
 
     async def attach(self, version: str, source: Path) -> None:
+        choice.check_spec(self._base, read_spec(source))
         self.sampler.versions.attach(version, source)
 
     async def detach(self, version: str) -> None:
         self.sampler.versions.detach(version)
 
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None) -> SampleResult:
+        if request.images:
+            request = placed_prompt(request, self._base.vision, self._card)
+            check_sample(request, self._card)  # again, for its length may not have been known
         return await self.sampler.sample(request, on_delta)
 
     async def cancel(self, request_id: str) -> None:
         await self.sampler.cancel(request_id)
 
+    async def release_memory(self) -> None:
+        self.sampler.batch.prefix_cache.shrink(0)
+        if self._base.vision is not None:
+            self._base.vision.shrink(0)
+        self._heap.trim()
+        if self._card.device == "cuda":
+            torch.cuda.empty_cache()
+
     async def close(self) -> None:
         """Memory is freed with the object."""
+
+    def _placed(self, request: Pass) -> Pass | TinsmithError:
+        try:
+            return placed_pass(request, self._base.vision, self._card)
+        except TinsmithError as error:
+            return error
+
+
+def _parameters(base: BaseModel, part: str) -> int:
+    """Parameters of an adapter of rank 1 on one part of the model."""
+    trained = {f"train_{name}": name == part for name in ("attn", "mlp", "unembed")}
+    return linear.layout_for(base, LoraSpec(rank=1, seed=0, **trained)).size

@@ -6,13 +6,26 @@ inputs of each loss are listed in `training.loss_specs`; uploaded losses are che
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from tinsmith.engine.base import AdamParams, Datum, LoraSpec, ModelCard, Pass, SampleRequest
-from tinsmith.engine.training.loss_specs import CUSTOM, LOSSES, MASKS, LossSpec
+from tinsmith.engine.base import AdamParams, Datum, InputImage, LoraSpec, ModelCard, Pass, SampleRequest
+from tinsmith.engine.images.rows import image_mask, predicts_image
+from tinsmith.engine.training.loss_specs import (
+    CUSTOM,
+    LOSSES,
+    MASKS,
+    ROUTER_REPLAY,
+    SHADOW,
+    SHADOW_SPEC,
+    LossSpec,
+    grad_mask,
+)
+from tinsmith.engine.training.shadow_plan import check_groups, shadow_settings
 from tinsmith.errors import BadRequest, Unsupported
+from tinsmith.routed_experts import from_words
 from tinsmith.settings import nearest_name
 
 MAX_SAMPLES = 1024
@@ -21,6 +34,8 @@ MAX_CELLS = 2**22
 """Log-probabilities that one field may request for a prompt: 8,192 positions with 512 each."""
 MAX_SAMPLED_CELLS = 2**24
 """The same for topk_sample_logprobs."""
+MAX_STOPS = 256
+MAX_STOP_CHARACTERS = 2**16
 _MIN_EPS = float(np.finfo(np.float32).tiny)
 """Smaller values are 0 or denormal in float32, the dtype of optimizer steps."""
 
@@ -47,20 +62,20 @@ def check_lora(lora: LoraSpec) -> None:
         )
 
 
-def check_adam(adam: AdamParams) -> None:
-    """Raises BadRequest unless the parameters define an AdamW step."""
+def check_adam(adam: AdamParams, label: Callable[[str], str] = "adam_params.{}".format) -> None:
+    """Raises BadRequest unless the parameters define an AdamW step. `label` is how a request names a field."""
     for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
         value = getattr(adam, name)
         if not (np.isfinite(value) and value >= 0):
-            raise BadRequest(f"adam_params.{name} is {value}.", "Give a finite number that is not negative.")
+            raise BadRequest(f"{label(name)} is {value}.", "Give a finite number that is not negative.")
     if adam.eps < _MIN_EPS:
         raise BadRequest(
-            f"adam_params.eps is {adam.eps}, but a step divides by eps where a gradient is 0.",
+            f"{label('eps')} is {adam.eps}, but a step divides by eps where a gradient is 0.",
             f"Give at least {_MIN_EPS:.2g}; the SDK's default is 1e-12.",
         )
     for name in ("beta1", "beta2"):
         if not 0 <= getattr(adam, name) < 1:
-            raise BadRequest(f"adam_params.{name} is {getattr(adam, name)}.", "Give a number from 0 to below 1.")
+            raise BadRequest(f"{label(name)} is {getattr(adam, name)}.", "Give a number from 0 to below 1.")
 
 
 def check_pass(request: Pass, card: ModelCard) -> None:
@@ -72,14 +87,21 @@ def check_pass(request: Pass, card: ModelCard) -> None:
     if request.loss_fn == CUSTOM:
         _check_custom(request, card)
         return
-    spec = LOSSES.get(request.loss_fn)
+    spec = SHADOW_SPEC if request.loss_fn == SHADOW else LOSSES.get(request.loss_fn)
     if spec is None:
-        raise BadRequest(f"There is no loss_fn '{request.loss_fn}'.", did_you_mean(request.loss_fn, [*LOSSES, CUSTOM]))
+        raise BadRequest(
+            f"There is no loss_fn '{request.loss_fn}'.", did_you_mean(request.loss_fn, [*LOSSES, CUSTOM, SHADOW])
+        )
     _check_settings(request, spec)
     for index, datum in enumerate(request.data):
         where = f"data[{index}]"
         _check_tokens(where, datum, card)
         _check_inputs(where, datum, request, spec)
+        _check_image_targets(where, datum, request)
+    if request.loss_fn == SHADOW:
+        check_groups(request)
+        labels = {"learning_rate": "lr"}
+        check_adam(shadow_settings(request).adam, lambda name: f"loss_fn_config.shadow/{labels.get(name, name)}")
 
 
 def _check_custom(request: Pass, card: ModelCard) -> None:
@@ -97,17 +119,7 @@ def _check_custom(request: Pass, card: ModelCard) -> None:
 def _check_settings(request: Pass, spec: LossSpec) -> None:
     name = request.loss_fn
     for key, value in request.loss_config.items():
-        if choices := spec.choice_settings.get(key):
-            if value not in choices:
-                raise BadRequest(f"loss_fn_config.{key} is {value!r}.", f"Use one of {', '.join(sorted(choices))}.")
-            continue
-        if key not in spec.numeric_settings:
-            raise BadRequest(
-                f"loss_fn_config has no '{key}' for {name}.",
-                did_you_mean(key, [*spec.numeric_settings, *spec.choice_settings]),
-            )
-        if isinstance(value, str) or not np.isfinite(value):
-            raise BadRequest(f"loss_fn_config.{key} is {value!r}.", "Give a finite number.")
+        _check_setting(name, key, value, spec)
     for key, default in spec.config.items():
         if default is None and key not in request.loss_config:
             raise BadRequest(f"{name} needs loss_fn_config['{key}'].", "It has no default.")
@@ -115,6 +127,22 @@ def _check_settings(request: Pass, spec: LossSpec) -> None:
         raise BadRequest("loss_fn_config.kl_estimator requires kl_coef.", "Give both or neither.")
     _check_ranges(name, request.loss_config)
     _check_bounds({**spec.config, **request.loss_config})
+
+
+def _check_setting(loss_fn: str, key: str, value: float | str, spec: LossSpec) -> None:
+    if choices := spec.choice_settings.get(key):
+        if value not in choices:
+            raise BadRequest(f"loss_fn_config.{key} is {value!r}.", f"Use one of {', '.join(sorted(choices))}.")
+    elif key in spec.texts:
+        if not isinstance(value, str):
+            raise BadRequest(f"loss_fn_config.{key} is {value!r}.", "Give text.")
+    elif key not in spec.numeric_settings:
+        raise BadRequest(
+            f"loss_fn_config has no '{key}' for {loss_fn}.",
+            did_you_mean(key, [*spec.numeric_settings, *spec.choice_settings, *spec.texts]),
+        )
+    elif isinstance(value, str) or not np.isfinite(value):
+        raise BadRequest(f"loss_fn_config.{key} is {value!r}.", "Give a finite number.")
 
 
 def _check_bounds(config: Mapping[str, float | str | None]) -> None:
@@ -133,6 +161,8 @@ def _check_bounds(config: Mapping[str, float | str | None]) -> None:
 def _check_ranges(name: str, config: Mapping[str, float | str]) -> None:
     if config.get("return_entropy", 0) not in (0, 1):
         raise BadRequest(f"loss_fn_config.return_entropy is {config['return_entropy']}.", "Give 0 or 1.")
+    if config.get(ROUTER_REPLAY, 1) not in (0, 1):
+        raise BadRequest(f"loss_fn_config.{ROUTER_REPLAY} is {config[ROUTER_REPLAY]}.", "Give 0 or 1.")
     dual_clip = float(config.get("dual_clip", 0))
     if dual_clip != 0 and not dual_clip > 1:
         raise BadRequest(
@@ -150,10 +180,10 @@ def _check_tokens(where: str, datum: Datum, card: ModelCard) -> None:
         raise BadRequest(f"{where}.model_input is empty.", "Give at least one token.")
     if length > card.context_length:
         raise BadRequest(
-            f"{where}.model_input has {length} tokens; the context length of {card.source} is {card.context_length}.",
+            f"{where}.model_input has {length} tokens; the context length of {card.source} is {_context(card)}.",
             "Shorten the sequence.",
         )
-    _check_ids(f"{where}.model_input", datum.tokens, card)
+    _check_input(f"{where}.model_input", datum.tokens, datum.images, card)
     if datum.targets.ndim not in (1, 2) or len(datum.targets) != length or datum.targets.size == 0:
         raise BadRequest(
             f"{where}: target_tokens has shape {datum.targets.shape}, model_input has {length} tokens.",
@@ -166,6 +196,30 @@ def _check_tokens(where: str, datum: Datum, card: ModelCard) -> None:
             "Name each token at most once.",
         )
     _check_ids(f"{where}.target_tokens", datum.targets, card)
+    _check_routed_experts(where, datum, card)
+
+
+def _check_routed_experts(where: str, datum: Datum, card: ModelCard) -> None:
+    if datum.routed_experts is None:
+        return
+    if card.router is None:
+        raise Unsupported(f"{where}: {card.source} replays no routed_experts: {_unrouted(card)}.", "Remove the input.")
+    rows, tokens = len(datum.routed_experts), len(datum.tokens)
+    if rows != tokens:
+        raise BadRequest(
+            f"{where}: routed_experts has {rows} rows, model_input has {tokens} tokens.",
+            "Give one row for each token of model_input.",
+        )
+    try:
+        from_words(datum.routed_experts, card.router)
+    except ValueError as error:
+        raise BadRequest(
+            f"{where}: routed_experts {error}.", "Send what the sampler of this model recorded."
+        ) from error
+
+
+def _unrouted(card: ModelCard) -> str:
+    return "it is served on the general path" if card.path == "general" else "it is not a mixture of experts"
 
 
 def _check_inputs(where: str, datum: Datum, request: Pass, spec: LossSpec) -> None:
@@ -196,7 +250,7 @@ def _check_inputs(where: str, datum: Datum, request: Pass, spec: LossSpec) -> No
 
 def _check_values(where: str, name: str, values: np.ndarray, datum: Datum) -> None:
     shape = datum.tokens.shape if name in MASKS else datum.targets.shape
-    if values.shape != shape:
+    if values.shape != shape and not (name in SHADOW_SPEC.required and values.shape == (1,)):
         reference = "model_input" if name in MASKS else "target_tokens"
         raise BadRequest(
             f"{where}: {name} has shape {values.shape}, {reference} has {shape}.", "Give both the same shape."
@@ -205,28 +259,47 @@ def _check_values(where: str, name: str, values: np.ndarray, datum: Datum) -> No
         raise BadRequest(f"{where}: {name} contains NaN or infinity.", "Give finite numbers.")
 
 
+def _context(card: ModelCard) -> str:
+    """The context length, with the reason if it is not the model's maximum."""
+    return f"{card.context_length} ({card.context_limit})" if card.context_limit else str(card.context_length)
+
+
 def check_sample(request: SampleRequest, card: ModelCard) -> None:
     """Raises BadRequest unless the prompt fits and every parameter is valid."""
-    length, context = len(request.prompt), card.context_length
+    unknown = sum(not image.length for image in request.images)  # of which only the engine knows how many tokens
+    length, context = len(request.prompt) + unknown, card.context_length
     if length == 0:
         raise BadRequest("The prompt is empty.", "Give at least one token.")
     if length + (request.max_tokens or 1) - 1 > context:
         raise BadRequest(
             f"A prompt of {length} tokens with max_tokens {request.max_tokens} does not fit: the context length of "
-            f"{card.source} is {context}.",
+            f"{card.source} is {_context(card)}.",
             "Shorten the prompt or lower max_tokens.",
         )
-    _check_ids("prompt", request.prompt, card)
+    _check_input("The prompt", request.prompt, request.images, card)
+    if request.routed_experts and card.router is None:
+        raise Unsupported(
+            f"{card.source} records no routed experts: {_unrouted(card)}.",
+            "Sample without them.",
+            field="return_routed_experts",
+        )
     if not 1 <= request.num_samples <= MAX_SAMPLES:
-        raise BadRequest(f"num_samples is {request.num_samples}.", f"Give a number from 1 to {MAX_SAMPLES}.")
+        raise BadRequest(
+            f"num_samples is {request.num_samples}.", f"Give a number from 1 to {MAX_SAMPLES}.", field="num_samples"
+        )
     if request.max_tokens is not None and request.max_tokens < 1:
-        raise BadRequest(f"max_tokens is {request.max_tokens}.", "Give at least 1, or leave it out.")
+        raise BadRequest(
+            f"max_tokens is {request.max_tokens}.", "Give at least 1, or leave it out.", field="max_tokens"
+        )
     if not (np.isfinite(request.temperature) and request.temperature >= 0):
-        raise BadRequest(f"temperature is {request.temperature}.", "Give 0 (greedy) or a positive number.")
+        raise BadRequest(
+            f"temperature is {request.temperature}.", "Give 0 (greedy) or a positive number.", field="temperature"
+        )
     if request.top_k != -1 and request.top_k < 1:
-        raise BadRequest(f"top_k is {request.top_k}.", "Give -1 (off) or at least 1.")
+        raise BadRequest(f"top_k is {request.top_k}.", "Give -1 (off) or at least 1.", field="top_k")
     if not 0 < request.top_p <= 1:
-        raise BadRequest(f"top_p is {request.top_p}.", "Give a number above 0 and up to 1.")
+        raise BadRequest(f"top_p is {request.top_p}.", "Give a number above 0 and up to 1.", field="top_p")
+    _check_stops(request, card)
     _check_prompt_fields(request, card)
 
 
@@ -234,8 +307,12 @@ def _check_prompt_fields(request: SampleRequest, card: ModelCard) -> None:
     length = len(request.prompt)
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if not 0 <= getattr(request, name) <= card.vocab_size:
-            raise BadRequest(f"{name} is {getattr(request, name)}.", f"Give a number from 0 to {card.vocab_size}.")
+            raise BadRequest(
+                f"{name} is {getattr(request, name)}.", f"Give a number from 0 to {card.vocab_size}.", field=name
+            )
     _check_cells(request, card)
+    if not all(image.length for image in request.images):
+        return  # the engine checks what depends on the length
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and not (request.prompt_logprobs and 1 <= last_n <= length - 1):
         raise BadRequest(
@@ -250,10 +327,22 @@ def _check_prompt_fields(request: SampleRequest, card: ModelCard) -> None:
                 f"Give ({length - 1}, K): row i is for prompt position i + 1.",
             )
         _check_ids("target_prompt_logprobs", targets[targets != -1], card)
+
+
+def _check_stops(request: SampleRequest, card: ModelCard) -> None:
+    characters = sum(map(len, request.stop_strings))
+    if len(request.stop_strings) > MAX_STOPS or characters > MAX_STOP_CHARACTERS:
+        raise BadRequest(
+            f"There are {len(request.stop_strings)} stop strings of {characters} characters together.",
+            f"Give at most {MAX_STOPS}, of at most {MAX_STOP_CHARACTERS} characters together.",
+            field="stop",
+        )
     for token in request.stop_tokens or ():
         if not 0 <= token < card.vocab_size:
             raise BadRequest(
-                f"Stop token {token} is not in the vocabulary of {card.vocab_size} tokens.", "Give valid token ids."
+                f"Stop token {token} is not in the vocabulary of {card.vocab_size} tokens.",
+                "Give valid token ids.",
+                field="stop_token_ids",
             )
 
 
@@ -270,6 +359,25 @@ def _check_cells(request: SampleRequest, card: ModelCard) -> None:
         raise BadRequest(
             f"topk_sample_logprobs is {request.topk_sample_logprobs} for up to {most} sampled tokens.",
             f"Their product must not exceed {MAX_SAMPLED_CELLS}: lower max_tokens, num_samples or the width.",
+        )
+
+
+def _check_input(where: str, tokens: np.ndarray, images: Sequence[InputImage], card: ModelCard) -> None:
+    """Check the tokens of a sequence, and that the model takes its images."""
+    if images and card.images is None:
+        raise Unsupported(
+            f"{where} holds a chunk of type image, and {card.source} takes no images.",
+            "Send encoded_text chunks only, or serve a vision-language model.",
+        )
+    _check_ids(where, tokens[~image_mask(len(tokens), images)] if images else tokens, card)
+
+
+def _check_image_targets(where: str, datum: Datum, request: Pass) -> None:
+    """Check that no target which is an image's token counts: such logprobs mean nothing."""
+    if datum.images and (grad_mask(replace(request, forward_only=False), datum) & predicts_image(datum)).any():
+        raise BadRequest(
+            f"{where}: {request.loss_fn} counts a target that is a token of an image.",
+            "Set weights, advantages or masks to 0 where the next token is an image's.",
         )
 
 

@@ -9,7 +9,7 @@ Passes are computed datum by datum, so the result of a request never depends on 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -28,9 +28,12 @@ from tinsmith.engine.base import (
     SampleResult,
 )
 from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.custom_loss.process import LossProcess
 from tinsmith.engine.fake.losses import DatumLoss, builtin_loss, custom_loss
 from tinsmith.engine.fake.model import HIDDEN, BigramModel, FakeAdapter, Sampling, entropy, read_adapter, write_adapter
-from tinsmith.engine.training.loss_specs import CUSTOM
+from tinsmith.engine.fake.shadow import FakeStart, shadow_result
+from tinsmith.engine.training.loss_specs import CUSTOM, SHADOW
+from tinsmith.engine.training.shadow_plan import cross_entropy_pass, shadow_settings
 from tinsmith.errors import BadRequest, EngineError, Gone, TinsmithError
 
 
@@ -49,6 +52,30 @@ class _Model:
             self.moments = [np.zeros_like(g) for g in self.grad for _ in range(2)]
 
 
+def _read_model(source: Path, *, optimizer: bool) -> _Model:
+    """The model in a folder; without optimizer its moments start at zero."""
+    weights, moments = read_adapter(source)
+    if not optimizer:
+        return _Model(weights)
+    if moments is None:
+        raise BadRequest(f"{source.name} has no optimizer state.", "Load it without the optimizer.")
+    return _Model(weights, moments=moments[:4], steps=int(moments[4][0]))
+
+
+Block = tuple[slice, np.ndarray, np.ndarray]
+"""Positions of a datum, their hidden states and their log-softmax."""
+
+
+def _read_logprobs(datum: Datum, blocks: Iterable[Block]) -> tuple[np.ndarray, np.ndarray]:
+    """The targets' logprobs, and the entropy of each position."""
+    targets = datum.targets.reshape(len(datum.targets), -1)
+    logprobs, entropies = np.empty(targets.shape, dtype=np.float64), np.empty(len(targets), dtype=np.float64)
+    for rows, _, logp in blocks:
+        logprobs[rows] = np.take_along_axis(logp, targets[rows], axis=1)
+        entropies[rows] = entropy(logp)
+    return logprobs.reshape(datum.targets.shape), entropies
+
+
 class FakeEngine:
     """Implements `engine.base.Engine`."""
 
@@ -57,14 +84,23 @@ class FakeEngine:
         self._models: dict[str, _Model] = {}
         self._versions: dict[str, FakeAdapter | Path] = {}
         self._sampling: set[str] = set()
+        self._losses = LossProcess()
 
     @property
     def card(self) -> ModelCard:
         return self._bigram.card
 
+    @property
+    def progress(self) -> int:
+        return 0  # every call is short
+
+    async def release_memory(self) -> None:
+        """Nothing is cached."""
+
     async def close(self) -> None:
         self._models.clear()
         self._versions.clear()
+        self._losses.close()
 
     # Trainer ------------------------------------------------------------------------------------------------------
 
@@ -75,11 +111,24 @@ class FakeEngine:
         b = np.zeros((self._bigram.card.vocab_size, lora.rank), dtype=np.float32)
         self._models[model_id] = _Model(FakeAdapter(lora=lora, a=a, b=b))
 
+    async def fork(self, model_id: str, source: str | Path, *, optimizer: bool) -> int:
+        """Adapters are never changed in place, so references are enough."""
+        if isinstance(source, Path):
+            await self.load(model_id, source, optimizer=optimizer)
+        else:
+            parent = self._model(source)
+            self._models[model_id] = _Model(parent.weights)
+            if optimizer:
+                self._models[model_id].moments, self._models[model_id].steps = parent.moments, parent.steps
+        weights = self._models[model_id].weights
+        return weights.a.size + weights.b.size
+
     async def run(self, passes: Sequence[Pass]) -> list[PassResult | TinsmithError]:
         results: list[PassResult | TinsmithError] = []
         for request in passes:
             try:
-                results.append(await self._run_pass(request))
+                run = self._run_shadow if request.loss_fn == SHADOW else self._run_pass
+                results.append(await run(request))
             except TinsmithError as error:
                 results.append(error)
         return results
@@ -112,13 +161,7 @@ class FakeEngine:
         return write_adapter(to, model.weights, moments)
 
     async def load(self, model_id: str, source: Path, *, optimizer: bool) -> None:
-        weights, moments = read_adapter(source)
-        if not optimizer:
-            self._models[model_id] = _Model(weights)
-            return
-        if moments is None:
-            raise BadRequest(f"{source.name} has no optimizer state.", "Load it without the optimizer.")
-        self._models[model_id] = _Model(weights, moments=moments[:4], steps=int(moments[4][0]))
+        self._models[model_id] = _read_model(source, optimizer=optimizer)
 
     async def drop(self, model_id: str) -> None:
         self._models.pop(model_id, None)
@@ -132,17 +175,20 @@ class FakeEngine:
         model = self._model(request.model_id)
         metrics, logprobs, all_entropies = {"loss:sum": 0.0}, [], []
         grads = [np.zeros_like(g) for g in model.grad]
-        evaluate = custom_loss(request) if request.loss_fn == CUSTOM else partial(builtin_loss, request)
+        evaluate = custom_loss(request, self._losses) if request.loss_fn == CUSTOM else partial(builtin_loss, request)
         for datum in request.data:
             await asyncio.sleep(0)  # the API shares this event loop
-            p, entropies = self._forward(datum, model.weights)
+            blocks: Iterable[Block] = self._bigram.logprobs(datum.tokens, model.weights)
+            if is_short := len(datum.tokens) <= self._bigram.rows:
+                blocks = list(blocks)
+            p, entropies = _read_logprobs(datum, blocks)
             loss = evaluate(datum, p, entropies)
             for name, value in {"loss:sum": loss.loss, **loss.metrics}.items():
                 metrics[name] = metrics.get(name, 0.0) + value / (len(request.data) if name.endswith(":mean") else 1)
             logprobs.append(p.astype(np.float32))
             all_entropies.append(entropies.astype(np.float32))
             if not request.forward_only:
-                self._backward(datum, loss, model.weights, grads)
+                self._backward(datum, loss, model.weights, grads, blocks if is_short else None)
         for total, grad in zip(
             model.grad, grads, strict=True
         ):  # only now, because an error above must leave the gradient unchanged
@@ -152,22 +198,44 @@ class FakeEngine:
             logprobs=tuple(logprobs), metrics=metrics, entropies=tuple(all_entropies) if with_entropies else None
         )
 
+    async def _run_shadow(self, request: Pass) -> PassResult:
+        model = self._model(request.model_id)
+        if request.start is not None:
+            model = _read_model(request.start, optimizer=shadow_settings(request).optimizer == "adam_inherit")
+
+        def gradient(data: Sequence[Datum], weights: FakeAdapter) -> list[np.ndarray]:
+            grads = [np.zeros(weights.a.shape), np.zeros(weights.b.shape)]
+            for datum in data:
+                loss = builtin_loss(
+                    cross_entropy_pass("", [datum], forward_only=False), datum, *self._forward(datum, weights)
+                )
+                self._backward(datum, loss, weights, grads)
+            return grads
+
+        start = FakeStart(model.weights, model.moments, model.steps)
+        return await shadow_result(request, start, lambda datum, weights: self._forward(datum, weights)[0], gradient)
+
     def _forward(self, datum: Datum, weights: FakeAdapter) -> tuple[np.ndarray, np.ndarray]:
         """The targets' logprobs, and the entropy of each position."""
-        targets = datum.targets.reshape(len(datum.targets), -1)
-        logprobs, entropies = np.empty(targets.shape, dtype=np.float64), np.empty(len(targets), dtype=np.float64)
-        for rows, _, logp in self._bigram.logprobs(datum.tokens, weights):
-            logprobs[rows] = np.take_along_axis(logp, targets[rows], axis=1)
-            entropies[rows] = entropy(logp)
-        return logprobs.reshape(datum.targets.shape), entropies
+        return _read_logprobs(datum, self._bigram.logprobs(datum.tokens, weights))
 
-    def _backward(self, datum: Datum, loss: DatumLoss, weights: FakeAdapter, grads: list[np.ndarray]) -> None:
+    def _backward(
+        self,
+        datum: Datum,
+        loss: DatumLoss,
+        weights: FakeAdapter,
+        grads: list[np.ndarray],
+        blocks: Iterable[Block] | None = None,
+    ) -> None:
+        """Add a datum's gradients. `blocks` are its logprobs, if they are at hand."""
         targets = datum.targets.reshape(len(datum.targets), -1)
         by_logprob = loss.grad.reshape(targets.shape).astype(np.float32)
         trained = np.flatnonzero(by_logprob.any(axis=1) | (loss.entropy_grad != 0))
         targets, by_logprob, entropy_by = targets[trained], by_logprob[trained], loss.entropy_grad[trained]
         scale = np.float32(weights.scale)
-        for rows, hidden, logp in self._bigram.logprobs(datum.tokens[trained], weights):
+        if blocks is None or len(trained) < len(datum.tokens):
+            blocks = self._bigram.logprobs(datum.tokens[trained], weights)
+        for rows, hidden, logp in blocks:
             probs = np.exp(logp)
             by_logit = -probs * by_logprob[rows].sum(axis=1, keepdims=True)
             for column in range(targets.shape[1]):
@@ -201,8 +269,9 @@ class FakeEngine:
         weights = None if request.version is None else self._version(request.version)
         sampling = Sampling(self._bigram, request, weights, lambda: request.request_id not in self._sampling)
         self._sampling.add(request.request_id)
+        numbers = range(request.first_sample, request.first_sample + request.num_samples)
         try:
-            sequences = [await sampling.sequence(index, on_delta) for index in range(request.num_samples)]
+            sequences = [await sampling.sequence(index, on_delta) for index in numbers]
         finally:
             self._sampling.discard(request.request_id)
         return sampling.add_prompt_results(SampleResult(sequences=tuple(sequences)))

@@ -1,7 +1,6 @@
 """The fake engine's losses and regularizers, each with its gradient, in numpy.
 
-They repeat `engine.training.losses`, because the API process, which holds a fake engine, must not import torch. Only
-custom losses do.
+They repeat `engine.training.losses`, because the API process, which holds a fake engine, must not import torch.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from tinsmith.engine.base import Datum, Pass
+from tinsmith.engine.custom_loss.process import LossProcess, RequestLoss
 from tinsmith.engine.training import loss_specs
 from tinsmith.errors import BadRequest, Unsupported
 
@@ -51,20 +51,17 @@ def builtin_loss(request: Pass, datum: Datum, p: np.ndarray, entropies: np.ndarr
     return DatumLoss(loss=loss, grad=grad.reshape(p.shape), entropy_grad=entropy_grad, metrics=metrics)
 
 
-def custom_loss(request: Pass) -> Callable[[Datum, np.ndarray, np.ndarray], DatumLoss]:
-    """The function that evaluates the request's custom loss on a datum. Imports torch."""
-    import torch
-
-    from tinsmith.engine.custom_loss.runner import CustomLoss
-
+def custom_loss(request: Pass, process: LossProcess) -> Callable[[Datum, np.ndarray, np.ndarray], DatumLoss]:
+    """The function that evaluates the request's custom loss on a datum."""
     assert request.graph is not None
-    program = CustomLoss(request.graph)
+    request_loss = RequestLoss(process, request.graph)
 
     def evaluate(datum: Datum, p: np.ndarray, _entropies: np.ndarray) -> DatumLoss:
-        loss, grad, metrics = program.run(torch.from_numpy(p), datum.inputs)
-        if not (np.isfinite(loss) and bool(torch.isfinite(grad).all())):
-            raise BadRequest(f"The custom loss of this request is {loss}.", "Check its inputs.")
-        return DatumLoss(loss=loss, grad=grad.numpy(), entropy_grad=np.zeros(len(datum.tokens)), metrics=metrics)
+        [end] = request_loss.run([(p.astype(np.float32), datum.inputs)])
+        if not (np.isfinite(end.loss) and np.isfinite(end.grad).all()):
+            raise BadRequest(f"The custom loss of this request is {end.loss}.", "Check its inputs.")
+        entropy_grad = np.zeros(len(datum.tokens))
+        return DatumLoss(loss=end.loss, grad=end.grad, entropy_grad=entropy_grad, metrics=dict(end.metrics))
 
     return evaluate
 

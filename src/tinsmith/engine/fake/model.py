@@ -109,12 +109,15 @@ class BigramModel:
             eos_token_ids=files.eos,
             dtype="float32",
             device="cpu",
+            parameters_per_rank={"unembed": HIDDEN + vocab},
+            adapted_modules={"unembed": ("lm_head",)},
         )
         rng = np.random.default_rng(zlib.crc32(source.encode()))
         self._embed = rng.standard_normal((vocab, HIDDEN), dtype=np.float32)
         self._out = rng.standard_normal((vocab, HIDDEN), dtype=np.float32) * np.float32(0.5)
         self._end_logit = np.float32(np.log(vocab / _REPLY) if vocab > TOY_VOCABULARY else 0.0)
-        self._rows = max(1, min(ROWS, _BLOCK // vocab))
+        self.rows = max(1, min(ROWS, _BLOCK // vocab))
+        """Positions that are computed at once."""
         tokenizer_file = files.folder / "tokenizer.json" if files.folder else None
         has_tokenizer = tokenizer_file is not None and tokenizer_file.is_file()
         self.decode = _decoder(Tokenizer.from_file(str(tokenizer_file)) if has_tokenizer else None)
@@ -123,8 +126,8 @@ class BigramModel:
         self, tokens: np.ndarray, weights: FakeAdapter | None
     ) -> Iterator[tuple[slice, np.ndarray, np.ndarray]]:
         """Yields (positions, hidden [n, D], log-softmax [n, V]) in blocks of positions."""
-        for start in range(0, len(tokens), self._rows):
-            rows = slice(start, min(start + self._rows, len(tokens)))
+        for start in range(0, len(tokens), self.rows):
+            rows = slice(start, min(start + self.rows, len(tokens)))
             hidden = self._embed[tokens[rows]]
             logits = hidden @ self._out.T
             logits[:, list(self.card.eos_token_ids)] += self._end_logit

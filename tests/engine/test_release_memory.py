@@ -1,0 +1,51 @@
+"""An engine gives back the memory that it keeps for speed only, and computes the same afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.engine.sampling.helpers import assert_same_samples, sample_request
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.remote import RemoteEngine
+
+PROMPTS, TOKENS = 200, 240
+MIB = 2**20
+
+
+def resident_bytes(pid: int) -> int:
+    """Memory of a process."""
+    fields = Path(f"/proc/{pid}/status").read_text().split("VmRSS:")[1].split()
+    return int(fields[0]) * 1024
+
+
+def test_caches_are_given_back(tiny_llama: Path, wait: Any) -> None:
+    """To break it: leave out `shrink` or `trim` in `TorchEngine.release_memory`."""
+    config = EngineConfig(
+        source=str(tiny_llama), dtype="float32", device="cpu", threads=1, pass_tokens=2048, cache_tokens=2**20
+    )
+    engine = wait(RemoteEngine.start(config))
+    try:
+        random = np.random.default_rng(0)
+        prompts = random.integers(3, 90, (PROMPTS, TOKENS), np.int32)
+
+        def requests() -> list[Any]:
+            return [sample_request(prompt=prompt, max_tokens=2, seed=1) for prompt in prompts]
+
+        wait(engine.release_memory())
+        empty = resident_bytes(engine.pid)
+        first = [wait(engine.sample(request)) for request in requests()]
+        full = resident_bytes(engine.pid)
+        assert wait(engine.sample(requests()[0])).prompt_cache_hit_tokens > 0
+        wait(engine.release_memory())
+        released = resident_bytes(engine.pid)
+        print(f"{empty / MIB:.0f} MiB empty, {full / MIB:.0f} with caches, {released / MIB:.0f} after the release")
+        assert full - empty > 20 * MIB
+        assert released - empty < (full - empty) / 2
+        again = wait(engine.sample(requests()[0]))
+        assert again.prompt_cache_hit_tokens == 0
+        assert_same_samples(again, first[0])
+    finally:
+        wait(engine.close())
