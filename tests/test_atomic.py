@@ -60,6 +60,23 @@ def test_atomic_folder_syncs_before_and_after_the_rename(tmp_path: Path, monkeyp
     assert synced == [(place.stat().st_ino, named) for place, named in expected.items()]
 
 
+def test_atomic_write_syncs_content_then_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails without the sync of the folder: a power failure could then bring the old file back."""
+    synced: list[tuple[bool, bool]] = []
+
+    def sync(descriptor: int) -> None:
+        synced.append((os.fstat(descriptor).st_ino == tmp_path.stat().st_ino, (tmp_path / "a").exists()))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    atomic_write(tmp_path / "a", b"whole")
+    assert synced == [(False, False), (True, True)]
+
+
+def test_atomic_write_sets_the_mode(tmp_path: Path) -> None:
+    atomic_write(tmp_path / "a", b"secret", mode=0o600)
+    assert (tmp_path / "a").stat().st_mode & 0o777 == 0o600
+
+
 def test_atomic_folder_is_absent_when_sync_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def sync(descriptor: int) -> None:
         raise OSError(errno.EIO, "the disk is broken")

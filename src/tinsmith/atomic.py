@@ -15,15 +15,19 @@ from contextlib import contextmanager
 from pathlib import Path
 
 
-def atomic_write(target: Path, content: bytes) -> None:
-    """Replace the file with `content`, synced to disk. Of concurrent writers, the last one wins."""
+def atomic_write(target: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """Replace the file with `content`, synced to disk. Of concurrent writers, the last one wins.
+
+    `mode` are the file's permissions, less those that the umask takes away.
+    """
     temporary = target.with_name(f"{target.name}.{uuid.uuid4().hex}.part")  # unique to each writer
     try:
-        with temporary.open("xb") as file:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(target)
+        _sync(target.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
@@ -65,7 +69,7 @@ def link_folder(source: Path, to: Path, *names: str) -> int:
     """
     with atomic_folder(to) as temporary:
         for file in [source / name for name in names] or list(source.iterdir()):
-            _link(file, temporary / file.name)
+            link_file(file, temporary / file.name)
         return folder_size(temporary)
 
 
@@ -74,13 +78,19 @@ def folder_size(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir())
 
 
-def _link(source: Path, to: Path) -> None:
+def link_file(source: Path, to: Path) -> None:
+    """Hard-link a file, or copy it where the file system cannot. Raises FileNotFoundError if it is gone."""
     try:
         os.link(source, to)
     except FileNotFoundError:
         raise
     except OSError:  # another file system, or one without hard links
         shutil.copy2(source, to)
+
+
+def sync_folder(folder: Path) -> None:
+    """Sync a folder's list of names to disk."""
+    _sync(folder)
 
 
 def _sync(path: Path) -> None:

@@ -161,15 +161,12 @@ def test_unreachable_database_error_hides_the_password(tmp_path: Path) -> None:
 
 
 @pytest.mark.only_on("sqlite")
-def test_revision_0005_opens_without_a_migration(tmp_path: Path) -> None:
+def test_revision_0005_is_upgraded(tmp_path: Path) -> None:
     with sqlite3.connect(tmp_path / "tinsmith.db") as old:
         old.executescript(REVISION_0005.read_text())
     old.close()
 
     async def main() -> None:
-        engine = open_engine(tmp_path, None)
-        await migrate(engine, upgrade=False)
-        await engine.dispose()
         store = await open_store(tmp_path)
         assert store.all(Session) == [SESSION]
         assert store.all(Model) == [replace(MODEL, inflight="v", used=3.0)]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, event, text
 from sqlalchemy.exc import OperationalError
 
 from tests.service.support.databases import url_of
@@ -30,6 +30,7 @@ from tinsmith.service.storage.records import (
     SaveState,
     Session,
 )
+from tinsmith.service.storage.retention import Retention, prune
 from tinsmith.service.storage.store import FinishedRequest, open_store
 
 SESSION = Session(id="s", owner="o", created=1.0, seen=2.0, tags=["a"], metadata={"b": [1]})
@@ -184,7 +185,9 @@ def test_writes_wait_for_a_lost_database(tmp_path: Path) -> None:
         await asyncio.to_thread(admin, away)
         await store.cover(replace(MODEL, covered=1))
         await asyncio.to_thread(admin, away)
-        await store.prune(1e12, [MODEL.id])
+        await store.put(replace(MODEL, state="ended"))
+        await asyncio.to_thread(admin, away)
+        await prune(store, Retention(fetched_s=1.0, ended_s=1.0), 1e12)
         assert await store.result(row.id, "o") is None
         await store.close()
 
@@ -262,17 +265,17 @@ def test_accept_survives_a_lost_commit_report(tmp_path: Path, monkeypatch: pytes
         store = await open_store(tmp_path, url_of(tmp_path))
         row = queued_request("r1", "o", MODEL.id, 1, 1, WORKS[0])
         attempts = 0
-        to_thread = asyncio.to_thread
+        execute = store._writer._execute
 
-        async def lose_the_answer(run):
+        def lose_the_answer(writes):
             nonlocal attempts
             attempts += 1
-            result = await to_thread(run)
+            result = execute(writes)
             if attempts == 1:
                 raise OperationalError("insert", {}, Exception("the connection is lost"))
             return result
 
-        monkeypatch.setattr(asyncio, "to_thread", lose_the_answer)
+        monkeypatch.setattr(store._writer, "_execute", lose_the_answer)
         assert await store.accept(row, encode_operation(row.operation), SESSION)
         assert attempts == 2
         assert not await store.accept(row, encode_operation(row.operation))
@@ -314,6 +317,38 @@ def test_cancellation_leaves_no_open_transaction(tmp_path: Path) -> None:
         await asyncio.gather(*writing, return_exceptions=True)
         stored = {row.id for row in await store.pending_requests()}
         assert {row.id for row, task in zip(rows, writing, strict=True) if not task.cancelled()} <= stored
+        await store.close()
+
+    asyncio.run(main())
+
+
+def test_reads_wait_while_the_disk_is_full(tmp_path: Path) -> None:
+    """SQLite may need to write to its index before it can read. Fails with `connect` in place of `_read`."""
+
+    async def main() -> None:
+        store = await open_store(tmp_path)
+        await store.put(SESSION, MODEL)
+        row = queued_request("r1", "o", MODEL.id, 1, 1, WORKS[0])
+        assert await store.accept(row, encode_operation(row.operation))
+        failures: list[int] = []
+
+        def fail(*_: object) -> None:
+            if failures.pop():
+                error = sqlite3.OperationalError("database or disk is full")
+                error.sqlite_errorcode = sqlite3.SQLITE_FULL
+                raise OperationalError("select", {}, error)
+
+        event.listen(store.database.sync_engine, "before_cursor_execute", fail)
+        for read in (
+            store.pending_requests,
+            store.highest_seqs,
+            lambda: store.requests_to_replay(MODEL),
+            lambda: store.last_used([MODEL]),
+        ):
+            failures[:] = [0] * 9 + [1]
+            await read()
+            assert len(failures) < 9, "read again"
+        event.remove(store.database.sync_engine, "before_cursor_execute", fail)
         await store.close()
 
     asyncio.run(main())

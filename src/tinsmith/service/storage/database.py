@@ -8,6 +8,7 @@ with synchronous=FULL: what is committed survives the death of any process and a
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
@@ -37,7 +38,8 @@ SQUASHED_REVISIONS = ("0001", "0002", "0003", "0004")
 _SERVER_LOCK, _MIGRATION_LOCK = 0x74696E73, 0x74696E74
 """Keys of PostgreSQL's advisory locks."""
 _PING_S = 5.0
-_RETRY_S = 0.5
+RETRY_S = 0.5
+"""Time between two attempts while the database is unavailable."""
 _TRANSIENT_SQLITE_ERRORS = {
     *(sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_PROTOCOL),
     *(sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY),
@@ -86,24 +88,59 @@ async def retry_while_unavailable(engine: AsyncEngine, work: Callable[[], Awaita
     while True:
         try:
             return await work()
-        except DataError as error:
-            reason = str(error.orig).partition("\n")[0]
-            raise BadRequest(
-                f"The database cannot store this: {reason}.", "Leave out NUL characters and NaN."
-            ) from error
         except DBAPIError as error:
-            if not _is_transient(engine, error):
-                raise
+            if not is_transient(engine, error):
+                raise described(error) from error
             log.warning("%s does not answer; waiting for it: %s", display_url(engine), error.orig)
-        await asyncio.sleep(_RETRY_S)
+        await asyncio.sleep(RETRY_S)
 
 
-def _is_transient(engine: AsyncEngine, error: DBAPIError) -> bool:
-    """Whether the same work may succeed later."""
+def described(error: BaseException) -> BaseException:
+    """BadRequest in place of the error of a value that the database cannot store; any other error as it is."""
+    if not isinstance(error, DataError):
+        return error
+    reason = str(error.orig).partition("\n")[0]
+    return BadRequest(f"The database cannot store this: {reason}.", "Leave out NUL characters and NaN.")
+
+
+def is_transient(engine: AsyncEngine | Engine, error: BaseException) -> bool:
+    """Whether the same work may succeed later: the database, or the disk of its files, is unavailable.
+
+    At such an error SQLite ends the transaction by itself, and leaving a savepoint then raises another one: the cause
+    is in its context.
+    """
+    return any(_is_transient(engine, each) for each in _with_contexts(error))
+
+
+def is_full_disk(error: BaseException) -> bool:
+    """Whether SQLite, or a file beside it, found no room on the disk."""
+    return any(_is_full_disk(each) for each in _with_contexts(error))
+
+
+def _with_contexts(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and the errors during whose handling it was raised."""
+    while error is not None:
+        yield error
+        error = error.__context__
+
+
+def _is_transient(engine: AsyncEngine | Engine, error: BaseException) -> bool:
+    if not isinstance(error, DBAPIError):
+        return isinstance(error, OSError)
     if engine.dialect.name == "postgresql":
         return isinstance(error, OperationalError) or error.connection_invalidated
-    code = vars(error.orig).get("sqlite_errorcode", 0)  # errors raised by Python's own layer have none
-    return code & 0xFF in _TRANSIENT_SQLITE_ERRORS
+    return _sqlite_code(error) in _TRANSIENT_SQLITE_ERRORS
+
+
+def _is_full_disk(error: BaseException) -> bool:
+    if isinstance(error, DBAPIError):
+        return _sqlite_code(error) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)
+    return isinstance(error, OSError) and error.errno == errno.ENOSPC
+
+
+def _sqlite_code(error: DBAPIError) -> int:
+    """SQLite's primary error code; 0 for errors of other databases and of Python's own layer."""
+    return vars(error.orig).get("sqlite_errorcode", 0) & 0xFF
 
 
 async def uninterrupted(work: Awaitable[R]) -> R:
@@ -116,7 +153,7 @@ async def uninterrupted(work: Awaitable[R]) -> R:
         raise
 
 
-def display_url(engine: AsyncEngine) -> str:
+def display_url(engine: AsyncEngine | Engine) -> str:
     """The database's URL without its password."""
     return engine.url.render_as_string(hide_password=True)
 
@@ -249,7 +286,8 @@ def _revision_of(db: Connection) -> str | None:
 def _configure_sqlite(connection: Any, _record: Any) -> None:
     connection.isolation_level = None  # `_begin_sqlite` begins transactions: the driver leaves DDL outside of them
     cursor = connection.cursor()
-    for pragma in ("busy_timeout=10000", "synchronous=FULL"):
+    # auto_vacuum first: it takes effect in an empty file only, and at a VACUUM.
+    for pragma in ("auto_vacuum=INCREMENTAL", "busy_timeout=10000", "synchronous=FULL"):
         cursor.execute(f"PRAGMA {pragma}")
     _enable_wal(cursor)
     cursor.close()

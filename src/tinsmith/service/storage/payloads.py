@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 
+from pydantic_core import to_json
+
 from tinsmith.engine.base import AdamParams, Pass
 from tinsmith.engine.custom_loss.graph import read_text
 from tinsmith.engine.training.loss_specs import CUSTOM
 from tinsmith.service.storage.records import (
     CreateModel,
+    ForkModel,
     LoadWeights,
     Operation,
     OptimStep,
@@ -20,9 +23,10 @@ from tinsmith.service.storage.records import (
 )
 from tinsmith.service.wire.protobuf import GRAPH, decode_pass
 
-_KINDS: dict[str, type[CreateModel | LoadWeights | SaveState | SaveSampler | SaveExternal]] = {
+_KINDS: dict[str, type[CreateModel | LoadWeights | ForkModel | SaveState | SaveSampler | SaveExternal]] = {
     "create": CreateModel,
     "load": LoadWeights,
+    "fork": ForkModel,
     "save_state": SaveState,
     "save_sampler": SaveSampler,
     "save_external": SaveExternal,
@@ -41,8 +45,8 @@ def kind_of(operation: Operation) -> str:
 def encode_operation(operation: Operation) -> bytes:
     """The payload of any operation except a pass, whose body is stored as received."""
     if isinstance(operation, OptimStep):
-        return json.dumps(asdict(operation.adam)).encode()
-    if isinstance(operation, CreateModel | LoadWeights | SaveState | SaveSampler | SaveExternal):
+        return to_json(operation.adam)
+    if isinstance(operation, CreateModel | LoadWeights | ForkModel | SaveState | SaveSampler | SaveExternal):
         return json.dumps(asdict(operation)).encode()
     raise TypeError(f"{type(operation).__name__} is not stored")
 
@@ -51,7 +55,7 @@ def decode_operation(kind: str, model_id: str, payload: bytes) -> Operation:
     """The operation in a payload."""
     if kind in ("forward", "forward_backward"):
         operation = replace(decode_pass(payload)[1], model_id=model_id)
-        graph = operation.loss_config.get(GRAPH)  # `append_graph` put it there when the request was accepted
+        graph = operation.loss_config.get(GRAPH)  # put there when the request was accepted
         if operation.loss_fn == CUSTOM and isinstance(graph, str):
             return replace(operation, graph=read_text(graph))
         return operation

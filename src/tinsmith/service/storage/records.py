@@ -8,11 +8,15 @@ seconds since 1970, UTC.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic_core import to_json
+
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass
+from tinsmith.engine.training.loss_specs import SHADOW
 from tinsmith.errors import TinsmithError
 
 PROTOBUF = "application/x-protobuf"
@@ -53,12 +57,32 @@ class Model:
     captured: str | None = None
     """Folder, under the journal, of the last captured state; None if the model is created from `lora` again."""
     captured_optimizer: bool = False
+    captured_digest: str | None = None
+    """The state's object in the object store, if there is one."""
     covered: int = 0
     """The captured state holds the effect of every request up to this seq_id."""
     used: float | None = None
     """When its last request came; set when the model ends, since its requests are deleted after that."""
     inflight: str | None = None
     """The version that its inflight sampling sessions use; each inflight save replaces it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Shadow:
+    """A model for hypothetical steps, in memory only. Nothing lists it, and it ends with its session or its engine."""
+
+    model: Model
+    ttl_s: float
+    """Seconds without a request after which it is freed."""
+    used: float = field(default_factory=time.monotonic)
+    """When its last request came or ended, by the monotonic clock."""
+    size_bytes: int = 0
+    """Memory that it takes after its first step."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether its time to live is over."""
+        return time.monotonic() - self.used > self.ttl_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,11 +126,22 @@ class Checkpoint:
     size_bytes: int = 0
     expires: float | None = None
     metadata: dict[str, str] | None = None
+    digest: str | None = None
+    """Its object in the object store, if there is one: the folder is a copy of it then, and may be missing."""
 
     @property
     def path(self) -> str:
         """Its tinker:// path."""
         return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredObject:
+    """An object of the object store, noted before it is uploaded. `id` is its digest."""
+
+    id: str
+    created: float
+    """When it was last published."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,6 +168,17 @@ class LoadWeights:
     checkpoint: str
     optimizer: bool
     creates: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkModel:
+    """load_weights of a shadow: share the weights of a checkpoint, or of a model in training. Never stored."""
+
+    path: str
+    checkpoint: str = ""
+    source: str = ""
+    """The model in training."""
+    optimizer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +230,16 @@ class RestoreModel:
 
 
 Operation = (
-    CreateModel | LoadWeights | Pass | OptimStep | SaveState | SaveSampler | SaveExternal | UnloadModel | RestoreModel
+    CreateModel
+    | LoadWeights
+    | ForkModel
+    | Pass
+    | OptimStep
+    | SaveState
+    | SaveSampler
+    | SaveExternal
+    | UnloadModel
+    | RestoreModel
 )
 
 
@@ -207,11 +262,30 @@ class QueuedRequest:
     tokens: int = 0
     alone: bool = False
     """Run it in a batch of its own: an engine died while it ran."""
+    yields: bool = False
+    """Whether the owner's other requests run first: it is of a shadow."""
+    source: str = ""
+    """The model in training that it forks: it runs after the requests of that model up to `source_seq`."""
+    source_seq: int = 0
+
+    def place(self, model_id: str) -> tuple[int, int]:
+        """Its place among the requests of its model, or of the model that it forks."""
+        return (self.seq, 0) if model_id == self.model_id else (self.source_seq, 1)
 
     @property
     def packs(self) -> bool:
         """Whether it can share a batch; all other requests are barriers for their model."""
-        return isinstance(self.operation, Pass)
+        return isinstance(self.operation, Pass) and not self.is_shadow
+
+    @property
+    def is_shadow(self) -> bool:
+        """Whether it is a pass of virtual optimizer steps, which runs beside the batches of other models."""
+        return isinstance(self.operation, Pass) and self.operation.loss_fn == SHADOW
+
+    @property
+    def in_background(self) -> bool:
+        """Whether it runs beside the batches."""
+        return self.is_shadow and not self.alone
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,7 +311,7 @@ class FutureResult:
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> FutureResult:
         """A successful result with a JSON body."""
-        return cls(body=json.dumps(values).encode())
+        return cls(body=to_json(values))
 
     @classmethod
     def failure(cls, error: TinsmithError) -> FutureResult:

@@ -1,8 +1,9 @@
 """The durable store: records, requests and results in SQLite or PostgreSQL.
 
 Small records (sessions, models, sampling sessions, checkpoints, custom losses) are also held in memory, so reading them
-costs nothing; payloads and results of requests are only in the database. Every method that writes is one transaction,
-and memory changes only after its commit. One process owns the database.
+costs nothing; payloads and results of requests are only in the database, or in files beside it, and shadows only in
+memory. Every method that writes is atomic; writes that wait at the same time share a transaction, and memory changes
+only after its commit. One process owns the database.
 
 A record is a row of its table, with a column for each field; a LoraSpec is JSON.
 """
@@ -11,131 +12,142 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-from sqlalchemy import Connection, Row, Table, and_, delete, func, select, update
-from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine
+from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy.ext.asyncio import AsyncEngine
 
-from tinsmith.engine.base import LoraSpec
-from tinsmith.service.storage.database import (
-    exclusive_access,
-    migrate,
-    open_engine,
-    retry_while_unavailable,
-    sync_engine_of,
-    uninterrupted,
+from tinsmith.service.storage.batch import (
+    AcceptedRequest,
+    Batch,
+    FinishedRequest,
+    Write,
+    insert_into,
+    record_from_row,
 )
-from tinsmith.service.storage.payloads import decode_operation, kind_of, queued_request
-from tinsmith.service.storage.records import (
-    Checkpoint,
-    CustomLoss,
-    FutureResult,
-    Model,
-    QueuedRequest,
-    ReplayedRequest,
-    SamplingSession,
-    Session,
-)
-from tinsmith.service.storage.tables import CHECKPOINTS, CUSTOM_LOSSES, MODELS, REQUESTS, SAMPLERS, SESSIONS
+from tinsmith.service.storage.compaction import database_bytes, empty_log, give_back_pages, prepare_file
+from tinsmith.service.storage.database import display_url, exclusive_access, migrate, open_engine, sync_engine_of
+from tinsmith.service.storage.memory import TABLES, Records, RecordT, StoredRecord
+from tinsmith.service.storage.payload_files import PAYLOADS_FOLDER, PayloadFiles
+from tinsmith.service.storage.records import Checkpoint, Model, QueuedRequest, SamplingSession, Shadow
+from tinsmith.service.storage.requests import StoredRequests
+from tinsmith.service.storage.tables import META, PAYLOADS, REQUESTS
+from tinsmith.service.storage.writer import GroupWriter, segments_in_use
 
-StoredRecord = Session | Model | SamplingSession | Checkpoint | CustomLoss
-RecordT = TypeVar("RecordT", Session, Model, SamplingSession, Checkpoint, CustomLoss)
-TABLES: dict[type[StoredRecord], Table] = {
-    Session: SESSIONS,
-    Model: MODELS,
-    SamplingSession: SAMPLERS,
-    Checkpoint: CHECKPOINTS,
-    CustomLoss: CUSTOM_LOSSES,
-}
-MAX_QUERY_IDS = 10_000
-"""Ids in one query: databases limit the number of parameters."""
-_INSERT: dict[str, Any] = {"sqlite": sqlite.insert, "postgresql": postgresql.insert}
-"""Standard SQL has no upsert; these two databases have the same one."""
+__all__ = [
+    "FinishedRequest",
+    "Store",
+    "StoredRecord",
+    "exclusive_store",
+    "insert_into",
+    "open_store",
+    "record_from_row",
+]
+
 R = TypeVar("R")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FinishedRequest:
-    """A request with its result. Requests of one `batch` ran together."""
-
-    request: QueuedRequest
-    result: FutureResult
-    batch: int = 0
-
-
-class Store:
+class Store(StoredRequests):
     """The records and requests of one database. Made by `open_store` and `exclusive_store`."""
 
-    def __init__(self, engine: AsyncEngine) -> None:
-        self._engine = self.database = engine
+    def __init__(self, engine: AsyncEngine, data: Path) -> None:
+        # PostgreSQL keeps payloads in their rows: a copy of the database is complete then.
+        files = PayloadFiles(data / PAYLOADS_FOLDER) if engine.dialect.name == "sqlite" else None
+        super().__init__(engine, files)
+        self.database = engine
         self._sync_engine = sync_engine_of(engine)
-        self._writing = asyncio.Lock()
-        self._records: dict[type[StoredRecord], dict[str, Any]] = {kind: {} for kind in TABLES}
-        self._by_run: dict[str, dict[str, Checkpoint]] = {}
-        """Run -> its checkpoints by id: every save looks up names of one run."""
+        self._records = Records()
+        self._writer = GroupWriter(self._sync_engine, self._records, files)
+        self.shadows: dict[str, Shadow] = {}
+        """By model id. `find` finds their models, `all` leaves them out; their requests are not stored."""
+        self._dropped: dict[str, int] = {}
+        """Model -> the seq_id up to which payloads of its requests are deleted."""
+        self.row_counts: dict[str, int] = {}
+        """Rows of each table when they were last counted."""
+
+    @property
+    def name(self) -> str:
+        """The database's URL without its password; `sqlite` for the file in the data folder."""
+        return "sqlite" if self._engine.dialect.name == "sqlite" else display_url(self._engine)
+
+    def on_full_disk(self, release: Callable[[], None]) -> None:
+        """Call `release` when a transaction found the disk full, before it is repeated."""
+        self._writer.on_full_disk = release
 
     async def load(self) -> None:
-        """Read all records into memory."""
+        """Read all records into memory, and remove the payload files that nothing refers to."""
         async with self._engine.connect() as db:
             for kind, table in TABLES.items():
-                for row in await db.execute(select(table).order_by(table.c.created, table.c.id)):
-                    self._keep([record_from_row(kind, row)])
+                rows = await db.execute(select(table).order_by(table.c.created, table.c.id))
+                self._records.apply({(kind, row.id): record_from_row(kind, row) for row in rows})
+            if self._files is not None:
+                self._files.remove_all_but(await db.run_sync(segments_in_use))
 
     async def close(self) -> None:
         """Close the connections."""
+        await self._writer.close()
+        if self._files is not None:
+            self._files.close()
         self._sync_engine.dispose()
         await self._engine.dispose()
+
+    @property
+    def is_available(self) -> bool:
+        """Whether the last transaction reached the database and its disk."""
+        return self._writer.is_available
 
     # Records.
 
     def find(self, kind: type[RecordT], key: str) -> RecordT | None:
         """The record with this id, or None."""
-        return self._records[kind].get(key)
+        record = self._records.find(kind, key)
+        if record is None and kind is Model and (shadow := self.shadows.get(key)) is not None:
+            return cast(RecordT, shadow.model)
+        return record
 
     def all(self, kind: type[RecordT]) -> list[RecordT]:
         """All records of a kind, oldest first."""
-        return list(self._records[kind].values())
+        return self._records.all(kind)
 
     def checkpoints_of_run(self, run: str) -> list[Checkpoint]:
         """A run's checkpoints, unnamed ones included, oldest first."""
-        return list(self._by_run.get(run, {}).values())
+        return self._records.of_run(run)
+
+    def users_of(self, version: str) -> list[SamplingSession | Model]:
+        """The sampling sessions that sample from a version, and the models whose inflight version it is."""
+        return self._records.users_of(version)
+
+    def checkpoint_bytes(self, owner: str) -> int:
+        """Size of all checkpoints of an owner, unnamed ones included."""
+        return self._records.stored_bytes[owner]
+
+    def count_sampling_sessions(self, session_id: str) -> int:
+        """Number of a session's sampling sessions."""
+        return self._records.sampling_sessions[session_id]
 
     async def put(self, *records: StoredRecord) -> None:
-        """Insert or replace records in one transaction."""
-        async with self._writing:
-            await self._transaction(lambda db: upsert_records(db, records))
-            self._keep(records)
+        """Insert or replace records."""
+        await self._write(lambda batch: batch.put(*records))
 
     async def update(self, kind: type[RecordT], key: str, **changes: Any) -> RecordT | None:
         """Change fields of a record and return it; None if it is gone. For records that several tasks write."""
-        async with self._writing:
-            record = self.find(kind, key)
-            if record is None:
-                return None
-            record = replace(record, **changes)
-            await self._transaction(lambda db: upsert_records(db, [record]))
-            self._keep([record])
+
+        def change(batch: Batch) -> RecordT | None:
+            record = batch.find(kind, key)
+            if record is not None:
+                record = replace(record, **changes)
+                batch.put(record)
             return record
+
+        return await self._write(change)
 
     async def remove(self, *records: StoredRecord) -> None:
         """Delete records."""
-
-        def delete_all(db: Connection) -> None:
-            for record in records:
-                table = TABLES[type(record)]
-                db.execute(delete(table).where(table.c.id == record.id))
-
-        async with self._writing:
-            await self._transaction(delete_all)
-            for record in records:
-                self._records[type(record)].pop(record.id, None)
-                if isinstance(record, Checkpoint):
-                    self._by_run.get(record.run, {}).pop(record.id, None)
+        await self._write(lambda batch: batch.remove(*records))
 
     # Requests.
 
@@ -144,172 +156,111 @@ class Store:
 
         False, and nothing is stored, if a request with this id was accepted before.
         """
-        values = {
-            "id": request.id,
-            "owner": request.owner,
-            "model_id": request.model_id,
-            "seq": request.seq,
-            "kind": kind_of(request.operation),
-            "created": time.time(),
-            "state": "pending",
-            "payload": payload,
-            "batch": 0,
-        }
-        inserted = False
+        if self._use_shadow(request.model_id):
+            return True
+        new = AcceptedRequest(request=request, payload=payload)
 
-        def insert(db: Connection) -> bool:
-            nonlocal inserted
-            statement = insert_into(db, REQUESTS).values(values).on_conflict_do_nothing().returning(REQUESTS.c.id)
-            # A conflict after an earlier attempt is with this request: the database could not report that it committed.
-            inserted = db.execute(statement).first() is not None or inserted
-            if inserted:
-                upsert_records(db, records)
-            return inserted
+        def put_records(batch: Batch) -> bool:
+            if new.is_new:
+                batch.put(*records)
+            return new.is_new
 
-        async with self._writing:
-            if not await self._transaction(insert):
-                return False
-            self._keep(records)
-        return True
+        return await self._writer.submit(Write(apply=put_records, new=new))
 
     async def finish(self, finished: Sequence[FinishedRequest], *records: StoredRecord) -> None:
         """Store results, with the records that the requests changed. The first result of a request stays."""
+        finished = [end for end in finished if not self._use_shadow(end.request.model_id)]
+        records = tuple(record for record in records if not self._keep_shadow(record))
+        if not (finished or records):
+            return
 
-        def store_results(db: Connection) -> None:
-            for end in finished:
-                values = {
-                    "state": "failed" if end.result.failed else "done",
-                    "batch": end.batch,
-                    "done": time.time(),
-                    "status": end.result.status,
-                    "media": end.result.media,
-                    "body": end.result.body,
-                }
-                pending = and_(REQUESTS.c.id == end.request.id, REQUESTS.c.state == "pending")
-                db.execute(update(REQUESTS).where(pending).values(values))
-            upsert_records(db, records)
+        def store_results(batch: Batch) -> None:
+            batch.finish(*finished)
+            batch.put(*records)
 
-        async with self._writing:
-            await self._transaction(store_results)
-            self._keep(records)
+        await self._write(store_results)
+
+    def mark_fetched(self, request_id: str) -> None:
+        """A client has fetched the result of a request. Stored with the next write; a crash may lose it."""
+        now = time.time()
+        self._writer.submit_later(Write(apply=lambda batch: batch.mark_fetched(request_id, now)))
 
     async def cover(self, model: Model) -> None:
-        """Store a model with a newly captured state, and delete the payloads of the requests that it covers."""
-        covered = and_(REQUESTS.c.model_id == model.id, REQUESTS.c.seq <= model.covered, REQUESTS.c.state != "pending")
+        """Store a model with a newly captured state, and delete the payloads of the requests that it covers.
 
-        def cover_requests(db: Connection) -> None:
-            upsert_records(db, [model])
-            db.execute(update(REQUESTS).where(covered).values(payload=None))
-
-        async with self._writing:
-            await self._transaction(cover_requests)
-            self._keep([model])
-
-    async def prune(self, before: float, ended_models: Sequence[str]) -> None:
-        """Delete results older than `before`, and all old requests of ended models."""
-        old = and_(REQUESTS.c.state != "pending", REQUESTS.c.done < before)
-
-        def delete_old(db: Connection) -> None:
-            db.execute(update(REQUESTS).where(old, REQUESTS.c.body.is_not(None)).values(body=None))
-            for model in ended_models:
-                db.execute(delete(REQUESTS).where(old, REQUESTS.c.model_id == model))
-
-        async with self._writing:
-            await self._transaction(delete_old)
-
-    async def result(self, request_id: str, owner: str) -> tuple[str, FutureResult | None] | None:
-        """(state, result) of a request, or None if there is no such request. A pending or pruned result is None."""
-        query = select(REQUESTS).where(REQUESTS.c.id == request_id, REQUESTS.c.owner == owner)
-
-        async def read() -> Row[Any] | None:
-            async with self._engine.connect() as db:
-                return (await db.execute(query)).first()
-
-        row = await retry_while_unavailable(self._engine, read)
-        if row is None:
-            return None
-        if row.body is None:
-            return row.state, None
-        failed = row.state == "failed"
-        return row.state, FutureResult(status=row.status, media=row.media, body=row.body, failed=failed)
-
-    async def pending_requests(self) -> list[QueuedRequest]:
-        """Accepted requests without a result, oldest first; `order` is their index."""
-        r = REQUESTS.c
-        query = select(REQUESTS).where(r.state == "pending").order_by(r.created, r.seq)
-        async with self._engine.connect() as db:
-            rows = (await db.execute(query)).all()
-        return [
-            queued_request(
-                row.id, row.owner, row.model_id, row.seq, order, decode_operation(row.kind, row.model_id, row.payload)
-            )
-            for order, row in enumerate(rows)
-        ]
-
-    async def highest_seqs(self) -> dict[str, tuple[int, int]]:
-        """Model -> (highest accepted seq_id, highest seq_id with a result or -1)."""
-        finished = func.max(REQUESTS.c.seq).filter(REQUESTS.c.state != "pending")
-        query = select(REQUESTS.c.model_id, func.max(REQUESTS.c.seq), finished).group_by(REQUESTS.c.model_id)
-        async with self._engine.connect() as db:
-            rows = await db.execute(query)
-            return {model: (accepted, done if done is not None else -1) for model, accepted, done in rows}
-
-    async def requests_to_replay(self, model: Model) -> list[ReplayedRequest]:
-        """The successful requests after the model's captured state, in order.
-
-        `forward` requests are left out: they change nothing in a model, and would split the batch around them.
+        All of them have ended, since the requests of a model run in order.
         """
-        r = REQUESTS.c
-        query = select(r.id, r.seq, r.kind, r.batch, r.payload).where(
-            r.model_id == model.id, r.seq > model.covered, r.state == "done", r.kind != "forward"
-        )
-        async with self._engine.connect() as db:
-            rows = (await db.execute(query.order_by(r.seq))).all()
-        return [
-            ReplayedRequest(id=row.id, seq=row.seq, kind=row.kind, batch=row.batch, payload=row.payload) for row in rows
-        ]
+        r, p = REQUESTS.c, PAYLOADS.c
+        after = self._dropped.get(model.id, -1)
+        covered = (r.model_id == model.id, r.seq > after, r.seq <= model.covered, r.state != "pending")
 
-    async def last_used(self, models: Sequence[Model]) -> list[float]:
-        """The time of each model's last request."""
-        r = REQUESTS.c
-        query = select(r.model_id, func.max(r.created)).group_by(r.model_id)
-        last: dict[str, float | None] = {}
-        async with self._engine.connect() as db:
-            for start in range(0, len(models), MAX_QUERY_IDS):
-                ids = [model.id for model in models[start : start + MAX_QUERY_IDS]]
-                last.update((model, created) for model, created in await db.execute(query.where(r.model_id.in_(ids))))
-        return [last.get(model.id) or model.used or model.created for model in models]
+        def cover_requests(batch: Batch) -> None:
+            batch.put(model)
+            batch.db.execute(update(REQUESTS).where(*covered, r.payload.is_not(None)).values(payload=None))
+            if self._files is not None:
+                of_requests = p.id.in_(select(r.id).where(*covered))
+                batch.db.execute(delete(PAYLOADS).where(p.model_id == model.id, p.seq <= model.covered, of_requests))
+                batch.dropped_files = True
+
+        await self._write(cover_requests)
+        self._dropped[model.id] = model.covered
+        if model.state == "ended":
+            del self._dropped[model.id]
 
     # Transactions.
 
     async def write(self, work: Callable[[Connection], R]) -> R:
         """Run a transaction on tables without records here. Raises, without waiting, if the database is unavailable."""
-        async with self._writing:
-            return await self._attempt(work)
+        return await self._writer.submit(Write(apply=lambda batch: work(batch.db), waits=False))
 
-    async def _transaction(self, work: Callable[[Connection], R]) -> R:
-        """Run a transaction, and wait while the database is unavailable."""
-        return await retry_while_unavailable(self._engine, lambda: self._attempt(work))
+    async def run(self, work: Callable[[Connection], R]) -> R:
+        """The same, and wait while the database is unavailable."""
+        return await self._write(lambda batch: work(batch.db))
 
-    async def _attempt(self, work: Callable[[Connection], R]) -> R:
-        """Run a transaction in a thread. A cancelled caller waits for its end."""
+    async def _write(self, apply: Callable[[Batch], R]) -> R:
+        return await self._writer.submit(Write(apply=apply))
 
-        def run() -> R:
-            with self._sync_engine.begin() as db:
-                return work(db)
+    # Size.
 
-        return await uninterrupted(asyncio.to_thread(run))
+    async def compact(self) -> None:
+        """Give unused space back to the disk, and count the rows."""
+        given_back = 0
+        while pages := await self.run(give_back_pages):
+            given_back += pages
+        await asyncio.to_thread(empty_log, self._sync_engine, *([0] if given_back else []))
+        async with self._engine.connect() as db:
+            for table in META.sorted_tables:
+                count = select(func.count()).select_from(table)
+                self.row_counts[table.name] = (await db.execute(count)).scalar_one()
 
-    def _keep(self, records: Iterable[StoredRecord]) -> None:
-        for record in records:
-            self._records[type(record)][record.id] = record
-            if isinstance(record, Checkpoint):
-                self._by_run.setdefault(record.run, {})[record.id] = record
+    def database_bytes(self) -> int:
+        """Size of the database's files."""
+        return database_bytes(self._sync_engine)
+
+    def payload_bytes(self) -> int:
+        """Size of the payload files."""
+        return sum(self._files.segments().values()) if self._files is not None else 0
+
+    # Shadows.
+
+    def _use_shadow(self, model_id: str) -> bool:
+        """Restart the time to live of a shadow; False for any other model."""
+        shadow = self.shadows.get(model_id)
+        if shadow is not None:
+            shadow.used = time.monotonic()
+        return shadow is not None
+
+    def _keep_shadow(self, record: StoredRecord) -> bool:
+        """Keep the new state of a shadow's model; False for any other record."""
+        if not (isinstance(record, Model) and record.id in self.shadows):
+            return False
+        self.shadows[record.id].model = record
+        return True
 
 
 async def open_store(data: Path, database: str | None = None) -> Store:
     """Open the store of a data folder, or of the database at a URL. Creates or upgrades its tables."""
-    return await _load_store(open_engine(data, database))
+    return await _load_store(open_engine(data, database), data)
 
 
 @asynccontextmanager
@@ -318,7 +269,7 @@ async def exclusive_store(data: Path, database: str | None) -> AsyncIterator[Sto
     engine = open_engine(data, database)
     try:
         async with exclusive_access(engine):
-            store = await _load_store(engine)
+            store = await _load_store(engine, data)
             try:
                 yield store
             finally:
@@ -327,37 +278,13 @@ async def exclusive_store(data: Path, database: str | None) -> AsyncIterator[Sto
         await engine.dispose()
 
 
-async def _load_store(engine: AsyncEngine) -> Store:
-    store = Store(engine)
+async def _load_store(engine: AsyncEngine, data: Path) -> Store:
+    store = Store(engine, data)
     try:
         await migrate(engine)
+        await asyncio.to_thread(prepare_file, store._sync_engine)
         await store.load()
     except BaseException:
         await store.close()
         raise
     return store
-
-
-def insert_into(db: AsyncConnection | Connection, table: Table) -> Any:
-    """An insert statement that supports ON CONFLICT."""
-    return _INSERT[db.dialect.name](table)
-
-
-def upsert_records(db: Connection, records: Iterable[StoredRecord]) -> None:
-    """Insert or replace records."""
-    for record in records:
-        table = TABLES[type(record)]
-        values = {field.name: _column_value(getattr(record, field.name)) for field in fields(record)}
-        db.execute(insert_into(db, table).values(values).on_conflict_do_update(index_elements=["id"], set_=values))
-
-
-def record_from_row(kind: type[StoredRecord], row: Row[Any]) -> StoredRecord:
-    """The record in a row of its table."""
-    values = dict(row._mapping)
-    if "lora" in values:
-        values["lora"] = LoraSpec(**values["lora"])
-    return kind(**values)
-
-
-def _column_value(value: Any) -> Any:
-    return {field.name: getattr(value, field.name) for field in fields(value)} if isinstance(value, LoraSpec) else value

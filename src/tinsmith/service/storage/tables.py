@@ -52,6 +52,7 @@ MODELS = Table(
     Column("state", String, nullable=False),
     Column("captured", String),
     Column("captured_optimizer", Boolean, nullable=False),
+    Column("captured_digest", String),
     Column("covered", BigInteger, nullable=False),
     Column("used", Float),
     Column("inflight", String),
@@ -90,6 +91,15 @@ CHECKPOINTS = Table(
     Column("size_bytes", BigInteger, nullable=False),
     Column("expires", Float),
     Column("metadata", JSON),
+    Column("digest", String),
+)
+
+# Objects of the object store, those that nothing refers to any more included.
+OBJECTS = Table(
+    "objects",
+    META,
+    Column("id", String, primary_key=True),
+    Column("created", Float, nullable=False),
 )
 
 CUSTOM_LOSSES = Table(
@@ -122,7 +132,23 @@ REQUESTS = Table(
     Column("media", String),
     # The result; deleted when its retention time is over.
     Column("body", LargeBinary),
+    # When a client last fetched the result.
+    Column("fetched", Float),
     Index("requests_of_model", "model_id", "seq"),
+    Index("requests_by_end", "done"),
+)
+
+# Payloads of requests that are in a file, in place of the column `payload` (payload_files.py).
+PAYLOADS = Table(
+    "payloads",
+    META,
+    Column("id", String, primary_key=True),
+    Column("model_id", String, nullable=False),
+    Column("seq", BigInteger, nullable=False),
+    Column("segment", BigInteger, nullable=False),
+    Column("offset", BigInteger, nullable=False),
+    Column("size", BigInteger, nullable=False),
+    Index("payloads_of_model", "model_id", "seq"),
 )
 
 KEYS = Table(

@@ -1,0 +1,81 @@
+"""The size of a SQLite database's files: free pages are given back to the disk, and its log is kept short."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+from pathlib import Path
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DBAPIError
+
+log = logging.getLogger(__name__)
+
+VACUUM_BYTES = 512 << 20
+"""Largest file that is rewritten at a start, which takes seconds, so that its free pages can be given back later."""
+PAGES = 2000
+"""Free pages that one transaction gives back: 8 MiB."""
+SPARE_PAGES = 1000
+"""Free pages that stay for the next rows."""
+LOG_BYTES = 32 << 20
+"""A log of this size is written to the database and emptied."""
+
+
+def prepare_file(engine: Engine) -> None:
+    """Rewrite a database of an earlier version, once, if it is small. A failure only leaves the file as it is."""
+    if engine.dialect.name != "sqlite" or (size := database_bytes(engine)) > VACUUM_BYTES:
+        return
+    with engine.connect() as db:
+        driver = db.connection.driver_connection  # VACUUM needs a connection without a transaction
+        assert driver is not None
+        if driver.execute("PRAGMA auto_vacuum").fetchone()[0] == 2:
+            return
+        log.info("Rewriting the database once, so that it shrinks from now on (%.0f MB).", size / 1e6)
+        try:
+            driver.execute("PRAGMA auto_vacuum=INCREMENTAL")
+            driver.execute("VACUUM")
+        except sqlite3.Error as error:
+            log.warning("The database cannot be rewritten: %s", error)
+
+
+def give_back_pages(db: Connection) -> int:
+    """Give free pages of SQLite back to the disk. Returns their number; 0 if few are left."""
+    if db.dialect.name != "sqlite":
+        return 0
+    free = db.exec_driver_sql("PRAGMA freelist_count").scalar_one() - SPARE_PAGES
+    if free <= 0:
+        return 0
+    driver = db.connection.driver_connection
+    assert driver is not None
+    driver.execute(f"PRAGMA incremental_vacuum({min(free, PAGES)})").fetchall()  # each fetch gives back one page
+    return min(free, PAGES)
+
+
+def empty_log(engine: Engine, at_bytes: int = LOG_BYTES) -> None:
+    """Write a log of SQLite that has reached a size to the database, which may shrink then, and empty it."""
+    if engine.dialect.name != "sqlite" or _size(_file(engine).with_name(f"{_file(engine).name}-wal")) < at_bytes:
+        return
+    with engine.connect() as db:
+        driver = db.connection.driver_connection
+        assert driver is not None
+        driver.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+
+def database_bytes(engine: Engine) -> int:
+    """Size of the files of a SQLite database; of a PostgreSQL database, as it says."""
+    if engine.dialect.name == "sqlite":
+        file = _file(engine)
+        return _size(file) + _size(file.with_name(f"{file.name}-wal"))
+    try:
+        with engine.connect() as db:
+            return db.exec_driver_sql("select pg_database_size(current_database())").scalar_one()
+    except DBAPIError:
+        return 0
+
+
+def _file(engine: Engine) -> Path:
+    return Path(engine.url.database or "")
+
+
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.is_file() else 0

@@ -1,0 +1,171 @@
+"""Copies of checkpoints and captured states in an object store, and the folders here that are copies of its objects.
+
+With a store, a record names its object by digest, and its folder here is a cache: it is fetched again when
+it is missing, so the data folder's disk may be lost. Without one, folders are all there is and nothing here does
+anything. An object is noted in the database before it is uploaded, and deleted once no record has named it for a day.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from tinsmith.atomic import folder_size
+from tinsmith.service.storage.records import Checkpoint, Model, StoredObject
+from tinsmith.service.storage.store import Store
+
+if TYPE_CHECKING:
+    from tinsmith.engine.cluster.objects import ObjectStore
+
+log = logging.getLogger(__name__)
+
+R = TypeVar("R")
+RETRY_S = 5.0
+"""Time between two attempts while the store is unavailable."""
+COLLECT_S = 60.0
+"""Time between two rounds of deletion."""
+UNNAMED_S = 86_400.0
+"""Time that an object stays which no record names: the record of a publication may follow later."""
+UNUSED_S = 600.0
+"""Least time that a folder stays after its last use: an engine may be reading it."""
+
+
+class ObjectCopies:
+    """The object store of one service, if it has one. `data` is the folder with the copies of `cache_bytes` at most."""
+
+    def __init__(
+        self, store: Store, objects: ObjectStore | None = None, data: Path = Path(), cache_bytes: int = 0
+    ) -> None:
+        self._store, self._objects = store, objects
+        self._data, self._cache_bytes = data, cache_bytes
+        self._lock = asyncio.Lock()
+        """Held while an object is published or deleted: a new record may name an object that is about to be deleted."""
+        self._fetching: dict[Path, asyncio.Lock] = {}
+        self._failed = float("-inf")
+        """When the store last did not answer, by the monotonic clock."""
+
+    @property
+    def is_available(self) -> bool:
+        """Whether there is no store, or it may answer."""
+        return time.monotonic() - self._failed > RETRY_S
+
+    async def publish(self, folder: Path, *, waits: bool) -> str | None:
+        """Store a folder's files as an object and return its digest; None without a store.
+
+        While the store is unavailable it waits, or raises EngineError. The caller stores the digest in a record.
+        """
+        if self._objects is None:
+            return None
+        from tinsmith.engine.cluster.objects import Manifest
+
+        objects = self._objects
+        manifest = await asyncio.to_thread(Manifest.of, folder)
+        async with self._lock:
+            await self._store.put(StoredObject(id=manifest.digest, created=time.time()))
+            return await self._call(lambda: objects.publish(folder, manifest), waits=waits)
+
+    async def ensure(self, folder: Path, digest: str | None) -> Path:
+        """The folder, fetched from its object if it is missing. Waits while the store is unavailable.
+
+        Raises MissingObjectError if the store does not have the object any more.
+        """
+        if self._objects is None or digest is None:
+            return folder
+        objects = self._objects
+        async with self._fetching.setdefault(folder, asyncio.Lock()):
+            if not folder.is_dir():
+                log.info("Fetching %s from %s.", digest, objects.url)
+                await self._call(lambda: objects.fetch(digest, folder), waits=True)
+            with suppress(FileNotFoundError):
+                os.utime(folder)  # its last use
+        self._fetching.pop(folder, None)
+        return folder
+
+    async def run(self) -> None:
+        """Forever: delete objects that no record names, and folders that the cache has no room for."""
+        while True:
+            await asyncio.sleep(COLLECT_S)
+            await self.collect(time.time())
+            await self.trim(time.time())
+
+    async def collect(self, now: float) -> int:
+        """Delete the objects that no record has named for a day. Returns their number."""
+        if self._objects is None:
+            return 0
+        objects, deleted = self._objects, 0
+        for stored in self._store.all(StoredObject):
+            async with self._lock:
+                current = self._store.find(StoredObject, stored.id)
+                if current is None or now - current.created < UNNAMED_S or stored.id in self._named():
+                    continue
+                await self._call(lambda digest=stored.id: objects.delete(digest), waits=False)
+                await self._store.remove(current)
+                deleted += 1
+        return deleted
+
+    async def trim(self, now: float) -> int:
+        """Delete the least recently used folders that have objects, down to the size of the cache. Returns how many."""
+        checkpoints = self._data / "checkpoints"
+        folders = {checkpoints / checkpoint.id for checkpoint in self._store.all(Checkpoint) if digest_of(checkpoint)}
+        folders |= {self._data / "journal" / str(each.captured) for each in self._store.all(Model) if digest_of(each)}
+        return await asyncio.to_thread(_trim, folders, self._cache_bytes, now)
+
+    def _named(self) -> set[str | None]:
+        records = [*self._store.all(Checkpoint), *self._store.all(Model)]
+        return {digest_of(record) for record in records}
+
+    async def _call(self, work: Callable[[], R], *, waits: bool) -> R:
+        """Run the work in a thread, again and again while the store is unavailable if the caller waits."""
+        from tinsmith.engine.cluster.objects import StoreUnavailableError
+
+        while True:
+            try:
+                return await asyncio.to_thread(work)
+            except StoreUnavailableError as error:
+                self._failed = time.monotonic()
+                if not waits:
+                    raise
+                log.warning("%s The next attempt is in %.0f s.", error, RETRY_S)
+            await asyncio.sleep(RETRY_S)
+
+
+def open_objects(url: str) -> ObjectStore:
+    """The object store at a URL. Raises ConfigError if it cannot be written."""
+    from tinsmith.engine.cluster.objects import (
+        ObjectStore,
+    )  # with fsspec, which a service without a store does not need
+
+    objects = ObjectStore(url)
+    objects.check()
+    return objects
+
+
+def digest_of(record: Checkpoint | Model) -> str | None:
+    """The object of a record's folder; None if it has none, or needs it no more."""
+    if isinstance(record, Model):
+        return record.captured_digest if record.state != "ended" else None
+    return record.digest
+
+
+def _trim(folders: set[Path], limit: int, now: float) -> int:
+    used: dict[Path, tuple[float, int]] = {}
+    for folder in folders:
+        with suppress(FileNotFoundError):
+            used[folder] = folder.stat().st_mtime, folder_size(folder)
+    total, deleted = sum(size for _, size in used.values()), 0
+    for folder, (last, size) in sorted(used.items(), key=lambda each: each[1]):
+        if total <= limit or now - last < UNUSED_S:
+            break
+        gone = folder.with_name(f".{folder.name}.trimmed")
+        with suppress(FileNotFoundError):
+            folder.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+            total, deleted = total - size, deleted + 1
+    return deleted
