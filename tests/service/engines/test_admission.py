@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given, settings
@@ -88,7 +89,8 @@ def test_large_request_gets_its_turn_and_runs_alone() -> None:
         assert load.order.index("b1") < 20, "overtaken by all smaller requests"
         assert [name for name, _, _ in load.inside] == ["b1"], "an oversized request runs alone"
         large.cancel()
-        assert len(await load.settle()) == 9
+        await load.settle()
+        assert len(load.order) == 22, "all others fit"
         for task in load.tasks:
             task.cancel()
         await asyncio.gather(*load.tasks, return_exceptions=True)
@@ -114,6 +116,53 @@ def test_cancelled_waiters_leave_no_state() -> None:
         assert Load().admission_queue.waiting() == load.admission_queue.waiting() == {}
 
     asyncio.run(main())
+
+
+def test_small_requests_pass_a_large_one_within_a_bound() -> None:
+    """Break it: let `_may_pass` return False, or not count."""
+
+    async def main() -> None:
+        load = Load()
+        for number in range(6):
+            load.submit(f"a{number}", request())
+        load.submit("b0", request(answers=8))
+        for number in range(9):
+            load.submit(f"c{number}", request())
+        assert await load.settle() == [*(f"a{number}" for number in range(6)), "c0", "c1"], "a part of the capacity"
+        for number in range(6):
+            assert "b0" not in await load.end(f"a{number}")
+        assert load.order[-1] == "c1", "room is kept for the large request"
+        await load.end("c0")
+        assert load.order[8] == "b0"
+        while load.inside:
+            await load.end(load.inside[0][0])
+        assert len(load.order) == 16
+
+    asyncio.run(main())
+
+
+@given(
+    st.integers(1, 3000),
+    st.integers(1, 5000),
+    st.integers(1, 2000),
+    st.sampled_from([64 * 32, 2**16, 2**20]),
+    st.sampled_from([0, 1500]),
+)
+@settings(deadline=None)
+def test_parts_hold_all_samples_and_a_part_of_the_capacity(
+    answers: int, prompt: int, max_tokens: int, cache: int, states: int
+) -> None:
+    whole = replace(request(prompt, answers, max_tokens), prompt_logprobs=True, topk_prompt_logprobs=2)
+    queue = AdmissionQueue(cache)
+    queue.state_tokens = states
+    parts = queue.parts(whole)
+    numbers = [part.first_sample + number for part in parts for number in range(part.num_samples)]
+    assert numbers == list(range(answers))
+    assert [part.prompt_logprobs for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert len({part.request_id for part in parts}) == len(parts)
+    for part in parts:
+        assert part.num_samples == 1 or cache_reserve(part, states) <= cache // 4
+        assert part.num_samples <= 64
 
 
 COMING = st.lists(
@@ -151,3 +200,22 @@ def test_requests_run_once_within_capacity_in_tenant_order(
 def check(load: Load) -> None:
     assert sum(reserve for _, reserve, _ in load.inside) <= CACHE + CACHE // 8 or len(load.inside) == 1
     assert load.inside or not load.admission_queue.waiting(), "a request waits for an idle engine"
+
+
+def test_room_follows_the_number_of_samplers() -> None:
+    async def main() -> None:
+        load = Load()
+        for number in range(40):
+            load.submit(f"a{number}", request())
+        assert len(await load.settle()) == 9
+        load.admission_queue.resize(3)
+        assert len(await load.settle()) == 27
+        load.admission_queue.resize(1)
+        for _ in range(19):
+            await load.end(load.inside[0][0])
+        assert len(load.order) == 28, "what runs beyond the room of one ends first"
+        for task in load.tasks:
+            task.cancel()
+        await asyncio.gather(*load.tasks, return_exceptions=True)
+
+    asyncio.run(main())

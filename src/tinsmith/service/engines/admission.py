@@ -3,46 +3,97 @@
 An engine serves its requests in the order of arrival. What it cannot run yet waits here, in one queue per tenant;
 whenever a request ends, the next tenant's oldest is admitted. A thousand requests of one tenant delay the single
 request of another only until the engine has capacity for it.
+
+A request with many samples is admitted in parts, which take their turns like requests. While one that does not fit is
+next, those of other tenants pass it, until they have taken as much as a part.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from tinsmith.engine.base import SampleRequest
 from tinsmith.engine.sampling.capacity import MAX_SEQUENCES, cache_reserve
+from tinsmith.service.engines.queue_view import QueueEntry, QueueView, Throughput
 
 EXTRA_FRACTION = 8
 """One part in EXTRA_FRACTION is admitted beyond the engine's capacity, so that it can start the next at once."""
+PARTS = 4
+"""A part of a request takes at most one part in PARTS of the engine's capacity."""
 
 
 @dataclass(eq=False, slots=True)
 class _Ticket:
     owner: str
+    request_id: str
     sequences: int
     tokens: int
     turn: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    since: float = field(default_factory=time.monotonic)
     admitted: bool = False
+    passed_tokens: int = 0
+    """Cache tokens of later requests that were admitted while this one was next and did not fit."""
+    passed_sequences: int = 0
 
 
 class AdmissionQueue:
     """The waiting and running sampling requests of one engine."""
 
     def __init__(self, cache_tokens: int) -> None:
-        self._max_tokens = cache_tokens + cache_tokens // EXTRA_FRACTION
-        self._max_sequences = MAX_SEQUENCES + MAX_SEQUENCES // EXTRA_FRACTION
+        self._cache_tokens = cache_tokens
+        self._max_tokens = self._max_sequences = 0
+        self._part_tokens = cache_tokens // PARTS
         self._tokens = self._sequences = 0
+        self.state_tokens = 0
+        """Cache tokens that the recurrent states of a sequence are worth, once the model is loaded."""
         self._queues: dict[str, deque[_Ticket]] = {}
         """Waiting requests by tenant; the tenant whose turn it is comes first."""
+        self._running: dict[_Ticket, None] = {}
+        self._throughput = Throughput()
+        self._view = QueueView(self._list_entries, self._throughput)
+        self.resize(1)
+
+    def resize(self, samplers: int) -> None:
+        """Admit as much as `samplers` processes can run. What runs already stays; a part of a request, which one
+        process samples, keeps its size."""
+        self._max_tokens = samplers * (self._cache_tokens + self._cache_tokens // EXTRA_FRACTION)
+        self._max_sequences = samplers * (MAX_SEQUENCES + MAX_SEQUENCES // EXTRA_FRACTION)
+        self._admit_waiting()
+
+    def parts(self, request: SampleRequest) -> list[SampleRequest]:
+        """Requests for a part of the samples each, to be admitted one by one; only the first is for the prompt too."""
+        count = min(request.num_samples, MAX_SEQUENCES // PARTS)
+        while count > 1 and cache_reserve(replace(request, num_samples=count), self.state_tokens) > self._part_tokens:
+            count //= 2
+        first = replace(request, num_samples=count)
+        rest = replace(
+            request,
+            prompt_logprobs=False,
+            topk_prompt_logprobs=0,
+            target_prompt_logprobs=None,
+            prompt_alt_tokens_k=0,
+        )
+        return [first] + [
+            replace(
+                rest,
+                request_id=f"{request.request_id}/{start}",
+                first_sample=start,
+                num_samples=min(count, request.num_samples - start),
+            )
+            for start in range(count, request.num_samples, count)
+        ]
 
     @asynccontextmanager
     async def admit(self, owner: str, request: SampleRequest) -> AsyncIterator[None]:
         """Wait until the request is admitted. It counts as running for the duration of the block."""
-        ticket = _Ticket(owner, request.num_samples, cache_reserve(request))
+        tokens = cache_reserve(request, self.state_tokens)
+        ticket = _Ticket(owner, request.request_id, request.num_samples, tokens)
         self._queues.setdefault(owner, deque()).append(ticket)
         self._admit_waiting()
         try:
@@ -56,16 +107,52 @@ class AdmissionQueue:
         """Number of waiting requests by tenant."""
         return {owner: len(queue) for owner, queue in self._queues.items()}
 
+    def entries(self) -> list[QueueEntry]:
+        """Waiting and running requests, in the order in which they are expected to end."""
+        return self._view.entries()
+
+    def entry(self, request_id: str) -> QueueEntry | None:
+        """A request's entry; None if it is not there, or has only just come."""
+        return self._view.find(request_id)
+
+    def _list_entries(self, now: float) -> Iterator[QueueEntry]:
+        tickets = chain(self._running, *self._queues.values())
+        for ticket in sorted(tickets, key=lambda ticket: ticket.since):
+            yield QueueEntry(
+                request_id=ticket.request_id,
+                owner=ticket.owner,
+                model_id=ticket.request_id.rpartition(":")[0],
+                kind="sample",
+                tokens=ticket.tokens,
+                running=ticket.admitted,
+                waited_s=now - ticket.since,
+            )
+
     def _admit_waiting(self) -> None:
-        while self._queues:
-            owner = next(iter(self._queues))
-            if not self._fits(self._queues[owner][0]):
-                return  # no overtaking: a large request would wait forever while smaller ones pass it
+        while (owner := self._next_owner()) is not None:
             self._admit_oldest(owner)
+
+    def _next_owner(self) -> str | None:
+        """The tenant in turn or, while its oldest request does not fit, the next one whose request may pass it."""
+        head: _Ticket | None = None
+        for owner, queue in self._queues.items():
+            ticket = queue[0]
+            if self._fits(ticket) and (head is None or self._may_pass(ticket, head)):
+                return owner
+            head = head or ticket
+        return None
 
     def _fits(self, ticket: _Ticket) -> bool:
         tokens, sequences = self._tokens + ticket.tokens, self._sequences + ticket.sequences
         return not self._sequences or (tokens <= self._max_tokens and sequences <= self._max_sequences)
+
+    def _may_pass(self, ticket: _Ticket, head: _Ticket) -> bool:
+        """Whether a request may be admitted before the one in turn; it is then counted."""
+        tokens, sequences = head.passed_tokens + ticket.tokens, head.passed_sequences + ticket.sequences
+        if tokens > self._part_tokens or sequences > MAX_SEQUENCES // PARTS:
+            return False  # otherwise a large request would wait forever while smaller ones pass it
+        head.passed_tokens, head.passed_sequences = tokens, sequences
+        return True
 
     def _admit_oldest(self, owner: str) -> None:
         """Admit the owner's oldest request and put the owner's queue last."""
@@ -77,12 +164,16 @@ class AdmissionQueue:
             return
         self._tokens, self._sequences = self._tokens + ticket.tokens, self._sequences + ticket.sequences
         ticket.admitted = True
+        self._running[ticket] = None
+        self._throughput.start(time.monotonic())
         ticket.turn.set_result(None)
 
     def _leave(self, ticket: _Ticket) -> None:
         queue = self._queues.get(ticket.owner, deque())
         if ticket.admitted:
             self._tokens, self._sequences = self._tokens - ticket.tokens, self._sequences - ticket.sequences
+            del self._running[ticket]
+            self._throughput.end(ticket.tokens, time.monotonic())
         elif ticket in queue:  # cancelled while it waited
             queue.remove(ticket)
             if not queue:

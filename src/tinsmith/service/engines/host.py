@@ -4,22 +4,34 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+import socket
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from tinsmith.engine.base import Engine, ModelCard
+from tinsmith.engine.cluster.pool import SamplerPool
+from tinsmith.engine.cluster.status import ProcessStatus
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
-from tinsmith.errors import EngineDied, TinsmithError
+from tinsmith.errors import EngineDied, NotFound, TinsmithError
 from tinsmith.service.engines.admission import AdmissionQueue
+from tinsmith.service.engines.occupancy import Occupancy
+from tinsmith.service.engines.watchdog import WatchedProcess, end_when_stalled
 
 log = logging.getLogger(__name__)
 
 MAX_ENGINE_DEATHS = 3
-"""Engine deaths after which a request that was running at each of them fails."""
+"""Engine deaths after which a request fails that ran by itself at each of them."""
+OWN_DEATH, OUTSIDE_DEATH = 10, 1
+"""Points for a death that the running request may have caused, and for one from outside: someone killed or stopped the
+process. The latter are not free, because a program that watches the machine's memory kills from outside too."""
+MAX_DEATH_POINTS = MAX_ENGINE_DEATHS * OWN_DEATH
 CLOSE_S = 5.5
 """Time for an engine to close."""
+RELEASE_S = 10.0
+"""Time for an engine to give back memory: it does so between two micro-batches."""
 MAX_RETRY_S = 30.0
 """Longest time between two attempts to restart an engine."""
 
@@ -30,10 +42,19 @@ class RunningEngine:
 
     engine: Engine
     died: asyncio.Event
+    process: WatchedProcess | None = None
+    """The engine's process; None if the engine is in this one."""
     sampler_up: asyncio.Event | None = None
     """Set while a separate sampling process answers; None if the engine samples itself."""
+    pool: SamplerPool | None = None
+    """The replicas that sample, where there are several."""
+    processes: Callable[[], Sequence[ProcessStatus]] | None = None
+    """State of each process of an engine of several."""
+    retire: Callable[[], Awaitable[None]] | None = None
+    """Ends what the engine's next start would use again, when there is none."""
 
 
+EngineState = Literal["loading", "up", "stalled", "restarting", "stopped"]
 EngineFactory = Callable[[EngineConfig], Awaitable[RunningEngine]]
 
 
@@ -41,15 +62,31 @@ async def start_engine(config: EngineConfig) -> RunningEngine:
     """Start the fake engine in this process, or a real one in its own, where its Python delays no response."""
     if config.kind == "fake":
         return RunningEngine(engine=await asyncio.to_thread(FakeEngine, config), died=asyncio.Event())
-    from tinsmith.engine.process import RemoteEngine  # not needed for the fake engine
+    from tinsmith.engine.remote import RemoteEngine  # not needed for the fake engine
 
     if config.sampler == "vllm":
         from tinsmith.engine.vllm.engine import VllmEngine
 
         engine = await VllmEngine.start(config)
-        return RunningEngine(engine=engine, died=engine.died, sampler_up=engine.server.up)
+        process, sampler_up = engine.torch_engine, engine.server.up
+        return RunningEngine(engine=engine, died=engine.died, process=process, sampler_up=sampler_up)
     remote = await RemoteEngine.start(config)
-    return RunningEngine(engine=remote, died=remote.died)
+    return RunningEngine(engine=remote, died=remote.died, process=remote)
+
+
+def starting_after(prepare: Callable[[], Awaitable[None]], start: EngineFactory) -> EngineFactory:
+    """A factory that awaits `prepare` before each start."""
+
+    async def prepared_start(config: EngineConfig) -> RunningEngine:
+        await prepare()
+        return await start(config)
+
+    return prepared_start
+
+
+def death_points(death: EngineDied) -> int:
+    """What a death of the engine counts against a request that ran by itself."""
+    return OUTSIDE_DEATH if death.from_outside else OWN_DEATH
 
 
 class EngineHost:
@@ -61,9 +98,15 @@ class EngineHost:
         """Names under which the base model is served."""
         self._start_engine = start
         self._running: RunningEngine | None = None
+        self._last: RunningEngine | None = None
+        """The engine that was started last."""
         self._card: ModelCard | None = None
         self._ready = asyncio.Event()
         self._attaching = asyncio.Lock()
+        self._watchdog: asyncio.Task[None] | None = None
+        self._is_stopped = False
+        self.occupancy = Occupancy()
+        """Who uses the engine now."""
         self.isolation_lock = asyncio.Lock()
         """Held by the one suspected sample that may run."""
         self.start_count = 0
@@ -78,7 +121,9 @@ class EngineHost:
         """The running engine. Raises EngineDied while there is none."""
         if self._running is None or self._running.died.is_set():
             raise EngineDied(
-                f"The engine of {self.config.source} is not running.", "It is being restarted: try again later."
+                f"The engine of {self.config.source} is not running.",
+                "It is being restarted: try again later.",
+                from_outside=True,
             )
         return self._running.engine
 
@@ -88,6 +133,24 @@ class EngineHost:
         return self._running is not None and not self._running.died.is_set()
 
     @property
+    def state(self) -> EngineState:
+        """What the engine does; `stalled` from the moment at which the watchdog kills it until it is started again."""
+        if self._is_stopped:
+            return "stopped"
+        if self.is_up:
+            return "up"
+        if self.start_count == 0:
+            return "loading"
+        is_stalled = self._watchdog is not None and self._watchdog.done() and not self._watchdog.cancelled()
+        return "stalled" if is_stalled else "restarting"
+
+    @property
+    def progress_age_s(self) -> float:
+        """Seconds since the engine's last progress, while it works; 0 while it has nothing to do."""
+        process = self._running.process if self._running is not None else None
+        return process.pulse.progress_age_s if process is not None else 0.0
+
+    @property
     def sampler_is_up(self) -> bool:
         """Whether the engine, and its separate sampling process if it has one, are up."""
         if self._running is None or not self.is_up:
@@ -95,21 +158,53 @@ class EngineHost:
         return self._running.sampler_up is None or self._running.sampler_up.is_set()
 
     @property
+    def pool(self) -> SamplerPool | None:
+        """The replicas that sample; None if there are none besides the engine."""
+        return self._running.pool if self._running is not None else None
+
+    @property
     def died(self) -> asyncio.Event:
         """The death of the current engine."""
         return self._running.died if self._running else asyncio.Event()
+
+    @property
+    def latest_card(self) -> ModelCard | None:
+        """Description of the model as last loaded; None before that."""
+        return self._card
+
+    def processes(self) -> Sequence[ProcessStatus]:
+        """State of each process of the engine."""
+        if self._last is None:
+            return []
+        if self._last.processes is not None:
+            return self._last.processes()
+        process = self._last.process
+        return [
+            ProcessStatus(
+                name="engine",
+                role="trainer",
+                machine=socket.gethostname(),
+                host="127.0.0.1",
+                gpus=(),
+                pid=process.pid if process is not None and self.is_up else 0,
+                generation=self.start_count,
+                is_up=self.is_up,
+            )
+        ]
 
     async def card(self) -> ModelCard:
         """Description of the loaded model. Waits for the first start, not for restarts."""
         if self._card is None:
             await self._ready.wait()
         if self._card is None:
-            raise EngineDied(f"The engine of {self.config.source} did not start.")
+            raise EngineDied(f"The engine of {self.config.source} did not start.", "The server's log has the reason.")
         return self._card
 
     async def wait_until_ready(self) -> Engine:
-        """The engine, once it is up and samples are allowed."""
+        """The engine, once it is up and samples are allowed. Raises NotFound if it was closed for good."""
         while not (self._ready.is_set() and self.is_up):
+            if self._is_stopped:
+                raise NotFound(f"{self.config.source} is not served any more.", "Use another base model.")
             self._ready.clear()
             await self._ready.wait()
         return self.engine
@@ -140,12 +235,35 @@ class EngineHost:
         running, self._running = self._running, None
         if running is None:
             return
+        has_died = running.died.is_set()
         running.died.set()
         try:
             async with asyncio.timeout(CLOSE_S):
                 await running.engine.close()
         except (TinsmithError, OSError, TimeoutError) as error:
             log.warning("The engine of %s did not close: %s", self.config.source, error)
+        if has_died:
+            end = running.process.end if running.process is not None else None
+            log.warning("The engine of %s died: %s.", self.config.source, end.text if end else "the reason is unknown")
+        self._end_watchdog()
+
+    async def close(self) -> None:
+        """Close the engine for good."""
+        self._is_stopped = True
+        await self.stop()
+        if self._last is not None and self._last.retire is not None:
+            await self._last.retire()
+        self._ready.set()  # for those that wait for it
+
+    async def release_memory(self) -> None:
+        """Let the engine, if it is up, give back the memory that it keeps for speed only. Raises nothing."""
+        if not self.is_up:
+            return
+        try:
+            async with asyncio.timeout(RELEASE_S):
+                await self.engine.release_memory()
+        except (TinsmithError, TimeoutError) as error:
+            log.warning("The engine of %s keeps its caches: %s", self.config.source, error or "it is busy")
 
     async def attach(self, version: str, folder: Path) -> None:
         """Load a saved adapter into the running engine, unless the engine has it."""
@@ -160,9 +278,25 @@ class EngineHost:
             self.attached.discard(version)
             await self.engine.detach(version)
 
+    def _end_watchdog(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+
+    def _fit_queue(self) -> None:
+        """Admit as many samples as the living replicas can run, or those of one where there is none now."""
+        self.admission_queue.resize(max(1, self.pool.living) if self.pool is not None else 1)
+
     async def _load(self) -> None:
-        self._running = await self._start_engine(self.config)
+        self._watchdog = None
+        self._running = self._last = await self._start_engine(self.config)
+        if (process := self._running.process) is not None:
+            watch = end_when_stalled(process, self.config.engine_timeout_s, self.config.source)
+            self._watchdog = asyncio.create_task(watch)
+        self._fit_queue()
+        if self._running.pool is not None:
+            self._running.pool.on_change = self._fit_queue
         self._card = self._running.engine.card
+        self.admission_queue.state_tokens = self._card.state_tokens
         log.info("%s is loaded: %s", self.config.source, _describe(self._card))
         self.start_count += 1
         self.attached = set()
