@@ -78,7 +78,8 @@ class BackgroundWriter:
             if not self._is_unwritten(version):
                 return
             size = await self._host.engine.persist(version.id, self._checkpoints.folder(version.id))
-            written = await self._store.update(Checkpoint, version.id, ready=True, size_bytes=size)
+            digest = await self._checkpoints.publish(version.id, waits=False)
+            written = await self._store.update(Checkpoint, version.id, ready=True, size_bytes=size, digest=digest)
             if written is None or written.deleted:
                 await self._checkpoints.delete(version)  # its session ended during the write
 

@@ -13,6 +13,7 @@ import logging
 import shutil
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -20,13 +21,18 @@ from pathlib import Path
 from tinsmith.atomic import link_folder
 from tinsmith.engine.base import Engine, Pass
 from tinsmith.errors import EngineDied, EngineError, TinsmithError
+from tinsmith.service.budgets.disk import DiskMonitor
+from tinsmith.service.budgets.orphans import UnrecordedFolders
 from tinsmith.service.checkpoints import complete_folders, warn_of_unknown_folders
+from tinsmith.service.storage.object_copies import ObjectCopies
 from tinsmith.service.storage.payloads import decode_operation
 from tinsmith.service.storage.records import Checkpoint, Model, OptimStep, ReplayedRequest, SaveSampler
 from tinsmith.service.storage.store import Store
 
 log = logging.getLogger(__name__)
 
+MEASURE_S = 60.0
+"""Time between two measurements of the size of all states."""
 ALL_SEQS = 2**62
 """Larger than any seq_id."""
 
@@ -46,34 +52,73 @@ class RestoredModel:
 class Journal:
     """The captured states of a data folder, and replay from them."""
 
-    def __init__(self, store: Store, root: Path, capture_every: int) -> None:
-        self._store = store
+    def __init__(
+        self,
+        store: Store,
+        root: Path,
+        capture_every: int,
+        disk: DiskMonitor | None = None,
+        copies: ObjectCopies | None = None,
+    ) -> None:
+        self._store, self._disk = store, disk
+        self._copies = copies or ObjectCopies(store)
         self._root = root
         self.capture_every = capture_every
         """Optimizer steps between captures."""
+        self.size_bytes = 0
+        """Size of all states, measured by `run`."""
         root.mkdir(parents=True, exist_ok=True)
+        self._unrecorded = UnrecordedFolders(root, store.name)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is room for states that are not on the disk anyway: a replay can do without them."""
+        return (self._disk is None or not self._disk.is_low) and self._copies.is_available
 
     def folder(self, name: str) -> Path:
         """Absolute path of a state's folder, which may not exist yet."""
         return (self._root / name).resolve()
+
+    async def run(self) -> None:
+        """Forever: measure the states, those that share their files with a checkpoint included."""
+        while True:
+            with suppress(FileNotFoundError):  # replaced meanwhile
+                self.size_bytes = await asyncio.to_thread(_total_size, self._root)
+            await asyncio.sleep(MEASURE_S)
 
     # Capturing.
 
     async def link(self, model: Model, source: Path, seq: int) -> str:
         """Hard-link a folder's files as a state, so that the source can be deleted. Returns the state's name."""
         name = self._new_name(model, seq)
-        await asyncio.to_thread(link_folder, source, self._root / name)
+        with self._unrecorded.noted(name):
+            await asyncio.to_thread(link_folder, source, self._root / name)
         return name
+
+    async def discard(self, name: str) -> None:
+        """Delete a state that was not adopted."""
+        await asyncio.to_thread(shutil.rmtree, self._root / name, ignore_errors=True)
+        self._unrecorded.recorded(name)
 
     async def capture(self, model: Model, seq: int, engine: Engine) -> None:
         """Save the model's current state, which covers the requests up to `seq`, and adopt it."""
         name = self._new_name(model, seq)
-        await engine.save(model.id, self.folder(name), optimizer=True)
-        await self.adopt(replace(model, captured=name, captured_optimizer=True, covered=seq))
+        with self._unrecorded.noted(name):
+            await engine.save(model.id, self.folder(name), optimizer=True)
+        try:
+            digest = await self._copies.publish(self.folder(name), waits=False)
+        except (TinsmithError, OSError):
+            await self.discard(name)
+            raise
+        await self.adopt(replace(model, captured=name, captured_optimizer=True, captured_digest=digest, covered=seq))
 
     async def adopt(self, model: Model) -> None:
         """Restore the model from `model.captured` from now on. Older states and covered payloads are deleted."""
-        await self._store.cover(model)
+        try:
+            await self._store.cover(model)
+        finally:  # after a cancellation the database may have the state
+            if model.captured is not None:
+                self._unrecorded.recorded(model.captured)
         captured = self._root / model.captured if model.captured else None
         home = self._home(model.id)
         for folder in list(home.iterdir()) if home.is_dir() else []:
@@ -81,10 +126,10 @@ class Journal:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def forget(self, model: Model) -> None:
-        """Mark a model as ended and delete its states and payloads."""
+        """Delete a model's states and mark it as ended: files first, since the disk may have no room for the row."""
+        await asyncio.to_thread(shutil.rmtree, self._home(model.id), ignore_errors=True)
         [used] = await self._store.last_used([model])
         await self._store.cover(replace(model, state="ended", captured=None, covered=ALL_SEQS, used=used))
-        await asyncio.to_thread(shutil.rmtree, self._home(model.id), ignore_errors=True)
 
     # Replaying.
 
@@ -95,7 +140,8 @@ class Journal:
         """
         requests = await self._store.requests_to_replay(model)
         if model.captured is not None:
-            await engine.load(model.id, self.folder(model.captured), optimizer=model.captured_optimizer)
+            folder = await self._copies.ensure(self.folder(model.captured), model.captured_digest)
+            await engine.load(model.id, folder, optimizer=model.captured_optimizer)
         else:
             await engine.create(model.id, model.lora)
         if requests:
@@ -118,7 +164,8 @@ class Journal:
     async def _replay_passes(self, model: Model, batch: Sequence[ReplayedRequest], engine: Engine) -> None:
         """Run passes in the batch in which they ran first, so that sums are bit-identical on a CPU."""
         operations = [decode_operation(request.kind, model.id, request.payload) for request in batch]
-        results = await engine.run([operation for operation in operations if isinstance(operation, Pass)])
+        passes = [replace(operation, share=model.owner) for operation in operations if isinstance(operation, Pass)]
+        results = await engine.run(passes)
         for request, result in zip(batch, results, strict=True):
             if isinstance(result, EngineDied):
                 raise result
@@ -147,17 +194,25 @@ class Journal:
         missing: the database may be a different one, or an older copy.
         """
         models = {self._home(model.id): model for model in self._store.all(Model)}
+        captured = {model.captured for model in models.values()}
+        await asyncio.to_thread(self._unrecorded.delete_orphans, captured.__contains__)
         unknown = []
         for home in await complete_folders(self._root):
             model, states = models.get(home), await complete_folders(home)
             if model is not None and model.state == "ended":
                 await asyncio.to_thread(shutil.rmtree, home, ignore_errors=True)
-            elif model is not None and model.captured is not None and (self._root / model.captured) in states:
-                for old in (state for state in states if state != self._root / model.captured):
+            elif model is not None and self._has_captured(model, states):
+                for old in (state for state in states if state != self._root / str(model.captured)):
                     await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
             elif states:
                 unknown.append(home)
         warn_of_unknown_folders(self._root, unknown)
+
+    def _has_captured(self, model: Model, states: Sequence[Path]) -> bool:
+        """Whether the model's captured state is among the folders, or in the object store."""
+        return model.captured_digest is not None or (
+            model.captured is not None and self._root / model.captured in states
+        )
 
     def _new_name(self, model: Model, seq: int) -> str:
         """A name that is not in use: the current state must stay until the new one is adopted."""
@@ -165,3 +220,7 @@ class Journal:
 
     def _home(self, model_id: str) -> Path:
         return self._root / model_id.replace(":", "-")
+
+
+def _total_size(root: Path) -> int:
+    return sum(file.stat().st_size for file in root.glob("*/*/*") if file.is_file())

@@ -14,10 +14,13 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from tinsmith.engine.base import Engine, PassResult
+from tinsmith.engine.base import Engine, Pass, PassResult
+from tinsmith.engine.training.shadow_plan import CHECKPOINT
 from tinsmith.errors import BadRequest, EngineDied, EngineError, NotFound, TinsmithError
+from tinsmith.service.budgets.models import BYTES_PER_PARAMETER
 from tinsmith.service.checkpoints import Checkpoints, expiry
 from tinsmith.service.encryption import encrypt
 from tinsmith.service.engines.host import EngineHost
@@ -26,6 +29,7 @@ from tinsmith.service.storage.records import (
     PROTOBUF,
     Checkpoint,
     CreateModel,
+    ForkModel,
     FutureResult,
     LoadWeights,
     Model,
@@ -76,6 +80,16 @@ class Operations:
         self._quota = quotas
         self._writer = writer
 
+    async def with_start(self, operation: Pass) -> Pass:
+        """A pass with the folder of the checkpoint that it starts from, if it names one. Raises NotFound."""
+        checkpoint_id = operation.loss_config.get(CHECKPOINT)
+        if checkpoint_id is None:
+            return operation
+        checkpoint = self._store.find(Checkpoint, str(checkpoint_id))
+        if checkpoint is None:
+            raise NotFound(f"Checkpoint {operation.loss_config.get('shadow/at')} was deleted.", "Name another.")
+        return replace(operation, start=await self._checkpoints.present(checkpoint))
+
     async def perform(self, request: QueuedRequest, model: Model, engine: Engine) -> OperationResult:
         """Run a barrier request. Raises TinsmithError if it fails."""
         try:
@@ -98,6 +112,8 @@ class Operations:
             return OperationResult(result=FutureResult.of({"metrics": metrics}))
         if isinstance(operation, LoadWeights):
             return await self._load(request, operation, model, engine)
+        if isinstance(operation, ForkModel):
+            return await self._fork(operation, model, engine)
         self._quota.check_storage(request.owner)  # again: earlier saves have been written since it was accepted
         if isinstance(operation, SaveState):
             return await self._save_state(request, operation, model, engine)
@@ -119,18 +135,36 @@ class Operations:
         if checkpoint is None:
             raise NotFound(f"Checkpoint {operation.path} was deleted before it could be loaded.", "Load another.")
         await self._writer.flush(model)  # a replay starts at the load, so it cannot make earlier versions again
-        captured = await self._journal.link(model, self._checkpoints.folder(checkpoint.id), request.seq)
+        captured = await self._journal.link(model, await self._checkpoints.present(checkpoint), request.seq)
         folder = self._journal.folder(captured)
         try:
             await engine.load(model.id, folder, optimizer=operation.optimizer)
         except (TinsmithError, OSError):
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await self._journal.discard(captured)
             raise
         result = FutureResult.of({"path": operation.path, "model_id": model.id, "type": "load_weights"})
         model = replace(
-            model, state="live", captured=captured, captured_optimizer=operation.optimizer, covered=request.seq
+            model,
+            state="live",
+            captured=captured,
+            captured_optimizer=operation.optimizer,
+            captured_digest=checkpoint.digest,
+            covered=request.seq,
         )
         return OperationResult(result=result, records=(model,))
+
+    async def _fork(self, operation: ForkModel, model: Model, engine: Engine) -> OperationResult:
+        """Make a shadow of a checkpoint or of a model in training. No state is captured: a shadow is not restored."""
+        source: str | Path = operation.source
+        if operation.checkpoint:
+            checkpoint = self._store.find(Checkpoint, operation.checkpoint)
+            if checkpoint is None:
+                raise NotFound(f"Checkpoint {operation.path} was deleted before it could be loaded.", "Load another.")
+            source = await self._checkpoints.present(checkpoint)
+        parameters = await engine.fork(model.id, source, optimizer=operation.optimizer)
+        self._store.shadows[model.id].size_bytes = BYTES_PER_PARAMETER * parameters
+        result = FutureResult.of({"path": operation.path, "model_id": model.id, "type": "load_weights"})
+        return OperationResult(result=result, records=(replace(model, state="live"),))
 
     async def _save_state(
         self, request: QueuedRequest, operation: SaveState, model: Model, engine: Engine
@@ -141,8 +175,9 @@ class Operations:
         checkpoint = _checkpoint(
             request, model, kind="weights", name=operation.name, optimizer=True, **_options(operation)
         )
-        size = await engine.save(model.id, self._checkpoints.folder(checkpoint.id), optimizer=True)
-        checkpoint = replace(checkpoint, size_bytes=size)
+        with self._checkpoints.new_folder(checkpoint.id) as folder:
+            size = await engine.save(model.id, folder, optimizer=True)
+        checkpoint = replace(checkpoint, size_bytes=size, digest=await self._checkpoints.publish(checkpoint.id))
         result = FutureResult.of({"path": checkpoint.path, "type": "save_weights"})
         if existing is None:
             return OperationResult(result=result, records=(checkpoint,))
@@ -158,13 +193,14 @@ class Operations:
         checkpoint = _checkpoint(request, model, kind="sampler_weights", name=operation.name, **_options(operation))
         await engine.capture(model.id, checkpoint.id)
         try:
-            size = await engine.persist(checkpoint.id, self._checkpoints.folder(checkpoint.id))
+            with self._checkpoints.new_folder(checkpoint.id) as folder:
+                size = await engine.persist(checkpoint.id, folder)
         except EngineDied:
             raise
         except (TinsmithError, OSError):
             await engine.detach(checkpoint.id)
             raise
-        checkpoint = replace(checkpoint, size_bytes=size)
+        checkpoint = replace(checkpoint, size_bytes=size, digest=await self._checkpoints.publish(checkpoint.id))
         result = FutureResult.of({"path": checkpoint.path, "type": "save_weights_for_sampler"})
         return OperationResult(result=result, records=(checkpoint,))
 
@@ -203,17 +239,17 @@ class Operations:
         self._check_new_name(model, "external_weights", operation.name)
         expires = expiry(operation.ttl_seconds)
         checkpoint = _checkpoint(request, model, kind="external_weights", name=operation.name, expires=expires)
-        folder = self._checkpoints.folder(checkpoint.id)
-        if operation.recipients:
-            plain = folder.with_name(f".{checkpoint.id}.plain")
-            try:
-                await engine.save(model.id, plain, optimizer=False)
-                size = await asyncio.to_thread(encrypt, plain, folder, operation.recipients)
-            finally:
-                await asyncio.to_thread(shutil.rmtree, plain, ignore_errors=True)
-        else:
-            size = await engine.save(model.id, folder, optimizer=False)
-        checkpoint = replace(checkpoint, size_bytes=size)
+        with self._checkpoints.new_folder(checkpoint.id) as folder:
+            if operation.recipients:
+                plain = folder.with_name(f".{checkpoint.id}.plain")
+                try:
+                    await engine.save(model.id, plain, optimizer=False)
+                    size = await asyncio.to_thread(encrypt, plain, folder, operation.recipients)
+                finally:
+                    await asyncio.to_thread(shutil.rmtree, plain, ignore_errors=True)
+            else:
+                size = await engine.save(model.id, folder, optimizer=False)
+        checkpoint = replace(checkpoint, size_bytes=size, digest=await self._checkpoints.publish(checkpoint.id))
         result = FutureResult.of({"path": checkpoint.path, "size_bytes": size, "type": "save_weights_external"})
         return OperationResult(result=result, records=(checkpoint,))
 
@@ -262,6 +298,9 @@ class PostCommit:
     async def run(self, request: QueuedRequest, done: OperationResult, state: ModelState) -> None:
         """Update the model's state and the audit log, delete what was replaced, capture. Raises EngineDied only."""
         state.load_finished.set()
+        for record in done.records:
+            if isinstance(record, Checkpoint):
+                self._checkpoints.recorded(record.id)
         if done.unwritten is not None:
             self._writer.schedule(done.unwritten)
         if isinstance(request.operation, LoadWeights):
@@ -296,20 +335,30 @@ class PostCommit:
 
     async def _capture(self, request: QueuedRequest, done: OperationResult, state: ModelState) -> None:
         """Capture a state that is on disk anyway, or a new one after enough steps. A failure is retried later."""
+        if request.model_id in self._store.shadows:
+            return
         model = self._store.find(Model, request.model_id)
         assert model is not None
         if isinstance(request.operation, LoadWeights):
             await self._journal.adopt(model)
         elif self._writer.has_unwritten_versions(model):
             return
-        elif isinstance(request.operation, OptimStep) and state.uncaptured_steps >= self._journal.capture_every:
+        elif isinstance(request.operation, OptimStep):
+            if state.uncaptured_steps < self._journal.capture_every or not self._journal.has_room:
+                return
             await self._journal.capture(model, state.updated_seq, self._host.engine)
             state.uncaptured_steps = 0
         elif isinstance(request.operation, SaveState):
             [saved] = [record for record in done.records if isinstance(record, Checkpoint) and not record.deleted]
             captured = await self._journal.link(model, self._checkpoints.folder(saved.id), state.updated_seq)
             await self._journal.adopt(
-                replace(model, captured=captured, captured_optimizer=True, covered=state.updated_seq)
+                replace(
+                    model,
+                    captured=captured,
+                    captured_optimizer=True,
+                    captured_digest=saved.digest,
+                    covered=state.updated_seq,
+                )
             )
             state.uncaptured_steps = 0
 

@@ -1,62 +1,131 @@
-"""Batch selection: queued requests in, the next batch out. Arithmetic on records: no I/O, no clock, no tensors.
+"""Selection of the requests to start: queued and running requests in, groups out.
 
-A batch is either one barrier (optim_step, a save, a load: anything but forward_backward), or as many forward_backward
-requests as fit the token budget, across models and owners. Requests of a model run in the order of seq_id, where gaps
-mean nothing. Owners take turns: the owner after the last batch's first owner leads the next batch.
+Arithmetic on records: no I/O, no clock, no tensors. A group is either one barrier (optim_step, a save, a load: anything
+but forward_backward), or forward_backward requests of one model. Groups of different models run side by side, and the
+engine computes them in turn, by tokens of their owners. The requests of a model run in the order of seq_id, where gaps
+mean nothing. The limits here are each owner's own, so no owner waits for another.
+
+Shadow passes run one at a time; the later requests of their model wait for them.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from tinsmith.service.storage.records import QueuedRequest
 
+MAX_BARRIERS = 8
+"""Barriers of an owner that run at the same time: the steps of one model overlap the commits of others."""
 
-def next_batch(requests: Iterable[QueuedRequest], budget: int, last_owner: str = "") -> tuple[QueuedRequest, ...]:
-    """The requests to run now, in order; empty only if `requests` is. A request over the budget runs by itself."""
-    queues = _by_owner(requests)
-    if not queues:
-        return ()
-    owners = sorted(queues, key=lambda owner: (owner <= last_owner, owner))
-    first = queues[owners[0]][0]
-    if not first.packs or first.alone:
-        return (first,)
-    return _pack([queues[owner] for owner in owners], budget)
+Group = tuple[QueuedRequest, ...]
 
 
-def _pack(queues: Sequence[deque[QueuedRequest]], budget: int) -> tuple[QueuedRequest, ...]:
-    """Take one request from each owner in turn until nothing more fits. The first request always fits."""
-    batch: list[QueuedRequest] = []
-    remaining = budget
-    turns = deque(queues)
-    while turns:
-        queue = turns.popleft()
-        while queue and (not queue[0].packs or queue[0].alone):
-            queue.popleft()  # a barrier waits for a batch of its own; later requests of its model are not in the queue
-        if queue and (queue[0].tokens <= remaining or not batch):
-            request = queue.popleft()
-            batch.append(request)
-            remaining -= request.tokens
-            turns.append(queue)
-    return tuple(batch)
+def next_groups(
+    requests: Iterable[QueuedRequest], running: Sequence[Group], budget: int, last_shadow_owner: str = ""
+) -> list[Group]:
+    """The groups to start beside those that run, in order.
+
+    An owner's running forward_backward requests hold up to `budget` tokens, and one request over the budget.
+    `last_shadow_owner` is the owner of the last shadow pass.
+    """
+    waiting = list(requests)
+    groups = _candidates(waiting, running, budget)
+    if any(request.alone for request in waiting):  # one at a time, so that the next death has one possible cause
+        return [] if running else sorted(groups, key=lambda group: (not group[0].alone, *_age(group)))[:1]
+    groups.sort(key=_age)
+    limits = _Limits(running, budget)
+    started = [group for group in groups if not group[0].in_background and limits.take(group)]
+    shadows = [group for group in groups if group[0].in_background]
+    if shadows and not any(group[0].in_background for group in running):
+        started.append(_next_in_turn(shadows, last_shadow_owner))
+    return started
 
 
-def _by_owner(requests: Iterable[QueuedRequest]) -> dict[str, deque[QueuedRequest]]:
-    """Requests that may run now by owner, oldest first: of each model its first barrier, or the requests before it."""
+def _next_in_turn(groups: Sequence[Group], last_owner: str) -> Group:
+    """The oldest group of the owner after `last_owner`."""
+    return min(groups, key=lambda group: (group[0].owner <= last_owner, group[0].owner))
+
+
+def _age(group: Group) -> tuple[bool, int, int]:
+    """Oldest first, but those of shadows after all others."""
+    return group[0].yields, group[0].order, group[0].seq
+
+
+class _Limits:
+    """What each owner may still start."""
+
+    def __init__(self, running: Iterable[Group], budget: int) -> None:
+        self._budget = budget
+        self._tokens: Counter[str] = Counter()
+        self._barriers: Counter[str] = Counter()
+        self._over_budget: set[str] = set()
+        self._full: set[str] = set()
+        """Owners whose next requests wait for room, so that later ones do not pass them."""
+        for group in running:
+            self._add(group)
+
+    def take(self, group: Group) -> bool:
+        """Whether the group can start; it then counts as running."""
+        owner, tokens = group[0].owner, _tokens(group)
+        if not group[0].packs:
+            fits = self._barriers[owner] < MAX_BARRIERS
+        elif tokens > self._budget:
+            fits = owner not in self._over_budget
+        else:
+            fits = owner not in self._full and self._tokens[owner] + tokens <= self._budget
+            if not fits:
+                self._full.add(owner)
+        if fits:
+            self._add(group)
+        return fits
+
+    def _add(self, group: Group) -> None:
+        owner, tokens = group[0].owner, _tokens(group)
+        if group[0].packs and tokens > self._budget:
+            self._over_budget.add(owner)
+        elif group[0].packs:
+            self._tokens[owner] += tokens
+        elif not group[0].is_shadow:
+            self._barriers[owner] += 1
+
+
+def _tokens(group: Group) -> int:
+    return sum(request.tokens for request in group)
+
+
+def _candidates(requests: Sequence[QueuedRequest], running: Iterable[Group], budget: int) -> list[Group]:
+    """The next group of each model that runs nothing.
+
+    A fork of a model in training is a barrier of both models.
+    """
+    busy = {name for group in running for request in group for name in (request.model_id, request.source)}
     models: dict[str, list[QueuedRequest]] = {}
     for request in requests:
         models.setdefault(request.model_id, []).append(request)
-    eligible: dict[str, list[tuple[int, int, QueuedRequest]]] = {}
-    for queue in models.values():
-        queue.sort(key=lambda request: request.seq)
-        oldest = 0
-        for index, request in enumerate(queue):
-            if index and (not request.packs or request.alone or queue[0].alone or not queue[0].packs):
-                break
-            oldest = max(oldest, request.order)  # a request is no older than those that must run before it
-            eligible.setdefault(request.owner, []).append((oldest, request.seq, request))
-    return {
-        owner: deque(request for *_, request in sorted(entries, key=lambda entry: entry[:2]))
-        for owner, entries in eligible.items()
-    }
+        if request.source:
+            models.setdefault(request.source, []).append(request)
+    first_forks: Counter[str] = Counter()
+    groups: list[Group] = []
+    for model_id, queue in models.items():
+        queue.sort(key=lambda request: request.place(model_id))
+        first = queue[0]
+        if model_id in busy:
+            continue
+        if first.source:
+            first_forks[first.id] += 1
+            if first_forks[first.id] < 2:  # it is not yet the first of both queues
+                continue
+        groups.append(_passes(queue, budget) if first.packs and not first.alone else (first,))
+    return groups
+
+
+def _passes(queue: Iterable[QueuedRequest], budget: int) -> Group:
+    """The first forward_backward requests of a model within the budget; the first request always fits."""
+    group: list[QueuedRequest] = []
+    for request in queue:
+        budget -= request.tokens
+        if group and (not request.packs or request.alone or budget < 0):
+            break
+        group.append(request)
+    return tuple(group)

@@ -1,30 +1,31 @@
-"""Training worker: one loop per engine that takes a batch, runs it and publishes the results.
+"""Training worker: one loop per engine that starts the requests that can run, each group in its own task.
 
-The loop sleeps until there is work. A failing request fails alone. When the engine dies, the requests that were running
-stay queued: the engine is restarted, each model is restored from the journal when it is next needed, and the loop
-continues.
+The loop sleeps until there is work. Groups of different models run side by side. A failing request fails alone. When
+the engine dies, running requests stay queued: models are restored from the journal when next needed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 
-from tinsmith.engine.base import Pass
-from tinsmith.errors import BadRequest, EngineDied, EngineError, TinsmithError
+from tinsmith.errors import BadRequest, EngineDied, EngineError, Gone, TinsmithError
+from tinsmith.service.budgets.models import MemoryUse, ModelUse
+from tinsmith.service.budgets.queue import attended_first
 from tinsmith.service.checkpoints import Checkpoints
-from tinsmith.service.engines.host import MAX_ENGINE_DEATHS, EngineHost
+from tinsmith.service.engines.host import MAX_DEATH_POINTS, MAX_ENGINE_DEATHS, EngineHost, death_points
+from tinsmith.service.engines.occupancy import Stay
+from tinsmith.service.engines.queue_view import QueueEntry, QueueView, Throughput
 from tinsmith.service.observability.audit import AuditLog
 from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.results.futures import Futures
-from tinsmith.service.storage.payloads import kind_of, queued_request
+from tinsmith.service.storage.payloads import queued_request
 from tinsmith.service.storage.records import (
-    FutureResult,
+    ForkModel,
     Model,
     Operation,
     QueuedRequest,
@@ -35,18 +36,22 @@ from tinsmith.service.storage.records import (
     UnloadModel,
     request_id_of,
 )
-from tinsmith.service.storage.store import FinishedRequest, Store, StoredRecord
+from tinsmith.service.storage.store import Store
 from tinsmith.service.tenancy.quotas import QuotaEnforcer
-from tinsmith.service.training.background_writes import BackgroundWriter
+from tinsmith.service.training.eviction import ModelBudget
+from tinsmith.service.training.execution import Execution
 from tinsmith.service.training.journal import Journal
 from tinsmith.service.training.model_state import ModelState
-from tinsmith.service.training.operations import Operations, PostCommit, pass_result
-from tinsmith.service.training.scheduler import next_batch
+from tinsmith.service.training.queue import RequestQueue
+from tinsmith.service.training.running import RunningGroups
+from tinsmith.service.training.scheduler import Group, next_groups
 
 log = logging.getLogger(__name__)
 
 FIRST_SEQ, LAST_SEQ = -1, 2**62
 """seq_ids of the worker's own requests: before, and after, all requests of clients."""
+RETRY_S = 1.0
+"""Time before requests run again whose results, and errors, could not be stored."""
 
 
 class Worker:
@@ -63,28 +68,35 @@ class Worker:
         batch_tokens: int,
         telemetry: Telemetry,
         audit_log: AuditLog,
+        budget: ModelBudget,
     ) -> None:
         self.host = host
-        self._store = store
-        self._futures = futures
-        self._journal = journal
-        self._quota = quotas
-        self._writer = BackgroundWriter(host, store, checkpoints)
-        self._operations = Operations(store, checkpoints, journal, quotas, self._writer)
-        self._post_commit = PostCommit(host, store, checkpoints, journal, self._writer, audit_log)
+        self._store, self._futures, self._quota = store, futures, quotas
         self._batch_tokens = batch_tokens
-        self._telemetry = telemetry
-        self._queue: dict[str, QueuedRequest] = {}
-        self._states: dict[str, ModelState] = {}
-        self._deaths: Counter[str] = Counter()
-        """Engine deaths by request id."""
-        self._order = 0
-        self._last_owner = ""
-        """Owner of the first request of the last batch."""
-        self._wake = asyncio.Event()
+        self._states: defaultdict[str, ModelState] = defaultdict(ModelState)
+        self._queue = RequestQueue(host.names[0], store, futures, telemetry, self._states)
+        throughput = Throughput()
+        self._execution = Execution(
+            host,
+            store,
+            checkpoints,
+            journal,
+            quotas,
+            telemetry,
+            audit_log,
+            self._queue,
+            self._states,
+            throughput,
+            budget,
+        )
+        self._activity = budget.activity
+        self._running = RunningGroups(self._queue.wake)
+        self._last_shadow_owner = ""
+        """Owner of the last shadow pass."""
         self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._is_replacing = False
+        """Whether the worker itself has stopped the engine, so that no running request is to blame."""
+        self._view = QueueView(lambda now: self._queue.entries(self._running.ids, now), throughput)
 
     # Requests.
 
@@ -94,7 +106,7 @@ class Worker:
         Payloads are not compared: a repeated save carries a new sampling_session_seq_id. Raises BadRequest if a later
         request has started.
         """
-        state = self._state(model.id)
+        state = self._states[model.id]
         if seq > state.accepted_seq:
             return False
         request_id = request_id_of(model.id, seq)
@@ -112,18 +124,22 @@ class Worker:
     ) -> str:
         """Store a request, promise its result and queue it. Returns the request's id.
 
-        `is_new` stores the model as well. A request that was accepted before changes nothing. Raises Busy or Forbidden
-        if the tenant is over a quota.
+        `is_new` stores the model as well, unless it is a shadow. A request that was accepted before changes nothing.
+        Raises Busy or Forbidden if the tenant is over a quota, or if disk or memory have no room.
         """
+        self._quota.check_payload(len(payload))
         request = self._request(request_id_of(model.id, seq), model, seq, operation)
+        new_records = [model] if is_new and model.id not in self._store.shadows else []
+        if new_records:
+            self._execution.evictor.check_new(model.lora)
         if isinstance(operation, SaveState | SaveSampler | SaveExternal):
             self._quota.check_storage(model.owner)
-        reserved_model = self._quota.reserve_model(model.owner) if is_new else nullcontext()
+        reserved_model = self._quota.reserve_model(model.owner) if new_records else nullcontext()
         with reserved_model, self._quota.reserve_request(model.owner, request.tokens):
-            if await self._store.accept(request, payload, *([model] if is_new else [])):
-                state = self._state(model.id)
+            if await self._store.accept(request, payload, *new_records):
+                state = self._states[model.id]
                 state.accepted_seq = max(state.accepted_seq, seq)
-                self._promise(request)
+                self._queue.promise(request)
         return request.id
 
     def recover(self, seqs: Mapping[str, tuple[int, int]], pending: Sequence[QueuedRequest]) -> None:
@@ -133,259 +149,177 @@ class Worker:
         """
         for model_id, (accepted, finished) in seqs.items():
             if self._serves(model_id):
-                state = self._state(model_id)
+                state = self._states[model_id]
                 state.accepted_seq, state.started_seq = accepted, finished
         for request in pending:
             if self._serves(request.model_id):
-                self._promise(request)
+                self._queue.promise(request)
 
     def unload(self, model: Model) -> None:
         """End a model after all of its queued requests."""
-        self._enqueue(self._request(f"{model.id}:drop", model, LAST_SEQ, UnloadModel()))
+        self._queue.add(self._request(f"{model.id}:drop", model, LAST_SEQ, UnloadModel()))
 
     async def ensure_loaded(self, model: Model) -> None:
         """Wait until the running engine has the model. Raises TinsmithError if the model cannot be restored."""
-        state = self._state(model.id)
+        state = self._states[model.id]
         if not state.load_finished.is_set():
-            self._enqueue(self._request(f"{model.id}:revive", model, FIRST_SEQ, RestoreModel()))
+            self._queue.add(self._request(f"{model.id}:revive", model, FIRST_SEQ, RestoreModel()))
             await state.load_finished.wait()
         if state.error is not None:
             raise state.error
+
+    async def evict_idle(self) -> None:
+        """Evict the models that nobody uses."""
+        with suppress(EngineDied):
+            await self._execution.evictor.evict_idle()
+
+    def models(self) -> list[ModelUse]:
+        """The models in training, in the engine or evicted, without shadows."""
+        return self._execution.evictor.models()
+
+    def memory_use(self) -> MemoryUse:
+        """Memory of the models in training."""
+        return self._execution.evictor.use()
+
+    async def cancel_session(self, session_id: str) -> None:
+        """Fail the queued requests of a session whose client is gone."""
+        error = Gone(f"Session {session_id} has ended: its client was silent for too long.", "Create another session.")
+        for request in list(self._queue.requests.values()):
+            is_own = request.model_id.startswith(f"{session_id}:") and not isinstance(request.operation, UnloadModel)
+            if is_own and request.id not in self._running.ids:
+                await self._queue.fail(request, error)
 
     def is_broken(self, model_id: str) -> bool:
         """Whether the model could not be restored in the running engine."""
         state = self._states.get(model_id)
         return state is not None and state.error is not None
 
+    def queue(self) -> list[QueueEntry]:
+        """Clients' requests without a result, in the order in which they are expected to end."""
+        return self._view.entries()
+
+    def queue_entry(self, request_id: str) -> QueueEntry | None:
+        """A request's entry of the queue; None if it is not there, or has only just come."""
+        return self._view.find(request_id)
+
     # The loop.
 
     async def run(self) -> None:
-        """Run batches forever. The caller starts the engine first; the worker restarts it when it dies."""
+        """Start groups forever. The caller starts the engine first; the worker restarts it when it dies."""
         watch = self._watch_engine()
         try:
             while True:
                 if not self.host.is_up:
                     watch.cancel()
+                    await self._running.finish()  # the death has failed their calls
                     await self._restart_engine()
                     watch = self._watch_engine()
-                self._wake.clear()
-                batch = self._next_batch()
-                if batch:
-                    self._idle.clear()
-                    await self._attempt(batch)
-                else:
-                    self._idle.set()
-                    await self._wake.wait()
+                self._queue.wake.clear()
+                for group in self._next_groups():
+                    self._running.start(group, self._run(group))
+                await self._queue.wake.wait()
+        except Exception:
+            await self.host.stop()  # the next call must not repeat what the engine is doing
+            raise
         finally:
             watch.cancel()
+            await self._running.cancel()
 
     async def drain(self) -> None:
-        """Start no further batch; wait until the running one is finished and its results are stored."""
+        """Start nothing more; wait until what runs is finished and its results are stored."""
         self._draining = True
-        self._wake.set()
-        await self._idle.wait()
+        await self._running.finish()
 
     async def close(self) -> None:
         """Abandon background writes; a replay repeats them."""
-        await self._writer.close()
+        await self._execution.writer.close()
 
     def _watch_engine(self) -> asyncio.Task[None]:
         async def wake_on_death() -> None:
             await self.host.died.wait()
-            self._wake.set()
+            self._queue.wake.set()
 
         return asyncio.create_task(wake_on_death())
 
     async def _restart_engine(self) -> None:
-        log.warning("The engine of %s died; restarting it.", self.host.config.source)
         await self.host.stop()
         for state in self._states.values():
             state.reset()
+        self._is_replacing = False
         await self.host.restart()
 
-    def _next_batch(self) -> Sequence[QueuedRequest]:
-        """The requests to run now. Requests that were running when an engine died run first, each by itself."""
-        isolated = [request for request in self._queue.values() if request.alone]
-        if not isolated:  # samples wait until then, so that the next death has exactly one possible cause
-            self.host.allow_sampling()
+    def _next_groups(self) -> Sequence[Group]:
+        """The requests to start now. Requests that were running when an engine died run first, each by itself."""
+        requests, running = self._queue.requests.values(), self._running.groups
+        if not any(request.alone for request in requests):
+            self.host.allow_sampling()  # samples wait until then, so that the next death has one possible cause
         if self._draining:
             return ()
-        batch = next_batch(isolated or self._queue.values(), self._batch_tokens, self._last_owner)
-        if batch:
-            self._last_owner = batch[0].owner
-        return batch
+        requests = attended_first(requests, self._activity)
+        groups = next_groups(requests, running, self._batch_tokens, self._last_shadow_owner)
+        for group in groups:
+            if group[0].in_background:
+                self._last_shadow_owner = group[0].owner
+        return groups
 
-    async def _attempt(self, batch: Sequence[QueuedRequest]) -> None:
+    async def _run(self, group: Group) -> None:
+        try:
+            async with self.host.occupancy.share() as stay:
+                await self._attempt(group, stay)
+        except Exception:
+            log.exception("Results of %s cannot be stored; the requests run again.", _ids(group))
+            await self._replace_engine()  # its models are ahead of the database
+            await asyncio.sleep(RETRY_S)
+
+    async def _attempt(self, group: Group, stay: Stay) -> None:
         started: Sequence[QueuedRequest] = ()
         try:
-            started = await self._load_models(batch)
-            if started:
-                await (self._run_passes(started) if started[0].packs else self._run_barrier(started[0]))
-        except EngineDied:
+            async with self._execution.holding(group):
+                started = await self._execution.load_models(group)
+                if started:
+                    await self._execution.run(started, self._batch_tokens)
+        except EngineDied as death:
             await self.host.stop()
-            await self._isolate(batch, started)
+            if not self._is_replacing:
+                await self._isolate(group, started, death_points(death) if stay.alone and len(started) == 1 else 0)
+                log.warning("At the death of the engine it ran %s (%s).", _ids(group), death.message)
         except TinsmithError as error:
-            await self._fail_all(batch, error)
+            await self._queue.fail_all(group, error)
         except Exception as error:  # a bug, or a failing disk: the requests fail, the loop goes on
-            log.exception("Requests %s failed.", ", ".join(request.id for request in batch))
-            await self.host.stop()  # the engine may have changed a model without a stored result
-            await self._fail_all(batch, EngineError(f"Internal error: {type(error).__name__}."))
+            log.exception("Requests %s failed.", _ids(group))
+            await self._replace_engine()  # it may have changed a model without a stored result
+            await self._queue.fail_all(group, EngineError(f"Internal error: {type(error).__name__}."))
 
-    # Running a batch.
+    async def _replace_engine(self) -> None:
+        self._is_replacing = True
+        await self.host.stop()
 
-    async def _load_models(self, batch: Sequence[QueuedRequest]) -> list[QueuedRequest]:
-        """Restore the models of a batch where needed. Returns the requests that can run; the others have failed."""
-        ready = []
-        for request in batch:
-            model, state = self._store.find(Model, request.model_id), self._state(request.model_id)
-            if isinstance(request.operation, UnloadModel):
-                ready.append(request)
-                continue
-            state.started_seq = max(state.started_seq, request.seq)
-            if model is None or model.state == "failed":
-                await self._fail(request, BadRequest(f"Model {request.model_id} was not created.", "Create another."))
-                continue
-            if model.state == "live" and not state.load_finished.is_set():
-                await self._restore(model, state)
-            if state.error is not None:
-                await self._fail(request, state.error)
-                continue
-            ready.append(request)
-        return ready
+    async def _isolate(self, batch: Sequence[QueuedRequest], started: Sequence[QueuedRequest], points: int) -> None:
+        """After an engine death, run each request of a group again by itself, to find the one that causes it.
 
-    async def _restore(self, model: Model, state: ModelState) -> None:
-        try:
-            restored = await self._journal.restore(model, self.host.engine)
-        except EngineDied:
-            state.record_engine_death(model.id)
-            raise
-        except TinsmithError as error:
-            log.exception("Model %s cannot be restored.", model.id)
-            state.error = EngineError(f"Model {model.id} cannot be restored: {error}")
-        else:
-            state.updated_seq, state.uncaptured_steps = restored.updated_seq, restored.uncaptured_steps
-            state.restore_deaths = 0
-            for version in restored.unwritten_versions:
-                self._writer.schedule(version)
-        state.load_finished.set()
-
-    async def _run_passes(self, batch: Sequence[QueuedRequest]) -> None:
-        name = self.host.names[0]
-        passes = [request.operation for request in batch if isinstance(request.operation, Pass)]
-        self._telemetry.batch_started(name, [request.tokens for request in batch], self._batch_tokens)
-        self._telemetry.requests_started(request.id for request in batch)
-        results = await self.host.engine.run(passes)
-        self._telemetry.requests_ran(request.id for request in batch)
-        self._telemetry.record_mismatches(name, passes, results)
-        batch_id = time.time_ns()
-        await self._finish(
-            [
-                FinishedRequest(request=request, result=pass_result(result), batch=batch_id)
-                for request, result in zip(batch, results, strict=True)
-            ]
-        )
-
-    async def _run_barrier(self, request: QueuedRequest) -> None:
-        model = self._store.find(Model, request.model_id)
-        assert model is not None
-        if isinstance(request.operation, RestoreModel):
-            self._queue.pop(request.id, None)
-            self._state(request.model_id).load_finished.set()
-        elif isinstance(request.operation, UnloadModel):
-            await self.host.engine.drop(model.id)
-            await self._journal.forget(model)
-            self._queue.pop(request.id, None)
-            self._states.pop(request.model_id, ModelState()).load_finished.set()
-        else:
-            await self._run_operation(request, model)
-
-    async def _run_operation(self, request: QueuedRequest, model: Model) -> None:
-        self._telemetry.requests_started([request.id])
-        try:
-            done = await self._operations.perform(request, model, self.host.engine)
-        except EngineDied:
-            raise
-        except TinsmithError as error:
-            failed = replace(model, state="failed") if model.state == "pending" else model
-            await self._fail(request, error, failed)
-            return
-        self._telemetry.requests_ran([request.id])
-        await self._finish([FinishedRequest(request=request, result=done.result)], *done.records)
-        await self._post_commit.run(request, done, self._state(request.model_id))
-
-    async def _isolate(self, batch: Sequence[QueuedRequest], started: Sequence[QueuedRequest]) -> None:
-        """After an engine death, run each request of the batch again by itself, to find the one that causes it.
-
-        `started` are the requests that the engine was given; one that was running at too many deaths fails.
+        `started` are the requests that the engine was given; `points` count against one that was alone there.
         """
-        for request in self._unfinished(batch):
-            self._queue[request.id] = replace(request, alone=True)
-        for request in self._unfinished(started):
-            self._deaths[request.id] += 1
-            if self._deaths[request.id] >= MAX_ENGINE_DEATHS:
-                error = f"The engine died {MAX_ENGINE_DEATHS} times while it ran this request."
-                await self._fail(request, EngineError(error, "Send fewer tokens."))
-
-    # Results.
-
-    async def _finish(self, finished: Sequence[FinishedRequest], *records: StoredRecord) -> None:
-        """Store results, then publish them.
-
-        Raises ValueError if a result cannot be stored: the engine's state is then ahead of the database.
-        """
-        try:
-            await self._store.finish(finished, *records)
-        except TinsmithError as error:
-            raise ValueError(f"A result cannot be stored: {error}") from error
-        self._publish(finished)
-
-    async def _fail_all(self, batch: Sequence[QueuedRequest], error: TinsmithError) -> None:
-        for request in self._unfinished(batch):
-            await self._fail(request, error)
-
-    async def _fail(self, request: QueuedRequest, error: TinsmithError, *records: Model) -> None:
-        if isinstance(request.operation, UnloadModel | RestoreModel):
-            self._queue.pop(request.id, None)
-            self._state(request.model_id).load_finished.set()
-            return
-        finished = [FinishedRequest(request=request, result=FutureResult.failure(error))]
-        await self._store.finish(finished, *records)
-        self._publish(finished)
-
-    def _publish(self, finished: Sequence[FinishedRequest]) -> None:
-        for end in finished:
-            request, result = end.request, end.result
-            self._queue.pop(request.id, None)
-            self._deaths.pop(request.id, None)
-            self._futures.resolve(request.id, result)
-            succeeded = isinstance(request.operation, Pass) and not result.failed
-            tokens = {kind_of(request.operation): request.tokens} if succeeded else None
-            self._telemetry.request_finished(request.id, result, tokens)
+        for request in self._queue.unfinished(batch):
+            self._queue.requests[request.id] = replace(request, alone=True)
+        for request in self._queue.unfinished(started):
+            self._queue.deaths[request.id] += points
+            if self._queue.deaths[request.id] >= MAX_DEATH_POINTS:
+                error = f"The engine died {MAX_ENGINE_DEATHS} times while it ran this request by itself."
+                await self._queue.fail(request, EngineError(error, "Send fewer tokens; the log has the reason."))
 
     # The queue.
-
-    def _state(self, model_id: str) -> ModelState:
-        return self._states.setdefault(model_id, ModelState())
 
     def _serves(self, model_id: str) -> bool:
         model = self._store.find(Model, model_id)
         return model is not None and model.base_model in self.host.names
 
-    def _unfinished(self, requests: Sequence[QueuedRequest]) -> list[QueuedRequest]:
-        return [request for request in requests if request.id in self._queue]
-
     def _request(self, request_id: str, model: Model, seq: int, operation: Operation) -> QueuedRequest:
         """A request that is younger than all others."""
-        self._order += 1
-        return queued_request(request_id, model.owner, model.id, seq, self._order, operation)
+        request = queued_request(request_id, model.owner, model.id, seq, self._queue.next_order(), operation)
+        if not (isinstance(operation, ForkModel) and operation.source):
+            return replace(request, yields=model.id in self._store.shadows)
+        return replace(request, source=operation.source, source_seq=self._states[operation.source].accepted_seq)
 
-    def _promise(self, request: QueuedRequest) -> None:
-        self._futures.open(request.id, request.owner, stored=True)
-        self._enqueue(request)
 
-    def _enqueue(self, request: QueuedRequest) -> None:
-        self._order = max(self._order, request.order)
-        self._queue[request.id] = request
-        if not isinstance(request.operation, UnloadModel | RestoreModel):
-            self._telemetry.request_accepted(request.id, request.owner, kind_of(request.operation), self.host.names[0])
-        self._wake.set()
+def _ids(requests: Sequence[QueuedRequest]) -> str:
+    return ", ".join(request.id for request in requests)

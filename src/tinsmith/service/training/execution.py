@@ -1,0 +1,142 @@
+"""Execution of scheduled requests: models are restored, passes and barriers run on the engine, results are stored."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import MutableMapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import replace
+
+from tinsmith.engine.base import Pass
+from tinsmith.errors import BadRequest, EngineDied, TinsmithError
+from tinsmith.service.checkpoints import Checkpoints
+from tinsmith.service.engines.host import EngineHost
+from tinsmith.service.engines.queue_view import Throughput
+from tinsmith.service.observability.audit import AuditLog
+from tinsmith.service.observability.metrics import Telemetry
+from tinsmith.service.storage.records import Model, QueuedRequest, RestoreModel, UnloadModel
+from tinsmith.service.storage.store import FinishedRequest, Store
+from tinsmith.service.tenancy.quotas import QuotaEnforcer
+from tinsmith.service.training.background_writes import BackgroundWriter
+from tinsmith.service.training.eviction import ModelBudget, ModelEvictor
+from tinsmith.service.training.journal import Journal
+from tinsmith.service.training.model_state import ModelRestorer, ModelState
+from tinsmith.service.training.operations import Operations, PostCommit, pass_result
+from tinsmith.service.training.queue import RequestQueue
+
+
+class Execution:
+    """Runs the requests of one engine."""
+
+    def __init__(
+        self,
+        host: EngineHost,
+        store: Store,
+        checkpoints: Checkpoints,
+        journal: Journal,
+        quotas: QuotaEnforcer,
+        telemetry: Telemetry,
+        audit_log: AuditLog,
+        queue: RequestQueue,
+        states: MutableMapping[str, ModelState],
+        throughput: Throughput,
+        budget: ModelBudget,
+    ) -> None:
+        self._host, self._store, self._journal, self._telemetry = host, store, journal, telemetry
+        self._queue, self._states, self._throughput = queue, states, throughput
+        self.writer = BackgroundWriter(host, store, checkpoints)
+        self.evictor = ModelEvictor(host, store, journal, self.writer, budget, states, queue.requests)
+        self._restorer = ModelRestorer(store, journal, self.writer)
+        self._operations = Operations(store, checkpoints, journal, quotas, self.writer)
+        self._post_commit = PostCommit(host, store, checkpoints, journal, self.writer, audit_log)
+
+    def holding(self, batch: Sequence[QueuedRequest]) -> AbstractAsyncContextManager[None]:
+        """Keep the models of a batch in the engine for the duration of the block, once there is room for them."""
+        models = {request.model_id for request in batch} | {request.source for request in batch if request.source}
+        restores = not isinstance(batch[0].operation, UnloadModel)
+        return self.evictor.holding(models, restores=restores)
+
+    async def load_models(self, batch: Sequence[QueuedRequest]) -> list[QueuedRequest]:
+        """Restore the models of a batch where needed. Returns the requests that can run; the others have failed."""
+        ready = []
+        for request in batch:
+            model, state = self._store.find(Model, request.model_id), self._states[request.model_id]
+            if isinstance(request.operation, UnloadModel):
+                ready.append(request)
+                continue
+            state.started_seq = max(state.started_seq, request.seq)
+            if model is None or model.state == "failed":
+                error = BadRequest(f"Model {request.model_id} was not created.", "Create another.")
+                await self._queue.fail(request, error)
+                continue
+            await self._restorer.restore(model, state, self._host.engine)
+            if request.source:
+                source = self._store.find(Model, request.source)
+                await self._restorer.restore(source, self._states[request.source], self._host.engine)
+            if state.error is not None:
+                await self._queue.fail(request, state.error)
+                continue
+            ready.append(request)
+        return ready
+
+    async def run(self, batch: Sequence[QueuedRequest], batch_tokens: int) -> None:
+        """Run a batch whose models are loaded: passes, or one barrier."""
+        if isinstance(batch[0].operation, Pass):
+            await self._run_passes(batch, batch_tokens)
+        else:
+            await self._run_barrier(batch[0])
+
+    async def _run_passes(self, batch: Sequence[QueuedRequest], batch_tokens: int) -> None:
+        name = self._host.names[0]
+        passes = [
+            replace(await self._operations.with_start(request.operation), share=request.owner)
+            for request in batch
+            if isinstance(request.operation, Pass)
+        ]
+        self._telemetry.batch_started(name, [request.tokens for request in batch], batch_tokens)
+        self._telemetry.requests_started(request.id for request in batch)
+        self._throughput.start(time.monotonic())
+        computed = 0
+        try:
+            results = await self._host.engine.run(passes)
+            computed = sum(request.tokens for request in batch)
+        finally:
+            self._throughput.end(computed, time.monotonic())
+        self._telemetry.requests_ran(request.id for request in batch)
+        self._telemetry.record_mismatches(name, passes, results)
+        batch_id = time.time_ns()
+        await self._queue.finish(
+            [
+                FinishedRequest(request=request, result=pass_result(result), batch=batch_id)
+                for request, result in zip(batch, results, strict=True)
+            ]
+        )
+
+    async def _run_barrier(self, request: QueuedRequest) -> None:
+        model = self._store.find(Model, request.model_id)
+        assert model is not None
+        if isinstance(request.operation, RestoreModel):
+            self._queue.remove(request)
+            self._states[request.model_id].load_finished.set()
+        elif isinstance(request.operation, UnloadModel):
+            await self._host.engine.drop(model.id)
+            if self._store.shadows.pop(model.id, None) is None:
+                await self._journal.forget(model)
+            self._queue.remove(request)
+            self._states.pop(request.model_id, ModelState()).load_finished.set()
+        else:
+            await self._run_operation(request, model)
+
+    async def _run_operation(self, request: QueuedRequest, model: Model) -> None:
+        self._telemetry.requests_started([request.id])
+        try:
+            done = await self._operations.perform(request, model, self._host.engine)
+        except EngineDied:
+            raise
+        except TinsmithError as error:
+            failed = replace(model, state="failed") if model.state == "pending" else model
+            await self._queue.fail(request, error, failed)
+            return
+        self._telemetry.requests_ran([request.id])
+        await self._queue.finish([FinishedRequest(request=request, result=done.result)], *done.records)
+        await self._post_commit.run(request, done, self._states[request.model_id])

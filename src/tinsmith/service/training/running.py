@@ -1,0 +1,49 @@
+"""The groups of requests that run now, each in its own task."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from tinsmith.service.training.scheduler import Group
+
+
+class RunningGroups:
+    """Started groups that have not ended."""
+
+    def __init__(self, wake: asyncio.Event) -> None:
+        self._wake = wake
+        """Set when a group has ended."""
+        self._tasks: dict[asyncio.Task[None], Group] = {}
+
+    @property
+    def groups(self) -> list[Group]:
+        """The groups, in the order of their start."""
+        return list(self._tasks.values())
+
+    @property
+    def ids(self) -> set[str]:
+        """The ids of the running requests."""
+        return {request.id for group in self._tasks.values() for request in group}
+
+    def start(self, group: Group, work: Coroutine[Any, Any, None]) -> None:
+        """Run a group by `work`, which raises nothing."""
+        task = asyncio.create_task(work)
+        self._tasks[task] = group
+        task.add_done_callback(self._end)
+
+    async def finish(self) -> None:
+        """Wait until no group runs."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def cancel(self) -> None:
+        """Abandon what runs; its requests stay accepted."""
+        for task in self._tasks:
+            task.cancel()
+        await self.finish()
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        del self._tasks[task]
+        self._wake.set()
