@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tinsmith.chat.tokenizer import Tokenizer, load_tokenizer
+from tinsmith.engine.base import ModelCard
 from tinsmith.errors import BadRequest, Unsupported
 from tinsmith.service.openai.requests import render_prompt
 from tinsmith.service.openai.schemas import ChatBody
@@ -25,8 +26,14 @@ def tokenizer() -> Tokenizer:
     return made
 
 
+CARD = ModelCard(
+    source="toy", tokenizer="toy", arch="fake", vocab_size=512, context_length=4096, eos_token_ids=(2,),
+    dtype="float32", device="cpu",
+)  # fmt: skip
+
+
 def render(tokenizer: Tokenizer, *messages: dict[str, Any], **more: Any) -> str:
-    ids, _ = render_prompt(ChatBody(model="toy", messages=list(messages), **more), tokenizer)
+    ids, _, _ = render_prompt(ChatBody(model="toy", messages=list(messages), **more), tokenizer, CARD)
     return tokenizer.decode(ids)
 
 

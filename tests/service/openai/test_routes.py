@@ -289,3 +289,38 @@ def test_disconnect_cancels_sampling(served_llama: Served, stream: bool):
     while failed() == before and time.monotonic() < until:
         time.sleep(0.05)
     assert failed() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "param"),
+    [
+        ("temperature", -1, "temperature"),
+        ("n", 5000, "n"),
+        ("stop", [""], "stop"),
+        ("stop", ["a"] * 257, "stop"),
+        ("top_k", 0.5, "top_k"),
+        ("min_p", 0.5, "min_p"),
+        ("nonsense", 1, "nonsense"),
+        ("tool_choice", "required", "tool_choice"),
+        ("model", "nobody", "model"),
+        ("messages", [{"role": "robot"}], "messages[0].role"),
+        ("max_tokens", 10**6, "messages"),
+        ("stream_options", {"include_usage": True}, "stream_options"),
+    ],
+)
+def test_param_of_an_error_is_the_field(served_llama: Served, field: str, value: object, param: str) -> None:
+    with served_llama.raw() as call:
+        body = {"model": "tiny", "messages": HI, field: value}
+        assert call(f"{served_llama.url}/v1/chat/completions", body).json()["error"]["param"] == param
+
+
+def test_unknown_key_is_named_as_it_was_sent(served_llama: Served) -> None:
+    url = f"{served_llama.url}/v1/models"
+    for headers, message in (
+        ({"Authorization": "Bearer tml-wrong"}, "The Authorization: Bearer key is not valid."),
+        ({"X-API-Key": "tml-wrong"}, "The X-API-Key is not valid."),
+        ({}, "The request has no Authorization: Bearer key."),
+    ):
+        answer = httpx.get(url, headers=headers)
+        assert answer.status_code == 401
+        assert answer.json()["error"]["message"].startswith(message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
@@ -14,12 +13,13 @@ import numpy as np
 from tinsmith.chat.request import PromptTooLong
 from tinsmith.chat.tokenizer import Tokenizer
 from tinsmith.chat.tool_calls import ToolCallFormat, ToolCallParser, marker_texts, tool_call_format
-from tinsmith.engine.base import ModelCard, SampleRequest
+from tinsmith.engine.base import InputImage, ModelCard, SampleRequest
 from tinsmith.engine.validation import MAX_SAMPLES, check_sample, did_you_mean
 from tinsmith.errors import BadRequest, NotFound, Unsupported
 from tinsmith.service.dependencies import Service
+from tinsmith.service.openai.images import place_images
 from tinsmith.service.openai.sampling import ChoiceDecoder, SampleCalls
-from tinsmith.service.openai.schemas import ChatBody, CompletionBody, OutputOptions, SamplingOptions
+from tinsmith.service.openai.schemas import ChatBody, CompletionBody, OutputOptions, SamplingOptions, naming
 from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession
 from tinsmith.service.training.worker import Worker
 
@@ -154,13 +154,24 @@ def new_id(kind: str) -> str:
     return f"{kind}-{uuid.uuid4().hex}"
 
 
-async def prepare_chat(service: Service, owner: str, body: ChatBody) -> PreparedRequest:
-    """Validate a chat completion and render its prompt."""
+async def prepare_chat(service: Service, owner: str, body: ChatBody, size: int) -> PreparedRequest:
+    """Validate a chat completion, whose body had `size` bytes, and render its prompt."""
     if body.top_logprobs and not body.logprobs:
-        raise BadRequest("top_logprobs requires logprobs.", "Set logprobs to true.")
+        raise BadRequest("top_logprobs requires logprobs.", "Set logprobs to true.", field="logprobs")
     model, card, tokenizer = await _open_model(service, owner, body)
-    ids, call_format = await asyncio.to_thread(render_prompt, body, tokenizer)
+    with naming("messages"):
+        ids, images, call_format = await service.parsers.run_in_thread(size, render_prompt, body, tokenizer, card)
     longest = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    sample = build_sample_request(
+        body,
+        card,
+        model,
+        ids,
+        longest,
+        prompt_field="messages",
+        topk_sample_logprobs=body.top_logprobs,
+        images=images,
+    )
     return PreparedRequest(
         id=new_id("chatcmpl"),
         created=int(time.time()),
@@ -169,21 +180,22 @@ async def prepare_chat(service: Service, owner: str, body: ChatBody) -> Prepared
         card=card,
         tokenizer=tokenizer,
         body=body,
-        requests=(build_sample_request(body, card, model, ids, longest, topk_sample_logprobs=body.top_logprobs),),
+        requests=(sample,),
         top_logprobs=body.top_logprobs if body.logprobs else None,
         call_format=call_format,
         tools=body.template_tools(),
     )
 
 
-async def prepare_completion(service: Service, owner: str, body: CompletionBody) -> PreparedRequest:
-    """Validate a completion and encode its prompts."""
+async def prepare_completion(service: Service, owner: str, body: CompletionBody, size: int) -> PreparedRequest:
+    """Validate a completion, whose body had `size` bytes, and encode its prompts."""
     if body.max_tokens == 0 and not body.echo:
-        raise BadRequest("max_tokens is 0.", "Give at least 1, or set echo to score the prompt.")
+        raise BadRequest("max_tokens is 0.", "Give at least 1, or set echo to score the prompt.", field="max_tokens")
     if body.stream and body.echo and (body.logprobs is not None or not body.max_tokens):
-        raise Unsupported("Logprobs of the prompt are not streamed.", "Remove stream or echo.")
+        raise Unsupported("Logprobs of the prompt are not streamed.", "Remove stream or echo.", field="stream")
     model, card, tokenizer = await _open_model(service, owner, body)
-    prompts = await asyncio.to_thread(_encode_prompts, body, tokenizer)
+    with naming("prompt"):
+        prompts = await service.parsers.run_in_thread(size, _encode_prompts, body, tokenizer, card)
     logprobs = {
         "topk_sample_logprobs": body.logprobs or 0,
         "prompt_logprobs": body.echo and body.logprobs is not None,
@@ -207,13 +219,16 @@ async def prepare_completion(service: Service, owner: str, body: CompletionBody)
 
 async def _open_model(service: Service, owner: str, body: OutputOptions) -> tuple[ModelRef, ModelCard, Tokenizer]:
     service.sampling.check_capacity()
-    model = resolve_model(service, body.model, owner)
+    with naming("model"):
+        model = resolve_model(service, body.model, owner)
     card = await model.worker.host.card()
     return model, card, await service.tokenizer(model.base_model, card)
 
 
-def render_prompt(body: ChatBody, tokenizer: Tokenizer) -> tuple[list[int], ToolCallFormat | None]:
-    """(token ids of the prompt, format of the tool calls to parse). Takes milliseconds: run it in a thread."""
+def render_prompt(
+    body: ChatBody, tokenizer: Tokenizer, card: ModelCard
+) -> tuple[list[int], tuple[InputImage, ...], ToolCallFormat | None]:
+    """(token ids of the prompt, its images, format of the tool calls to parse). Run it in a thread."""
     tools = body.template_tools()
     template = tokenizer.template(tools)
     call_format = tool_call_format(template, tokenizer.name) if tools else None
@@ -222,18 +237,40 @@ def render_prompt(body: ChatBody, tokenizer: Tokenizer) -> tuple[list[int], Tool
         raise BadRequest(
             "continue_final_message and add_generation_prompt exclude each other.",
             "Set add_generation_prompt to false, or remove it.",
+            field="continue_final_message",
         )
-    ids = tokenizer.render(
-        body.template_messages(template),
+    urls: list[str] | None = None if card.images is None else []
+    text = tokenizer.render_text(
+        body.template_messages(template, urls),
         tools,
         add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
         continue_final_message=body.continue_final_message,
         values=body.chat_template_kwargs,
     )
-    return ids, call_format
+    ids, images = _encode(text, tokenizer, card, add_special_tokens=False), ()
+    if urls and card.images is not None:
+        if body.return_token_ids:
+            raise Unsupported(
+                "return_token_ids is not supported with images.",
+                "Use the Tinker API, whose chunks hold tokens and images.",
+                field="return_token_ids",
+            )
+        ids, images = place_images(ids, urls, card.images)
+    return ids, images, call_format
 
 
-def _encode_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[tuple[list[int], str]]:
+def _encode(text: str, tokenizer: Tokenizer, card: ModelCard, *, add_special_tokens: bool) -> list[int]:
+    """Token ids. Raises PromptTooLong, without encoding the text, if it is certain to exceed the context."""
+    least = tokenizer.least_tokens(text)
+    if least > card.context_length:
+        raise PromptTooLong(
+            f"The context is {card.context_length} tokens, and a prompt of {len(text)} characters has {least} or more.",
+            "Shorten the prompt.",
+        )
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _encode_prompts(body: CompletionBody, tokenizer: Tokenizer, card: ModelCard) -> list[tuple[list[int], str]]:
     """(token ids, text) of each prompt; the text of a prompt of tokens only where `echo` returns it."""
     prompts: list[Any] = [body.prompt] if isinstance(body.prompt, str) else list(body.prompt)
     if prompts and isinstance(prompts[0], int):
@@ -241,7 +278,7 @@ def _encode_prompts(body: CompletionBody, tokenizer: Tokenizer) -> list[tuple[li
     if not 1 <= len(prompts) <= MAX_SAMPLES:
         raise BadRequest(f"There are {len(prompts)} prompts.", f"Give 1 to {MAX_SAMPLES}, of text or tokens.")
     return [
-        (tokenizer.encode(prompt, add_special_tokens=body.add_special_tokens), prompt)
+        (_encode(prompt, tokenizer, card, add_special_tokens=body.add_special_tokens), prompt)
         if isinstance(prompt, str)
         else (prompt, tokenizer.decode(prompt) if body.echo else "")
         for prompt in prompts
@@ -254,23 +291,29 @@ def build_sample_request(
     model: ModelRef,
     ids: Sequence[int],
     max_tokens: int | None,
-    **logprobs: Any,
+    *,
+    prompt_field: str = "prompt",
+    **fields: Any,
 ) -> SampleRequest:
-    """The engine's request for one prompt. Raises BadRequest; PromptTooLong if the request exceeds the context."""
+    """The engine's request for one prompt, which the body has in `prompt_field`, with further fields.
+
+    Raises BadRequest; PromptTooLong if the request exceeds the context.
+    """
     context = card.context_length
     if len(ids) + (max_tokens or 1) - 1 > context:
         raise PromptTooLong(
             f"The context of {model.base_model} is {context} tokens, the prompt has {len(ids)}; "
             f"max_tokens: {max_tokens}.",
             "Shorten the prompt or lower max_tokens.",
+            field=prompt_field,
         )
     if "" in options.stop_strings:
-        raise BadRequest("A stop string is empty.", "Give text.")
+        raise BadRequest("A stop string is empty.", "Give text.", field="stop")
     try:
         prompt = np.asarray(ids, dtype=np.int32)
     except OverflowError as error:
         raise BadRequest(
-            "The prompt holds a number that is not a token id.", "Use the model's own tokenizer."
+            "The prompt holds a number that is not a token id.", "Use the model's own tokenizer.", field=prompt_field
         ) from error
     request = SampleRequest(
         request_id=new_id("direct"),
@@ -284,7 +327,7 @@ def build_sample_request(
         seed=options.seed,
         stop_tokens=_stop_tokens(options, card),
         stop_strings=options.stop_strings,
-        **logprobs,
+        **fields,
     )
     check_sample(request, card)
     return request

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -68,7 +68,7 @@ def response_head(call: PreparedRequest, kind: str) -> dict[str, Any]:
 
 def usage(call: PreparedRequest, sampled: Sequence[SampleResult], completion_tokens: int) -> dict[str, Any]:
     """Token counts; a prompt counts once, however often it is sampled."""
-    prompt = sum(len(request.prompt) for request in call.requests)
+    prompt = sum(result.prompt_tokens for result in sampled) or sum(len(request.prompt) for request in call.requests)
     cached = sum(result.prompt_cache_hit_tokens for result in sampled)
     return {
         "prompt_tokens": prompt,
@@ -182,6 +182,34 @@ class _ChoiceState:
     offset: int = 0
 
 
+@dataclass(slots=True)
+class StreamTotals:
+    """Tokens of a stream so far, and results of its requests that are complete."""
+
+    tokens: int = 0
+    results: list[SampleResult] = field(default_factory=list)
+
+
+async def choice_deltas(
+    call: PreparedRequest, samples: AsyncGenerator[SampleEvent], totals: StreamTotals
+) -> AsyncGenerator[ChoiceDelta]:
+    """Deltas of all choices that have output, as they are sampled. They are counted in `totals`."""
+    states = [_ChoiceState(call.decoder()) for _ in range(len(call.requests) * call.body.n)]
+    async with aclosing(samples):
+        async for request, event in samples:
+            first = request * call.body.n
+            if isinstance(event, SequenceDelta):
+                totals.tokens += len(event.tokens)
+                deltas = [_next_delta(call, first + event.sample, states[first + event.sample], event)]
+            else:
+                totals.results.append(event)
+                sequences = enumerate(event.sequences, first)
+                deltas = [_last_delta(index, states[index], sequence) for index, sequence in sequences]
+            for delta in deltas:
+                if _has_output(call, delta):
+                    yield delta
+
+
 async def event_stream(
     call: PreparedRequest,
     samples: AsyncGenerator[SampleEvent],
@@ -198,24 +226,14 @@ async def event_stream(
     for choice in opening:
         yield _event({**response_head(call, kind), "choices": [choice], **no_usage, **extra_fields})
         extra_fields = {}
-    tokens, results = 0, []
-    states = [_ChoiceState(call.decoder()) for _ in range(len(call.requests) * call.body.n)]
+    totals = StreamTotals()
     try:
-        async with aclosing(samples):
-            async for request, event in samples:
-                first = request * call.body.n
-                if isinstance(event, SequenceDelta):
-                    tokens += len(event.tokens)
-                    deltas = [_next_delta(call, first + event.sample, states[first + event.sample], event)]
-                else:
-                    results.append(event)
-                    sequences = enumerate(event.sequences, first)
-                    deltas = [_last_delta(index, states[index], sequence) for index, sequence in sequences]
-                for delta in deltas:
-                    if _has_output(call, delta):
-                        yield _event({**response_head(call, kind), "choices": [render(call, delta)], **no_usage})
+        async with aclosing(choice_deltas(call, samples, totals)) as deltas:
+            async for delta in deltas:
+                yield _event({**response_head(call, kind), "choices": [render(call, delta)], **no_usage})
         if no_usage:
-            yield _event({**response_head(call, kind), "choices": [], "usage": usage(call, results, tokens)})
+            counts = usage(call, totals.results, totals.tokens)
+            yield _event({**response_head(call, kind), "choices": [], "usage": counts})
     except TinsmithError as error:
         yield _event(openai_error_of(error))
     yield "data: [DONE]\n\n"

@@ -1,12 +1,12 @@
 """Routes of the OpenAI API, for agents and environments that do not use the Tinker SDK.
 
-`router` (models, chat/completions, completions) is mounted under /v1 and /oai/api/v1, `generate_router` under
-/inference/v1. `requests.resolve_model` lists the names that `model` may be.
+`router` (models, chat/completions, completions, responses) is mounted under /v1 and /oai/api/v1, `generate_router`
+under /inference/v1. `requests.resolve_model` lists the names that `model` may be.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Annotated, Any
@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinsmith.engine.base import SampledSequence, SampleRequest, SampleResult
-from tinsmith.service.dependencies import RawBody, Service, ServiceDep
+from tinsmith.service.dependencies import Service, ServiceDep
 from tinsmith.service.openai.requests import (
     ModelRef,
     PreparedRequest,
@@ -41,8 +41,9 @@ from tinsmith.service.openai.responses import (
     usage,
     whole_choice,
 )
+from tinsmith.service.openai.responses_api import ResponsesBody, naming_fields, response_events, whole_response
 from tinsmith.service.openai.sampling import SampleCalls, TextDelta, sample_all, stream_samples
-from tinsmith.service.openai.schemas import ChatBody, CompletionBody, GenerateBody, GenerateParams, parse_exact
+from tinsmith.service.openai.schemas import ChatBody, CompletionBody, GenerateBody, GenerateParams, naming, parse_exact
 
 router = APIRouter()
 generate_router = APIRouter()
@@ -52,11 +53,22 @@ async def get_owner(
     service: ServiceDep, x_api_key: Annotated[str, Header()] = "", authorization: Annotated[str, Header()] = ""
 ) -> str:
     """The owner of the key in `Authorization: Bearer tml-…` or X-API-Key. Raises Unauthorized."""
+    if x_api_key:
+        return service.authenticate(x_api_key).owner
     scheme, _, key = authorization.partition(" ")
-    return service.authenticate(x_api_key or (key.strip() if scheme.lower() == "bearer" else "")).owner
+    return service.authenticate(key.strip() if scheme.lower() == "bearer" else "", "Authorization: Bearer key").owner
 
 
 Owner = Annotated[str, Depends(get_owner)]
+
+
+async def read_prompt_body(http: Request, owner: Owner, service: ServiceDep) -> AsyncIterator[bytes]:
+    """The body of a request with prompts. Raises TooLarge, Busy."""
+    async with await service.read_prompt(http, owner) as body:
+        yield body
+
+
+PromptBody = Annotated[bytes, Depends(read_prompt_body)]
 
 
 @router.get("/models")
@@ -87,9 +99,10 @@ async def _model_json(name: str, ref: ModelRef) -> dict[str, Any]:
 
 
 @router.post("/chat/completions")
-async def chat_completions(http: Request, owner: Owner, service: ServiceDep, body: RawBody) -> Response:
+async def chat_completions(http: Request, owner: Owner, service: ServiceDep, body: PromptBody) -> Response:
     """Replies to a conversation, rendered by the model's own chat template."""
-    call = await prepare_chat(service, owner, parse_exact(ChatBody, body))
+    chat = await service.parsers.run(len(body), parse_exact, ChatBody, body)
+    call = await prepare_chat(service, owner, chat, len(body))
     extra_fields = {"prompt_token_ids": call.requests[0].prompt.tolist()} if call.body.return_token_ids else {}
     if call.body.stream:
         opening = _chat_opening(call)
@@ -110,10 +123,10 @@ def _chat_opening(call: PreparedRequest) -> list[dict[str, Any]]:
 
 
 @router.post("/completions")
-async def completions(http: Request, owner: Owner, service: ServiceDep, body: RawBody) -> Response:
+async def completions(http: Request, owner: Owner, service: ServiceDep, body: PromptBody) -> Response:
     """Continuations of each prompt; `max_tokens` 0 with `echo` scores the prompt alone."""
-    text = parse_exact(CompletionBody, body)
-    call = await prepare_completion(service, owner, text)
+    text = await service.parsers.run(len(body), parse_exact, CompletionBody, body)
+    call = await prepare_completion(service, owner, text, len(body))
     if text.stream:
         return await _stream(http, call, service, "text_completion", text_choice, _text_opening(call, text))
     sampled = await sample_all(http, service.sampling, call.calls)
@@ -177,6 +190,19 @@ async def _stream(
     return _EventResponse(event_stream(call, samples, kind, render, opening, extra_fields or {}))
 
 
+@router.post("/responses")
+async def responses(http: Request, owner: Owner, service: ServiceDep, body: PromptBody) -> Response:
+    """The reply to a conversation, as items of the Responses API. Responses are not stored."""
+    request = await service.parsers.run(len(body), parse_exact, ResponsesBody, body)
+    with naming_fields():
+        call = replace(await prepare_chat(service, owner, request.to_chat(), len(body)), id=new_id("resp"))
+        if request.stream:
+            samples = await stream_samples(http, service.sampling, call.calls)
+            return _EventResponse(response_events(request, call, samples))
+        (sampled,) = await sample_all(http, service.sampling, call.calls)
+    return JSONResponse(whole_response(request, call, sampled))
+
+
 class _EventResponse(StreamingResponse):
     """Closes the generator of events when the client disconnects between two of them."""
 
@@ -190,20 +216,27 @@ class _EventResponse(StreamingResponse):
 
 
 @generate_router.post("/generate")
-async def generate(http: Request, owner: Owner, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+async def generate(http: Request, owner: Owner, service: ServiceDep, body: PromptBody) -> dict[str, Any]:
     """vLLM's generate: `sampling_params.n` continuations of `token_ids`, as tokens and logprobs.
 
     For clients that render prompts themselves, as verifiers and prime-rl do: sampled tokens are never re-encoded.
     `weights` names the weights that answered.
     """
-    request_body = parse_exact(GenerateBody, body)
+    request_body = await service.parsers.run(len(body), parse_exact, GenerateBody, body)
     params = parse_exact(GenerateParams, request_body.sampling_params, "sampling_params.")
     service.sampling.check_capacity()
-    ref = resolve_model(service, request_body.model, owner)
+    with naming("model"):
+        ref = resolve_model(service, request_body.model, owner)
     card = await ref.worker.host.card()
     top_logprobs = params.logprobs or 0
     request = build_sample_request(
-        params, card, ref, request_body.token_ids, params.max_tokens, topk_sample_logprobs=top_logprobs
+        params,
+        card,
+        ref,
+        request_body.token_ids,
+        params.max_tokens,
+        prompt_field="token_ids",
+        topk_sample_logprobs=top_logprobs,
     )
     calls = SampleCalls(owner=owner, base_model=ref.base_model, requests=[request])
     (sampled,) = await sample_all(http, service.sampling, calls)

@@ -188,6 +188,7 @@ async def _sample(
 
 async def _unless_disconnected(http: Request, work: Awaitable[T]) -> T:
     task, disconnected = asyncio.ensure_future(work), asyncio.create_task(_disconnected(http))
+    task.add_done_callback(lambda done: done.cancelled() or done.exception())  # a cancelled gather ends with an error
     try:
         await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():

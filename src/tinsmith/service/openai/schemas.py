@@ -7,15 +7,19 @@ routing hints) are accepted.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, Literal, TypeVar
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator
 
-from tinsmith.chat.request import ChatRequest, error_body, error_code, parse_json_object, select_fields
+from tinsmith.chat.request import ChatRequest, error_body, error_code, error_param, parse_json_object, select_fields
 from tinsmith.engine.validation import did_you_mean
-from tinsmith.errors import BadRequest, TinsmithError
-from tinsmith.service.wire.schemas import WireModel, parse
+from tinsmith.errors import BadRequest, TinsmithError, TooLarge, UserError
+from tinsmith.service.wire.schemas import Numbers, WireModel, parse
+
+Name = Annotated[str, Field(max_length=1024)]
+"""A name of weights, such as BASE;tinker://RUN/KIND/NAME."""
 
 
 class StreamOptions(WireModel):
@@ -51,17 +55,18 @@ class SamplingOptions(WireModel):
 class OutputOptions(SamplingOptions):
     """The model to sample from, and the form of the response."""
 
-    model: str
+    model: Name
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
 
-    @model_validator(mode="after")
-    def _check_stream_options(self) -> OutputOptions:
-        if self.stream_options.include_usage and not self.stream:
+    @field_validator("stream_options")
+    @classmethod
+    def _check_stream_options(cls, options: StreamOptions, request: ValidationInfo) -> StreamOptions:
+        if options.include_usage and not request.data.get("stream"):
             raise ValueError("stream_options are read only with stream: true")
-        return self
+        return options
 
 
 class ChatBody(ChatRequest, OutputOptions):
@@ -76,7 +81,9 @@ class ChatBody(ChatRequest, OutputOptions):
 class CompletionBody(OutputOptions):
     """completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str | Annotated[list[str], Field(fail_fast=True)] | Numbers | Annotated[list[Numbers], Field(fail_fast=True)]
+    )
     max_tokens: int = Field(16, ge=0)
     logprobs: int | None = Field(None, ge=0)
     echo: bool = False
@@ -93,8 +100,8 @@ class GenerateParams(SamplingOptions):
 class GenerateBody(WireModel):
     """/inference/v1/generate."""
 
-    model: str
-    token_ids: list[int]
+    model: Name
+    token_ids: Numbers
     sampling_params: dict[str, Any] = Field(default_factory=dict)
     stream: Literal[False] = False
 
@@ -110,13 +117,36 @@ def parse_exact(kind: type[B], body: bytes | Mapping[str, Any], where: str = "")
     """
 
     def unknown(key: str) -> BadRequest:
-        return BadRequest(f"{where}{key} is not a field of this request.", did_you_mean(key, kind.model_fields))
+        message, hint = f"{where}{key} is not a field of this request.", did_you_mean(key, kind.model_fields)
+        return BadRequest(message, hint, field=where + key)
 
     values = parse_json_object(body) if isinstance(body, bytes) else body
+    _check_values(values)
     return parse(kind, json.dumps(select_fields(values, kind, unknown, where)).encode())
 
 
+MAX_VALUES = 2**18
+"""Objects, lists, keys and texts in a body: numbers are not counted. Millions would stop the server for seconds."""
+
+
+def _check_values(values: Any) -> None:
+    """Raise TooLarge for a body of over MAX_VALUES."""
+    count, waiting = 0, [values]
+    while waiting:
+        value = waiting.pop()
+        count += 1
+        if isinstance(value, Mapping):
+            count += len(value)
+            waiting.extend(value.values())
+        elif isinstance(value, list):
+            waiting.extend(part for part in value if not isinstance(part, int))
+        if count + len(waiting) > MAX_VALUES:
+            raise TooLarge(f"The body holds over {MAX_VALUES} objects, lists and texts.", "Send fewer in one request.")
+
+
 PREFIXES = ("/v1/", "/oai/api/v1/", "/inference/v1/")
+_PARAMS = {"num_samples": "n", "topk_sample_logprobs": "logprobs", "topk_prompt_logprobs": "logprobs"}
+"""Names of the engine's fields in the OpenAI API."""
 _CODES = {401: "invalid_api_key", 404: "model_not_found", 429: "rate_limit_exceeded"}
 
 
@@ -125,11 +155,22 @@ def is_openai_path(path: str) -> bool:
     return path.startswith(PREFIXES)
 
 
-def openai_error(message: str, status: int, code: str | None = None) -> dict[str, Any]:
+@contextmanager
+def naming(field: str) -> Iterator[None]:
+    """Errors that are raised in the block, and name no field, concern this one."""
+    try:
+        yield
+    except UserError as error:
+        error.field = error.field or field
+        raise
+
+
+def openai_error(message: str, status: int, code: str | None = None, param: str | None = None) -> dict[str, Any]:
     """JSON body of an error with the code that belongs to `status`, unless `code` is given."""
-    return error_body(message, status, code or _CODES.get(status))
+    return error_body(message, status, code or _CODES.get(status), param)
 
 
 def openai_error_of(error: TinsmithError) -> dict[str, Any]:
     """JSON body of one of Tinsmith's errors."""
-    return openai_error(str(error), error.status, error_code(error))
+    field = error_param(error)
+    return openai_error(str(error), error.status, error_code(error), _PARAMS.get(field, field) if field else None)
