@@ -13,10 +13,8 @@ import tinker
 import torch
 from tinker import types
 
-from tests.service.conftest import Served
+from tests.service.conftest import Served, served_by
 from tinsmith.engine.training.loss_specs import EXTENSIONS, LOSSES
-from tinsmith.service.config import ServeConfig
-from tinsmith.service.embedded import embedded
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -25,11 +23,8 @@ N = 6
 
 @pytest.fixture(scope="module", params=["fake", "torch"])
 def served(request: Any, tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    data = tmp_path_factory.mktemp("extended")
-    source = "toy" if request.param == "fake" else f"toy={tiny_llama}"
-    options = {"engine": request.param, "dtype": "float32", "threads": 1}
-    with embedded(ServeConfig(models=(source,), data=data, **options)) as (url, key):
-        yield Served(url, key, data)
+    with served_by(request.param, tiny_llama, tmp_path_factory.mktemp("extended")) as served:
+        yield served
 
 
 def datum(seed: int, **inputs: Any) -> types.Datum:
@@ -50,7 +45,8 @@ RL = {"logprobs": np.full(N, -4, np.float32), "advantages": floats(0, 0, 1, -1, 
 
 def test_capabilities_list_the_extensions(served: Served) -> None:
     answer = httpx.get(f"{served.url}/api/v1/get_server_capabilities", headers={"X-API-Key": served.key}).json()
-    assert answer["extensions"] == {place: list(names) for place, names in EXTENSIONS.items()}
+    names = {place: list(names) for place, names in EXTENSIONS.items()}
+    assert answer["extensions"] == names | {"path": ["@live"], "asample": ["return_routed_experts"]}
     rest = tinker.RestClient(base_url=served.url, api_key=served.key)
     assert [model.model_name for model in rest.get_server_capabilities().result().supported_models] == ["toy"]
 

@@ -12,6 +12,7 @@ from tests.service.support.inprocess import Api, Factory, api, pass_body
 from tinsmith.engine.config import EngineConfig
 from tinsmith.errors import EngineError
 from tinsmith.service.engines.host import RunningEngine
+from tinsmith.service.storage.retention import UNFETCHED_S, Retention, prune
 
 
 def sample_body(sampler: str, seq: int, **changes) -> dict:
@@ -66,7 +67,7 @@ def test_dropped_result_is_gone_and_unknown_is_not_found(tmp_path: Path) -> None
             assert (await app.result(trained)).content == body
             for unknown in ("nothing", "s:train:0:1", f"{model}:9", f"{sampler}x:1"):
                 assert (await app.result({"request_id": unknown})).status_code == 404
-            await app.service.store.prune(time.time() + 1, [])
+            await prune(app.service.store, Retention(fetched_s=1.0, ended_s=1.0), time.time() + 2 * UNFETCHED_S)
         async with api(tmp_path) as app:
             assert (await app.result(trained)).status_code == 410
 
@@ -139,16 +140,18 @@ def test_close_ends_waiting_polls(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_request_of_an_unserved_base_model_fails(tmp_path: Path) -> None:
+def test_request_of_an_unserved_base_model_stays_pending(tmp_path: Path) -> None:
     async def main() -> None:
         start = Factory()
         start.hook = lambda call, argument: asyncio.sleep(60) if call == "step" else None
         async with api(tmp_path, start) as app:
             model = await app.model()
             promise = (await app.post("optim_step", {"model_id": model, "seq_id": 1, "adam_params": {}})).json()
-        async with api(tmp_path, models=("other",)) as app:
-            answer = (await app.result(promise)).json()
-            assert "not served now" in answer["error"]
+        async with api(tmp_path, models=("other",), hold_s=0.2) as app:
+            answer = await app.result(promise)
+            reason = "base model toy is not served now"
+            assert answer.status_code == 408
+            assert answer.json() == {"queue_state": "paused_capacity", "queue_state_reason": reason}
             refused = await app.post("optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}})
             assert refused.status_code == 404
         async with api(tmp_path) as app:
@@ -205,17 +208,22 @@ def test_acknowledged_results_are_dropped(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_sampling_survives_a_full_disk(tmp_path: Path, monkeypatch) -> None:
-    def full(out: int, lines: list[str]) -> None:
-        raise OSError(28, "No space left on device")
+def test_sampling_waits_for_a_failing_disk(tmp_path: Path, monkeypatch) -> None:
+    """The client retries; after a crash it would wait forever for a sample that no file names."""
+
+    def fail(descriptor: int, text: bytes, offset: int) -> None:
+        raise OSError(5, "Input/output error")
 
     async def main() -> None:
         async with api(tmp_path) as app:
             sampler = await base_sampler(app)
-            monkeypatch.setattr("tinsmith.service.results.unfinished_samples._append", full)
+            monkeypatch.setattr("tinsmith.service.results.unfinished_samples.RETRY_S", 0.0)
+            with monkeypatch.context() as patch:
+                patch.setattr("tinsmith.service.results.unfinished_samples._write_at", fail)
+                refused = await app.post("asample", sample_body(sampler, 0))
+                assert (refused.status_code, app.service.futures.pending("local")) == (429, 0)
             promise = (await app.post("asample", sample_body(sampler, 0))).json()
             assert (await app.result(promise)).status_code == 200
-            assert app.service.futures.pending("local") == 0
 
     asyncio.run(main())
 

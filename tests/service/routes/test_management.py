@@ -13,6 +13,7 @@ from pathlib import Path
 from tests.service.support.inprocess import Api, api
 from tinsmith.engine.base import LoraSpec
 from tinsmith.service.storage.records import Checkpoint, Model
+from tinsmith.service.storage.retention import UNFETCHED_S, Retention, prune
 
 MANY = 10_000
 LIMIT_S = 0.3
@@ -39,7 +40,9 @@ async def filled(app: Api) -> str:
         replace(first, id=f"c{n}", name=f"{n:05d}", created=first.created + n, expires=first.created + 99_999)
         for n in range(MANY)
     ]
-    app.service.store._keep(made)  # writing each row to the database takes too long
+    app.service.store._records.apply(
+        {(Checkpoint, each.id): each for each in made}
+    )  # writing each row to the database takes too long
     return run
 
 
@@ -98,7 +101,7 @@ def test_failed_run_is_corrupted_and_ended_run_is_listed(tmp_path: Path) -> None
                 if app.service.store.find(Model, run).state == "ended":
                     break
                 await asyncio.sleep(0.01)
-            await app.service.store.prune(time.time() + 1, [run])
+            await prune(app.service.store, Retention(fetched_s=1.0, ended_s=1.0), time.time() + 2 * UNFETCHED_S)
             [after] = (await app.http.get("/api/v1/training_runs")).json()["training_runs"]
             assert after == before
             await app.service.store.update(Model, run, state="failed")

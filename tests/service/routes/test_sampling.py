@@ -32,6 +32,31 @@ def test_sampling_session_is_created_once(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_sampling_sessions_of_a_session_are_limited(tmp_path: Path) -> None:
+    """Fails without a call of `check_sampling_session`. An ended session takes no place from others."""
+
+    async def main() -> None:
+        async with api(tmp_path, sampling_sessions=2) as app:
+            model = await app.model()
+            session = model.partition(":")[0]
+            body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+            assert (await app.post("create_sampling_session", body)).status_code == 200
+            save = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 1}
+            await app.call("save_weights_for_sampler", save)
+            refused = [
+                await app.post("create_sampling_session", {**body, "sampling_session_seq_id": 2}),
+                await app.post("save_weights_for_sampler", {**save, "seq_id": 2, "sampling_session_seq_id": 2}),
+            ]
+            for answer in refused:
+                assert answer.status_code == 403
+                assert "2 sampling sessions, as many as one may have (sampling_sessions)" in answer.json()["detail"]
+            for path, repeated in (("create_sampling_session", body), ("save_weights_for_sampler", save)):
+                assert (await app.post(path, repeated)).status_code == 200
+            await base_sampler(app)
+
+    asyncio.run(main())
+
+
 def test_local_client_gets_the_tokenizer_folder(tmp_path: Path) -> None:
     async def main() -> None:
         source = tmp_path / "m"

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 
 from tests.service.support.inprocess import Factory, api
+from tinsmith.service.storage.records import Session
 
 
 def test_client_config_disables_parallel_chunks(tmp_path: Path) -> None:
@@ -54,6 +55,20 @@ def test_idempotency_key_returns_the_same_session(tmp_path: Path) -> None:
             ]
             assert first == second
             assert (await app.post("create_session", {})).json() != first
+
+    asyncio.run(main())
+
+
+def test_request_that_arrives_twice_at_once_makes_one_session(tmp_path: Path) -> None:
+    """Fails without `_beginning` in Sessions.begin: both would find no session and make one."""
+
+    async def main() -> None:
+        async with api(tmp_path) as app:
+            key = {"x-idempotency-key": "k"}
+            sent = [app.send("POST", "/api/v1/create_session", {"tags": []}, **key) for _ in range(2)]
+            answers = await asyncio.gather(*sent)
+            assert len({answer.json()["session_id"] for answer in answers}) == 1
+            assert len(app.service.store.all(Session)) == 1
 
     asyncio.run(main())
 

@@ -5,15 +5,21 @@ Files of external weights and traces have signed links, whose signature and expi
 
 from __future__ import annotations
 
+import os
+import tarfile
 import time
-from typing import Annotated, Any
+from collections.abc import Iterator
+from contextlib import ExitStack
+from email.utils import formatdate
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO
 
 from fastapi import APIRouter, Header, Request, Response
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, RedirectResponse, StreamingResponse
 
-from tinsmith.errors import BadRequest, Gone, NotFound
+from tinsmith.errors import BadRequest, Busy, Gone, NotFound
 from tinsmith.service.checkpoints import check_ttl, expiry
-from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.dependencies import IdempotencyKey, RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.responses import rfc3339
 from tinsmith.service.storage.records import Checkpoint
 from tinsmith.service.tenancy.signing import LINK_S
@@ -22,6 +28,10 @@ from tinsmith.service.wire.schemas import CopyBody, LoanBody, TtlBody, WeightsIn
 router = APIRouter()
 
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
+ARCHIVE = "archive.tar"
+"""Name of a file that every checkpoint's folder seems to have: a tar archive of the others."""
+COMPLETE = "checkpoint_complete"
+"""Empty file in an archive, which `tinker checkpoint push-hf` of SDKs before 0.36 looks for."""
 LOAN_RANGE = (60, 315_360_000)
 
 
@@ -45,7 +55,7 @@ async def copy_weights(
     tenant: Tenant,
     service: ServiceDep,
     body: RawBody,
-    x_idempotency_key: Annotated[str | None, Header()] = None,
+    x_idempotency_key: IdempotencyKey = None,
     x_tinker_weights_access_token: Annotated[str | None, Header()] = None,
 ) -> dict[str, str]:
     """Copy a readable checkpoint into the caller's own; the same X-Idempotency-Key returns the same copy."""
@@ -107,10 +117,24 @@ async def external_weights_urls(
     if checkpoint.kind != "external_weights":
         raise BadRequest(f"{checkpoint.path} holds no external weights.", "Save it with save_weights_external.")
     expires = int(time.time()) + LINK_S
-    files = sorted(file.name for file in service.checkpoints.folder(checkpoint.id).iterdir())
+    files = sorted(file.name for file in (await service.checkpoints.present(checkpoint)).iterdir())
     urls = {file: service.signed_link(request, f"{checkpoint.id}/{file}", expires) for file in files}
     service.audit_log.checkpoint_read(checkpoint, tenant, "download")
     return {"urls": urls, "expires": rfc3339(expires)}
+
+
+@router.get(f"{CHECKPOINT}/archive")
+async def archive(
+    run: str, kind: str, name: str, tenant: Tenant, service: ServiceDep, request: Request
+) -> RedirectResponse:
+    """Redirect to a signed link of a tar archive of the checkpoint's files. Only SDKs before 0.36 call this route."""
+    checkpoint = service.checkpoints.readable(_path(run, kind, name), tenant)
+    if not (await service.checkpoints.present(checkpoint)).is_dir():
+        raise Busy(f"{checkpoint.path} is still being written.", "Retry in a moment.")
+    expires = int(time.time()) + LINK_S
+    service.audit_log.checkpoint_read(checkpoint, tenant, "download")
+    url = service.signed_link(request, f"{checkpoint.id}/{ARCHIVE}", expires)
+    return RedirectResponse(url, 302, {"Expires": formatdate(expires, usegmt=True)})
 
 
 @router.delete(CHECKPOINT)
@@ -136,14 +160,55 @@ async def _change(service: Service, checkpoint: Checkpoint, event: str, **change
     return Response(status_code=204)
 
 
+@router.head("/files/{folder}/{name}")
 @router.get("/files/{folder}/{name}")
-async def get_file(folder: str, name: str, expires: int, signature: str, service: ServiceDep) -> FileResponse:
+async def get_file(folder: str, name: str, expires: int, signature: str, service: ServiceDep) -> Response:
     """Download a file of external weights, or a trace, by its signed link."""
     if not service.signer.verify_link(f"{folder}/{name}", expires, signature):
         raise NotFound("The link's signature is not valid.", "Request new links; they must not be changed.")
     if expires <= time.time():
         raise Gone("The link has expired.", "Request new links.")
-    file = service.traces.file(name) if folder == "traces" else service.checkpoints.folder(folder) / name
+    if folder == "traces":
+        file = service.traces.file(name)
+    else:
+        checkpoint = service.store.find(Checkpoint, folder)
+        here = await service.checkpoints.present(checkpoint) if checkpoint else service.checkpoints.folder(folder)
+        if name == ARCHIVE and here.is_dir():
+            return _archive_response(here)
+        file = here / name
     if not file.is_file():
         raise NotFound(f"{name} does not exist any more.", "It was deleted after the link was issued.")
     return FileResponse(file, filename=name, media_type="application/octet-stream")
+
+
+def _archive_response(folder: Path) -> StreamingResponse:
+    """A tar archive of a folder, written while it is sent. All files are opened first: a deletion does not cut it."""
+    files = [file.open("rb") for file in sorted(folder.iterdir())]
+    entries = [_tar_entry(Path(file.name).name, os.fstat(file.fileno()).st_size) for file in files]
+    size = sum(len(head) + file_size + len(padding) for head, file_size, padding in entries)
+    end = _tar_entry(COMPLETE, 0)[0] + bytes(2 * tarfile.BLOCKSIZE)
+
+    def content() -> Iterator[bytes]:
+        with ExitStack() as stack:
+            for file in files:
+                stack.enter_context(file)
+            for file, (head, _, padding) in zip(files, entries, strict=True):
+                yield head
+                yield from _chunks(file)
+                yield padding
+            yield end
+
+    headers = {"content-length": str(size + len(end)), "content-disposition": f'attachment; filename="{ARCHIVE}"'}
+    return StreamingResponse(content(), media_type="application/x-tar", headers=headers)
+
+
+def _tar_entry(name: str, size: int) -> tuple[bytes, int, bytes]:
+    """(header, size of the content, padding after it) of a file in a tar archive."""
+    info = tarfile.TarInfo(name)
+    info.size, info.mtime = size, int(time.time())
+    return info.tobuf(tarfile.USTAR_FORMAT), size, bytes(-size % tarfile.BLOCKSIZE)
+
+
+def _chunks(file: BinaryIO) -> Iterator[bytes]:
+    while chunk := file.read(1 << 20):
+        yield chunk

@@ -18,7 +18,7 @@ from tinsmith.engine.training.loss_specs import CUSTOM
 from tinsmith.errors import Forbidden, NotFound, TooLarge, Unsupported
 from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.storage.records import CustomLoss, Model
-from tinsmith.service.wire.protobuf import append_graph
+from tinsmith.service.wire.protobuf import GRAPH, append_config
 from tinsmith.service.wire.schemas import CustomLossBody, parse
 
 router = APIRouter()
@@ -41,6 +41,7 @@ async def create_custom_loss(tenant: Tenant, service: ServiceDep, body: RawBody)
     if service.store.find(CustomLoss, loss_id) is None:
         if sum(loss.session_id == session.id for loss in service.store.all(CustomLoss)) >= MAX_LOSSES:
             raise Forbidden(f"Session {session.id} has {MAX_LOSSES} losses.", "Create another session.")
+        service.disk.require(len(body))
         nodes = [Node(**node.model_dump()) for node in request.graph.nodes]
         graph = read_graph(request.name, [(tensor.name, tensor.rank) for tensor in request.inputs], nodes)
         loss = CustomLoss(id=loss_id, owner=tenant, session_id=session.id, created=time.time(), graph=graph.text)
@@ -57,7 +58,7 @@ def attach_custom_loss(service: Service, model: Model, operation: Pass, body: by
     loss = service.store.find(CustomLoss, loss_id)
     if loss is None or loss.owner != model.owner or loss.session_id != model.session_id:
         raise NotFound(f"There is no loss '{loss_id}' in this session.", "Upload it with create_custom_loss.")
-    return replace(operation, graph=read_text(loss.graph)), append_graph(body, loss.graph)
+    return replace(operation, graph=read_text(loss.graph)), append_config(body, {GRAPH: loss.graph})
 
 
 def _check_enabled(service: Service) -> None:

@@ -11,7 +11,7 @@ import logging
 
 from fastapi import APIRouter, Response
 
-from tinsmith.errors import EngineError, Gone, NotFound, TinsmithError
+from tinsmith.errors import Gone, NotFound, TinsmithError
 from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.observability.logs import add_log_context
 from tinsmith.service.results.completion_log import Completion, Target
@@ -31,6 +31,7 @@ async def retrieve_future(tenant: Tenant, service: ServiceDep, body: RawBody) ->
     """The result of a request. It can be fetched again for a while, since a response may be lost."""
     request = parse(FutureBody, body)
     add_log_context(request_id=request.request_id)
+    service.sessions.polled(request.request_id, tenant)
     try:
         result = await _result(service, request.request_id, tenant)
     except TinsmithError as error:
@@ -55,9 +56,9 @@ async def _result(service: Service, request_id: str, owner: str) -> FutureResult
         state, result = stored
         if result is not None:
             return result
-        if state == "pending":  # its base model is not served now, so nothing would wake a poll
-            message = f"Request {request_id} waits for a base model that is not served now."
-            return FutureResult.failure(EngineError(message, "Start the server with it again."))
+        if state == "pending":  # its base model is not served now, so only the end of the hold time ends the poll
+            await service.futures.hold()
+            return _pending(service, request_id)
     loss = service.store.find(CustomLoss, request_id)
     if loss is not None and loss.owner == owner:
         return FutureResult.of({"loss_id": loss.id, "type": "create_custom_loss"})
@@ -74,11 +75,22 @@ def _pending(service: Service, request_id: str) -> FutureResult:
     owner_id = request_id.rpartition(":")[0]
     record = service.store.find(SamplingSession, owner_id) or service.store.find(Model, owner_id)
     worker = service.workers.get(record.base_model) if record is not None else None
+    if record is not None and worker is None:
+        return _paused(f"base model {record.base_model} is not served now")
     if record is None or worker is None:
         return FutureResult(status=408, body=b'{"queue_state": "active"}')
-    if worker.host.sampler_is_up if isinstance(record, SamplingSession) else worker.host.is_up:
-        return FutureResult(status=408, body=b'{"queue_state": "active"}')
-    reason = f"the engine of {record.base_model} is loading or restarting"
+    samples = isinstance(record, SamplingSession)
+    if not (worker.host.sampler_is_up if samples else worker.host.is_up):
+        reason = f"the engine of {record.base_model} is loading or restarting"
+        return _paused(reason)
+    entry = (worker.host.admission_queue.entry if samples else worker.queue_entry)(request_id)
+    state = {"queue_state": "active"}
+    if entry is not None and not entry.running:
+        state["queue_state_reason"] = entry.description
+    return FutureResult(status=408, body=json.dumps(state).encode())
+
+
+def _paused(reason: str) -> FutureResult:
     state = {"queue_state": "paused_capacity", "queue_state_reason": reason}
     return FutureResult(status=408, body=json.dumps(state).encode())
 

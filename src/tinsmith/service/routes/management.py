@@ -162,7 +162,9 @@ async def search_sessions(tenant: Tenant, service: ServiceDep, body: RawBody) ->
 @router.get("/sessions/{session_id}/trace_export")
 async def export_trace(session_id: str, tenant: Tenant, service: ServiceDep, request: Request) -> dict[str, Any]:
     """A link to a Perfetto trace of the session's requests, once the file is written."""
-    name = await service.traces.export(service.sessions.find(session_id, tenant))
+    session = service.sessions.find(session_id, tenant)
+    service.disk.require()
+    name = await service.traces.export(session)
     if name is None:
         return {"status": "pending"}
     return {"status": "ready", "url": service.signed_link(request, f"traces/{name}", int(time.time()) + LINK_S)}

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from dataclasses import replace
+from typing import Annotated, Any
 
 from fastapi import APIRouter
+from pydantic import Field
 
+from tinsmith.engine.training.loss_specs import ROUTED_EXPERTS
 from tinsmith.engine.validation import check_sample
 from tinsmith.errors import BadRequest
-from tinsmith.service.concurrency import run_in_thread_if_large
-from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.dependencies import PromptBody, RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.observability.logs import add_log_context
 from tinsmith.service.storage.records import SamplingSession
 from tinsmith.service.wire.sample_request import decode_sample
-from tinsmith.service.wire.schemas import JoinBody, SamplingSessionBody, parse
+from tinsmith.service.wire.schemas import Id, JoinBody, SamplingSessionBody, WireModel, parse
 
 router = APIRouter()
+
+RECORD = "record"
+"""The value of `routed_experts` in the user_metadata of a session that records its samples' experts."""
 
 
 @router.post("/create_sampling_session")
@@ -26,6 +31,7 @@ async def create_sampling_session(tenant: Tenant, service: ServiceDep, body: Raw
     session = service.sessions.touch(request.session_id, tenant)
     sampler_id = f"{session.id}:sample:{request.sampling_session_seq_id}"
     if service.store.find(SamplingSession, sampler_id) is None:
+        service.quotas.check_sampling_session(session.id)
         await service.store.put(_new_sampling_session(service, tenant, request, sampler_id))
     return {"sampling_session_id": sampler_id, "type": "create_sampling_session"}
 
@@ -84,15 +90,36 @@ async def join_sampling_session(tenant: Tenant, service: ServiceDep, body: RawBo
 
 
 @router.post("/asample")
-async def asample(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+async def asample(tenant: Tenant, service: ServiceDep, body: PromptBody) -> dict[str, Any]:
     """Start sampling; returns the promise and the id of each sequence."""
     service.sampling.check_capacity()
-    asample_request = await run_in_thread_if_large(len(body), decode_sample, body)
+    asample_request = await service.parsers.run(len(body), decode_sample, body)
     add_log_context(request_id=f"{asample_request.sampler_id}:{asample_request.seq}")
     sampler = service.sampler(asample_request.sampler_id, tenant)
-    service.sessions.touch(sampler.session_id, tenant)
-    check_sample(asample_request.request, await service.worker(sampler.base_model).host.card())
+    session = service.sessions.touch(sampler.session_id, tenant)
+    card = await service.worker(sampler.base_model).host.card()
+    if session.metadata.get(ROUTED_EXPERTS) == RECORD and card.router is not None:
+        asample_request = replace(asample_request, request=replace(asample_request.request, routed_experts=True))
+    check_sample(asample_request.request, card)
     request_id = f"{sampler.id}:{asample_request.seq}"
     service.sampling.submit(sampler, asample_request, request_id)
     ids = [f"{request_id}:{index}" for index in range(asample_request.request.num_samples)]
     return {"request_id": request_id, "sample_sequence_ids": ids}
+
+
+class RoutedExpertsBody(WireModel):
+    """routed_experts."""
+
+    sequence_ids: Annotated[list[Id], Field(max_length=1024, fail_fast=True)]
+
+
+@router.post("/routed_experts")
+async def routed_experts(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[str, Any]:
+    """The experts that the tokens of sampled sequences were routed to, base64 of a NumPy array [tokens, layers, k].
+
+    The tokens are those of the prompt and of the sequence without its last one. null for a sequence that recorded none,
+    or whose record was dropped for newer ones. Recorded are requests with `return_routed_experts`, and those of
+    sessions whose user_metadata has `routed_experts: record`, on mixtures of experts.
+    """
+    ids = parse(RoutedExpertsBody, body).sequence_ids
+    return {"routed_experts": [service.sampling.experts.text(sequence_id, tenant) for sequence_id in ids]}

@@ -1,18 +1,22 @@
-"""Client configuration, sessions and their heartbeats, capabilities and health of the server."""
+"""Client configuration, sessions and their heartbeats, and capabilities of the server."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from dataclasses import asdict
+from typing import Any
 
-from fastapi import APIRouter, Header, Response
+from fastapi import APIRouter, Response
 
 from tinsmith.engine.training.loss_specs import EXTENSIONS
 from tinsmith.errors import Gone
-from tinsmith.service.dependencies import RawBody, ServiceDep, Tenant
+from tinsmith.service.checkpoints import LIVE
+from tinsmith.service.dependencies import IdempotencyKey, RawBody, ServiceDep, Tenant
 from tinsmith.service.wire.schemas import FinishBody, HeartbeatBody, SessionBody, parse
 
 router = APIRouter()
 
+RECORDING = ("return_routed_experts",)
+"""Fields of asample that this server adds."""
 CLIENT_CONFIG = {
     "credential_default_source": "api_key",
     # Sequential chunks: requests arrive in seq_id order, and a gap is a seq_id that will never arrive.
@@ -49,7 +53,7 @@ async def dynamic_config(_tenant: Tenant) -> dict[str, Any]:
 
 @router.post("/create_session")
 async def create_session(
-    tenant: Tenant, service: ServiceDep, body: RawBody, x_idempotency_key: Annotated[str | None, Header()] = None
+    tenant: Tenant, service: ServiceDep, body: RawBody, x_idempotency_key: IdempotencyKey = None
 ) -> dict[str, Any]:
     """Create a session; the same X-Idempotency-Key returns the same session."""
     session = await service.sessions.begin(tenant, x_idempotency_key, parse(SessionBody, body))
@@ -63,7 +67,7 @@ async def session_heartbeat(tenant: Tenant, service: ServiceDep, body: RawBody) 
     session = service.sessions.find(session_id, tenant)
     if session.ended is not None:
         raise Gone(f"Session {session_id} has ended ({session.ended}).", "Create another session.")
-    await service.sessions.heartbeat(session_id, tenant)
+    service.sessions.heartbeat(session_id, tenant)
     return {"type": "session_heartbeat"}
 
 
@@ -84,7 +88,7 @@ async def telemetry(_tenant: Tenant) -> dict[str, str]:
 
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(_tenant: Tenant, service: ServiceDep) -> dict[str, Any]:
-    """Served models with their context lengths, and extensions of the protocol by the field they belong to."""
+    """Served models with their context lengths and routers, and extensions of the protocol by the field they extend."""
     models = []
     for name, worker in service.workers.items():
         card = await worker.host.card()
@@ -94,16 +98,8 @@ async def get_server_capabilities(_tenant: Tenant, service: ServiceDep) -> dict[
                 "max_context_length": card.context_length,
                 "trainable": True,
                 "sampleable": True,
+                "router": None if card.router is None else asdict(card.router),
             }
         )
-    return {"supported_models": models, "extensions": {place: list(names) for place, names in EXTENSIONS.items()}}
-
-
-@router.get("/healthz")
-async def healthz(service: ServiceDep, response: Response) -> dict[str, Any]:
-    """200 once all engines and samplers run, 503 while one is loading or restarting. Needs no key."""
-    waiting = [name for name, worker in service.workers.items() if not worker.host.sampler_is_up]
-    if waiting:
-        response.status_code = 503
-        return {"status": "loading", "waiting_for": waiting}
-    return {"status": "ok"}
+    extensions = {place: list(names) for place, names in {**EXTENSIONS, "path": (LIVE,), "asample": RECORDING}.items()}
+    return {"supported_models": models, "extensions": extensions}

@@ -14,18 +14,21 @@ from fastapi import APIRouter, Depends, Header, Request
 from fastapi.responses import JSONResponse
 
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass
+from tinsmith.engine.training.shadow_plan import CHECKPOINT, SHADOW, shadow_settings
 from tinsmith.engine.validation import check_adam, check_lora, check_pass
 from tinsmith.errors import BadRequest, Unsupported
 from tinsmith.service.checkpoints import check_name, check_ttl
 from tinsmith.service.concurrency import run_in_thread_if_large
-from tinsmith.service.dependencies import RawBody, Service, ServiceDep, Tenant
+from tinsmith.service.dependencies import PassBody, RawBody, Service, ServiceDep, Tenant
 from tinsmith.service.encryption import recipients
 from tinsmith.service.observability.logs import add_log_context
 from tinsmith.service.routes.custom_losses import attach_custom_loss
+from tinsmith.service.shadows import check_not_shadow, live_model, registered_shadow, shadow_ttl
 from tinsmith.service.storage.payloads import encode_operation
 from tinsmith.service.storage.records import (
     Checkpoint,
     CreateModel,
+    ForkModel,
     FutureResult,
     LoadWeights,
     Model,
@@ -36,7 +39,7 @@ from tinsmith.service.storage.records import (
     SaveState,
     request_id_of,
 )
-from tinsmith.service.wire.protobuf import MAX_BODY_BYTES, decompress, parse_pass, pass_from_message
+from tinsmith.service.wire.protobuf import MAX_BODY_BYTES, append_config, decompress, parse_pass, pass_from_message
 from tinsmith.service.wire.provenance import Claim, parse_claims
 from tinsmith.service.wire.schemas import (
     CreateModelBody,
@@ -93,6 +96,8 @@ class NewRequestOf(Generic[B]):
     async def __call__(self, tenant: Tenant, service: ServiceDep, body: RawBody) -> NewRequest[B]:
         parsed = parse(self._body_type, body)
         model = service.trainable_model(parsed.model_id, tenant)
+        if not isinstance(parsed, StepBody):
+            check_not_shadow(service, model, "saving")
         await _check_new(service, model, parsed.seq_id)
         return NewRequest(body=parsed, model=model, service=service)
 
@@ -133,7 +138,8 @@ async def create_model(tenant: Tenant, service: ServiceDep, body: RawBody) -> di
     )
     check_lora(lora)
     model = _new_model(model_id, session.id, request.base_model, lora, tenant, request.user_metadata)
-    promise = await _accept(service, model, 0, CreateModel(), encode_operation(CreateModel()), is_new=True)
+    with registered_shadow(service, model):
+        promise = await _accept(service, model, 0, CreateModel(), encode_operation(CreateModel()), is_new=True)
     return {**promise, "model_id": model_id}
 
 
@@ -159,7 +165,7 @@ async def get_info(tenant: Tenant, service: ServiceDep, body: RawBody) -> dict[s
 
 @router.post("/forward_backward")
 async def forward_backward(
-    tenant: Tenant, service: ServiceDep, body: RawBody, content_encoding: Annotated[str | None, Header()] = None
+    tenant: Tenant, service: ServiceDep, body: PassBody, content_encoding: Annotated[str | None, Header()] = None
 ) -> dict[str, Any]:
     """Run a forward pass, or forward and backward. The journal keeps the body as it was sent."""
     plain, seq, operation, claims = await run_in_thread_if_large(
@@ -171,7 +177,18 @@ async def forward_backward(
     operation, payload = attach_custom_loss(service, model, operation, plain)
     card = await service.worker(model.base_model).host.card()
     await run_in_thread_if_large(len(plain), check_pass, operation, card)
+    if operation.loss_fn == SHADOW and operation.loss_config.get("shadow/at"):
+        operation, payload = _with_checkpoint(service, model, operation, payload)
     return await _accept(service, model, seq, operation, payload)
+
+
+def _with_checkpoint(service: Service, model: Model, operation: Pass, payload: bytes) -> tuple[Pass, bytes]:
+    """A shadow pass and its payload with the id of the checkpoint that it starts from."""
+    inherits = shadow_settings(operation).optimizer == "adam_inherit"
+    body = LoadBody(path=str(operation.loss_config["shadow/at"]), optimizer=inherits)
+    checkpoint = _loadable_checkpoint(service, model.owner, body, model.base_model)
+    config = {**operation.loss_config, CHECKPOINT: checkpoint.id}
+    return replace(operation, loss_config=config), append_config(payload, config)
 
 
 def _decode_pass(body: bytes, content_encoding: str | None) -> tuple[bytes, int, Pass, list[Claim]]:
@@ -227,6 +244,7 @@ async def save_weights_for_sampler(
         return await new.accept(SaveSampler(name=request.path, ttl_seconds=ttl, metadata=metadata))
     if request.sampling_session_seq_id is None:
         raise BadRequest("save_weights_for_sampler has neither path nor sampling_session_seq_id.", "Give one of them.")
+    new.service.quotas.check_sampling_session(new.model.session_id)
     sampler_id = f"{new.model.session_id}:sample:{request.sampling_session_seq_id}"
     inflight = request.kind == "inflight"
     return await new.accept(SaveSampler(sampler_id=sampler_id, inflight=inflight, ttl_seconds=ttl, metadata=metadata))
@@ -254,6 +272,7 @@ async def load_weights(tenant: Tenant, service: ServiceDep, body: RawBody) -> di
     model = service.trainable_model(request.model_id, tenant)
     if request.seq_id is None:
         raise BadRequest("load_weights with model_id has no seq_id.", "Send the model's next seq_id.")
+    check_not_shadow(service, model, "load_weights")
     await _check_new(service, model, request.seq_id)
     checkpoint = _loadable_checkpoint(service, tenant, request, model.base_model)
     if replace(checkpoint.lora, seed=model.lora.seed) != model.lora:
@@ -271,12 +290,33 @@ async def _create_by_load(service: Service, tenant: str, request: LoadBody) -> d
     model_id = _model_id(request.session_id, request.model_seq_id)
     if service.store.find(Model, model_id) is not None:
         return {"request_id": request_id_of(model_id, 0), "model_id": model_id}
-    checkpoint = _loadable_checkpoint(service, tenant, request, request.base_model)
-    base_model = request.base_model or checkpoint.base_model
-    model = _new_model(model_id, session.id, base_model, checkpoint.lora, tenant, request.user_metadata)
-    operation = LoadWeights(path=request.path, checkpoint=checkpoint.id, optimizer=request.optimizer, creates=True)
-    promise = await _accept(service, model, 0, operation, encode_operation(operation), is_new=True)
+    source = live_model(service, request.path, tenant)
+    is_shadow = shadow_ttl(request.user_metadata) is not None
+    loaded = source or _loadable_checkpoint(service, tenant, request, request.base_model)
+    base_model = request.base_model or loaded.base_model
+    model = _new_model(model_id, session.id, base_model, loaded.lora, tenant, request.user_metadata)
+    path, optimizer = request.path, request.optimizer
+    operation: Operation
+    if source is not None:
+        _check_live(service, source, base_model, is_shadow=is_shadow)
+        operation = ForkModel(path=path, source=source.id, optimizer=optimizer)
+    elif is_shadow:
+        operation = ForkModel(path=path, checkpoint=loaded.id, optimizer=optimizer)
+    else:
+        operation = LoadWeights(path=path, checkpoint=loaded.id, optimizer=optimizer, creates=True)
+    with registered_shadow(service, model):
+        promise = await _accept(service, model, 0, operation, encode_operation(operation), is_new=True)
     return {**promise, "model_id": model_id}
+
+
+def _check_live(service: Service, source: Model, base_model: str, *, is_shadow: bool) -> None:
+    if not is_shadow:
+        raise BadRequest(
+            f"Only a shadow can be made of the current weights of {source.id}.",
+            'Pass user_metadata={"role": "shadow"}, or load the path that save_state returns.',
+        )
+    if service.worker(base_model) is not service.worker(source.base_model):
+        raise BadRequest(f"{source.id} belongs to {source.base_model}, not to {base_model}.", "Omit base_model.")
 
 
 def _loadable_checkpoint(service: Service, tenant: str, request: LoadBody, base_model: str | None) -> Checkpoint:
