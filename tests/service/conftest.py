@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,10 @@ from tests.service.support.databases import SERVER, postgres, url_of
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
-ON_BOTH_DATABASES = {"test_store", "test_app", "test_journal", "test_database", "test_keys"}
+ON_BOTH_DATABASES = {
+    *("test_store", "test_writer", "test_retention", "test_database"),
+    *("test_app", "test_journal", "test_keys", "test_snapshot"),
+}
 """Test modules that run on SQLite and on PostgreSQL, unless --database chooses."""
 
 
@@ -89,6 +93,15 @@ def served(tmp_path_factory: pytest.TempPathFactory, database: str) -> Iterator[
         yield Served(url, key, data)
 
 
+@contextmanager
+def served_by(engine: str, tiny_llama: Path, data: Path) -> Iterator[Served]:
+    """A service of the model `toy`: with the fake engine, or with torch on the tiny Llama in float32."""
+    source = "toy" if engine == "fake" else f"toy={tiny_llama}"
+    options = {"engine": engine, "dtype": "float32", "threads": 1}
+    with embedded(ServeConfig(models=(source,), data=data, **options)) as (url, key):
+        yield Served(url, key, data)
+
+
 @pytest.fixture
 def client(served: Served) -> Iterator[tinker.ServiceClient]:
     """An SDK client of `served`, closed after the test."""
@@ -109,3 +122,15 @@ def datum(tokens: list[int], **inputs: list[float]) -> types.Datum:
 def train(client: tinker.ServiceClient) -> tinker.TrainingClient:
     """A training client of a rank-4 adapter on `toy`."""
     return client.create_lora_training_client("toy", rank=4, seed=1).result()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 24 MB."""
+    folder = tmp_path / "small"
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a file system")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)

@@ -32,6 +32,8 @@ def test_models_accepts_a_single_string() -> None:
         ({"vllm": {"rank": 64}}, "not used without sampler: vllm"),
         ({"sampler": "vllm", "engine": "fake"}, "engine: torch"),
         ({"sampler": "vllm", "vllm": {"rank": 24}}, "vllm.rank"),
+        ({"sampler": "vllm", "vllm": {"args": ["--data-parallel-size", "2"]}}, "use --samplers"),
+        ({"sampler": "vllm", "vllm": {"devices": "0"}, "cluster": {"samplers": 2}}, "vllm.devices"),
         ({"capture_every": 0}, "capture_every"),
         ({"port": 70000}, "port"),
         ({"modles": ["a"]}, "Did you mean 'models'"),

@@ -120,3 +120,25 @@ def test_death_counts_for_the_engine_that_died(late: tuple[bool, ...]) -> None:
             await attempt(MAX_ENGINE_DEATHS, late=late[-1])
 
     asyncio.run(main())
+
+
+def test_deaths_of_replicas_count_each_under_one_engine() -> None:
+    async def main() -> None:
+        host = EngineHost(EngineConfig(source="toy", kind="fake"), ["toy"], Factory())
+        isolation = CrashIsolation()
+        request = SampleRequest(request_id="r", prompt=np.asarray(DEADLY, np.int32), max_tokens=2)
+
+        async def attempt(life: int) -> None:
+            async with isolation.isolate(host, "session", request) as running:
+                running.engine_start = 1
+                death = EngineDied("The replica is dead.")
+                death.life = life
+                raise death
+
+        for life in (4, 4, 5):
+            with pytest.raises(EngineDied):
+                await attempt(life)
+        with pytest.raises(EngineError, match="died 3 times"):
+            await attempt(6)
+
+    asyncio.run(main())

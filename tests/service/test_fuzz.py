@@ -282,3 +282,62 @@ def test_rejects_numbers_beyond_64_bits(fuzzed: Fuzzed, seq: int) -> None:
     }
     assert fuzzed.post("create_model", odd).status_code < 500
     fuzzed.works()
+
+
+def huge_numbers() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Bodies with a number of 3,000 digits in place of an id that the client counts."""
+    huge = int("9" * 3000)
+    yield "create_model", {"model_seq_id": huge, "base_model": "toy"}
+    yield "load_weights", {"model_seq_id": huge, "path": "tinker://x/weights/y"}
+    yield "load_weights", {"seq_id": huge, "path": "tinker://x/weights/y"}
+    yield "create_sampling_session", {"sampling_session_seq_id": huge, "base_model": "toy"}
+    yield "save_weights_for_sampler", {"seq_id": 1, "sampling_session_seq_id": huge}
+    yield "create_custom_loss", {"custom_loss_seq_id": huge, "name": "x", "inputs": [], "graph": {"nodes": []}}
+    yield "copy_weights", {"source_path": "tinker://x/weights/y", "model_seq_id": huge}
+    yield "optim_step", {"seq_id": huge, "adam_params": {}}
+    yield "asample", {"seq_id": huge, "prompt": {"chunks": [{"tokens": [1]}]}}
+    yield "retrieve_futures", {"target": {"cloned_sampler_id": huge}}
+    yield "retrieve_futures", {"prev_cursor": huge}
+
+
+def test_rejects_numbers_of_3000_digits(fuzzed: Fuzzed) -> None:
+    ids = {"session_id": fuzzed.session, "model_id": fuzzed.model, "sampling_session_id": fuzzed.sampler}
+    statuses = []
+    for path, body in huge_numbers():
+        target = {"sampling_session_id": fuzzed.sampler, **body.get("target", {})}
+        statuses.append((path, fuzzed.post(path, {**ids, **body, "target": target}).status_code))
+    assert [(path, status) for path, status in statuses if status != 400] == []
+    fuzzed.works()
+
+
+@pytest.mark.parametrize("timeout", ["NaN", "Infinity", "-Infinity", "-1", "1e999"])
+def test_rejects_timeouts_that_are_no_duration(fuzzed: Fuzzed, timeout: str) -> None:
+    target = json.dumps({"sampling_session_id": fuzzed.sampler})
+    answer = fuzzed.post("retrieve_futures", f'{{"target": {target}, "timeout": {timeout}}}'.encode())
+    assert answer.status_code == 400
+    assert "timeout" in answer.json()["detail"]
+
+
+SEEDS: tuple[Any, ...] = (
+    None, True, 0, -1, 2**63, 10**400, 1e308, "", "a" * 2000, "\ud800", "\x00", [], [None], [[[[]]]], {}, {"type": "x"},
+)  # fmt: skip
+"""Values in place of any field."""
+
+
+def test_no_value_of_a_field_gets_5xx(fuzzed: Fuzzed) -> None:
+    """Every field of every JSON body, one at a time, with every seed."""
+    ids = {"session_id": fuzzed.session, "model_id": fuzzed.model, "base_model": "toy", "model": "toy"}
+    ids |= {"sampling_session_id": fuzzed.sampler, "path": f"tinker://{fuzzed.model}/weights/saved"}
+    failed = []
+    for path, kind in openapi.bodies():
+        if path.endswith("/finish"):
+            continue
+        url = f"{fuzzed.url}{path}".format(session_id=fuzzed.session, run=fuzzed.model, kind="weights", name="saved")
+        valid = {name: ids[name] for name in kind.model_fields if name in ids}
+        for name in kind.model_fields:
+            for value in SEEDS:
+                body = json.dumps({**valid, name: value}).encode()
+                if fuzzed.http.post(url, content=body).status_code >= 500:
+                    failed.append((path, name, value))
+    assert failed == []
+    fuzzed.works()

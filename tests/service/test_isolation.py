@@ -21,7 +21,7 @@ import pytest
 import tinsmith.service.routes
 from tests.service.support.inprocess import Api, api, loss_in, pass_body
 from tinsmith.service.openai import routes as openai
-from tinsmith.service.routes import admin
+from tinsmith.service.routes import admin, health
 from tinsmith.service.storage.records import Checkpoint, CustomLoss, Model, SamplingSession, Session
 
 SECRET = "opensesame"
@@ -115,9 +115,12 @@ CASES = {
     "POST /telemetry": silent(lambda ids: {"session_id": ids.session, "events": []}),
     "GET /get_server_capabilities": silent(),
     "GET /healthz": silent(),
+    "GET /livez": silent(),
+    "GET /readyz": silent(),
     "GET /v1/models": silent(),
     "GET /v1/models/{name:path}": unknown(),
     "POST /v1/chat/completions": of_model(messages=[{"role": "user", "content": "hi"}]),
+    "POST /v1/responses": of_model(input="hi"),
     "POST /v1/completions": of_model(prompt="hi"),
     "POST /inference/v1/generate": of_model(token_ids=[5, 6], sampling_params={"max_tokens": 1}),
     "GET /metrics": Case(status=403, headers={"x-forwarded-for": "10.0.0.1"}),
@@ -132,6 +135,7 @@ CASES = {
         lambda ids: {"sampling_session_id": ids.sampler, "seq_id": 0, **PROMPT},
         lambda ids: {"sampling_session_id": ids.sampler, "seq_id": 77, **PROMPT},
     ),
+    "POST /routed_experts": unknown(lambda ids: {"sequence_ids": [f"{ids.sample}:0"]}),
     "GET /audit": silent(),
     "GET /billing/usage/events": replace(silent(), query=THIS_WEEK),
     "GET /billing/usage/checkpoints/current": silent(),
@@ -153,6 +157,7 @@ CASES = {
     "POST /forward_backward": unknown(lambda ids: pass_body(ids.model, 50), lambda ids: pass_body(ids.model, 1)),
     "POST /unload_model": unknown(lambda ids: {"model_id": ids.model}),
     "POST /optim_step": training(adam_params={}),
+    "POST /import_checkpoint": Case(status=400, query="?name=mine&base_model=toy"),
     "POST /save_weights": training(path="mine", overwrite=True),
     "POST /save_weights_for_sampler": training(path="mine"),
     "POST /save_weights_external": training(path="mine"),
@@ -184,7 +189,18 @@ CASES = {
         }
     ),
     "POST /cancel_future": silent(lambda ids: {"request_id": ids.sample}, lambda ids: {"request_id": ids.request}),
+    "HEAD /files/{folder}/{name}": replace(of_path(), query="?expires=99999999999&signature=0"),
     "GET /files/{folder}/{name}": replace(of_path(), query="?expires=99999999999&signature=0"),
+    "GET /admin/sessions": Case(status=403),
+    "GET /admin/queue": Case(status=403),
+    "GET /admin/processes": Case(status=403),
+    "GET /admin/usage": Case(status=403),
+    "GET /admin/base_models": Case(status=403),
+    "POST /admin/base_models": Case(status=403),
+    "DELETE /admin/base_models/{name:path}": Case(status=403),
+    "POST /admin/sessions/{session_id}/end": Case(status=403),
+    "POST /admin/models/{model_id}/end": Case(status=403),
+    "POST /admin/requests/{request_id}/cancel": Case(status=403),
     "POST /auth/token": silent(),
     "GET /auth/apikey/me": silent(),
     "DELETE /auth/apikey/me": Case(status=204, single_use=True),
@@ -199,6 +215,7 @@ CASES = {
     "PUT /training_runs/{run}/checkpoints/{kind}/{name}/ttl": unknown(lambda ids: {"ttl_seconds": 3600}),
     "POST /training_runs/{run}/checkpoints/{kind}/{name}/access_token": of_path(),
     "GET /training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls": of_path(),
+    "GET /training_runs/{run}/checkpoints/{kind}/{name}/archive": of_path(),
     "DELETE /training_runs/{run}/checkpoints/{kind}/{name}": of_path(),
 }
 
@@ -210,7 +227,12 @@ def routes() -> list[str]:
         for module in pkgutil.iter_modules(tinsmith.service.routes.__path__)
     ]
     routers = [("", vars(module)["router"]) for module in modules]
-    routers += [("", admin.metrics_router), ("/v1", openai.router), ("/inference/v1", openai.generate_router)]
+    routers += [
+        ("", admin.metrics_router),
+        ("", health.probe_router),
+        ("/v1", openai.router),
+        ("/inference/v1", openai.generate_router),
+    ]
     return [
         f"{method} {prefix}{route.path}"
         for prefix, router in routers
@@ -268,9 +290,10 @@ def places(route: str, ids: Ids) -> list[str]:
     """The route's path with the ids in it, once for each kind of checkpoint."""
     parameters = {
         "session_id": ids.session, "sampler_id": ids.sampler, "run": ids.model, "name": ids.name, "folder": ids.folder,
+        "model_id": ids.model, "request_id": ids.sample,
     }  # fmt: skip
     path = route.partition(" ")[2]
-    path = path if path.startswith(("/metrics", "/v1", "/inference")) else f"/api/v1{path}"
+    path = path if path.startswith(("/metrics", "/livez", "/readyz", "/v1", "/inference")) else f"/api/v1{path}"
     if path.startswith("/v1/models/"):
         parameters["name"] = ids.model
     kinds = ("weights", "sampler_weights", "external_weights") if "{kind}" in path else ("",)

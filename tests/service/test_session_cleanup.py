@@ -6,12 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from sqlalchemy import event
 
 from tests.service.routes.test_futures import base_sampler, poll, sample_body
 from tests.service.support.inprocess import Api, Factory, MortalEngine, api, pass_body, until
 from tinsmith.engine.config import EngineConfig
 from tinsmith.service.engines.host import RunningEngine
-from tinsmith.service.storage.records import Checkpoint, Model
+from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession, Session
 from tinsmith.service.tenancy.keys import set_quotas
 
 
@@ -148,5 +149,56 @@ def test_unacknowledged_samples_are_removed_with_their_session(tmp_path: Path) -
             assert len(body) == 3, "another clone may still fetch them"
             await until(lambda: not futures.completions._logs)
             assert not any(promise["request_id"] in futures._unfinished for promise in promises)
+
+    asyncio.run(main())
+
+
+def test_session_with_many_versions_ends_with_few_commits(tmp_path: Path) -> None:
+    """Break `release_versions`: await one release after another."""
+
+    async def main() -> None:
+        async with api(tmp_path) as app:
+            store, model = app.service.store, await app.model()
+            session, base = model.split(":")[0], app.service.model(model, "local")
+            versions = [
+                Checkpoint(
+                    id=f"v{n}", owner="local", run=model, kind="ephemeral", name=f"{session}:sample:{n}",
+                    base_model="toy", lora=base.lora, created=1.0, made_by="r",
+                )
+                for n in range(1000)
+            ]  # fmt: skip
+            samplers = [
+                SamplingSession(
+                    id=each.name, owner="local", session_id=session, base_model="toy", created=1.0, version=each.id
+                )
+                for each in versions
+            ]
+            await store.put(*versions, *samplers)
+            commits: list[object] = []
+            event.listen(store._sync_engine, "commit", commits.append)
+            await finish(app, session)
+            assert not store.all(Checkpoint)
+            assert len(commits) < 300
+
+    asyncio.run(main())
+
+
+def test_ended_session_is_forgotten_with_its_idempotency_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tinsmith.service.sessions.PRUNE_S", 0.1)
+
+    async def main() -> None:
+        async with api(tmp_path, ended_retention_s=0.0) as app:
+
+            async def create() -> str:
+                made = await app.send("POST", "/api/v1/create_session", {"tags": []}, **{"X-Idempotency-Key": "k"})
+                return made.json()["session_id"]
+
+            session = await create()
+            assert await create() == session
+            model = await app.model(session)
+            await finish(app, session)
+            await until(lambda: app.service.store.find(Session, session) is None)
+            assert app.service.store.find(Model, model) is None
+            assert await create() != session
 
     asyncio.run(main())

@@ -12,10 +12,24 @@ from starlette.exceptions import HTTPException
 from tinsmith.chat.request import describe_errors
 from tinsmith.errors import Busy, TinsmithError
 from tinsmith.service.dependencies import Service
+from tinsmith.service.frequent_routes import FrequentRoutes
 from tinsmith.service.middleware import RequestMiddleware, route_of
 from tinsmith.service.openai import routes as openai
 from tinsmith.service.openai.schemas import is_openai_path, openai_error, openai_error_of
-from tinsmith.service.routes import admin, checkpoints, custom_losses, futures, management, sampling, sessions, training
+from tinsmith.service.routes import (
+    admin,
+    base_models,
+    checkpoints,
+    custom_losses,
+    futures,
+    health,
+    imports,
+    management,
+    operations,
+    sampling,
+    sessions,
+    training,
+)
 
 log = logging.getLogger(__name__)
 
@@ -25,9 +39,13 @@ def create_app(service: Service) -> FastAPI:
     app = FastAPI(title="Tinsmith", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service = service
     # The routes are matched in this order: the most frequent first.
-    for module in (futures, sampling, training, custom_losses, sessions, management, checkpoints, admin):
+    frequent = (futures, sampling, training, custom_losses, sessions, health)
+    modules = (*frequent, management, checkpoints, imports, admin, operations, base_models)
+    for module in modules:
         app.include_router(module.router, prefix="/api/v1")
     app.include_router(admin.metrics_router)
+    app.include_router(health.probe_router)
+    app.add_middleware(FrequentRoutes, service=service, prefix="/api/v1", on_error=_tinsmith_error)
     app.add_middleware(RequestMiddleware, telemetry=service.telemetry, drain=service.drain)
     for prefix in ("/v1", "/oai/api/v1"):
         app.include_router(openai.router, prefix=prefix)

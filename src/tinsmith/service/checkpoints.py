@@ -12,13 +12,17 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
 from tinsmith.atomic import link_folder
 from tinsmith.errors import BadRequest, NotFound
-from tinsmith.service.storage.records import Checkpoint, Model, SamplingSession, Session
+from tinsmith.service.budgets.orphans import UnrecordedFolders
+from tinsmith.service.budgets.versions import VersionUse
+from tinsmith.service.storage.object_copies import ObjectCopies
+from tinsmith.service.storage.records import Checkpoint, Model, Session
 from tinsmith.service.storage.store import Store
 from tinsmith.service.wire.schemas import CopyBody
 
@@ -28,6 +32,10 @@ LISTED_FOLDERS = 5
 """Folder names in one warning."""
 TTL_RANGE = (3600, 315_360_000)
 """Seconds: one hour to ten years, as the protocol says."""
+DELETING = ".deleting"
+"""Ending of the name of an emptied folder whose row is to be deleted."""
+LIVE = "@live"
+"""In place of a checkpoint's name: the current weights of the model, which shadows can be made of."""
 _NAME = re.compile(r"[A-Za-z0-9._=@+-]{1,200}")
 _PATH = re.compile(r"tinker://(?P<run>[^/]+)/(?P<kind>weights|sampler_weights|external_weights)/(?P<name>[^/]+)")
 
@@ -35,14 +43,38 @@ _PATH = re.compile(r"tinker://(?P<run>[^/]+)/(?P<kind>weights|sampler_weights|ex
 class Checkpoints:
     """The checkpoints of a data folder."""
 
-    def __init__(self, store: Store, root: Path) -> None:
+    def __init__(self, store: Store, root: Path, copies: ObjectCopies | None = None) -> None:
         self._store = store
         self._root = root
+        self._copies = copies or ObjectCopies(store)
         root.mkdir(parents=True, exist_ok=True)
+        self._unrecorded = UnrecordedFolders(root, store.name)
+        self._deleting: set[str] = set()
+        """Checkpoints whose files are being deleted, and whose row follows."""
+        self.use = VersionUse()
+        """When unnamed versions were sampled from."""
 
     def folder(self, checkpoint_id: str) -> Path:
         """Absolute path of a checkpoint's folder, which may not exist yet."""
         return (self._root / checkpoint_id).resolve()
+
+    async def present(self, checkpoint: Checkpoint) -> Path:
+        """A checkpoint's folder, fetched from the object store if it is not here. Waits while that is unavailable."""
+        return await self._copies.ensure(self.folder(checkpoint.id), checkpoint.digest)
+
+    async def publish(self, checkpoint_id: str, *, waits: bool = True) -> str | None:
+        """Store a written folder in the object store, if there is one, and return the digest for its record."""
+        return await self._copies.publish(self.folder(checkpoint_id), waits=waits)
+
+    @contextmanager
+    def new_folder(self, checkpoint_id: str) -> Iterator[Path]:
+        """The folder of a checkpoint that the block writes and whose row follows: call `recorded` after that."""
+        with self._unrecorded.noted(checkpoint_id):
+            yield self.folder(checkpoint_id)
+
+    def recorded(self, checkpoint_id: str) -> None:
+        """The checkpoint's row is stored: a start that does not find the row leaves the folder alone."""
+        self._unrecorded.recorded(checkpoint_id)
 
     # Finding.
 
@@ -69,35 +101,58 @@ class Checkpoints:
     def by_name(self, run: str, kind: str, name: str) -> Checkpoint | None:
         """The checkpoint with this name, unless it is deleted or expired."""
         for checkpoint in self._store.checkpoints_of_run(run):
-            if (checkpoint.kind, checkpoint.name) == (kind, name) and _is_listed(checkpoint):
+            if (checkpoint.kind, checkpoint.name) == (kind, name) and self._is_listed(checkpoint):
                 return checkpoint
         return None
 
     def of_run(self, run: str) -> list[Checkpoint]:
         """A run's named checkpoints, newest first."""
-        return _listed(self._store.checkpoints_of_run(run))
+        return self._listed(self._store.checkpoints_of_run(run))
 
     def of_owner(self, owner: str) -> list[Checkpoint]:
         """An owner's named checkpoints, newest first."""
-        return _listed(checkpoint for checkpoint in self._store.all(Checkpoint) if checkpoint.owner == owner)
+        return self._listed(checkpoint for checkpoint in self._store.all(Checkpoint) if checkpoint.owner == owner)
 
     def published(self) -> dict[str, list[Checkpoint]]:
         """Published checkpoints by run, newest first."""
         by_run: dict[str, list[Checkpoint]] = {}
-        for checkpoint in _listed(checkpoint for checkpoint in self._store.all(Checkpoint) if checkpoint.public):
+        for checkpoint in self._listed(checkpoint for checkpoint in self._store.all(Checkpoint) if checkpoint.public):
             by_run.setdefault(checkpoint.run, []).append(checkpoint)
         return by_run
+
+    def _listed(self, checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
+        named = [each for each in checkpoints if each.kind != "ephemeral" and self._is_listed(each)]
+        return sorted(named, key=lambda checkpoint: checkpoint.created, reverse=True)
+
+    def _is_listed(self, checkpoint: Checkpoint) -> bool:
+        return not (checkpoint.deleted or checkpoint.id in self._deleting or _is_expired(checkpoint))
 
     # Deleting.
 
     async def delete(self, checkpoint: Checkpoint) -> None:
         """Delete the name now, and the folder once no living sampling session uses it."""
-        if checkpoint.kind != "ephemeral" or self.in_use(checkpoint.id):
-            await self._store.update(Checkpoint, checkpoint.id, deleted=True)
         if self.in_use(checkpoint.id):
+            await self._store.update(Checkpoint, checkpoint.id, deleted=True)
+        else:
+            await self.remove(checkpoint)
+
+    async def remove(self, checkpoint: Checkpoint) -> None:
+        """Delete files, then row: on a full disk the row can be deleted in the room that the files leave.
+
+        An empty folder stays until the row is deleted, so that the next start continues where the process died.
+        """
+        if checkpoint.id in self._deleting:
             return
-        await asyncio.to_thread(shutil.rmtree, self.folder(checkpoint.id), ignore_errors=True)
-        await self._store.remove(checkpoint)  # last: the next start continues a deletion in which the process dies
+        self._deleting.add(checkpoint.id)
+        try:
+            emptied = self._root / f".{checkpoint.id}{DELETING}"
+            await asyncio.to_thread(_empty_folder, self.folder(checkpoint.id), emptied)
+            await self._store.remove(checkpoint)
+            self.use.forget(checkpoint.id)
+            with suppress(OSError):
+                emptied.rmdir()
+        finally:
+            self._deleting.discard(checkpoint.id)
 
     async def release(self, version: str) -> bool:
         """Whether nothing uses a version any more. If so, the folder of an unnamed or deleted version is deleted."""
@@ -110,11 +165,7 @@ class Checkpoints:
 
     def in_use(self, version: str) -> bool:
         """Whether a living sampling session uses the version, or may through its model's inflight version."""
-        users: list[SamplingSession | Model] = [
-            sampler for sampler in self._store.all(SamplingSession) if sampler.version == version
-        ]
-        users += [model for model in self._store.all(Model) if model.inflight == version]
-        sessions = (self._store.find(Session, user.session_id) for user in users)
+        sessions = (self._store.find(Session, user.session_id) for user in self._store.users_of(version))
         return any(session is not None and session.ended is None for session in sessions)
 
     async def expire(self) -> list[Checkpoint]:
@@ -142,9 +193,14 @@ class Checkpoints:
 
         A complete folder that the database does not know stays: another database, or a newer copy of this one, may.
         """
+        await asyncio.to_thread(
+            self._unrecorded.delete_orphans, lambda name: self._store.find(Checkpoint, name) is not None
+        )
+        begun = {folder.name[1 : -len(DELETING)] for folder in self._root.glob(f".*{DELETING}")}
         for checkpoint in self._store.all(Checkpoint):
-            if (checkpoint.deleted or checkpoint.kind == "ephemeral") and not self.in_use(checkpoint.id):
-                await self.delete(checkpoint)
+            unwanted = checkpoint.deleted or checkpoint.kind == "ephemeral"
+            if checkpoint.id in begun or (unwanted and not self.in_use(checkpoint.id)):
+                await self.remove(checkpoint)
         ids = {checkpoint.id for checkpoint in self._store.all(Checkpoint)}
         folders = await complete_folders(self._root)
         warn_of_unknown_folders(self._root, [folder for folder in folders if folder.name not in ids])
@@ -176,9 +232,10 @@ class CheckpointCopies:
             if self._store.find(Model, run) is not None:
                 raise BadRequest(f"Model {run} exists.", "Copy into the next model_seq_id.")
             model, copy = _copied_records(source, owner, session, run, body.ttl_seconds)
-            folder = self._checkpoints.folder
-            await asyncio.to_thread(link_folder, folder(source.id), folder(copy.id))
+            with self._checkpoints.new_folder(copy.id) as folder:
+                await asyncio.to_thread(link_folder, await self._checkpoints.present(source), folder)
             await self._store.put(session, model, copy)
+            self._checkpoints.recorded(copy.id)
             return copy, True
 
     def _destination(self, owner: str, body: CopyBody, key: str | None) -> tuple[Session, int]:
@@ -213,8 +270,10 @@ class CheckpointCopies:
 
 def check_name(name: str) -> None:
     """Raise BadRequest unless the name can be the last part of a tinker:// path."""
-    if not _NAME.fullmatch(name) or set(name) == {"."}:
-        raise BadRequest(f"'{name}' cannot name a checkpoint.", "Use letters, digits and . _ = @ + - (at most 200).")
+    if not _NAME.fullmatch(name) or set(name) == {"."} or name == LIVE:
+        raise BadRequest(
+            f"'{name}' cannot name a checkpoint.", f"Use letters, digits and . _ = @ + - (at most 200), not {LIVE}."
+        )
 
 
 def check_ttl(ttl_seconds: int | None) -> None:
@@ -256,13 +315,13 @@ def _not_found(path: str) -> NotFound:
     return NotFound(f"There is no checkpoint {path}.", "It may have been deleted, or it has expired.")
 
 
-def _listed(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-    named = [checkpoint for checkpoint in checkpoints if checkpoint.kind != "ephemeral" and _is_listed(checkpoint)]
-    return sorted(named, key=lambda checkpoint: checkpoint.created, reverse=True)
-
-
-def _is_listed(checkpoint: Checkpoint) -> bool:
-    return not (checkpoint.deleted or _is_expired(checkpoint))
+def _empty_folder(folder: Path, emptied: Path) -> None:
+    """Delete a folder's files and rename it."""
+    with suppress(OSError):
+        folder.rename(emptied)
+    shutil.rmtree(folder, ignore_errors=True)
+    for file in list(emptied.iterdir()) if emptied.is_dir() else []:
+        file.unlink()
 
 
 def _is_expired(checkpoint: Checkpoint) -> bool:

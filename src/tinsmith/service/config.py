@@ -11,8 +11,10 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine.config import DEFAULT_MODEL, EngineConfig
 from tinsmith.engine_options import EngineOptions, VllmConfig
+from tinsmith.errors import ConfigError
 
 KEY_PREFIX = "tml-"
 """Prefix of every API key; the SDK rejects keys without it."""
@@ -37,6 +39,13 @@ class ServeConfig(EngineOptions):
     database: str | None = None
     """PostgreSQL URL, as postgresql+psycopg://USER:PASSWORD@HOST/NAME. Default: a SQLite file in the data folder."""
 
+    store: str | None = None
+    """URL of an object store for checkpoints, sampler versions and captured states, such as s3://BUCKET/PREFIX or
+    file:///SHARED/FOLDER. The folders in `data` are a cache of it then. Default: the data folder alone."""
+
+    store_cache: int = Field(default=20 << 30, ge=0)
+    """Bytes of the data folder for copies of what is in the store. The least recently used ones are deleted first."""
+
     api_key: str | None = None
     """The server's own API key, tml-…, with access to the data of all tenants. Default: on a loopback address, a key
     generated at the first start and stored in the data folder."""
@@ -51,9 +60,12 @@ class ServeConfig(EngineOptions):
     """`torch` runs the base models. `fake` computes results by simple arithmetic, without a model and without tensors,
     for tests and to try the API."""
 
+    cluster: ClusterConfig = ClusterConfig()
+    """Training and sampling processes of each base model, and their machines (docs/guides/cluster.md)."""
+
     batch_tokens: int = Field(default=8192, ge=1)
-    """Maximum number of tokens of forward and forward_backward requests that an engine gets together. A larger request
-    runs by itself."""
+    """Maximum number of tokens of a tenant's forward and forward_backward requests that an engine has at a time, beside
+    one larger request. Tenants take turns by micro-batches, whatever this is."""
 
     capture_every: int = Field(default=10, ge=1)
     """Optimizer steps between two captures of a model's state. After a crash, the requests since the last capture are
@@ -61,6 +73,12 @@ class ServeConfig(EngineOptions):
 
     compress: bool | None = None
     """Have clients compress forward_backward bodies with zstd. Default: yes, unless `host` is a loopback address."""
+
+    shadows: int = Field(default=256, ge=0)
+    """Maximum number of shadow models of a tenant (docs/guides/shadow.md)."""
+
+    shadow_bytes: int = Field(default=8 << 30, ge=0)
+    """Memory that the shadow models of a tenant may take, each as after its first step."""
 
     custom_losses: bool = False
     """Accept losses that clients upload with create_custom_loss. They may use only allowed tensor operations."""
@@ -71,11 +89,44 @@ class ServeConfig(EngineOptions):
     queued_samples: int = 20_000
     """Maximum number of sampling requests that wait or run; further ones are refused with status 429."""
 
+    sampling_sessions: int = Field(default=50_000, ge=1)
+    """Maximum number of sampling sessions of one session; a run makes one each time it samples on new weights."""
+
     session_timeout_s: float = 6 * 3600.0
     """Seconds without a request or a heartbeat after which a session ends, with its models and sampling sessions."""
 
+    connections_per_address: int = Field(default=512, ge=1)
+    """Connections that one address may have open; further ones are refused with status 429. Connections from this
+    machine, and with them those of a proxy on it, have no such limit."""
+
+    request_timeout_s: float = Field(default=60.0, gt=0)
+    """Seconds within which the headers of a request must arrive. A body must arrive at 8 KiB/s on average over this
+    time, and a client must read its response; otherwise its connection closes."""
+
     retention_s: float = 3600.0
-    """Seconds that a finished result can be fetched."""
+    """Seconds that a result can be fetched again. A training result that was never fetched stays for a day at least,
+    so that a client that sleeps loses nothing."""
+
+    ended_retention_s: float = 30 * 86400.0
+    """Seconds after its end that a session is listed, with its models and sampling sessions, and that audit entries and
+    usage can be queried (usage for 14 days at least). Named checkpoints stay, with the records of their models."""
+
+    model_memory: int | None = Field(default=None, ge=1)
+    """Bytes of the models in training of one engine, 16 a parameter. Models that are not in use are evicted to disk to
+    stay within it. Default: half of the memory that is free once the base model is loaded."""
+
+    idle_model_s: float = Field(default=900.0, gt=0)
+    """Seconds without a request after which a model in training is evicted to disk; its next request restores it."""
+
+    disk_reserve: int = Field(default=1 << 30, ge=0)
+    """Free bytes of the data folder's disk below which saves, new sessions and uploads are refused."""
+
+    sampler_versions: int = Field(default=4, ge=1)
+    """Newest unnamed sampler versions of a model that stay on disk as long as their session lives."""
+
+    version_retention_s: float = Field(default=6 * 3600.0, ge=0)
+    """Seconds that older unnamed sampler versions stay after they were saved or last sampled from; while the disk is
+    low, at most 10 minutes."""
 
     log_format: Literal["text", "json"] = "text"
     """Format of the log on standard error: `text` for people, `json` for programs, one object per line."""
@@ -121,6 +172,25 @@ class ServeConfig(EngineOptions):
             raise ValueError("settings of vllm are not used without sampler: vllm; set it, or leave them out")
         if self.sampler == "vllm" and self.engine == "fake":
             raise ValueError("sampler: vllm needs engine: torch")
+        if self.sampler == "vllm" and self.deterministic:
+            raise ValueError("deterministic needs sampler: torch; vLLM's results depend on what else it samples")
+        if any(arg.startswith("--data-parallel-size") for arg in self.vllm.args):
+            raise ValueError("vllm.args: --data-parallel-size loads an adapter on one process only; use --samplers")
+        return self
+
+    @model_validator(mode="after")
+    def _check_cluster(self) -> ServeConfig:
+        cluster = self.cluster
+        if cluster.is_group and self.engine == "fake":
+            raise ValueError("cluster.trainers and cluster.shards need engine: torch")
+        try:
+            cluster.shards_of_rows(deterministic=self.deterministic)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if not cluster.is_single and cluster.samplers == 0 and self.sampler == "vllm":
+            raise ValueError("sampler: vllm needs cluster.samplers: 1 or more beside several training processes")
+        if cluster.samplers and self.vllm.devices:
+            raise ValueError("vllm.devices is not used with cluster.samplers, whose processes are given GPUs")
         return self
 
     @property

@@ -5,6 +5,8 @@ Routes reach only what their tenant owns; resources of other tenants answer as i
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -13,9 +15,14 @@ from fastapi import Depends, Header, Request
 from tinsmith.chat.tokenizer import CHARACTERS, Tokenizer, TokenizerCache
 from tinsmith.engine.base import ModelCard
 from tinsmith.engine.validation import did_you_mean
-from tinsmith.errors import BadRequest, Forbidden, NotFound, TooLarge, Unauthorized
+from tinsmith.errors import BadRequest, Forbidden, NotFound, Unauthorized
+from tinsmith.service.base_models import BaseModels
+from tinsmith.service.budgets.disk import DiskMonitor
 from tinsmith.service.checkpoints import CheckpointCopies, Checkpoints
 from tinsmith.service.config import ServeConfig
+from tinsmith.service.limits.bodies import SMALL_BYTES, LargeBodies, prompt_limit, read_body
+from tinsmith.service.limits.connections import Connections
+from tinsmith.service.limits.parsing import Parsers
 from tinsmith.service.middleware import Drain
 from tinsmith.service.observability.audit import AuditLog
 from tinsmith.service.observability.logs import add_log_context
@@ -25,6 +32,7 @@ from tinsmith.service.observability.usage import Usage
 from tinsmith.service.results.futures import Futures
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import Sessions
+from tinsmith.service.storage.object_copies import ObjectCopies
 from tinsmith.service.storage.records import Model, SamplingSession
 from tinsmith.service.storage.store import Store
 from tinsmith.service.tenancy.keys import ApiKey, Tenants, generate_key
@@ -46,6 +54,7 @@ class Service:
     tenants: Tenants
     quotas: QuotaEnforcer
     store: Store
+    disk: DiskMonitor
     futures: Futures
     checkpoints: Checkpoints
     journal: Journal
@@ -57,20 +66,28 @@ class Service:
     usage: Usage
     traces: TraceExporter
     copies: CheckpointCopies
+    object_copies: ObjectCopies
     telemetry: Telemetry
     drain: Drain
     tokenizers: TokenizerCache
-    workers: dict[str, Worker]
-    """Worker of each base model, by served name."""
+    connections: Connections
+    bodies: LargeBodies
+    parsers: Parsers
+    base_models: BaseModels
 
-    def authenticate(self, credential: str) -> ApiKey:
+    @property
+    def workers(self) -> dict[str, Worker]:
+        """Worker of each base model, by served name."""
+        return self.base_models.workers
+
+    def authenticate(self, credential: str, header: str = "X-API-Key") -> ApiKey:
         """The record of a key, or of the key that a token was issued for.
 
-        Raises Unauthorized if it is unknown, revoked or expired.
+        Raises Unauthorized, which names the `header` that it was sent in, if it is unknown, revoked or expired.
         """
         key = self._find_key(credential)
         if key is None:
-            message = "The X-API-Key is not valid." if credential else "The request has no X-API-Key."
+            message = f"The {header} is not valid." if credential else f"The request has no {header}."
             raise Unauthorized(message, "Set TINKER_API_KEY to the server's key, or to one of `tinsmith keys create`.")
         add_log_context(owner=key.owner)
         return key
@@ -134,7 +151,10 @@ class Service:
         """A model of this tenant, in any state. Raises NotFound."""
         model = self.store.find(Model, model_id)
         if model is None or model.owner != owner:
-            raise NotFound(f"There is no model {model_id}.", "Create a model, or load a checkpoint.")
+            raise NotFound(
+                f"There is no model {model_id}.",
+                "Create a model, or load a checkpoint. Shadows are freed when they were idle for their ttl.",
+            )
         return model
 
     def trainable_model(self, model_id: str, owner: str) -> Model:
@@ -146,6 +166,15 @@ class Service:
                 f"Model {model_id} is {model.state}.", "Create another model and load a checkpoint into it."
             )
         return model
+
+    async def read_prompt(self, request: Request, owner: str) -> AbstractAsyncContextManager[bytes]:
+        """The body of a request with prompts, whose limit follows from the largest context that is served."""
+        hosts = [worker.host for worker in self.workers.values()]
+        cards = [host.latest_card for host in hosts if host.latest_card] or [await hosts[0].card()]
+        context = max(card.context_length for card in cards)
+        hint = f"No prompt is longer than {context} tokens: send fewer, or shorter, prompts in a request."
+        limit = prompt_limit(context, images=any(card.images for card in cards))
+        return self.bodies.read(request, owner, limit, hint)
 
     def sampler(self, sampler_id: str, owner: str) -> SamplingSession:
         """A sampling session of this tenant. Raises NotFound."""
@@ -201,14 +230,45 @@ def require_admin(key: ApiKey) -> None:
         )
 
 
-async def read_body(request: Request) -> bytes:
-    """The request's body. Raises TooLarge as soon as it exceeds MAX_BODY_BYTES."""
-    body = bytearray()
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > MAX_BODY_BYTES:
-            raise TooLarge(f"The body is over {MAX_BODY_BYTES} bytes.", "Send fewer data per request.")
-    return bytes(body)
+async def get_admin(key: CallerKey) -> ApiKey:
+    """The key, if it is an administrator's. Raises Forbidden."""
+    require_admin(key)
+    return key
 
 
-RawBody = Annotated[bytes, Depends(read_body)]
+Admin = Annotated[ApiKey, Depends(get_admin)]
+
+
+async def read_small_body(request: Request) -> bytes:
+    """The request's body, of names, ids and settings. Raises TooLarge."""
+    return await read_body(request, SMALL_BYTES)
+
+
+RawBody = Annotated[bytes, Depends(read_small_body)]
+
+
+async def read_prompt_body(request: Request, tenant: Tenant, service: ServiceDep) -> AsyncIterator[bytes]:
+    """The body of a request with a prompt. Raises TooLarge, Busy."""
+    async with await service.read_prompt(request, tenant) as body:
+        yield body
+
+
+PromptBody = Annotated[bytes, Depends(read_prompt_body)]
+
+
+def pass_body(request: Request, tenant: str, service: Service) -> AbstractAsyncContextManager[bytes]:
+    """The body of a forward_backward request. Raises TooLarge, Busy."""
+    hint = "Send fewer data per request: fwdbwd_max_chunk_bytes_count of the SDK is 5,000,000 bytes."
+    return service.bodies.read(request, tenant, MAX_BODY_BYTES, hint)
+
+
+async def read_pass_body(request: Request, tenant: Tenant, service: ServiceDep) -> AsyncIterator[bytes]:
+    """`pass_body` as a dependency."""
+    async with pass_body(request, tenant, service) as body:
+        yield body
+
+
+PassBody = Annotated[bytes, Depends(read_pass_body)]
+
+IdempotencyKey = Annotated[str | None, Header(max_length=256)]
+"""X-Idempotency-Key, as a parameter with this name."""

@@ -1,29 +1,37 @@
 """A service in a child process for the duration of a block. A run without a `base_url` starts one.
 
-The child reads its configuration from standard input and ends when that closes (tinsmith/parent_process.py). It writes
-its URL to standard output when it is ready. Its log is serve.log in the data folder.
+The child reads its configuration from standard input, writes its URL to standard output when it is ready, and ends when
+its standard input closes: only its parent holds the other end, and the system closes it when the parent ends, after a
+SIGKILL too. PR_SET_PDEATHSIG would miss a parent that ended before the call, and take the end of a thread of the parent
+for the end of the parent. The log is serve.log in the data folder.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from tinsmith.errors import EngineError, TinsmithError
-from tinsmith.parent_process import on_parent_end
 from tinsmith.service.config import KEY_PREFIX, ServeConfig
 from tinsmith.settings import writable_folder
 
+log = logging.getLogger(__name__)
+
 END_S = 15.0
 """Time for the child to exit before it is killed."""
+RESTART_S = 0.5
+"""Time before a service that ended by itself is started again."""
 LOG_LINES = 15
 """Last lines of the log that an error quotes."""
 
@@ -32,20 +40,63 @@ LOG_LINES = 15
 def embedded(config: ServeConfig) -> Iterator[tuple[str, str]]:
     """Start a service on a free port of this machine, and stop it after the block. Yields (base_url, api_key).
 
+    A service that ends during the block is started again, on the same port; clients see a pause.
+
     `config.host` and `config.port` are ignored. Without `config.api_key`, a key is generated. Raises EngineError with
     the last lines of the log if the service does not start.
     """
     key = config.api_key or KEY_PREFIX + secrets.token_urlsafe(32)
     config = config.model_copy(update={"host": "127.0.0.1", "port": 0, "api_key": key})
-    log = writable_folder(config.data, "data") / "serve.log"
-    child = _start(config, log)
+    service = _Service(config, writable_folder(config.data, "data") / "serve.log")
     try:
-        yield _url(child, log), key
+        yield service.start(), key
     finally:
-        _end(child)
+        service.end()
 
 
-def _start(config: ServeConfig, log: Path) -> subprocess.Popen[bytes]:
+class _Service:
+    """A child process; another takes its place if it ends by itself."""
+
+    def __init__(self, config: ServeConfig, log_file: Path) -> None:
+        self._config, self._log_file = config, log_file
+        self._lock, self._ending = threading.Lock(), threading.Event()
+        self._child = start_child(config, log_file)
+
+    def start(self) -> str:
+        """Wait until the service is ready. Returns its URL."""
+        url = url_of(self._child, self._log_file)
+        self._config = self._config.model_copy(update={"port": urlsplit(url).port})
+        threading.Thread(target=self._replace, name="embedded-service", daemon=True).start()
+        return url
+
+    def end(self) -> None:
+        """Stop the service."""
+        self._ending.set()
+        with self._lock:
+            child = self._child
+        end_child(child)
+
+    def _replace(self) -> None:
+        while True:
+            code = self._child.wait()
+            if self._ending.wait(RESTART_S):
+                return
+            log.warning("The service of this process exited with code %d; it is started again", code)
+            with self._lock:
+                if self._ending.is_set():
+                    return
+                end_child(self._child)
+                self._child = start_child(self._config, self._log_file)
+            try:
+                url_of(self._child, self._log_file)
+            except (EngineError, ValueError) as error:
+                if not self._ending.is_set():
+                    log.error("The service of this process did not start again: %s", error)
+                return
+
+
+def start_child(config: ServeConfig, log: Path) -> subprocess.Popen[bytes]:
+    """Start a service; `url_of` waits until it is ready."""
     with log.open("ab") as out:
         child = subprocess.Popen(
             [sys.executable, "-m", "tinsmith.service.embedded"],
@@ -61,7 +112,7 @@ def _start(config: ServeConfig, log: Path) -> subprocess.Popen[bytes]:
     return child
 
 
-def _url(child: subprocess.Popen[bytes], log: Path) -> str:
+def url_of(child: subprocess.Popen[bytes], log: Path) -> str:
     """Wait for the child's URL. Raises EngineError if the child exits before it is ready."""
     assert child.stdout is not None
     line = child.stdout.readline()
@@ -72,7 +123,8 @@ def _url(child: subprocess.Popen[bytes], log: Path) -> str:
     return str(json.loads(line)["url"])
 
 
-def _end(child: subprocess.Popen[bytes]) -> None:
+def end_child(child: subprocess.Popen[bytes]) -> None:
+    """Stop a service; it is killed if it takes too long."""
     assert child.stdin is not None
     assert child.stdout is not None
     child.terminate()
@@ -84,6 +136,17 @@ def _end(child: subprocess.Popen[bytes]) -> None:
     child.stdout.close()
     with suppress(BrokenPipeError):
         child.stdin.close()
+
+
+def on_parent_end(descriptor: int, end: Callable[[], None]) -> None:
+    """Call `end` in a thread when the other end of `descriptor` closes. Nothing else may read the descriptor."""
+
+    def watch() -> None:
+        while os.read(descriptor, 1):  # not sys.stdin.read: this thread would hold its lock at interpreter exit
+            pass
+        end()
+
+    threading.Thread(target=watch, name="parent-watch", daemon=True).start()
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable
 from typing import Any
 
 from fastapi.responses import JSONResponse
@@ -37,15 +37,15 @@ METHODS = frozenset(("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
 class Drain:
     """Shutdown of a service: no new work starts, running work is completed and written."""
 
-    def __init__(self, workers: Iterable[Worker], sampling: Sampling) -> None:
-        self._workers = list({id(worker): worker for worker in workers}.values())
+    def __init__(self, workers: Callable[[], list[Worker]], sampling: Sampling) -> None:
+        self._workers = workers
         self._sampling = sampling
         self.started = False
 
     async def run(self, within_s: float) -> bool:
         """Drain; returns whether all running work completed in time. The next server resumes the rest."""
         self.started = True
-        waits = [*(worker.drain() for worker in self._workers), self._sampling.drain()]
+        waits = [*(worker.drain() for worker in self._workers()), self._sampling.drain()]
         try:
             async with asyncio.timeout(within_s):
                 await asyncio.gather(*waits)
@@ -66,18 +66,23 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        start, status = time.perf_counter(), 500
+        start, status, has_started = time.perf_counter(), 500, False
 
         async def record_status(message: Message) -> None:
-            nonlocal status
+            nonlocal status, has_started
             if message["type"] == "http.response.start":
-                status = message["status"]
+                status, has_started = message["status"], True
             await send(message)
 
         app = _refuse if self._drain.started and _is_new_work(scope) else self._app
         try:
             with http_log_context():
                 await app(scope, receive, record_status)
+        except asyncio.CancelledError:
+            if not self._drain.started:
+                raise
+            if not has_started:  # the server ends requests that outlast the drain
+                await _refuse(scope, receive, record_status)
         finally:
             self._telemetry.http_finished(_method_of(scope), route_of(scope), status, time.perf_counter() - start)
 

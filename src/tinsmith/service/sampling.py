@@ -9,17 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 
 from tinsmith.engine.base import Engine, OnDelta, SampleRequest, SampleResult
 from tinsmith.errors import Busy, EngineDied, EngineError, Gone, TinsmithError
 from tinsmith.service.checkpoints import Checkpoints
-from tinsmith.service.concurrency import run_in_thread_if_large
-from tinsmith.service.engines.host import MAX_ENGINE_DEATHS, EngineHost
+from tinsmith.service.concurrency import gather_or_cancel, run_in_thread_if_large
+from tinsmith.service.engines.host import MAX_DEATH_POINTS, MAX_ENGINE_DEATHS, OWN_DEATH, EngineHost, death_points
 from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.results.futures import Futures
+from tinsmith.service.results.sampled_experts import SampledExperts
 from tinsmith.service.storage.records import JSON, PROTOBUF, Checkpoint, FutureResult, Model, SamplingSession, Session
 from tinsmith.service.storage.store import Store
 from tinsmith.service.tenancy.quotas import QuotaEnforcer
@@ -34,6 +35,9 @@ LOST = FutureResult(
     status=410, media=JSON, body=b'{"detail": "This sample was lost with its engine. Submit it again."}'
 )
 
+ALONE_POINTS = MAX_DEATH_POINTS - OWN_DEATH
+"""Points of engine deaths from which a sample runs by itself."""
+
 
 @dataclass(slots=True)
 class SampleAttempt:
@@ -41,19 +45,23 @@ class SampleAttempt:
 
     engine_start: int | None = None
     """`EngineHost.start_count` of the engine that was given the sample; None before that."""
+    alone: bool = False
+    """Whether the sample must run by itself."""
 
 
 class CrashIsolation:
     """Finds the sample that kills engines.
 
     Many samples run at once, and most are innocent: they are lost, and their clients submit them again. Deaths are
-    counted by the content of a request, since a resubmitted sample has another id. A sample that was running at
-    `MAX_ENGINE_DEATHS - 1` deaths runs by itself from then on; one more death, and it fails. A success clears it.
+    counted in points by the content of a request, since a resubmitted sample has another id. A sample that was running
+    at `MAX_ENGINE_DEATHS - 1` deaths runs by itself from then on; only a death while it does can fail it. A success
+    clears it.
     """
 
     def __init__(self) -> None:
-        self._deaths: dict[int, tuple[int, int]] = {}
-        """Hash of the request -> (engine deaths, the engine start at which the last one was counted)."""
+        self._deaths: dict[int, tuple[int, tuple[int, int]]] = {}
+        """Hash of the request -> (points, the process at whose death the last ones were counted: the engine's start,
+        and its number in a pool)."""
 
     @asynccontextmanager
     async def isolate(self, host: EngineHost, scope: str, request: SampleRequest) -> AsyncIterator[SampleAttempt]:
@@ -64,29 +72,33 @@ class CrashIsolation:
                 scope,
                 request.version,
                 request.prompt.tobytes(),
+                request.images,
                 request.max_tokens,
                 request.num_samples,
             )
         )
-        async with host.isolation_lock if self._count(content) == MAX_ENGINE_DEATHS - 1 else nullcontext():
+        alone = self._points(content) >= ALONE_POINTS
+        async with host.isolation_lock if alone else nullcontext():
             self._refuse(content)
-            attempt = SampleAttempt()
+            attempt = SampleAttempt(alone=alone)
             try:
                 yield attempt
-            except EngineDied:
+            except EngineDied as death:
                 # The next engine may be up already, so `host.start_count` may belong to that one.
                 start = host.start_count if attempt.engine_start is None else attempt.engine_start
-                if self._deaths.get(content, (0, 0))[1] != start:  # a group holds many equal requests
-                    self._deaths[content] = self._count(content) + 1, start
+                process = (start, death.life)
+                if content not in self._deaths or self._deaths[content][1] != process:  # a group: many equal requests
+                    most = MAX_DEATH_POINTS if alone else ALONE_POINTS
+                    self._deaths[content] = min(self._points(content) + death_points(death), most), process
                 self._refuse(content)
                 raise
         self._deaths.pop(content, None)
 
-    def _count(self, content: int) -> int:
-        return self._deaths.get(content, (0, 0))[0]
+    def _points(self, content: int) -> int:
+        return self._deaths[content][0] if content in self._deaths else 0
 
     def _refuse(self, content: int) -> None:
-        if self._count(content) >= MAX_ENGINE_DEATHS:
+        if self._points(content) >= MAX_DEATH_POINTS:
             raise EngineError(
                 f"The engine died {MAX_ENGINE_DEATHS} times while it sampled this.",
                 "Send a shorter prompt, or request fewer tokens.",
@@ -115,6 +127,7 @@ class Sampling:
         self._capacity = capacity
         self._telemetry = telemetry
         self._sequences = sequences
+        self.experts = SampledExperts(self._owner_of)
         self._running: dict[str, asyncio.Task[None] | asyncio.Task[SampleResult]] = {}
         self._clients: Counter[str] = Counter()
         """Clients that joined each sampling session."""
@@ -145,7 +158,7 @@ class Sampling:
         if self._futures.knows(request_id, sampler.owner):
             return
         with self._quota.reserve_request(sampler.owner, len(asample.request.prompt)):
-            self._futures.open(request_id, sampler.owner, stored=False)
+            self._futures.open(request_id, sampler.owner, stored=False, logged=True)
         self._telemetry.request_accepted(request_id, sampler.owner, "sample", sampler.base_model)
         asample = replace(asample, request=replace(asample.request, request_id=request_id))
         task = asyncio.create_task(self._run(sampler, asample))
@@ -168,14 +181,16 @@ class Sampling:
         task.add_done_callback(lambda _: reservation.close())
         return task
 
-    async def cancel(self, request_id: str) -> None:
-        """Cancel a sample here and in the engine; its future fails."""
+    async def cancel(self, request_id: str) -> bool:
+        """Cancel a sample here and in the engine; its future fails. False if it is not running."""
         task = self._running.get(request_id)
-        if task is not None:
-            result = FutureResult.failure(Gone(f"Request {request_id} was cancelled."))
-            self._futures.resolve(request_id, result)
-            self._telemetry.request_finished(request_id, result)
-            task.cancel()
+        if task is None:
+            return False
+        result = FutureResult.failure(Gone(f"Request {request_id} was cancelled."))
+        self._futures.resolve(request_id, result)
+        self._telemetry.request_finished(request_id, result)
+        task.cancel()
+        return True
 
     async def cancel_session(self, session_id: str) -> None:
         """Cancel the running samples of a session's sampling sessions."""
@@ -187,6 +202,8 @@ class Sampling:
         latest = self._store.find(SamplingSession, sampler.id) or sampler
         self._clients[sampler.id] = number = max(self._clients[sampler.id], latest.joined) + 1
         await self._store.update(SamplingSession, sampler.id, joined=number)
+        if self._clients[sampler.id] == number:
+            del self._clients[sampler.id]
         return number
 
     def current_version(self, sampler: SamplingSession) -> str | None:
@@ -195,6 +212,11 @@ class Sampling:
             return sampler.version
         model = self._store.find(Model, sampler.inflight_of)
         return model.inflight if model is not None else None
+
+    def _owner_of(self, sampler_id: str) -> str | None:
+        """Tenant of a sampling session."""
+        sampler = self._store.find(SamplingSession, sampler_id)
+        return sampler.owner if sampler is not None else None
 
     async def drain(self) -> None:
         """Wait until nothing runs."""
@@ -221,7 +243,8 @@ class Sampling:
             )
             result = FutureResult(body=body, media=PROTOBUF)
             lengths = [len(sequence.tokens) for sequence in sampled.sequences]
-            self._sequences.record(request.request_id, len(request.prompt), lengths)
+            self._sequences.record(request.request_id, sampled.prompt_tokens or len(request.prompt), lengths)
+            self.experts.add(request.request_id, sampled)
         except EngineDied:
             result = LOST
         except TinsmithError as error:
@@ -229,6 +252,7 @@ class Sampling:
         except Exception as error:  # a bug fails this request alone
             log.exception("Sampling request %s failed.", request.request_id)
             result = FutureResult.failure(EngineError(f"Internal error: {type(error).__name__}."))
+        self._running.pop(request.request_id, None)  # the client may submit its next sample at once
         self._futures.resolve(request.request_id, result)
         self._telemetry.request_finished(request.request_id, result, tokens)
 
@@ -240,19 +264,34 @@ class Sampling:
         on_delta: OnDelta | None = None,
         sampler: SamplingSession | None = None,
     ) -> SampleResult:
-        """Sample once the admission queue lets the tenant's request in."""
+        """Sample the parts of a request once the admission queue lets each in."""
         worker = self._workers[base_model]
         request = replace(request, cache_scope=owner)
         isolation = self._crash_isolation.isolate(worker.host, sampler.id if sampler else base_model, request)
-        async with isolation as attempt, worker.host.admission_queue.admit(owner, request):
+        parts = worker.host.admission_queue.parts(request)
+        in_use = self._checkpoints.use.sampling(request.version if sampler is None else sampler.version)
+        async with in_use, isolation as attempt:
+            sampled = _joined(
+                await gather_or_cancel(self._sample_part(worker, part, on_delta, sampler, attempt) for part in parts)
+            )
+        self._quota.charge(owner, sum(len(sequence.tokens) for sequence in sampled.sequences))
+        return sampled
+
+    async def _sample_part(
+        self,
+        worker: Worker,
+        request: SampleRequest,
+        on_delta: OnDelta | None,
+        sampler: SamplingSession | None,
+        attempt: SampleAttempt,
+    ) -> SampleResult:
+        async with worker.host.admission_queue.admit(request.cache_scope, request):
             try:
-                sampled = await self._sample_on_engine(worker, request, on_delta, sampler, attempt)
+                return await self._sample_on_engine(worker, request, on_delta, sampler, attempt)
             except asyncio.CancelledError:
                 with suppress(TinsmithError):
                     await worker.host.engine.cancel(request.request_id)
                 raise
-        self._quota.charge(owner, sum(len(sequence.tokens) for sequence in sampled.sequences))
-        return sampled
 
     async def _sample_on_engine(
         self,
@@ -267,11 +306,14 @@ class Sampling:
         while True:
             if sampler is not None:
                 request = replace(request, version=self.current_version(sampler))
-            engine = await self._engine_with(worker, request.version)
-            attempt.engine_start = worker.host.start_count
-            self._telemetry.requests_started([request.request_id])
+            await self._engine_with(worker, request.version)
+            occupancy = worker.host.occupancy
             try:
-                return await engine.sample(request, on_delta)
+                async with occupancy.reserve() if attempt.alone else occupancy.share():
+                    engine = worker.host.engine
+                    attempt.engine_start = worker.host.start_count
+                    self._telemetry.requests_started([request.request_id])
+                    return await engine.sample(request, on_delta)
             except Gone:
                 if request.version is None or not may_retry:
                     raise
@@ -286,9 +328,12 @@ class Sampling:
             return engine
         checkpoint = self._store.find(Checkpoint, version)
         if checkpoint is None:
-            raise Gone("The weights of this sampling session were deleted.", "Create another.")
+            raise Gone(
+                "The weights of this sampling session were deleted, or replaced by newer ones and not used for long.",
+                "Save the weights again, under a name if they are to stay (docs/guides/storage-budgets.md).",
+            )
         if checkpoint.ready:
-            await host.attach(version, self._checkpoints.folder(version))
+            await host.attach(version, await self._checkpoints.present(checkpoint))
         else:
             model = self._store.find(Model, checkpoint.run)
             if model is None or model.state != "live":
@@ -308,10 +353,15 @@ class Sampling:
         self._telemetry.request_finished(request.request_id, result, tokens)
 
 
+def _joined(parts: Sequence[SampleResult]) -> SampleResult:
+    """The result of a request: the samples of all parts, and what the first part says of the prompt."""
+    return replace(parts[0], sequences=tuple(sequence for part in parts for sequence in part.sequences))
+
+
 def _token_counts(request: SampleRequest, sampled: SampleResult) -> dict[str, int]:
     """Tokens of the prompt, prompt tokens from the prefix cache, and sampled tokens."""
     return {
-        "prompt": len(request.prompt),
+        "prompt": sampled.prompt_tokens or len(request.prompt),
         "prompt_cached": sampled.prompt_cache_hit_tokens,
         "sample": sum(len(sequence.tokens) for sequence in sampled.sequences),
     }

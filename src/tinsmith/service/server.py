@@ -9,42 +9,67 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import fcntl
 import logging
+import os
 import resource
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
-from typing import IO
+from functools import partial
 
 import uvicorn
+from prometheus_client.core import Metric
 from typing_extensions import override
 
 from tinsmith.chat.tokenizer import TokenizerCache
-from tinsmith.errors import ConfigError, EngineError, TinsmithError
+from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.service.app import create_app
+from tinsmith.service.base_models import BaseModels
+from tinsmith.service.budgets.activity import SessionActivity
+from tinsmith.service.budgets.disk import DiskMonitor
+from tinsmith.service.budgets.gauges import disk_gauges, memory_gauges
+from tinsmith.service.budgets.memory import MemoryMonitor
+from tinsmith.service.budgets.private import PRIVATE_UMASK, make_private
+from tinsmith.service.budgets.versions import VersionLimits
 from tinsmith.service.checkpoints import CheckpointCopies, Checkpoints
+from tinsmith.service.concurrency import restart_on_error
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.dependencies import Service, server_key
-from tinsmith.service.engines.host import EngineFactory, EngineHost, start_engine
+from tinsmith.service.engines.clusters import engine_factory
+from tinsmith.service.engines.host import EngineFactory, EngineHost, starting_after
+from tinsmith.service.limits.bodies import LargeBodies
+from tinsmith.service.limits.connections import BoundedProtocol, Connections
+from tinsmith.service.limits.parsing import Parsers
 from tinsmith.service.middleware import Drain
 from tinsmith.service.observability.audit import AuditLog
 from tinsmith.service.observability.logs import configure_logging
-from tinsmith.service.observability.metrics import Telemetry, Timeline, engine_gauges, record_gauges
+from tinsmith.service.observability.metrics import (
+    Telemetry,
+    Timeline,
+    engine_gauges,
+    http_gauges,
+    record_gauges,
+    storage_gauges,
+)
 from tinsmith.service.observability.perfetto import TraceExporter
+from tinsmith.service.observability.systemd import READY, STOPPING, Notifier
 from tinsmith.service.observability.tracing import SpanExporter, tracing
 from tinsmith.service.observability.usage import Usage
 from tinsmith.service.results.futures import Futures
 from tinsmith.service.results.unfinished_samples import UnfinishedSamples
 from tinsmith.service.sampling import Sampling
 from tinsmith.service.sessions import SessionCleanup, Sessions
+from tinsmith.service.storage.folder_lock import lock_folder
+from tinsmith.service.storage.object_copies import ObjectCopies, open_objects
 from tinsmith.service.storage.records import SamplingSession
+from tinsmith.service.storage.retention import Retention
 from tinsmith.service.storage.store import Store, exclusive_store
 from tinsmith.service.tenancy.keys import Tenants
-from tinsmith.service.tenancy.quotas import QuotaEnforcer
+from tinsmith.service.tenancy.quotas import QuotaEnforcer, ShadowLimits
 from tinsmith.service.tenancy.signing import load_signer
+from tinsmith.service.training.eviction import ModelBudget
+from tinsmith.service.training.gauges import queue_gauges
 from tinsmith.service.training.journal import Journal
 from tinsmith.service.training.worker import Worker
 from tinsmith.service.wire.provenance import SequenceRegistry
@@ -59,22 +84,23 @@ GRACE_S = 1
 """Time for open responses after the drain."""
 KEEP_ALIVE_S = 120
 """Longer than clients keep idle connections, so that the server never closes one that is about to be reused."""
-RESTART_DELAY_S = 1
 
 OnLoaded = Callable[[TinsmithError | None], None]
 """Called once: with None when all engines are loaded, else with the error of one that is not."""
 
 
 def serve(
-    config: ServeConfig, *, start: EngineFactory = start_engine, on_ready: Callable[[str, str], None] | None = None
+    config: ServeConfig, *, start: EngineFactory | None = None, on_ready: Callable[[str, str], None] | None = None
 ) -> None:
     """Serve until SIGTERM or SIGINT. Calls `on_ready(url, key)` once the engines are loaded.
 
+    `start` starts an engine; by default it follows from the settings.
     Raises ConfigError if the port or the data folder is in use, and the error of an engine that does not start.
     """
     configure_logging(config.log_format, config.log_level)
     _raise_file_limit()
-    asyncio.run(_serve(config, start, on_ready))
+    os.umask(PRIVATE_UMASK)
+    asyncio.run(_serve(config, start or engine_factory(config.cluster, config.data), on_ready))
 
 
 async def _serve(config: ServeConfig, start: EngineFactory, on_ready: Callable[[str, str], None] | None) -> None:
@@ -84,19 +110,23 @@ async def _serve(config: ServeConfig, start: EngineFactory, on_ready: Callable[[
     async with run_service(config, start, loaded.set_result) as service:
         options = uvicorn.Config(
             create_app(service),
+            http=partial(BoundedProtocol, connections=service.connections),  # type: ignore[arg-type]
+            ws="none",
             log_config=None,
             access_log=False,
             timeout_graceful_shutdown=GRACE_S,
             timeout_keep_alive=KEEP_ALIVE_S,
             lifespan="off",
         )
-        server = _Server(options, service)
+        systemd = Notifier()
+        server = _Server(options, service, systemd)
 
         def announce(outcome: asyncio.Future[TinsmithError | None]) -> None:
             if outcome.cancelled() or outcome.result() is not None:
                 server.stop()
                 return
             log.info("Ready: TINKER_BASE_URL=%s serves %s", url, ", ".join(service.workers))
+            systemd.send(READY)
             if on_ready is not None:
                 on_ready(url, service.key or "")
 
@@ -104,7 +134,9 @@ async def _serve(config: ServeConfig, start: EngineFactory, on_ready: Callable[[
             asyncio.get_running_loop().add_signal_handler(number, server.on_signal)
         log.info("Loading %s; listening on %s", ", ".join(config.sources()), url)
         loaded.add_done_callback(announce)
+        watchdog = asyncio.create_task(systemd.run())
         await server.serve(sockets=[listener])
+        watchdog.cancel()
     if loaded.done() and not loaded.cancelled() and (error := loaded.result()) is not None:
         raise error
 
@@ -116,58 +148,116 @@ async def run_service(config: ServeConfig, start: EngineFactory, on_loaded: OnLo
     Raises ConfigError if the data folder cannot be written, if another server uses it or the database, or if the server
     is reachable from other machines and there is no key.
     """
-    with _lock_folder(writable_folder(config.data, "--data")):
+    with lock_folder(writable_folder(config.data, "--data")):
+        if changed := await asyncio.to_thread(make_private, config.data):
+            log.info("Other users of this machine could read %d files and folders in %s before.", changed, config.data)
         async with exclusive_store(config.data, config.database) as store, tracing(config.otlp_endpoint) as spans:
-            service = _assemble(config, store, start, spans)
+            objects = await asyncio.to_thread(open_objects, config.store) if config.store is not None else None
+            copies = ObjectCopies(store, objects, config.data, config.store_cache)
+            service = _assemble(config, store, start, spans, copies)
             await _require_key(service)
             await _recover(service)
             async with _running(service, on_loaded):
                 yield service
 
 
-def _assemble(config: ServeConfig, store: Store, start: EngineFactory, spans: SpanExporter | None) -> Service:
-    key, is_new = server_key(config)
-    if is_new:
-        log.info('Made a key. To use it: export TINKER_API_KEY="$(cat %s)"', config.data / "api-key")
-    futures = Futures(config.hold_s, config.retention_s, UnfinishedSamples(config.data / "samples"))
-    checkpoints = Checkpoints(store, config.data / "checkpoints")
+def _assemble(
+    config: ServeConfig, store: Store, start: EngineFactory, spans: SpanExporter | None, copies: ObjectCopies
+) -> Service:
+    key = _key(config)
+    unfinished = UnfinishedSamples(config.data / "samples")
+    futures = Futures(config.hold_s, config.retention_s, unfinished, on_fetched=store.mark_fetched)
+    checkpoints = Checkpoints(store, config.data / "checkpoints", copies)
     tenants = Tenants(store.database, key)
-    quotas = QuotaEnforcer(tenants, store, futures)
-    journal = Journal(store, config.data / "journal", config.capture_every)
-    audit_log = AuditLog(store)
+    disk = DiskMonitor(config.data, config.disk_reserve)
+    store.on_full_disk(disk.release_database_file)
+    quotas = _quotas(config, tenants, store, futures, disk)
+    journal = Journal(store, config.data / "journal", config.capture_every, disk, copies)
+    audit_log = AuditLog(store, config.ended_retention_s)
     sequences = SequenceRegistry(lambda sampler_id: _owner_of(store, sampler_id))
-    workers: dict[str, Worker] = {}
-    hosts: list[EngineHost] = []
-    telemetry = Telemetry(lambda: [*record_gauges(store), *engine_gauges(hosts)], _on_finished(audit_log, spans))
-    for source, names in config.sources().items():
-        host = EngineHost(config.engine_config(source), names, start)
-        hosts.append(host)
-        worker = Worker(host, store, futures, journal, checkpoints, quotas, config.batch_tokens, telemetry, audit_log)
-        workers |= dict.fromkeys(names, worker)
+    activity = SessionActivity(store)
+    budget = ModelBudget(activity=activity, memory=config.model_memory, idle_s=config.idle_model_s)
+
+    def make_worker(source: str, names: list[str]) -> Worker:
+        host = EngineHost(config.engine_config(source), names, starting_after(base_models.release_memory, start))
+        return Worker(
+            host, store, futures, journal, checkpoints, quotas, config.batch_tokens, telemetry, audit_log, budget
+        )
+
+    workers = (base_models := BaseModels(store, config.data, make_worker)).workers
+    connections = Connections(config.connections_per_address, config.request_timeout_s)
+    bodies = LargeBodies()
+    gauges = partial(_gauges, store, workers, disk, journal, lambda: http_gauges(len(connections), bodies.held_bytes))
+    telemetry = Telemetry(gauges, _on_finished(audit_log, spans))
+    base_models.configure({name: source for source, names in config.sources().items() for name in names})
     sampling = Sampling(store, futures, checkpoints, quotas, workers, config.queued_samples, telemetry, sequences)
-    cleanup = SessionCleanup(store, checkpoints, journal, futures, workers)
+    cleanup = SessionCleanup(store, checkpoints, journal, futures, workers, _version_limits(config), disk)
     return Service(
         config=config,
         key=key,
         tenants=tenants,
         quotas=quotas,
         store=store,
+        disk=disk,
         futures=futures,
         checkpoints=checkpoints,
         journal=journal,
-        sessions=Sessions(store, checkpoints, cleanup, config.session_timeout_s, config.retention_s, audit_log),
+        sessions=Sessions(
+            store, checkpoints, cleanup, disk, activity, config.session_timeout_s, _retention(config), audit_log
+        ),
         sampling=sampling,
         sequences=sequences,
         signer=load_signer(config.data),
         copies=CheckpointCopies(store, checkpoints),
+        object_copies=copies,
         telemetry=telemetry,
-        drain=Drain(workers.values(), sampling),
+        drain=Drain(base_models.distinct_workers, sampling),
         audit_log=audit_log,
         usage=Usage(store, audit_log),
         traces=TraceExporter(store, audit_log, config.data / "traces"),
         tokenizers=TokenizerCache(),
-        workers=workers,
+        connections=connections,
+        bodies=bodies,
+        parsers=Parsers(),
+        base_models=base_models,
     )
+
+
+def _version_limits(config: ServeConfig) -> VersionLimits:
+    return VersionLimits(newest=config.sampler_versions, retention_s=config.version_retention_s)
+
+
+def _quotas(config: ServeConfig, tenants: Tenants, store: Store, futures: Futures, disk: DiskMonitor) -> QuotaEnforcer:
+    shadows, samplers = ShadowLimits(config.shadows, config.shadow_bytes), config.sampling_sessions
+    return QuotaEnforcer(tenants, store, futures, shadow_limits=shadows, disk=disk, samplers=samplers)
+
+
+def _retention(config: ServeConfig) -> Retention:
+    return Retention(fetched_s=config.retention_s, ended_s=config.ended_retention_s)
+
+
+def _key(config: ServeConfig) -> str | None:
+    key, is_new = server_key(config)
+    if is_new:
+        log.info('Made a key. To use it: export TINKER_API_KEY="$(cat %s)"', config.data / "api-key")
+    return key
+
+
+def _gauges(
+    store: Store,
+    workers: Mapping[str, Worker],
+    disk: DiskMonitor,
+    journal: Journal,
+    http: Callable[[], Iterable[Metric]],
+) -> Iterator[Metric]:
+    distinct = {worker.host.names[0]: worker for worker in workers.values()}
+    yield from record_gauges(store)
+    yield from storage_gauges(store)
+    yield from engine_gauges(worker.host for worker in distinct.values())
+    yield from disk_gauges(disk, store, journal.size_bytes)
+    yield from queue_gauges(distinct.values())
+    yield from http()
+    yield from memory_gauges({name: worker.memory_use() for name, worker in distinct.items()})
 
 
 def _owner_of(store: Store, sampler_id: str) -> str | None:
@@ -201,7 +291,7 @@ async def _recover(service: Service) -> None:
     await service.checkpoints.clean_up()
     await service.journal.clean_up()
     seqs, pending = await service.store.highest_seqs(), await service.store.pending_requests()
-    for worker in _distinct_workers(service):
+    for worker in service.base_models.distinct_workers():
         worker.recover(seqs, pending)
     service.sampling.restore()
 
@@ -209,68 +299,55 @@ async def _recover(service: Service) -> None:
 @asynccontextmanager
 async def _running(service: Service, on_loaded: OnLoaded) -> AsyncIterator[None]:
     """Run engines and loops for the duration of the block; all of them have ended after it."""
-    workers = _distinct_workers(service)
     tasks = [
-        asyncio.create_task(_run_workers(workers, on_loaded)),
-        asyncio.create_task(_restart_on_error(service.sessions.run)),
-        asyncio.create_task(_restart_on_error(service.tenants.run)),
-        asyncio.create_task(_restart_on_error(service.audit_log.run)),
+        asyncio.create_task(_load_models(service.base_models, on_loaded)),
+        asyncio.create_task(restart_on_error(service.sessions.run)),
+        asyncio.create_task(restart_on_error(service.tenants.run)),
+        asyncio.create_task(restart_on_error(service.audit_log.run)),
+        asyncio.create_task(restart_on_error(service.disk.run)),
+        asyncio.create_task(restart_on_error(MemoryMonitor(service.base_models.release_memory).run)),
+        asyncio.create_task(restart_on_error(service.journal.run)),
+        asyncio.create_task(restart_on_error(service.object_copies.run)),
+        asyncio.create_task(restart_on_error(service.sessions.store_heartbeats)),
     ]
     try:
         yield
     finally:
         service.futures.wake_waiters()
         await service.sampling.close()
+        await asyncio.to_thread(service.parsers.close)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await asyncio.gather(*(worker.close() for worker in workers))
-        await asyncio.gather(*(worker.host.stop() for worker in workers))
+        await service.base_models.close()
         service.futures.close()
         await service.audit_log.flush()
+        service.disk.release_database_file()
 
 
-def _distinct_workers(service: Service) -> list[Worker]:
-    """Each worker once: several served names may share a worker."""
-    return list({id(worker): worker for worker in service.workers.values()}.values())
-
-
-async def _run_workers(workers: list[Worker], on_loaded: OnLoaded) -> None:
+async def _load_models(base_models: BaseModels, on_loaded: OnLoaded) -> None:
     try:
-        await asyncio.gather(*(worker.host.start() for worker in workers))
+        await base_models.start()
     except TinsmithError as error:
         on_loaded(error)
-        return
-    except Exception as error:  # any other error must end the server too, which waits for `on_loaded`
-        log.exception("An engine did not start.")
-        on_loaded(EngineError(f"An engine did not start: {type(error).__name__}: {error}"))
-        return
-    on_loaded(None)
-    await asyncio.gather(*(_restart_on_error(worker.run) for worker in workers))
-
-
-async def _restart_on_error(run: Callable[[], Awaitable[None]]) -> None:
-    """Run a loop again after a bug has ended it: other requests must not wait for a restart of the server."""
-    while True:
-        try:
-            await run()
-        except Exception:
-            log.exception("A loop of the service failed; restarting it.")
-            await asyncio.sleep(RESTART_DELAY_S)
+    else:
+        on_loaded(None)
 
 
 class _Server(uvicorn.Server):
     """Stops in order: running work first, then open polls, then uvicorn."""
 
-    def __init__(self, options: uvicorn.Config, service: Service) -> None:
+    def __init__(self, options: uvicorn.Config, service: Service, systemd: Notifier) -> None:
         super().__init__(options)
         self._service = service
+        self._systemd = systemd
         self._draining: asyncio.Task[None] | None = None
 
     def on_signal(self) -> None:
         """Stop after running work; a second signal stops at once."""
         if self._draining is None:
             log.info("Stopping: finishing what is running.")
+            self._systemd.send(STOPPING)
             self._draining = asyncio.create_task(self._drain())
         else:
             self.force_exit = True
@@ -290,17 +367,6 @@ class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-
-@contextmanager
-def _lock_folder(folder: Path) -> Iterator[IO[str]]:
-    """Keep other servers off a data folder. Raises ConfigError if one uses it."""
-    with (folder / "lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ConfigError(f"Another server uses {folder}.", "End it, or give this one its own --data.") from error
-        yield lock
 
 
 def _listen(config: ServeConfig) -> socket.socket:

@@ -71,6 +71,10 @@ class MortalEngine(FakeEngine):
         await self._live("persist", version)
         return await super().persist(version, to)
 
+    async def release_memory(self) -> None:
+        await self._live("release_memory", None)
+        await super().release_memory()
+
     async def sample(self, request: SampleRequest, on_delta: OnDelta | None = None):
         await self._live("sample", request)
         return await super().sample(request, on_delta)

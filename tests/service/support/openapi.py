@@ -37,11 +37,23 @@ def schema(ids: Mapping[str, str]) -> dict[str, Any]:
                 for item in operation.get("parameters", [])
                 if item["name"] != "x-api-key"
             ]
-            if method in ("get", "delete"):
+            if method in ("get", "head", "delete"):
                 continue
             kind = parsed.get(operation["operationId"].removesuffix(f"_{method}"), _by_path(path))
             operation["requestBody"] = {"content": _content(made, kind, ids) if kind else BINARY}
     return made
+
+
+def bodies() -> Iterator[tuple[str, type[schemas.WireModel]]]:
+    """Path and body type of each route with a JSON body, parameters in braces."""
+    app = create_app(SimpleNamespace(telemetry=None, drain=None))  # type: ignore[arg-type]
+    parsed = dict(_parsed())
+    for route in app.routes:
+        if isinstance(route, APIRoute) and route.methods <= {"POST", "PUT"}:
+            name = re.sub(r"\W", "_", f"{route.name}{route.path}")
+            kind = parsed.get(name, _by_path(route.path))
+            if kind is not None:
+                yield route.path, kind
 
 
 def _parsed() -> Iterator[tuple[str, type[schemas.WireModel]]]:
@@ -53,7 +65,9 @@ def _parsed() -> Iterator[tuple[str, type[schemas.WireModel]]]:
     for router in (*routers, openai.router, openai.generate_router):
         for route in router.routes:
             assert isinstance(route, APIRoute)
-            named = re.search(r"\b(?:parse(?:_exact)?\(|NewRequest\[)(\w+)[],]", inspect.getsource(route.endpoint))
+            named = re.search(
+                r"\b(?:parse(?:_exact)?(?:\(|, )|NewRequest\[)(\w+)[],]", inspect.getsource(route.endpoint)
+            )
             if named:
                 for prefix in ("/api/v1", "/v1", "/oai/api/v1", "/inference/v1", ""):
                     name = re.sub(r"\W", "_", f"{route.name}{prefix}{route.path}")

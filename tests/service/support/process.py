@@ -20,6 +20,7 @@ from tests.service.support.databases import url_of
 from tinsmith.engine.base import AdamParams, OnDelta, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
+from tinsmith.engine.remote import RemoteEngine
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.engines.host import EngineFactory, RunningEngine
 from tinsmith.service.server import serve
@@ -57,6 +58,12 @@ def slow(delay: float, boot: float = 0.0) -> EngineFactory:
     return start
 
 
+async def separate(config: EngineConfig) -> RunningEngine:
+    """Starts fake engines in processes of their own, as real ones are."""
+    remote = await RemoteEngine.start(config)
+    return RunningEngine(engine=remote, died=remote.died, process=remote)
+
+
 @dataclass
 class Child:
     """A running service process and its address."""
@@ -64,14 +71,22 @@ class Child:
     popen: subprocess.Popen
     url: str
 
+    @property
+    def engine_pid(self) -> int:
+        """Of a child with a separate engine."""
+        [pid] = Path(f"/proc/{self.popen.pid}/task/{self.popen.pid}/children").read_text().split()
+        return int(pid)
+
     def kill(self) -> None:
         self.popen.kill()
         self.popen.wait()
 
 
 @contextmanager
-def child(config: ServeConfig, delay: float = 0.0, boot: float = 0.0, wait: bool = True) -> Iterator[Child]:
-    """Run a service in a child process; with `wait`, until it is ready."""
+def child(
+    config: ServeConfig, delay: float = 0.0, boot: float = 0.0, wait: bool = True, separate: bool = False
+) -> Iterator[Child]:
+    """Run a service in a child process; with `wait`, until it is ready; with `separate`, its engine in another."""
     config.data.mkdir(parents=True, exist_ok=True)
     config = config.model_copy(update={"database": config.database or url_of(config.data)})
     with (config.data / "log").open("ab") as log:
@@ -81,7 +96,8 @@ def child(config: ServeConfig, delay: float = 0.0, boot: float = 0.0, wait: bool
     assert popen.stdin is not None
     assert popen.stdout is not None
     try:
-        popen.stdin.write(json.dumps({"config": config.model_dump(mode="json"), "delay": delay, "boot": boot}).encode())
+        options = {"delay": delay, "boot": boot, "separate": separate}
+        popen.stdin.write(json.dumps({"config": config.model_dump(mode="json"), **options}).encode())
         popen.stdin.close()
         url = f"http://127.0.0.1:{config.port}"
         if wait and not (url := popen.stdout.readline().decode().strip()):
@@ -99,7 +115,8 @@ def main() -> None:
     def announce(url: str, _key: str) -> None:
         print(url, flush=True)
 
-    serve(ServeConfig(**options["config"]), start=slow(options["delay"], options["boot"]), on_ready=announce)
+    start = separate if options["separate"] else slow(options["delay"], options["boot"])
+    serve(ServeConfig(**options["config"]), start=start, on_ready=announce)
 
 
 if __name__ == "__main__":

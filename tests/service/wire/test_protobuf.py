@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 
 import numpy as np
@@ -14,6 +15,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 
 from tinsmith.engine.base import PassResult, SampledSequence, SampleResult, TopK
 from tinsmith.errors import BadRequest, TooLarge, Unsupported
+from tinsmith.routed_experts import RouterShape, from_words, to_words
 from tinsmith.service.wire.protobuf import (
     MAX_BODY_BYTES,
     SparseLayout,
@@ -50,6 +52,23 @@ def test_decodes_a_forward_backward_body() -> None:
     assert datum.inputs["weights"].dtype == np.float32
 
 
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", "custom"])
+def test_routed_experts_are_no_input_of_the_loss(loss_fn: str) -> None:
+    record = np.arange(3 * 5 * 2, dtype=np.uint16).reshape(3, 5, 2)  # 20 bytes a token: three words
+    arrays = {"target_tokens": np.array([2, 3, 4]), "routed_experts": to_words(record)}
+    tensors = {name: types.TensorData.from_numpy(array) for name, array in arrays.items()}
+    sent = body([types.Datum(model_input=text([1, 2, 3]), loss_fn_inputs=tensors)], loss_fn)
+    for _ in range(2):  # the journal keeps the body, and reads it again after a crash
+        [datum] = decode_pass(sent)[1].data
+        assert not datum.inputs
+        assert datum.routed_experts is not None
+        shape = RouterShape(layers=5, chosen=2, experts=300)
+        np.testing.assert_array_equal(from_words(datum.routed_experts, shape), record)
+    tensors["routed_experts"] = types.TensorData.from_numpy(np.ones(3, np.int64))
+    with pytest.raises(BadRequest, match=r"routed_experts is int64 of shape \[3\]"):
+        decode_pass(body([types.Datum(model_input=text([1, 2, 3]), loss_fn_inputs=tensors)]))
+
+
 def test_densifies_each_sparse_tensor_by_its_own_pattern() -> None:
     targets = torch.zeros((4, 9), dtype=torch.int64)
     weights = torch.zeros((4, 9))
@@ -71,13 +90,45 @@ def test_loss_config_prefers_v2_and_falls_back_to_v1() -> None:
     assert decode_pass(sent.SerializeToString())[1].loss_config == {"clip_low_threshold": 0.1}
 
 
-@pytest.mark.parametrize("kind", ["image", "dmel"])
-def test_rejects_chunks_that_are_not_text(kind: str) -> None:
+@pytest.mark.parametrize("kind", ["dmel", "(empty)"])
+def test_rejects_other_chunks_by_name(kind: str) -> None:
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="cross_entropy")
     chunk = message.data.add().model_input.add()
-    getattr(chunk, kind).SetInParent()
-    with pytest.raises(Unsupported, match=rf"data\[0\].model_input holds {kind}"):
+    if kind == "dmel":
+        chunk.dmel.SetInParent()
+    with pytest.raises(Unsupported, match=rf"data\[0\].model_input holds a chunk of type {re.escape(kind)}"):
         decode_pass(message.SerializeToString())
+
+
+@pytest.mark.parametrize(
+    ("expected", "targets", "start"),
+    [
+        ([3, 2], 8, 5),
+        ([None, 2], 8, 5),
+        ([3, None], 9, 5),
+        ([None, None], 8, None),
+        ([3, 2], 7, None),
+        ([None, 8], 3, None),
+    ],
+)
+def test_places_images_of_the_sdk(expected: list[int | None], targets: int, start: int | None) -> None:
+    """One number of tokens that is missing follows from the number of targets."""
+    chunks = [types.EncodedTextChunk(tokens=[5])]
+    for tokens, count in zip(([6], [7]), expected, strict=True):
+        chunks += [
+            types.ImageChunk(data=b"xy", format="jpeg", expected_tokens=count),
+            types.EncodedTextChunk(tokens=tokens),
+        ]
+    datum = types.Datum(model_input=types.ModelInput(chunks=chunks), loss_fn_inputs={"target_tokens": [0] * targets})
+    sent = body([datum], "cross_entropy")
+    if start is None:
+        with pytest.raises(BadRequest, match="expected_tokens"):
+            decode_pass(sent)
+        return
+    read = decode_pass(sent)[1].data[0]
+    assert len(read.tokens) == targets
+    assert [(image.start, image.format) for image in read.images] == [(1, "jpeg"), (start, "jpeg")]
+    assert [read.tokens[index] for index in (0, 1, 4, 5)] == [5, -1, 6, -1]
 
 
 def test_decompresses_zstd_of_the_sdk() -> None:

@@ -62,11 +62,18 @@ def test_sparse_targets_are_densified() -> None:
         ({"record_stability_info": True}, Unsupported, "importance_sampling"),
         ({"seq_id": None}, Unsupported, "seq_id"),
         ({"prompt": {"chunks": [{"type": "dmel", "dmel": ""}]}}, Unsupported, "dmel"),
-        ({"prompt": {"chunks": [{"type": "image", "data": "eA==", "format": "png"}]}}, Unsupported, "type image"),
+        ({"prompt": {"chunks": [{"type": "image", "data": "eA==", "format": "gif"}]}}, BadRequest, "format 'gif'"),
+        ({"prompt": {"chunks": [{"type": "image", "data": "?", "format": "png"}]}}, BadRequest, "base64"),
+        ({"prompt": {"chunks": [{"type": "image", "format": "png"}]}}, BadRequest, "without data"),
+        (
+            {"prompt": {"chunks": [{"type": "image", "data": "eA==", "format": "png", "expected_tokens": 0}]}},
+            BadRequest,
+            "expected_tokens 0",
+        ),
         (
             {"prompt": {"chunks": [{"type": "image_asset_pointer", "location": "x"}]}},
             Unsupported,
-            "image_asset_pointer",
+            "image_asset_pointer.*fetches no files",
         ),
         ({"target_prompt_logprobs": {"data": [1.0], "dtype": "float32", "shape": [1, 1]}}, BadRequest, "float32"),
         ({"num_samples": "x"}, BadRequest, "num_samples"),
@@ -75,3 +82,12 @@ def test_sparse_targets_are_densified() -> None:
 def test_rejects_unsupported_options_by_name(changes: dict, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         decode_sample(body(**changes))
+
+
+def test_places_images_between_tokens() -> None:
+    """Of an image without expected_tokens only the engine knows the number of tokens."""
+    image = {"type": "image", "data": "eHk=", "format": "png"}
+    chunks = [{"tokens": [5]}, {**image, "expected_tokens": 3}, {"tokens": [6]}, image, {"tokens": [7]}]
+    request = decode_sample(body(prompt={"chunks": chunks})).request
+    assert request.prompt.tolist() == [5, -1, -1, -1, 6, 7]
+    assert [(image.start, image.length, image.data) for image in request.images] == [(1, 3, b"xy"), (5, 0, b"xy")]

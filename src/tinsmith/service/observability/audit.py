@@ -26,8 +26,10 @@ WRITE_INTERVAL_S = 1.0
 """Time between two writes."""
 KEEP_SPANS_S = 7 * 86_400
 """Time that the timing of a request is kept."""
+USAGE_S = 14 * 86_400
+"""Least time that usage is kept: the longest window of a query."""
 PRUNE_S = 3600.0
-"""Time between two deletions of old timings."""
+"""Time between two deletions of old entries."""
 TRAINING_KINDS = ("forward", "forward_backward")
 """Token kinds that count as training."""
 
@@ -35,8 +37,9 @@ TRAINING_KINDS = ("forward", "forward_backward")
 class AuditLog:
     """Collects entries and writes them to the database in batches."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, retention_s: float) -> None:
         self._store = store
+        self._retention_s = retention_s
         self._audits: list[dict[str, Any]] = []
         self._spans: list[dict[str, Any]] = []
         self._usage: Counter[tuple[str, int, str, str, str]] = Counter()
@@ -109,16 +112,24 @@ class AuditLog:
         self._pending.set()
 
     async def run(self) -> None:
-        """Write new entries and delete old timings, forever."""
+        """Write new entries and delete old ones, forever."""
         pruned = 0.0
         while True:
             await self._pending.wait()
             await self.flush()
             if pruned + PRUNE_S <= time.time():
                 pruned = time.time()
-                deletion = delete(SPANS).where(SPANS.c.ended < pruned - KEEP_SPANS_S)
-                await self._store.write(lambda db, statement=deletion: db.execute(statement))
+                await self._store.write(self._delete_old)
             await asyncio.sleep(WRITE_INTERVAL_S)
+
+    def _delete_old(self, db: Connection) -> None:
+        """Delete old timings, entries and usage. Usage stays for as long as one query of it may ask for."""
+        now = time.time()
+        usage_before = now - max(self._retention_s, USAGE_S)
+        db.execute(delete(SPANS).where(SPANS.c.ended < now - min(KEEP_SPANS_S, self._retention_s)))
+        db.execute(delete(AUDIT).where(AUDIT.c.at < now - self._retention_s))
+        db.execute(delete(USAGE).where(USAGE.c.hour < usage_before // 3600))
+        db.execute(delete(STORED).where(STORED.c.ended < usage_before))
 
     async def flush(self) -> None:
         """Write all entries recorded so far. A cancellation takes effect after the write."""

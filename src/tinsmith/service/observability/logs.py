@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -73,9 +73,10 @@ def arrival_ns() -> int:
     return _ARRIVED.get()
 
 
-def add_log_context(**context: str) -> None:
-    """Set owner, session_id or request_id in the context of the current task."""
-    _CONTEXT.set(replace(_CONTEXT.get(), **context))
+def add_log_context(owner: str = "", session_id: str = "", request_id: str = "") -> None:
+    """Set owner, session_id or request_id, unless empty, in the context of the current task."""
+    now = _CONTEXT.get()
+    _CONTEXT.set(LogContext(owner or now.owner, session_id or now.session_id, request_id or now.request_id))
 
 
 class TextLines(logging.Formatter):

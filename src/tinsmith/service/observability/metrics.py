@@ -13,6 +13,7 @@ from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import Any, TypeVar
 
 import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
@@ -21,6 +22,7 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from tinsmith.engine.base import Pass, PassResult
+from tinsmith.engine.cluster.pool import SamplerPool
 from tinsmith.errors import TinsmithError
 from tinsmith.service.engines.host import EngineHost
 from tinsmith.service.observability.logs import arrival_ns, log_context
@@ -28,6 +30,8 @@ from tinsmith.service.storage.records import Checkpoint, FutureResult, Model, Sa
 from tinsmith.service.storage.store import Store
 
 log = logging.getLogger(__name__)
+
+MetricT = TypeVar("MetricT", Counter, Histogram)
 
 # Upper bounds of histogram buckets.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
@@ -66,6 +70,8 @@ class Telemetry:
     def __init__(self, gauges: Callable[[], Iterable[Metric]], spans: Callable[[Timeline], None] | None) -> None:
         self._spans = spans
         self._open: dict[str, Timeline] = {}
+        self._children: dict[tuple[Any, ...], Any] = {}
+        """(metric, values of its labels) -> the metric with these labels: the library's look-up takes a lock."""
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(_ScrapeCollector(lambda: [self._queue(), *gauges()]))
@@ -103,8 +109,8 @@ class Telemetry:
 
     def batch_started(self, model: str, tokens: Sequence[int], budget: int) -> None:
         """Observe a training batch; `tokens` has the tokens of each of its requests."""
-        self._fill.labels(model).observe(sum(tokens) / budget)
-        self._rows.labels(model).observe(len(tokens))
+        self._labelled(self._fill, model).observe(sum(tokens) / budget)
+        self._labelled(self._rows, model).observe(len(tokens))
 
     def record_mismatches(
         self, model: str, passes: Sequence[Pass], results: Sequence[PassResult | TinsmithError]
@@ -113,7 +119,7 @@ class Telemetry:
         for request, result in zip(passes, results, strict=True):
             gap = mean_logprob_gap(request, result) if isinstance(result, PassResult) else None
             if gap is not None:
-                self._mismatch.labels(model).observe(gap)
+                self._labelled(self._mismatch, model).observe(gap)
 
     def request_finished(self, request_id: str, result: FutureResult, tokens: Mapping[str, int] | None = None) -> None:
         """The result can be fetched. `tokens` counts tokens by kind."""
@@ -123,23 +129,29 @@ class Telemetry:
         line.finished, line.tokens = time.time_ns(), tokens or {}
         failed = result.failed or result.status != 200
         line.error = _error_text(result) if failed else ""
-        self._requests.labels(line.owner, line.model, line.kind, "failed" if failed else "done").inc()
+        self._labelled(self._requests, line.owner, line.model, line.kind, "failed" if failed else "done").inc()
         for kind, count in line.tokens.items():
-            self._tokens.labels(line.owner, line.model, kind).inc(count)
+            self._labelled(self._tokens, line.owner, line.model, kind).inc(count)
         for stage, (start, end) in line.stages().items():
-            self._seconds.labels(line.kind, stage).observe((end - start) / 1e9)
-        self._seconds.labels(line.kind, "total").observe((line.finished - line.arrived) / 1e9)
+            self._labelled(self._seconds, line.kind, stage).observe((end - start) / 1e9)
+        self._labelled(self._seconds, line.kind, "total").observe((line.finished - line.arrived) / 1e9)
         self._log(line)
         if self._spans is not None:
             self._spans(line)
 
     def http_finished(self, method: str, route: str, status: int, seconds: float) -> None:
         """An HTTP request was answered."""
-        self._http.labels(method, route, str(status)).observe(seconds)
+        self._labelled(self._http, method, route, str(status)).observe(seconds)
 
     def scrape(self) -> bytes:
         """All metrics in the Prometheus text format."""
         return generate_latest(self._registry)
+
+    def _labelled(self, metric: MetricT, *labels: str) -> MetricT:
+        key = (metric, *labels)
+        if key not in self._children:
+            self._children[key] = metric.labels(*labels)
+        return self._children[key]
 
     def _lines(self, request_ids: Iterable[str]) -> Iterable[Timeline]:
         return [self._open[request_id] for request_id in request_ids if request_id in self._open]
@@ -202,10 +214,18 @@ def record_gauges(store: Store) -> Iterable[Metric]:
     yield _gauge(
         "objects", "Open sessions, their models and sampling sessions; checkpoints.", ("owner", "kind"), Tally(kinds)
     )
-    sizes: Tally[tuple[str, ...]] = Tally()
-    for record in store.all(Checkpoint):
-        sizes[(record.owner,)] += record.size_bytes
+    sizes = {(owner,): store.checkpoint_bytes(owner) for owner in {record.owner for record in store.all(Checkpoint)}}
     yield _gauge("checkpoint_bytes", "Adapters and optimizer states on disk.", ("owner",), sizes)
+
+
+def storage_gauges(store: Store) -> Iterable[Metric]:
+    """Size of the database and of the payloads beside it, and whether it can be written."""
+    is_up = {(): int(store.is_available)}
+    yield _gauge("database_up", "1 unless the last transaction found no database or no disk.", (), is_up)
+    yield _gauge("database_bytes", "Size of the database's files.", (), {(): store.database_bytes()})
+    yield _gauge("payload_bytes", "Size of the files with payloads of requests.", (), {(): store.payload_bytes()})
+    counts: dict[tuple[str, ...], int] = {(table,): count for table, count in store.row_counts.items()}
+    yield _gauge("database_rows", "Rows of each table, counted every ten minutes.", ("table",), counts)
 
 
 def engine_gauges(hosts: Iterable[EngineHost]) -> Iterable[Metric]:
@@ -215,13 +235,51 @@ def engine_gauges(hosts: Iterable[EngineHost]) -> Iterable[Metric]:
     yield _gauge("engine_up", "1 while the engine is loaded and alive.", ("model",), up)
     samplers = {(host.names[0],): int(host.sampler_is_up) for host in hosts}
     yield _gauge("sampler_up", "1 while the engine and its sampler answer.", ("model",), samplers)
+    text = "Time without progress while requests run; 0 without any."
+    ages = {(host.names[0],): host.progress_age_s for host in hosts}
+    yield _gauge("engine_progress_age_seconds", text, ("model",), ages)
     family = CounterMetricFamily("tinsmith_engine_restarts", "Restarts of dead engines.", labels=["model"])
     for host in hosts:
         family.add_metric([host.names[0]], max(0, host.start_count - 1))
     yield family
+    yield from _replica_gauges({host.names[0]: host.pool for host in hosts if host.pool is not None})
 
 
-def _gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], int]) -> Metric:
+def _replica_gauges(pools: Mapping[str, SamplerPool]) -> Iterable[Metric]:
+    """State of sampler replicas, by model and place, and what their pool has routed."""
+    states = {(model, str(each.place)): each for model, pool in pools.items() for each in pool.status()}
+    for name, text in (
+        ("up", "1 while the replica answers."),
+        ("requests", "Requests that the replica samples."),
+        ("cache_tokens", "Cache tokens that the requests of the replica reserve."),
+        ("versions", "Adapter versions that the replica was given."),
+    ):
+        values = {labels: float(getattr(state, name)) for labels, state in states.items()}
+        yield _gauge(f"sampler_replica_{name}", text, ("model", "replica"), values)
+    restarts = CounterMetricFamily(
+        "tinsmith_sampler_replica_restarts", "Restarts of dead replicas.", labels=["model", "replica"]
+    )
+    for labels, state in states.items():
+        restarts.add_metric(labels, max(0, state.starts - 1))
+    yield restarts
+    for name, text in (
+        ("routed", "Requests given to a replica."),
+        ("routed_by_prefix", "Requests given to the replica that has their prefix."),
+        ("moved", "Requests that went to another replica after a death."),
+    ):
+        family = CounterMetricFamily(f"tinsmith_samples_{name}", text, labels=["model"])
+        for model, pool in pools.items():
+            family.add_metric([model], getattr(pool.counts, name))
+        yield family
+
+
+def http_gauges(connections: int, body_bytes: int) -> Iterable[Metric]:
+    """What clients hold of the server at the moment."""
+    yield _gauge("http_connections", "Open connections.", (), {(): connections})
+    yield _gauge("http_body_bytes", "Large bodies that are received or processed.", (), {(): body_bytes})
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], values: Mapping[tuple[str, ...], float]) -> Metric:
     family = GaugeMetricFamily(f"tinsmith_{name}", text, labels=labels)
     for label_values, value in sorted(values.items()):
         family.add_metric(label_values, value)

@@ -2,8 +2,8 @@
 
 Results of samples are only in memory. A client that waits for a completion log would wait forever after a restart, so
 the next process must know which samples are lost. A line is `+id` or `-id`; it is written at once and never synced, so
-the file survives the death of the process but not a power cut. A failing disk stops no sample: the file is rewritten
-when the disk works again.
+the file survives the death of the process but not a power cut. Zeros after the last line keep room for more, also on a
+full disk. While the file cannot be written, samples are refused with a status that clients retry.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from tinsmith.errors import Busy
+
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
 """Time between two attempts to write to a failing disk."""
-SLACK = 10_000
-"""The file is rewritten at this many lines beyond four per unfinished id."""
+ROOM = 1 << 20
+"""Bytes for further lines; the file is rewritten when they are full."""
 
 
 class UnfinishedSamples:
@@ -31,18 +33,19 @@ class UnfinishedSamples:
         self._ids = dict.fromkeys(_read(file))
         self.lost = tuple(self._ids)
         """The ids that an earlier process did not finish."""
-        self._lines = 0
         self._retry_at: float | None = None
         """Next attempt to write, while the file is not up to date."""
-        self._descriptor = self._rewrite()
+        self._descriptor, self._end, self._size = self._open()
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._ids
 
     def add(self, request_id: str) -> None:
-        """Add a sample that was accepted."""
+        """Add a sample before it is accepted. Raises Busy if the file cannot be written."""
         self._ids[request_id] = None
-        self._write([f"+{request_id}"])
+        if not self._write([f"+{request_id}"]):
+            del self._ids[request_id]
+            raise Busy("The data folder cannot be written.", "Retry in a moment; the server's log has the reason.")
 
     def remove(self, request_ids: Iterable[str]) -> None:
         """Remove samples whose clients know that they ended, or which no client waits for."""
@@ -55,46 +58,71 @@ class UnfinishedSamples:
         """Close the file."""
         os.close(self._descriptor)
 
-    def _write(self, lines: list[str]) -> None:
-        if not lines or (self._retry_at is not None and time.monotonic() < self._retry_at):
-            return
-        self._lines += len(lines)
+    def _write(self, lines: list[str]) -> bool:
+        """Append lines. Whether the file is up to date after that."""
+        if not lines:
+            return True
+        if self._retry_at is not None and time.monotonic() < self._retry_at:
+            return False
+        text = "".join(f"{line}\n" for line in lines).encode()
         try:
-            if self._retry_at is not None or self._lines > 4 * len(self._ids) + SLACK:
-                descriptor = self._rewrite()
-                os.close(self._descriptor)
-                self._descriptor, self._retry_at = descriptor, None
+            if self._retry_at is not None or self._end + len(text) > self._size:
+                earlier = self._descriptor
+                self._descriptor, self._end, self._size = self._rewrite()
+                os.close(earlier)
+                self._retry_at = None
             else:
-                _append(self._descriptor, lines)
+                _write_at(self._descriptor, text, self._end)
+                self._end += len(text)
+            return True
         except OSError as error:
             if self._retry_at is None:
-                log.error(
-                    "%s cannot be written: after a crash clients may wait for lost samples. %s", self._file, error
-                )
+                log.error("%s cannot be written; samples are refused until it can. %s", self._file, error)
             self._retry_at = time.monotonic() + RETRY_S
+            return False
 
-    def _rewrite(self) -> int:
-        """Replace the file by one with the unfinished ids only, and return its descriptor."""
+    def _open(self) -> tuple[int, int, int]:
+        """Rewrite the file, or go on with it as it is if the disk is full. Returns its descriptor, end and size."""
+        try:
+            return self._rewrite()
+        except OSError:
+            descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o600)
+            return descriptor, len(_lines(self._file)), os.fstat(descriptor).st_size
+
+    def _rewrite(self) -> tuple[int, int, int]:
+        """Replace the file by one with the unfinished ids only. Returns its descriptor, end and size."""
+        text = "".join(f"+{request_id}\n" for request_id in self._ids).encode()
+        size = len(text) + ROOM
         temporary = self._file.with_suffix(".new")
-        temporary.write_text("".join(f"+{request_id}\n" for request_id in self._ids))
-        temporary.replace(self._file)
-        self._lines = len(self._ids)
-        return os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        descriptor = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, size)
+            _write_at(descriptor, text, 0)
+            temporary.replace(self._file)
+        except OSError:
+            os.close(descriptor)
+            temporary.unlink()
+            raise
+        return descriptor, len(text), size
 
 
-def _append(descriptor: int, lines: list[str]) -> None:
-    text = "".join(f"{line}\n" for line in lines).encode()
-    if os.write(descriptor, text) < len(text):
+def _write_at(descriptor: int, text: bytes, offset: int) -> None:
+    if os.pwrite(descriptor, text, offset) < len(text):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _read(file: Path) -> list[str]:
-    """The unfinished ids in a file, whose last line may be incomplete."""
+    """The unfinished ids in a file."""
     ids: dict[str, None] = {}
-    text = file.read_text(errors="replace") if file.is_file() else ""
-    for line in text[: text.rfind("\n") + 1].splitlines():
+    for line in _lines(file).decode(errors="replace").splitlines():
         if line.startswith("+"):
             ids[line[1:]] = None
         else:
             ids.pop(line[1:], None)
     return list(ids)
+
+
+def _lines(file: Path) -> bytes:
+    """The complete lines of a file, whose last line may be incomplete."""
+    written = file.read_bytes().partition(b"\0")[0] if file.is_file() else b""
+    return written[: written.rfind(b"\n") + 1]

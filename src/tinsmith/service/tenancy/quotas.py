@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tinsmith.errors import Busy, Forbidden
+from tinsmith.service.budgets.disk import DiskMonitor
 from tinsmith.service.results.futures import Futures
-from tinsmith.service.storage.records import Checkpoint, Model
+from tinsmith.service.storage.records import Model
 from tinsmith.service.storage.store import Store
 from tinsmith.service.tenancy.keys import Tenants
 
@@ -23,6 +24,17 @@ _RETRY_S = 1.0
 """Time after which a client retries when too many of its requests wait."""
 _MAX_RETRY_S = 30.0
 """Maximum time to wait; the SDK ignores waits longer than a minute."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShadowLimits:
+    """The shadows of one tenant."""
+
+    count: int
+    size_bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.count} of {self.size_bytes} bytes"
 
 
 @dataclass(slots=True)
@@ -37,8 +49,22 @@ class QuotaEnforcer:
     """Current use of each tenant, checked against its quotas."""
 
     def __init__(
-        self, tenants: Tenants, store: Store, futures: Futures, clock: Callable[[], float] = time.monotonic
+        self,
+        tenants: Tenants,
+        store: Store,
+        futures: Futures,
+        clock: Callable[[], float] = time.monotonic,
+        shadow_limits: ShadowLimits | None = None,
+        disk: DiskMonitor | None = None,
+        samplers: int | None = None,
     ) -> None:
+        """`samplers`: sampling sessions that one session may have.
+
+        Without `shadow_limits`, any number of shadows is accepted; without `disk`, no disk is full.
+        """
+        self._samplers = samplers
+        self._disk = disk
+        self._shadow_limits = shadow_limits
         self._tenants = tenants
         self._store = store
         self._futures = futures
@@ -78,15 +104,41 @@ class QuotaEnforcer:
         finally:
             self._creating[owner] -= 1
 
+    def check_shadow(self, owner: str) -> None:
+        """Raise Forbidden if the tenant has as many shadows, or as much memory in them, as one tenant may have."""
+        if (limits := self._shadow_limits) is None:
+            return
+        own = [shadow for shadow in self._store.shadows.values() if shadow.model.owner == owner]
+        size = sum(shadow.size_bytes for shadow in own)
+        if len(own) >= limits.count or size >= limits.size_bytes:
+            problem = f"{owner} has {len(own)} shadows of {size} bytes; a tenant may have {limits}."
+            raise Forbidden(problem, "End a session of shadows, or wait until some were idle for their ttl.")
+
+    def check_sampling_session(self, session_id: str) -> None:
+        """Raise Forbidden if a session has as many sampling sessions as one may have."""
+        limit = self._samplers
+        if limit is not None and self._store.count_sampling_sessions(session_id) >= limit:
+            problem = (
+                f"Session {session_id} has {limit} sampling sessions, as many as one may have (sampling_sessions)."
+            )
+            raise Forbidden(problem, "Begin another session, and load a checkpoint into it.")
+
     def check_storage(self, owner: str) -> None:
-        """Raise Forbidden if the tenant's checkpoints have reached the quota of bytes."""
+        """Raise Forbidden if the tenant's checkpoints have reached the quota of bytes, Busy if the disk is low."""
+        if self._disk is not None:
+            self._disk.require()
         limit = self._tenants.quotas(owner).checkpoint_bytes
         if limit is None:
             return
-        used = sum(record.size_bytes for record in self._store.all(Checkpoint) if record.owner == owner)
+        used = self._store.checkpoint_bytes(owner)
         if used >= limit:
             problem = f"The checkpoints of {owner} take {used} bytes; its quota is {limit}."
             raise Forbidden(problem, "Delete some, set a ttl, or end sessions that sample from unnamed ones.")
+
+    def check_payload(self, size: int) -> None:
+        """Raise Busy if the disk has no room for a training request of this many bytes."""
+        if self._disk is not None:
+            self._disk.require_for_training(size)
 
     def charge(self, owner: str, tokens: int) -> None:
         """Charge sampled tokens, whose number is known only after sampling."""

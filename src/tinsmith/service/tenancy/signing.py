@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import os
 import secrets
 import time
 from pathlib import Path
 from typing import Any
 
 import jwt
+
+from tinsmith.atomic import atomic_write
 
 TOKEN_S = 4 * 3600
 """Lifetime of an access token; clients renew it at half of this."""
@@ -97,6 +98,5 @@ def load_signer(data: Path) -> Signer:
 
 
 def write_private_file(file: Path, text: str) -> None:
-    """Create a file with mode 0600. Raises FileExistsError if it exists."""
-    with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
-        out.write(text + "\n")
+    """Write a file that only its owner can read. It is whole after a crash: an empty key would lock everyone out."""
+    atomic_write(file, f"{text}\n".encode(), mode=0o600)

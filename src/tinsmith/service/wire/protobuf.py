@@ -8,7 +8,7 @@ process. Features that are not implemented are rejected by name. JSON bodies are
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -20,9 +20,10 @@ import numpy as np
 import zstandard
 from google.protobuf.message import DecodeError
 
-from tinsmith.engine.base import Datum, Pass, PassResult, SampleResult, TopK
-from tinsmith.engine.training.loss_specs import CUSTOM
+from tinsmith.engine.base import Datum, InputImage, Pass, PassResult, SampleResult, TopK
+from tinsmith.engine.training.loss_specs import CUSTOM, ROUTED_EXPERTS
 from tinsmith.errors import BadRequest, TooLarge, Unsupported
+from tinsmith.service.wire.model_input import image_chunk, join_chunks, unsupported_chunk
 
 
 def _load() -> ModuleType:
@@ -47,7 +48,7 @@ __all__ = ["pb"]
 
 
 GRAPH = "graph"
-"""Key of a custom loss that `append_graph` adds; bodies that contain it are rejected."""
+"""Key of a custom loss that the service adds; bodies that contain it are rejected."""
 MAX_BODY_BYTES = 256 * 2**20
 """Largest body after decompression."""
 MAX_DENSE_CELLS = 16 * 2**20
@@ -147,25 +148,40 @@ def _check_dense_size(message: pb.ForwardBackwardRequest) -> None:
 
 def _datum(where: str, datum: pb.Datum, *, as_sent: bool) -> Datum:
     """A datum. Inputs become float32 unless `as_sent`: a custom loss may read integers."""
-    chunks = [np.zeros(0, dtype="<i4")]
-    for chunk in datum.model_input:
-        kind = chunk.WhichOneof("chunk")
-        if kind != "encoded_text":
-            raise Unsupported(
-                f"{where}.model_input holds {kind or 'an empty'} chunk.", "Send encoded_text chunks only."
-            )
-        chunks.append(_array(f"{where}.model_input", chunk.encoded_text.tokens, np.dtype("<i4")))
+    chunks = [_chunk(f"{where}.model_input", chunk) for chunk in datum.model_input]
     tensors = {name: _tensor(f"{where}.{name}", value) for name, value in datum.loss_fn_inputs.items()}
     targets = tensors.pop("target_tokens", None)
     if targets is None:
         raise BadRequest(f"{where} has no target_tokens.", "Every loss needs loss_fn_inputs['target_tokens'].")
     if targets.dtype.kind != "i":
         raise BadRequest(f"{where}.target_tokens is {targets.dtype.name}.", "Send int64 token ids.")
+    routed = tensors.pop(ROUTED_EXPERTS, None)
+    if routed is not None and (routed.dtype != np.int64 or routed.ndim != 2):
+        raise BadRequest(
+            f"{where}.{ROUTED_EXPERTS} is {routed.dtype.name} of shape {list(routed.shape)}.",
+            "Send int64 words, one row for each token (docs/guides/models.md).",
+        )
+    tokens, images = join_chunks(f"{where}.model_input", chunks, total=len(targets))
     return Datum(
-        tokens=np.concatenate(chunks),
+        tokens=tokens,
+        images=images,
         targets=targets.astype(np.int64, copy=False),
         inputs=tensors if as_sent else {name: value.astype(np.float32, copy=False) for name, value in tensors.items()},
+        routed_experts=routed,
     )
+
+
+def _chunk(where: str, chunk: pb.Chunk) -> np.ndarray | InputImage:
+    """Tokens of a chunk, or its image, which has no place yet."""
+    kind = chunk.WhichOneof("chunk")
+    if kind == "encoded_text":
+        return _array(where, chunk.encoded_text.tokens, np.dtype("<i4"))
+    if kind != "image":
+        raise unsupported_chunk(where, kind or "(empty)")
+    image = chunk.image
+    expected = image.expected_tokens if image.HasField("expected_tokens") else None
+    size = image.override_dimensions if image.HasField("override_dimensions") else None
+    return image_chunk(where, image.data, image.format, expected, (size.width, size.height) if size else None)
 
 
 def _array(where: str, data: bytes, dtype: np.dtype[Any]) -> np.ndarray:
@@ -218,18 +234,25 @@ def densify(
     return dense
 
 
-def append_graph(body: bytes, text: str) -> bytes:
-    """A ForwardBackwardRequest's bytes with the definition of its custom loss, so that a replay needs no lookup.
+def append_config(body: bytes, config: Mapping[str, float | str]) -> bytes:
+    """A ForwardBackwardRequest's bytes with more settings, such as the graph of its custom loss.
 
     Protobuf merges concatenated messages, and the last entry of a map wins.
     """
     addition = pb.ForwardBackwardRequest()
-    addition.loss_fn_config_v2[GRAPH].text = text
+    for key, value in config.items():
+        if isinstance(value, str):
+            addition.loss_fn_config_v2[key].text = value
+        else:
+            addition.loss_fn_config_v2[key].number = value
     return body + addition.SerializeToString()
 
 
 def encode_pass(result: PassResult) -> bytes:
-    """A ForwardBackwardOutput's bytes: one ArrayRecord for consecutive data with the same trailing shape."""
+    """A ForwardBackwardOutput's bytes: one ArrayRecord for consecutive data with the same trailing shape.
+
+    The SDK requires the same fields of all data, so a field is empty for data that it does not apply to.
+    """
     message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(result.metrics))
     numbered = enumerate(result.logprobs)
     for trailing, group in groupby(numbered, key=lambda item: item[1].shape[1:]):
@@ -238,7 +261,24 @@ def encode_pass(result: PassResult) -> bytes:
         _fill(record.fields["logprobs"], [result.logprobs[place] for place in places], trailing)
         if result.entropies is not None:
             _fill(record.fields["entropy"], [result.entropies[place] for place in places], ())
+        for name, arrays in _shadow_fields(result, places).items():
+            _fill(record.fields[name], arrays, ())
     return message.SerializeToString()
+
+
+def _shadow_fields(result: PassResult, places: Sequence[int]) -> dict[str, list[np.ndarray]]:
+    """What loss_fn `shadow` adds to the outputs, empty for train data; nothing for other losses."""
+    if not result.probes:
+        return {}
+    empty, probes = np.empty(0), [result.probes.get(place) for place in places]
+    fields = {
+        "logprobs_pre": [result.logprobs[place] if place in result.probes else empty for place in places],
+        "delta": [empty if probe is None else np.asarray([probe.delta]) for probe in probes],
+    }
+    if all(probe.logprobs_post is None for probe in result.probes.values()):
+        return fields
+    post = [empty if probe is None or probe.logprobs_post is None else probe.logprobs_post for probe in probes]
+    return {**fields, "logprobs_post": post}
 
 
 def _fill(field: pb.BatchedTensor, arrays: Sequence[np.ndarray], trailing: tuple[int, ...]) -> None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tinsmith.engine.base import SampleRequest
+from tinsmith.engine.base import InputImage, SampleRequest
 from tinsmith.errors import BadRequest, Unsupported
+from tinsmith.service.wire.model_input import image_chunk, join_chunks, unsupported_chunk
 from tinsmith.service.wire.protobuf import SparseLayout, densify, reshape_checked
-from tinsmith.service.wire.schemas import Prompt, SampleBody, SamplingParams, Tensor, parse
+from tinsmith.service.wire.schemas import Chunk, Prompt, SampleBody, SamplingParams, Tensor, parse
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,9 +41,11 @@ def decode_sample(body: bytes) -> AsampleRequest:
             "Train with loss_fn=importance_sampling (or ppo, cispo).",
         )
     targets, layout = _targets(parsed.target_prompt_logprobs)
+    prompt, images = _prompt(parsed.prompt)
     request = SampleRequest(
         request_id="",
-        prompt=_prompt(parsed.prompt),
+        prompt=prompt,
+        images=images,
         num_samples=parsed.num_samples,
         prompt_logprobs=bool(parsed.prompt_logprobs),
         prompt_logprobs_last_n=parsed.prompt_logprobs_last_n,
@@ -49,6 +53,7 @@ def decode_sample(body: bytes) -> AsampleRequest:
         topk_sample_logprobs=parsed.topk_sample_logprobs,
         target_prompt_logprobs=targets,
         prompt_alt_tokens_k=parsed.prompt_alt_tokens_k,
+        routed_experts=parsed.return_routed_experts,
         **_params(parsed.sampling_params),
     )
     return AsampleRequest(sampler_id=parsed.sampling_session_id, seq=parsed.seq_id, request=request, layout=layout)
@@ -76,11 +81,27 @@ def _params(params: SamplingParams) -> dict[str, Any]:
     }
 
 
-def _prompt(prompt: Prompt) -> np.ndarray:
-    for chunk in prompt.chunks:
-        if chunk.type != "encoded_text":
-            raise Unsupported(f"The prompt holds a chunk of type {chunk.type}.", "Send encoded_text chunks only.")
-    return _ids("prompt", [token for chunk in prompt.chunks for token in chunk.tokens]).astype(np.int32)
+def _prompt(prompt: Prompt) -> tuple[np.ndarray, tuple[InputImage, ...]]:
+    if any(chunk.type != "encoded_text" for chunk in prompt.chunks):
+        return join_chunks("The prompt", [_chunk(chunk) for chunk in prompt.chunks])
+    return _ids("prompt", [token for chunk in prompt.chunks for token in chunk.tokens]).astype(np.int32), ()
+
+
+def _chunk(chunk: Chunk) -> np.ndarray | InputImage:
+    """Tokens of a chunk, or its image, which has no place yet."""
+    if chunk.type == "encoded_text":
+        return _ids("prompt", chunk.tokens).astype(np.int32)
+    if chunk.type != "image":
+        raise unsupported_chunk("The prompt", chunk.type)
+    try:
+        data = base64.b64decode(chunk.data, validate=True)
+    except ValueError as error:
+        raise BadRequest(f"The prompt holds an image that is not base64: {error}.", "Encode its file.") from error
+    size = chunk.override_dimensions
+    if size is not None and len(size) < 2:
+        raise BadRequest("override_dimensions of an image lack width or height.", "Give both.")
+    pixels = (size["width"], size["height"]) if size is not None else None
+    return image_chunk("The prompt", data, chunk.format, chunk.expected_tokens, pixels)
 
 
 def _ids(where: str, values: Iterable[int]) -> np.ndarray:

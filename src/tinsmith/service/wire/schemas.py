@@ -5,11 +5,13 @@ Unknown fields are ignored: a newer SDK sends its new fields to every server.
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, AwareDatetime, BaseModel, ConfigDict, Field, ValidationError
 
-from tinsmith.chat.request import describe_errors
+from tinsmith.chat.request import describe_errors, first_field
 from tinsmith.errors import BadRequest
 
 
@@ -19,6 +21,25 @@ class WireModel(BaseModel):
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
 
+def _check_metadata(value: dict[str, Any]) -> dict[str, Any]:
+    if (size := len(json.dumps(value))) > METADATA_BYTES:
+        raise ValueError(f"it has {size} bytes as JSON; give at most {METADATA_BYTES}")
+    return value
+
+
+METADATA_BYTES = 64 * 2**10
+DETAIL_CHARACTERS = 4096
+
+Id = Annotated[str, Field(max_length=512)]
+"""An id, a path, or the name of a base model."""
+Label = Annotated[str, Field(max_length=256)]
+"""A name that the client chooses and the service stores."""
+Number = Annotated[int, Field(ge=0, lt=2**63)]
+"""A number that the client counts."""
+Numbers = Annotated[list[int], Field(fail_fast=True)]
+"""Token ids, or parts of a tensor. Only the first that is no number is reported: there may be millions."""
+Metadata = Annotated[dict[str, Any], AfterValidator(_check_metadata)]
+
 B = TypeVar("B", bound=WireModel)
 
 
@@ -27,7 +48,15 @@ def parse(kind: type[B], body: bytes) -> B:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        raise BadRequest(f"The body is invalid: {describe_errors(error.errors())}") from error
+        raise invalid_body(error) from error
+
+
+def invalid_body(error: ValidationError, names: Mapping[str, str] | None = None) -> BadRequest:
+    """The error to answer with. `names`: fields that the caller knows under another name."""
+    errors = error.errors(include_url=False, include_input=False)
+    places = [(*((names or {}).get(str(part), part) for part in each["loc"][:1]), *each["loc"][1:]) for each in errors]
+    renamed = [{**each, "loc": place} for each, place in zip(errors, places, strict=True)]
+    return BadRequest(f"The body is invalid: {describe_errors(renamed)}", field=first_field(renamed))
 
 
 class LoraBody(WireModel):
@@ -55,52 +84,61 @@ class ClientConfigBody(WireModel):
 class SessionBody(WireModel):
     """create_session."""
 
-    tags: list[str] = []
-    user_metadata: dict[str, Any] | None = None
-    project_id: str | None = None
-    display_name: str | None = None
+    tags: list[Label] = Field(default=[], max_length=256)
+    user_metadata: Metadata | None = None
+    project_id: Label | None = None
+    display_name: Label | None = None
 
 
 class HeartbeatBody(WireModel):
     """session_heartbeat."""
 
-    session_id: str
+    session_id: Id
 
 
 class FinishReason(WireModel):
     """Why a client ends its session."""
 
-    type: str = "success"
+    type: Label = "success"
 
 
 class FinishBody(WireModel):
     """sessions/{id}/finish."""
 
     reason: FinishReason = FinishReason()
-    detail: str | None = None
+    detail: Annotated[str, AfterValidator(lambda text: text[:DETAIL_CHARACTERS])] | None = None
+    """Cut, not refused, where it is too long: a client that ends with a long traceback must be able to end."""
+
+
+class LoadBaseModelBody(WireModel):
+    """admin/base_models."""
+
+    name: str
+    source: str | None = None
+    replace: bool = False
 
 
 class CreateModelBody(WireModel):
     """create_model."""
 
-    session_id: str
-    model_seq_id: int
-    base_model: str
+    session_id: Id
+    model_seq_id: Number
+    base_model: Id
     lora_config: LoraBody | None = None
     optimizer_config: OptimizerBody = OptimizerBody()
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
 
 
 class GetInfoBody(WireModel):
     """get_info."""
 
-    model_id: str
+    model_id: Id
 
 
 class UnloadBody(WireModel):
     """unload_model, called by SDKs before 0.26."""
 
-    model_id: str
+    model_id: Id
 
 
 class AdamBody(WireModel):
@@ -117,7 +155,7 @@ class AdamBody(WireModel):
 class StepBody(WireModel):
     """optim_step."""
 
-    model_id: str
+    model_id: Id
     seq_id: int
     adam_params: AdamBody | None = None
     optimizer_params: OptimizerBody | None = None
@@ -126,22 +164,22 @@ class StepBody(WireModel):
 class SaveBody(WireModel):
     """save_weights and save_weights_for_sampler."""
 
-    model_id: str
+    model_id: Id
     seq_id: int
-    path: str | None = None
-    sampling_session_seq_id: int | None = None
+    path: Id | None = None
+    sampling_session_seq_id: Number | None = None
     kind: str = "snapshot"
     ttl_seconds: int | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Annotated[dict[str, str], AfterValidator(_check_metadata)] | None = None
 
 
 class SaveExternalBody(WireModel):
     """save_weights_external."""
 
-    model_id: str
+    model_id: Id
     seq_id: int
-    path: str
+    path: Id
     ttl_seconds: int | None = None
     age_encryption_recipients: list[str] | None = None
 
@@ -149,15 +187,15 @@ class SaveExternalBody(WireModel):
 class LoadBody(WireModel):
     """load_weights, by model_id and seq_id or by session_id and model_seq_id."""
 
-    path: str
+    path: Id
     optimizer: bool = False
-    model_id: str | None = None
+    model_id: Id | None = None
     seq_id: int | None = None
-    session_id: str | None = None
-    model_seq_id: int | None = None
-    base_model: str | None = None
+    session_id: Id | None = None
+    model_seq_id: Number | None = None
+    base_model: Id | None = None
     optimizer_config: OptimizerBody | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     weights_access_token: str | None = None
 
 
@@ -188,8 +226,8 @@ class CustomLossGraph(WireModel):
 class CustomLossBody(WireModel):
     """create_custom_loss."""
 
-    session_id: str
-    custom_loss_seq_id: int
+    session_id: Id
+    custom_loss_seq_id: Number
     name: str
     inputs: list[CustomLossInput]
     graph: CustomLossGraph
@@ -198,52 +236,56 @@ class CustomLossBody(WireModel):
 class SamplingSessionBody(WireModel):
     """create_sampling_session."""
 
-    session_id: str
-    sampling_session_seq_id: int
-    base_model: str | None = None
-    model_path: str | None = None
+    session_id: Id
+    sampling_session_seq_id: Number
+    base_model: Id | None = None
+    model_path: Id | None = None
 
 
 class FutureBody(WireModel):
     """retrieve_future and cancel_future."""
 
-    request_id: str
+    request_id: Id
     allow_metadata_only: bool = False
 
 
 class FuturesTarget(WireModel):
     """The completion log to read."""
 
-    sampling_session_id: str
-    cloned_sampler_id: int = 0
+    sampling_session_id: Id
+    cloned_sampler_id: Number = 0
 
 
 class FuturesBody(WireModel):
     """retrieve_futures."""
 
     target: FuturesTarget
-    prev_cursor: int = 0
-    timeout: float | None = None
-    retrieved_request_ids: list[str] = []
+    prev_cursor: Number = 0
+    timeout: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    retrieved_request_ids: Annotated[list[Id], Field(fail_fast=True)] = []
 
 
 class JoinBody(WireModel):
     """join_sampling_session."""
 
-    sampling_session_id: str
+    sampling_session_id: Id
 
 
 class Chunk(WireModel):
-    """Part of a prompt."""
+    """Part of a prompt: tokens, or an image in base64."""
 
     type: str = "encoded_text"
-    tokens: list[int] = []
+    tokens: Numbers = []
+    data: str = ""
+    format: str = ""
+    expected_tokens: int | None = None
+    override_dimensions: dict[Literal["width", "height"], int] | None = None
 
 
 class Prompt(WireModel):
     """ModelInput."""
 
-    chunks: list[Chunk]
+    chunks: Annotated[list[Chunk], Field(fail_fast=True)]
 
 
 class SamplingParams(WireModel):
@@ -251,7 +293,7 @@ class SamplingParams(WireModel):
 
     max_tokens: int | None = None
     seed: int | None = None
-    stop: str | list[int] | list[str] | None = None
+    stop: str | Numbers | Annotated[list[str], Field(max_length=256, fail_fast=True)] | None = None
     temperature: float = 1.0
     top_k: int = -1
     top_p: float = 1.0
@@ -260,17 +302,17 @@ class SamplingParams(WireModel):
 class Tensor(WireModel):
     """TensorData as asample sends it."""
 
-    data: list[int]
+    data: Numbers
     dtype: str
-    shape: list[int]
-    sparse_crow_indices: list[int] | None = None
-    sparse_col_indices: list[int] | None = None
+    shape: Numbers
+    sparse_crow_indices: Numbers | None = None
+    sparse_col_indices: Numbers | None = None
 
 
 class SampleBody(WireModel):
     """asample."""
 
-    sampling_session_id: str | None = None
+    sampling_session_id: Id | None = None
     seq_id: int | None = None
     num_samples: int = 1
     prompt: Prompt
@@ -282,21 +324,22 @@ class SampleBody(WireModel):
     target_prompt_logprobs: Tensor | None = None
     prompt_alt_tokens_k: int = 0
     record_stability_info: bool | None = None
+    return_routed_experts: bool = False
 
 
 class WeightsInfoBody(WireModel):
     """weights_info."""
 
-    tinker_path: str
+    tinker_path: Id
 
 
 class CopyBody(WireModel):
     """copy_weights, into a project or as a model of a session."""
 
-    source_path: str
-    destination_project_id: str | None = None
-    session_id: str | None = None
-    model_seq_id: int | None = None
+    source_path: Id
+    destination_project_id: Label | None = None
+    session_id: Id | None = None
+    model_seq_id: Number | None = None
     ttl_seconds: int | None = None
     weights_access_token: str | None = None
 
@@ -316,7 +359,7 @@ class LoanBody(WireModel):
 class ProjectBody(WireModel):
     """sessions/{id}/project."""
 
-    project_id: str = Field(min_length=1)
+    project_id: Label = Field(min_length=1)
 
 
 class SearchOwner(WireModel):
@@ -337,16 +380,16 @@ class SearchCursor(WireModel):
     """Start of the next page."""
 
     last_created_at: AwareDatetime
-    last_session_id: str
+    last_session_id: Id
 
 
 class SearchBody(WireModel):
     """sessions/search."""
 
-    session_id: str | None = None
+    session_id: Id | None = None
     project_ids: list[str] | None = None
     user_metadata: dict[str, str] = Field(default_factory=dict)
-    display_name: str | None = None
+    display_name: Label | None = None
     owner: SearchOwner = SearchOwner()
     statuses: list[StatusQuery] | None = None
     limit: int = Field(default=50, ge=1, le=200)

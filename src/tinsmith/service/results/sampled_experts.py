@@ -1,0 +1,57 @@
+"""Records of routed experts of recent samples, for clients to fetch (POST /routed_experts) and to train with.
+
+They are kept in memory only, as results of samples are, up to a number of bytes; the oldest are dropped first.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+
+from tinsmith.engine.base import SampleResult
+from tinsmith.errors import NotFound
+from tinsmith.routed_experts import to_text
+
+MAX_BYTES = 512 * 2**20
+"""Records of all tenants: 1.4 million tokens of a model with 48 layers and 8 experts for each token."""
+
+
+class SampledExperts:
+    """The records of recent samples: prompt, and each sequence without its last token."""
+
+    def __init__(self, owner_of: Callable[[str], str | None], max_bytes: int = MAX_BYTES) -> None:
+        """`owner_of` returns the tenant of a sampling session, by its id."""
+        self._owner_of, self._max_bytes = owner_of, max_bytes
+        self._records: OrderedDict[str, tuple[np.ndarray, list[np.ndarray]]] = OrderedDict()
+        self._bytes = 0
+
+    def add(self, request_id: str, sampled: SampleResult) -> None:
+        """Keep the records of a request's sequences, if it has any."""
+        prompt = sampled.prompt_routed_experts
+        if prompt is None:
+            return
+        sequences = [each.routed_experts for each in sampled.sequences if each.routed_experts is not None]
+        self._records[request_id] = prompt, sequences
+        self._bytes += _size(prompt, sequences)
+        while self._bytes > self._max_bytes and len(self._records) > 1:
+            _, dropped = self._records.popitem(last=False)
+            self._bytes -= _size(*dropped)
+
+    def text(self, sequence_id: str, owner: str) -> str | None:
+        """The record [N + L - 1, layers, k] of a sequence with its prompt (`routed_experts.to_text`).
+
+        None if there is none any more, or never was. Raises NotFound for an id that is not the owner's.
+        """
+        request_id, _, number = sequence_id.rpartition(":")
+        if not number.isdecimal() or self._owner_of(request_id.rpartition(":")[0]) != owner:
+            raise NotFound(f"There is no sequence {sequence_id}.", "Give ids that asample returned.")
+        prompt, sequences = self._records.get(request_id, (None, []))
+        if prompt is None or int(number) >= len(sequences):
+            return None
+        return to_text(np.concatenate([prompt, sequences[int(number)]]))
+
+
+def _size(prompt: np.ndarray, sequences: list[np.ndarray]) -> int:
+    return prompt.nbytes + sum(sequence.nbytes for sequence in sequences)
