@@ -132,7 +132,7 @@ def test_killed_run_with_refills_resumes_with_equal_metrics(tmp_path, order):
     train(settings(tmp_path / "whole", **changes))
     broken = settings(tmp_path / "broken", **changes)
     with pytest.raises(Killed):
-        train(broken, breaking(tmp_path / "broken", calls=3, at="update"))
+        train(broken, breaking(tmp_path / "broken", calls=3, at="train"))
     train(broken)
     assert rows(tmp_path / "broken") == rows(tmp_path / "whole")
 

@@ -3,22 +3,29 @@
 The producer starts batch after batch as `weight_sync.py` allows, and hands them on in order. A batch in which every
 rollout failed is sampled again from other tasks a limited number of times; after that the run ends. How a group is
 rolled out is in `runner.py`.
+
+In style fixed with interval 1, at most `staleness` + 1 batches are outstanding: a batch is admitted when the step that
+makes room for it was trained and its weights are published. So no batch is more than `staleness` updates old when it is
+trained on, and none is discarded. With that many outstanding, this bound allows no other order than the oldest version
+first: whoever trains on a newer group before an older one has more groups due at a later step than fit in it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.data.tasks import TaskSampler
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.rollouts.coordination import ChangeNotifier
+from tinsmith.rl.rollouts.failures import FailureLimit, errors_of, most_frequent
 from tinsmith.rl.rollouts.filters import FilterConfig, apply_filters
+from tinsmith.rl.rollouts.progress import Batch, BatchInProgress
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.weight_sync import LiveSnapshot, PublishedWeights, SyncConfig, WeightSource
-from tinsmith.rl.types import Group, Task
+from tinsmith.rl.types import Group
 from tinsmith.rl.workflows.base import Workflow
 
 _RESAMPLE_STREAM = 2
@@ -26,22 +33,6 @@ _RESAMPLE_STREAM = 2
 
 _REFILL_STREAM = 3
 """Separates the seeds of groups that replace filtered ones."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
-    """The groups of one step.
-
-    Example: Batch(step=3, groups=(group, group), cursor=48, numbers={"sync/weights": 2.0})
-    """
-
-    step: int
-    """Number of the batch, from 1: the step that trains on it, unless batches are reused or taken out of order."""
-    groups: tuple[Group, ...]
-    cursor: int = 0
-    """Training tasks drawn when the last task of this batch was drawn, for this and other batches."""
-    numbers: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of sampling."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,24 +78,29 @@ class BatchProducer:
         """`put` receives each batch, in order; `changes` is notified of progress."""
         self._workflow, self._task_sampler, self._weights, self._plan = workflow, task_sampler, weights, plan
         self._runner, self._changes, self._put = runner, changes, put
+        self._failures = FailureLimit(runner.config.max_failures, runner.config.failure_window)
         self._in_flight: dict[int, asyncio.Task[None]] = {}
-        self._cursors: dict[int, int] = {}
+        self._batches: dict[int, BatchInProgress] = {}
+        self._resumed: dict[int, BatchInProgress] = {}
         self._loop: asyncio.Task[None] | None = None
         self._current: PublishedWeights | None = None
-        self._paused = False
+        self._stopped = False
+        self.busy = BusyTime()
+        """Time in which a batch was being sampled."""
+        self.staleness = plan.staleness
+        """Batches sampled ahead; may be lowered for a while."""
         self.started = self.done = 0
         """Number of the last batch started, and of the last batch handed on."""
         self.has_capacity: Callable[[], bool] = lambda: True
         """Whether another batch may be started."""
 
-    def resume_after(self, done: int) -> None:
-        """Continue after batch `done` of an earlier process."""
+    def resume_after(self, done: int, unfinished: Sequence[BatchInProgress] = ()) -> None:
+        """Continue after batch `done` of an earlier process, with its batches that were not complete."""
         self.started = self.done = done
+        self._resumed = {batch.step: batch for batch in unfinished}
 
     def start(self) -> None:
-        """Start batches from now on, also after `drain`."""
-        self._paused = False
-        self._changes.notify()
+        """Start batches from now on."""
         if self._loop is None:
             self._loop = asyncio.create_task(self._produce(), name="batches")
             self._loop.add_done_callback(lambda _: self._changes.notify())
@@ -120,13 +116,16 @@ class BatchProducer:
         """Whether no further batch will be started."""
         return self.fault is not None or (self._loop is not None and self._loop.done())
 
-    async def drain(self) -> None:
-        """Start no further batch, and return when the batches in flight are handed on or sampling has failed."""
-        self._paused = True
-        while self.fault is None and self._in_flight:
-            await asyncio.wait(self._in_flight.values(), return_when=asyncio.FIRST_COMPLETED)
-        if self.fault is None:
-            self.started = self.done
+    def in_progress(self, number: int) -> BatchInProgress | None:
+        """Batch `number`, if it was started and is not handed on yet."""
+        return self._batches.get(number)
+
+    async def stop(self, grace: float) -> None:
+        """Start no further batch, wait up to `grace` seconds for the batches in flight, and cancel the others."""
+        self._stopped = True
+        if self.fault is None and self._in_flight:
+            await asyncio.wait(self._in_flight.values(), timeout=grace)
+        await self.close()
 
     async def close(self) -> None:
         """Cancel the batches in flight."""
@@ -135,24 +134,27 @@ class BatchProducer:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._in_flight.clear()
+        self._loop = None
 
     async def _produce(self) -> None:
         while self._plan.steps is None or self.started < self._plan.steps:
-            await self._changes.until(lambda: not self._paused and self._may_start())
+            await self._changes.until(self._may_start)
             snapshot, step = await self._weights_for(self.started + 1)
-            if not self._paused:
+            if not self._stopped:
                 self._start_batch(self.started + 1, snapshot, step)
 
     def _may_start(self) -> bool:
         sync = self._plan.sync
         has_slot = sync.style != "live" or len(self._in_flight) < sync.in_flight
-        return self.fault is None and self.has_capacity() and has_slot
+        return not self._stopped and self.fault is None and self.has_capacity() and has_slot
 
     async def _weights_for(self, number: int) -> tuple[Snapshot, int]:
         """Snapshot that samples batch `number`, and the step of its weights."""
         sync, offset = self._plan.sync, self._plan.staleness
         if sync.style == "fixed":
-            self._current = await self._weights.at(sync.weights_for(number, offset))
+            before = self._current.step if self._current else 0
+            step = max(before, sync.weights_for(number, self.staleness))  # never older ones, if staleness was lowered
+            self._current = await self._weights.at(step)
         elif self._current is None:
             self._current = await self._weights.at(0)
         elif sync.style == "live":
@@ -164,48 +166,54 @@ class BatchProducer:
         return snapshot, self._current.step
 
     def _start_batch(self, number: int, snapshot: Snapshot, step: int) -> None:
-        tasks = self._draw(number)
-        task = asyncio.create_task(self._sample(number, tasks, snapshot, step), name=f"rollouts of step {number}")
-        self.started, self._in_flight[number] = number, task
+        if (batch := self._resumed.pop(number, None)) is None:
+            batch = BatchInProgress(step=number)
+            self._draw(batch)
+        task = asyncio.create_task(self._sample(batch, snapshot, step), name=f"rollouts of step {number}")
+        self.started, self._in_flight[number], self._batches[number] = number, task, batch
         task.add_done_callback(lambda _: self._changes.notify())
 
-    def _draw(self, number: int) -> list[Task]:
+    def _draw(self, batch: BatchInProgress, *stream: int) -> None:
+        """Add other tasks to the batch. `stream` separates their seeds from those of its first tasks."""
         tasks = self._task_sampler.draw(self._plan.groups)
-        self._cursors[number] = self._task_sampler.cursor
-        return tasks
+        seeds = [request_seed(self._plan.seed, batch.step, group, *stream) for group in range(len(tasks))]
+        batch.add(tasks, seeds, self._task_sampler.cursor)
 
-    async def _sample(self, number: int, tasks: Sequence[Task], snapshot: Snapshot, step: int) -> None:
+    async def _sample(self, batch: BatchInProgress, snapshot: Snapshot, step: int) -> None:
         """Sample a batch, wait for all earlier ones, and hand it on."""
-        refills, groups = 0, await self._roll_out(number, tasks, snapshot, ())
-        while all(rollout.error for group in groups for rollout in group.rollouts):
-            if refills >= self._runner.config.refills:
-                raise _all_failed(number, groups, refills)
-            refills += 1
-            groups = await self._roll_out(number, self._draw(number), snapshot, (_RESAMPLE_STREAM, refills))
-        groups, filter_refills = await self._refill(number, groups, snapshot)
-        numbers = {"sync/weights": float(step), **({"rollouts/refills": float(refills)} if refills else {})}
+        with self.busy:
+            await self._roll_out(batch, snapshot)
+            self._failures.add(batch.finished)
+            while batch.failed:
+                if batch.refills >= self._runner.config.refills:
+                    raise _all_failed(batch)
+                batch.refills += 1
+                batch.clear()
+                self._draw(batch, _RESAMPLE_STREAM, batch.refills)
+                await self._roll_out(batch, snapshot)
+                self._failures.add(batch.finished)
+            await self._refill(batch, snapshot)
+        numbers = {"sync/weights": float(step), **({"rollouts/refills": float(batch.refills)} if batch.refills else {})}
         if self._plan.filter_refills:
-            numbers["filters/refills"] = float(filter_refills)
-        await self._changes.until(lambda: self.done == number - 1)
-        await self._put(Batch(step=number, groups=groups, cursor=self._cursors.pop(number), numbers=numbers))
-        self.done = number
-        del self._in_flight[number]
+            numbers["filters/refills"] = float(batch.filter_refills)
+        complete = batch.as_batch(numbers)
+        await self._changes.until(lambda: self.done == batch.step - 1)
+        await self._put(complete)
+        self.done = batch.step
+        del self._in_flight[batch.step], self._batches[batch.step]
 
-    async def _refill(
-        self, number: int, groups: tuple[Group, ...], snapshot: Snapshot
-    ) -> tuple[tuple[Group, ...], int]:
-        """Add groups of other tasks until the filters keep enough. Returns the number of refills too."""
-        refills = 0
-        while self._plan.filter_refills and (missing := self._missing(groups)):
-            if refills >= self._plan.filter_refills:
+    async def _refill(self, batch: BatchInProgress, snapshot: Snapshot) -> None:
+        """Add groups of other tasks until the filters keep enough."""
+        while self._plan.filter_refills and (missing := self._missing(batch.finished)):
+            if batch.filter_refills >= self._plan.filter_refills:
                 raise TinsmithError(
-                    f"Step {number}: {missing}.",
+                    f"Step {batch.step}: {missing}.",
                     "Raise filter_refills (0 takes what is left), loosen filters, or choose tasks of another "
                     "difficulty.",
                 )
-            refills += 1
-            groups += await self._roll_out(number, self._draw(number), snapshot, (_REFILL_STREAM, refills))
-        return groups, refills
+            batch.filter_refills += 1
+            self._draw(batch, _REFILL_STREAM, batch.filter_refills)
+            await self._roll_out(batch, snapshot)
 
     def _missing(self, groups: Sequence[Group]) -> str:
         """What the groups of a step lack; empty if they are enough."""
@@ -217,20 +225,54 @@ class BatchProducer:
             return f"{partial} of {len(left)} groups are solved in part, but a step needs {plan.min_partial}"
         return ""
 
-    async def _roll_out(
-        self, number: int, tasks: Sequence[Task], snapshot: Snapshot, stream: tuple[int, ...]
-    ) -> tuple[Group, ...]:
-        seeds = [request_seed(self._plan.seed, number, group, *stream) for group in range(len(tasks))]
+    async def _roll_out(self, batch: BatchInProgress, snapshot: Snapshot) -> None:
+        """Roll out the tasks that have no group yet; each group is in the batch as soon as it is finished."""
+        places = batch.open
+
+        def finished(index: int, group: Group) -> None:
+            batch.groups[places[index]] = group
+            self._changes.notify()
+
         over = self._runner.config.over if self._plan.sync.style != "fixed" else None
-        return await self._runner.run_groups(
-            self._workflow, tasks, snapshot, size=self._plan.size, seeds=seeds, over=over
+        groups = await self._runner.run_groups(
+            self._workflow,
+            [batch.tasks[place] for place in places],
+            snapshot,
+            size=self._plan.size,
+            seeds=[batch.seeds[place] for place in places],
+            over=over,
+            on_group=finished,
         )
+        for place, group in zip(places, groups, strict=True):
+            batch.groups[place] = group
 
 
-def _all_failed(number: int, groups: Sequence[Group], refills: int) -> TinsmithError:
-    first = next(rollout.error for group in groups for rollout in group.rollouts)
-    earlier = f" ({refills} earlier batches failed too)" if refills else ""
+class BusyTime:
+    """Seconds in which at least one of several blocks was entered, by the clock of the event loop."""
+
+    def __init__(self) -> None:
+        self._entered = 0
+        self._since = self._seconds = 0.0
+
+    def __enter__(self) -> None:
+        if not self._entered:
+            self._since = asyncio.get_running_loop().time()
+        self._entered += 1
+
+    def __exit__(self, *error: object) -> None:
+        self._entered -= 1
+        if not self._entered:
+            self._seconds += asyncio.get_running_loop().time() - self._since
+
+    @property
+    def seconds(self) -> float:
+        """Seconds up to now."""
+        return self._seconds + (asyncio.get_running_loop().time() - self._since if self._entered else 0.0)
+
+
+def _all_failed(batch: BatchInProgress) -> TinsmithError:
+    earlier = f", as in {batch.refills} batches before" if batch.refills else ""
     return TinsmithError(
-        f"Every rollout of step {number} failed; the first error: {first}{earlier}.",
+        f"Every rollout of step {batch.step} failed{earlier}. {most_frequent(errors_of(batch.finished))}",
         "Fix the cause; if it was transient, raise rollout.retries and rollout.refills.",
     )

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from tinsmith.rl.guards.user_code import Stuck, bounded, describe, is_fault, run_user_code
 from tinsmith.rl.policy.base import Snapshot, request_seed
 from tinsmith.rl.policy.request_limit import AttemptClock, RequestLimit
+from tinsmith.rl.rollouts.failures import CANCELLED
 from tinsmith.rl.types import Group, Rollout, Task
-from tinsmith.rl.workflows.base import Workflow, fail_if_not_finite, note_truncation
+from tinsmith.rl.workflows.base import Workflow
+from tinsmith.rl.workflows.results import checked
 from tinsmith.settings import Needs, Settings
-
-CANCELLED = "cancelled: enough other groups were complete"
-"""Error of rollouts that oversampling cancelled."""
 
 
 class Oversampling(Settings):
@@ -53,6 +53,13 @@ class RolloutConfig(Settings):
     over: Oversampling = Oversampling()
     refills: int = Field(default=1, ge=0)
     """If every rollout of a batch failed: times to sample other tasks instead before the run ends with an error."""
+    max_failures: float = Field(default=0.5, gt=0, le=1)
+    """Share of failed rollouts in the last `failure_window` batches above which the run ends; 1: it never does."""
+    failure_window: int = Field(default=20, ge=1)
+    """Batches over which `max_failures` counts; before so many are sampled, it does not apply."""
+    max_blocking: float = Field(default=300.0, gt=0)
+    """Seconds for which code of a rollout may block all others, by code that is not async; then it is interrupted, and
+    its rollout fails. A call into a C library is interrupted when it returns."""
 
 
 @dataclass
@@ -112,13 +119,21 @@ class RolloutRunner:
         size: int,
         seeds: Sequence[int],
         over: Oversampling | None = None,
+        on_group: Callable[[int, Group], None] = lambda index, group: None,
     ) -> tuple[Group, ...]:
         """Run `size` rollouts of each task and return a group per task.
 
-        An exception of the workflow becomes the `error` of its rollouts. `over` cancels the slowest groups.
+        An exception of the workflow becomes the `error` of its rollouts. `over` cancels the slowest groups. `on_group`
+        receives each group that was not cancelled, with its index, as soon as it is finished.
         """
         attempts = [_GroupAttempt(task, seed, [None] * size) for task, seed in zip(tasks, seeds, strict=True)]
-        running = [asyncio.create_task(self._run_group(workflow, attempt, policy)) for attempt in attempts]
+        drop = self.config.partial == "drop"
+
+        async def run(index: int, attempt: _GroupAttempt) -> None:
+            await self._run_group(workflow, attempt, policy)
+            on_group(index, attempt.to_group(require_all=drop))
+
+        running = [asyncio.create_task(run(index, attempt)) for index, attempt in enumerate(attempts)]
         try:
             if over is not None and over.ratio:
                 await _wait_for_enough(running, attempts, math.ceil((1 - over.ratio) * len(attempts)), over.wait)
@@ -129,7 +144,6 @@ class RolloutRunner:
                 task.cancel()
             await asyncio.gather(*running, return_exceptions=True)
         self._batches += 1
-        drop = self.config.partial == "drop"
         return tuple(
             attempt.to_group(require_all=drop if attempt.ended or over is None else not over.partial)
             for attempt in attempts
@@ -159,16 +173,21 @@ class RolloutRunner:
         async with self._calls:
             limit = self.limit
             clock = AttemptClock(limit)
-            try:
+
+            async def attempt() -> Any:
                 async with clock:
                     limited = self.requests.around(policy, clock)
-                    rollouts = await workflow.run(group.task, limited, count=len(slots), seed=seed)
-                rollouts = tuple(note_truncation(fail_if_not_finite(rollout)) for rollout in rollouts)
+                    return await run_user_code(workflow.run(group.task, limited, count=len(slots), seed=seed))
+
+            try:
+                rollouts = checked(await bounded(attempt(), lambda: clock.expired), len(slots))
                 self._success_seconds += clock.seconds
                 self._successes += 1
-            except Exception as error:  # noqa: BLE001  any failure is recorded in the rollout
-                timed_out = isinstance(error, TimeoutError) and clock.expired
-                message = f"timed out after {limit:.3g} seconds" if timed_out else f"{type(error).__name__}: {error}"
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
+                timed_out = isinstance(error, TimeoutError | Stuck) and clock.expired
+                message = f"timed out after {limit:.3g} seconds" if timed_out else describe(error)
                 termination = "timeout" if timed_out else "error"
                 rollouts = (Rollout(error=message, termination=termination),) * len(slots)
         for slot, rollout in zip(slots, rollouts, strict=True):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tinsmith.rl.data.tasks import TaskSampler
+from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.policy.recomputed import RecomputingSnapshot
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus, WeightRecord
-from tinsmith.rl.rollouts.producer import Batch, BatchProducer, SamplingPlan
+from tinsmith.rl.rollouts.producer import BatchProducer, SamplingPlan
+from tinsmith.rl.rollouts.progress import Batch, BatchInProgress
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.weight_sync import OpenWeights, WeightSubscriber
 from tinsmith.rl.workflows.base import Workflow
@@ -69,19 +71,49 @@ class SamplingLoop:
             return error
         return self._producer.fault
 
-    def resume_after(self, done: int) -> None:
-        """Continue after batch `done` of an earlier process."""
-        self._producer.resume_after(done)
+    @property
+    def started(self) -> int:
+        """Number of the last batch that was started."""
+        return self._producer.started
 
-    async def run(self, steps: int, ended_before: int = 0) -> None:
+    @property
+    def complete(self) -> bool:
+        """Whether no further batch will be started."""
+        return self._producer.complete
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which a batch was being sampled, by the clock of the event loop."""
+        return self._producer.busy.seconds
+
+    @property
+    def staleness(self) -> int:
+        """Batches sampled ahead, in style fixed."""
+        return self._producer.staleness
+
+    @staleness.setter
+    def staleness(self, value: int) -> None:
+        self._producer.staleness = value
+
+    def in_progress(self, number: int) -> BatchInProgress | None:
+        """Batch `number`, if it was started and is not in the buffer yet."""
+        return self._producer.in_progress(number)
+
+    def resume_after(self, done: int, unfinished: Sequence[BatchInProgress] = ()) -> None:
+        """Continue after batch `done` of an earlier process, with its batches that were not complete."""
+        self._producer.resume_after(done, unfinished)
+
+    async def run(self, steps: int, ended_before: int = 0, stop: StopSignal | None = None) -> None:
         """Sample until every batch is in the buffer, in a process of its own.
 
-        Raises TrainingEnded, or the error that stopped sampling. If training had `ended_before` at an earlier step, it
-        may be restarted with more steps.
+        Raises TrainingEnded, StopRequested at `stop`, or the error that stopped sampling. If training had
+        `ended_before` at an earlier step, it may be restarted with more steps.
         """
         self._producer.start()
         while True:
             seen = self._notes.changes.count
+            if stop is not None:
+                stop.check()
             if (fault := self._producer.fault) is not None:
                 raise fault
             if self._producer.complete and self._producer.done == self._producer.started:
@@ -92,7 +124,7 @@ class SamplingLoop:
             await self._notes.wait(seen)
 
     async def start(self) -> None:
-        """Sample in the background of the trainer's process, also after `drain`.
+        """Sample in the background of the trainer's process.
 
         In style fixed, return when no batch can be started by the published weights: so the batches in flight at a
         step are the same in every run.
@@ -103,9 +135,9 @@ class SamplingLoop:
         if self._sync.style == "fixed":
             await self._notes.changes.until(lambda: self._weights.waiting or self._producer.complete)
 
-    async def drain(self) -> None:
-        """Start no further batch, and return when the batches in flight are in the buffer or sampling has failed."""
-        await self._producer.drain()
+    async def stop(self, grace: float) -> None:
+        """Start no further batch, wait up to `grace` seconds for the batches in flight, and cancel the others."""
+        await self._producer.stop(grace)
 
     async def close(self) -> None:
         """Cancel the batches in flight."""

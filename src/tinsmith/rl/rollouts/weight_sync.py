@@ -196,8 +196,20 @@ class LiveSnapshot(Snapshot):
         return await self._newest().open_model(name)
 
     @override
-    async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        return await self._newest().logprobs(tokens)
+    async def logprobs(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
+        return await self._newest().logprobs(tokens, last)
+
+    @override
+    async def next_logprobs(self, tokens: Sequence[int], ids: Sequence[int]) -> np.ndarray:
+        return await self._newest().next_logprobs(tokens, ids)
+
+    @override
+    async def top_logprobs(self, tokens: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
+        return await self._newest().top_logprobs(tokens, count)
+
+    @override
+    def pinned(self) -> Snapshot:
+        return self._newest()
 
     def _newest(self) -> Snapshot:
         return self._weights.newest().snapshot.wrapped(self._wrap)

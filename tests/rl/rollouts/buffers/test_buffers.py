@@ -15,7 +15,7 @@ from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.buffers.file import FileBuffer, FileConfig
 from tinsmith.rl.rollouts.buffers.memory import MemoryBuffer, MemoryConfig
 from tinsmith.rl.rollouts.buffers.sql import SqlBuffer, SqlConfig
-from tinsmith.rl.rollouts.producer import Batch
+from tinsmith.rl.rollouts.progress import Batch
 from tinsmith.rl.types import Group, Message, Rollout, Task, Turn
 
 MAKERS: dict[str, Callable[[Path], Buffer]] = {

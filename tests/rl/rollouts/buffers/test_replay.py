@@ -232,9 +232,9 @@ def fails_from(version: int, folder: Path):
         async def gone(self, *args, **options):
             raise ConnectionError("gone for good")
 
-        async def update(self, *args):
+        async def train(self, *args):
             await asyncio.sleep(0)  # an update of a real server yields too
-            return await super().update(*args)
+            return await super().train(*args)
 
     async def connect(state, at):
         return Gone(REPLIES, folder / "weights", state=state, version=at)
@@ -243,7 +243,7 @@ def fails_from(version: int, folder: Path):
 
 
 def test_sampling_failure_ends_a_run_with_replayable_batches(tmp_path):
-    with pytest.raises(TinsmithError, match=r"Every rollout of step \d+ failed; .*gone for good"):
+    with pytest.raises(TinsmithError, match=r"Every rollout of step \d+ failed.*gone for good"):
         run(settings(tmp_path, steps=500, algorithm=SIGNAL, eval={"every": 0}, **LIVE), fails_from(2, tmp_path))
 
 
@@ -264,7 +264,7 @@ def test_run_that_samples_ahead_drops_stale_groups(tmp_path):
 
 
 @pytest.mark.parametrize("staleness", [0, 2])
-@pytest.mark.parametrize(("at", "calls"), [("update", 1), ("update", 4), ("save", 1)])
+@pytest.mark.parametrize(("at", "calls"), [("train", 1), ("train", 4), ("save", 1)])
 @pytest.mark.parametrize("kind", ["file", "sql"])
 def test_killed_run_with_durable_buffer_resumes_equally(tmp_path, kind, staleness, at, calls):
     run(settings(tmp_path / "whole", staleness=staleness))

@@ -18,7 +18,7 @@ from tinsmith.atomic import atomic_write
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.buffers.replay import BufferSettings
 from tinsmith.rl.rollouts.buffers.sql import SerialExecutor
-from tinsmith.rl.rollouts.producer import Batch
+from tinsmith.rl.rollouts.progress import Batch
 from tinsmith.rl.rollouts.stored_batch import BATCH
 
 

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.buffers.replay import BufferSettings
-from tinsmith.rl.rollouts.producer import Batch
+from tinsmith.rl.rollouts.progress import Batch
 
 
 class MemoryConfig(BufferSettings):

@@ -7,7 +7,7 @@ training signal.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Annotated, Literal
 
@@ -16,7 +16,7 @@ from pydantic import Field
 
 from tinsmith.rl.policy.base import request_seed
 from tinsmith.rl.rollouts.buffers.base import Buffer
-from tinsmith.rl.rollouts.producer import Batch
+from tinsmith.rl.rollouts.progress import Batch
 from tinsmith.settings import Needs, Settings
 
 _ENABLED = Needs("enable", (True,))
@@ -104,6 +104,16 @@ class BatchSelector:
         return len(self._uses) if self._config.replay.enable else self._next - 1
 
     @property
+    def replays(self) -> bool:
+        """Whether batches are selected by priority, in place of their order."""
+        return self._config.replay.enable
+
+    @property
+    def keeps_order(self) -> bool:
+        """Whether every batch is taken once, in order, with all its groups."""
+        return not self._config.replay.enable and self._config.max_staleness is None
+
+    @property
     def reuses(self) -> bool:
         """Whether batches may be used more than once."""
         return self._config.replay.enable and self._config.replay.cooldown is not None
@@ -144,10 +154,11 @@ class BatchSelector:
                 numbers["buffer/uses"] = float(self._uses[batch.step].count)
             return replace(batch, groups=fresh, numbers=numbers)
 
-    async def clear(self) -> None:
-        """Delete the batches in `done` from the buffer. Call this once a checkpoint no longer needs them."""
-        await self._buffer.drop(sorted(self._done))
-        self._done.clear()
+    async def clear(self, numbers: Collection[int] | None = None) -> None:
+        """Delete batches in `done`, all or those of `numbers`, from the buffer, once no checkpoint needs them."""
+        used = sorted(self._done if numbers is None else numbers)
+        await self._buffer.drop(used)
+        self._done.difference_update(used)
 
     def _is_fresh(self, age: int) -> bool:
         return self._config.max_staleness is None or age <= self._config.max_staleness

@@ -28,7 +28,7 @@ from typing_extensions import override
 from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.buffers.replay import BufferSettings
-from tinsmith.rl.rollouts.producer import Batch
+from tinsmith.rl.rollouts.progress import Batch
 from tinsmith.rl.rollouts.stored_batch import BATCH
 
 T = TypeVar("T")
