@@ -40,7 +40,7 @@ def by_hand(row: TrainingRow, logprobs: torch.Tensor, correction: dict, tokens: 
 def update_for(correction: dict, loss: str, extensions: frozenset[str] = OURS) -> tuple[Update, Update]:
     """The update, and the same computed by the client."""
     algorithm = config("grpo", correction=correction, loss={"type": loss}, aggregate="token_mean", merge_replies=False)
-    update = run(Algorithm(algorithm, extensions, columns(), 0).score(1, groups()))
+    update = run(Algorithm(algorithm, extensions, columns(), 0).score_part(1, groups()))
     batch = loss_dispatch.tokens_of_rows(update.rows, algorithm, 1)
     context = loss_dispatch.LossContext(step=1, kl_coef=0.0)
     return update, loss_dispatch.update_by_client(update.rows, batch, algorithm, context)
@@ -70,6 +70,79 @@ def test_corrected_gradient_is_the_weighted_policy_gradient(correction, loss):
             assert not grad[~torch.from_numpy(row.mask)].any()
 
 
+def masked(correction: dict, differences: list[float], advantage: float) -> list[bool]:
+    """Which tokens of a row with these differences p - q the mask ignores."""
+    low, high = correction["mask_low"], correction["mask_high"]
+    total = math.fsum(differences)
+    match correction["mask"]:
+        case "token":
+            ratios = [math.exp(difference) for difference in differences]
+            return [(advantage > 0 and ratio > high) or (advantage < 0 and ratio < low) for ratio in ratios]
+        case "sequence":
+            return [not low <= math.exp(total) <= high] * len(differences)
+        case _:
+            return [not low <= math.exp(total / len(differences)) <= high] * len(differences)
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "cispo"])
+@pytest.mark.parametrize("mask", ["token", "sequence", "geometric"])
+def test_masked_gradient_is_zero_exactly_where_the_mask_holds(mask, loss):
+    correction = {"mask": mask, "mask_low": 0.7, "mask_high": 1.3}
+    update, by_client = update_for(correction, loss)
+    assert (update.loss == "ppo") == (mask == "token" and loss == "importance_sampling")
+    logprobs = logprobs_near(update.rows)
+    tokens = sum(int(row.mask.sum()) for row in update.rows)
+    seen = set()
+    for way in (update, by_client):
+        for row, values, grad in zip(update.rows, logprobs, grads(way, logprobs), strict=True):
+            q, p = row.logprobs[row.mask].astype(float), values.detach()[row.mask].numpy()
+            advantage = float(row.advantages[row.mask][0])
+            ignored = masked(correction, list(p - q), advantage)
+            seen |= set(ignored)
+            ratios = np.exp(p - q) if loss == "importance_sampling" else np.minimum(np.exp(p - q), 1.28)
+            expected = [0.0 if out else -advantage * r / tokens for out, r in zip(ignored, ratios, strict=True)]
+            np.testing.assert_allclose(grad[torch.from_numpy(row.mask)], expected, rtol=1e-5, atol=1e-8)
+    assert seen == {True, False}
+
+
+def test_share_of_masked_tokens_is_reported_on_both_paths():
+    update, by_client = update_for({"mask": "token", "mask_low": 0.7, "mask_high": 1.3}, "importance_sampling")
+    logprobs = logprobs_near(update.rows)
+    flags = [
+        flag
+        for row, values in zip(update.rows, logprobs, strict=True)
+        for flag in masked(
+            {"mask": "token", "mask_low": 0.7, "mask_high": 1.3},
+            list(values.detach()[row.mask].numpy() - row.logprobs[row.mask].astype(float)),
+            float(row.advantages[row.mask][0]),
+        )
+    ]
+    assert update.measure is not None
+    assert by_client.client is not None
+    measured = update.measure([values.detach().numpy() for values in logprobs])
+    for numbers in (measured, by_client.client(logprobs)[1]):
+        assert numbers["correction/masked"] == pytest.approx(sum(flags) / len(flags))
+
+
+def test_masks_by_sign_keep_replies_of_different_signs_apart():
+    assert config("grpo").advantage_kink is None
+    assert config("grpo", correction={"mask": "token"}).advantage_kink == 0.0
+    assert config("grpo", correction={"mask": "geometric"}).merges_rows
+    threshold = {"type": "topr", "threshold": 0.5}
+    assert not config("grpo", loss=threshold, correction={"mask": "token"}).merges_rows
+
+
+def test_ratios_to_the_trainer_itself_are_the_policy_gradient():
+    update, by_client = update_for({"type": "proximal"}, "ppo")
+    assert update.loss == "cispo"
+    logprobs = logprobs_near(update.rows)
+    tokens = sum(int(row.mask.sum()) for row in update.rows)
+    for way in (update, by_client):
+        for row, grad in zip(update.rows, grads(way, logprobs), strict=True):
+            expected = -row.advantages[row.mask].astype(float) / tokens
+            np.testing.assert_allclose(grad[torch.from_numpy(row.mask)], expected, rtol=1e-5, atol=1e-8)
+
+
 def test_weights_are_reported_with_the_share_that_was_bounded():
     _, by_client = update_for({"type": "tis", "cap": 1.2}, "importance_sampling")
     logprobs = logprobs_near(by_client.rows)
@@ -97,7 +170,7 @@ def test_without_mismatch_the_correction_changes_nothing():
 
 def test_demonstrations_are_not_weighted():
     algorithm = config("mix", correction={"type": "tis", "cap": 1.0}, kl={"type": "none", "coef": 0})
-    update = run(Algorithm(algorithm, OURS, columns(), 0).score(1, groups()))
+    update = run(Algorithm(algorithm, OURS, columns(), 0).score_part(1, groups()))
     batch = loss_dispatch.tokens_of_rows(update.rows, algorithm, 1)
     expert = batch.sequence == 0
     corrected, _ = algorithm.correction.corrected(batch.old + 1.0, replace(batch, expert=expert))

@@ -47,7 +47,7 @@ def advantages(settings: AlgorithmConfig, groups: list[Group], group_size: int =
     """Advantages by the sampled token, in order of rows."""
     algorithm = Algorithm(settings, frozenset(), {}, 0, group_size)
     result: dict[int, list[float]] = {}
-    for row in asyncio.run(algorithm.score(1, groups)).rows:
+    for row in asyncio.run(algorithm.score_part(1, groups)).rows:
         result.setdefault(int(row.targets[-1]), []).append(float(row.advantages[-1]))
     return result
 
@@ -141,6 +141,6 @@ def test_turns_that_begin_a_row_are_counted():
     extending = Trajectory(turns=(turn((1,), 2), turn((1, 2, 3), 4)), reward=1.0)
     restarting = Trajectory(turns=(turn((1,), 2), turn((1, 9, 3), 4), turn((5,), 6)))
     algorithm = Algorithm(config(), frozenset(), {}, 0, 2)
-    update = asyncio.run(algorithm.score(1, [group((extending,), (restarting,))]))
+    update = asyncio.run(algorithm.score_part(1, [group((extending,), (restarting,))]))
     assert (update.numbers, len(update.rows)) == ({"rows/breaks": 2.0}, 4)
-    assert asyncio.run(algorithm.score(1, [group((trajectory("policy", 1.0),))])).numbers == {}
+    assert asyncio.run(algorithm.score_part(1, [group((trajectory("policy", 1.0),))])).numbers == {}

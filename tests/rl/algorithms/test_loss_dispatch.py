@@ -93,7 +93,7 @@ SERVED = ["grpo", "grpo_std", "dapo", "reinforceplusplus", "rloo", "opmd", "asym
 def test_server_loss_has_the_gradient_of_the_client_loss(name, aggregate):
     kl = {} if name in ("opmd", "sft", "raft") else {"kl": {"type": "k3", "coef": 0.2}}
     algorithm = config(name, aggregate=aggregate, **kl)
-    update = run(Algorithm(algorithm, OURS, columns(), 0).score(3, groups()))
+    update = run(Algorithm(algorithm, OURS, columns(), 0).score_part(3, groups()))
     assert update.loss, f"{name} should be computed by the server"
     batch = loss_dispatch.tokens_of_rows(update.rows, algorithm, 3)
     client_update = loss_dispatch.update_by_client(
@@ -114,7 +114,7 @@ def test_server_loss_has_the_gradient_of_the_client_loss(name, aggregate):
 
 def test_clip_fraction_of_a_server_loss_counts_clipped_tokens():
     algorithm = config("grpo", loss={"type": "ppo", "clip_low": 0.1, "clip_high": 0.3, "dual_clip": None})
-    update = run(Algorithm(algorithm, OURS, columns(), 0).score(3, groups()))
+    update = run(Algorithm(algorithm, OURS, columns(), 0).score_part(3, groups()))
     assert update.loss == "ppo"
     logprobs = [leaf.detach().numpy() for leaf in logprobs_near(update.rows)]
     clipped = total = 0.0
@@ -131,7 +131,7 @@ def test_clip_fraction_of_a_server_loss_counts_clipped_tokens():
 def test_every_algorithm_makes_a_differentiable_update(name):
     apart = {} if name in DATA_ONLY else {"merge_replies": False}
     algorithm = Algorithm(config(name, **apart), frozenset(), columns(), 0)
-    update = run(algorithm.score(1, groups()))
+    update = run(algorithm.score_part(1, groups()))
     assert update.rows
     logprobs = logprobs_near(update.rows)
     for grad in grads(update, logprobs):
@@ -153,7 +153,7 @@ def test_extensions_move_loss_terms_to_the_server():
 
 def test_masks_of_loss_terms_are_aggregate_weights():
     algorithm = config("grpo_std", aggregate="token_mean", entropy={"coef": 0.5}, loss={"dual_clip": None})
-    update = run(Algorithm(algorithm, OURS, columns(), 0).score(1, groups()))
+    update = run(Algorithm(algorithm, OURS, columns(), 0).score_part(1, groups()))
     spoken = sum(int(row.mask.sum()) * row.count for row in update.rows)
     for inputs, row in zip(update.inputs, update.rows, strict=True):
         expected = np.where(row.mask, row.count / spoken, 0.0)
@@ -175,8 +175,8 @@ def test_demonstrations_may_have_an_aggregate_of_their_own():
 def test_means_include_replies_without_advantage():
     level = Group(task=Task(id="l", messages=()), rollouts=(rollout(90, 1.0), rollout(91, 1.0)))
     algorithm = config("dapo", loss={"dual_clip": None}, merge_replies=False)
-    alone = run(Algorithm(algorithm, OURS, columns(), 0).score(1, groups()))
-    beside = run(Algorithm(algorithm, OURS, columns(), 0).score(1, [*groups(), level]))
+    alone = run(Algorithm(algorithm, OURS, columns(), 0).score_part(1, groups()))
+    beside = run(Algorithm(algorithm, OURS, columns(), 0).score_part(1, [*groups(), level]))
     assert len(alone.rows) == len(beside.rows)
     tokens = sum(int(row.mask.sum()) for row in alone.rows)
     more = sum(len(rollout.turns[0].tokens) for rollout in level.rollouts)
@@ -187,28 +187,29 @@ def test_means_include_replies_without_advantage():
 def test_adaptive_kl_coefficient_is_part_of_the_state():
     settings = config("grpo", kl={"type": "k2", "coef": 0.1, "target": 0.01, "horizon": 10.0})
     algorithm = Algorithm(settings, OURS, columns(), 0)
-    update = run(algorithm.score(1, groups()))
+    update = run(algorithm.score_part(1, groups()))
     weight = sum(float(inputs["kl_mask"].sum()) for inputs in update.inputs)
-    numbers = algorithm.adapt_coefficients(update, UpdateResult(logprobs=(), metrics={"kl:sum": 1.0 * weight}))
+    result = UpdateResult(logprobs=(), metrics={"kl:sum": 1.0 * weight})
+    numbers = algorithm.adapt_coefficients([(update, result)], update.rows, update.numbers)
     assert numbers["optim/kl"] == pytest.approx(1.0)
     assert numbers["optim/kl_coef"] > 0.1
     other = Algorithm(settings, OURS, columns(), 0)
     other.restore(algorithm.state)
-    assert run(other.score(2, groups())).config["kl_coef"] == numbers["optim/kl_coef"]
+    assert run(other.score_part(2, groups())).config["kl_coef"] == numbers["optim/kl_coef"]
 
 
 def test_kl_penalty_is_reported_as_reward_kl():
     algorithm = config("reinforceplusplus", kl={"type": "none"}, kl_penalty={"type": "k1", "coef": 0.5})
-    update = run(Algorithm(algorithm, OURS, columns(shift=-0.25), 0).score(1, groups()))
+    update = run(Algorithm(algorithm, OURS, columns(shift=-0.25), 0).score_part(1, groups()))
     assert update.numbers["reward/kl"] == pytest.approx(0.25)
 
 
 def test_equal_replies_are_merged_only_for_linear_losses():
     twice = Group(task=Task(id="t", messages=()), rollouts=(rollout(1, 1.0), rollout(1, 1.0), rollout(2, 0.0)))
     for name, count in (("grpo", 2), ("rec", 3), ("on_policy_distill", 3)):
-        update = run(Algorithm(config(name), OURS, columns(), 0).score(1, [twice]))
+        update = run(Algorithm(config(name), OURS, columns(), 0).score_part(1, [twice]))
         assert len(update.rows) == count, name
-    update = run(Algorithm(config("grpo", merge_replies=False), OURS, columns(), 0).score(1, [twice]))
+    update = run(Algorithm(config("grpo", merge_replies=False), OURS, columns(), 0).score_part(1, [twice]))
     assert len(update.rows) == 3
 
 
@@ -224,7 +225,7 @@ def by_sequence(loss: dict, ratio: float, merge: bool) -> dict[tuple[int, ...], 
     rollouts = tuple(spoken(tokens, -1.0, reward) for tokens, reward in said)
     algorithm = config("rloo", loss=loss, kl={"type": "k2", "coef": 0.1}, merge_replies=merge)
     group = Group(task=Task(id="t", messages=()), rollouts=rollouts)
-    update = run(Algorithm(algorithm, OURS, columns(), 0).score(1, [group]))
+    update = run(Algorithm(algorithm, OURS, columns(), 0).score_part(1, [group]))
     logprobs = [torch.tensor(np.where(row.mask, np.log(ratio) - 1.0, 0.0), requires_grad=True) for row in update.rows]
     gradients: dict[tuple[int, ...], float] = {}
     for row, grad in zip(update.rows, grads(update, logprobs), strict=True):
@@ -258,22 +259,22 @@ def test_piecewise_losses_merge_rows_of_equal_sign():
     group = Group(task=Task(id="t", messages=()), rollouts=tuple(spoken((5,), -1.0, reward) for reward in rewards))
     for name, counts in (("grpo", [4]), ("dapo", [2, 2]), ("gspo", [2, 2]), ("sapo", [2, 2])):
         algorithm = config(name, advantage={"type": "rloo"}, kl={"type": "k2", "coef": 0.1})
-        assert [row.count for row in run(Algorithm(algorithm, OURS, columns(), 0).score(1, [group])).rows] == counts, (
-            name
-        )
+        assert [
+            row.count for row in run(Algorithm(algorithm, OURS, columns(), 0).score_part(1, [group])).rows
+        ] == counts, name
 
 
 def test_equal_replies_with_other_logprobs_are_not_merged():
     said = ((-1.0, 1.0), (-1.2, 1.0), (-1.0, 1.0))
     rollouts = (*(spoken((5,), old, reward) for old, reward in said), spoken((6,), -1.0, 0.0))
     group = Group(task=Task(id="t", messages=()), rollouts=rollouts)
-    update = run(Algorithm(config("grpo"), OURS, columns(), 0).score(1, [group]))
+    update = run(Algorithm(config("grpo"), OURS, columns(), 0).score_part(1, [group]))
     assert [row.count for row in update.rows] == [2, 1, 1]
 
 
 def test_refill_replaces_dropped_groups():
     level = Group(task=Task(id="l", messages=()), rollouts=(rollout(90, 1.0), rollout(91, 1.0)))
-    update = run(Algorithm(config("grpo", refill=True), OURS, columns(), 0).score(1, [*groups(), level]))
+    update = run(Algorithm(config("grpo", refill=True), OURS, columns(), 0).score_part(1, [*groups(), level]))
     assert sum(row.count for row in update.rows) == 3 * 4 + 2
 
 
@@ -283,7 +284,7 @@ def test_rec_regularizes_replies_of_zero_advantage(regularizer, expected):
     loss = {"regularizer": regularizer, "regularizer_coef": 0.5}
     algorithm = config("rec", loss=loss, kl={"type": "none"}, aggregate="token_mean", merge_replies=False)
     group = Group(task=Task(id="t", messages=()), rollouts=(spoken((5, 6), -1.0, 1.0), spoken((7,), -1.0, 1.0)))
-    update = run(Algorithm(algorithm, OURS, columns(), 0).score(1, [group]))
+    update = run(Algorithm(algorithm, OURS, columns(), 0).score_part(1, [group]))
     assert not any(row.advantages.any() for row in update.rows)
     logprobs = [torch.tensor(row.logprobs + 0.2, dtype=torch.float64, requires_grad=True) for row in update.rows]
     on_tokens = [grad[row.mask] for grad, row in zip(grads(update, logprobs), update.rows, strict=True)]

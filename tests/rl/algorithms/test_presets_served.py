@@ -42,7 +42,7 @@ def served(tiny, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerLos
     data = [{"question": f"{n}?", "answer": str(n), "worse": "no", "text": f"{n} is {n}"} for n in range(9)]
     (folder / "data.jsonl").write_text("\n".join(map(json.dumps, data)))
     models = (f"tiny={tiny('llama')}", f"teacher={tiny('untied')}")
-    with embedded(ServeConfig(models=models, threads=1, data=folder / "served")) as address:
+    with embedded(ServeConfig(models=models, threads=1, dtype="float32", data=folder / "served")) as address:
         yield address, folder / "data.jsonl"
 
 

@@ -55,7 +55,7 @@ def test_advantages_of_a_conversation_reach_the_rows():
     assert [turn.reward for turn in rollout.turns] == [1.0, None]
     config = AlgorithmConfig.model_validate({"type": "grpo", "advantage": {"type": "precomputed"}})
     group = Group(task=Task(id="t", messages=()), rollouts=(rollout,))
-    (row,) = run(Algorithm(config, frozenset(), columns(), 0, group_size=4).score(1, [group])).rows
+    (row,) = run(Algorithm(config, frozenset(), columns(), 0, group_size=4).score_part(1, [group])).rows
     assert row.advantages[row.mask].tolist() == [0.25] * 4 + [1, 2, 3, 4]
 
 
@@ -68,7 +68,7 @@ def test_custom_advantage_calls_the_function_for_each_role():
         trajectories=tuple(Trajectory(turns=(turn,), role=role, reward=reward) for turn, role, reward in said)
     )
     group = Group(task=Task(id="t", messages=()), rollouts=(rollout,))
-    update = run(Algorithm(config, frozenset(), columns(), 0).score(1, [group]))
+    update = run(Algorithm(config, frozenset(), columns(), 0).score_part(1, [group]))
     assert [float(row.advantages[row.mask][0]) for row in update.rows] == [1.0, -1.0, -4.0, 4.0]
 
 

@@ -1,8 +1,8 @@
-"""The algorithm of a run: turns the groups of a step into training rows and one loss over them.
+"""The algorithm of a run: turns the groups of a step into training rows and the losses of its optimizer steps.
 
 Steps of `score`: request the columns that the algorithm reads (reference, teacher, values), subtract the KL penalty
-from rewards, compute advantages, write them into rows, merge identical rows, drop rows without gradient, and prepare
-the loss for the server or for the client.
+from rewards, compute advantages, write them into rows, merge identical rows, divide them into minibatches, drop rows
+without gradient, and prepare the loss for the server or for the client.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from tinsmith.rl.algorithms import loss_dispatch
 from tinsmith.rl.algorithms.advantages.base import Advantages, Trace, trace_from_trajectory, with_turn_returns
 from tinsmith.rl.algorithms.advantages.per_token import GaeAdvantage
 from tinsmith.rl.algorithms.config import AlgorithmConfig
-from tinsmith.rl.algorithms.grouping import advantages_by_role, comparison_groups
+from tinsmith.rl.algorithms.grouping import ComparisonGroup, advantages_by_role, comparison_groups
 from tinsmith.rl.algorithms.regularizers import divergence
+from tinsmith.rl.algorithms.updates import BatchUpdates, Unit, UpdatesConfig, units_of_demonstrations
 from tinsmith.rl.policy.base import Update, UpdateResult
 from tinsmith.rl.policy.training_rows import (
     TrainingRow,
@@ -57,29 +58,70 @@ class Algorithm:
         columns: Mapping[str, ColumnSource],
         seed: int,
         group_size: int = 1,
+        updates: UpdatesConfig | None = None,
     ) -> None:
         """`extensions`: loss inputs that the server adds to the Tinker API; `columns`: sources of `config.columns`;
-        `group_size`: rollouts of a task; above 1, a trajectory without siblings is not trained on.
+        `group_size`: rollouts of a task; above 1, a trajectory without siblings is not trained on; `updates`: optimizer
+        steps of a batch, one if not given.
 
         Raises ConfigError if the source of a column is missing.
         """
-        if missing := sorted(config.columns - columns.keys()):
+        self._updates = updates or UpdatesConfig()
+        self._anchored = config.correction.enabled and self._updates.steps > 1
+        needed = config.columns | ({"proximal"} if self._anchored else set())
+        if missing := sorted(needed - columns.keys()):
             raise ConfigError(f"algorithm: {config.type} reads {', '.join(missing)}, which no source provides.")
         self._config, self._columns, self._seed, self._group_size = config, columns, seed, group_size
-        self._server_loss = loss_dispatch.server_loss(config, extensions)
+        self._server_loss = loss_dispatch.server_loss(config, extensions, anchored=self._anchored)
         self._kl_coef, self._penalty_coef = config.kl.coef, config.kl_penalty.coef
 
     @property
     def loss_location(self) -> str:
         """Description of where the loss is computed, for display."""
         if self._server_loss is not None:
-            return f"the server's {self._server_loss.name}"
+            anchor = ", relative to logprobs of one forward pass a batch" if self._anchored else ""
+            return f"the server's {self._server_loss.name}{anchor}"
         return f"{self._config.loss.type}, computed here, which costs one more forward pass a step"
 
-    async def score(self, step: int, groups: Sequence[Group], demonstrations: Sequence[TrainingRow] = ()) -> Update:
-        """The update for the groups of a step and rows of demonstrations; without rows if there is no gradient."""
+    async def score(
+        self, step: int, groups: Sequence[Group], demonstrations: Sequence[TrainingRow] = ()
+    ) -> BatchUpdates:
+        """The updates for the groups of a step and rows of demonstrations; none if there is no gradient."""
+        units, numbers = await self._units(step, groups, demonstrations)
+        if self._anchored:
+            units = await self._with_anchors(units)
+        divided = self._updates.divided(units, (self._seed, step))
+        updates = [self._update(step, rows) for rows in divided]
+        first_epoch = updates[: self._updates.minibatches]
+        return BatchUpdates(
+            updates=tuple(update for update in updates if update.rows),
+            rows=tuple(row for update in first_epoch for row in update.rows),
+            numbers=numbers,
+        )
+
+    async def score_part(
+        self, step: int, groups: Sequence[Group], demonstrations: Sequence[TrainingRow] = ()
+    ) -> Update:
+        """The update for some groups of a step; without rows if there is no gradient.
+
+        The gradients of parts add up to that of the whole step for algorithms without `stream_fault`, and only for
+        these; for any algorithm, a step may have one part.
+        """
+        units, numbers = await self._units(step, groups, demonstrations)
+        return replace(self._update(step, [row for unit in units for row in unit.rows]), numbers=numbers)
+
+    async def _units(
+        self, step: int, groups: Sequence[Group], demonstrations: Sequence[TrainingRow]
+    ) -> tuple[list[Unit], dict[str, float]]:
+        """The rows with their advantages, by group, and metrics."""
         config = self._config
-        compared = [group for group in comparison_groups(groups, config.grouping) if config.trains(group.role)]
+        numbered = [
+            (number, compared)
+            for number, group in enumerate(groups)
+            for compared in comparison_groups([group], config.grouping)
+            if config.trains(compared.role)
+        ]
+        compared = [group for _, group in numbered]
         replies = [
             _Reply(number, tuple(rows_from_trajectory(each)), trace_from_trajectory(each), is_truncated(each))
             for number, group in enumerate(compared)
@@ -94,29 +136,47 @@ class Algorithm:
         advantages_PG = advantages_by_role(
             compared, traces_PG, config.advantage_of, config.grouping, self._group_size, random
         )
-        rows = self._rows(replies, advantages_PG, random)
+        rows_P = self._rows(replies, advantages_PG, random)
         if self._config.loss_reads_reference and demonstrations:
             columns = await self._columns["reference"](demonstrations)
             demonstrations = [
                 replace(row, columns={"reference": column}) for row, column in zip(demonstrations, columns, strict=True)
             ]
-        return replace(self._update(step, [*rows, *demonstrations]), numbers={**numbers, **_row_breaks(replies)})
+        return [*_units_of_groups(numbered, rows_P), *units_of_demonstrations(demonstrations)], {
+            **numbers,
+            **_row_breaks(replies),
+        }
 
-    def adapt_coefficients(self, update: Update, updated: UpdateResult) -> dict[str, float]:
-        """Move adaptive coefficients by the divergence measured in an update. Returns them as metrics."""
-        replies = sum(row.count for row in update.rows)
-        measured = updated.metrics.get("kl")
-        if measured is None and "kl:sum" in updated.metrics:
-            weight = sum(float(inputs["kl_mask"].sum()) for inputs in update.inputs)
-            measured = updated.metrics["kl:sum"] / weight if weight else 0.0
-        numbers: dict[str, float] = {}
-        if measured is not None:
+    async def _with_anchors(self, units: Sequence[Unit]) -> list[Unit]:
+        """The units with the column `proximal`: the logprobs of the weights in training, before the first update."""
+        rows = [row for unit in units if not unit.demonstration for row in unit.rows]
+        columns = iter(await self._columns["proximal"](rows) if rows else ())
+        return [
+            unit
+            if unit.demonstration
+            else replace(
+                unit,
+                rows=tuple(replace(row, columns={**row.columns, "proximal": next(columns)}) for row in unit.rows),
+            )
+            for unit in units
+        ]
+
+    def adapt_coefficients(
+        self, results: Sequence[tuple[Update, UpdateResult]], rows: Sequence[TrainingRow], numbers: Mapping[str, float]
+    ) -> dict[str, float]:
+        """Move adaptive coefficients by the mean divergence of the updates of a step. Returns them as metrics.
+
+        `rows`: those of the step, each once; `numbers`: metrics of the algorithm in this step.
+        """
+        replies = sum(row.count for row in rows)
+        adapted: dict[str, float] = {}
+        if (measured := _mean_divergence(results)) is not None:
             self._kl_coef = self._config.kl.adapted_coef(self._kl_coef, measured, replies)
-            numbers = {"optim/kl": measured, "optim/kl_coef": self._kl_coef}
-        if (penalty := update.numbers.get("reward/kl")) is not None:
+            adapted = {"optim/kl": measured, "optim/kl_coef": self._kl_coef}
+        if (penalty := numbers.get("reward/kl")) is not None:
             self._penalty_coef = self._config.kl_penalty.adapted_coef(self._penalty_coef, penalty, replies)
-            numbers["reward/kl_coef"] = self._penalty_coef
-        return numbers
+            adapted["reward/kl_coef"] = self._penalty_coef
+        return adapted
 
     @property
     def state(self) -> dict[str, float]:
@@ -180,8 +240,11 @@ class Algorithm:
 
     def _rows(
         self, replies: Sequence[_Reply], advantages_PG: Advantages, random: np.random.Generator
-    ) -> list[TrainingRow]:
-        """The rows to train on, with their advantages: dropped replies refilled, identical rows merged."""
+    ) -> list[list[TrainingRow]]:
+        """The rows to train on of each group, with their advantages: dropped replies refilled, identical rows merged.
+
+        With `refill`, all rows are in one list, because copies merge with the originals of their groups.
+        """
         rows_PG: list[list[list[TrainingRow]]] = []
         dropped = 0
         for number, advantages_G in enumerate(advantages_PG):
@@ -200,11 +263,11 @@ class Algorithm:
         if self._config.refill and (pool := [rows for rows_G in rows_PG for rows in rows_G]):
             rows_PG.append([pool[int(at)] for at in random.integers(len(pool), size=dropped)])
         by_group = [[row for rows in rows_G for row in rows] for rows_G in rows_PG]
-        if self._config.refill:  # copies merge with the originals of their groups
+        if self._config.refill:
             by_group = [[row for rows in by_group for row in rows]]
         if self._config.merges_rows:
-            by_group = [merge_identical_rows(rows, self._config.loss.advantage_kink) for rows in by_group]
-        return [row for rows in by_group for row in rows]
+            by_group = [merge_identical_rows(rows, self._config.advantage_kink) for rows in by_group]
+        return by_group
 
     def _update(self, step: int, rows: Sequence[TrainingRow]) -> Update:
         """The update for the rows. Weights of the aggregate count all rows, including those without gradient."""
@@ -221,6 +284,33 @@ class Algorithm:
         if self._server_loss is None:
             return loss_dispatch.update_by_client(rows, batch, self._config, context)
         return loss_dispatch.update_by_server(rows, batch, self._config, context, self._server_loss)
+
+
+def _units_of_groups(
+    numbered: Sequence[tuple[int, ComparisonGroup]], rows_P: Sequence[Sequence[TrainingRow]]
+) -> list[Unit]:
+    """One unit for each group of the step, from the rows of its comparison groups."""
+    if len(rows_P) != len(numbered):  # refilled
+        return [Unit(rows=tuple(row for rows in rows_P for row in rows))]
+    units: dict[int, list[TrainingRow]] = {}
+    for (number, _), rows in zip(numbered, rows_P, strict=True):
+        units.setdefault(number, []).extend(rows)
+    return [Unit(rows=tuple(rows)) for rows in units.values()]
+
+
+def _mean_divergence(results: Sequence[tuple[Update, UpdateResult]]) -> float | None:
+    """Mean divergence from the reference in the losses of updates, over all tokens; None if they have none."""
+    total = weight = 0.0
+    for update, result in results:
+        if "kl" in result.metrics:
+            tokens = sum(row.count * int(row.mask.sum()) for row in update.rows if row.kind != "expert")
+            total, weight = total + result.metrics["kl"] * tokens, weight + tokens
+        elif "kl:sum" in result.metrics:
+            total += result.metrics["kl:sum"]
+            weight += sum(float(inputs["kl_mask"].sum()) for inputs in update.inputs)
+    if not any({"kl", "kl:sum"} & result.metrics.keys() for _, result in results):
+        return None
+    return total / weight if weight else 0.0
 
 
 def _row_breaks(replies: Sequence[_Reply]) -> dict[str, float]:

@@ -158,7 +158,7 @@ class AlgorithmConfig(Settings):
     where q is compared with the policy (bounded ratios, kl_penalty, distillation); unbounded importance weights need
     the sampler's."""
     correction: Annotated[CorrectionConfig, _ROLLOUTS] = CorrectionConfig()
-    """Correction of the difference between the logprobs of sampler and trainer."""
+    """Weights and masks against the difference between the sampling policy and the trained one."""
     critic: CriticConfig | None = None
     """Critic that predicts returns, a second adapter. Required by advantages that read values (gae)."""
 
@@ -167,6 +167,11 @@ class AlgorithmConfig(Settings):
     def _apply_preset(cls, values: Any) -> Any:
         if not isinstance(values, Mapping) or values.get("type", "grpo") not in NAMES:
             return values
+        loss = values.get("loss")
+        if isinstance(loss, Mapping) and loss.get("type") == "stable_reinforce":
+            raise ValueError(
+                "loss.type: stable_reinforce has no published formula; set it to ppo, or set correction.mask to token"
+            )
         return preset_with(str(values.get("type", "grpo")), values)
 
     @model_validator(mode="after")
@@ -252,6 +257,10 @@ class AlgorithmConfig(Settings):
         """How the algorithm reads the sampler's logprobs."""
         if self.kl_penalty.enabled or any(advantage.compares_policy for advantage in self.advantages):
             return "bounded"
+        if self.correction.mask != "none":
+            return "bounded"
+        if self.correction.type == "proximal":
+            return "none"
         return "exact" if self.correction.enabled else self.loss.sampler_ratio
 
     def recomputes(self, sampling: SamplingConfig) -> bool:
@@ -295,7 +304,37 @@ class AlgorithmConfig(Settings):
     @property
     def merges_rows(self) -> bool:
         """Whether identical replies may share a row: the loss is linear in the advantage, which reads no columns."""
-        return self.merge_replies and self.loss.linear and not self.advantage_columns - {"reference"}
+        one_kink = self.correction.mask != "token" or self.loss.advantage_kink in (None, 0.0)
+        return self.merge_replies and self.loss.linear and one_kink and not self.advantage_columns - {"reference"}
+
+    @property
+    def advantage_kink(self) -> float | None:
+        """The advantage at which the loss, or the mask of tokens, changes its form; None if it has none."""
+        return 0.0 if self.correction.mask == "token" else self.loss.advantage_kink
+
+    @property
+    def stream_fault(self) -> str:
+        """Message if the gradient of a batch cannot be computed group by group, else empty."""
+        aggregates = {"aggregate": self.aggregate}
+        if isinstance(self.loss, MixLoss | MixChordLoss):
+            aggregates["loss.expert_aggregate"] = self.loss.expert_aggregate or self.aggregate
+        if means := [f"{key} {value}" for key, value in aggregates.items() if value != "token_sum"]:
+            return (
+                f"algorithm.{means[0]} divides by the lengths of the whole batch, which are not known while it "
+                "is sampled; set it to token_sum"
+            )
+        if not all(advantage.of_groups for advantage in self.advantages):
+            return (
+                f"algorithm.advantage {self.advantage.type} compares a group with the others of the batch; choose one "
+                "that compares within the group, such as grpo or rloo"
+            )
+        if self.kl_penalty.target is not None:
+            return "algorithm.kl_penalty.target adapts to the mean of the whole batch; leave it out"
+        if self.refill:
+            return "algorithm.refill copies replies of the whole batch; leave it out"
+        if self.critic is not None:
+            return "algorithm.critic learns from the whole batch before the policy does; choose a group advantage"
+        return ""
 
     @property
     def drop_zero_advantage(self) -> bool:

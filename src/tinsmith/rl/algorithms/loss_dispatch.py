@@ -49,14 +49,17 @@ class ServerLoss:
     """Whether the inputs include sequence_ratio_mask."""
 
 
-def server_loss(config: AlgorithmConfig, extensions: frozenset[str]) -> ServerLoss | None:
-    """The server's loss that equals the configured loss with its terms; None if there is none."""
+def server_loss(config: AlgorithmConfig, extensions: frozenset[str], *, anchored: bool = False) -> ServerLoss | None:
+    """The server's loss that equals the configured loss with its terms; None if there is none.
+
+    `anchored`: batches have the column `proximal`, so that weights and masks are known before the forward pass.
+    """
     if config.kl.enabled and not (config.kl.type in _ESTIMATORS and extensions >= _KL):
         return None
     if config.entropy.coef and not extensions >= _ENTROPY:
         return None
-    if config.correction.enabled:
-        return _corrected_loss(config)
+    if config.correction.changes_loss and not anchored:
+        return _corrected_loss(config) if config.correction.mask == "none" else _masked_loss(config, extensions)
     if isinstance(config.loss, DroLoss):  # its quadratic term cannot be weighted
         return ServerLoss(name="dro", config={"beta": config.loss.beta}) if config.aggregate == "token_sum" else None
     return _policy_loss(config.loss, extensions)
@@ -64,14 +67,34 @@ def server_loss(config: AlgorithmConfig, extensions: frozenset[str]) -> ServerLo
 
 def _corrected_loss(config: AlgorithmConfig) -> ServerLoss | None:
     """cispo with the cap as its bound, which has the gradient of every loss that only bounds the corrected ratio, 1."""
-    if (config.correction.type, config.correction.level) != ("tis", "token"):
-        return None
+    match config.correction.type, config.correction.level:
+        case "tis", "token":
+            bounds = {"clip_low_threshold": 0.0, "clip_high_threshold": config.correction.cap}
+        case "proximal", _:
+            bounds = {"clip_low_threshold": 1.0, "clip_high_threshold": 1.0}
+        case _:
+            return None
     match config.loss:
         case ImportanceSamplingLoss() | PpoLoss(mask_drift=None) | CispoLoss() | GspoLoss():
-            bounds = {"clip_low_threshold": 0.0, "clip_high_threshold": config.correction.cap}
             return ServerLoss(name="cispo", config=bounds)
         case _:
             return None
+
+
+def _masked_loss(config: AlgorithmConfig, extensions: frozenset[str]) -> ServerLoss | None:
+    """ppo with the bounds of the mask: its gradient is 0 exactly where the mask of tokens ignores them."""
+    if config.correction.enabled or config.correction.mask != "token":
+        return None
+    low, high = config.correction.mask_bounds
+    match config.loss:
+        case ImportanceSamplingLoss():
+            loss = PpoLoss(clip_low=1 - low, clip_high=high - 1, dual_clip=None)
+        case PpoLoss(on_policy=False, mask_drift=None) as ppo:
+            bounds = {"clip_low": min(ppo.clip_low, 1 - low), "clip_high": min(ppo.clip_high, high - 1)}
+            loss = ppo.model_copy(update=bounds)
+        case _:
+            return None
+    return _policy_loss(loss, extensions)
 
 
 def _policy_loss(loss: PolicyLoss, extensions: frozenset[str]) -> ServerLoss | None:
@@ -125,16 +148,21 @@ def tokens_of_rows(rows: Sequence[TrainingRow], config: AlgorithmConfig, step: i
         policy_weights=weights[1],
         expert_weights=weights[2],
         reference=flat([row.columns["reference"] for row in rows]) if config.loss_reads_reference else None,
+        proximal=flat([row.columns.get("proximal", row.logprobs) for row in rows]) if _anchored(rows) else None,
         pairs=torch.tensor(list(zip(chosen, rejected, strict=True))) if chosen else None,
         step=step,
     )
+
+
+def _anchored(rows: Sequence[TrainingRow]) -> bool:
+    return any("proximal" in row.columns for row in rows)
 
 
 def objective(
     logprobs: Tensor, batch: Tokens, config: AlgorithmConfig, context: LossContext
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss with its terms for logprobs [T], and its metrics; divergence and entropy are means over tokens."""
-    corrected, numbers = config.correction.corrected(logprobs, batch) if config.correction.enabled else (batch, {})
+    corrected, numbers = _corrected(logprobs, batch, config)
     loss, metrics = config.loss.total(logprobs, corrected)
     numbers |= {"policy_loss": loss, **metrics}
     counts = batch.counts * ~batch.expert
@@ -151,17 +179,27 @@ def objective(
     return loss, numbers
 
 
+def _corrected(logprobs: Tensor, batch: Tokens, config: AlgorithmConfig) -> tuple[Tokens, dict[str, Tensor]]:
+    return config.correction.corrected(logprobs, batch) if config.correction.changes_loss else (batch, {})
+
+
 def update_by_server(
     rows: Sequence[TrainingRow], batch: Tokens, config: AlgorithmConfig, context: LossContext, loss: ServerLoss
 ) -> Update:
     """An update by one forward_backward with a loss of the server."""
-    scaled_advantages = batch.weights * (batch.counts if isinstance(config.loss, SftLoss) else batch.advantages)
+    old_N = [row.logprobs for row in rows]
+    weights = batch.weights
+    if batch.proximal is not None:
+        anchored, _ = config.correction.corrected(batch.proximal, batch)
+        old_N, weights = scatter_to_rows(rows, anchored.old.numpy()), anchored.weights
+    scaled_advantages = weights * (batch.counts if isinstance(config.loss, SftLoss) else batch.advantages)
     if isinstance(config.loss, OpmdLoss):
         scaled_advantages = scaled_advantages / (1.0 + config.loss.tau)
     masks_N = scatter_to_rows(rows, (batch.weights * batch.counts * ~batch.expert).numpy())
     inputs: list[Mapping[str, np.ndarray]] = []
-    for row, column, mask in zip(rows, scatter_to_rows(rows, scaled_advantages.numpy()), masks_N, strict=True):
-        arrays = {"weights": column} if loss.weights_only else {"logprobs": row.logprobs, "advantages": column}
+    columns_N = scatter_to_rows(rows, scaled_advantages.numpy())
+    for row, column, old, mask in zip(rows, columns_N, old_N, masks_N, strict=True):
+        arrays = {"weights": column} if loss.weights_only else {"logprobs": old, "advantages": column}
         if loss.sequence_mask:
             arrays["sequence_ratio_mask"] = row.mask.astype(np.float32)
         if config.kl.enabled:
@@ -178,7 +216,7 @@ def update_by_server(
     def measure(logprobs: Sequence[np.ndarray]) -> dict[str, float]:
         columns = [row_logprobs[row.mask] for row, row_logprobs in zip(rows, logprobs, strict=True)]
         flat = torch.from_numpy(np.concatenate(columns).astype(np.float64))
-        corrected, numbers = config.correction.corrected(flat, batch) if config.correction.enabled else (batch, {})
+        corrected, numbers = _corrected(flat, batch, config)
         return {name: float(number) for name, number in (numbers | config.loss.total(flat, corrected)[1]).items()}
 
     return Update(rows=tuple(rows), inputs=tuple(inputs), loss=loss.name, config=settings, measure=measure)

@@ -14,6 +14,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from tinsmith.errors import ConfigError
+from tinsmith.rl.guards.user_code import run_user_code
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.rewards.base import Reward, Score, all_correct
 from tinsmith.rl.rewards.compared import score_by
@@ -85,9 +86,14 @@ class Rewards:
         rollout, total, parts, verdicts = Rollout(trajectories=(trajectory,)), 0.0, dict[str, float](), []
         for name, config in self._parts.items():
             if config.role in ("", trajectory.role):
-                score = await score_by(config, task, rollout, policy, self.pool)
+                score = await run_user_code(self._score_by(config, task, rollout, policy))
                 parts |= {f"{name}/{part}": value for part, value in score.parts.items()}
                 parts[name] = score.value
                 total += config.weight * score.value
                 verdicts.append(score.correct)
         return Score(value=total, correct=all_correct(verdicts), parts=parts)
+
+    async def _score_by(self, config: Reward, task: Task, rollout: Rollout, policy: Snapshot) -> Score:
+        if isinstance(config, CustomReward) and config.isolated and self.pool is not None:
+            return await config.judge_isolated(self.pool, task, rollout)
+        return await score_by(config, task, rollout, policy, self.pool)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
 
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Rollout, Task
@@ -29,9 +32,21 @@ class Score:
         if isinstance(value, Score):
             return value
         if isinstance(value, Mapping):
-            parts = {name: float(part) for name, part in value.items()}
+            parts = {str(name): as_number(part, f"part {name}") for name, part in value.items()}
             return cls(value=sum(parts.values()), parts=parts)
-        return cls(value=float(value))
+        return cls(value=as_number(value, "reward"))
+
+
+def as_number(value: object, name: str) -> float:
+    """The value as a float. Raises TypeError or ValueError, with `name`, for what is no single real number."""
+    if type(value) is float:
+        return value
+    if isinstance(value, str | bytes | complex) or np.size(cast(Any, value)) != 1:
+        raise TypeError(f"{name} is a {type(value).__name__}, and must be a number")
+    try:
+        return float(cast(Any, value))
+    except TypeError as error:
+        raise TypeError(f"{name} is a {type(value).__name__}, and must be a number") from error
 
 
 RewardValue = float | Mapping[str, float] | Score

@@ -18,7 +18,8 @@ from tinsmith.rl.plugins import (
     validated,
 )
 from tinsmith.rl.policy.base import Snapshot
-from tinsmith.rl.rewards.base import Reward, RewardValue
+from tinsmith.rl.rewards.base import Reward, RewardValue, Score
+from tinsmith.rl.scoring.pool import ScoringPool
 from tinsmith.rl.types import Rollout, Task
 
 
@@ -32,9 +33,15 @@ class CustomReward(Reward):
     args: Arguments = Field(default_factory=dict)
     """Keyword arguments of the function or class, or fields of the Reward class."""
 
+    isolated: float = Field(default=0.0, ge=0)
+    """Call the code in a worker process, with this time limit in seconds: it may then hang, crash or use too much
+    memory (4 GiB) without harm to the run; its rollout fails. 0: call it in the run's process."""
+
     @model_validator(mode="after")
     def _check_path(self) -> CustomReward:
-        _ = self._target
+        target = self._target
+        if self.isolated and (isinstance(target, Reward) or not isinstance(self.path, str)):
+            raise ValueError("isolated needs a function or a class with __call__, named by its import path")
         return self
 
     @property
@@ -56,6 +63,14 @@ class CustomReward(Reward):
             raise ValueError(f"{path} is neither a function nor a class")
         check_signature(target, path, 2, self.args)
         return lambda task, rollout: target(task, rollout, **self.args)
+
+    async def judge_isolated(self, pool: ScoringPool, task: Task, rollout: Rollout) -> Score:
+        """The score of a rollout, made in a process of `pool`. Raises TimeoutError or ComparisonError."""
+        arguments = (str(self.path), self.args, task, rollout)
+        try:
+            return Score(**await pool.call("tinsmith.rl.rewards.isolated:score", *arguments, seconds=self.isolated))
+        except TimeoutError:
+            raise TimeoutError(f"{self.title} took longer than {self.isolated:g} seconds") from None
 
     @override
     async def judge(self, task: Task, rollout: Rollout, policy: Snapshot) -> RewardValue:

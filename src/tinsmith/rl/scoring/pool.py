@@ -48,7 +48,10 @@ class ScoringPool:
             except BaseException:
                 self._end(process)
                 raise
-            self._idle.append(process)
+            if "MemoryError" in reply.get("error", ""):  # what leaked is not freed by the next comparison
+                self._end(process)
+            else:
+                self._idle.append(process)
         if "timeout" in reply:
             raise TimeoutError
         if "error" in reply:

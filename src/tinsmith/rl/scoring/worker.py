@@ -50,11 +50,11 @@ def _run(function: Callable[..., Any], arguments: tuple[Any, ...], seconds: floa
         return {"value": call_with_limit(function, arguments, seconds)}
     except TimeoutError:
         return {"timeout": True}
-    except Exception as error:  # noqa: BLE001  sent to the caller
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # noqa: BLE001  sent to the caller
         return _error(error)
 
 
-def _error(error: Exception) -> dict[str, Any]:
+def _error(error: BaseException) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}"[:_MAX_ERROR]}
 
 

@@ -140,6 +140,11 @@ class Advantage(Settings):
     compares: ClassVar[bool] = True
     """Whether the method compares the trajectories of a group, so that one whose siblings failed has no baseline."""
 
+    @property
+    def of_groups(self) -> bool:
+        """Whether the advantages of a group do not depend on other groups of the step."""
+        return True
+
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """Advantages of all tokens. `random`: generator of the step, for methods that draw."""
         raise NotImplementedError

@@ -21,6 +21,11 @@ class ReinforcePlusPlusBaselineAdvantage(Advantage):
     epsilon: float = Field(default=1e-6, gt=0)
     """Added to the standard deviation."""
 
+    @property
+    @override
+    def of_groups(self) -> bool:
+        return False
+
     @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         rewards_PG = [net_rewards(traces_G) for traces_G in traces_PG]
@@ -41,6 +46,11 @@ class PrpoAdvantage(Advantage):
     compares: ClassVar[bool] = False
     epsilon: float = Field(default=1e-6, gt=0)
     """Added to the standard deviation."""
+
+    @property
+    @override
+    def of_groups(self) -> bool:
+        return False
 
     @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:

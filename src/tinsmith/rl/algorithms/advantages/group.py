@@ -40,6 +40,11 @@ class NormalizedAdvantage(Advantage):
     std_threshold: float | None = Field(default=None, ge=0)
     """Drop groups whose standard deviation is at most this, and groups of one; not set: keep all groups."""
 
+    @property
+    @override
+    def of_groups(self) -> bool:
+        return self.normalize != "batch"
+
     def deviation(self, rewards: np.ndarray) -> float:
         """The standard deviation; 1 for fewer than two rewards."""
         return float(rewards.std(ddof=self.std == "sample")) if len(rewards) > 1 else 1.0
@@ -158,6 +163,11 @@ class RecAdvantage(Advantage):
     drop: Literal["none", "balance"] = "none"
     """`balance` drops random replies below the mean until they are no more than those at or above it."""
 
+    @property
+    @override
+    def of_groups(self) -> bool:
+        return self.drop == "none"
+
     @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         return [broadcast(traces_G, self._group_advantages(net_rewards(traces_G), random)) for traces_G in traces_PG]
@@ -209,6 +219,11 @@ class ClipBAdvantage(Advantage):
     """Keep tokens with A < 0 whose S is at most this many standard deviations below its mean."""
     normalize: Literal["none", "group", "batch"] = "group"
     """Divide by the sample standard deviation of the group's rewards, or of all rewards of the step (`batch`)."""
+
+    @property
+    @override
+    def of_groups(self) -> bool:
+        return False
 
     @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:

@@ -25,6 +25,11 @@ class ReinforcePlusPlusAdvantage(Advantage):
     gamma: float = Field(default=1.0, ge=0, le=1)
     """Discount from token to token."""
 
+    @property
+    @override
+    def of_groups(self) -> bool:
+        return False
+
     @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         flat = whiten([discounted(trace.token_rewards, self.gamma) for traces_G in traces_PG for trace in traces_G])
@@ -46,6 +51,11 @@ class GaeAdvantage(Advantage):
     """lambda: 1 is the return minus the value (least bias), 0 the one-step error delta_t (least variance)."""
     whiten: bool = True
     """Subtract the mean and divide by the standard deviation over all tokens of the step."""
+
+    @property
+    @override
+    def of_groups(self) -> bool:
+        return not self.whiten
 
     @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:

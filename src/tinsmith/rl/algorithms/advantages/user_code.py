@@ -75,6 +75,11 @@ class CustomAdvantage(Advantage):
         check_signature(function, path, 1, self.args)
         return cast(Callable[..., Sequence[Any]], function)
 
+    @property
+    @override
+    def of_groups(self) -> bool:
+        return False
+
     @override
     def compute(self, traces_PG: Traces, random: np.random.Generator) -> Advantages:
         """Advantages of all tokens. Raises ConfigError unless the function returns a number for each trajectory."""

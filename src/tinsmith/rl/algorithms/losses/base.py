@@ -42,6 +42,8 @@ class Tokens:
     """Weights of the aggregate over demonstrations alone; 0 at the policy's tokens."""
     reference: Tensor | None = None
     """Logprobs of the reference."""
+    proximal: Tensor | None = None
+    """Logprobs of the trained policy before the first update of the batch; None if it has one update."""
     pairs: Tensor | None = None
     """int64 [pairs, 2]: rows of the chosen and the rejected reply of each pair."""
     step: int = 1
@@ -68,6 +70,7 @@ class Tokens:
             policy_weights=self.policy_weights[inside],
             expert_weights=self.expert_weights[inside],
             reference=None if self.reference is None else self.reference[inside],
+            proximal=None if self.proximal is None else self.proximal[inside],
             step=self.step,
         )
 
