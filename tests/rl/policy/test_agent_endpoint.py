@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 
 import numpy as np
 import openai
@@ -259,3 +260,64 @@ def test_run_with_agents_improves_reward(tmp_path):
     assert np.mean(reward[-3:]) > np.mean(reward[:3])
     with pytest.raises(ValueError, match="is not an async function"):
         settings(tmp_path, workflow={"type": "agent", "path": f"{HERE}:served"})
+
+
+def test_shared_client_names_the_session_of_a_request():
+    async def main() -> tuple[list[str], list[int]]:
+        endpoint = AgentEndpoint()
+        sampling = SamplingConfig(max_tokens=99)
+        try:
+            client = openai.AsyncOpenAI(base_url=endpoint.base_url, api_key="EMPTY", max_retries=0)
+            async with client:
+                with (
+                    endpoint.named_session("left", policy("five"), sampling, 7) as left,
+                    endpoint.named_session("right", policy("six"), sampling, 7) as right,
+                ):
+                    replies = []
+                    for name in ("right", "left", "right"):
+                        headers = {"X-Session-ID": name}
+                        reply = await client.chat.completions.create(model="m", messages=[USER], extra_headers=headers)
+                        replies.append(str(reply.choices[0].message.content))
+                with pytest.raises(openai.AuthenticationError):
+                    await client.chat.completions.create(model="m", messages=[USER], extra_headers=headers)
+            return replies, [len(left.turns), len(right.turns)]
+        finally:
+            await endpoint.close()
+
+    assert asyncio.run(main()) == (["six", "five", "six"], [1, 2])
+
+
+def test_service_is_entered_once_and_left_with_the_endpoint():
+    events: list[tuple[str, object]] = []
+
+    @asynccontextmanager
+    async def service() -> AsyncIterator[None]:
+        events.append(("entered", asyncio.current_task()))
+        yield
+        events.append(("left", asyncio.current_task()))
+
+    async def main() -> None:
+        endpoint = AgentEndpoint()
+        await asyncio.gather(*(endpoint.serve("tools", service) for _ in range(3)))
+        await endpoint.close()
+
+    asyncio.run(main())
+    (entered, first), (left, last) = events
+    assert (entered, left) == ("entered", "left")
+    assert first is last
+
+
+def test_service_that_cannot_start_fails_each_of_its_users():
+    @asynccontextmanager
+    async def service() -> AsyncIterator[None]:
+        raise OSError("no port")
+        yield
+
+    async def main() -> None:
+        endpoint = AgentEndpoint()
+        for _ in range(2):
+            with pytest.raises(OSError, match="no port"):
+                await endpoint.serve("tools", service)
+        await endpoint.close()
+
+    asyncio.run(main())

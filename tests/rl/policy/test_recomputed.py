@@ -109,7 +109,7 @@ def policy_gradient(values: dict[str, Any], group: list[int], old: np.ndarray) -
         for reply in group
     )
     scorer = Algorithm(algorithm(**values, merge_replies=False), OURS, columns(), 0)
-    update = run(scorer.score(1, [Group(task=Task(id="t", messages=()), rollouts=rollouts)]))
+    update = run(scorer.score_part(1, [Group(task=Task(id="t", messages=()), rollouts=rollouts)]))
     chosen = [int(row.targets[-1]) - 10 for row in update.rows]
     logprobs = [torch.tensor([np.log(POLICY[reply])], requires_grad=True) for reply in chosen]
     pieces = [

@@ -43,7 +43,7 @@ class Server(Snapshot):
         await self._request()
         return (Turn(prompt=(1,), tokens=(2, 3), logprobs=(0.0, 0.0), text="", stop="stop"),) * count
 
-    async def logprobs(self, tokens):
+    async def logprobs(self, tokens, last=None):
         await self._request()
         return np.zeros(len(tokens) - 1, np.float32)
 
@@ -101,12 +101,12 @@ def test_reference_logprobs_stay_within_concurrency(tmp_path, monkeypatch):
     most = [0, 0]
     compute = ScriptedSnapshot.logprobs
 
-    async def counted(self, tokens):
+    async def counted(self, tokens, last=None):
         most[0] += 1
         most[1] = max(most)
         await asyncio.sleep(0)
         most[0] -= 1
-        return await compute(self, tokens)
+        return await compute(self, tokens, last)
 
     monkeypatch.setattr(ScriptedSnapshot, "logprobs", counted)
     run(settings(tmp_path, steps=2, concurrency=2, algorithm={"kl": {"type": "k2", "coef": 0.1}}))

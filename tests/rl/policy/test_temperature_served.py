@@ -48,13 +48,13 @@ def test_loss_at_temperature_07_equals_the_reference(loss, tiny, tmp_path):
         turns = await snapshot.sample(PROMPT, count=3, seed=2, sampling=WARM)
         rollouts = tuple(Rollout.single((turn,), float(at)) for at, turn in enumerate(turns))
         scorer = Algorithm(config, policy.extensions, {}, 0)
-        update = await scorer.score(1, [Group(task=Task(id="t", messages=()), rollouts=rollouts)])
+        update = await scorer.score_part(1, [Group(task=Task(id="t", messages=()), rollouts=rollouts)])
         result = await policy.update(update, OptimizerConfig(), 1e-3)
         await policy.close()
         return turns, result
 
     folder = tiny("llama")
-    with embedded(ServeConfig(models=(f"tiny={folder}",), threads=1, data=tmp_path)) as address:
+    with embedded(ServeConfig(models=(f"tiny={folder}",), threads=1, dtype="float32", data=tmp_path)) as address:
         turns, result = asyncio.run(work(address))
     expected = 0.0
     for turn, advantage in zip(turns, (-1.5, 0.0, 1.5), strict=True):

@@ -16,11 +16,11 @@ from tinker import TrainingClient
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl import algorithms
 from tinsmith.rl.algorithms import AlgorithmConfig
-from tinsmith.rl.metrics import update_metrics
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import ModelConfig, SamplingConfig, Update
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.types import Group, Message, Rollout, Task
+from tinsmith.rl.updates.metrics import update_metrics
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -62,7 +62,7 @@ async def train_once(policy: TinkerPolicy, *, seed: int, **algorithm: Any) -> di
     turns = await (await policy.snapshot()).sample(PROMPT, count=8, seed=seed, sampling=SAMPLING)
     group = group_of(turns)
     update = await scored(policy, group, **algorithm)
-    return update_metrics(update.rows, await policy.update(update, OptimizerConfig(), 1e-2))
+    return update_metrics([(update, await policy.update(update, OptimizerConfig(), 1e-2))])
 
 
 async def scored(policy: TinkerPolicy, group: Group, **algorithm: Any) -> Update:
@@ -73,7 +73,7 @@ async def scored(policy: TinkerPolicy, group: Group, **algorithm: Any) -> Update
         return [await (await policy.open_model("tiny")).logprobs(row.sequence) for row in rows]
 
     columns = {"reference": reference, "entropy": policy.entropies}
-    return await algorithms.Algorithm(config, policy.extensions, columns, 0).score(1, [group])
+    return await algorithms.Algorithm(config, policy.extensions, columns, 0).score_part(1, [group])
 
 
 def test_replies_have_prompt_tokens_logprobs_and_text(served, tiny_llama):

@@ -1,9 +1,9 @@
 """OpenAI-compatible endpoint of the policy, for agents with their own client.
 
 The endpoint listens on a free port of localhost from the first session to the end of the run, in the run's event loop.
-Each rollout has a session with its own URL and key. Every reply is recorded as a Turn with its sampled tokens and
-logprobs; an assistant message that a client sends back stands for these tokens, so a conversation becomes one training
-row.
+Each rollout has a session with its own URL and key; a client that many rollouts share names the session of a request in
+the header X-Session-ID. Every reply is recorded as a Turn with its sampled tokens and logprobs; an assistant message
+that a client sends back stands for these tokens, so a conversation becomes one training row.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import json
 import secrets
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from tinsmith.chat.request import ChatRequest, error_body, error_code, parse_json_object, select_fields
+from tinsmith.chat.request import ChatRequest, error_body, error_code, error_param, parse_json_object, select_fields
 from tinsmith.errors import BadRequest, NotFound, TinsmithError, Unauthorized
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot
 from tinsmith.rl.policy.chat_session import MODEL, AgentChatRequest, ChatSession, invalid_request
@@ -109,6 +109,9 @@ def _response(choices: list[dict[str, Any]], prompt_tokens: int, completion_toke
 BACKLOG = 1024
 """Connections that may wait to be accepted."""
 
+SESSION_HEADER = "x-session-id"
+"""Request header with the name of a session, for requests to `base_url`."""
+
 
 class AgentEndpoint:
     """The server of all agent sessions of a run; it starts listening with the first session."""
@@ -118,6 +121,29 @@ class AgentEndpoint:
         self._url = ""
         self._server: uvicorn.Server | None = None
         self._serving: asyncio.Task[None] | None = None
+        self._services: dict[str, _Service] = {}
+
+    @property
+    def base_url(self) -> str:
+        """URL for clients that several sessions share; a request names its session in the header X-Session-ID."""
+        if self._server is None:
+            self._listen()
+        return f"{self._url}/v1"
+
+    @contextmanager
+    def named_session(self, name: str, policy: Snapshot, sampling: SamplingConfig, seed: int) -> Iterator[AgentSession]:
+        """A session of this name at `base_url` for the duration of the block. The name is the only secret."""
+        session = self._sessions[name] = AgentSession(self.base_url, policy, sampling, seed, open_url=True)
+        try:
+            yield session
+        finally:
+            del self._sessions[name]
+
+    async def serve(self, name: str, open_service: Callable[[], AbstractAsyncContextManager[Any]]) -> None:
+        """Enter a service that agents use, once for each name; it is left when the endpoint closes."""
+        if name not in self._services:
+            self._services[name] = _Service(open_service())
+        await self._services[name].ready
 
     @asynccontextmanager
     async def session(
@@ -138,7 +164,9 @@ class AgentEndpoint:
             del self._sessions[name]
 
     async def close(self) -> None:
-        """Stop listening; requests in flight are aborted."""
+        """Leave the services and stop listening; requests in flight are aborted."""
+        services, self._services = self._services, {}
+        await asyncio.gather(*(service.close() for service in services.values()))
         if self._server is not None and self._serving is not None:
             self._server.should_exit = self._server.force_exit = True
             await asyncio.gather(self._serving, return_exceptions=True)
@@ -168,6 +196,8 @@ class AgentEndpoint:
 
         return Starlette(
             routes=[
+                Route("/v1/chat/completions", self._chat_completions, methods=["POST"]),
+                Route("/v1/models", self._models, methods=["GET"]),
                 Route("/{session}/v1/chat/completions", self._chat_completions, methods=["POST"]),
                 Route("/{session}/v1/models", self._models, methods=["GET"]),
                 Route("/{rest:path}", self._not_found, methods=["GET", "POST", "PUT", "DELETE"]),
@@ -203,7 +233,8 @@ class AgentEndpoint:
 
     def _authenticate(self, http: Request) -> AgentSession:
         """The session of a request. Raises Unauthorized for a wrong key, and for a rollout that has ended."""
-        session = self._sessions.get(http.path_params["session"])
+        name = http.path_params.get("session") or http.headers.get(SESSION_HEADER, "")
+        session = self._sessions.get(name)
         key = http.headers.get("authorization", "").removeprefix("Bearer ").encode()
         if session is None or not (session.open_url or secrets.compare_digest(key, session.api_key.encode())):
             raise Unauthorized(
@@ -212,7 +243,32 @@ class AgentEndpoint:
         return session
 
 
+class _Service:
+    """Something to use with `async with` that must be entered and left in one task: it has one of its own."""
+
+    def __init__(self, service: AbstractAsyncContextManager[Any]) -> None:
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._end = asyncio.Event()
+        self._task = asyncio.create_task(self._run(service), name="agent-service")
+
+    async def _run(self, service: AbstractAsyncContextManager[Any]) -> None:
+        try:
+            async with service:
+                self.ready.set_result(None)
+                await self._end.wait()
+        except Exception as error:
+            if self.ready.done():
+                raise
+            self.ready.set_exception(error)
+
+    async def close(self) -> None:
+        self._end.set()
+        await self._task
+
+
 def _error_response(error: TinsmithError) -> Response:
     from starlette.responses import JSONResponse
 
-    return JSONResponse(error_body(str(error), error.status, error_code(error)), status_code=error.status)
+    return JSONResponse(
+        error_body(str(error), error.status, error_code(error), error_param(error)), status_code=error.status
+    )

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from tinsmith.chat.request import PromptTooLong
+from tinsmith.rl.ending.duration import seconds_of
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.chat import Messages
 from tinsmith.rl.policy.training_rows import TrainingRow
@@ -38,6 +39,8 @@ class ModelConfig(Settings):
     """Adapt the output layer."""
     base_url: str = ""
     """Server of the Tinker API. Empty: the environment variable TINKER_BASE_URL, else a service for this run."""
+    api_key_env: str = "TINKER_API_KEY"
+    """Environment variable with the API key of the server."""
     tokenizer: str = ""
     """Tokenizer: a hub id or a folder. Empty: the one that the server names."""
     chat_template: str = ""
@@ -45,6 +48,11 @@ class ModelConfig(Settings):
     own template takes none. Empty: the tokenizer's template."""
     chat_template_values: dict[str, Any] = Field(default_factory=dict)
     """Variables for the chat template, such as {enable_thinking: false}."""
+    router_replay: Literal["none", "measure", "replay"] = "none"
+    """Routed experts of a mixture: `replay` trains with the experts that the sampler chose, `measure` reports how often
+    the trainer's own choice differs (optim/expert_mismatch), `none` records nothing. Needs a Tinsmith server."""
+    wait: Annotated[float, BeforeValidator(seconds_of), Field(ge=0)] = 3600.0
+    """How long the run waits for a server that does not respond, in seconds or as 2h, before it ends; 0: no limit."""
     load_from: str = ""
     """tinker:// path of a state checkpoint to start from, with a new optimizer. Empty: a new adapter."""
 
@@ -225,9 +233,25 @@ class Snapshot(Protocol):
         """Open another model of this server: a base model by name, or a tinker:// path."""
         ...
 
-    async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        """Return logprobs of tokens 1 to N at temperature 1, float32 [N], for N + 1 tokens."""
+    async def logprobs(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
+        """Return logprobs of tokens 1 to N at temperature 1, float32 [N], for N + 1 tokens.
+
+        With `last`, return only those of the last tokens, float32 [last]; the server may have cached the others.
+        """
         ...
+
+    async def next_logprobs(self, tokens: Sequence[int], ids: Sequence[int]) -> np.ndarray:
+        """Return the logprobs at temperature 1 of K ids as the token after `tokens`, float32 [K]."""
+        ...
+
+    async def top_logprobs(self, tokens: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the `count` likeliest tokens after `tokens`, int64 [K], and their logprobs at temperature 1,
+        float32 [K]. K is smaller than `count` if the vocabulary is."""
+        ...
+
+    def pinned(self) -> Snapshot:
+        """Return a snapshot of one version: of a snapshot that follows the newest weights, the weights of now."""
+        return self
 
     def wrapped(self, wrap: Callable[[Snapshot], Snapshot]) -> Snapshot:
         """Return this snapshot with `wrap` around the one that sends its requests."""
@@ -250,17 +274,25 @@ class SamplingClients(Protocol):
         """Open saved sampling weights, which are those of `version`."""
         ...
 
+    def on_outage(self, notify: Callable[[bool], None]) -> None:
+        """Call `notify` with True when the server is away, and with False when it responds again."""
+        del notify  # unless there is a server
+
     async def close(self) -> None:
         """End the session."""
         ...
 
 
 class Policy(Protocol):
-    """A model in training. Each `update` increments the version."""
+    """A model in training.
+
+    The version counts batches trained on, not optimizer steps: sampling only ever sees the weights after the last
+    optimizer step of a batch, so that differences of versions are staleness in steps of the run.
+    """
 
     @property
     def version(self) -> int:
-        """Number of updates."""
+        """Number of batches trained on."""
         ...
 
     @property
@@ -281,8 +313,26 @@ class Policy(Protocol):
         """Open another model of this server: a base model by name, or a tinker:// path."""
         ...
 
+    async def accumulate(self, update: Update) -> UpdateResult:
+        """Add the gradient of the rows to the gradient of the next optimizer step."""
+        ...
+
+    async def step(self, optimizer: OptimizerConfig, learning_rate: float) -> Mapping[str, float]:
+        """Take one optimizer step with the accumulated gradient, which ends a batch; returns the server's metrics."""
+        ...
+
+    async def train(
+        self, updates: Sequence[Update], optimizer: OptimizerConfig, learning_rate: float
+    ) -> list[UpdateResult]:
+        """Take one optimizer step for each of the updates of a batch, without waiting between them."""
+        ...
+
     async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> UpdateResult:
-        """Compute one gradient over all rows and take one optimizer step."""
+        """Compute one gradient over all rows and take one optimizer step: `train` with one update."""
+        return (await self.train([update], optimizer, learning_rate))[0]
+
+    async def logprobs(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
+        """Return logprobs of the rows' targets by the weights in training, float32 [N] per row, by a forward pass."""
         ...
 
     async def auxiliary_adapter(self, rank: int, seed: int, state: str = "") -> AuxiliaryAdapter:
@@ -297,7 +347,7 @@ class Policy(Protocol):
         ...
 
     def set_version(self, version: int) -> None:
-        """Set the number of updates of weights that were loaded from a checkpoint."""
+        """Set the version of weights that were loaded from a checkpoint."""
         ...
 
     async def save(self, name: str, ttl_seconds: int | None, metadata: Mapping[str, str] | None = None) -> str:
@@ -319,6 +369,10 @@ class Policy(Protocol):
     async def delete_checkpoint(self, path: str) -> None:
         """Delete saved sampling weights. Snapshots that use them already remain valid."""
         ...
+
+    def on_outage(self, notify: Callable[[bool], None]) -> None:
+        """Call `notify` with True when the server is away, and with False when it responds again."""
+        del notify  # unless there is a server
 
     async def close(self) -> None:
         """End the session."""

@@ -12,6 +12,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from types import TracebackType
+from weakref import WeakSet
 
 import numpy as np
 from typing_extensions import override
@@ -28,6 +29,7 @@ class AttemptClock:
         self._timeout = asyncio.timeout(seconds)
         self._open = False
         self._waiting = self._running = 0
+        self._suspended = False
         self._paused: tuple[float, float] | None = None
         """Time at which the clock was paused, and the seconds that were left."""
         self._begin = self._pauses = 0.0
@@ -56,7 +58,15 @@ class AttemptClock:
     def count(self, *, waiting: int = 0, running: int = 0) -> None:
         """Add to the number of requests that wait for a place, and of those that have one."""
         self._waiting, self._running = self._waiting + waiting, self._running + running
-        pause, end = self._waiting > 0 and not self._running, self._timeout.when()
+        self._update()
+
+    def suspend(self, suspended: bool) -> None:
+        """Let the clock stand still, or run on."""
+        self._suspended = suspended
+        self._update()
+
+    def _update(self) -> None:
+        pause, end = self._suspended or (self._waiting > 0 and not self._running), self._timeout.when()
         if not self._open or self.expired or pause == (self._paused is not None):
             return
         now = asyncio.get_running_loop().time()
@@ -75,11 +85,22 @@ class RequestLimit:
     def __init__(self, size: int) -> None:
         """`size`: number of places."""
         self._places = asyncio.Semaphore(size)
+        self._clocks = WeakSet[AttemptClock]()
+        self._suspended = False
         self.sampled_tokens = 0
         """Tokens sampled up to now."""
 
+    def suspend(self, suspended: bool) -> None:
+        """Let all clocks stand still, because the server is away, or run on."""
+        self._suspended = suspended
+        for clock in self._clocks:
+            clock.suspend(suspended)
+
     def around(self, snapshot: Snapshot, clock: AttemptClock | None = None) -> Snapshot:
         """The snapshot with its requests limited; `clock` stands still while they wait."""
+        if clock is not None:
+            self._clocks.add(clock)
+            clock.suspend(self._suspended)
         return snapshot.wrapped(lambda inner: LimitedSnapshot(inner, self, clock))
 
     @asynccontextmanager
@@ -121,9 +142,19 @@ class LimitedSnapshot(SnapshotWrapper):
         return self._limit.around(await self._snapshot.open_model(name), self._clock)
 
     @override
-    async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+    async def logprobs(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
         async with self._limit.place(self._clock):
-            return await self._snapshot.logprobs(tokens)
+            return await self._snapshot.logprobs(tokens, last)
+
+    @override
+    async def next_logprobs(self, tokens: Sequence[int], ids: Sequence[int]) -> np.ndarray:
+        async with self._limit.place(self._clock):
+            return await self._snapshot.next_logprobs(tokens, ids)
+
+    @override
+    async def top_logprobs(self, tokens: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
+        async with self._limit.place(self._clock):
+            return await self._snapshot.top_logprobs(tokens, count)
 
 
 class TokenRates:

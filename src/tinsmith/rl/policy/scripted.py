@@ -1,6 +1,6 @@
 """Policy for tests without a server: a softmax over a few fixed replies.
 
-The weights are one logit per reply. `update` takes an exact gradient step on them, so rewards rise as in a real run;
+The weights are one logit per reply. `step` takes an exact gradient step on them, so rewards rise as in a real run;
 `save` writes them to a folder, so runs resume. A token is the code point of a character; 0 ends a reply. Supports the
 losses importance_sampling and cross_entropy, and losses computed by the client.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -124,7 +125,7 @@ class ScriptedSnapshot(Snapshot):
         return ScriptedSnapshot(self._replies, np.zeros(len(self._replies)), 0)
 
     @override
-    async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+    async def logprobs(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
         """float32 [N]: the logprob of the reply that ends `tokens`, at its first token; 0 elsewhere."""
         reply_logprobs = _log_softmax(self._logits)
         logprobs = np.zeros(len(tokens) - 1, np.float32)
@@ -132,7 +133,23 @@ class ScriptedSnapshot(Snapshot):
             reply_tokens = [*map(ord, text), END]
             if list(tokens[-len(reply_tokens) :]) == reply_tokens:
                 logprobs[len(tokens) - len(reply_tokens) - 1] = reply_logprobs[reply]
-        return logprobs
+        return logprobs if last is None else logprobs[-last:]
+
+    @override
+    async def next_logprobs(self, tokens: Sequence[int], ids: Sequence[int]) -> np.ndarray:
+        """float32 [K]: as `top_logprobs`; -inf for tokens that begin no reply."""
+        first = dict(zip(*await self.top_logprobs(tokens, len(self._replies)), strict=True))
+        return np.array([first.get(token, -np.inf) for token in ids], np.float32)
+
+    @override
+    async def top_logprobs(self, tokens: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The first tokens of the replies, after all `tokens`."""
+        begins: dict[int, float] = {}
+        for text, logprob in zip(self._replies, _log_softmax(self._logits), strict=True):
+            token = ord(text[0]) if text else END
+            begins[token] = float(np.logaddexp(begins.get(token, -np.inf), logprob))
+        best = sorted(begins, key=lambda token: -begins[token])[:count]
+        return np.array(best, np.int64), np.array([begins[token] for token in best], np.float32)
 
     def _turn(self, prompt: tuple[int, ...], reply: int, logprobs: np.ndarray, sampling: SamplingConfig) -> Turn:
         tokens = (*map(ord, self._replies[reply]), END)[: sampling.max_tokens]
@@ -153,6 +170,7 @@ class ScriptedPolicy(Policy):
         """`folder` stores checkpoints; `state` is the path of a checkpoint to resume from."""
         self._replies, self._folder, self._version = tuple(replies), folder, version
         self._logits = np.array(json.loads(Path(state).read_text())) if state else np.zeros(len(replies))
+        self._gradient = np.zeros_like(self._logits)
 
     @property
     @override
@@ -169,19 +187,44 @@ class ScriptedPolicy(Policy):
         return ScriptedSnapshot(self._replies, self._logits, self._version)
 
     @override
-    async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> UpdateResult:
-        """One step of plain gradient descent, without moments and clipping."""
+    async def accumulate(self, update: Update) -> UpdateResult:
         before = _log_softmax(self._logits)
-        logprobs = [self._row_logprobs(row, before) for row in update.rows]
+        logprobs = await self.logprobs(update.rows)
         loss, gradients, metrics = _gradients(update, logprobs)
-        gradient = np.zeros_like(self._logits)
         for row, gradient_N in zip(update.rows, gradients, strict=True):
             reply = self._reply(row.targets[row.mask])
-            gradient -= float(gradient_N[int(np.argmax(row.mask))]) * (np.eye(len(before))[reply] - np.exp(before))
-        self._logits = self._logits + learning_rate * gradient
+            self._gradient -= float(gradient_N[int(np.argmax(row.mask))]) * (
+                np.eye(len(before))[reply] - np.exp(before)
+            )
+        return UpdateResult(logprobs=tuple(logprobs), metrics={"loss:sum": loss, **metrics})
+
+    @override
+    async def step(self, optimizer: OptimizerConfig, learning_rate: float) -> Mapping[str, float]:
+        metrics = self._descend(learning_rate)
         self._version += 1
-        norm = float(np.linalg.norm(gradient))
-        return UpdateResult(logprobs=tuple(logprobs), metrics={"loss:sum": loss, "grad_norm": norm, **metrics})
+        return metrics
+
+    @override
+    async def train(
+        self, updates: Sequence[Update], optimizer: OptimizerConfig, learning_rate: float
+    ) -> list[UpdateResult]:
+        results = []
+        for update in updates:
+            result = await self.accumulate(update)
+            results.append(replace(result, metrics={**result.metrics, **self._descend(learning_rate)}))
+        self._version += 1
+        return results
+
+    def _descend(self, learning_rate: float) -> dict[str, float]:
+        """Take one step of plain gradient descent, without moments and clipping."""
+        gradient, self._gradient = self._gradient, np.zeros_like(self._logits)
+        self._logits = self._logits + learning_rate * gradient
+        return {"grad_norm": float(np.linalg.norm(gradient))}
+
+    @override
+    async def logprobs(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
+        before = _log_softmax(self._logits)
+        return [self._row_logprobs(row, before) for row in rows]
 
     @property
     @override

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import tinker
+from tinker.lib.retryable_exception import RetryableException
 
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 from tinsmith.rl.optimizer import OptimizerConfig
@@ -51,6 +52,13 @@ async def translate_errors(action: str) -> AsyncIterator[None]:
     except tinker.APIStatusError as error:
         kind = UserError if error.status_code < 500 else TinsmithError
         raise kind(f"The server returned status {error.status_code} while {action}: {_message(error)}") from error
+    except (RetryableException, ValueError) as error:  # raised by polls for a result that the server does not have
+        if isinstance(error, ValueError) and "retrieving result" not in str(error):
+            raise
+        raise TinsmithError(
+            f"The server has lost a request while {action}: {error}",
+            "The same command continues from the last checkpoint.",
+        ) from error
     except tinker.TinkerError as error:
         raise TinsmithError(f"No response from the server while {action}: {error}") from error
 
@@ -65,14 +73,18 @@ def _message(error: tinker.APIStatusError) -> str:
 
 
 @asynccontextmanager
-async def open_session(action: str, base_url: str, api_key: str) -> AsyncIterator[tinker.ServiceClient]:
-    """A session on the server. It ends if the block raises; otherwise the caller ends it.
+async def open_session(
+    action: str, base_url: str, api_key: str, metadata: dict[str, str] | None = None
+) -> AsyncIterator[tinker.ServiceClient]:
+    """A session on the server, with this user_metadata. It ends if the block raises; otherwise the caller ends it.
 
     Raises ConfigError if no server responds, UserError if it rejects the key.
     """
     await check_reachable(base_url)
     async with translate_errors(f"{action} at {base_url}"):
-        service = await asyncio.to_thread(tinker.ServiceClient, base_url=base_url, api_key=api_key)
+        service = await asyncio.to_thread(
+            tinker.ServiceClient, user_metadata=metadata, base_url=base_url, api_key=api_key
+        )
         try:
             yield service
         except BaseException:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -18,7 +20,9 @@ from tinsmith.errors import Unsupported, UserError
 from tinsmith.rl.optimizer import OptimizerConfig
 from tinsmith.rl.policy.base import AuxiliaryAdapter, CheckpointInfo, ModelConfig, Policy, Update, UpdateResult
 from tinsmith.rl.policy.chat import Chat
+from tinsmith.rl.policy.router_replay import SESSION_METADATA, RoutedExperts, check_routers
 from tinsmith.rl.policy.sdk import adam_params, extensions, open_session, translate_errors
+from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, TinkerSnapshot, load_chat
 from tinsmith.rl.policy.training_rows import TrainingRow
 
@@ -75,6 +79,9 @@ def _datum(row: TrainingRow, ids: Sequence[int], weights_NK: np.ndarray) -> tink
 
 log = logging.getLogger(__name__)
 
+_IN_FLIGHT = 3
+"""Updates of a batch that are submitted before the result of the first is awaited."""
+
 
 class TinkerPolicy(Policy):
     """A LoRA adapter in training on a server. Created by `connect`."""
@@ -86,34 +93,65 @@ class TinkerPolicy(Policy):
         client: tinker.TrainingClient,
         chat: Chat,
         version: int,
-        base_model: str,
+        config: ModelConfig,
         server_extensions: frozenset[str],
+        address: tuple[str, str],
+        watch: ServerWatch,
     ) -> None:
         self._service, self._rest, self._client, self._chat = service, rest, client, chat
-        self._sampling = TinkerSamplingClients(service, chat, base_model)
-        self._version, self._base_model, self._extensions = version, base_model, server_extensions
+        experts = None if config.router_replay == "none" else RoutedExperts(*address)
+        self._sampling = TinkerSamplingClients(service, chat, config.name, watch, experts)
+        self.watch, self._router_replay = watch, config.router_replay
+        self._version, self._base_model, self._extensions = version, config.name, server_extensions
         self._snapshot: TinkerSnapshot | None = None
         self._saving: Awaitable[tinker.SamplingClient] | None = None
         """Sampling client of the current version, requested together with its update."""
+        self.address = address
+        """Base URL and API key of the server."""
+        self.before_step: list[Callable[[], None]] = []
+        """Functions to call before the first optimizer step of each batch is submitted; requests that they submit read
+        the old weights."""
 
     @classmethod
     async def connect(
-        cls, config: ModelConfig, base_url: str, api_key: str, *, seed: int, state: str = "", version: int = 0
+        cls,
+        config: ModelConfig,
+        base_url: str,
+        api_key: str,
+        *,
+        seed: int,
+        state: str = "",
+        version: int = 0,
+        watch: ServerWatch | None = None,
     ) -> TinkerPolicy:
         """Create a new adapter, or load the one at the path `state` with its optimizer state and `version`.
 
+        Requests wait for the server as long as `watch` says.
+
         Raises ConfigError if no server responds, UserError if the server rejects the model or the key.
         """
-        async with open_session(f"creating the model {config.name}", base_url, api_key) as service:
+        routed = config.router_replay != "none"
+        metadata = SESSION_METADATA if routed else None
+        async with open_session(f"creating the model {config.name}", base_url, api_key, metadata) as service:
+            if routed:
+                await check_routers(base_url, api_key, config.name)
             rest = await asyncio.to_thread(tinker.RestClient, base_url=base_url, api_key=api_key)
-            client = await _training_client(service, config, seed, state)
+            watch = watch or ServerWatch()
+            watch.attend(base_url, service.holder, rest.holder)
+            client = await watch.persist(lambda: _training_client(service, config, seed, state))
             chat, server_extensions = await load_chat(config, client), await extensions(base_url, api_key)
-            return cls(service, rest, client, chat, version, config.name, server_extensions)
+            address = (base_url, api_key)
+            return cls(service, rest, client, chat, version, config, server_extensions, address, watch)
 
     @property
     @override
     def version(self) -> int:
         return self._version
+
+    @property
+    def client(self) -> tinker.TrainingClient:
+        """The SDK's client of the model in training."""
+        return self._client
 
     @property
     @override
@@ -131,37 +169,94 @@ class TinkerPolicy(Policy):
         return self._snapshot
 
     @override
-    async def update(self, update: Update, optimizer: OptimizerConfig, learning_rate: float) -> UpdateResult:
-        """Submit gradient, step and saving of weights for sampling together, so that the server does not wait.
+    async def accumulate(self, update: Update) -> UpdateResult:
+        async with translate_errors(_training_with(update)):
+            return _result(await self._gradient(update))
 
-        Weights are saved for sampling only if the current version was sampled from; a run on demonstrations skips it.
-        """
-        sampled = self._snapshot is not None and self._snapshot.version == self._version
-        async with translate_errors(f"training with the loss {update.loss or 'of the run'}"):
-            pending_gradient = self._gradient(update)
-            pending_step = self._client.optim_step(adam_params(optimizer, learning_rate))
-            saving = self._client.save_weights_and_get_sampling_client() if sampled else None
-            gradient, step = await pending_gradient, await pending_step
+    @override
+    async def step(self, optimizer: OptimizerConfig, learning_rate: float) -> Mapping[str, float]:
+        """The step and the saving of weights for sampling are submitted together, as in `train`."""
+        async with translate_errors("taking an optimizer step"):
+            self._prepare_step()
+            pending = self._client.optim_step(adam_params(optimizer, learning_rate))
+            saving = self._save_for_next_samples()
+            metrics = (await pending).metrics or {}
         self._version, self._saving = self._version + 1, saving
-        logprobs = tuple(np.asarray(outputs["logprobs"].to_numpy(), np.float32) for outputs in gradient.loss_fn_outputs)
-        return UpdateResult(logprobs=logprobs, metrics={**gradient.metrics, **(step.metrics or {})})
+        return metrics
+
+    @override
+    async def train(
+        self, updates: Sequence[Update], optimizer: OptimizerConfig, learning_rate: float
+    ) -> list[UpdateResult]:
+        """Gradients, steps and the saving of weights for sampling are submitted before the results are awaited, so that
+        the server does not wait; at most _IN_FLIGHT updates at once."""
+        results: list[UpdateResult] = []
+        pending: deque[tuple[Any, Any]] = deque()
+        saving = None
+        for left, update in zip(range(len(updates) - 1, -1, -1), updates, strict=True):
+            async with translate_errors(_training_with(update)):
+                gradient = self._gradient(update)
+                if left == len(updates) - 1:
+                    self._prepare_step()
+                pending.append((gradient, self._client.optim_step(adam_params(optimizer, learning_rate))))
+                saving = None if left else self._save_for_next_samples()
+                while len(pending) >= (_IN_FLIGHT if left else 1):
+                    gradient, step = pending.popleft()
+                    result, stepped = _result(await gradient), await step
+                    results.append(replace(result, metrics={**result.metrics, **(stepped.metrics or {})}))
+        self._version, self._saving = self._version + 1, saving
+        return results
+
+    def _prepare_step(self) -> None:
+        for prepare in self.before_step:
+            prepare()
+
+    def _save_for_next_samples(self) -> Any:
+        """Submit the saving of weights for sampling if the current version was sampled from; a run on demonstrations
+        never is."""
+        sampled = self._snapshot is not None and self._snapshot.version == self._version
+        return self._client.save_weights_and_get_sampling_client() if sampled else None
+
+    @override
+    async def logprobs(self, rows: Sequence[TrainingRow]) -> list[np.ndarray]:
+        data = [row.datum({"weights": row.mask.astype(np.float32)}) for row in rows]
+        async with translate_errors("computing logprobs of the weights in training"):
+            result = await self._client.forward(data, "cross_entropy", self._with_replay({}))
+        return list(_logprobs(result))
 
     @override
     async def auxiliary_adapter(self, rank: int, seed: int, state: str = "") -> TinkerAuxiliaryAdapter:
-        async with translate_errors("creating the critic"):
+        service = self._service
+
+        async def create() -> tinker.TrainingClient:
             if state:
-                client = await self._service.create_training_client_from_state_with_optimizer(state)
-            else:
-                client = await self._service.create_lora_training_client(self._base_model, rank=rank, seed=seed)
+                return await service.create_training_client_from_state_with_optimizer(state)
+            return await service.create_lora_training_client(self._base_model, rank=rank, seed=seed)
+
+        async with translate_errors("creating the critic"):
+            client = await self.watch.persist(create)
         return TinkerAuxiliaryAdapter(client, self._chat.vocabulary)
 
     def _gradient(self, update: Update) -> Any:
         """Submit forward_backward; returns its future."""
         if (client := update.client) is not None:
-            data = [row.datum({"weights": row.mask.astype(np.float32)}) for row in update.rows]
+            if self._router_replay == "replay":
+                raise Unsupported(
+                    "model.router_replay: a loss that the client computes is not replayed, because the SDK sends only "
+                    "targets and weights for its gradient.",
+                    "Set it to none, or use an algorithm whose loss the server computes.",
+                )
+            data = [
+                replace(row, routed_experts=None).datum({"weights": row.mask.astype(np.float32)}) for row in update.rows
+            ]
             return self._client.forward_backward_custom(data, lambda _, logprobs: client(logprobs))
         data = [row.datum(inputs) for row, inputs in zip(update.rows, update.inputs, strict=True)]
-        return self._client.forward_backward(data, cast(Any, update.loss), cast(Any, dict(update.config)))
+        return self._client.forward_backward(data, cast(Any, update.loss), self._with_replay(update.config))
+
+    def _with_replay(self, config: Mapping[str, float | str]) -> Any:
+        """A loss's configuration that says whether the rows' experts are replayed, or only compared."""
+        measures = {"router_replay": 0.0} if self._router_replay == "measure" else {}
+        return {**config, **measures} or None
 
     @property
     @override
@@ -180,7 +275,7 @@ class TinkerPolicy(Policy):
             )
         data = [row.datum({"weights": row.mask.astype(np.float32)}) for row in rows]
         async with translate_errors("computing entropies"):
-            result = await self._client.forward(data, "cross_entropy", cast(Any, {"return_entropy": 1.0}))
+            result = await self._client.forward(data, "cross_entropy", self._with_replay({"return_entropy": 1.0}))
         return [np.asarray(outputs["entropy"].to_numpy(), np.float32) for outputs in result.loss_fn_outputs]
 
     @override
@@ -249,8 +344,24 @@ class TinkerPolicy(Policy):
             log.warning("Could not delete old weights: %s", error)
 
     @override
+    def on_outage(self, notify: Callable[[bool], None]) -> None:
+        self.watch.on_change.append(notify)
+
+    @override
     async def close(self) -> None:
         await self._sampling.close()
+
+
+def _training_with(update: Update) -> str:
+    return f"training with the loss {update.loss or 'of the run'}"
+
+
+def _result(gradient: tinker.ForwardBackwardOutput) -> UpdateResult:
+    return UpdateResult(logprobs=_logprobs(gradient), metrics=gradient.metrics)
+
+
+def _logprobs(output: tinker.ForwardBackwardOutput) -> tuple[np.ndarray, ...]:
+    return tuple(np.asarray(outputs["logprobs"].to_numpy(), np.float32) for outputs in output.loss_fn_outputs)
 
 
 async def _training_client(

@@ -6,14 +6,14 @@ Modes explore and bench use this without a model in training.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import numpy as np
 import tinker
 from typing_extensions import override
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, Unsupported
 from tinsmith.rl.policy.base import (
     ModelConfig,
     Prompt,
@@ -23,7 +23,9 @@ from tinsmith.rl.policy.base import (
     check_prompt_length,
 )
 from tinsmith.rl.policy.chat import Chat, read_template
+from tinsmith.rl.policy.router_replay import SESSION_METADATA, RoutedExperts, check_routers
 from tinsmith.rl.policy.sdk import end_session, open_session, translate_errors
+from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.types import Turn
 
 
@@ -57,6 +59,8 @@ class TinkerSnapshot(Snapshot):
         )
         async with translate_errors("sampling"):
             response = await self._client.sample(tinker.ModelInput.from_ints(tokens), count, params)
+        self._clients.watch.succeeded()
+        records = await self._clients.routed_experts(response.sequences)
         return tuple(
             Turn(
                 prompt=tuple(tokens),
@@ -65,8 +69,9 @@ class TinkerSnapshot(Snapshot):
                 text=self._chat.text(sequence.tokens, sampling.stop),
                 stop="stop" if sequence.stop_reason == "stop" else "length",
                 version=self._version,
+                routed_experts=record,
             )
-            for sequence in response.sequences
+            for sequence, record in zip(response.sequences, records, strict=True)
         )
 
     @override
@@ -74,26 +79,78 @@ class TinkerSnapshot(Snapshot):
         return await self._clients.open_model(name)
 
     @override
-    async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+    async def logprobs(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
+        prompt = tinker.ModelInput.from_ints(list(tokens))
         async with translate_errors("computing logprobs"):
-            logprobs = await self._client.compute_logprobs(tinker.ModelInput.from_ints(list(tokens)))
-        return np.array(logprobs[1:], np.float32)  # the first token has no logprob
+            logprobs = await self._client.compute_logprobs(prompt, prompt_logprobs_last_n=last)
+        return np.array(logprobs[1:] if last is None else logprobs[-last:], np.float32)  # the first token has none
+
+    @override
+    async def next_logprobs(self, tokens: Sequence[int], ids: Sequence[int]) -> np.ndarray:
+        """One prefill: a token is appended, and the ids are scored at its position."""
+        prompt = tinker.ModelInput.from_ints([*tokens, tokens[-1]])
+        targets = tinker.TensorData(
+            data=list(ids),
+            dtype="int64",
+            shape=[len(tokens), len(ids)],
+            sparse_crow_indices=[0] * len(tokens) + [len(ids)],
+            sparse_col_indices=list(range(len(ids))),
+        )
+        params = tinker.SamplingParams(max_tokens=1)
+        async with translate_errors("computing logprobs of given tokens"):
+            response = await self._client.sample(prompt, 1, params, target_prompt_logprobs=targets)
+        if response.target_prompt_logprobs is None:
+            raise _not_returned("target_prompt_logprobs")
+        return response.target_prompt_logprobs.to_numpy()[-1].astype(np.float32)
+
+    @override
+    async def top_logprobs(self, tokens: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
+        prompt, params = tinker.ModelInput.from_ints(list(tokens)), tinker.SamplingParams(max_tokens=1)
+        k = min(count, self._chat.vocabulary)
+        async with translate_errors("computing the likeliest tokens"):
+            response = await self._client.sample(prompt, 1, params, topk_sample_logprobs=k)
+        top = response.sequences[0].topk_logprobs
+        if not top or not top[0]:
+            raise _not_returned("topk_sample_logprobs")
+        ids, logprobs = zip(*top[0], strict=True)
+        return np.array(ids, np.int64), np.array(logprobs, np.float32)
 
 
 class TinkerSamplingClients(SamplingClients):
     """A session at the server, and sampling sessions in it."""
 
-    def __init__(self, service: tinker.ServiceClient, chat: Chat, base_model: str) -> None:
-        self._service, self._chat, self._base_model = service, chat, base_model
+    def __init__(
+        self,
+        service: tinker.ServiceClient,
+        chat: Chat,
+        base_model: str,
+        watch: ServerWatch,
+        experts: RoutedExperts | None = None,
+    ) -> None:
+        """`experts`: where the routed experts of samples are fetched, if they are recorded."""
+        self._service, self._chat, self._base_model, self.watch = service, chat, base_model, watch
+        self._experts = experts
         self._peers: dict[str, TinkerSnapshot] = {}
 
     @classmethod
-    async def connect(cls, config: ModelConfig, base_url: str, api_key: str) -> TinkerSamplingClients:
-        """Open a session. Raises ConfigError if no server responds, UserError if it rejects the model or the key."""
-        async with open_session(f"opening the model {config.name}", base_url, api_key) as service:
+    async def connect(
+        cls, config: ModelConfig, base_url: str, api_key: str, watch: ServerWatch | None = None
+    ) -> TinkerSamplingClients:
+        """Open a session, whose requests wait for the server as long as `watch` says.
+
+        Raises ConfigError if no server responds, UserError if it rejects the model or the key.
+        """
+        routed = config.router_replay != "none"
+        metadata = SESSION_METADATA if routed else None
+        async with open_session(f"opening the model {config.name}", base_url, api_key, metadata) as service:
+            if routed:
+                await check_routers(base_url, api_key, config.name)
             # The SDK reports the tokenizer of an aliased model only for training clients.
-            client = await service.create_lora_training_client(base_model=config.name, rank=1)
-            return cls(service, await load_chat(config, client), config.name)
+            watch = watch or ServerWatch()
+            watch.attend(base_url, service.holder)
+            client = await watch.persist(lambda: service.create_lora_training_client(config.name, rank=1))
+            experts = RoutedExperts(base_url, api_key) if routed else None
+            return cls(service, await load_chat(config, client), config.name, watch, experts)
 
     @property
     @override
@@ -105,27 +162,48 @@ class TinkerSamplingClients(SamplingClients):
         """Weights to sample from, by name or tinker:// path; later calls with the same name return the same object."""
         if name not in self._peers:
             async with translate_errors(f"opening {name} for sampling"):
-                path = name if name.startswith("tinker://") else None
-                base = None if path else name
-                if path and "/weights/" in path:  # a training state, which must be saved for sampling first
-                    training = await self._service.create_training_client_from_state(path)
-                    client = await training.save_weights_and_get_sampling_client()
-                else:
-                    client = await self._service.create_sampling_client(model_path=path, base_model=base)
-                same_base = path or name == self._base_model
+                client = await self.watch.persist(lambda: self._open(name))
+                same_base = name.startswith("tinker://") or name == self._base_model
                 chat = self._chat if same_base else Chat(await load_tokenizer(self._service, name, client))
             self._peers[name] = TinkerSnapshot(client, chat, 0, self)
         return self._peers[name]
 
+    async def _open(self, name: str) -> tinker.SamplingClient:
+        if not name.startswith("tinker://"):
+            return await self._service.create_sampling_client(base_model=name)
+        if "/weights/" not in name:
+            return await self._service.create_sampling_client(model_path=name)
+        training = await self._service.create_training_client_from_state(name)  # a state must be saved for sampling
+        return await training.save_weights_and_get_sampling_client()
+
     @override
     async def open_checkpoint(self, path: str, version: int) -> TinkerSnapshot:
         async with translate_errors(f"opening {path} for sampling"):
-            client = await self._service.create_sampling_client(model_path=path)
+            client = await self.watch.persist(lambda: self._service.create_sampling_client(model_path=path))
         return TinkerSnapshot(client, self._chat, version, self)
 
     @override
+    def on_outage(self, notify: Callable[[bool], None]) -> None:
+        self.watch.on_change.append(notify)
+
+    async def routed_experts(self, sequences: Sequence[tinker.SampledSequence]) -> list[str]:
+        """The record of each sequence with its prompt; empty if none is recorded."""
+        if self._experts is None:
+            return [""] * len(sequences)
+        return await self._experts.of([sequence.sequence_id for sequence in sequences])
+
+    @override
     async def close(self) -> None:
+        if self._experts is not None:
+            await self._experts.close()
         await end_session(self._service, "success")
+
+
+def _not_returned(field: str) -> Unsupported:
+    return Unsupported(
+        f"The server accepts {field} and returns none.",
+        "Use a server that returns them, or an environment that does not read the policy's distribution.",
+    )
 
 
 async def load_tokenizer(service: tinker.ServiceClient, name: str, client: tinker.SamplingClient) -> Any:

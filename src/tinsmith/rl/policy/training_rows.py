@@ -17,6 +17,7 @@ import numpy as np
 import tinker
 
 from tinsmith.rl.types import Rollout, Trajectory, Turn
+from tinsmith.routed_experts import from_text, missing, to_words
 
 Kind = Literal["policy", "expert", "chosen", "rejected"]
 """Source of the tokens inside the mask: the policy, a demonstration (`expert`), or one reply of a pair."""
@@ -50,6 +51,8 @@ class TrainingRow:
     """Source of the tokens inside the mask."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     """float32 [N] by name: values of other models for the targets, such as `reference` logprobs."""
+    routed_experts: np.ndarray | None = None
+    """[N, layers, k]: record of the experts that the sampler routed `tokens` to, in a mixture (`routed_experts`)."""
 
     @property
     def sequence(self) -> list[int]:
@@ -57,8 +60,11 @@ class TrainingRow:
         return [*self.tokens.tolist(), *self.targets[-1:].tolist()]
 
     def datum(self, inputs: Mapping[str, np.ndarray]) -> tinker.Datum:
-        """The row as a Datum of the SDK; `inputs` are the arrays [N] that the loss reads besides the targets."""
+        """The row as a Datum of the SDK, with its routed experts if they are recorded; `inputs` are the arrays [N] that
+        the loss reads besides the targets."""
         arrays = {"target_tokens": self.targets, **inputs}
+        if self.routed_experts is not None:
+            arrays["routed_experts"] = to_words(self.routed_experts)
         return tinker.Datum(
             model_input=tinker.ModelInput.from_ints(self.tokens.tolist()),
             loss_fn_inputs={name: tinker.TensorData.from_numpy(values) for name, values in arrays.items()},
@@ -76,10 +82,11 @@ def rows_from_trajectory(trajectory: Trajectory) -> list[TrainingRow]:
     for turn in trained_turns(trajectory):
         prompt = list(turn.prompt)
         if not rows or prompt[: len(rows[-1].tokens)] != rows[-1].tokens:
-            rows.append(_RowBuilder([], [], []))
+            rows.append(_RowBuilder([], [], [], []))
         new_tokens = prompt[len(rows[-1].tokens) :]
         rows[-1].add(new_tokens, [0.0] * len(new_tokens), False)
         rows[-1].add(turn.tokens, turn.logprobs, True)
+        rows[-1].add_record(turn)
     return [row.build() for row in rows]
 
 
@@ -111,6 +118,7 @@ def merge_identical_rows(rows: Sequence[TrainingRow], advantage_kink: float | No
     indices: dict[bytes, list[int]] = {}
     for row in rows:
         key = row.tokens.tobytes() + row.targets[-1:].tobytes() + row.mask.tobytes()
+        key += b"" if row.routed_experts is None else row.routed_experts.tobytes()
         candidates = indices.setdefault(key, [])
         for index in candidates:
             if (combined := _merge_pair(merged[index], row, advantage_kink)) is not None:
@@ -151,11 +159,28 @@ class _RowBuilder:
     tokens: list[int]
     logprobs: list[float]
     mask: list[bool]
+    record: list[np.ndarray]
+    """Routed experts of the first positions."""
 
     def add(self, tokens: Sequence[int], logprobs: Sequence[float], mask: bool) -> None:
         self.tokens += tokens
         self.logprobs += logprobs
         self.mask += [mask] * len(tokens)
+
+    def add_record(self, turn: Turn) -> None:
+        """Add the routed experts of a turn. Positions that an earlier turn recorded keep that record: the tokens of
+        that turn were sampled with it."""
+        experts = from_text(turn.routed_experts) if turn.routed_experts else None
+        if experts is not None and len(experts) == len(self.tokens) - 1:  # else the turn was changed
+            self.record.append(experts[sum(map(len, self.record)) :])
+
+    def _joined_record(self, length: int) -> np.ndarray | None:
+        """The record of all positions, filled where no turn has any."""
+        if not self.record:
+            return None
+        joined = np.concatenate(self.record)
+        rest = (length - len(joined), *joined.shape[1:])
+        return np.concatenate([joined, np.full(rest, missing(joined.dtype), joined.dtype)])
 
     def build(self) -> TrainingRow:
         return TrainingRow(
@@ -164,4 +189,5 @@ class _RowBuilder:
             logprobs=np.array(self.logprobs[1:], np.float32),
             advantages=np.zeros(len(self.tokens) - 1, np.float32),
             mask=np.array(self.mask[1:], bool),
+            routed_experts=self._joined_record(len(self.tokens) - 1),
         )

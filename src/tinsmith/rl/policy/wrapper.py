@@ -36,5 +36,13 @@ class SnapshotWrapper(Snapshot):
         return await self._snapshot.open_model(name)
 
     @override
-    async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
-        return await self._snapshot.logprobs(tokens)
+    async def logprobs(self, tokens: Sequence[int], last: int | None = None) -> np.ndarray:
+        return await self._snapshot.logprobs(tokens, last)
+
+    @override
+    async def next_logprobs(self, tokens: Sequence[int], ids: Sequence[int]) -> np.ndarray:
+        return await self._snapshot.next_logprobs(tokens, ids)
+
+    @override
+    async def top_logprobs(self, tokens: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
+        return await self._snapshot.top_logprobs(tokens, count)
