@@ -13,7 +13,7 @@ from rich.console import Console
 
 from tests.rl.scripted_run import rows, run, settings
 from tinsmith.rl.monitors import charts
-from tinsmith.rl.monitors.base import Monitors, RunInfo
+from tinsmith.rl.monitors.base import Monitor, Monitors, RunInfo
 from tinsmith.rl.monitors.jsonl import JsonlMonitor, read_metrics
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.rl.workflows.conversation import WorkflowPolicy
@@ -49,7 +49,7 @@ def test_console_shows_about_30_lines_for_long_runs(tmp_path):
 def test_failing_monitor_is_logged_and_others_continue(caplog):
     steps = []
 
-    class Broken:
+    class Broken(Monitor):
         def metrics(self, step, values):
             raise OSError("disk full")
 

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from tinsmith.errors import ConfigError, TinsmithError
+from tinsmith.rl.monitors.background import BackgroundMonitor
 from tinsmith.rl.monitors.base import Monitor, Monitors, RunInfo
 from tinsmith.rl.monitors.console import ConsoleConfig, ConsoleMonitor
 from tinsmith.rl.monitors.jsonl import JsonlMonitor
@@ -97,11 +98,11 @@ def _monitor(config: MonitorConfig, info: RunInfo, console: Console) -> Monitor:
         case ReportConfig():
             return ReportMonitor(config, info)
         case TensorboardConfig():
-            return TensorboardMonitor(config, info)
+            return BackgroundMonitor(TensorboardMonitor(config, info))
         case WandbConfig():
             offline = {"mode": "offline"} if offline_reason(config) else {}
-            return WandbMonitor(config.model_copy(update=offline), info)
+            return BackgroundMonitor(WandbMonitor(config.model_copy(update=offline), info))
         case MlflowConfig():
-            return MlflowMonitor(config, info)
+            return BackgroundMonitor(MlflowMonitor(config, info))
         case UnsupportedMonitor():
             raise AssertionError("rejected by its validator")

@@ -1,7 +1,7 @@
 """The monitor protocol: a monitor receives the metrics and rollouts of every step. `Monitors` forwards to several.
 
 Creating a monitor may raise, because a configured monitor must work. A monitor that fails later does not stop the run:
-each failure is logged.
+each failure is logged. Only the files of the run folder must be written: if they cannot be, the run ends.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, Literal, Protocol
 
 from typing_extensions import override
 
+from tinsmith.rl.guards.user_code import describe, is_fault
 from tinsmith.rl.types import Group
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,11 @@ class Monitor(Protocol):
         """Release everything. Called once, when the run ends or is interrupted."""
         ...
 
+    @property
+    def required(self) -> bool:
+        """Whether the run ends if the monitor cannot write its files."""
+        return False
+
 
 def roles_of(values: Mapping[str, float], prefix: str = "reward") -> list[str]:
     """Roles of a run of several roles, from its metrics PREFIX/ROLE/mean."""
@@ -77,17 +83,19 @@ class Monitors(Monitor):
 
     @override
     def close(self) -> None:
-        self._forward(lambda monitor: monitor.close())
+        self._forward(lambda monitor: monitor.close(), closing=True)
 
-    def _forward(self, call: Callable[[Monitor], None]) -> None:
+    def _forward(self, call: Callable[[Monitor], None], *, closing: bool = False) -> None:
         for monitor in self._monitors:
-            with _failures_logged(monitor):
+            with _failures_logged(monitor, required=monitor.required and not closing):
                 call(monitor)
 
 
 @contextmanager
-def _failures_logged(monitor: Monitor) -> Iterator[None]:
+def _failures_logged(monitor: Monitor, *, required: bool) -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # noqa: BLE001  a full disk or a closed terminal must not end a run of days
-        log.warning("The monitor %s failed: %s: %s", type(monitor).__name__, type(error).__name__, error)
+    except BaseException as error:
+        if not is_fault(error) or (isinstance(error, OSError) and required):
+            raise
+        log.warning("The monitor %s failed: %s", type(monitor).__name__, describe(error))

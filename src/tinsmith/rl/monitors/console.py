@@ -109,7 +109,16 @@ def _evaluation(step: int, values: Mapping[str, float]) -> str:
     constant = values.get("eval/constant_pass@1")
     passes += "".join(f"  {role} {values[f'eval/reward/{role}/mean']:.3f}" for role in roles_of(values, "eval/reward"))
     notes = f"  [dim](the best constant answer: {constant:.3f})[/]" if constant is not None else ""
+    skills = {_prediction(name): value for name, value in values.items() if name.endswith("/skill")}
+    scores = [f"{name} {value:.3f}" for name, value in skills.items() if name.count("/") < 2]  # without parts
+    if scores:
+        notes += f"\n         skill above a trivial answer: {'  '.join(scores)}"
     if values.get("eval/failed"):
         notes += f"  [red]{values['eval/failed']:.0f} failed[/]"
     when = f"after step {step}" if step else "before training"
     return f"[cyan]held out[/] {when}: {passes}  of {values['eval/tasks']:.0f} tasks{notes}"
+
+
+def _prediction(metric: str) -> str:
+    """eval/ENVIRONMENT/workflow/X/skill -> ENVIRONMENT/X."""
+    return metric.removeprefix("eval/").replace("workflow/", "").removesuffix("/skill")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,18 @@ class JsonlMonitor(Monitor):
     @override
     def rollouts(self, step: int, kind: Kind, groups: Sequence[Group]) -> None:
         """Write the file of a step, over that of an earlier process that did not complete the step."""
-        with (self._folder / f"{kind}-{step:06}.jsonl").open("w", encoding="utf-8") as file:
+        target = self._folder / f"{kind}-{step:06}.jsonl"
+        temporary = target.with_suffix(".part")
+        with temporary.open("w", encoding="utf-8", errors="replace") as file:
             for group in groups:
                 for index, rollout in enumerate(group.rollouts):
                     file.write(json.dumps(self._line(step, group, index, rollout), ensure_ascii=False) + "\n")
+        temporary.replace(target)
+
+    @property
+    @override
+    def required(self) -> bool:
+        return True
 
     @override
     def close(self) -> None:
@@ -53,7 +62,7 @@ class JsonlMonitor(Monitor):
         return {
             "step": step,
             "version": group.version,
-            "task": task.id,
+            "task": f"{task.environment}/{task.id}" if task.environment else task.id,
             "index": index,
             "messages": [{"role": message.role, "content": message.content} for message in task.messages],
             "answer": task.answer,
@@ -105,8 +114,9 @@ def read_metrics(folder: Path) -> list[dict[str, float]]:
     file = folder / "metrics.jsonl"
     rows: dict[int, dict[str, float]] = {}
     for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
-        row = json.loads(line)
-        rows.setdefault(row["step"], {}).update(row)
+        with suppress(ValueError):  # a line that is being written
+            row = json.loads(line)
+            rows.setdefault(row["step"], {}).update(row)
     return [rows[step] for step in sorted(rows)]
 
 

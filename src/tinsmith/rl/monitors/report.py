@@ -7,6 +7,7 @@ end.
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -18,6 +19,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from tinsmith.atomic import atomic_write
+from tinsmith.rl.monitors import timeline
 from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo, roles_of
 from tinsmith.rl.monitors.charts import Curve, smooth, svg
 from tinsmith.rl.monitors.jsonl import read_metrics
@@ -72,6 +74,8 @@ def write(info: RunInfo, refresh: float = 0.0) -> Path:
         refresh=round(refresh),
         cards=_cards(info, rows),
         charts=[chart for chart in _charts(rows) if chart["svg"]],
+        comparison=_comparison(info.folder),
+        timeline=timeline.svg(timeline.read(info.folder)),
         answers=_answers(info.folder / "rollouts"),
         example_group=_example_group(info.folder / "rollouts"),
         written=time.strftime("%Y-%m-%d %H:%M:%S"),
@@ -133,6 +137,10 @@ def _charts(rows: Sequence[Row]) -> list[dict[str, Any]]:
             (0, 1),
         ),
         _by_role(rows, "Held-out reward by role", "eval/reward", dots=True),
+        _by_name(rows, "Reward by environment", r"env/([^/]+)/reward/mean"),
+        _by_name(rows, "Held-out reward by source", r"eval/([^/]+)/reward/mean", dots=True),
+        _by_name(rows, "Skill above trivial answers (1: perfect)", r"env/(.+)/skill"),
+        _by_name(rows, "Held-out skill above trivial answers", r"eval/(.+)/skill", dots=True),
         _smoothed("Entropy (estimate, nats per token)", rows, "optim/entropy", floor=0.0),
         _smoothed("KL sampler to trainer (v2)", rows, "optim/kl_sample_train_v2", floor=0.0),
         _smoothed("Loss (sum)", rows, "optim/loss"),
@@ -140,6 +148,7 @@ def _charts(rows: Sequence[Row]) -> list[dict[str, Any]]:
         _smoothed("Groups without a signal (share)", rows, "groups/constant", floor=0.0, ceiling=1.0),
         _smoothed("Tokens of an answer (mean)", rows, "tokens/reply", floor=0.0),
         _smoothed("Answers cut off at the limit (share)", rows, "rollouts/cut", floor=0.0, ceiling=1.0),
+        _smoothed("Overlap: share of the trainer's work with sampling", rows, "time/overlap", floor=0.0, ceiling=1.0),
         _smoothed("Tokens sampled per second", rows, "speed/sampled_tokens_per_second", floor=0.0),
         _smoothed("Tokens trained on per second", rows, "speed/trained_tokens_per_second", floor=0.0),
     ]
@@ -148,10 +157,20 @@ def _charts(rows: Sequence[Row]) -> list[dict[str, Any]]:
 def _by_role(rows: Sequence[Row], title: str, prefix: str, *, dots: bool = False) -> dict[str, Any]:
     """Rewards of each role of a run of several roles; without points in other runs."""
     roles = dict.fromkeys(role for row in rows for role in roles_of(row, prefix))
-    points = [(role, _points(rows, f"{prefix}/{role}/mean")) for role in roles]
+    return _compared(title, {role: _points(rows, f"{prefix}/{role}/mean") for role in roles}, dots=dots)
+
+
+def _by_name(rows: Sequence[Row], title: str, pattern: str, *, dots: bool = False) -> dict[str, Any]:
+    """The metrics that match `pattern`, by the name that its group matches; without points if there are none."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    matches = [match for name in names if (match := re.fullmatch(pattern, name))]
+    return _compared(title, {each[1].replace("/workflow", ""): _points(rows, each[0]) for each in matches}, dots=dots)
+
+
+def _compared(title: str, points: Mapping[str, tuple[tuple[float, float], ...]], *, dots: bool) -> dict[str, Any]:
     curves = [
-        Curve(name=role, points=each if dots else smooth(each), color=number % 4 + 1, dots=dots)
-        for number, (role, each) in enumerate(points)
+        Curve(name=name, points=each if dots else smooth(each), color=number % 4 + 1, dots=dots)
+        for number, (name, each) in enumerate(points.items())
     ]
     return _chart(title, curves, (0, 1))
 
@@ -171,6 +190,12 @@ def _chart(title: str, curves: Sequence[Curve], limits: tuple[float | None, floa
         "svg": svg(curves, floor=limits[0], ceiling=limits[1]),
         "legend": legend if len(legend) > 1 else [],
     }
+
+
+def _comparison(folder: Path) -> list[dict[str, Any]]:
+    """The rows of comparison.json, which a run writes at its end."""
+    file = folder / "comparison.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
 
 
 def _answers(folder: Path) -> dict[str, Any] | None:

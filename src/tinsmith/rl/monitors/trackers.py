@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 from typing_extensions import override
 
+from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
 from tinsmith.rl.monitors.base import Kind, Monitor, RunInfo
 from tinsmith.rl.monitors.trinity_names import trinity_name
@@ -174,25 +175,32 @@ class MlflowMonitor(Tracker):
         )
         self._run_id = _run_id(info, "mlflow", lambda: self._create_run(config, info))
         self._client.update_run(self._run_id, status="RUNNING")
-        self._pending: list[Any] = []
+        self._sending: Any = None
 
     @override
     def close(self) -> None:
         """Wait until everything is sent."""
         try:
-            for operation in self._pending:
-                operation.wait()
+            self._wait()
         finally:
             self._client.set_terminated(self._run_id)
 
     @override
     def _log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send all metrics in one request. MLflow does not allow `@` in names; it becomes `_at_`."""
+        """Send all metrics in one request. MLflow does not allow `@` in names; it becomes `_at_`.
+
+        Waits for the request before: MLflow's threads would create the same folders, and one of them would fail.
+        """
         from mlflow.entities import Metric
 
+        self._wait()
         now = int(time.time() * 1000)
         entries = [Metric(name.replace("@", "_at_"), value, now, step) for name, value in values.items()]
-        self._pending.append(self._client.log_batch(self._run_id, metrics=entries, synchronous=False))
+        self._sending = self._client.log_batch(self._run_id, metrics=entries, synchronous=False)
+
+    def _wait(self) -> None:
+        if self._sending is not None:
+            self._sending.wait()
 
     def _create_run(self, config: MlflowConfig, info: RunInfo) -> str:
         from mlflow.entities import Param
@@ -228,7 +236,7 @@ def _run_id(info: RunInfo, tracker: str, create: Callable[[], str]) -> str:
     ids: dict[str, str] = json.loads(file.read_text()) if file.exists() else {}
     if tracker not in ids:
         ids[tracker] = create()
-        file.write_text(json.dumps(ids) + "\n")
+        atomic_write(file, json.dumps(ids).encode() + b"\n")
     return ids[tracker]
 
 
