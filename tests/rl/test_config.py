@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 import tinsmith.rl
+from tests.rl.scripted_run import settings
 from tinsmith.errors import ConfigError
 from tinsmith.rl import demo
+from tinsmith.rl.algorithms.losses.policy_gradient import PpoLoss
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.rollouts.backoff import BackoffConfig
 from tinsmith.rl.types import Task
 from tinsmith.rl.workflows.conversation import Conversation
 from tinsmith.settings import Settings, read
@@ -18,9 +21,12 @@ from tools.reference.settings import members
 
 ROOT = Path(__file__).parents[2]
 FOREIGN = ("tinker.yaml", "verl.yaml")
-"""Files of Trinity-RFT, which tinsmith.dialects reads."""
+"""Files of Trinity-RFT, which tinsmith.dialects reads, as it does those of minds_RL, examples/minds/*.toml."""
 EXAMPLES = sorted(
-    file for file in (ROOT / "examples").rglob("*") if file.suffix in (".yaml", ".toml") and file.name not in FOREIGN
+    file
+    for file in (ROOT / "examples").rglob("*")
+    if (file.suffix == ".yaml" and file.name not in FOREIGN) or (file.suffix == ".toml" and file.parent.name != "minds")
+    if file.parent.name != "cluster"  # manifests of Kubernetes
 )
 
 
@@ -100,3 +106,29 @@ def test_demos_are_run_files_in_new_folders(quick, tmp_path, monkeypatch):
     assert demo.settings(quick=quick, seed=5, out=None, overrides=[]).folder == f"{config.folder}-2"
     with pytest.raises(ConfigError, match="Did you mean 'steps'"):
         demo.settings(quick=quick, seed=5, out=None, overrides=["stepz=3"])
+
+
+def test_max_steps_off_policy_is_another_name_of_staleness(tmp_path):
+    values = settings(tmp_path).model_dump(exclude_unset=True)
+    assert RunConfig.model_validate({**values, "max_steps_off_policy": 2}).staleness == 2
+    with pytest.raises(ValueError, match="two names of one key"):
+        RunConfig.model_validate({**values, "max_steps_off_policy": 2, "staleness": 2})
+
+
+def test_high_staleness_must_be_allowed(tmp_path):
+    assert settings(tmp_path, staleness=8).staleness == 8
+    with pytest.raises(ValueError, match=r"staleness 9 is above 8.*set allow_high_staleness: true"):
+        settings(tmp_path, staleness=9)
+    assert settings(tmp_path, staleness=9, allow_high_staleness=True).staleness == 9
+
+
+def test_defaults_of_staleness_bound_the_ratio(tmp_path):
+    ahead = settings(tmp_path, staleness=1)
+    loss = ahead.algorithm.loss
+    assert isinstance(loss, PpoLoss)
+    assert (loss.clip_low, loss.clip_high) == (0.2, 0.28)
+    assert ahead.active_backoff == BackoffConfig()
+    assert settings(tmp_path, staleness=1, backoff=None).active_backoff is None
+    assert settings(tmp_path, staleness=1, sampling={"temperature": 0.7}).active_backoff is None
+    assert settings(tmp_path, staleness=1, algorithm={"type": "grpo"}).algorithm == settings(tmp_path).algorithm
+    assert settings(tmp_path).active_backoff is None

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
-from tinsmith.rl.metrics import group_metrics, update_metrics
-from tinsmith.rl.policy.base import UpdateResult
-from tinsmith.rl.policy.training_rows import TrainingRow
+from tinsmith.rl.metrics import group_metrics
 from tinsmith.rl.types import Group, Rollout, Task, Turn
 
 TASK = Task(id="t", messages=())
@@ -32,31 +29,6 @@ def test_group_metrics_count_rewards_failures_and_tokens():
     assert numbers["tokens/sampled"] == 8
     assert numbers["policy/staleness"] == 1.5
     assert numbers["policy/staleness_max"] == 2
-
-
-def test_ratio_kl_and_entropy_weigh_merged_rows_by_count():
-    def row(q: float, count: int) -> TrainingRow:
-        values = np.array([0.0, q], np.float32)
-        return TrainingRow(
-            tokens=np.array([1, 2]),
-            targets=np.array([2, 3]),
-            logprobs=values,
-            advantages=values,
-            mask=np.array([False, True]),
-            count=count,
-        )
-
-    updated = UpdateResult(
-        logprobs=(np.array([-9.0, -1.5], np.float32), np.array([-9.0, -2.0], np.float32)),
-        metrics={"loss:sum": -3.0, "grad_norm": 2.0},
-    )
-    numbers = update_metrics([row(-1.0, 3), row(-2.0, 1)], updated, {"clip_fraction": 0.25})
-    assert numbers["optim/ratio_mean"] == pytest.approx((3 * np.exp(-0.5) + 1) / 4)
-    assert (numbers["optim/ratio_max"], numbers["optim/clip_fraction"]) == (1.0, 0.25)
-    assert numbers["optim/kl_sample_train_v1"] == pytest.approx(3 * 0.5 / 4)
-    assert numbers["optim/kl_sample_train_v2"] == pytest.approx(3 * 0.25 / 4 / 2)
-    assert numbers["optim/entropy"] == pytest.approx((3 * 1 + 2) / 4)
-    assert (numbers["optim/loss"], numbers["optim/grad_norm"]) == (-3.0, 2.0)
 
 
 def test_group_metrics_are_zero_when_every_rollout_failed():

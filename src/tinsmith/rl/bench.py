@@ -1,6 +1,7 @@
 """Mode bench: evaluate checkpoints on the held-out tasks with the same seeds, without training.
 
 bench/results.json                 the metrics of each checkpoint
+bench/comparison.tsv, .json        the other checkpoints against the first, task by task (comparison/)
 bench/rollouts/eval-000002.jsonl   the rollouts of checkpoint 2
 """
 
@@ -8,6 +9,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -15,8 +19,9 @@ from rich.table import Table
 
 from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
+from tinsmith.rl.comparison import evaluations
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.data.tasks import split
+from tinsmith.rl.ending.stop import StopRequested, StopSignal
 from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.monitors.base import RunInfo
 from tinsmith.rl.monitors.jsonl import JsonlMonitor
@@ -26,16 +31,22 @@ from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run import folder_path
 from tinsmith.rl.run_folder import RunFolder, read_state
-from tinsmith.rl.train import eval_workflow_maker
+from tinsmith.rl.run_parts import RunData, eval_workflow_maker
 
 
 async def bench(
-    config: RunConfig, connect: Callable[[], Awaitable[SamplingClients]], console: Console, of: Path | None = None
+    config: RunConfig,
+    connect: Callable[[], Awaitable[SamplingClients]],
+    console: Console,
+    of: Path | None = None,
+    stop: StopSignal | None = None,
 ) -> list[dict[str, float | str]]:
     """Evaluate every checkpoint. Returns a row of metrics for each; also prints and writes them.
 
-    `of` is the folder of the run that saved the checkpoints, if it is not this run's folder.
+    `of` is the folder of the run that saved the checkpoints, if it is not this run's folder. At `stop`, the evaluation
+    in progress has the grace period to finish, and the others are left out.
     """
+    stop = stop or StopSignal()
     of = of or folder_path(config)
     names = checkpoint_names(config, of)
     if names == [config.model.name]:
@@ -45,10 +56,13 @@ async def bench(
             markup=False,
             soft_wrap=True,
         )
-    path = folder_path(config)
-    folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume is True, part="bench")
-    try:
-        _, held_out = split(config.tasks, config.seed)
+    rows: list[dict[str, float | str]] = []
+    results: list[tuple[str, list[evaluations.TaskResult]]] = []
+    compared: list[evaluations.EvaluationComparison] = []
+    settings = config.model_dump(mode="json")
+    with closing(RunFolder.open(folder_path(config), settings, resume=config.resume is True, part="bench")) as folder:
+        path = folder.path
+        held_out = RunData(config).tasks[1]
         resources = RolloutResources()
         runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
         evaluator = Evaluator(config.eval, held_out, eval_workflow_maker(config, resources), config.seed, runner)
@@ -56,23 +70,28 @@ async def bench(
         jsonl = JsonlMonitor(
             RunInfo(name=config.name, folder=path / "bench", steps=len(names), decode=clients.chat.decode)
         )
-        rows: list[dict[str, float | str]] = []
+        clients.on_outage(runner.requests.suspend)
+        stop.begin()
         try:
             for number, name in enumerate(names, 1):
                 with console.status(f"{number} of {len(names)}: {name}"):
-                    groups, values = await evaluator.run(0, await clients.open_model(name))
+                    model = await clients.open_model(name)
+                    groups, values = await stop.finish(partial(evaluator.run, 0, model))
                 jsonl.rollouts(number, "eval", groups)
                 rows.append({"checkpoint": name, **values})
                 atomic_write(path / "bench" / "results.json", json.dumps(rows, indent=2).encode())
+                results.append((name, evaluations.results_of(groups, config.eval.threshold)))
+                if number > 1:
+                    compared += evaluations.compare_results(results[0], results[-1], evaluator.sources, config.seed)
+                    evaluations.write(path / "bench", compared)
+        except StopRequested:
+            stop.stopped_at = f"{len(rows)} of {len(names)} models"
         finally:
             jsonl.close()
             await resources.close()
             await clients.close()
-    finally:
-        folder.close()
-    for number, name in enumerate(names, 1):
-        console.print(f"{number}  {name}", highlight=False, markup=False, soft_wrap=True)
-    console.print(_table(rows))
+    if rows:
+        _print(console, rows, compared)
     return rows
 
 
@@ -90,6 +109,18 @@ def checkpoint_names(config: RunConfig, path: Path) -> list[str]:
             "There is no model to compare.", "Set bench.checkpoints to tinker:// paths, or bench.base to true."
         )
     return names
+
+
+def _print(
+    console: Console, rows: Sequence[Mapping[str, float | str]], compared: Sequence[evaluations.EvaluationComparison]
+) -> None:
+    """Print the metrics of all models, and the comparisons with the first, by the numbers of the models."""
+    numbers = {str(row["checkpoint"]): str(number) for number, row in enumerate(rows, 1)}
+    for name, number in numbers.items():
+        console.print(f"{number}  {name}", highlight=False, markup=False, soft_wrap=True)
+    console.print(_table(rows))
+    numbered = [replace(each, first=numbers[each.first], second=numbers[each.second]).row for each in compared]
+    evaluations.print_tables(console, numbered)
 
 
 def _table(rows: Sequence[Mapping[str, float | str]]) -> Table:

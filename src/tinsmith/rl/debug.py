@@ -15,13 +15,13 @@ from rich.markup import escape
 
 from tinsmith.errors import TinsmithError
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.data.tasks import split
 from tinsmith.rl.policy.base import ChatCodec, request_seed
 from tinsmith.rl.policy.request_limit import RequestLimit
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.run import Connect
-from tinsmith.rl.train import workflow_context
+from tinsmith.rl.run_parts import RunData, training_workflow
+from tinsmith.rl.train import with_shadow
 from tinsmith.rl.types import POLICY, Group, Rollout, Turn
 
 _SHOWN = 12
@@ -50,15 +50,15 @@ async def debug_rollout(config: RunConfig, connect: Connect) -> DebugRollout:
             "Use tinsmith check.",
         )
     start = time.perf_counter()
-    task_sampler, _ = split(config.tasks, config.seed)
+    task_sampler, _ = RunData(config).tasks
     (task,) = task_sampler.draw(1)
     drawn = time.perf_counter()
     policy = await connect("", 0)
-    resources = RolloutResources()
+    resources = await with_shadow(config, policy, RolloutResources())
     try:
         snapshot = await policy.snapshot()
         connected = time.perf_counter()
-        workflow = config.workflow.make(workflow_context(config, resources))
+        workflow = training_workflow(config, resources)
         runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
         (group,) = await runner.run_groups(workflow, [task], snapshot, size=1, seeds=[request_seed(config.seed, 1, 0)])
         done = time.perf_counter()
@@ -72,7 +72,7 @@ async def debug_rollout(config: RunConfig, connect: Connect) -> DebugRollout:
 def show_rollout(debugged: DebugRollout, console: Console) -> None:
     """Print the rollout in full."""
     task, rollout = debugged.group.task, debugged.group.rollouts[0]
-    _head(console, f"task {task.id}")
+    _head(console, f"task {task.id}" + (f" of environment {task.environment}" if task.environment else ""))
     for message in task.messages:
         _line(console, message.role, message.content)
     _line(console, "answer", task.answer or "(unknown)")

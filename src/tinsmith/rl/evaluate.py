@@ -18,14 +18,14 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from tinsmith.rl.data.tasks import HeldOutTasks
-from tinsmith.rl.metrics import reward_metrics, role_metrics
+from tinsmith.rl.metrics import reward_metrics, role_metrics, workflow_metrics
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.policy.training_rows import count_policy_tokens
 from tinsmith.rl.rewards import Reward, RewardConfig, Rewards
 from tinsmith.rl.rollouts.runner import RolloutRunner
-from tinsmith.rl.types import Group, Rollout, Task, Trajectory, Turn
+from tinsmith.rl.types import Group, Rollout, Task, Turn
 from tinsmith.rl.workflows import WorkflowConfig
-from tinsmith.rl.workflows.base import Workflow
+from tinsmith.rl.workflows.base import Workflow, score_turns
 from tinsmith.settings import Needs, Settings, changed_keys
 
 _EVALUATION = 1
@@ -78,6 +78,9 @@ class EvalConfig(Settings):
     """Reward functions of the evaluation; empty: the rewards of the run."""
     sources: dict[str, EvalSource] = Field(default_factory=dict)
     """Settings of single sources, by their names in tasks.eval; they override the keys above."""
+    compare: bool = True
+    """Compare the evaluations before the first step and after the last one, task by task: comparison.tsv and the report
+    have the differences with confidence intervals and p-values. Nothing more is sampled. Needs `before` and `after`."""
     threshold: float = 1.0
     """Where neither the workflow nor a reward says what is right: an answer is right if its reward is at least this."""
     baseline: Annotated[int, Needs("before", (True,))] = Field(default=0, ge=0)
@@ -152,21 +155,27 @@ class Evaluator:
         self,
         config: EvalConfig,
         held_out: HeldOutTasks,
-        make_workflow: Callable[[EvalConfig], Workflow],
+        make_workflow: Callable[[str, EvalConfig], Workflow],
         seed: int,
         runner: RolloutRunner,
     ) -> None:
-        """`make_workflow` makes the workflow of a source from its settings."""
+        """`make_workflow` makes the workflow of a source from its name and settings."""
         self._config, self._seed, self._runner = config, seed, runner
         self._parts: list[_EvalPart] = []
         for name, tasks in held_out.items():
             settings, selected = config.of_source(name), tasks[: config.limit or len(tasks)]
             if selected:
-                self._parts.append(_EvalPart(name, tuple(selected), make_workflow(settings), settings.num_samples))
+                workflow = make_workflow(name, settings)
+                self._parts.append(_EvalPart(name, tuple(selected), workflow, settings.num_samples))
 
     def due(self, step: int, steps: int) -> bool:
         """Whether to evaluate after `step`: it is due, and there are held-out tasks."""
         return bool(self._parts) and self._config.due(step, steps)
+
+    @property
+    def sources(self) -> list[str]:
+        """The name of the source of each task that is evaluated, in the order of `run`."""
+        return [part.name for part in self._parts for _ in part.tasks]
 
     async def run(self, step: int, policy: Snapshot) -> tuple[tuple[Group, ...], dict[str, float]]:
         """Evaluate the policy. Returns a group for each held-out task, and metrics of all tasks and each source."""
@@ -188,7 +197,7 @@ class Evaluator:
         tasks = [task for part in self._parts for task in part.tasks]
         answers = Counter(task.answer for task in tasks).most_common(self._config.baseline)
         turns = [Turn(prompt=(), tokens=(), logprobs=(), text=answer, stop="stop") for answer, _ in answers if answer]
-        rollouts = [[await _scored(turn, task, rewards, policy) for task in tasks] for turn in turns]
+        rollouts = [[await score_turns(task, (turn,), rewards, policy) for task in tasks] for turn in turns]
         if not rollouts:
             return {}
         right = [[is_right(each, self._config.threshold) for each in row] for row in rollouts]
@@ -200,10 +209,12 @@ class Evaluator:
     def _metrics(self, groups: Sequence[Group], prefix: str) -> dict[str, float]:
         rollouts = [rollout for group in groups for rollout in group.rollouts]
         good = [rollout for rollout in rollouts if not rollout.error]
+        mixed = prefix == "eval" and any(group.task.environment for group in groups)
         return {
             **pass_at(groups, self._config.threshold, prefix),
             **reward_metrics(f"{prefix}/reward", good),
             **role_metrics(f"{prefix}/reward", good),
+            **({} if mixed else workflow_metrics(f"{prefix}/workflow", good)),
             f"{prefix}/failed": len(rollouts) - len(good),
             f"{prefix}/tokens": float(np.mean([count_policy_tokens(rollout) for rollout in good])) if good else 0.0,
             f"{prefix}/tasks": len(groups),
@@ -230,11 +241,6 @@ def is_right(rollout: Rollout, threshold: float) -> bool:
     if rollout.error:
         return False
     return rollout.reward >= threshold - 1e-9 if rollout.correct is None else rollout.correct
-
-
-async def _scored(turn: Turn, task: Task, rewards: Rewards, policy: Snapshot) -> Rollout:
-    score = await rewards.score(task, Trajectory(turns=(turn,)), policy)
-    return Rollout.single((turn,), score.value, correct=score.correct)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:

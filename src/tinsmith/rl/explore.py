@@ -10,29 +10,41 @@ from rich.console import Console
 
 from tinsmith.rl import metrics, monitors
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.data.run_data import RunData
 from tinsmith.rl.data.tasks import TaskSampler
+from tinsmith.rl.ending.stop import StopRequested, StopSignal
+from tinsmith.rl.guards.watchdog import watch_event_loop
 from tinsmith.rl.monitors.base import Monitors, RunInfo
 from tinsmith.rl.policy.base import SamplingClients
 from tinsmith.rl.policy.request_limit import RequestLimit, TokenRates
 from tinsmith.rl.rollouts import buffers
 from tinsmith.rl.rollouts.buffers.base import Buffer
 from tinsmith.rl.rollouts.coordination import CoordinationNotes, SamplerStatus
-from tinsmith.rl.rollouts.producer import Batch
+from tinsmith.rl.rollouts.progress import Batch
 from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop, TrainingEnded
 from tinsmith.rl.run import folder_path
 from tinsmith.rl.run_folder import RunFolder
-from tinsmith.rl.train import resolve_steps, sampling_plan, workflow_context
+from tinsmith.rl.run_parts import RunData, training_workflow
+from tinsmith.rl.train import resolve_steps, sampling_plan
 
 
-async def explore(config: RunConfig, connect: Callable[[], Awaitable[SamplingClients]], console: Console) -> int:
-    """Start sampling, or resume after the last batch in the buffer. Returns the total number of batches sampled."""
-    data = RunData(config.tasks, config.demonstrations, config.seed)
+async def explore(
+    config: RunConfig,
+    connect: Callable[[], Awaitable[SamplingClients]],
+    console: Console,
+    stop: StopSignal | None = None,
+) -> int:
+    """Start sampling, or resume after the last batch in the buffer. Returns the total number of batches sampled.
+
+    At `stop`, the batches in flight have the grace period to finish; the training process waits for a restart.
+    """
+    stop = stop or StopSignal()
+    data = RunData(config)
     config = resolve_steps(config, data)
     path = folder_path(config)
     folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume is True, part="explore")
+    path = folder.path
     try:
         buffer = buffers.build(config.buffer, path, config.name)
         random.seed(config.seed)
@@ -49,7 +61,9 @@ async def explore(config: RunConfig, connect: Callable[[], Awaitable[SamplingCli
         run_monitors = monitors.build(config.monitors, info, console)
         resources = RolloutResources()
         try:
-            return await _Exploration(config, data.tasks[0], buffer, clients, run_monitors, resources).run(console)
+            exploration = _Exploration(config, data.tasks[0], buffer, clients, run_monitors, resources)
+            with watch_event_loop(config.rollout.max_blocking):
+                return await exploration.run(console, stop)
         finally:
             await resources.close()
             run_monitors.close()
@@ -76,9 +90,10 @@ class _Exploration:
         self._task_sampler = task_sampler
         self._status = SamplerStatus()
         runner = RolloutRunner(config.rollout, RequestLimit(config.concurrency))
+        clients.on_outage(runner.requests.suspend)
         self._rates = TokenRates(runner.requests)
         self._loop = SamplingLoop(
-            config.workflow.make(workflow_context(config, resources)),
+            training_workflow(config, resources),
             self._task_sampler,
             lambda record: clients.open_checkpoint(record.path, record.version),
             sampling_plan(config),
@@ -90,8 +105,9 @@ class _Exploration:
             on_batch=self._on_batch,
         )
 
-    async def run(self, console: Console) -> int:
-        """Sample until all batches are done or training ends. Returns the number of the last batch."""
+    async def run(self, console: Console, stop: StopSignal) -> int:
+        """Sample until all batches are done, training ends or `stop`. Returns the number of the last batch."""
+        stop.begin()
         steps = self._config.steps
         if 0 < (ended_before := (await self._notes.training()).ended_at) < steps:
             console.print(f"Training ended after step {ended_before}; start it with more steps too.", highlight=False)
@@ -100,7 +116,11 @@ class _Exploration:
         _restore_tasks(self._task_sampler, self._status)
         await self._notes.write_sampling(self._status)
         try:
-            await self._loop.run(steps, ended_before)
+            await self._loop.run(steps, ended_before, stop)
+        except StopRequested:
+            await self._loop.stop(stop.grace_left)
+            stop.stopped_at = f"batch {self._loop.done}"
+            return self._loop.done
         except TrainingEnded as end:
             if end.step < steps:
                 console.print(f"Training ended after step {end.step}; sampling ends too.", highlight=False)

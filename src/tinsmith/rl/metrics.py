@@ -1,28 +1,49 @@
-"""Metrics of a step, from its rollouts, its training rows and the result of the update. Pure arithmetic.
-
-Estimates over the policy's tokens, with q the logprobs of the sampler and p those of the trainer before the update:
-optim/ratio_mean = mean(exp(p - q)), optim/kl_sample_train_v1 = mean(q - p), optim/kl_sample_train_v2 =
-mean((q - p)^2) / 2, optim/entropy = -mean(q).
-With staleness 0, p and q agree up to rounding, so a v2 far above 1e-3 means that the sampler does not use the weights
-of the trainer.
-"""
+"""Metrics of the rollouts of a step. Pure arithmetic; those of its optimizer steps are in `updates.metrics`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from tinsmith.rl.policy.base import UpdateResult
-from tinsmith.rl.policy.training_rows import TrainingRow, count_policy_tokens
+from tinsmith.rl.policy.training_rows import count_policy_tokens
+from tinsmith.rl.skill import skill_scores
 from tinsmith.rl.types import POLICY, Group, Rollout
 
-_LOG_RATIO = 20.0
-"""Bound of a log ratio before it is exponentiated, as in the losses."""
+_LARGEST_LAG = 9
+"""Tokens that are older count as this old."""
 
 
 def group_metrics(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Rewards, lengths, failures and staleness of a batch, before weights of `version` train on it."""
+    """Rewards, lengths, failures and staleness of a batch, before weights of `version` train on it.
+
+    In a run with environments, those of each environment too, as env/NAME/…; numbers of workflows are only there.
+    """
+    environments = sorted({group.task.environment for group in groups} - {""})
+    values = {**_sampled(groups, version), **_lags(groups, version)}
+    for name in environments:
+        own = [group for group in groups if group.task.environment == name]
+        of_environment = {**_sampled(own, version), **_of_workflows(own), "groups/sampled": len(own)}
+        values |= {f"env/{name}/{key}": value for key, value in of_environment.items()}
+    return values if environments else {**values, **_of_workflows(groups)}
+
+
+def _lags(groups: Sequence[Group], version: int) -> dict[str, float]:
+    """Share of the sampled tokens by the age of the weights that sampled them, in updates."""
+    turns = [turn for group in groups for rollout in group.rollouts for turn in rollout.turns if not turn.model]
+    tokens: dict[int, int] = {}
+    for turn in turns:
+        lag = min(max(0, version - turn.version), _LARGEST_LAG)
+        tokens[lag] = tokens.get(lag, 0) + len(turn.tokens)
+    total = max(1, sum(tokens.values()))
+    return {f"policy/lag_{lag}": tokens[lag] / total for lag in sorted(tokens)}
+
+
+def _of_workflows(groups: Sequence[Group]) -> dict[str, float]:
+    return workflow_metrics("workflow", [each for group in groups for each in group.rollouts if not each.error])
+
+
+def _sampled(groups: Sequence[Group], version: int) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     good = [rollout for rollout in rollouts if not rollout.error]
     lengths = [count_policy_tokens(rollout) for rollout in good]
@@ -50,7 +71,7 @@ def _drift(group: Group) -> int:
 
 
 def role_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Mean reward and number of turns of each role, if there are several; and the workflow's own metrics.
+    """Mean reward and number of turns of each role, if there are several.
 
     `prefix` is that of rewards, such as eval/reward.
     """
@@ -61,11 +82,16 @@ def role_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
         values[f"{prefix}/{role}/std"] = float(np.std([each.reward for each in of_role]))
         values[f"{place}turns/{role}"] = _mean([len(each.turns) for each in of_role])
         values[f"{place}tokens/{role}"] = _mean([sum(len(turn.tokens) for turn in each.turns) for each in of_role])
-    for name in dict.fromkeys(name for rollout in rollouts for name in rollout.metrics):
-        values[f"{place}workflow/{name}"] = _mean(
-            [rollout.metrics[name] for rollout in rollouts if name in rollout.metrics]
-        )
     return values
+
+
+def workflow_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """PREFIX/NAME: the workflows' own numbers, each averaged over the rollouts that have it; and skill scores."""
+    values = {
+        name: _mean([rollout.metrics[name] for rollout in rollouts if name in rollout.metrics])
+        for name in dict.fromkeys(name for rollout in rollouts for name in rollout.metrics)
+    }
+    return {f"{prefix}/{name}": value for name, value in (values | skill_scores(rollouts)).items()}
 
 
 def _constant_roles(groups: Sequence[Group]) -> dict[str, float]:
@@ -91,45 +117,6 @@ def reward_metrics(prefix: str, rollouts: Sequence[Rollout]) -> dict[str, float]
         parts = [rollout.reward_parts[name] for rollout in rollouts if name in rollout.reward_parts]
         values[f"{prefix}/{name}"] = _mean(parts)
     return values
-
-
-def update_metrics(
-    rows: Sequence[TrainingRow], updated: UpdateResult, measured: Mapping[str, float] | None = None
-) -> dict[str, float]:
-    """Metrics of an update: trainer against sampler logprobs, those of the loss, and those of the server.
-
-    `measured`: metrics of a loss that the server computed (`Update.measure`).
-    """
-    pairs = list(zip(rows, updated.logprobs, strict=True))
-    own = [(row, p) for row, p in pairs if row.kind == "policy"]
-    expert_logprobs = [p[row.mask] for row, p in pairs if row.kind == "expert"]
-    return {
-        **(_policy_metrics(own) if own else {}),
-        **({"optim/expert_nll": -float(np.concatenate(expert_logprobs).mean())} if expert_logprobs else {}),
-        "tokens/trained": int(sum(len(row.tokens) for row in rows)),
-        "optim/rows": len(rows),
-        **_loss_metrics(measured or {}),
-        **_loss_metrics(updated.metrics),
-    }
-
-
-def _policy_metrics(pairs: Sequence[tuple[TrainingRow, np.ndarray]]) -> dict[str, float]:
-    q_T = np.concatenate([row.logprobs[row.mask] for row, _ in pairs]).astype(np.float64)
-    p_T = np.concatenate([p[row.mask] for row, p in pairs]).astype(np.float64)
-    weight_T = np.concatenate([np.full(int(row.mask.sum()), row.count) for row, _ in pairs])
-    ratio_T = np.exp(np.clip(p_T - q_T, -_LOG_RATIO, _LOG_RATIO))
-    return {
-        "optim/ratio_mean": float(np.average(ratio_T, weights=weight_T)),
-        "optim/ratio_max": float(ratio_T.max()),
-        "optim/kl_sample_train_v1": float(np.average(q_T - p_T, weights=weight_T)),
-        "optim/kl_sample_train_v2": float(np.average((q_T - p_T) ** 2, weights=weight_T)) / 2,
-        "optim/entropy": -float(np.average(q_T, weights=weight_T)),
-    }
-
-
-def _loss_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of a loss or of the server, with `name` or `name:reduction` renamed to `optim/name`."""
-    return {f"optim/{name.partition(':')[0]}": float(value) for name, value in metrics.items()}
 
 
 def _mean(values: Sequence[float]) -> float:

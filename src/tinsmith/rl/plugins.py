@@ -1,9 +1,9 @@
-"""Workflows, rewards and advantages of users: a folder of Python files, and objects by their import path.
+"""Workflows, rewards, advantages and environments of users: a folder of Python files, and objects by their import path.
 
 `plugins: FOLDER` in a run file imports every .py file of the folder before the rest of the file is validated. An object
-decorated with `@workflow("name")`, `@reward("name")` or `@advantage("name")` is then a type of that name; any
-importable object is `{type: custom, path: "module:attribute", args: {…}}`. docs/guides/workflows-and-rewards.md and
-docs/guides/algorithms.md say what can be decorated.
+decorated with `@workflow("name")`, `@reward("name")`, `@advantage("name")` or `@environment("name")` is then a type of
+that name; any importable object is `{type: custom, path: "module:attribute", args: {…}}`.
+docs/guides/workflows-and-rewards.md, algorithms.md and environments.md say what can be decorated.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from pydantic import PlainSerializer, ValidationError
 from tinsmith.errors import ConfigError
 from tinsmith.settings import Settings
 
-Kind = Literal["workflow", "reward", "advantage"]
+Kind = Literal["workflow", "reward", "advantage", "environment"]
 Names = frozenset[tuple[Kind, str]]
 T = TypeVar("T", bound=Callable[..., Any])
 S = TypeVar("S", bound=Settings)
 _MARK = "__tinsmith_part__"
 _OWN = {
     "workflow": ("type", "path", "args", "timeout"),
-    "reward": ("type", "path", "args", "weight", "name", "role"),
+    "reward": ("type", "path", "args", "weight", "name", "role", "isolated"),
     "advantage": ("type", "path", "args"),
+    "environment": ("type", "path", "args", "name", "weight", "sampling", "held_out"),
 }
 """Keys of a custom part itself; all others are arguments of its code."""
 
@@ -48,6 +49,11 @@ def reward(name: str) -> Callable[[T], T]:
 def advantage(name: str) -> Callable[[T], T]:
     """Decorator: register a function from rewards to advantages as the advantage `name`."""
     return _mark("advantage", name)
+
+
+def environment(name: str) -> Callable[[T], T]:
+    """Decorator: register an EnvironmentOptions class as the environment `name`."""
+    return _mark("environment", name)
 
 
 def plugin_names(folder: Path) -> Names:
@@ -195,6 +201,11 @@ def _with_custom_parts(section: Mapping[str, Any], parts: Mapping[tuple[Kind, st
         result["rewards"] = [
             _custom("reward", entry, parts) if isinstance(entry, Mapping) else entry for entry in result["rewards"]
         ]
+    if isinstance(result.get("environments"), list | tuple):
+        result["environments"] = [
+            _custom("environment", _with_custom_parts(entry, parts), parts) if isinstance(entry, Mapping) else entry
+            for entry in result["environments"]
+        ]
     if isinstance(result.get("algorithm"), Mapping):
         result["algorithm"] = _with_custom_advantages(result["algorithm"], parts)
     return result
@@ -218,6 +229,6 @@ def _custom(kind: Kind, part: Mapping[str, Any], parts: Mapping[tuple[Kind, str]
         return dict(part)
     own = {key: value for key, value in part.items() if key in _OWN[kind]}
     args = {key: value for key, value in part.items() if key not in own}
-    if kind == "reward":
+    if kind in ("reward", "environment"):
         own.setdefault("name", part["type"])
     return {**own, "type": "custom", "path": path, "args": {**args, **dict(own.get("args", {}))}}

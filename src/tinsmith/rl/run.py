@@ -5,40 +5,48 @@
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import numpy as np
 
-from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl import metrics
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.critic import Critic
+from tinsmith.rl.algorithms.updates import BatchUpdates
+from tinsmith.rl.comparison import evaluations
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.demonstrations import Demonstrations
 from tinsmith.rl.data.tasks import TaskSampler
+from tinsmith.rl.ending.stop import StopRequested, StopSignal
+from tinsmith.rl.ending.until import EndCondition
 from tinsmith.rl.evaluate import Evaluator
 from tinsmith.rl.monitors.base import Monitors
-from tinsmith.rl.policy.base import Policy, Update
+from tinsmith.rl.monitors.timeline import OverlapMeter, Timeline
+from tinsmith.rl.policy.base import Policy, Update, UpdateResult
 from tinsmith.rl.policy.request_limit import TokenRates
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.rewards import Rewards
+from tinsmith.rl.rollouts.backoff import GUARDED_STALENESS, Backoff
 from tinsmith.rl.rollouts.batch_source import BatchSource
 from tinsmith.rl.rollouts.filters import apply_filters
-from tinsmith.rl.rollouts.producer import Batch
-from tinsmith.rl.run_folder import SETTINGS, RandomStates, RunFolder, State, check_adapter, state_of_checkpoint
-from tinsmith.rl.run_folder.resume_from import TasksPerStep
+from tinsmith.rl.rollouts.progress import Batch
+from tinsmith.rl.run_folder import SETTINGS, RandomStates, RunFolder, State
+from tinsmith.rl.run_folder.deferred import DeferredStates, ResumePoint
 from tinsmith.rl.run_folder.state import as_metadata, json_values
+from tinsmith.rl.run_parts import Connect as Connect
+from tinsmith.rl.shadow.service import ShadowService
 from tinsmith.rl.types import Group
+from tinsmith.rl.updates.gradient_stream import GradientStream
+from tinsmith.rl.updates.metrics import update_metrics
 
 log = logging.getLogger(__name__)
-
-Connect = Callable[[str, int], Awaitable[Policy]]
-"""Connects to the server: from a state path (empty: a new adapter) and its version to the policy."""
 
 
 class StepTimer:
@@ -57,6 +65,18 @@ class StepTimer:
     def total(self) -> float:
         """Seconds since the timer was created."""
         return time.perf_counter() - self._begin
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedGroups:
+    """Groups of a batch whose gradients were computed before the batch was complete.
+
+    Example: StreamedGroups(gradient, {0, 5})
+    """
+
+    gradient: GradientStream
+    places: set[int] = field(default_factory=set)
+    """Places of the groups in the batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,19 +100,35 @@ class Run:
     store: dict[str, Any]
     """Values that all rollouts share, which workflows read and write."""
     rates: TokenRates
+    ending: EndCondition
+    stop: StopSignal
+    states: DeferredStates
+    timeline: Timeline
+    overlap: OverlapMeter
+    backoff: Backoff
+    shadow: ShadowService | None = None
+    """Shadow steps of the rollouts, if they need any."""
 
     def steps(self) -> range:
         """The remaining steps, counted from 1."""
         done = self.folder.state.step if self.folder.state else 0
         return range(done + 1, self.config.steps + 1)
 
-    async def evaluate_before_training(self) -> None:
-        """Evaluate the initial weights, and the score of the best constant answer."""
-        if self.folder.state is None and self.evaluator.due(0, self.config.steps):
-            baseline: dict[str, float] = {}
-            if self.rewards is not None:
-                baseline = await self.evaluator.baseline(self.rewards, await self.policy.snapshot())
-            await self._evaluate(0, baseline)
+    async def evaluate_before_training(self) -> bool:
+        """Evaluate the initial weights, and the score of the best constant answer; or those of the last step, if an
+        early stop cancelled that evaluation. Returns whether the run has ended, as `finish_step` does."""
+        state = self.folder.state
+        if not (self.evaluator.due(0, self.config.steps) if state is None else state.evaluation_due):
+            return False
+        step, baseline = state.step if state else 0, dict[str, float]()
+        if not step and self.rewards is not None:
+            baseline = await self.evaluator.baseline(self.rewards, await self.policy.snapshot())
+        await self._evaluate(step, baseline)
+        last = bool(step) and self._is_last(step)
+        if last:
+            await self._save(self._resume_point(step), last)
+            self._compare(step)
+        return last
 
     def filtered_groups(self, groups: Sequence[Group]) -> tuple[Group, ...]:
         """The groups that pass the filters; with filter_refills, at most groups_per_step, or all of a search for groups
@@ -109,24 +145,91 @@ class Run:
         count = self.config.demonstrations.count(self.config.groups_per_step, self.config.group_size, alone=alone)
         return self.demonstrations.draw(count)
 
-    async def update(self, step: int, update: Update) -> dict[str, float]:
-        """Apply the update unless it has no rows; returns its metrics."""
+    async def stream(self, step: int) -> StreamedGroups | None:
+        """With updates.stream, the gradients of groups that finish before the rest of the batch of `step`; else None.
+
+        Raises StopRequested if the run is to stop.
+        """
+        parts = self.config.updates.stream
+        if parts <= 1 or not self.config.uses_rollouts or self.backoff.guarded:
+            return None
+        drawn = self.demonstrations.cursor if self.demonstrations else 0
+        self._limit_staleness()
+        streamed = StreamedGroups(self.gradient_stream(step))
+        arriving = self.batches.stream(step, math.ceil(self.config.groups_per_step / parts))
+        try:
+            while True:
+                with self.overlap.waiting():
+                    part = await anext(arriving, None)
+                if part is None:
+                    return streamed
+                with self.timeline.span("training", step):
+                    await streamed.gradient.add(self.filtered_groups(list(part.values())))
+                streamed.places.update(part)
+        except StopRequested:
+            if self.demonstrations is not None:
+                self.demonstrations.cursor = drawn
+            raise
+
+    async def train(
+        self, step: int, groups: Sequence[Group], streamed: StreamedGroups | None = None
+    ) -> dict[str, float]:
+        """Compute the updates of the groups of a batch, and take their optimizer steps; returns metrics.
+
+        With updates.stream, the gradient is computed in parts; `streamed` are those that `stream` has computed.
+        """
+        if streamed is None:
+            update = await self.algorithm.score(step, self.filtered_groups(groups), self.next_demonstrations())
+            return await self.update(step, update)
+        rest = self.filtered_groups([group for at, group in enumerate(groups) if at not in streamed.places])
+        parts = math.ceil(len(rest) * self.config.updates.stream / self.config.groups_per_step)
+        with self.timeline.span("training", step):
+            for part in np.array_split(np.arange(len(rest)), max(1, parts)):
+                await streamed.gradient.add([rest[int(number)] for number in part])
+            numbers = await self.finish(step, streamed.gradient)
+        self.backoff.observe(step, numbers)
+        return numbers
+
+    def _limit_staleness(self) -> None:
+        self.batches.limit_staleness(GUARDED_STALENESS if self.backoff.guarded else None)
+
+    def gradient_stream(self, step: int) -> GradientStream:
+        """The gradient of a step, to be computed in parts; `finish` takes the optimizer step."""
+        return GradientStream(step, self.algorithm, self.policy, self.next_demonstrations())
+
+    async def finish(self, step: int, stream: GradientStream) -> dict[str, float]:
+        """Take the optimizer step of a streamed gradient; returns its metrics."""
+        return await stream.finish(
+            self.config.optimizer, self.config.optimizer.learning_rate_at(step, self.config.steps)
+        )
+
+    async def update(self, step: int, batch: BatchUpdates) -> dict[str, float]:
+        """Take the optimizer steps of a batch, unless it has none; returns its metrics."""
         rate = self.config.optimizer.learning_rate_at(step, self.config.steps)
-        if not update.rows:
-            return {"optim/skipped": 1.0, "optim/lr": rate, **update.numbers}
+        skipped = {"optim/skipped": 1.0, "optim/lr": rate, **batch.numbers}
+        if not batch.updates:
+            return skipped
+        if guarded := self.backoff.guarded:
+            logprobs = tuple(await self.policy.logprobs(batch.rows))
+            measured = update_metrics([(Update(rows=tuple(batch.rows)), UpdateResult(logprobs=logprobs, metrics={}))])
+            if self.backoff.observe(step, measured):
+                return {**skipped, **measured}
         critic_metrics: dict[str, float] = {}
         if self.critic is not None:
-            critic_metrics = await self.critic.learn(step, update.rows)
+            critic_metrics = await self.critic.learn(step, batch.rows)
             if step <= self.critic.config.warmup_steps:
-                return {"optim/skipped": 1.0, "optim/lr": rate, **update.numbers, **critic_metrics}
-        updated = await self.policy.update(update, self.config.optimizer, rate)
-        measured = update.measure(updated.logprobs) if update.measure else {}
-        coefficients = self.algorithm.adapt_coefficients(update, updated)
+                return {**skipped, **critic_metrics}
+        with self.timeline.span("training", step):
+            updated = await self.policy.train(batch.updates, self.config.optimizer, rate)
+        results = list(zip(batch.updates, updated, strict=True))
+        numbers = update_metrics(results)
+        if not guarded:
+            self.backoff.observe(step, numbers)
         return {
-            **metrics.update_metrics(update.rows, updated, measured),
+            **numbers,
             "optim/lr": rate,
-            **update.numbers,
-            **coefficients,
+            **batch.numbers,
+            **self.algorithm.adapt_coefficients(results, batch.rows, batch.numbers),
             **critic_metrics,
         }
 
@@ -140,133 +243,136 @@ class Run:
         self.task_sampler.update(batch.groups)
         sampled = metrics.group_metrics(batch.groups, version) if batch.groups else {}
         seconds = timer.total()
-        speed = {**self.rates.lap(numbers.get("tokens/trained", 0.0)), "time/step": seconds}
+        self.timeline.add("sampling", step, batch.sampled_from, batch.sampled_until)
+        speed = {
+            **self.rates.lap(numbers.get("tokens/trained", 0.0)),
+            **self.overlap.lap(),
+            "time/step": seconds,
+            "time/sampling": batch.sampled_until - batch.sampled_from,
+        }
         if batch.groups:
             self.monitors.rollouts(step, "train", batch.groups)
+        if self.config.active_backoff is not None:
+            sampled["policy/guarded"] = float(self.backoff.guarded)
         if self.config.filters and batch.groups:
             sampled["filters/dropped"] = 1.0 - trained_groups / len(batch.groups)
-        self.monitors.metrics(step, {**sampled, **batch.numbers, **numbers, **speed, **timer.parts})
+        shadow = self.shadow.metrics() if self.shadow else {}
+        values = {**sampled, **batch.numbers, **numbers, **shadow, **speed, **timer.parts}
+        self.monitors.metrics(step, values)
+        self.ending.observe(values)
         reward = sampled.get("reward/mean", float("nan"))
         log.info("Step %d of %d: reward %.4g, %.2f seconds", step, self.config.steps, reward, seconds)
         if failed := [rollout.error for group in batch.groups for rollout in group.rollouts if rollout.error]:
             log.warning("%d rollouts of step %d failed; the first: %s", len(failed), step, failed[0])
 
-    async def save_and_evaluate(self, step: int) -> None:
-        """Evaluate and save if due after `step`. The state is written last, after all files of the step."""
-        last = step == self.config.steps
-        if self.evaluator.due(step, self.config.steps):
-            await self._evaluate(step, {})
-        every = self.config.checkpoint.every
+    async def next_batch(self, step: int) -> Batch:
+        """The batch that `step` trains on. Raises StopRequested if the run is to stop."""
+        self._limit_staleness()
+        with self.overlap.waiting():
+            batch = await self.batches.next(step)
+        await self.states.write_complete()
+        return batch
+
+    async def finish_step(self, step: int) -> bool:
+        """Let sampling go on by the new weights; then evaluate and save if due after `step`.
+
+        Sampling does not wait for the evaluation or the checkpoint, except with staleness 0. The state is written last,
+        after all files of the step. Returns whether the run has ended: by its last step, or by a condition of `until`.
+        """
+        last, every = self._is_last(step), self.config.checkpoint.every
+        point = self._resume_point(step)
+        self._limit_staleness()
+        with self.timeline.span("publishing", step):
+            await self.batches.mark_trained(step)
+        if self.evaluator.due(step, step if last else self.config.steps):
+            with self.timeline.span("evaluation", step):
+                await self._evaluate(step, {})
+            last = last or self._is_last(step)
         if last or (every and step % every == 0):
-            await self._save(step, last)
+            with self.timeline.span("saving", step):
+                await self._save(point, last)
+        if last:
+            self._compare(step)
+        return last
+
+    async def stop_after(self, step: int, *, evaluation_due: bool = False) -> None:
+        """Save a checkpoint after `step` to resume from, unless there is one. `evaluation_due`: with the evaluation.
+
+        Rollouts that are not finished at the end of the grace period are cancelled.
+        """
+        self.stop.stopped_at = f"step {step} of {self.config.steps}"
+        await self.batches.stop(self.stop.grace_left)
+        await self.states.write_all()
+        saved = self.folder.state
+        if saved is None or (saved.step, saved.evaluation_due) != (step, evaluation_due):
+            await self._save(self._resume_point(step), last=False, evaluation_due=evaluation_due)
+            await self.states.write_all()
+        log.info("Stopped by %s after %s", self.stop.reason, self.stop.stopped_at)
+
+    def _is_last(self, step: int) -> bool:
+        """Whether the run ends after `step`."""
+        if step < self.config.steps and (reason := self.ending.reason):
+            log.info("Ended after step %d: %s", step, reason)
+            return True
+        if step == self.config.steps and self.ending.is_unmeasured:
+            log.warning("until.metric was never measured; docs/reference/metrics.md lists the metrics")
+        return step == self.config.steps
 
     async def _evaluate(self, step: int, baseline: Mapping[str, float]) -> None:
         timer = StepTimer()
-        groups, values = await self.evaluator.run(step, await self.policy.snapshot())
+        snapshot = await self.policy.snapshot()
+        groups, values = await self.stop.finish(lambda: self.evaluator.run(step, snapshot))
         self.monitors.rollouts(step, "eval", groups)
         self.monitors.metrics(step, {**values, **baseline, "time/eval": timer.total()})
+        if step:
+            self.ending.observe(values)
 
-    async def _save(self, step: int, last: bool) -> None:
-        batch_state = await self.batches.capture_state()
-        name = "final" if last else f"step-{step:06}"
-        ttl = None if last else self.config.checkpoint.ttl_seconds
-        critic_path = await self.critic.save(f"critic-{name}", ttl) if self.critic else ""
+    def _compare(self, step: int) -> None:
+        """Compare the evaluations before the first step and after the last one, if both were made."""
+        files = {at: self.folder.path / "rollouts" / f"eval-{at:06}.jsonl" for at in (0, step)}
+        if not (self.config.eval.compare and step and all(file.exists() for file in files.values())):
+            return
+        first, last = (
+            (f"step {at}", evaluations.read_results(file, self.config.eval.threshold)) for at, file in files.items()
+        )
+        compared = evaluations.compare_results(first, last, self.evaluator.sources, self.config.seed)
+        evaluations.write(self.folder.path, compared)
+
+    def _resume_point(self, step: int) -> ResumePoint:
+        """Where a run resumes from after `step`; tasks that are drawn from now on are not part of it."""
         before = self.folder.state
         state = State(
             step=step,
             version=self.policy.version,
             path="",
             cursor=self.task_sampler.cursor,
-            order=self.task_sampler.state,
+            order=copy.deepcopy(self.task_sampler.state),
             demonstrations_drawn=self.demonstrations.cursor if self.demonstrations else 0,
             random=RandomStates.capture(),
-            batches=batch_state,
             algorithm=dict(self.algorithm.state),
+            backoff=self.backoff.state,
             reference=self.reference,
-            critic_path=critic_path,
-            store=json_values(self.store),
             origin=before.origin if before else "",
         )
-        path = await self.policy.save(name, ttl, as_metadata(state, self.config.seed))
+        return ResumePoint(state, self.batches.position())
+
+    async def _save(self, point: ResumePoint, last: bool, *, evaluation_due: bool = False) -> None:
+        """Save the weights, and the state at `point` as soon as its batches are complete."""
+        name = "final" if last else f"step-{point.state.step:06}"
+        ttl = None if last else self.config.checkpoint.ttl_seconds
+        values = {
+            "random": RandomStates.capture(),
+            "store": json_values(self.store),
+            "ending": self.ending.state,
+            "evaluation_due": evaluation_due,
+            "critic_path": await self.critic.save(f"critic-{name}", ttl) if self.critic else "",
+        }
+        point = point.with_values(values)
+        stored = point.state.model_copy(update={"batches": await self.batches.state_at(point.position)})
+        path = await self.policy.save(name, ttl, as_metadata(stored, self.config.seed))
         sampling_path = await self.policy.save_for_sampling(name) if last else ""
-        new = (path, critic_path) if critic_path else (path,)
-        others = (paths for paths in (before.checkpoints if before else ()) if paths[0] != path)
-        dropped, checkpoints = self.config.checkpoint.cut((*others, new))
-        saved = {"path": path, "sampling_path": sampling_path, "checkpoints": checkpoints}
-        self.folder.save(state.model_copy(update=saved))
-        for paths in dropped:
-            for deleted in paths:
-                await self.policy.delete_checkpoint(deleted)
-        self.folder.forget(dropped)
-        await self.batches.state_saved()
-
-
-async def connect_policy(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> Policy:
-    """The policy at the state that the run continues from; `folder.state` is that state after `resume_from`.
-
-    Raises ConfigError if the server has no checkpoint that fits the run; nothing in the folder has changed then.
-    """
-    state, source = folder.state, config.resume_from
-    if not source or (state is not None and not folder.goes_back):
-        if source and state is not None and state.origin:
-            text = (
-                f"resume_from: this run has continued from {state.origin} before; its newest state is step {state.step}"
-            )
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
-        return await connect(state.path if state else "", state.version if state else 0)
-    path = state.path if state else source
-    try:
-        policy = await connect(path, state.version if state else 0)
-    except ConfigError:  # no server
-        raise
-    except UserError as error:
-        raise ConfigError(
-            f"resume_from: {error.message}", "Name a checkpoint that is on the server of this run, under the same key."
-        ) from error
-    try:
-        info = await policy.checkpoint_info(path)
-        check_adapter(info, path, config.model)
-        exactness = "exact, by its state file"
-        if state is None:
-            state, exactness = state_of_checkpoint(info, path, _drawn_per_step(config), config.seed)
-        _check_continues(config, state)
-        policy.set_version(state.version)
-        folder.start_at(state)
-    except BaseException:
-        await policy.close()
-        raise
-    text = f"resume_from: step {state.step}, {path}: {exactness}"
-    log.info("%s", text)
-    console.print(text, highlight=False, markup=False, soft_wrap=True)
-    return policy
-
-
-def _drawn_per_step(config: RunConfig) -> TasksPerStep:
-    demonstrations = config.demonstrations
-    alone = not config.uses_rollouts
-    return TasksPerStep(
-        tasks=0 if alone else config.groups_per_step,
-        demonstrations=demonstrations.count(config.groups_per_step, config.group_size, alone=alone)
-        if demonstrations
-        else 0,
-    )
-
-
-def _check_continues(config: RunConfig, state: State) -> None:
-    """Raise ConfigError if the run has no step after `state`, or needs what `state` lacks."""
-    if state.step >= config.steps:
-        raise ConfigError(
-            f"resume_from: {state.path} is of step {state.step}, and the run has {config.steps} steps.",
-            "Set steps higher, or name an earlier checkpoint.",
-        )
-    lacking = "the critic" if config.algorithm.critic is not None and not state.critic_path else ""
-    if config.algorithm.reference == "start" and not state.reference:
-        lacking = "the reference model"
-    if lacking:
-        raise ConfigError(
-            f"resume_from: nothing says which checkpoint has {lacking} of {state.path}.",
-            "Name its state file FOLDER/checkpoints/step-000010.json.",
-        )
+        self.states.add(point.with_values({"path": path, "sampling_path": sampling_path}))
+        await (self.states.write_all() if last else self.states.write_complete())
 
 
 def with_fresh_folder(config: RunConfig, part: str = "") -> RunConfig:

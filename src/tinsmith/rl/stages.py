@@ -22,6 +22,7 @@ from tinsmith.errors import ConfigError
 from tinsmith.rl import monitors
 from tinsmith.rl.bench import bench
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.policy.base import Policy
 from tinsmith.rl.run import Connect, folder_path
 from tinsmith.rl.run_folder import RunFolder, State
@@ -31,28 +32,30 @@ _FILE = "stages.json"
 
 
 async def run_stages(
-    config: RunConfig, connecting: Callable[[RunConfig], Connect], console: Console
+    config: RunConfig, connecting: Callable[[RunConfig], Connect], console: Console, stop: StopSignal | None = None
 ) -> tuple[RunConfig, State]:
-    """Run all remaining stages. Returns settings and final state of the last stage that trains.
+    """Run all remaining stages. Returns settings and final state of the last stage that trained.
 
-    `connecting` returns the Connect function for the settings of a stage; all stages use one server.
+    `connecting` returns the Connect function for the settings of a stage; all stages use one server. `stop` may end the
+    run early, in any stage.
     """
+    stop = stop or StopSignal()
     path = folder_path(config)
     if not config.stages:
         if (path / _FILE).exists():
             raise ConfigError(f"{path} holds a run in stages.", "Set another folder, e.g. folder=runs/another.")
-        return config, await train(config, connecting(config), console)
+        return config, await train(config, connecting(config), console, stop)
     folder = RunFolder.open(path, config.model_dump(mode="json"), resume=config.resume is True)
     try:
         if folder.state is not None:
             raise ConfigError(f"{path} holds a run without stages.", "Set another folder, e.g. folder=runs/another.")
-        return await _run_each(config, path, connecting, console)
+        return await _run_each(config, path, connecting, console, stop)
     finally:
         folder.close()
 
 
 async def _run_each(
-    config: RunConfig, path: Path, connecting: Callable[[RunConfig], Connect], console: Console
+    config: RunConfig, path: Path, connecting: Callable[[RunConfig], Connect], console: Console, stop: StopSignal
 ) -> tuple[RunConfig, State]:
     for stage_config in map(config.stage_config, range(1, len(config.stages) + 1)):
         if stage_config.mode != "bench":
@@ -65,16 +68,24 @@ async def _run_each(
         stage_config = config.stage_config(number, previous)
         if stage_config.mode == "bench" and final_states.get(stage.name) == previous:
             continue
+        if trained and stop.requested:
+            stop.stopped_at = f"stage {number - 1} of {len(names)}"
+            return trained
         _write_status(path, names, final_states, under_way=stage.name)
         console.print(f"[bold]stage {number} of {len(names)}: {stage.name}[/]", highlight=False)
         connect = connecting(stage_config)
         if stage_config.mode == "bench":
-            await bench(stage_config, partial(connect, "", 0), console, of=folder_path(trained[0]) if trained else None)
+            of = folder_path(trained[0]) if trained else None
+            await bench(stage_config, partial(connect, "", 0), console, of, stop if trained else None)
+            if trained and stop.stopped_at:
+                return trained
             final_states[stage.name] = previous
             continue
         if previous and stage.keep_optimizer:
             connect = _connect_with_state(connect, previous)
-        trained = stage_config, await train(stage_config, connect, console)
+        trained = stage_config, await train(stage_config, connect, console, stop)
+        if stop.stopped_at:
+            return trained
         final_states[stage.name] = trained[1].path
     _write_status(path, names, final_states, under_way="")
     assert trained is not None  # RunConfig requires a stage that trains

@@ -1,34 +1,40 @@
 """The training loop, and how a run is assembled from its configuration.
 
-`loop` is the only built-in loop: get a batch, compute the update, apply it, log, save. Synchronous training is
+`loop` is the only built-in loop: get a batch, compute its updates, apply them, log, save. Synchronous training is
 staleness 0. `assemble` creates the parts of a run; the server is reached through a `Connect` function.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import replace
 
 import numpy as np
 from rich.console import Console
 
-from tinsmith.errors import ConfigError
+from tinsmith.errors import ConfigError, TinsmithError
 from tinsmith.rl import algorithms, logs, monitors
 from tinsmith.rl.algorithms.algorithm import Algorithm
 from tinsmith.rl.algorithms.critic import Critic
 from tinsmith.rl.config import RunConfig
 from tinsmith.rl.data.demonstrations import Demonstrations
-from tinsmith.rl.data.run_data import RunData
 from tinsmith.rl.data.tasks import TaskSampler
-from tinsmith.rl.evaluate import EvalConfig, Evaluator, is_partial
+from tinsmith.rl.ending.stop import StopRequested, StopSignal, WorkCancelled
+from tinsmith.rl.ending.until import EndCondition
+from tinsmith.rl.evaluate import Evaluator, is_partial
+from tinsmith.rl.guards.watchdog import watch_event_loop
 from tinsmith.rl.monitors.base import RunInfo
+from tinsmith.rl.monitors.timeline import OverlapMeter, Timeline
 from tinsmith.rl.policy.base import Policy, Snapshot
 from tinsmith.rl.policy.request_limit import RequestLimit, TokenRates
 from tinsmith.rl.policy.training_rows import TrainingRow
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rollouts import buffers
+from tinsmith.rl.rollouts.backoff import Backoff
 from tinsmith.rl.rollouts.batch_source import (
     BatchSource,
     BatchSourceState,
@@ -43,56 +49,80 @@ from tinsmith.rl.rollouts.resources import RolloutResources
 from tinsmith.rl.rollouts.runner import RolloutRunner
 from tinsmith.rl.rollouts.sampling_loop import SamplingLoop
 from tinsmith.rl.rollouts.weight_sync import WeightPublisher
-from tinsmith.rl.run import Connect, Run, StepTimer, connect_policy, folder_path
+from tinsmith.rl.run import Connect, Run, StepTimer, folder_path
 from tinsmith.rl.run_folder import RandomStates, RunFolder, State
-from tinsmith.rl.workflows.base import Workflow, WorkflowContext
+from tinsmith.rl.run_folder.deferred import DeferredStates
+from tinsmith.rl.run_parts import RunData, connect_policy, eval_workflow_maker, training_workflow
+from tinsmith.rl.shadow.tinker import open_shadow
 
 log = logging.getLogger(__name__)
 
 
-async def train(config: RunConfig, connect: Connect, console: Console) -> State:
-    """Start a run, or resume the one in its folder, and return its final state. A finished run is left as it is."""
+async def train(config: RunConfig, connect: Connect, console: Console, stop: StopSignal | None = None) -> State:
+    """Start a run, or resume the one in its folder, and return its final state. A finished run is left as it is.
+
+    `stop` may end the run early; the state returned is then one to resume from.
+    """
     config, data = _prepared(config)
     async with AsyncExitStack() as stack:
         folder = stack.enter_context(_opened(config))
-        if folder.state is not None and folder.state.step >= config.steps and not folder.goes_back:
+        if folder.state is not None and _is_finished(config, folder.state) and not folder.goes_back:
             return folder.state
-        run = await stack.enter_async_context(_started(config, folder, connect, console, data))
+        run = await stack.enter_async_context(_started(config, folder, connect, console, data, stop))
         state = await loop(run)
-        log.info("Finished: %d steps; final weights: %s", state.step, state.path)
+        if not run.stop.stopped_at:
+            log.info("Finished: %d steps; final weights: %s", state.step, state.path)
         return state
 
 
+def _is_finished(config: RunConfig, state: State) -> bool:
+    ended = state.step >= config.steps or bool(EndCondition(config.until, state.ending).reason)
+    return ended and not state.evaluation_due
+
+
 async def loop(run: Run) -> State:
-    """Take all remaining steps; returns the state saved by the last one."""
-    await run.evaluate_before_training()
-    for step in run.steps():
-        timer = StepTimer()
-        batch = await run.batches.next(step)
-        timer.lap("rollouts")
-        groups = run.filtered_groups(batch.groups)
-        update = await run.algorithm.score(step, groups, run.next_demonstrations())
-        version = run.policy.version
-        numbers = await run.update(step, update)
-        timer.lap("update")
-        await run.batches.mark_trained(step)
-        run.log(step, batch, len(groups), version, numbers, timer)
-        await run.save_and_evaluate(step)
-    assert run.folder.state is not None  # the last step saves
+    """Take all remaining steps, or stop early if `run.stop` says so; returns the state that was saved last."""
+    done, last = run.steps().start - 1, run.config.steps
+    run.stop.begin()
+    try:
+        ended = await run.evaluate_before_training()
+        while not ended and done < last:
+            run.stop.check()
+            await take_step(run, done + 1)
+            done += 1
+            ended = await run.finish_step(done)
+    except StopRequested as stopped:
+        await run.stop_after(done, evaluation_due=isinstance(stopped, WorkCancelled))
+    assert run.folder.state is not None  # the last step saves, and an early stop does
     return run.folder.state
 
 
+async def take_step(run: Run, step: int) -> None:
+    """Get the batch of `step`, train on it, and log it. Raises StopRequested before training if the run is to stop."""
+    await run.folder.wait_for_room(run.stop)
+    timer = StepTimer()
+    streamed = await run.stream(step)
+    batch = await run.next_batch(step)
+    timer.lap("rollouts")
+    version = run.policy.version
+    numbers = await run.train(step, batch.groups, streamed)
+    timer.lap("update")
+    run.log(step, batch, len(run.filtered_groups(batch.groups)), version, numbers, timer)
+
+
 @asynccontextmanager
-async def open_run(config: RunConfig, connect: Connect, console: Console) -> AsyncIterator[Run]:
+async def open_run(
+    config: RunConfig, connect: Connect, console: Console, stop: StopSignal | None = None
+) -> AsyncIterator[Run]:
     """A run that is ready for its next step, for a custom training loop; `loop` is the built-in loop."""
     config, data = _prepared(config)
     with _opened(config) as folder:
-        async with _started(config, folder, connect, console, data) as run:
+        async with _started(config, folder, connect, console, data, stop) as run:
             yield run
 
 
 def _prepared(config: RunConfig) -> tuple[RunConfig, RunData]:
-    data = RunData(config.tasks, config.demonstrations, config.seed)
+    data = RunData(config)
     return resolve_steps(config, data), data
 
 
@@ -102,24 +132,37 @@ def _opened(config: RunConfig) -> Iterator[RunFolder]:
     folder = RunFolder.open(folder_path(config), settings, resume=config.resume is True, resume_from=config.resume_from)
     try:
         yield folder
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS):
+            raise
+        raise TinsmithError(
+            f"The run folder {folder.path} cannot be written: {error.strerror}.",
+            "Free space on its disk; the same command then continues from the last checkpoint.",
+        ) from error
     finally:
         folder.close()
 
 
 @asynccontextmanager
 async def _started(
-    config: RunConfig, folder: RunFolder, connect: Connect, console: Console, data: RunData
+    config: RunConfig,
+    folder: RunFolder,
+    connect: Connect,
+    console: Console,
+    data: RunData,
+    stop: StopSignal | None = None,
 ) -> AsyncIterator[Run]:
     with logs.log_to_folder(folder.path, config.log_level):
         monitors.announce(config.monitors, folder.path, console)
-        async with assemble(config, folder, connect, console, data) as run:
+        async with assemble(config, folder, connect, console, data, stop or StopSignal()) as run:
             log.info("%s: starting at step %d of %d, in %s", config.name, run.steps().start, config.steps, folder.path)
-            yield run
+            with watch_event_loop(config.rollout.max_blocking):
+                yield run
 
 
 @asynccontextmanager
 async def assemble(
-    config: RunConfig, folder: RunFolder, connect: Connect, console: Console, data: RunData
+    config: RunConfig, folder: RunFolder, connect: Connect, console: Console, data: RunData, stop: StopSignal
 ) -> AsyncIterator[Run]:
     """Create the parts of a run, and close them in order. Raises ConfigError before the first request to a server."""
     task_sampler, held_out = data.tasks
@@ -128,21 +171,16 @@ async def assemble(
     judge = Rewards(config.eval.rewards or config.rewards, pool=resources.scoring) if config.evaluates else None
     policy = await connect_policy(config, folder, connect, console)
     state = folder.state
+    resources = await with_shadow(config, policy, resources)
     resources.store.update(state.store if state else {})
-    batches = (
-        _batch_source(config, folder, policy, task_sampler, runner, workflow_context(config, resources))
-        if config.uses_rollouts
-        else EmptyBatchSource()
-    )
-    eval_workflow = eval_workflow_maker(config, resources)
-    demonstrations = _demonstrations(config, data, policy, state)
+    batches = _batch_source(config, folder, policy, task_sampler, runner, resources, stop)
     critic = await _critic(config, policy, state)
     reference = await _reference(config, policy, state)
     columns = _columns(config, policy, reference, critic, runner.requests)
-    algorithm = algorithms.Algorithm(config.algorithm, policy.extensions, columns, config.seed, config.group_size)
-    console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.loss_location}[/]", highlight=False)
-    if config.plugins:
-        console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
+    algorithm = algorithms.Algorithm(
+        config.algorithm, policy.extensions, columns, config.seed, config.group_size, config.updates
+    )
+    _announce(config, algorithm, console)
     _restore(state, task_sampler, algorithm, config.seed)
     await batches.restore(state.batches if state else BatchSourceState())
     try:
@@ -150,6 +188,7 @@ async def assemble(
     except BaseException:
         await policy.close()
         raise
+    timeline = Timeline(folder.path)
     try:
         yield Run(
             config=config,
@@ -158,20 +197,47 @@ async def assemble(
             task_sampler=task_sampler,
             batches=batches,
             algorithm=algorithm,
-            evaluator=Evaluator(config.eval, held_out if judge else {}, eval_workflow, config.seed, runner),
+            evaluator=Evaluator(
+                config.eval, held_out if judge else {}, eval_workflow_maker(config, resources), config.seed, runner
+            ),
             rewards=judge,
             monitors=run_monitors,
             reference=reference,
             critic=critic,
-            demonstrations=demonstrations,
+            demonstrations=_demonstrations(config, data, policy, state),
             store=resources.store,
             rates=TokenRates(runner.requests),
+            shadow=resources.shadow,
+            ending=EndCondition(config.until, state.ending if state else {}),
+            stop=stop,
+            states=DeferredStates(folder, policy, batches, config.checkpoint),
+            timeline=timeline,
+            overlap=OverlapMeter(lambda: batches.busy_seconds),
+            backoff=Backoff(config.active_backoff, state.backoff if state else {}),
         )
     finally:
         await batches.close()
         await resources.close()
+        timeline.close()
         run_monitors.close()
         await policy.close()
+
+
+def _announce(config: RunConfig, algorithm: Algorithm, console: Console) -> None:
+    console.print(f"[dim]{config.algorithm.type}: the loss is {algorithm.loss_location}[/]", highlight=False)
+    if config.plugins:
+        console.print(f"[dim]with plugins of {config.plugins}[/]", highlight=False)
+
+
+async def with_shadow(config: RunConfig, policy: Policy, resources: RolloutResources) -> RolloutResources:
+    """The resources with a ShadowService, if the run needs one."""
+    if "shadow" not in config.services:
+        return resources
+    try:
+        return replace(resources, shadow=open_shadow(config.shadow, policy, config.shadow_versions))
+    except BaseException:
+        await policy.close()
+        raise
 
 
 def _run_info(config: RunConfig, folder: RunFolder, policy: Policy) -> RunInfo:
@@ -196,32 +262,6 @@ def _demonstrations(config: RunConfig, data: RunData, policy: Policy, state: Sta
     if state is not None:
         demonstrations.cursor = state.demonstrations_drawn
     return demonstrations
-
-
-def eval_workflow_maker(config: RunConfig, resources: RolloutResources) -> Callable[[EvalConfig], Workflow]:
-    """A function from the evaluation settings of a source to its workflow."""
-
-    def make(settings: EvalConfig) -> Workflow:
-        parts = WorkflowContext(
-            sampling=settings.sampling(config.sampling),
-            rewards=Rewards(settings.rewards or config.rewards, pool=resources.scoring),
-            agent_endpoint=resources.agent_endpoint,
-            store=resources.store,
-            evaluating=True,
-        )
-        return (settings.workflow or config.workflow).make(parts)
-
-    return make
-
-
-def workflow_context(config: RunConfig, resources: RolloutResources) -> WorkflowContext:
-    """Context of the workflow that samples training rollouts."""
-    return WorkflowContext(
-        sampling=config.sampling,
-        rewards=Rewards(config.rewards, needed=config.algorithm.advantage.reads_rewards, pool=resources.scoring),
-        agent_endpoint=resources.agent_endpoint,
-        store=resources.store,
-    )
 
 
 def sampling_plan(config: RunConfig) -> SamplingPlan:
@@ -249,8 +289,12 @@ def _batch_source(
     policy: Policy,
     task_sampler: TaskSampler,
     runner: RolloutRunner,
-    context: WorkflowContext,
+    resources: RolloutResources,
+    stop: StopSignal,
 ) -> BatchSource:
+    policy.on_outage(runner.requests.suspend)
+    if not config.uses_rollouts:
+        return EmptyBatchSource()
     plan = sampling_plan(config)
     buffer = buffers.build(config.buffer, folder.path, config.name)
     in_process = config.mode != "train"
@@ -261,7 +305,7 @@ def _batch_source(
     sampling = None
     if in_process:
         sampling = SamplingLoop(
-            config.workflow.make(context),
+            training_workflow(config, resources),
             task_sampler,
             publisher.open,
             plan,
@@ -273,7 +317,7 @@ def _batch_source(
         )
     selector = BatchSelector(buffer, config.buffer, config.seed)
     return BufferedBatchSource(
-        buffer, selector, policy, publisher, notes, config.sync, last_step=config.steps, sampling=sampling
+        buffer, selector, policy, publisher, notes, config.sync, last_step=config.steps, sampling=sampling, stop=stop
     )
 
 
@@ -302,6 +346,7 @@ def _columns(
         return logprobs
 
     sources: dict[str, algorithms.ColumnSource] = {"reference": logprobs_by(reference), "entropy": policy.entropies}
+    sources["proximal"] = policy.logprobs
     if critic is not None:
         sources["values"] = critic.values
     if config.algorithm.teacher:
@@ -329,7 +374,7 @@ def resolve_steps(config: RunConfig, data: RunData) -> RunConfig:
     Rows that do not fill a last step are not trained on. Without `epochs`, or without tasks (mode train and mode bench
     may have none), the configuration is returned as it is.
     """
-    if config.epochs is None or (config.uses_rollouts and not config.tasks.sources):
+    if config.epochs is None or (config.uses_rollouts and not config.has_training_tasks):
         return config
     rows, per_step, key = _count_rows(config, data), config.groups_per_step, "groups_per_step"
     if config.demonstrations is not None and not config.uses_rollouts:

@@ -50,6 +50,8 @@ class Task:
     """Reference answer; empty if there is none, or if `extra` holds it."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further JSON-serializable data for workflows and rewards, such as a reasoning-gym entry."""
+    environment: str = ""
+    """Name of the environment that the task belongs to; empty in a run without environments."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,6 +99,9 @@ class Turn:
     """Key of the environment state before the reply, equal for equal states; for algorithms that compare turns."""
     advantages: float | tuple[float, ...] | None = None
     """Advantage of all tokens, or [L] of each, if the workflow computes it; for the advantage `precomputed`."""
+    routed_experts: str = ""
+    """Record of the experts of `prompt` and `tokens[:-1]` in a mixture (`routed_experts.to_text`), where
+    model.router_replay is on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

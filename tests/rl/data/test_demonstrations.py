@@ -174,7 +174,7 @@ def test_mix_learns_from_rollouts_and_demonstrations(tmp_path, name):
     assert last["optim/mix/expert"] > 0
 
 
-@pytest.mark.parametrize(("at", "calls"), [("update", 4), ("save", 1), ("save_for_sampling", 0)])
+@pytest.mark.parametrize(("at", "calls"), [("train", 4), ("save", 1), ("save_for_sampling", 0)])
 def test_killed_sft_run_resumes_with_equal_metrics(tmp_path, at, calls):
     run(sft_settings(tmp_path / "whole", tmp_path))
     broken = sft_settings(tmp_path / "broken", tmp_path)

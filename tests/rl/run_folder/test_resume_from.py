@@ -59,12 +59,12 @@ def test_resumed_and_reset_runs_equal_an_uninterrupted_one(tmp_path, changes):
     whole, resumed, reset = (tmp_path / name for name in ("whole", "resumed", "reset"))
     run(settings(whole, **SIX, **changes))
     with pytest.raises(Killed):
-        run(settings(resumed, **SIX, **changes), breaking(resumed, calls=3, at="update"))
+        run(settings(resumed, **SIX, **changes), breaking(resumed, calls=3, at="train"))
     assert read_state(resumed).step == 3  # type: ignore[union-attr]
     run(settings(resumed, **SIX, **changes))
     assert_equal_runs(resumed, whole)
     with pytest.raises(Killed):
-        run(settings(reset, **SIX, **changes), breaking(reset, calls=4, at="update"))
+        run(settings(reset, **SIX, **changes), breaking(reset, calls=4, at="train"))
     run(settings(reset, **SIX, **changes, resume_from=checkpoint(reset, 3)))
     assert_equal_runs(reset, whole)
 
@@ -74,7 +74,7 @@ def test_finished_run_goes_back_and_drops_later_checkpoints(tmp_path):
     run(settings(tmp_path / "whole", **SIX))
     source = checkpoint(tmp_path / "run", 2)
     with pytest.raises(Killed):
-        run(settings(tmp_path / "run", **SIX, resume_from=source), breaking(tmp_path / "run", calls=0, at="update"))
+        run(settings(tmp_path / "run", **SIX, resume_from=source), breaking(tmp_path / "run", calls=0, at="train"))
     state = read_state(tmp_path / "run")
     assert state is not None
     assert (state.step, state.origin) == (2, source)
@@ -89,7 +89,7 @@ def test_same_command_does_not_go_back_twice(tmp_path):
     run(settings(tmp_path, **SIX))
     config = settings(tmp_path, **SIX, resume_from=checkpoint(tmp_path, 2))
     with pytest.raises(Killed):
-        run(config, breaking(tmp_path, calls=2, at="update"))
+        run(config, breaking(tmp_path, calls=2, at="train"))
     steps: list[int] = []
     console = Console(file=io.StringIO(), soft_wrap=True)
     assert run(config, counting(tmp_path, steps), console).step == 6
@@ -100,17 +100,17 @@ def test_same_command_does_not_go_back_twice(tmp_path):
 
 
 def counting(folder: Path, steps: list[int]):
-    """Connect to a policy that appends its version to `steps` before each update."""
+    """Connect to a policy that appends its version to `steps` before each batch is trained on."""
 
     async def connect(state: str, version: int):
         policy = await scripted(folder)(state, version)
-        update = policy.update
+        train = policy.train
 
         async def counted(*args):
             steps.append(policy.version)
-            return await update(*args)
+            return await train(*args)
 
-        policy.update = counted
+        policy.train = counted
         return policy
 
     return connect
@@ -134,7 +134,7 @@ def test_new_folder_killed_before_a_checkpoint_starts_there(tmp_path):
     source = str(state_file(tmp_path / "whole", 3))
     new = tmp_path / "new"
     with pytest.raises(Killed):
-        run(settings(new, **SIX, resume_from=source), breaking(new, calls=0, at="update"))
+        run(settings(new, **SIX, resume_from=source), breaking(new, calls=0, at="train"))
     run(settings(new, **SIX))
     assert_equal_runs(new, tmp_path / "whole", first_step=4)
 
@@ -245,7 +245,7 @@ def test_roles_and_their_shared_store_resume_exactly(tmp_path, staleness, caplog
     assert state is not None
     assert len(state.store["said"]) == 6 * 3 * 4 * 3
     with pytest.raises(Killed):
-        run(settings(reset, **SIX, **changes), breaking(reset, calls=4, at="update"))
+        run(settings(reset, **SIX, **changes), breaking(reset, calls=4, at="train"))
     run(settings(reset, **SIX, **changes, resume_from=checkpoint(reset, 3)))
     assert_equal_runs(reset, whole)
     assert {"reward/guess/mean", "reward/check/mean", "workflow/said"} <= rows(whole)[1].keys()

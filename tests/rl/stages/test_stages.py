@@ -103,10 +103,10 @@ def test_each_stage_starts_from_the_previous_weights(tmp_path):
 @pytest.mark.parametrize(
     ("at", "calls"),
     [
-        ("update", 0),
-        ("update", 3),
-        ("update", 4),
-        ("update", 7),
+        ("train", 0),
+        ("train", 3),
+        ("train", 4),
+        ("train", 7),
         ("save", 2),
         ("save", 4),
         ("save_for_sampling", 0),
@@ -153,7 +153,7 @@ def test_bench_stage_compares_the_previous_weights(tmp_path):
 def test_stages_file_names_the_current_stage(tmp_path):
     config = staged_settings(tmp_path / "run")
     with pytest.raises(Killed):
-        run(config, Policies(tmp_path / "run", "update", 6))
+        run(config, Policies(tmp_path / "run", "train", 6))
     record = json.loads((tmp_path / "run" / "stages.json").read_text())
     assert (record["under_way"], list(record["ended"])) == ("grpo", ["sft"])
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from pydantic import Field, model_validator
+from typing_extensions import override
 
 from tinsmith.errors import ConfigError
 from tinsmith.rl.data.ordering import OrderConfig, RowOrder, Shuffle
@@ -37,7 +38,12 @@ def question_key(messages: Sequence[Message]) -> QuestionKey:
 
 def question_keys(held_out: HeldOutTasks) -> frozenset[QuestionKey]:
     """Keys of all held-out questions."""
-    return frozenset(question_key(task.messages) for tasks in held_out.values() for task in tasks)
+    return frozenset(_task_key(task) for tasks in held_out.values() for task in tasks)
+
+
+def _task_key(task: Task) -> QuestionKey:
+    """Key of the question; of a task whose workflow writes the question, its id."""
+    return question_key(task.messages) or (("id", task.id),)
 
 
 class TasksConfig(Settings):
@@ -71,8 +77,37 @@ class TasksConfig(Settings):
         return self.eval is not None or bool(self.train and self.held_out)
 
 
+class TaskSampler(Protocol):
+    """Endless sequence of training tasks."""
+
+    cursor: int
+    """Number of draws."""
+
+    @property
+    def size(self) -> int:
+        """Rows in an epoch."""
+        ...
+
+    def draw(self, count: int) -> list[Task]:
+        """Return the next `count` tasks; epochs follow each other without a gap."""
+        ...
+
+    def update(self, groups: Sequence[Group]) -> None:
+        """Report the mean rewards of drawn tasks to orders that learn from them."""
+        ...
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """State beyond the cursor, as it is stored in state.json."""
+        ...
+
+    def restore(self, cursor: int, state: Mapping[str, Any]) -> None:
+        """Load a saved cursor and `state`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class _SampledSource:
+class SampledSource:
     """Tasks of one source with their order; `rows` of them are trained on."""
 
     tasks: Sequence[Task]
@@ -80,10 +115,10 @@ class _SampledSource:
     rows: int
 
 
-class TaskSampler:
-    """Endless sequence of training tasks. `cursor` counts the draws."""
+class SourceSampler(TaskSampler):
+    """Tasks of one or several sources, in proportion to their sizes."""
 
-    def __init__(self, sources: Sequence[_SampledSource], held_out: HeldOutTasks, seed: int) -> None:
+    def __init__(self, sources: Sequence[SampledSource], held_out: HeldOutTasks, seed: int) -> None:
         self._sources, self._seed = tuple(sources), seed
         self._held_out_keys = question_keys(held_out)
         self._epoch: tuple[int, np.ndarray, np.ndarray] | None = None
@@ -91,12 +126,12 @@ class TaskSampler:
         self.cursor = 0
 
     @property
+    @override
     def size(self) -> int:
-        """Rows in an epoch."""
         return sum(source.rows for source in self._sources)
 
+    @override
     def draw(self, count: int) -> list[Task]:
-        """Return the next `count` tasks; epochs follow each other without a gap."""
         tasks: list[Task] = []
         skipped = 0
         taken: list[set[int]] = [set() for _ in self._sources]
@@ -107,7 +142,7 @@ class TaskSampler:
             task = source.tasks[row]
             taken[number].add(row)
             self.cursor += 1
-            if question_key(task.messages) not in self._held_out_keys:
+            if _task_key(task) not in self._held_out_keys:
                 tasks.append(task)
                 self._open[task.id] = [number, row]
                 skipped = 0
@@ -118,8 +153,8 @@ class TaskSampler:
                 )
         return tasks
 
+    @override
     def update(self, groups: Sequence[Group]) -> None:
-        """Report the mean rewards of drawn tasks to orders that learn from them."""
         for number, source in enumerate(self._sources):
             scored = [group for group in groups if self._open.get(group.task.id, [-1])[0] == number and group.rewards]
             rates = [min(1.0, max(0.0, sum(group.rewards) / len(group.rewards))) for group in scored]
@@ -128,12 +163,12 @@ class TaskSampler:
             self._open.pop(group.task.id, None)
 
     @property
+    @override
     def state(self) -> dict[str, Any]:
-        """State beyond the cursor, as it is stored in state.json."""
         return {"lanes": [source.row_order.state for source in self._sources], "open": self._open}
 
+    @override
     def restore(self, cursor: int, state: Mapping[str, Any]) -> None:
-        """Load a saved cursor and `state`."""
         self.cursor = cursor
         self._open = dict(state.get("open", {}))
         for source, order_state in zip(self._sources, state.get("lanes", ()), strict=False):
@@ -163,9 +198,9 @@ def split(config: TasksConfig, seed: int) -> tuple[TaskSampler, HeldOutTasks]:
     rows, held_out = np.arange(total), _eval_tasks(config)
     begins = np.cumsum([0, *map(len, loaded)])
     if config.eval is None and loaded:
-        shuffled = np.random.default_rng(config.split_seed).permutation(rows)
-        held_out = {"": tuple(_task_at(loaded, begins, int(row)) for row in shuffled[: config.held_out])}
-        rows = np.sort(shuffled[config.held_out :])
+        held_rows, rows = split_rows(total, config.held_out, config.split_seed)
+        tasks = _joined(loaded)
+        held_out = {"": tuple(tasks[int(row)] for row in held_rows)}
     if loaded and not len(rows):
         raise ConfigError(
             f"tasks.train has {total} tasks; {config.held_out} held out leave none to train on.",
@@ -177,8 +212,30 @@ def split(config: TasksConfig, seed: int) -> tuple[TaskSampler, HeldOutTasks]:
         if len(source_rows):
             order_seed = (seed, number) if number else (seed,)
             row_order = config.order.row_order(source_rows, source.feature, order_seed)
-            sources.append(_SampledSource(tasks, row_order, len(source_rows)))
-    return TaskSampler(sources, held_out, seed), held_out
+            sources.append(SampledSource(tasks, row_order, len(source_rows)))
+    return SourceSampler(sources, held_out, seed), held_out
+
+
+def split_rows(total: int, held_out: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """`held_out` rows drawn from `total`, and all other rows in their order."""
+    shuffled = np.random.default_rng(seed).permutation(total)
+    return shuffled[:held_out], np.sort(shuffled[held_out:])
+
+
+def training_tasks(config: TasksConfig) -> Sequence[Task]:
+    """The tasks of all sources of `train`, those of held-out rows included."""
+    return _joined(_with_unique_ids([source.load() for source in config.sources]))
+
+
+def _joined(loaded: Sequence[Sequence[Task]]) -> Sequence[Task]:
+    """The tasks of several sources as one sequence."""
+    begins = np.cumsum([0, *map(len, loaded)])
+
+    def task_at(row: int) -> Task:
+        number = int(np.searchsorted(begins, row, side="right")) - 1
+        return loaded[number][row - int(begins[number])]
+
+    return LazySequence(int(begins[-1]), task_at)
 
 
 def _with_unique_ids(loaded: Sequence[Sequence[Task]]) -> list[Sequence[Task]]:
@@ -202,8 +259,3 @@ def _eval_tasks(config: TasksConfig) -> dict[str, tuple[Task, ...]]:
     named = config.eval if isinstance(config.eval, dict) else {"": config.eval}
     loaded = {name: source.load() for name, source in named.items()}
     return {name: tuple(tasks[: config.held_out or len(tasks)]) for name, tasks in loaded.items()}
-
-
-def _task_at(loaded: Sequence[Sequence[Task]], begins: np.ndarray, row: int) -> Task:
-    number = int(np.searchsorted(begins, row, side="right")) - 1
-    return loaded[number][row - int(begins[number])]

@@ -2,6 +2,7 @@
 
     run.yaml        the settings, written at the start; explore/ and bench/ hold those of these modes
     metrics.jsonl   one row per step; rollouts/ holds every rollout (monitors/jsonl.py)
+    timeline.jsonl  when each step sampled, trained, evaluated and saved (monitors/timeline.py)
     state.json      the state to resume from; checkpoints/ holds those of earlier checkpoints (state.py)
     report.html     the report (monitors/report.py)
 
@@ -11,8 +12,11 @@ resumed run gives the same result as an uninterrupted one.
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import json
+import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
@@ -21,6 +25,7 @@ from omegaconf import OmegaConf
 
 from tinsmith.atomic import atomic_write
 from tinsmith.errors import ConfigError
+from tinsmith.rl.ending.stop import StopSignal
 from tinsmith.rl.run_folder.resume_from import starting_state
 from tinsmith.rl.run_folder.state import (
     Checkpoints,
@@ -33,13 +38,20 @@ from tinsmith.rl.run_folder.state import (
 )
 from tinsmith.settings import writable_folder
 
+log = logging.getLogger(__name__)
+
 SETTINGS = "run.yaml"
 _MAY_CHANGE = (
-    "name", "description", "folder", "mode", "bench", "steps", "epochs", "eval", "checkpoint", "monitors", "service",
-    "concurrency", "log_level", "resume", "resume_from", "rollout", "stages", "sync.timeout", "sync.keep",
-    "model.base_url", "model.tokenizer",
+    "name", "description", "folder", "mode", "bench", "steps", "epochs", "until", "time_limit", "grace_period", "eval",
+    "allow_high_staleness",
+    "checkpoint", "monitors", "service", "concurrency", "log_level", "resume", "resume_from", "rollout", "stages",
+    "sync.timeout", "sync.keep", "model.wait", "model.base_url", "model.api_key_env", "model.tokenizer",
 )  # fmt: skip
 """Keys that may change when a run resumes: they do not affect the steps already done."""
+_RESERVE_MB = 64
+RESERVE_BYTES = _RESERVE_MB << 20
+"""Free bytes of the disk below which no step begins."""
+_LOOK_SECONDS = 1.0
 _OF_A_STARTED_RUN = ("state.json", "metrics.jsonl", "stages.json", "buffer")
 """Files of a run that has begun; one that could not connect to its server has none, and may change all its settings."""
 _SHARED_KEYS = (
@@ -70,6 +82,7 @@ class RunFolder:
 
         Raises ConfigError if the folder cannot be written, is in use, or holds a run with other settings.
         """
+        path = path.absolute()  # user code may change the working directory
         own = writable_folder(path / part, "folder")
         lock = (path / (f".lock-{part}" if part else ".lock")).open("w")
         try:
@@ -84,6 +97,7 @@ class RunFolder:
             raise
         atomic_write(own / SETTINGS, OmegaConf.to_yaml(OmegaConf.create(dict(settings))).encode())
         if not part:
+            _discard_unfinished(path)
             _discard_logs_after(path, newest.step if newest else -1)
         return cls(path, lock, newest, start)
 
@@ -111,6 +125,18 @@ class RunFolder:
             if (state := read_state_file(file)) is not None and state.path in deleted:
                 deleted.remove(state.path)
                 file.unlink()
+
+    async def wait_for_room(self, stop: StopSignal) -> None:
+        """Wait while the disk has less than RESERVE_BYTES free. Raises StopRequested if the run is to stop."""
+        noted = False
+        while (free := shutil.disk_usage(self.path).free) < RESERVE_BYTES:
+            if not noted:
+                noted = True
+                log.warning("%s has %d MB free; the run waits until there are %d", self.path, free >> 20, _RESERVE_MB)
+            stop.check()
+            await asyncio.sleep(_LOOK_SECONDS)
+        if noted:
+            log.warning("%s has room again", self.path)
 
     def close(self) -> None:
         """Release the lock."""
@@ -175,11 +201,10 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _discard_logs_after(path: Path, step: int) -> None:
-    """Delete metrics and rollouts of steps after `step`."""
-    metrics = path / "metrics.jsonl"
-    if metrics.exists():
-        lines = [line for line in metrics.read_bytes().splitlines(keepends=True) if _up_to(line, step)]
-        atomic_write(metrics, b"".join(lines))
+    """Delete metrics, the timeline and rollouts of steps after `step`."""
+    for log in filter(Path.exists, (path / "metrics.jsonl", path / "timeline.jsonl")):
+        lines = [line for line in log.read_bytes().splitlines(keepends=True) if _up_to(line, step)]
+        atomic_write(log, b"".join(lines))
     for file in (path / "rollouts").glob("*-*.jsonl"):
         if int(file.stem.rpartition("-")[2]) > step:
             file.unlink()
@@ -187,6 +212,13 @@ def _discard_logs_after(path: Path, step: int) -> None:
 
 def _up_to(line: bytes, step: int) -> bool:
     try:
-        return json.loads(line)["step"] <= step
-    except ValueError:  # the process was killed while it wrote this line
+        return line.endswith(b"\n") and json.loads(line)["step"] <= step
+    except (ValueError, TypeError, LookupError):  # the process was killed while it wrote this line
         return False
+
+
+def _discard_unfinished(path: Path) -> None:
+    """Delete files that a killed process was writing."""
+    for folder in (path, path / "checkpoints", path / "rollouts"):
+        for file in folder.glob("*.part"):
+            file.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ import numpy as np
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from tinsmith.atomic import atomic_write
+from tinsmith.errors import ConfigError
 from tinsmith.rl.rollouts.batch_source import BatchSourceState
 from tinsmith.settings import Settings
 
@@ -106,6 +107,12 @@ class State(Settings):
     """Adaptive coefficients of the algorithm by name."""
     reference: str = ""
     """Reference model of divergences: a base model's name or a tinker:// path."""
+    backoff: dict[str, float] = Field(default_factory=dict)
+    """State of `backoff`."""
+    ending: dict[str, float] = Field(default_factory=dict)
+    """State of the conditions of `until`."""
+    evaluation_due: bool = False
+    """Whether an early stop cancelled the evaluation after this step."""
     critic_path: str = ""
     """tinker:// path of the critic's state; empty without a critic."""
     store: dict[str, Any] = Field(default_factory=dict)
@@ -122,9 +129,19 @@ _STATE = TypeAdapter(State)
 
 
 def read_state(path: Path) -> State | None:
-    """The state saved in run folder `path`; None before the first checkpoint."""
+    """The state saved in run folder `path`; None before the first checkpoint.
+
+    If state.json is damaged, that of the newest checkpoint whose file is whole. Raises ConfigError if there is none.
+    """
     file = path / "state.json"
-    return _STATE.validate_json(file.read_bytes()) if file.exists() else None
+    if not file.exists():
+        return None
+    for candidate in (file, *reversed(state_files(path))):
+        if (state := read_state_file(candidate)) is not None:
+            if candidate != file:
+                log.warning("%s is damaged; the run continues from %s", file, candidate)
+            return state
+    raise ConfigError(f"{file} is damaged, and no file in checkpoints/ is whole.", "Restore it, or set another folder.")
 
 
 def read_state_file(file: Path) -> State | None:
@@ -174,7 +191,7 @@ def as_metadata(state: State, seed: int) -> dict[str, str]:
         if len(_compact(values)) <= _METADATA_LENGTH:
             break
         del values[key]
-        if key == "supply" and state.batches.batches:
+        if key == "supply" and (state.batches.batches or state.batches.unfinished):
             del values["cursor"]  # it is after the tasks of the batches that are left out
     return {METADATA_KEY: _compact(values)}
 

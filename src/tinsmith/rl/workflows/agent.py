@@ -9,6 +9,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 from typing_extensions import override
 
+from tinsmith.rl.guards.user_code import describe, is_fault
 from tinsmith.rl.plugins import check_signature, import_object
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Rollout, Task
@@ -68,8 +69,10 @@ class AgentWorkflow(IndependentRollouts):
             try:
                 async with client:
                     reward = await self._function(task, client, session.model, **self._args)
-            except Exception as error:  # noqa: BLE001  user code: its error fails this rollout, not the group
-                return Rollout.single(session.turns).failed(f"{type(error).__name__}: {error}")
+            except BaseException as error:
+                if not is_fault(error):
+                    raise
+                return Rollout.single(session.turns).failed(describe(error))
             if not session.turns:
                 return Rollout(error="the agent sampled no reply")
             return await score_turns(task, session.turns, self._context.rewards, policy, reward)

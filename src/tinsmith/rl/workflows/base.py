@@ -15,10 +15,12 @@ from typing import Any, Protocol
 
 from typing_extensions import override
 
+from tinsmith.rl.guards.user_code import describe, is_fault, run_user_code
 from tinsmith.rl.policy.agent_endpoint import AgentEndpoint
 from tinsmith.rl.policy.base import SamplingConfig, Snapshot, request_seed
 from tinsmith.rl.rewards import Rewards
 from tinsmith.rl.rewards.base import RewardValue, Score, all_correct
+from tinsmith.rl.shadow.service import ShadowService
 from tinsmith.rl.types import POLICY, Rollout, Task, Trajectory, Turn
 from tinsmith.settings import Settings
 
@@ -42,11 +44,19 @@ class IndependentRollouts(Workflow):
     @override
     async def run(self, task: Task, policy: Snapshot, *, count: int, seed: int) -> tuple[Rollout, ...]:
         seeds = (request_seed(seed, index) for index in range(count))
-        return tuple(await asyncio.gather(*(self.rollout(task, policy, rollout_seed) for rollout_seed in seeds)))
+        return tuple(await asyncio.gather(*(self._contained(task, policy, each) for each in seeds)))
+
+    async def _contained(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
+        try:
+            return await run_user_code(self.rollout(task, policy, seed))
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            return Rollout(error=describe(error), termination="error")
 
     @abstractmethod
     async def rollout(self, task: Task, policy: Snapshot, seed: int) -> Rollout:
-        """Return one rollout of a task. An exception fails all rollouts of the call."""
+        """Return one rollout of a task. An exception fails it."""
         ...
 
 
@@ -65,6 +75,8 @@ class WorkflowContext:
     """Values that all rollouts of the run share; checkpoints save those that JSON can hold."""
     evaluating: bool = False
     """Whether the rollouts are those of an evaluation."""
+    shadow: ShadowService | None = None
+    """Shadow steps; None unless an environment of the run needs them."""
 
 
 class WorkflowOptions(Settings):
@@ -132,13 +144,18 @@ async def score_turns(
     (trajectory,) = rollout.trajectories
     try:
         score = await rewards.score(task, trajectory, policy)
-    except Exception as error:  # noqa: BLE001  user code: the error is recorded with the rollout
-        return rollout.failed(f"reward: {type(error).__name__}: {error}")
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        return rollout.failed(f"reward: {describe(error)}")
     if own is None and not score.parts and rewards.needed:
         return rollout.failed(NO_REWARD)
     parts, correct, total = score.parts, score.correct, score.value
     if own is not None:
-        added = Score.of(own)
+        try:
+            added = Score.of(own)
+        except (TypeError, ValueError, OverflowError) as error:
+            return rollout.failed(f"the workflow's own {error}")
         named = {f"{OWN}/{name}": value for name, value in added.parts.items()}
         total, parts = total + added.value, {OWN: added.value, **named, **parts}
         correct = all_correct((correct, added.correct))
@@ -154,8 +171,10 @@ async def add_rewards(task: Task, rollout: Rollout, rewards: Rewards, policy: Sn
     try:
         for trajectory in rollout.trajectories:
             scores.append((trajectory, await rewards.score(task, trajectory, policy)))
-    except Exception as error:  # noqa: BLE001  user code: the error is recorded with the rollout
-        return rollout.failed(f"reward: {type(error).__name__}: {error}")
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        return rollout.failed(f"reward: {describe(error)}")
     parts = dict(rollout.reward_parts)
     for role in rollout.roles:
         of_role = [score.parts for trajectory, score in scores if trajectory.role == role]

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from tinsmith.chat.request import PromptTooLong
+from tinsmith.rl.guards.user_code import describe, is_fault
 from tinsmith.rl.plugins import Arguments, ImportPath, check_signature, import_object, path_text, validated
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Rollout, Task
@@ -120,8 +121,10 @@ class FunctionWorkflow(IndependentRollouts):
         conversation = Conversation(policy, self._context.sampling, seed)
         try:
             reward = await self._function(task, conversation, **self._args)
-        except Exception as error:  # noqa: BLE001  user code: its error fails this rollout, not the group
-            return Rollout.single(conversation.turns).failed(f"{type(error).__name__}: {error}")
+        except BaseException as error:
+            if not is_fault(error):
+                raise
+            return Rollout.single(conversation.turns).failed(describe(error))
         if not conversation.turns:
             return Rollout(error="the workflow sampled no reply")
         return await score_turns(task, conversation.turns, self._context.rewards, policy, reward)
@@ -155,10 +158,12 @@ class RoleWorkflow(IndependentRollouts):
             return policy.rollout(termination=end.reason)
         except PromptTooLong:
             return policy.rollout(termination="max_prompt")
-        except Exception as error:  # noqa: BLE001  user code: its error fails this rollout, not the group
+        except BaseException as error:
             if isinstance(error, TimeoutError) and clock.expired():
                 return policy.rollout(termination="timeout")
-            return policy.rollout().failed(f"{type(error).__name__}: {error}")
+            if not is_fault(error):
+                raise
+            return policy.rollout().failed(describe(error))
         if isinstance(result, Rollout):
             return result
         if result is not None:

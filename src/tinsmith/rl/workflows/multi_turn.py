@@ -13,6 +13,7 @@ from pydantic import Field, model_validator
 from typing_extensions import override
 
 from tinsmith.chat.request import PromptTooLong
+from tinsmith.rl.guards.user_code import describe, is_fault
 from tinsmith.rl.plugins import await_if_needed, check_signature, import_object
 from tinsmith.rl.policy.base import Snapshot
 from tinsmith.rl.types import Rollout, Task, Termination, Turn
@@ -113,9 +114,11 @@ class MultiTurnWorkflow(IndependentRollouts):
         termination: Termination = "max_prompt"
         try:
             termination = await self._play(task, conversation, self._environment(task, seed, **self._config.args))
-        except Exception as error:  # noqa: BLE001  user code: its error fails this rollout, not the group
+        except BaseException as error:
+            if not is_fault(error):
+                raise
             if not (isinstance(error, PromptTooLong) and conversation.turns):
-                return Rollout.single(conversation.turns).failed(f"{type(error).__name__}: {error}")
+                return Rollout.single(conversation.turns).failed(describe(error))
         rollout = await score_turns(task, conversation.turns, self._context.rewards, policy, conversation.total_reward)
         return rollout if rollout.error else replace(rollout, termination=termination)
 

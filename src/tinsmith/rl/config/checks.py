@@ -1,0 +1,223 @@
+"""Checks across the sections of a run file. Each raises ValueError, which says what to change."""
+
+from __future__ import annotations
+
+from tinsmith.rl.algorithms.advantages.group import GrpoAdvantage
+from tinsmith.rl.algorithms.advantages.multi_turn import StepWiseGrpoAdvantage
+from tinsmith.rl.config.environment_checks import check_environments, check_shadow
+from tinsmith.rl.config.fields import RunSettings
+
+_HIGH_STALENESS = 8
+"""Staleness above which a run file must say that it means it."""
+
+
+def _check_data(config: RunSettings) -> None:
+    if config.stages or config.mode == "bench":
+        return
+    kind, learns_from = config.algorithm.type, config.algorithm.learns_from
+    if config.samples and not config.has_training_tasks:
+        if config.environments:
+            raise ValueError(f"every environment has weight 0: {kind} trains on replies to tasks; set a weight above 0")
+        raise ValueError(f"tasks.train is missing: {kind} trains on replies to tasks; set tasks.train")
+    if (
+        config.samples
+        and config.algorithm.advantage.reads_rewards
+        and not (config.environments or config.rewards or config.workflow.provides_rewards)
+    ):
+        raise ValueError("rewards is missing: no reward function scores the rollouts; set rewards")
+    if learns_from != "rollouts" and config.demonstrations is None:
+        raise ValueError(f"demonstrations is missing: {kind} trains on demonstrations; set demonstrations.data")
+    if learns_from == "rollouts" and config.demonstrations is not None:
+        raise ValueError(
+            f"demonstrations is not used with {kind}; leave it out, or set algorithm.type to sft, dpo or mix"
+        )
+    if kind == "cpt" and config.demonstrations is not None and config.demonstrations.learn != "text":
+        raise ValueError("cpt trains on plain text; set demonstrations.learn to text, or algorithm.type to sft")
+    if learns_from == "pairs" and config.demonstrations is not None and config.demonstrations.learn == "text":
+        raise ValueError(f"{kind} compares replies to a chat, not plain text; leave out demonstrations.learn")
+
+
+def _check_steps(config: RunSettings) -> None:
+    if config.stages:
+        return
+    if not config.steps and config.epochs is None and config.mode != "bench":
+        raise ValueError("steps is missing; set steps or epochs")
+    if config.mode == "train" and config.uses_rollouts and not config.has_training_tasks and not config.steps:
+        raise ValueError(
+            "steps is missing: epochs count passes over tasks, and this run of mode train has none; set steps"
+        )
+
+
+def _check_staleness(config: RunSettings) -> None:
+    if config.staleness > _HIGH_STALENESS and not config.allow_high_staleness and not config.stages:
+        raise ValueError(
+            f"staleness {config.staleness} is above {_HIGH_STALENESS}: such rollouts are too far off-policy to learn "
+            "well from; set it lower (1 or 2 overlap sampling and training), or set allow_high_staleness: true"
+        )
+    own = config.backoff not in (None, "auto")
+    if own and not config.stages and (config.mode != "both" or config.sync.style != "fixed"):
+        raise ValueError("backoff needs mode both and sync.style fixed, which admit batches by step; leave it out")
+
+
+def _check_refills(config: RunSettings) -> None:
+    if config.filter_refills and not (config.filters or config.min_partial_groups):
+        raise ValueError(
+            "filter_refills is not used without filters; set filters or min_partial_groups, or leave it out"
+        )
+
+
+def _check_sampling(config: RunSettings) -> None:
+    if config.stages or not config.samples or config.environments:
+        return
+    if fault := config.algorithm.sampling_fault(config.sampling):
+        raise ValueError(fault)
+
+
+def _check_router_replay(config: RunSettings) -> None:
+    if config.model.router_replay == "none" or config.stages:
+        return
+    if config.mode == "bench" or not config.uses_rollouts:
+        raise ValueError("model.router_replay is not used without training on samples of the policy; leave it out")
+
+
+def _check_reference(config: RunSettings) -> None:
+    if config.stages or config.mode == "bench":
+        return
+    if config.algorithm.reference == "start" and not config.model.load_from:
+        raise ValueError("algorithm.reference: start needs model.load_from; a new adapter equals the base model")
+
+
+def _check_groups(config: RunSettings) -> None:
+    if config.stages:
+        return
+    advantage = config.algorithm.advantage
+    if (
+        config.group_size == 1
+        and isinstance(advantage, GrpoAdvantage | StepWiseGrpoAdvantage)
+        and advantage.std_threshold is not None
+    ):
+        raise ValueError("group_size 1 leaves no rollouts to compare; set it to 2 or more, or use a critic (ppo)")
+    if config.samples and advantage.reads_states and not (config.environments or config.workflow.provides_states):
+        raise ValueError(
+            f"{advantage.type} compares turns by state, and workflow {config.workflow.type} sets none; use "
+            "multi_turn or custom, or algorithm.advantage {type: step_wise_grpo}, which compares whole rollouts"
+        )
+
+
+def _check_updates(config: RunSettings) -> None:
+    if config.stages or config.mode in ("bench", "explore"):
+        return
+    updates, groups = config.updates, config.groups_per_step
+    for key in ("minibatches", "stream"):
+        if config.uses_rollouts and (number := getattr(updates, key)) > groups:
+            raise ValueError(
+                f"updates.{key} is {number}, and a batch has {groups} groups, which stay whole; set it to {groups} or "
+                "less, or raise groups_per_step"
+            )
+    if not config.uses_rollouts and config.demonstrations is not None:
+        rows = config.demonstrations.count(groups, config.group_size, alone=True)
+        if updates.minibatches > rows:
+            raise ValueError(
+                f"updates.minibatches is {updates.minibatches}, and a batch has {rows} demonstrations; set it to "
+                f"{rows} or less, or raise demonstrations.per_step"
+            )
+    if updates.stream > 1 and config.algorithm.stream_fault:
+        raise ValueError(f"updates.stream: {config.algorithm.stream_fault}, or leave out updates.stream")
+    if updates.stream > 1 and (config.filter_refills or config.buffer.replay.enable):
+        key = "filter_refills" if config.filter_refills else "buffer.replay"
+        raise ValueError(f"updates.stream is not used with {key}, which needs whole batches; leave out one of them")
+    if updates.minibatches > 1 and config.algorithm.refill:
+        raise ValueError(
+            "algorithm.refill copies replies of the whole batch, which has no groups to divide then; leave it out, or "
+            "leave out updates.minibatches"
+        )
+
+
+def _check_mode(config: RunSettings) -> None:
+    if config.stages and config.mode in ("explore", "bench"):
+        raise ValueError(f"mode {config.mode} has no stages; run the settings of one stage with its folder")
+    if config.mode == "explore" and not config.uses_rollouts:
+        raise ValueError(
+            f"mode explore samples rollouts, which {config.algorithm.type} does not use; set mode to train"
+        )
+    if config.mode == "bench" and not config.evaluates:
+        raise ValueError("mode bench needs held-out tasks and rewards; set tasks.eval and rewards")
+    if config.shares_a_run and not config.stages and config.buffer.type == "memory":
+        raise ValueError(
+            f"mode {config.mode} is one of two processes that share a buffer; set buffer.type to file or sql"
+        )
+    if config.shares_a_run and config.sync.method == "memory":
+        raise ValueError(
+            f"mode {config.mode}: another process cannot open weights in memory; set sync.method to checkpoint"
+        )
+    if config.shares_a_run and config.resume == "rename":
+        raise ValueError(
+            f"mode {config.mode} is one of two processes that share the run's folder, so resume cannot be rename; "
+            "to start a new run, set another folder in both files"
+        )
+
+
+def _check_ending(config: RunSettings) -> None:
+    if config.time_limit is not None and config.mode in ("explore", "bench"):
+        why = "it ends with the training process" if config.mode == "explore" else "it takes no steps"
+        raise ValueError(f"time_limit is not used with mode {config.mode}: {why}; leave it out")
+    if config.until is None or config.stages:
+        return
+    if config.mode == "bench":
+        raise ValueError("until is not used with mode bench, which takes no steps; leave it out")
+    if config.mode == "explore":
+        raise ValueError("until is not used with mode explore, which ends with the training process; leave it out")
+    if config.until.metric.startswith("eval/") and not (config.evaluates and config.eval.every):
+        raise ValueError(
+            f"until.metric: {config.until.metric} is never measured; set tasks.held_out and rewards, and eval.every"
+        )
+
+
+def _check_resume_from(config: RunSettings) -> None:
+    if not config.resume_from:
+        return
+    if config.stages:
+        raise ValueError("resume_from needs a run without stages; run the settings of one stage with its folder")
+    if config.mode == "bench" or config.shares_a_run:
+        raise ValueError(f"resume_from is not used with mode {config.mode}; set mode to both")
+    if config.uses_rollouts and config.buffer.type != "memory":
+        raise ValueError(
+            f"resume_from needs buffer.type memory; a buffer of type {config.buffer.type} no longer has the batches "
+            "that a checkpoint waited for"
+        )
+
+
+def _check_evaluation(config: RunSettings) -> None:
+    if config.stages:
+        return
+    has_settings = bool(config.eval.model_fields_set)
+    if has_settings and config.holds_out and not config.evaluates:
+        raise ValueError("eval needs rewards; set rewards or eval.rewards")
+    if has_settings and not config.holds_out:
+        key = "held_out of an environment" if config.environments else "tasks.held_out or tasks.eval"
+        raise ValueError(f"eval needs held-out tasks; set {key}, or leave out eval")
+    if config.environments:
+        return
+    names = config.tasks.eval if isinstance(config.tasks.eval, dict) else {}
+    if unknown := sorted(config.eval.sources.keys() - names.keys()):
+        raise ValueError(f"eval.sources.{unknown[0]}: tasks.eval has no source with this name")
+    config.eval.check_threshold(config.rewards)
+
+
+CHECKS = (
+    check_environments,
+    check_shadow,
+    _check_data,
+    _check_steps,
+    _check_staleness,
+    _check_refills,
+    _check_sampling,
+    _check_router_replay,
+    _check_reference,
+    _check_groups,
+    _check_updates,
+    _check_mode,
+    _check_ending,
+    _check_resume_from,
+    _check_evaluation,
+)

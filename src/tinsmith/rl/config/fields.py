@@ -1,0 +1,251 @@
+"""RunSettings, the keys of a run file. The settings classes of its sections are defined next to their code."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, field_validator
+from typing_extensions import override
+
+from tinsmith.engine_options import DeviceOptions
+from tinsmith.rl.algorithms import AlgorithmConfig
+from tinsmith.rl.algorithms.updates import UpdatesConfig
+from tinsmith.rl.data.demonstrations import DemonstrationsConfig
+from tinsmith.rl.data.tasks import TasksConfig
+from tinsmith.rl.ending.duration import Duration
+from tinsmith.rl.ending.until import UntilConfig
+from tinsmith.rl.environments import EnvironmentConfig
+from tinsmith.rl.environments.base import EnvironmentOptions
+from tinsmith.rl.evaluate import BenchConfig, EvalConfig
+from tinsmith.rl.monitors import MonitorConfig
+from tinsmith.rl.monitors.console import ConsoleConfig
+from tinsmith.rl.monitors.report import ReportConfig
+from tinsmith.rl.optimizer import OptimizerConfig
+from tinsmith.rl.policy.base import ModelConfig, SamplingConfig
+from tinsmith.rl.rewards import RewardConfig
+from tinsmith.rl.rollouts.backoff import BackoffConfig
+from tinsmith.rl.rollouts.buffers import BufferConfig
+from tinsmith.rl.rollouts.buffers.memory import MemoryConfig
+from tinsmith.rl.rollouts.filters import FilterConfig
+from tinsmith.rl.rollouts.runner import RolloutConfig
+from tinsmith.rl.rollouts.weight_sync import SyncConfig
+from tinsmith.rl.run_folder import CheckpointConfig, check_resume_from
+from tinsmith.rl.shadow.config import ShadowConfig
+from tinsmith.rl.workflows import WorkflowConfig
+from tinsmith.rl.workflows.single_turn import SingleTurnConfig
+from tinsmith.settings import Needs, Settings
+
+ROLLOUTS = Needs(
+    "uses_rollouts", reason="with algorithm.type: {0.algorithm.type}, which samples no rollouts", hint="leave it out"
+)
+"""Marks a field that has an effect only on runs that sample rollouts."""
+
+
+class OwnService(DeviceOptions):
+    """The service that is started for a run without a base URL. Not used with a base URL: then the server decides."""
+
+    source: str = ""
+    """Hub id, folder or GGUF file to serve as model.name; empty: model.name itself."""
+    engine: Literal["torch", "fake"] = "torch"
+    """`torch` runs a model; `fake` computes numbers without one, for tests and for dry runs of a file."""
+
+
+class Stage(Settings):
+    """One stage of a run. Keys of the run file given here replace the whole section of the run."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]*$")
+    """Name of the stage: of its folder, in messages and metrics."""
+    keep_optimizer: bool = False
+    """Continue with the optimizer state of the previous stage; false: a fresh optimizer."""
+
+
+class RunSettings(Settings):
+    """The fields of a run file."""
+
+    model_config = ConfigDict(serialize_by_alias=True)
+
+    mode: Literal["both", "explore", "train", "bench"] = "both"
+    """`both` samples and trains, `explore` samples into a buffer, `train` trains from a buffer that another process
+    fills, `bench` compares checkpoints on the held-out tasks."""
+    model: ModelConfig
+    tasks: TasksConfig = TasksConfig()
+    environments: tuple[EnvironmentConfig, ...] = ()
+    """Environments to train and evaluate on, each with its own tasks, workflow, rewards and sampling, in place of
+    `tasks`, `workflow` and `rewards` (docs/guides/environments.md)."""
+    plugins: str = ""
+    """A folder of Python files with workflows and rewards of your own (docs/guides/workflows-and-rewards.md)."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """Reward functions. The reward is their weighted sum plus the workflow's own reward. Not needed with a teacher
+    (on_policy_distill, jsd)."""
+    demonstrations: DemonstrationsConfig | None = Field(default=None, serialization_alias="experts")
+    """Demonstrations to train on: alone (sft, cpt, dpo) or together with rollouts (mix, mix_chord)."""
+    steps: int = Field(default=0, ge=0)
+    """Steps: batches that are sampled and trained on; 0: derived from `epochs`. Each is one optimizer step unless
+    `updates` divides it."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Passes over the data, in place of steps: floor(tasks x epochs / groups_per_step) steps, or, with demonstrations
+    alone, floor(rows x epochs / demonstrations.per_step). If `steps` is set too, the smaller number counts."""
+    until: UntilConfig | None = None
+    """Conditions that end the run, or a stage of it, before its last step."""
+    time_limit: Duration | None = None
+    """Stop after this time, in seconds or as in 5h50m, with a checkpoint that the same command continues from: for jobs
+    of limited time. Rollouts that are not finished after `grace_period` are sampled again then."""
+    grace_period: float = Field(default=60.0, ge=0)
+    """When the run stops early, at time_limit or at SIGTERM: seconds that rollouts in flight have to finish."""
+    groups_per_step: int = Field(default=16, ge=1)
+    """Tasks per step; each task is one group."""
+    group_size: Annotated[int, ROLLOUTS] = Field(default=8, ge=1)
+    """Rollouts per task, which form one group."""
+    staleness: Annotated[
+        int,
+        ROLLOUTS,
+        Needs("sync.style", unless=("live",), hint="set buffer.capacity for how far sampling may run ahead"),
+    ] = Field(default=0, ge=0)
+    """Batches sampled ahead of training, which is the largest number of steps that a rollout is off-policy with
+    sync.interval 1 (interval I adds I - 1): 0 is synchronous, 1 overlaps sampling and training. `max_steps_off_policy`
+    is another name of this key."""
+    allow_high_staleness: Annotated[bool, ROLLOUTS] = False
+    """Accept a staleness above 8, which costs more quality than it saves time."""
+    backoff: Annotated[BackoffConfig | Literal["auto"] | None, ROLLOUTS] = "auto"
+    """Back off when training is too far off-policy. `auto` does by the bounds below from staleness 1 on, in runs whose
+    sampler returns the probabilities of the policy (temperature 1, no top_p or top_k); null never does."""
+    sync: Annotated[
+        SyncConfig,
+        ROLLOUTS,
+        Needs("sync.style", ("on_publish", "live"), key="publish_every", hint="set sync.interval"),
+    ] = SyncConfig()
+    buffer: Annotated[
+        BufferConfig,
+        ROLLOUTS,
+        Needs("sync.style", unless=("fixed",), key="capacity", hint="set staleness for how far sampling runs ahead"),
+    ] = MemoryConfig()
+    rollout: Annotated[
+        RolloutConfig,
+        Needs("sync.style", unless=("fixed",), key="over.ratio", hint="choose another sync.style"),
+    ] = RolloutConfig()
+    filters: Annotated[tuple[FilterConfig, ...], ROLLOUTS] = ()
+    """Filters of rollouts and groups before training, applied in order."""
+    filter_refills: Annotated[int, ROLLOUTS] = Field(default=0, ge=0)
+    """Largest number of additional batches to sample until groups_per_step groups pass the filters; the run fails if
+    they still do not. 0: train on the groups that pass."""
+    min_partial_groups: Annotated[int, ROLLOUTS, Needs("filter_refills")] = Field(default=0, ge=0)
+    """Sample additional batches also until this many groups that pass have right and wrong rollouts, and train on all
+    groups that pass. A rollout is right as in an evaluation (eval.threshold)."""
+    sampling: SamplingConfig = SamplingConfig()
+    workflow: WorkflowConfig = SingleTurnConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    shadow: ShadowConfig = ShadowConfig()
+    updates: Annotated[
+        UpdatesConfig,
+        Needs(
+            "uses_rollouts",
+            key="stream",
+            reason="with algorithm.type: {0.algorithm.type}, which samples no rollouts",
+            hint="leave it out",
+        ),
+    ] = UpdatesConfig()
+    eval: EvalConfig = EvalConfig()
+    bench: BenchConfig = BenchConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitors: tuple[MonitorConfig, ...] = (ConsoleConfig(), ReportConfig())
+    """Monitors, in addition to the files of the run folder."""
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
+    """Lowest level written to log.txt."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of the adapter, the order of tasks and every sampling request."""
+    concurrency: int = Field(default=256, ge=1)
+    """Largest number of requests to the server at once, for replies or logprobs: of rollouts, evaluations, judges,
+    references and teachers. Others wait. A request for several replies to one prompt counts as one."""
+    name: str = ""
+    """Name of the run; empty: the run file's name."""
+    description: str = ""
+    """Description of the run, shown in the report."""
+    folder: str = ""
+    """Folder of the run; empty: runs/NAME."""
+    resume: bool | Literal["rename"] = True
+    """`true` resumes the run in the folder, `false` refuses a folder that holds a run, `rename` starts a new run in
+    FOLDER_YYYYmmddHHMMSS."""
+    resume_from: str = ""
+    """Checkpoint to continue from, with its optimizer, step and position in the data: a tinker://RUN/weights/NAME path,
+    or its state file FOLDER/checkpoints/step-000010.json. A run goes back to a checkpoint of its own once; a new folder
+    continues any other. For weights without the rest, set model.load_from."""
+    service: OwnService = OwnService()
+    stages: tuple[Stage, ...] = ()
+    """Runs to make one after the other, each from the weights of the previous one."""
+
+    @property
+    def uses_rollouts(self) -> bool:
+        """Whether the algorithm trains on rollouts of the policy."""
+        return self.algorithm.learns_from in ("rollouts", "both")
+
+    @property
+    def samples(self) -> bool:
+        """Whether this process samples training rollouts."""
+        return self.uses_rollouts and self.mode in ("both", "explore")
+
+    @property
+    def trained(self) -> tuple[EnvironmentOptions, ...]:
+        """Environments to train on: those with a weight."""
+        return tuple(each for each in self.environments if each.weight)
+
+    @property
+    def services(self) -> frozenset[str]:
+        """Services of the run that its environments use."""
+        return frozenset(service for each in self.environments for service in each.services)
+
+    @property
+    def active_backoff(self) -> BackoffConfig | None:
+        """The bounds of backing off; None if the run never does."""
+        if self.backoff != "auto":
+            return self.backoff
+        samplings = [each.sampling_of(self.sampling) for each in self.trained] or [self.sampling]
+        exact = all(sampling.temperature == 1 and not sampling.restricts for sampling in samplings)
+        admits = self.mode == "both" and self.sync.style == "fixed" and self.staleness > 0
+        return BackoffConfig() if exact and admits and self.algorithm.learns_from == "rollouts" else None
+
+    @property
+    def shadow_versions(self) -> int:
+        """How many older versions of the policy shadow steps may start from."""
+        if self.shadow.older_versions is not None:
+            return self.shadow.older_versions
+        return self.staleness if self.sync.style == "fixed" else 4
+
+    @property
+    def has_training_tasks(self) -> bool:
+        """Whether there are training tasks."""
+        return bool(self.tasks.sources or self.trained)
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are held-out tasks."""
+        return any(each.evaluates for each in self.environments) if self.environments else self.tasks.evaluates
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there are held-out tasks and rewards for all of them."""
+        if self.environments:
+            return self.holds_out
+        names = self.tasks.eval if isinstance(self.tasks.eval, dict) else {"": None}
+        have_rewards = all(
+            settings.rewards or self.rewards or (settings.workflow or self.workflow).provides_rewards
+            for settings in map(self.eval.of_source, names)
+        )
+        return self.tasks.evaluates and have_rewards
+
+    @property
+    def shares_a_run(self) -> bool:
+        """Whether this process is one of two that share the run: one samples, the other trains."""
+        return self.mode in ("explore", "train") and self.uses_rollouts
+
+    @field_validator("resume_from")
+    @classmethod
+    def _check_checkpoint(cls, resume_from: str) -> str:
+        check_resume_from(resume_from)
+        return resume_from
+
+    @override
+    def checks_needs(self) -> bool:
+        return not self.stages and self.mode != "bench"

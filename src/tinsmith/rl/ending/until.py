@@ -1,0 +1,96 @@
+"""Conditions that end a run, or a stage of it, before its last step. The final weights are saved as after that step."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from tinsmith.rl.ending.duration import Duration
+from tinsmith.settings import Needs, Settings
+
+
+class UntilConfig(Settings):
+    """End before the last step, at the first of these conditions that holds after a step."""
+
+    metric: str = ""
+    """Metric to watch, such as eval/pass@1 or reward/mean (docs/reference/metrics.md)."""
+    at_least: Annotated[float | None, Needs("metric")] = None
+    """End when the metric is at least this."""
+    at_most: Annotated[float | None, Needs("metric")] = None
+    """End when the metric is at most this."""
+    patience: Annotated[int, Needs("metric")] = Field(default=0, ge=0)
+    """End also when this many values in a row are no better than the best one before them: higher is better with
+    at_least, lower with at_most. 0: do not."""
+    time_limit: Duration | None = None
+    """End after this time, in seconds or as in 1h30m. The time of a run that was stopped and resumed is added up. The
+    step in progress is finished first."""
+
+    @model_validator(mode="after")
+    def _check_conditions(self) -> UntilConfig:
+        if self.metric and (self.at_least is None) == (self.at_most is None):
+            raise ValueError("metric needs a bound; set either at_least or at_most")
+        if not self.metric and self.time_limit is None:
+            raise ValueError("there is no condition; set metric with at_least or at_most, or time_limit")
+        return self
+
+
+class EndCondition:
+    """Follows the metrics of a run, and says whether it ends."""
+
+    def __init__(
+        self, config: UntilConfig | None, state: Mapping[str, float], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`state` is that of a checkpoint, or empty."""
+        self._config, self._clock, self._start = config, clock, clock()
+        self._seconds = state.get("seconds", 0.0)
+        self._value, self._best = state.get("value", math.nan), state.get("best", math.nan)
+        self._worse = int(state.get("worse", 0))
+
+    def observe(self, values: Mapping[str, float]) -> None:
+        """Report the metrics of a step."""
+        config = self._config
+        if config is None or not config.metric or config.metric not in values:
+            return
+        self._value = value = values[config.metric]
+        sign = 1.0 if config.at_least is not None else -1.0
+        if math.isnan(self._best) or sign * value > sign * self._best:
+            self._best, self._worse = value, 0
+        else:
+            self._worse += 1
+
+    @property
+    def reason(self) -> str:
+        """Why the run ends; empty if it goes on."""
+        config = self._config
+        if config is None:
+            return ""
+        if config.at_least is not None and self._value >= config.at_least:
+            return f"{config.metric} is {self._value:.4g}, at least {config.at_least:g}"
+        if config.at_most is not None and self._value <= config.at_most:
+            return f"{config.metric} is {self._value:.4g}, at most {config.at_most:g}"
+        if config.patience and self._worse >= config.patience:
+            return f"{config.metric} has not been better than {self._best:.4g} for {self._worse} values"
+        if config.time_limit is not None and self._elapsed >= config.time_limit:
+            return f"{config.time_limit:g} seconds are over"
+        return ""
+
+    @property
+    def is_unmeasured(self) -> bool:
+        """Whether there has been no value of the metric yet."""
+        return self._config is not None and bool(self._config.metric) and math.isnan(self._value)
+
+    @property
+    def state(self) -> dict[str, float]:
+        """State for a checkpoint; empty without conditions."""
+        if self._config is None:
+            return {}
+        values = {"seconds": self._elapsed, "value": self._value, "best": self._best, "worse": float(self._worse)}
+        return {name: value for name, value in values.items() if not math.isnan(value)}
+
+    @property
+    def _elapsed(self) -> float:
+        return self._seconds + self._clock() - self._start

@@ -1,0 +1,104 @@
+"""Custom environments: an EnvironmentOptions class of a user, selected by its import path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+from typing_extensions import override
+
+from tinsmith.rl.data.tasks import TaskSampler
+from tinsmith.rl.environments.base import EnvironmentOptions
+from tinsmith.rl.plugins import Arguments, ImportPath, import_object, path_text, validated
+from tinsmith.rl.types import Task
+from tinsmith.rl.workflows.base import Workflow, WorkflowContext
+
+_SHARED = tuple(EnvironmentOptions.model_fields)
+
+
+class CustomEnvironment(EnvironmentOptions):
+    """User code: an EnvironmentOptions class."""
+
+    type: Literal["custom"] = "custom"
+    path: ImportPath
+    """Import path, module:class: `my_package.games:Parity`, or `games:Parity` for games.py in `plugins`. From Python,
+    also the class itself."""
+    args: Arguments = Field(default_factory=dict)
+    """Fields of the class."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_defaults_of_class(cls, values: Any) -> Any:
+        """The class may have other defaults of the fields that every environment has."""
+        if not isinstance(values, Mapping) or "path" not in values:
+            return values
+        fields = _class_at(values["path"]).model_fields
+        return {**{key: fields[key].get_default(call_default_factory=True) for key in _SHARED}, **values}
+
+    @model_validator(mode="after")
+    def _check_args(self) -> CustomEnvironment:
+        if misplaced := [key for key in _SHARED if key in self.args]:
+            raise ValueError(f"args.{misplaced[0]}: set {misplaced[0]} beside path, not in args")
+        _ = self._target
+        return self
+
+    @cached_property
+    def _target(self) -> EnvironmentOptions:
+        shared = {key: value for key, value in self if key in _SHARED}
+        return validated(_class_at(self.path), path_text(self.path), {**shared, **self.args})
+
+    @property
+    @override
+    def title(self) -> str:
+        return self._target.title
+
+    @property
+    @override
+    def services(self) -> frozenset[str]:
+        return self._target.services
+
+    @property
+    @override
+    def evaluates(self) -> bool:
+        return self._target.evaluates
+
+    @property
+    @override
+    def provides_rewards(self) -> bool:
+        return self._target.provides_rewards
+
+    @property
+    @override
+    def provides_states(self) -> bool:
+        return self._target.provides_states
+
+    @property
+    @override
+    def says_correct(self) -> bool:
+        return self._target.says_correct
+
+    @override
+    def tasks(self) -> Sequence[Task]:
+        return self._target.tasks()
+
+    @override
+    def held_out_tasks(self) -> Sequence[Task] | None:
+        return self._target.held_out_tasks()
+
+    @override
+    def split(self, seed: int, *, train: bool) -> tuple[TaskSampler | None, tuple[Task, ...]]:
+        return self._target.split(seed, train=train)
+
+    @override
+    def make(self, context: WorkflowContext) -> Workflow:
+        return self._target.make(context)
+
+
+def _class_at(path: Any) -> type[EnvironmentOptions]:
+    """The EnvironmentOptions class at an import path. Raises ValueError if there is none."""
+    target = import_object(path)
+    if not (isinstance(target, type) and issubclass(target, EnvironmentOptions)):
+        raise ValueError(f"{path_text(path)} is not an EnvironmentOptions class")
+    return target

@@ -1,0 +1,101 @@
+"""Exceptions of user code: which of them fail a rollout, and how they are described.
+
+User code may raise anything, also SystemExit, KeyboardInterrupt and asyncio.CancelledError; none of it ends a run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine
+from types import FrameType
+from typing import Any, TypeVar
+
+MAX_LENGTH = 2000
+"""Characters of the description of an error."""
+GRACE_SECONDS = 5.0
+"""How long code that was cancelled may go on before it is left to itself."""
+
+T = TypeVar("T")
+
+
+class Interrupted(KeyboardInterrupt):
+    """The second Ctrl-C: the run ends at once."""
+
+
+class Blocked(BaseException):
+    """User code blocked the event loop for too long. Not an Exception, because user code catches those."""
+
+
+class Exited(Exception):
+    """User code raised SystemExit or KeyboardInterrupt."""
+
+
+class Stuck(Exception):
+    """User code goes on after it was cancelled."""
+
+
+def is_fault(error: BaseException) -> bool:
+    """Whether user code caused the exception: not a cancellation of the current task from outside, and not Ctrl-C."""
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        return task is not None and not task.cancelling()
+    return not isinstance(error, Interrupted | GeneratorExit)
+
+
+def describe(error: BaseException) -> str:
+    """The type and message of an exception, cut to MAX_LENGTH."""
+    try:
+        text = str(error) if isinstance(error, Exited) else f"{type(error).__name__}: {error}"
+    except Exception as failure:  # noqa: BLE001  user code: its __str__ may raise anything
+        text = f"{type(error).__name__}, whose message raises {type(failure).__name__}"
+    return text if len(text) <= MAX_LENGTH else f"{text[:MAX_LENGTH]}… ({len(text)} characters)"
+
+
+async def run_user_code(work: Awaitable[T]) -> T:
+    """The result of awaiting user code, which may be interrupted if it blocks the event loop.
+
+    Raises Exited for sys.exit() and KeyboardInterrupt, which would end the event loop if they left their task.
+    """
+    try:
+        return await work
+    except (SystemExit, KeyboardInterrupt) as error:
+        if isinstance(error, Interrupted):
+            raise
+        raise Exited(describe(error)) from error
+
+
+def is_user_code(frame: FrameType | None) -> bool:
+    """Whether a frame runs inside of `run_user_code`."""
+    while frame is not None:
+        if frame.f_code is run_user_code.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+async def bounded(work: Coroutine[Any, Any, T], expired: Callable[[], bool]) -> T:
+    """The result of `work`, whose own time limit `expired` reports. Raises Stuck if it goes on after its cancellation.
+
+    Work that is left to itself may hold memory, but nothing waits for it.
+    """
+    task = asyncio.create_task(work)
+    late = False
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=GRACE_SECONDS)
+            if late and not task.done():
+                raise Stuck
+            late = expired()
+        return task.result()
+    finally:
+        if not task.done():
+            task.add_done_callback(_forget)
+            task.cancel()
+            if not late:
+                await asyncio.wait({task}, timeout=GRACE_SECONDS)
+
+
+def _forget(task: asyncio.Task[Any]) -> None:
+    """Retrieve the exception of a task that nothing waits for, so that it is not reported as lost."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,154 @@
+"""Parts of a run that its configuration determines: its data, its policy, and its workflows."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Sequence
+from functools import cached_property
+
+from rich.console import Console
+
+from tinsmith.errors import ConfigError, UserError
+from tinsmith.rl.config import RunConfig
+from tinsmith.rl.data.tasks import HeldOutTasks, TaskSampler, split
+from tinsmith.rl.environments.mixture import mixture_workflow, split_environments
+from tinsmith.rl.evaluate import EvalConfig
+from tinsmith.rl.policy.base import Policy, SamplingConfig
+from tinsmith.rl.rewards import Rewards
+from tinsmith.rl.rollouts.resources import RolloutResources
+from tinsmith.rl.run_folder import RunFolder, State, check_adapter, state_of_checkpoint
+from tinsmith.rl.run_folder.resume_from import TasksPerStep
+from tinsmith.rl.types import Demonstration
+from tinsmith.rl.workflows.base import Workflow, WorkflowContext
+
+log = logging.getLogger(__name__)
+
+Connect = Callable[[str, int], Awaitable[Policy]]
+"""Connects to the server: from a state path (empty: a new adapter) and its version to the policy."""
+
+
+class RunData:
+    """Reads the data when an attribute is first used. Raises ConfigError if it cannot be read."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._config = config
+
+    @cached_property
+    def tasks(self) -> tuple[TaskSampler, HeldOutTasks]:
+        """Sampler of training tasks, and the held-out tasks."""
+        config = self._config
+        if not config.environments:
+            return split(config.tasks, config.seed)
+        train = config.uses_rollouts and config.mode != "bench"
+        return split_environments(config.environments, config.seed, config.groups_per_step, train=train)
+
+    @cached_property
+    def demonstrations(self) -> Sequence[Sequence[Demonstration]]:
+        """Demonstrations of each source; none without settings for them."""
+        demonstrations = self._config.demonstrations
+        return demonstrations.load() if demonstrations is not None else ()
+
+
+def training_workflow(config: RunConfig, resources: RolloutResources) -> Workflow:
+    """The workflow that samples training rollouts."""
+    needed = config.algorithm.advantage.reads_rewards
+    rewards = Rewards(config.rewards, needed=needed, pool=resources.scoring)
+    context = _context(config.sampling, rewards, resources, evaluating=False)
+    if config.environments:
+        return mixture_workflow(config.trained, config.sampling, context)
+    return config.workflow.make(context)
+
+
+def eval_workflow_maker(config: RunConfig, resources: RolloutResources) -> Callable[[str, EvalConfig], Workflow]:
+    """A function from the name of a source of held-out tasks and its settings to its workflow."""
+    environments = {each.title: each for each in config.environments}
+
+    def make(name: str, settings: EvalConfig) -> Workflow:
+        environment = environments.get(name)
+        training = environment.sampling_of(config.sampling) if environment else config.sampling
+        rewards = Rewards(settings.rewards or config.rewards, pool=resources.scoring)
+        context = _context(settings.sampling(training), rewards, resources, evaluating=True)
+        return (environment or settings.workflow or config.workflow).make(context)
+
+    return make
+
+
+def _context(
+    sampling: SamplingConfig, rewards: Rewards, resources: RolloutResources, *, evaluating: bool
+) -> WorkflowContext:
+    return WorkflowContext(
+        sampling=sampling,
+        rewards=rewards,
+        agent_endpoint=resources.agent_endpoint,
+        store=resources.store,
+        evaluating=evaluating,
+        shadow=resources.shadow,
+    )
+
+
+async def connect_policy(config: RunConfig, folder: RunFolder, connect: Connect, console: Console) -> Policy:
+    """The policy at the state that the run continues from; `folder.state` is that state after `resume_from`.
+
+    Raises ConfigError if the server has no checkpoint that fits the run; nothing in the folder has changed then.
+    """
+    state, source = folder.state, config.resume_from
+    if not source or (state is not None and not folder.goes_back):
+        if source and state is not None and state.origin:
+            text = (
+                f"resume_from: this run has continued from {state.origin} before; its newest state is step {state.step}"
+            )
+            console.print(text, highlight=False, markup=False, soft_wrap=True)
+        return await connect(state.path if state else "", state.version if state else 0)
+    path = state.path if state else source
+    try:
+        policy = await connect(path, state.version if state else 0)
+    except ConfigError:  # no server
+        raise
+    except UserError as error:
+        raise ConfigError(
+            f"resume_from: {error.message}", "Name a checkpoint that is on the server of this run, under the same key."
+        ) from error
+    try:
+        info = await policy.checkpoint_info(path)
+        check_adapter(info, path, config.model)
+        exactness = "exact, by its state file"
+        if state is None:
+            state, exactness = state_of_checkpoint(info, path, _drawn_per_step(config), config.seed)
+        _check_continues(config, state)
+        policy.set_version(state.version)
+        folder.start_at(state)
+    except BaseException:
+        await policy.close()
+        raise
+    text = f"resume_from: step {state.step}, {path}: {exactness}"
+    log.info("%s", text)
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+    return policy
+
+
+def _drawn_per_step(config: RunConfig) -> TasksPerStep:
+    demonstrations = config.demonstrations
+    alone = not config.uses_rollouts
+    return TasksPerStep(
+        tasks=0 if alone else config.groups_per_step,
+        demonstrations=demonstrations.count(config.groups_per_step, config.group_size, alone=alone)
+        if demonstrations
+        else 0,
+    )
+
+
+def _check_continues(config: RunConfig, state: State) -> None:
+    """Raise ConfigError if the run has no step after `state`, or needs what `state` lacks."""
+    if state.step >= config.steps:
+        raise ConfigError(
+            f"resume_from: {state.path} is of step {state.step}, and the run has {config.steps} steps.",
+            "Set steps higher, or name an earlier checkpoint.",
+        )
+    lacking = "the critic" if config.algorithm.critic is not None and not state.critic_path else ""
+    if config.algorithm.reference == "start" and not state.reference:
+        lacking = "the reference model"
+    if lacking:
+        raise ConfigError(
+            f"resume_from: nothing says which checkpoint has {lacking} of {state.path}.",
+            "Name its state file FOLDER/checkpoints/step-000010.json.",
+        )

@@ -1,0 +1,60 @@
+"""Checks of what workflows return, before anything else of the run reads it: a wrong value fails its rollout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tinsmith.rl.guards.user_code import MAX_LENGTH
+from tinsmith.rl.rewards.base import as_number
+from tinsmith.rl.types import Rollout, Trajectory, Turn
+from tinsmith.rl.workflows.base import fail_if_not_finite, note_truncation
+
+
+def checked(result: Any, count: int) -> tuple[Rollout, ...]:
+    """The rollouts of a workflow, with numbers as floats; those that hold anything else have failed.
+
+    Raises TypeError unless there are `count`.
+    """
+    if not isinstance(result, Sequence) or len(result) != count:
+        size = f"{len(result)} rollouts" if isinstance(result, Sequence) else f"a {type(result).__name__}"
+        raise TypeError(f"the workflow returned {size} instead of {count} rollouts")
+    return tuple(map(_checked, result))
+
+
+def _checked(rollout: Any) -> Rollout:
+    if not isinstance(rollout, Rollout):
+        return Rollout(error=f"the workflow returned a {type(rollout).__name__} instead of a Rollout")
+    if rollout.error:
+        return replace(rollout, error=str(rollout.error)[:MAX_LENGTH])
+    try:
+        plain = replace(
+            rollout,
+            trajectories=tuple(map(_plain_trajectory, rollout.trajectories)),
+            reward_parts=_plain_numbers("reward part", rollout.reward_parts),
+            metrics=_plain_numbers("metric", rollout.metrics),
+            correct=None if rollout.correct is None else bool(rollout.correct),
+        )
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        return Rollout(error=f"the workflow returned a wrong rollout: {error}"[:MAX_LENGTH], termination="error")
+    return note_truncation(fail_if_not_finite(plain))
+
+
+def _plain_trajectory(trajectory: Trajectory) -> Trajectory:
+    reward, turns = as_number(trajectory.reward, "reward"), tuple(map(_plain_turn, trajectory.turns))
+    return replace(trajectory, reward=reward, turns=turns)
+
+
+def _plain_turn(turn: Turn) -> Turn:
+    for name, tokens in (("prompt", turn.prompt), ("tokens", turn.tokens)):
+        ids = np.asarray(tokens)
+        if ids.ndim != 1 or (ids.size and (ids.dtype.kind not in "iu" or ids.min() < 0)):
+            raise ValueError(f"{name} of a turn must be token ids")
+    return turn if turn.reward is None else replace(turn, reward=as_number(turn.reward, "reward of a turn"))
+
+
+def _plain_numbers(kind: str, values: Mapping[str, Any]) -> dict[str, float]:
+    return {str(name): as_number(value, f"{kind} {name}") for name, value in values.items()}

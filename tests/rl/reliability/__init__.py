@@ -1,0 +1,1 @@
+"""Runs under kills, outages, signals and hostile user code."""

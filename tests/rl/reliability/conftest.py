@@ -1,0 +1,41 @@
+"""A service, and a run on it that nothing interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rl.reliability.kills import RUN_FILE, SECONDS, Work, outcome, start
+from tests.rl.reliability.proxy import Action, Phase, proxied
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
+
+
+@pytest.fixture(scope="module")
+def work(forked_programs: str, tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Iterator[Work]:
+    folder = tmp_path_factory.mktemp("kills")
+    (folder / "tiny").symlink_to(tiny_llama)  # the fake engine's weights come from its source's name
+    (folder / "run.yaml").write_text(RUN_FILE)
+    requests: list[tuple[Phase, str]] = []
+
+    def note(phase: Phase, name: str) -> Action:
+        requests.append((phase, name))
+        return "pass"
+
+    data = folder / "data"
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        embedded(ServeConfig(models=("tiny=tiny",), engine="fake", data=data)) as (url, key),
+        proxied(url, note) as proxy,
+    ):
+        patch.chdir(folder)
+        assert start(folder, folder / "whole", proxy.url, key).wait(SECONDS) == 0
+        yield Work(folder, url, key, data, outcome(folder / "whole", data), requests)
+
+
+@pytest.fixture
+def in_folder(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the folder of `work` the working directory."""
+    monkeypatch.chdir(work.folder)
