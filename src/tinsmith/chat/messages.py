@@ -16,19 +16,22 @@ def parse_tools(tools: Sequence[Mapping[str, Any]], choice: Any) -> list[dict[st
     for number, tool in enumerate(tools):
         function = tool.get("function") if tool.get("type") == "function" else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise BadRequest(f"tools[{number}] is not a function with a name.", "Send {type, function}.")
+            raise BadRequest(f"tools[{number}] is not a function with a name.", "Send {type, function}.", field="tools")
     if choice not in ("auto", "none"):
-        raise Unsupported("tool_choice must be 'auto' or 'none'.", "Request the tool call in the prompt.")
+        message = "tool_choice must be 'auto' or 'none'."
+        raise Unsupported(message, "Request the tool call in the prompt.", field="tool_choice")
     return [] if choice == "none" else [dict(tool) for tool in tools]
 
 
-def parse_messages(messages: Sequence[Mapping[str, Any]], *, developer_role: bool) -> list[dict[str, Any]]:
+def parse_messages(
+    messages: Sequence[Mapping[str, Any]], *, developer_role: bool, images: list[str] | None = None
+) -> list[dict[str, Any]]:
     """Messages for a chat template; without `developer_role`, developer messages become system messages.
 
-    Tool results get the name of the called function, which the API omits and some templates read. Raises BadRequest or
-    Unsupported.
+    The URLs of images are added to `images`; None refuses images. Tool results get the name of the called function,
+    which the API omits and some templates read. Raises BadRequest or Unsupported.
     """
-    parsed = [_message(number, message, developer_role) for number, message in enumerate(messages)]
+    parsed = [_message(number, message, developer_role, images) for number, message in enumerate(messages)]
     names = {
         call.get("id"): call["function"].get("name") for message in parsed for call in message.get("tool_calls", ())
     }
@@ -39,18 +42,48 @@ def parse_messages(messages: Sequence[Mapping[str, Any]], *, developer_role: boo
     return parsed
 
 
-def _message(number: int, message: Mapping[str, Any], developer_role: bool) -> dict[str, Any]:
+def _message(number: int, message: Mapping[str, Any], developer_role: bool, images: list[str] | None) -> dict[str, Any]:
     where, role = f"messages[{number}]", message.get("role")
     if role not in _ROLES:
-        raise BadRequest(f"{where}.role is {role!r}.", f"Send one of {', '.join(_ROLES)}.")
+        raise BadRequest(f"{where}.role is {role!r}.", f"Send one of {', '.join(_ROLES)}.", field=f"{where}.role")
     parsed = {
         key: value for key, value in message.items() if value is not None and key not in ("content", "tool_calls")
     }
     parsed["role"] = "system" if role == "developer" and not developer_role else role
-    parsed["content"] = _text(f"{where}.content", message.get("content"))
+    parsed["content"] = _content(f"{where}.content", message.get("content"), images)
     if calls := message.get("tool_calls"):
         parsed["tool_calls"] = _calls(f"{where}.tool_calls", calls)
     return parsed
+
+
+def _content(where: str, content: Any, images: list[str] | None) -> str | list[dict[str, str]]:
+    """Message content as text or, with images, as the parts that templates of vision-language models read."""
+    has_images = isinstance(content, list) and any(_kind(part) == "image_url" for part in content)
+    if images is None or not has_images:
+        return _text(where, content)
+    parts = []
+    for part in content:
+        if _kind(part) != "image_url":
+            parts.append({"type": "text", "text": _text(where, [part])})
+            continue
+        images.append(_url(where, part["image_url"]))
+        parts.append({"type": "image"})
+    return parts
+
+
+def _url(where: str, image: Any) -> str:
+    image = {"url": image} if isinstance(image, str) else image
+    if not isinstance(image, Mapping) or not isinstance(image.get("url"), str):
+        raise BadRequest(f"{where} holds an image_url without url.", "Send {url}.", field=where)
+    if image.get("detail") not in (None, "auto"):
+        raise Unsupported(
+            f"{where} holds an image_url with detail {image['detail']!r}.", "Resize the image instead.", field=where
+        )
+    return str(image["url"])
+
+
+def _kind(part: Any) -> Any:
+    return part.get("type") if isinstance(part, Mapping) else None
 
 
 def _text(where: str, content: Any) -> str:
@@ -60,12 +93,12 @@ def _text(where: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence):
-        raise BadRequest(f"{where} is neither text nor a list of parts.", "Send a string.")
+        raise BadRequest(f"{where} is neither text nor a list of parts.", "Send a string.", field=where)
     lines = []
     for part in content:
-        kind = part.get("type") if isinstance(part, Mapping) else None
+        kind = _kind(part)
         if kind not in ("text", "refusal") or not isinstance(part.get(kind), str):
-            raise Unsupported(f"{where} holds a part of type {kind}.", "Send text parts only.")
+            raise Unsupported(f"{where} holds a part of type {kind}.", "Send text parts only.", field=where)
         lines.append(part[kind])
     return "\n".join(lines)
 
@@ -76,7 +109,9 @@ def _calls(where: str, calls: Any) -> list[dict[str, Any]]:
     for call in calls if isinstance(calls, list) else [calls]:
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
-            raise BadRequest(f"{where} holds an entry that is not a function call.", "Send {id, type, function}.")
+            raise BadRequest(
+                f"{where} holds an entry that is not a function call.", "Send {id, type, function}.", field=where
+            )
         parsed.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
     return parsed
 

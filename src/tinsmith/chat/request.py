@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from tinsmith.chat.messages import parse_messages, parse_tools
-from tinsmith.errors import BadRequest, TinsmithError, Unsupported
+from tinsmith.errors import BadRequest, TinsmithError, Unsupported, UserError
 
 
 class PromptTooLong(BadRequest):
@@ -21,8 +22,8 @@ class ChatRequest(BaseModel):
 
     model_config = ConfigDict(extra="ignore", protected_namespaces=())
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
-    tools: list[dict[str, Any]] = Field(default_factory=list)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=65_536)
+    tools: list[dict[str, Any]] = Field(default_factory=list, max_length=1024)
     tool_choice: Any = "auto"
     n: int = Field(1, ge=1)
     seed: int | None = None
@@ -36,9 +37,18 @@ class ChatRequest(BaseModel):
         """Tools to render into the prompt. Raises BadRequest or Unsupported."""
         return parse_tools(self.tools, self.tool_choice)
 
-    def template_messages(self, template: str) -> list[dict[str, Any]]:
-        """Messages in the form that `template` reads. Raises BadRequest or Unsupported."""
-        return parse_messages(self.messages, developer_role="developer" in template)
+    def template_messages(self, template: str, images: list[str] | None = None) -> list[dict[str, Any]]:
+        """Messages in the form that `template` reads; URLs of images are added to `images`, None refuses them.
+
+        Raises BadRequest or Unsupported.
+        """
+        return parse_messages(self.messages, developer_role="developer" in template, images=images)
+
+
+MAX_DESCRIBED = 10
+"""Errors of a body that an answer describes."""
+KEY_CHARACTERS = 100
+"""Characters of an unknown field's name that an error repeats."""
 
 
 def parse_json_object(body: bytes) -> dict[str, Any]:
@@ -71,28 +81,41 @@ def select_fields(
         elif key in NO_OP_FIELDS:
             check_no_op(key, value, where)
         elif value is not None:
-            raise unknown(key)
+            raise unknown(key[:KEY_CHARACTERS])
     return selected
 
 
 def describe_errors(errors: Iterable[Any]) -> str:
     """Pydantic's validation errors as one sentence."""
     parts = []
-    for error in errors:
+    for error in islice(errors, MAX_DESCRIBED):
         field = ".".join(str(part) for part in error["loc"] if part != "body")
         parts.append(f"'{field}': {error['msg']}" if field else str(error["msg"]))
     return "; ".join(parts) + "."
 
 
-def error_body(message: str, status: int, code: str | None = None) -> dict[str, Any]:
-    """JSON body of an error in the OpenAI API."""
+def first_field(errors: Iterable[Any]) -> str | None:
+    """The field of the first of pydantic's validation errors, such as `messages[0]`; None if it names none."""
+    for error in errors:
+        parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"])
+        return "".join(parts).removeprefix(".") or None
+    return None
+
+
+def error_body(message: str, status: int, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """JSON body of an error in the OpenAI API; `param` is the field that it concerns."""
     kind = "server_error" if status >= 500 else "invalid_request_error"
-    return {"error": {"message": message, "type": kind, "code": code, "param": None}}
+    return {"error": {"message": message, "type": kind, "code": code, "param": param}}
 
 
 def error_code(error: TinsmithError) -> str | None:
     """The OpenAI API's error code for `error`, if it has one."""
     return "context_length_exceeded" if isinstance(error, PromptTooLong) else None
+
+
+def error_param(error: TinsmithError) -> str | None:
+    """The field of the request that `error` concerns, if it names one."""
+    return error.field if isinstance(error, UserError) else None
 
 
 _NOT_IMPLEMENTED = "Remove the field: this server does not implement it."
@@ -132,6 +155,14 @@ NO_OP_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "verbosity": ((), _NOT_IMPLEMENTED),
     "web_search_options": ((), _NOT_IMPLEMENTED),
     "store": ((False,), "Responses are not stored."),
+    "previous_response_id": ((), "Send the whole conversation: responses are not stored."),
+    "conversation": ((), "Send the whole conversation: responses are not stored."),
+    "background": ((False,), "Responses are not stored."),
+    "include": (([], ["reasoning.encrypted_content"]), "Responses hold nothing else."),
+    "truncation": (("disabled",), "Truncate the conversation before sending it."),
+    "text": (({}, {"format": {"type": "text"}}), _CONSTRAINED),
+    "reasoning": (({},), "Use chat_template_kwargs of /v1/chat/completions, if the model's template reads the value."),
+    "max_tool_calls": ((), _NOT_IMPLEMENTED),
     "chat_template": (
         (),
         "The model's own chat template is used; render the prompt yourself and call /v1/completions.",
@@ -165,4 +196,4 @@ def check_no_op(name: str, value: Any, where: str = "") -> None:
     """Raise Unsupported unless this value of one of NO_OP_FIELDS has no effect on the result."""
     accepted, hint = NO_OP_FIELDS[name]
     if value is not None and _ANY_VALUE not in accepted and value not in accepted:
-        raise Unsupported(f"{where}{name} is not supported by this server.", hint)
+        raise Unsupported(f"{where}{name} is not supported by this server.", hint, field=where + name)

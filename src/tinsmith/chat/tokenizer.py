@@ -26,6 +26,9 @@ CHARACTERS = "characters:"
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 """What a tokenizer decodes an incomplete character to."""
 
+NFC_SHRINK = 4
+"""NFC makes text at most 3 times shorter in UTF-8: three letters of Hangul become one."""
+
 PLAIN_TEMPLATE = (
     "{% if tools %}{% for tool in tools %}<tool>{{ tool | tojson }}</tool>\n{% endfor %}"
     "<tool_call>...</tool_call>\n{% endif %}"
@@ -80,9 +83,31 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Token ids of `text`. Raises BadRequest for an unpaired surrogate."""
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # encode, unlike encode_batch, holds Python's lock: for a second per megabyte.
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         except TypeError as error:  # the tokenizers library raises nothing more specific
             raise BadRequest("The text holds half a surrogate pair.", "Send Unicode text.") from error
+        return encoding.ids
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the number of tokens of `text`; 0 where the tokenizer may drop or merge characters."""
+        if self._longest is None:
+            return 0
+        shrink = 1 if self._backend.normalizer is None else NFC_SHRINK
+        return len(text.encode(errors="replace")) // (shrink * self._longest)
+
+    @cached_property
+    def _longest(self) -> int | None:
+        """Bytes of the longest token of a byte-level tokenizer that normalizes by NFC at most; None for others."""
+        normalizer, pre_tokenizer = repr(self._backend.normalizer), repr(self._backend.pre_tokenizer)
+        is_lossless = normalizer in ("None", "NFC()") and "Removed" not in pre_tokenizer and bool(self._bytes)
+        added = self._backend.get_added_tokens_decoder().values()
+        if not is_lossless or any(token.lstrip or token.rstrip for token in added):
+            return None
+        lengths = [
+            len(token) for token in self._backend.get_vocab(with_added_tokens=False)
+        ]  # a character for each byte
+        return max(*lengths, *(len(token.content.encode()) for token in added))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of `ids`, special tokens included."""
@@ -99,7 +124,11 @@ class Tokenizer:
         except ValueError as error:
             raise Unsupported(f"{self.name} has no chat template.", "Use /v1/completions with a prompt.") from error
 
-    def render(
+    def render(self, messages: Sequence[Mapping[str, Any]], tools: Any, **options: Any) -> list[int]:
+        """Token ids of a conversation; parameters and errors are those of `render_text`."""
+        return self.encode(self.render_text(messages, tools, **options), add_special_tokens=False)
+
+    def render_text(
         self,
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None,
@@ -107,13 +136,13 @@ class Tokenizer:
         add_generation_prompt: bool,
         continue_final_message: bool,
         values: Mapping[str, Any],
-    ) -> list[int]:
-        """Token ids of a conversation; `values` are variables of the chat template.
+    ) -> str:
+        """Text of a conversation in the model's template; `values` are variables of the chat template.
 
         Raises BadRequest for values that the template does not read and for messages that it rejects.
         """
         self._check_values(self.template(tools), values)
-        text = render_template(
+        return render_template(
             self.tokenizer,
             messages,
             tools,
@@ -122,7 +151,6 @@ class Tokenizer:
             values=values,
             owner=f" of {self.name}",
         )
-        return self.encode(text, add_special_tokens=False)
 
     def _check_values(self, template: str, values: Mapping[str, Any]) -> None:
         words = set(re.findall(r"[A-Za-z_]\w*", template))
@@ -130,7 +158,9 @@ class Tokenizer:
         for key in values:
             if key in reserved or key not in words:
                 raise BadRequest(
-                    f"chat_template_kwargs.{key} is not read by the chat template of {self.name}.", "Remove the key."
+                    f"chat_template_kwargs.{key} is not read by the chat template of {self.name}.",
+                    "Remove the key.",
+                    field="chat_template_kwargs",
                 )
 
 

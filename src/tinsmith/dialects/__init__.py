@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from tinsmith.dialects.base import Section, Translation, has_key, keys
+from tinsmith.dialects.minds import translate as minds
+from tinsmith.dialects.minds.schema import MindsFile
 from tinsmith.dialects.rllm import dialect as rllm
 from tinsmith.dialects.rllm import overrides as hydra_syntax
 from tinsmith.dialects.rllm.schema import RllmFile
@@ -64,6 +66,14 @@ class Dialect:
 
 
 DIALECTS = (
+    Dialect(
+        name=minds.NAME,
+        guide=minds.GUIDE,
+        schema=MindsFile,
+        recognizes=minds.recognizes,
+        defaults=minds.defaults,
+        translate=minds.translate,
+    ),
     Dialect(
         name=rllm.NAME,
         guide=rllm.GUIDE,

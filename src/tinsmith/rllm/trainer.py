@@ -16,14 +16,14 @@ from tinsmith.dialects.rllm import workflow_args as configured_args
 from tinsmith.dialects.rllm.dialect import finish
 from tinsmith.errors import ConfigError, UserError
 from tinsmith.rl.config import RunConfig
-from tinsmith.rl.run import folder_path, with_fresh_folder
+from tinsmith.rl.run import with_fresh_folder
 from tinsmith.rllm.agents import BaseAgent, BaseEnv
 from tinsmith.rllm.datasets import Dataset, DatasetRegistry
 from tinsmith.rllm.estimators import registered_estimators
 from tinsmith.rllm.ready_workflows import MultiTurnWorkflow
 from tinsmith.rllm.rollouts import ROW, wrapped_row
 from tinsmith.rllm.workflow import Workflow
-from tinsmith.runner import TrainResult, run_to_end
+from tinsmith.runner import TrainResult, train_config
 from tinsmith.settings import apply_overrides, build
 
 if TYPE_CHECKING:
@@ -114,10 +114,7 @@ class AgentTrainer:
                 "trainer.val_only compares checkpoints, which AgentTrainer does not do.",
                 "Use tinsmith run with the configuration as a file, or AgentWorkflowEngine.",
             )
-        config, state = run_to_end(with_fresh_folder(self.run_config), console)
-        return TrainResult(
-            folder=folder_path(config), step=state.step, state_path=state.path, sampling_path=state.sampling_path
-        )
+        return train_config(with_fresh_folder(self.run_config), console)
 
 
 class AgentWorkflow(MultiTurnWorkflow):

@@ -212,6 +212,10 @@ REASONS = ["max_prompt", "max_response", "max_turns", "timeout", "error"]
             ["rllm.algorithm.rollout_correction.tis_mode=sequence", "rllm.algorithm.rollout_correction.tis_cap=3"],
             {"algorithm.correction": {"type": "tis", "level": "sequence", "cap": 3}},
         ),
+        (
+            ["rllm.algorithm.rollout_correction.bypass_mode=false"],
+            {"algorithm.correction": {"type": "proximal"}},
+        ),
         (["rllm.algorithm.use_precomputed_advantage=true"], {"algorithm.advantage": {"type": "precomputed"}}),
         (["rllm.mask_truncated_samples=true"], {"algorithm.mask_truncated": True}),
         (["rllm.agent.overlong_filter=true"], {"algorithm.mask_truncated": True}),
@@ -329,7 +333,6 @@ def test_clip_of_a_loss_that_does_not_clip_is_noted():
         ("rllm.algorithm.lr_schedule=cosin", "rllm.algorithm.lr_schedule", "Did you mean 'cosine'?"),
         ("rllm.algorithm.kl_beta=-1", "rllm.algorithm.kl_beta", "Set 0 or more."),
         ("rllm.algorithm.router_replay=R3", "rllm.algorithm.router_replay", "write disabled"),
-        ("rllm.algorithm.rollout_correction.bypass_mode=false", "rollout_correction.bypass_mode", "write true"),
         ("rllm.algorithm.rollout_correction.tis_mode=group", "rollout_correction.tis_mode", "token or sequence"),
         ("rllm.remote_runtime.enabled=true", "rllm.remote_runtime.enabled", "Leave it out."),
         ("training.resume_mode=resume_path", "training.resume_from_path", "training.resume_mode: auto"),

@@ -106,6 +106,8 @@ EXAMPLES: dict[str, tuple[Any, Pairs]] = {
     "explorer.eval_interval": (7, EVALUATED),
     "explorer.eval_on_startup": (False, EVALUATED),
     "trainer.save_interval": (5, ()),
+    "trainer.trainer_config": ({"actor_rollout_ref": {"actor": {"ppo_epochs": 2}}}, NO_TINKER),
+    "algorithm.bypass_old_logprobs": (False, NO_TINKER),
     "trainer.max_checkpoints_to_keep": (2, ()),
     "trainer.total_steps": (2, ()),
     "trainer.grad_clip": (0.5, ()),

@@ -26,10 +26,10 @@ def test_mode_is_translated(mode: str, ours: str, tmp_path: Path):
 
 def test_mode_train_needs_no_tasks(tmp_path: Path):
     run = read(tmp_path, *LEARNED, NO_TASKSET, ("trainer.total_steps", 7)).settings
-    assert (run.mode, run.tasks.sources, run.steps, run.epochs) == ("train", (), 6, None)
-    assert (run.groups_per_step, run.group_size) == (2, 4)
+    assert (run.mode, run.tasks.sources, run.steps, run.epochs) == ("train", (), 3, None)
+    assert (run.groups_per_step, run.group_size, run.updates.minibatches) == (4, 4, 2)
     run = read(tmp_path, *LEARNED, NO_TASKSET, ("buffer.total_steps", None), ("trainer.total_steps", 7)).settings
-    assert (run.steps, run.epochs) == (7, None)
+    assert (run.steps, run.epochs) == (3, None)  # of two training steps of Trinity each
 
 
 def test_two_processes_share_a_folder_or_a_database(tmp_path: Path):

@@ -27,6 +27,44 @@ def test_train_batch_size_changes_the_number_of_steps(tmp_path: Path):
     assert (run.groups_per_step, run.group_size, run.steps) == (8, 4, 3)
 
 
+def test_smaller_train_batches_are_minibatches(tmp_path: Path):
+    counted = (("trainer.save_interval", 5), ("trainer.total_steps", 9), ("algorithm.optimizer.lr_warmup_steps", 3))
+    file = read(tmp_path, ("buffer.total_steps", 6), ("buffer.train_batch_size", 8), *counted)
+    run = file.settings
+    assert (run.groups_per_step, run.group_size, run.steps) == (4, 4, 4)
+    assert (run.updates.minibatches, run.updates.epochs, run.updates.shuffle) == (2, 1, False)
+    assert (run.checkpoint.every, run.optimizer.warmup_steps) == (3, 2)
+    assert any("a step of the run is 2 training steps of Trinity" in note for note in file.notes)
+    assert any("Trinity also sends weights between the training steps" in note for note in file.notes)
+
+
+def test_weights_after_every_minibatch_of_a_batch_are_exact(tmp_path: Path):
+    intervals = ("synchronizer", {"explorer_sync_interval": 2, "trainer_sync_interval": 4})
+    file = read(tmp_path, ("buffer.train_batch_size", 8), intervals)
+    assert (file.settings.sync.interval, file.settings.updates.minibatches) == (2, 2)
+    assert not any("sends weights between" in note for note in file.notes)
+    published = {"sync_style": "trainer_driven", "explorer_sync_interval": 1, "trainer_sync_interval": 6}
+    file = read(tmp_path, ("buffer.train_batch_size", 8), ("synchronizer", published))
+    assert (file.settings.sync.interval, file.settings.sync.publish_every) == (1, 3)
+
+
+def test_batches_that_minibatches_do_not_divide_are_refused(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"12 replies do not divide a batch evenly. Set a divisor"):
+        read(tmp_path, ("buffer.train_batch_size", 12))
+
+
+def test_epochs_and_old_logprobs_of_verl_are_translated(tmp_path: Path):
+    verl = (("model.tinker.enable", False), ("model.lora_configs", [{"lora_rank": 16}]))
+    config = {"actor_rollout_ref": {"actor": {"ppo_epochs": 3}, "strategy": "fsdp"}}
+    changes = (("trainer.trainer_config", config), ("algorithm.bypass_old_logprobs", False))
+    file = read(tmp_path, *verl, *changes)
+    assert (file.settings.updates.epochs, file.settings.algorithm.correction.type) == (3, "proximal")
+    assert any("only ppo_epochs has an effect" in note for note in file.notes)
+    tinker = read(tmp_path, *changes)
+    assert (tinker.settings.updates.epochs, tinker.settings.algorithm.correction.type) == (1, "none")
+    assert sum("trainer for Tinker does not read it" in note for note in tinker.notes) == 2
+
+
 WORLD = """
 from tinsmith.rl.workflows.multi_turn import Answer, Environment
 
@@ -46,7 +84,7 @@ def test_train_batch_size_of_turns_has_no_effect(name: str, tmp_path: Path, monk
     assert (run_file.settings.groups_per_step, run_file.settings.steps) == (16, 3)
     assert any("buffer.train_batch_size: it counts turns" in note for note in run_file.notes)
     single = read(tmp_path, ("algorithm.algorithm_type", name), ("buffer.train_batch_size", 8)).settings
-    assert (single.groups_per_step, single.steps) == (2, 6)
+    assert (single.groups_per_step, single.updates.minibatches, single.steps) == (4, 2, 3)
 
 
 @pytest.mark.parametrize(

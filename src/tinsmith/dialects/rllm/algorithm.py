@@ -257,6 +257,7 @@ def _divergence(values: Values) -> Translation:
 
 @translates(
     RolloutCorrection,
+    bypass_mode="algorithm.correction: false is proximal, or tis with tis_mode",
     tis_mode="algorithm.correction: tis, with level token or sequence",
     tis_cap="algorithm.correction.cap, with tis_mode",
 )
@@ -266,7 +267,9 @@ def _correction(values: Values) -> Translation:
     section = "rllm.algorithm.rollout_correction"
     mode, cap = values.value(f"{section}.tis_mode"), values.value(f"{section}.tis_cap")
     if mode is None:
-        return no_effect(values.set_keys(f"{section}.tis_cap"), f"it has an effect only with {section}.tis_mode.")
+        unused = no_effect(values.set_keys(f"{section}.tis_cap"), f"it has an effect only with {section}.tis_mode.")
+        anchored = values.value(f"{section}.bypass_mode") is False
+        return unused + (settings({"algorithm.correction": {"type": "proximal"}}) if anchored else NOTHING)
     if mode not in ("token", "sequence"):
         return fault(f"{section}.tis_mode", f"there is no '{mode}'.", "It is token or sequence.")
     return settings({"algorithm.correction": {"type": "tis", "level": mode, "cap": cap}})

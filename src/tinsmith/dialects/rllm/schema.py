@@ -13,8 +13,8 @@ from pydantic import Field
 from tinsmith.dialects.base import Copied, Ignored, Refused, Section
 
 WHOLE_BATCHES = Refused(
-    "a step computes one gradient over all its groups.",
-    "Set 1; staleness: 1 of a Tinsmith run overlaps sampling and training.",
+    "a step of this trainer is one gradient over all its groups.",
+    "Set 1; a Tinsmith run has updates.stream for a gradient in parts, and updates.minibatches for several steps.",
 )
 IN_CODE = Refused("an agent or environment takes its arguments from the script.", "Pass them in workflow_args.")
 OWN_LIMIT = Ignored("a workflow limits its turns itself, with its own arguments.")

@@ -133,9 +133,7 @@ class UnifiedTrainer(Section):
 class RolloutCorrection(Section):
     """`rllm.algorithm.rollout_correction`."""
 
-    bypass_mode: Annotated[
-        bool | None, Refused("old logprobs are the sampler's; they are not recomputed.", "Leave it out, or write true.")
-    ] = True
+    bypass_mode: bool | None = True
     tis_mode: str | None = None
     tis_cap: float = 2.0
 

@@ -100,7 +100,8 @@ def _asynchronous(values: Values) -> Translation:
     if partial:
         live = {"sync.style": "live", "sync.publish_every": interval, "sync.in_flight": 1 + ahead}
         return result + settings(live)
-    return result + settings({"staleness": ahead, "sync.interval": interval})
+    high = settings({"allow_high_staleness": True}) if ahead > 8 else settings({})
+    return result + settings({"staleness": ahead, "sync.interval": interval}) + high
 
 
 @translates(RllmTrainer, total_epochs="epochs")

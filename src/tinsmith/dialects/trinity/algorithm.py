@@ -70,6 +70,7 @@ def translate(file: TrinityFile, workflow_type: str = "") -> Translation:
         + _critic(file)
         + _auxiliary_models(file)
         + _teacher(file)
+        + _old_logprobs_of_trainer(file)
         + _group_size(section)
         + _optimizer(section.optimizer, tinker_defaults=file.model.tinker.enable)
     )
@@ -115,6 +116,17 @@ def _policy_loss(section: Algorithm) -> Translation:
     if component.type == "rec" and loss.get("regularizer") == "k2" and "regularizer_coef" in loss:
         loss["regularizer_coef"] *= 2  # Trinity's k2 is the square, ours half of it
     return result + messages + settings({"algorithm.loss": loss})
+
+
+@translates(Algorithm, bypass_old_logprobs="algorithm.correction: false is type proximal")
+def _old_logprobs_of_trainer(file: TrinityFile) -> Translation:
+    """Without bypass_old_logprobs, ratios are relative to logprobs that the trainer computes before a batch."""
+    key, section = "algorithm.bypass_old_logprobs", file.algorithm
+    if section.bypass_old_logprobs or section.algorithm_type in SUPERVISED:
+        return NOTHING
+    if file.model.tinker.enable:
+        return note(f"{key}: Trinity's trainer for Tinker does not read it.")
+    return settings({"algorithm.correction": {"type": "proximal"}})
 
 
 def old_logprobs(file: TrinityFile, sampling: Mapping[str, Any]) -> Translation:

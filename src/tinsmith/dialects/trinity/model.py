@@ -26,6 +26,7 @@ from tinsmith.dialects.trinity.schema_runtime import (
     RolloutModel,
     Synchronizer,
     TinkerSection,
+    Trainer,
 )
 
 ALPHA = 32
@@ -236,12 +237,12 @@ def _lengths(file: TrinityFile) -> Translation:
 )
 @translates(Explorer, max_inflight_batches="sync.in_flight, with sync_style fully_async")
 @translates(ExperienceBuffer, max_read_timeout="sync.timeout, in mode train")
-def synchronization(file: TrinityFile) -> Translation:
-    """`sync` and `staleness`."""
+def synchronization(file: TrinityFile, minibatches: int) -> Translation:
+    """`sync` and `staleness`; a step of the run has `minibatches` training steps of Trinity."""
     sync, name = file.synchronizer, file.algorithm.algorithm_type
     if name in SUPERVISED:
         return note_unused(sync, "synchronizer.", f"{name} trains on demonstrations and samples nothing.")
-    result = _intervals(sync)
+    result = _intervals(sync, minibatches)
     if sync.sync_offset < 0:
         result += fault("synchronizer.sync_offset", f"{sync.sync_offset} is below 0.", "Set 0 or more.")
     result += settings({"sync.style": STYLES[sync.sync_style], "sync.timeout": _timeout(file)})
@@ -252,6 +253,8 @@ def synchronization(file: TrinityFile) -> Translation:
             result += note(f"synchronizer.sync_offset: {why}")
     else:
         result += settings({"staleness": max(0, sync.sync_offset)})
+        if sync.sync_offset > 8:
+            result += settings({"allow_high_staleness": True})
         if "max_inflight_batches" in file.explorer.model_fields_set:
             result += note("explorer.max_inflight_batches: it has an effect only with sync_style fully_async.")
     if sync.sync_method == "checkpoint":
@@ -276,7 +279,7 @@ def _timeout(file: TrinityFile) -> float:
     explorer_sync_interval="sync.interval",
     trainer_sync_interval="sync.publish_every",
 )
-def _intervals(sync: Synchronizer) -> Translation:
+def _intervals(sync: Synchronizer, minibatches: int) -> Translation:
     sampling = sync.sync_interval if sync.explorer_sync_interval is None else sync.explorer_sync_interval
     training = sync.sync_interval if sync.trainer_sync_interval is None else sync.trainer_sync_interval
     intervals = {
@@ -290,6 +293,15 @@ def _intervals(sync: Synchronizer) -> Translation:
             fault(f"synchronizer.{key}", f"{value} is not an interval.", "Set 1 or more.") for key, value in invalid
         )
     result = settings({"sync.interval": sampling})
+    if training == sampling * minibatches:
+        return result
+    if minibatches > 1 and training % minibatches:
+        result += note(
+            "synchronizer: Trinity also sends weights between the training steps of a batch; here they are sent after "
+            "whole batches."
+        )
+        training = -(-training // minibatches) * minibatches
+    training //= minibatches
     if training == sampling:
         return result
     if sync.sync_style in PUBLISHING:
@@ -299,6 +311,25 @@ def _intervals(sync: Synchronizer) -> Translation:
         problem = f"the sampler waits for weights every {sampling} steps, and the trainer sends them every {training}."
         return result + fault(key, problem, "Make them alike, or use another sync_style.")
     return result + note(f"{key}: with sync_style explorer_driven, the sampler decides when it takes weights.")
+
+
+EPOCHS = ("actor_rollout_ref", "actor", "ppo_epochs")
+
+
+@translates(Trainer, trainer_config="updates.epochs: its actor_rollout_ref.actor.ppo_epochs; the rest has no effect")
+def epochs_of_batches(file: TrinityFile) -> Translation:
+    """`updates.epochs`; only verl reads it, and the rest of trainer_config says how the trainer shards the model."""
+    key, rest, value = "trainer.trainer_config", dict(file.trainer.trainer_config), file.trainer.trainer_config
+    for name in EPOCHS:
+        value = value.get(name) if isinstance(value, dict) else None
+    if not rest:
+        return NOTHING
+    why = "Trinity's trainer for Tinker does not read it." if file.model.tinker.enable else ""
+    if value is None or why:
+        return note(f"{key}: {why or 'the server decides how it shards and trains its models.'}")
+    if not isinstance(value, int) or value < 1:
+        return fault(f"{key}.{'.'.join(EPOCHS)}", f"{value} is not a number of epochs.", "Set 1 or more.")
+    return settings({"updates.epochs": value}) + note(f"{key}: only ppo_epochs has an effect.")
 
 
 @translates(

@@ -60,9 +60,7 @@ class Algorithm(Section):
     enable_router_replay: Annotated[
         bool, Refused("the Tinker API does not return the routing of MoE layers.", "Leave it out.")
     ] = False
-    bypass_old_logprobs: Annotated[
-        bool, Refused("old logprobs are the sampler's; they are not recomputed.", "Leave it out, or write true.")
-    ] = True
+    bypass_old_logprobs: bool = True
     rollout_correction: Annotated[
         Arguments | None,
         Refused("the old logprobs are the sampler's own, so there is nothing to correct.", "Leave it out."),

@@ -157,7 +157,7 @@ class Trainer(Section):
     max_checkpoints_to_keep: Annotated[int, Copied("checkpoint.keep")] = 0
     megatron: Annotated[Arguments, Ignored(SERVER_SHARDS)] = Field(default_factory=dict)
     trust_remote_code: Annotated[bool, Ignored(SET_BY_TRINITY)] = False
-    trainer_config: Annotated[Arguments, Ignored(SERVER_SHARDS)] = Field(default_factory=dict)
+    trainer_config: Arguments = Field(default_factory=dict)
     trainer_config_path: Annotated[str, Ignored(SERVER_SHARDS)] = ""
 
 

@@ -91,7 +91,9 @@ def _translate_file(file: TrinityFile, plugins: Names) -> Translation:
     workflow = workflows.translate(file, plugins)
     workflow_type = workflow.settings.get("workflow", {}).get("type", "")
     training = combine([translate_declared(file), model.translate(file), data.translate(file), workflow])
-    return combine(
+    length = _length(file, workflow_type)
+    minibatches = length.settings.get("updates", {}).get("minibatches", 1)
+    whole = combine(
         [
             training,
             algorithm.translate(file, workflow_type),
@@ -100,17 +102,35 @@ def _translate_file(file: TrinityFile, plugins: Names) -> Translation:
             data.rollout_buffer(file, strategy.max_staleness),
             evaluation.translate(file, plugins, training.settings),
             _mode(file),
-            _length(file, workflow_type),
+            length,
             _folder(file),
             _log(file),
             _concurrency(file),
             _dtype(file),
             model.rollouts(file),
-            model.synchronization(file),
+            model.synchronization(file, minibatches),
+            model.epochs_of_batches(file),
             data.operators(file),
             _monitors(file),
         ]
     )
+    return _in_steps(whole, file, minibatches) if minibatches > 1 else whole
+
+
+def _in_steps(whole: Translation, file: TrinityFile, minibatches: int) -> Translation:
+    """The translation with Trinity's training steps, of one minibatch each, counted in steps of the run, rounded up."""
+    counted = {
+        "checkpoint.every": file.trainer.save_interval,
+        "optimizer.warmup_steps": max(0, file.algorithm.optimizer.lr_warmup_steps),
+    }
+    if "critic" in whole.settings.get("algorithm", {}):
+        counted["algorithm.critic.warmup_steps"] = file.trainer.critic_warmup
+    in_steps = {key: -(-number // minibatches) for key, number in counted.items() if number > 0}
+    text = (
+        f"buffer.train_batch_size: a step of the run is {minibatches} training steps of Trinity, each on a minibatch. "
+        "trainer.total_steps, save_interval and warm-ups count these; the learning rate changes from step to step."
+    )
+    return whole + settings(in_steps) + note(text)
 
 
 @translates(
@@ -135,7 +155,8 @@ def _mode(file: TrinityFile) -> Translation:
 @translates(
     BufferSection,
     batch_size="groups_per_step",
-    train_batch_size="groups_per_step, divided by repeat_times; no effect where Trinity counts turns",
+    train_batch_size="updates.minibatches: batch_size x repeat_times divided by this; groups_per_step, divided by "
+    "repeat_times, where it is more or there is no batch_size; no effect where Trinity counts turns",
 )
 def _length(file: TrinityFile, workflow_type: str) -> Translation:
     """`groups_per_step`, `steps` and `epochs`."""
@@ -158,10 +179,14 @@ def _length(file: TrinityFile, workflow_type: str) -> Translation:
         fix = f"Set a multiple of algorithm.repeat_times ({group}), or leave it out."
         return result + fault("buffer.train_batch_size", f"{size} replies of the policy are not whole groups.", fix)
     groups = size // group
+    sampled = buffer.batch_size if file.mode != "train" or "batch_size" in buffer.model_fields_set else groups
+    if groups < sampled and not demonstrations.is_mixed(file):
+        if sampled % groups:
+            fix = f"Set a divisor of batch_size x repeat_times ({sampled * group}), or leave it out."
+            return result + fault("buffer.train_batch_size", f"{size} replies do not divide a batch evenly.", fix)
+        result += settings({"groups_per_step": sampled, "updates.minibatches": sampled // groups})
+        return result + _steps(file, buffer.total_steps, sampled // groups)
     result += settings({"groups_per_step": groups})
-    sampled = buffer.batch_size
-    if file.mode == "train" and "batch_size" not in buffer.model_fields_set:
-        sampled = groups
     return result + _steps(file, None if buffer.total_steps is None else buffer.total_steps * sampled // groups)
 
 
@@ -174,12 +199,12 @@ def _counts_turns(file: TrinityFile, workflow_type: str) -> bool:
 
 @translates(BufferSection, total_epochs="epochs", total_steps="steps")
 @translates(Trainer, total_steps="steps, where it is less than the data gives")
-def _steps(file: TrinityFile, steps: int | None) -> Translation:
+def _steps(file: TrinityFile, steps: int | None, minibatches: int = 1) -> Translation:
     """The number of steps, or else epochs; trainer.total_steps bounds either."""
     if steps is not None and steps < 1:
         fix = "Raise it, or lower buffer.train_batch_size."
         return fault("buffer.total_steps", "with buffer.batch_size it gives less than one step of training.", fix)
-    bound = file.trainer.total_steps
+    bound = file.trainer.total_steps and max(1, file.trainer.total_steps // minibatches)
     has_epochs = file.algorithm.algorithm_type in SUPERVISED or bool(data.training_tasksets(file))
     if file.mode == "train" and not (steps or bound or has_epochs):
         fix = "Set trainer.total_steps, or give the taskset whose epochs are counted."

@@ -16,6 +16,7 @@ from tinsmith.rl.policy.base import Prompt, SamplingConfig
 from tinsmith.rl.policy.chat import Chat
 from tinsmith.rl.policy.chat_session import ChatSession
 from tinsmith.rl.policy.sdk import check_reachable, end_session, translate_errors
+from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients, TinkerSnapshot, load_tokenizer
 from tinsmith.rl.policy.wrapper import SnapshotWrapper
 from tinsmith.rl.types import Turn
@@ -129,7 +130,7 @@ class TinkerEngine(SnapshotEngine):
             self.tokenizer = self.tokenizer or await _tokenizer(service, self.model_name, client)
         self._client = client
         chat = Chat(self.tokenizer, values=self._template_values)
-        clients = TinkerSamplingClients(service, chat, self.model_name)
+        clients = TinkerSamplingClients(service, chat, self.model_name, ServerWatch())
         snapshot = TinkerSnapshot(client, chat, self.weight_version, clients)
         self.bind(LengthLimitedSnapshot(snapshot, self.max_model_length), self._seed)
 

@@ -1,0 +1,1 @@
+"""Run files of minds_RL (docs/guides/minds.md)."""
