@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -25,9 +26,10 @@ tasks:
   held_out: 6
 rewards:
   - {type: format, pattern: ".*[aeiou].*"}
+  - {type: custom, path: "pace:pace"}
 sampling: {max_tokens: 4}
 optimizer: {learning_rate: 0.05}
-steps: 16
+steps: 12
 groups_per_step: 4
 group_size: 4
 eval: {every: 4}
@@ -36,8 +38,15 @@ service: {engine: fake, source: tiny}
 """
 
 
-STEPS = 16
-"""Enough steps that a signal sent after five of them arrives during the run."""
+PACE = """
+import os, time
+
+def pace(task, rollout):
+    time.sleep(float(os.environ.get("PACE_S", "0")))
+    return 0.0
+"""
+"""A reward that makes a run slow enough for a signal that is sent after five rows of metrics to arrive in time."""
+STEPS = 12
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +55,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
     folder = tmp_path_factory.mktemp("work")
     (folder / "tiny").symlink_to(tiny_llama)  # the fake engine's weights come from its source's name
     (folder / "small.yaml").write_text(RUN_FILE)
+    (folder / "pace.py").write_text(PACE)
     return folder
 
 
@@ -77,7 +87,7 @@ def run_and_send(work: Path, number: int, folder: str, *overrides: str) -> int:
         # A shell may start tests in the background with SIGINT ignored, and children inherit that.
         reset_sigint = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
         process = subprocess.Popen(
-            command, cwd=work, stdout=log, stderr=log, env=environment(), preexec_fn=reset_sigint
+            command, cwd=work, stdout=log, stderr=log, env={**environment(), "PACE_S": "0.01"}, preexec_fn=reset_sigint
         )
         deadline = time.monotonic() + 90
         while not (written.exists() and written.read_text().count("\n") >= 5) and time.monotonic() < deadline:
@@ -207,10 +217,20 @@ def test_serve_responds_until_terminated(work, tiny_llama):
     while "http://" not in (work / "serve.log").read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
     url = next(word for word in (work / "serve.log").read_text().split() if "http://" in word).rpartition("=")[2]
-    with urllib.request.urlopen(f"{url}/api/v1/healthz", timeout=10) as response:
-        assert response.status == 200
+    while status(f"{url}/api/v1/healthz") == 503 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert status(f"{url}/api/v1/healthz") == 200
     process.terminate()
     assert process.wait(10) == 0
+
+
+def status(url: str) -> int:
+    """HTTP status of a GET request."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as response:
+            return response.status
+    except urllib.error.HTTPError as error:
+        return error.code
 
 
 def test_serve_prints_a_new_key_once_and_never_logs_it(work):
@@ -300,6 +320,7 @@ def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 )
 def test_user_errors_are_printed_as_sentences(work, capsys, monkeypatch, words, sentence):
     monkeypatch.chdir(work)
+    monkeypatch.syspath_prepend(work)
     status, text = error_of(capsys, monkeypatch, *words)
     assert status == 2
     assert sentence in text

@@ -15,6 +15,7 @@ from tinsmith.cli.catalog import cached, served
 from tinsmith.cli.doctor import Finding, run_checks
 from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
+from tinsmith.service.embedded import embedded
 
 KEY = "tml-x"
 
@@ -105,3 +106,18 @@ def test_models_lists_and_pulls_local_models(tmp_path: Path, tiny_llama: Path, m
     refused = tinsmith("models", "pull", str(tmp_path / "none"))
     assert refused.returncode == 2
     assert "There is no folder" in refused.stderr
+
+
+def test_models_are_loaded_into_a_running_server(tmp_path: Path) -> None:
+    with embedded(ServeConfig(models=("toy",), engine="fake", data=tmp_path)) as (url, key):
+        server = ["--url", url, "--key", key]
+        loaded = tinsmith("models", "load", "judge=two", *server)
+        assert (loaded.returncode, loaded.stdout) == (0, "judge is served\n"), loaded.stderr
+        shown = tinsmith("models", *server).stdout
+        assert "served  judge" in shown
+        assert "fast path, float32 on cpu" in shown
+        assert "unembed: lm_head; " in shown
+        assert "Unload it first" in tinsmith("models", "load", "judge", *server).stderr
+        assert tinsmith("models", "unload", "judge", *server).returncode == 0
+        assert "judge" not in tinsmith("models", *server).stdout
+        assert "not served here" in tinsmith("models", "unload", "judge", *server).stderr

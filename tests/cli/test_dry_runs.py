@@ -16,7 +16,12 @@ from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
 ROOT = Path(__file__).parents[2]
-FILES = sorted(path.relative_to(ROOT) for kind in ("yaml", "toml") for path in ROOT.glob(f"examples/**/*.{kind}"))
+FILES = sorted(
+    path.relative_to(ROOT)
+    for kind in ("yaml", "toml")
+    for path in ROOT.glob(f"examples/**/*.{kind}")
+    if path.parent.name != "cluster"  # manifests of Kubernetes
+)
 MODELS = sorted(
     {
         name
@@ -28,12 +33,26 @@ ROW = {"question": "How many is 2 + 2?", "answer": "<<2+2=4>>4\n#### 4", "proble
 SMALL = ("group_size=2", "groups_per_step=2", "monitors=[]", "sampling.max_tokens=8", "checkpoint.every=1")
 STAGES = ("stages.0.steps=1", "stages.1.steps=1", "stages.0.demonstrations.per_step=2")
 TRINITY = ("buffer.total_steps=2", "group_size=2", "groups_per_step=2", "sampling.max_tokens=8", "monitors=[]")
+MINDS = ("trainer.rollouts_per_example=2", "trainer.groups_per_batch=2", "trainer.total_batches=2", "monitors=[]")
 OVERRIDES = {
     "examples/addition.yaml": (*SMALL, "steps=2", "tasks.held_out=2"),
     "examples/countdown.yaml": (*SMALL, "steps=2", "tasks.train.size=20", "tasks.held_out=2"),
     "examples/countdown/train.yaml": (*SMALL, "steps=2", "tasks.held_out=2"),
     "examples/delayed_reward.yaml": ("steps=10", "groups_per_step=2", "monitors=[]"),
     "examples/delayed_reward/baseline.yaml": ("steps=2", "groups_per_step=2", "monitors=[]"),
+    "examples/mixture.yaml": (*SMALL, "steps=2", *(f"environments.{number}.held_out=2" for number in range(3))),
+    "examples/introspection.yaml": (*SMALL, "steps=2", "eval.limit=2"),
+    "examples/minds/gradient_choice.yaml": (*SMALL, "steps=2", "sampling.max_tokens=4", "eval.limit=2"),
+    "examples/minds/gradient_intuition_sums.yaml": (*SMALL, "steps=2", "eval.limit=2"),
+    "examples/minds/self_prediction_smollm2.yaml": (*SMALL, "steps=2", "eval.limit=2"),
+    "examples/minds/entropy_intuition.toml": (*MINDS, "env.args.held_out=2", "trainer.args.max_new_tokens=8"),
+    "examples/minds/ghost_trace.toml": (*MINDS, "env.args.held_out=2", "trainer.args.max_new_tokens=8"),
+    "examples/minds/gradient_intuition.toml": (*MINDS, "env.args.held_out=2", "trainer.args.max_new_tokens=8"),
+    "examples/minds/gradient_prophet.toml": (*MINDS, "env.args.held_out=2", "trainer.args.max_new_tokens=8"),
+    "examples/minds/self_prediction.toml": (*MINDS, "env.args.held_out=2", "trainer.args.max_new_tokens=8"),
+    "examples/minds/multi_task.toml": (*MINDS, "trainer.args.max_new_tokens=8", "eval.limit=2"),
+    "examples/minds/verifiers_gym.toml": (*MINDS, "env.args.num_examples=8", "environments.0.held_out=2"),
+    "examples/verifiers/gym.yaml": (*SMALL, "steps=2", "environments.0.held_out=2", "environments.1.held_out=2"),
     "examples/own_data.toml": (*SMALL, "steps=2", "tasks.held_out=2"),
     "examples/solver_judge/arithmetic.yaml": (*SMALL, "steps=2", "tasks.held_out=2"),
     "examples/sft_then_grpo.yaml": (*SMALL, *STAGES, "tasks.held_out=2"),

@@ -1,13 +1,20 @@
-"""Ctrl-C prints how to resume a run, and nothing about resuming in commands without a run."""
+"""Ctrl-C and early stops print how to resume a run, and nothing about resuming in commands without a run."""
 
 from __future__ import annotations
 
+import fcntl
 import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 import pytest
 
-from tests.cli.test_commands import RUN_FILE, STEPS, error_of, metrics, run_and_send, tinsmith
+from tests.cli.test_commands import PACE, RUN_FILE, STEPS, environment, error_of, metrics, run_and_send, tinsmith
+from tinsmith.cli import STOPPED_EARLY
 
 pytestmark = pytest.mark.usefixtures("forked_programs")
 
@@ -17,27 +24,99 @@ def work(tmp_path_factory: pytest.TempPathFactory, tiny_llama: Path) -> Path:
     """Working directory with a run file."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "small.yaml").write_text(RUN_FILE.replace("source: tiny", f"source: {tiny_llama}"))
+    (folder / "pace.py").write_text(PACE)
     return folder
 
 
-def test_interrupted_run_prints_how_to_resume(work):
-    assert run_and_send(work, signal.SIGINT, "runs/interrupted") == 130
+def test_interrupted_run_saves_and_prints_how_to_resume(work):
+    assert run_and_send(work, signal.SIGINT, "runs/interrupted") == 0
     text = (work / "log").read_text()
-    assert "interrupted; the same command resumes from the last checkpoint" in text
+    assert "Ctrl-C: the run stops after this step and saves a checkpoint; Ctrl-C again ends it at once" in text
+    assert "small: stopped by Ctrl-C after step" in text
+    assert "The same command continues from there." in " ".join(text.split())
     assert "Traceback" not in text
 
 
+HANGING = """
+import asyncio
+from tinsmith.rl.plugins import workflow
+
+@workflow("hanging")
+async def hanging(task, conversation):
+    await conversation.say(*task.messages)
+    print("hangs now", flush=True)
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except BaseException:
+            pass
+"""
+
+
+def test_second_ctrl_c_ends_at_once_and_leaves_nothing_running(work):
+    (work / "plugins").mkdir()
+    (work / "plugins" / "hanging.py").write_text(HANGING)
+    changes = ["folder=runs/ended", "plugins=plugins", "workflow={type: hanging}", "eval={every: 0, before: false}"]
+    with (work / "ended.log").open("w") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tinsmith", "run", "small.yaml", *changes],
+            cwd=work,
+            stdout=log,
+            stderr=log,
+            env=environment(),
+        )
+        for text in ("hangs now", "Ctrl-C again"):
+            until(lambda text=text: text in (work / "ended.log").read_text())
+            process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 130
+    with (work / "runs" / "ended" / "service" / "lock").open() as lock:
+        until(lambda: _is_free(lock))
+
+
+def _is_free(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Wait at most 60 seconds until `holds()`."""
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def test_interrupted_run_names_its_folder_with_resume_rename(work):
-    assert run_and_send(work, signal.SIGINT, "runs/renamed", "resume=rename") == 130
+    assert run_and_send(work, signal.SIGINT, "runs/renamed", "resume=rename") == 0
     words = "folder=runs/renamed resume=true"
-    assert f"the same command with {words} resumes from the last checkpoint" in " ".join(
-        (work / "log").read_text().split()
-    )
+    assert f"The same command with {words} continues" in " ".join((work / "log").read_text().split())
     again = tinsmith(work, "run", "small.yaml", "resume=rename", *words.split())
     assert again.returncode == 0, again.stderr
     assert [row["step"] for row in metrics(work / "runs" / "renamed") if "reward/mean" in row] == list(
         range(1, STEPS + 1)
     )
+
+
+def test_terminated_run_exits_with_75_and_is_continued(work):
+    assert run_and_send(work, signal.SIGTERM, "runs/terminated") == STOPPED_EARLY == 75
+    text = " ".join((work / "log").read_text().split())
+    assert "small: stopped by SIGTERM after step" in text
+    assert "The same command continues from there." in text
+    again = tinsmith(work, "run", "small.yaml", "folder=runs/terminated")
+    assert again.returncode == 0, again.stderr
+    steps = [row["step"] for row in metrics(work / "runs" / "terminated") if "reward/mean" in row]
+    assert steps == list(range(1, STEPS + 1))
+
+
+def test_time_limit_of_the_command_stops_the_run(work):
+    words = ("run", "small.yaml", "folder=runs/limited", "resume=rename", "--time-limit", "0.01s")
+    stopped = tinsmith(work, *words)
+    assert stopped.returncode == STOPPED_EARLY, stopped.stderr
+    assert f"stopped by its time limit after step 0 of {STEPS}" in " ".join(stopped.stderr.split())
+    assert "with folder=runs/limited resume=true continues" in " ".join(stopped.stderr.split())
 
 
 def test_interrupted_check_prints_nothing_about_resuming(capsys, monkeypatch):

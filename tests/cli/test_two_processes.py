@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.test_commands import RUN_FILE, STEPS, environment, metrics, tinsmith
+from tests.cli.test_commands import PACE, RUN_FILE, STEPS, environment, metrics, tinsmith
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -28,6 +28,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Working directory with a run file."""
     folder = tmp_path_factory.mktemp("work")
     (folder / "small.yaml").write_text(RUN_FILE)
+    (folder / "pace.py").write_text(PACE)
     return folder
 
 

@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, CycloptsError, Parameter
 
-from tinsmith.cli.run_file import Config, FileAndOverrides, PluginDir, file_and_overrides, print_notes, with_plugins
+from tinsmith.cli.run_file import (
+    Config,
+    FileAndOverrides,
+    PluginDir,
+    TimeLimit,
+    file_and_overrides,
+    print_notes,
+    with_plugins,
+    with_time_limit,
+)
+from tinsmith.cli.runner import StoppedEarly
 from tinsmith.errors import ConfigError, TinsmithError, UserError
 
 if TYPE_CHECKING:
@@ -31,12 +41,23 @@ app = App(
 
 app.command("tinsmith.cli.serve:serve", name="serve", help="Serve the Tinker API on this machine until interrupted.")
 app.command("tinsmith.cli.keys:app", name="keys", help="API keys of tenants: create, list, revoke, and set quotas.")
+app.command("tinsmith.cli.admin:app", name="admin", help="Sessions, queues and use of a server, for all tenants.")
+app.command("tinsmith.cli.admin:status", name="status", help="Processes of a running server: places, loads, versions.")
+app.command("tinsmith.cli.backup:backup", name="backup", help="Back up a service, while its server runs or not.")
+app.command("tinsmith.cli.backup:restore", name="restore", help="Restore a backup into an empty data folder.")
+app.command("tinsmith.cli.backup:verify", name="verify", help="Check a data folder or a backup for what is missing.")
+app.command("tinsmith.cli.transfer:import_adapter", name="import", help="Import a PEFT adapter as a checkpoint.")
+app.command("tinsmith.cli.transfer:export", name="export", help="Export a checkpoint as an adapter or a model.")
 app.command("tinsmith.cli.machine:models", name="models", help="List served and downloaded base models, or fetch one.")
 app.command("tinsmith.cli.run_file:check", name="check", help="Check a run file without starting anything.")
 app.command("tinsmith.cli.run_file:config", name="config", help="Show a run file with all settings, or convert one.")
 app.command("tinsmith.cli.data:app", name="data", help="Prepare datasets as JSONL files for run files.")
 app.command("tinsmith.cli.log:log", name="log", help="Show the log of a run.")
+app.command("tinsmith.cli.prove:prove", name="prove", help="Prove on this machine that the service is exact.")
 app.command("tinsmith.cli.machine:doctor", name="doctor", help="Check this machine for everything the service needs.")
+
+STOPPED_EARLY = 75
+"""Exit code of a run that stopped before its last step and can be continued: EX_TEMPFAIL of sysexits.h."""
 
 Overrides = Annotated[
     str, Parameter(help="Settings that override the defaults, such as steps=20.", allow_leading_hyphen=False)
@@ -44,8 +65,10 @@ Overrides = Annotated[
 
 
 @app.command
-def run(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir = None) -> None:
-    """Train from a run file, or resume the run in its folder. Accepts files of Trinity-RFT and rLLM unchanged.
+def run(
+    *words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir = None, time_limit: TimeLimit = None
+) -> None:
+    """Train from a run file, or resume the run in its folder. Reads files of Trinity-RFT, rLLM and minds_RL too.
 
     mode=explore only samples and mode=train only trains: two processes of one run. mode=bench compares checkpoints.
 
@@ -60,7 +83,7 @@ def run(*words: FileAndOverrides, config: Config = None, plugin_dir: PluginDir =
 
     file, overrides = file_and_overrides("run", words, config)
     console = Console()
-    run_file = read_run(file, with_plugins(overrides, plugin_dir))
+    run_file = read_run(file, with_time_limit(with_plugins(overrides, plugin_dir), time_limit))
     print_notes(run_file, console)
     if run_file.settings.mode in ("explore", "bench"):
         sample(run_file.settings, console)
@@ -126,7 +149,8 @@ def demo(
 
 
 def main() -> None:
-    """Run the command line and exit: 0 success, 1 internal error, 2 user error, 130 interrupted."""
+    """Run the command line and exit: 0 success, or stopped by Ctrl-C; 1 internal error, 2 user error, 75 stopped early
+    by a time limit or SIGTERM, 130 ended at once by Ctrl-C."""
     words = [word for word in sys.argv[1:] if word != "--debug"]
     debug = len(words) < len(sys.argv) - 1
     from rich.console import Console
@@ -142,6 +166,9 @@ def main() -> None:
             raise
         _print_error(error, console)
         sys.exit(2 if isinstance(error, UserError) else 1)
+    except StoppedEarly as stopped:
+        console.print(". ".join(map(_plain, stopped.args)), highlight=False)
+        sys.exit(0 if stopped.by_user else STOPPED_EARLY)
     except KeyboardInterrupt as interrupt:
         console.print("; ".join(["interrupted", *map(_plain, map(str, interrupt.args))]), highlight=False)
         sys.exit(130)
@@ -155,10 +182,12 @@ def _print_error(error: TinsmithError, console: Console) -> None:
 
 def _print_results(settings: RunConfig, state: State, console: Console) -> None:
     """Print where the report, the metrics and the weights are, and how to serve them."""
+    from tinsmith.rl.comparison import evaluations
     from tinsmith.rl.run import folder_path
     from tinsmith.runner import own_service
 
     folder, service = folder_path(settings), own_service(settings)
+    evaluations.print_tables(console, evaluations.read(folder))
     places: list[tuple[str, Any]] = [("report", folder / "report.html"), ("metrics", folder / "metrics.jsonl")]
     places += [("weights", state.sampling_path), ("resume from", state.path)]
     if service.data.is_dir():

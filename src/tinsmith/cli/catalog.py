@@ -1,15 +1,20 @@
-"""Base models: those on this machine, and those a running server serves."""
+"""Base models: those on this machine, and those a running server serves, loads and unloads."""
 
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
 from tinsmith.engine.config import DEFAULT_MODEL
 from tinsmith.errors import ConfigError
+
+POLL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +32,8 @@ class Served:
 
     name: str
     context: int
+    details: str
+    """Architecture, path, dtype, memory, and what adapters reach, in lines; empty without an admin key."""
 
 
 def cached() -> list[Cached]:
@@ -53,19 +60,73 @@ def cached() -> list[Cached]:
 
 def served(url: str, key: str) -> list[Served]:
     """The models of the server at this URL. Raises ConfigError if it does not respond."""
-    request = urllib.request.Request(f"{url.rstrip('/')}/api/v1/get_server_capabilities", headers={"X-API-Key": key})
+    models = _call("GET", url, key, "get_server_capabilities")["supported_models"]
+    try:
+        details = {status["name"]: _details(status.get("model")) for status in _base_models(url, key)}
+    except ConfigError:  # only administrators see them
+        details = {}
+    names = ((model["model_name"], model["max_context_length"]) for model in models)
+    return [Served(name, context, details.get(name, "")) for name, context in names]
+
+
+def _details(model: dict[str, Any] | None) -> str:
+    """A line, then one for each part that adapters reach. Such as:
+
+    llama, fast path, bfloat16 on cpu, 0.3 GB
+    attn: q_proj k_proj v_proj o_proj; 55,296 parameters for each unit of rank
+    """
+    if model is None:
+        return ""
+    memory = f", {model['weight_bytes'] / 1e9:.1f} GB" if model["weight_bytes"] else ""
+    limit = f"; {model['context_limit']}" if model["context_limit"] else ""
+    lines = [f"{model['arch']}, {model['path']} path, {model['dtype']} on {model['device']}{memory}{limit}"]
+    for part, count in model["parameters_per_rank"].items():
+        if count:
+            names = " ".join(model["adapted_modules"].get(part, ())) or "no module known by name"
+            lines.append(f"{part}: {names}; {count:,} parameters for each unit of rank")
+    return "\n".join(lines)
+
+
+def load(url: str, key: str, name: str, source: str, *, replace: bool) -> None:
+    """Load a base model into a running server, and wait until it is served. Raises ConfigError if that fails."""
+    _call("POST", url, key, "admin/base_models", {"name": name, "source": source, "replace": replace})
+    while True:
+        time.sleep(POLL_S)
+        (status,) = (each for each in _base_models(url, key) if each["name"] == name)
+        if status["state"] == "failed":
+            raise ConfigError(f"{name} cannot be loaded: {status['error']}", "The other models are served as before.")
+        if status["state"] != "loading" and status["source"] == source:
+            return
+
+
+def unload(url: str, key: str, name: str) -> None:
+    """Unload a base model of a running server, and wait until it is gone. Raises ConfigError if that fails."""
+    _call("DELETE", url, key, f"admin/base_models/{quote(name)}")
+    while any(each["name"] == name for each in _base_models(url, key)):
+        time.sleep(POLL_S)
+
+
+def _base_models(url: str, key: str) -> list[dict[str, Any]]:
+    return _call("GET", url, key, "admin/base_models")["base_models"]
+
+
+def _call(method: str, url: str, key: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    """The JSON of a response. Raises ConfigError for any other response."""
+    data = None if body is None else json.dumps(body).encode()
+    request = urllib.request.Request(f"{url.rstrip('/')}/api/v1/{path}", data, {"X-API-Key": key}, method=method)
     try:
         with urllib.request.urlopen(request, timeout=10) as response:
-            models = json.load(response)["supported_models"]
+            return json.load(response)
     except urllib.error.HTTPError as error:
-        raise ConfigError(
-            f"{url} responds with status {error.code}.", "Set TINKER_API_KEY to a key of that server."
-        ) from error
+        if error.code == 401 or method == "GET":
+            message, hint = f"{url} responds with status {error.code}.", "Set TINKER_API_KEY to a key of that server."
+        else:
+            message, hint = str(json.load(error)["detail"]), ""
+        raise ConfigError(message, hint) from error
     except urllib.error.URLError as error:
         raise ConfigError(f"No server responds at {url}: {error.reason}.", "Start one: tinsmith serve") from error
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{url} does not respond like a Tinker API server: {error}.", "Check the URL.") from error
-    return [Served(model["model_name"], model["max_context_length"]) for model in models]
 
 
 def pull(name: str) -> Path:

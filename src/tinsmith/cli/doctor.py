@@ -5,7 +5,6 @@ The checks change nothing: a temporary file next to the data folder and the port
 
 from __future__ import annotations
 
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -126,14 +125,10 @@ def _folder(config: ServeConfig) -> Finding:
 
 
 def _lock(config: ServeConfig) -> Finding:
-    file = config.data / "lock"
-    if not file.exists():
-        return Finding("ok", "lock", "no server uses the folder")
-    with file.open() as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return Finding("warn", "lock", f"a server uses {config.data}", "A second server needs a --data of its own.")
+    from tinsmith.service.storage.folder_lock import is_locked
+
+    if is_locked(config.data):
+        return Finding("warn", "lock", f"a server uses {config.data}", "A second server needs a --data of its own.")
     return Finding("ok", "lock", "no server uses the folder")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +13,10 @@ from cyclopts import App, Parameter
 
 from tinsmith.errors import ConfigError
 
-models = App(name="models", help="List the base models that a server serves and those on this machine, or fetch one.")
+models = App(
+    name="models",
+    help="List the base models that a server serves and those on this machine; fetch, load or unload one.",
+)
 
 _MARKS = {"ok": "[green]ok  [/]", "warn": "[yellow]warn[/]", "fail": "[bold red]fail[/]"}
 
@@ -36,6 +40,7 @@ def doctor(
     data: Path | None = None,
     port: int | None = None,
     database: str | None = None,
+    cluster: str | None = None,
 ) -> None:
     """Check this machine for everything the service needs. Each line is ok, warn or fail, with the fix.
 
@@ -51,6 +56,8 @@ def doctor(
         Port. Default: 8000.
     database
         Database URL. Default: SQLite in the data folder.
+    cluster
+        Check the machines of a Ray cluster too: HOST:PORT, or `auto` for the one of this machine.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -58,9 +65,16 @@ def doctor(
     from tinsmith.cli.doctor import run_checks
     from tinsmith.cli.serve import read_service_settings
 
+    if cluster is not None:
+        overrides += (f"cluster.address={cluster}",)
     settings = read_service_settings(config, overrides, {"data": data, "port": port, "database": database})
+    findings = run_checks(settings)
+    if settings.cluster.address is not None:
+        from tinsmith.cli.doctor_cluster import run_cluster_checks
+
+        findings = chain(findings, run_cluster_checks(settings))
     console, failed = Console(soft_wrap=True), False
-    for finding in run_checks(settings):
+    for finding in findings:
         console.print(f"{_MARKS[finding.level]}  {finding.check:<10}  {escape(finding.message)}", highlight=False)
         if finding.fix:
             console.print(f"      {'':<10}  [dim]{escape(finding.fix)}[/]", highlight=False)
@@ -77,10 +91,14 @@ def show(server: Server | None = None) -> None:
     from tinsmith.cli.catalog import cached, served
 
     console = Console(soft_wrap=True)
-    url, key = _address(server or Server())
+    url, key = server_address(server or Server())
     try:
         for model in served(url, key):
-            console.print(f"served  {escape(model.name)}  [dim]context {model.context}[/]", highlight=False)
+            first, *lines = model.details.split("\n")
+            details = f"; {escape(first)}" if first else ""
+            console.print(f"served  {escape(model.name)}  [dim]context {model.context}{details}[/]", highlight=False)
+            for line in lines:
+                console.print(f"          [dim]{escape(line)}[/]", highlight=False)
     except ConfigError as error:
         if server is not None and server.url is not None:
             raise
@@ -105,7 +123,46 @@ def pull(name: str, /) -> None:
     Console(soft_wrap=True).print(str(catalog.pull(name)), highlight=False, markup=False)
 
 
-def _address(server: Server) -> tuple[str, str]:
+@models.command
+def load(
+    name: str, /, *, replace: Annotated[bool, Parameter(negative="")] = False, server: Server | None = None
+) -> None:
+    """Load a base model into a running server, and wait until it is served. Needs an admin key.
+
+    The server serves it after a restart too.
+
+    Parameters
+    ----------
+    name
+        NAME or NAME=SOURCE, as for `tinsmith serve --model`.
+    replace
+        Unload the model that is served under this name first.
+    """
+    from rich.console import Console
+
+    from tinsmith.cli import catalog
+
+    name, _, source = name.partition("=")
+    catalog.load(*server_address(server or Server()), name, source or name, replace=replace)
+    Console(soft_wrap=True).print(f"{name} is served", highlight=False, markup=False)
+
+
+@models.command
+def unload(name: str, /, *, server: Server | None = None) -> None:
+    """Unload a base model of a running server. Needs an admin key.
+
+    Nothing is lost: its models in training and the requests that wait go on when it is loaded again.
+    """
+    from rich.console import Console
+
+    from tinsmith.cli import catalog
+
+    catalog.unload(*server_address(server or Server()), name)
+    Console(soft_wrap=True).print(f"{name} is not served any more", highlight=False, markup=False)
+
+
+def server_address(server: Server) -> tuple[str, str]:
+    """(base URL, API key) of a server."""
     from tinsmith.service.config import ServeConfig
 
     url = server.url or os.environ.get("TINKER_BASE_URL") or "http://127.0.0.1:8000"

@@ -27,8 +27,8 @@ FileAndOverrides = Annotated[
     str,
     Parameter(
         name="FILE [KEY=VALUE]",
-        help="The run file (YAML or TOML, or a YAML file of Trinity-RFT or rLLM), then settings that override it, such "
-        "as steps=20 or model.rank=8. For a file of another system, its own keys too, such as buffer.batch_size=2.",
+        help="The run file (YAML or TOML, or a file of Trinity-RFT, rLLM or minds_RL), then settings that override it, "
+        "such as steps=20 or model.rank=8. For a file of another system, its own keys too (buffer.batch_size=2).",
         allow_leading_hyphen=False,
     ),
 ]
@@ -36,6 +36,14 @@ Config = Annotated[Path | None, Parameter(help="The run file, instead of the fir
 PluginDir = Annotated[
     Path | None,
     Parameter(help="Folder of Python files with your workflows and rewards; overrides the file's plugins."),
+]
+
+TimeLimit = Annotated[
+    str | None,
+    Parameter(
+        help="Stop after this time, such as 5h50m, with a checkpoint that the same command continues from, and exit "
+        "with 75. Overrides the file's time_limit."
+    ),
 ]
 
 
@@ -98,6 +106,11 @@ def with_plugins(overrides: Sequence[str], folder: Path | None) -> tuple[str, ..
     return (*overrides, f"plugins={folder}") if folder is not None else tuple(overrides)
 
 
+def with_time_limit(overrides: Sequence[str], time_limit: str | None) -> tuple[str, ...]:
+    """The overrides, with `--time-limit` as one of them."""
+    return (*overrides, f"time_limit={time_limit}") if time_limit is not None else tuple(overrides)
+
+
 def print_notes(run_file: RunFile, console: Console) -> None:
     """Print the notes on a run file."""
     from rich.markup import escape
@@ -147,7 +160,8 @@ def _summary(run: RunConfig) -> str:
 def _task_and_length(run: RunConfig) -> tuple[str, str]:
     if run.mode == "bench":
         return "comparison of checkpoints", ""
-    return run.algorithm.type, f", {run.steps} steps" if run.steps else f", {run.epochs:g} epochs"
+    count = f" with {len(run.environments)} environments" if run.environments else ""
+    return f"{run.algorithm.type}{count}", f", {run.steps} steps" if run.steps else f", {run.epochs:g} epochs"
 
 
 def _yaml(values: dict[str, Any]) -> str:

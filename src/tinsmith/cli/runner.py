@@ -5,9 +5,9 @@ Imports stand inside the functions, so that --help is fast.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -15,18 +15,37 @@ if TYPE_CHECKING:
     from tinsmith.rl.config import RunConfig
     from tinsmith.rl.run_folder import State
 
+T = TypeVar("T")
+
 
 def train(settings: RunConfig, console: Console, *, always_new_folder: bool = False) -> tuple[RunConfig, State]:
-    """Run to the end. Returns settings and final state of the last stage that trains.
+    """Run to the end. Returns settings and final state of the last stage that trains. Raises StoppedEarly.
 
     `always_new_folder`: the same command would choose another folder, so that resuming needs the folder's name.
     """
     from tinsmith.rl.run import with_fresh_folder
-    from tinsmith.runner import run_to_end
+    from tinsmith.runner import run_to_end, stop_signal
 
     settings = with_fresh_folder(settings)
-    with _resume_hint(settings, needs_folder=always_new_folder or settings.resume is not True):
-        return run_to_end(settings, console)
+    needs_folder = always_new_folder or settings.resume is not True
+    stop = stop_signal(settings)
+    with _resume_hint(settings, needs_folder=needs_folder):
+        stage, state = run_to_end(settings, console, stop)
+    if stop.stopped_at:
+        raise StoppedEarly(
+            f"{stage.name}: stopped by {stop.reason} after {stop.stopped_at}, with the checkpoint {state.path}",
+            f"The same command{_folder_words(settings, needs_folder=needs_folder)} continues from there.",
+            by_user=stop.by_user,
+        )
+    return stage, state
+
+
+class StoppedEarly(Exception):
+    """A run stopped before its last step, to be continued: by its time limit, SIGTERM or Ctrl-C."""
+
+    def __init__(self, message: str, hint: str, *, by_user: bool) -> None:
+        super().__init__(message, hint)
+        self.by_user = by_user
 
 
 def sample(settings: RunConfig, console: Console) -> None:
@@ -37,33 +56,52 @@ def sample(settings: RunConfig, console: Console) -> None:
 
     from tinsmith.rl.bench import bench
     from tinsmith.rl.explore import explore
+    from tinsmith.rl.guards import event_loop
+    from tinsmith.rl.policy.server_watch import ServerWatch
     from tinsmith.rl.policy.tinker_sampling import TinkerSamplingClients
     from tinsmith.rl.run import folder_path, with_fresh_folder
-    from tinsmith.runner import server
+    from tinsmith.runner import server, stop_signal
 
-    with ExitStack() as stack:
+    stop = stop_signal(settings)
+    with ExitStack() as stack, stop.at_signals():
+        watch = ServerWatch(settings.model.wait)
 
         async def connect() -> TinkerSamplingClients:
             with console.status(f"Connecting to {settings.model.name}"):
                 base_url, api_key = await asyncio.to_thread(stack.enter_context, server(settings))
-                return await TinkerSamplingClients.connect(settings.model, base_url, api_key)
+                return await TinkerSamplingClients.connect(settings.model, base_url, api_key, watch)
+
+        async def watched(work: Coroutine[Any, Any, T]) -> T:
+            async with watch.watching():
+                return await work
 
         if settings.mode == "bench":
             fresh = with_fresh_folder(settings, "bench")
-            asyncio.run(bench(fresh, connect, console, of=folder_path(settings)))
-            return
-        with _resume_hint(settings, needs_folder=settings.resume is not True):
-            count = asyncio.run(explore(settings, connect, console))
-        console.print(f"{escape(settings.name)}: sampled {count} batches", highlight=False)
+            event_loop.run(watched(bench(fresh, connect, console, of=folder_path(settings), stop=stop)))
+        else:
+            with _resume_hint(settings, needs_folder=settings.resume is not True):
+                count = event_loop.run(watched(explore(settings, connect, console, stop)))
+            console.print(f"{escape(settings.name)}: sampled {count} batches", highlight=False)
+    if stop.stopped_at:
+        words = _folder_words(settings, needs_folder=settings.resume is not True)
+        raise StoppedEarly(
+            f"{settings.name}: stopped by {stop.reason} after {stop.stopped_at}",
+            f"The same command{words} continues." if settings.mode == "explore" else "The same command starts again.",
+            by_user=stop.by_user,
+        )
 
 
 @contextmanager
 def _resume_hint(settings: RunConfig, *, needs_folder: bool) -> Iterator[None]:
     """Make an interruption say how to resume the run."""
-    from tinsmith.rl.run import folder_path
-
     try:
         yield
     except KeyboardInterrupt:
-        words = f" with folder={folder_path(settings)} resume=true" if needs_folder else ""
+        words = _folder_words(settings, needs_folder=needs_folder)
         raise KeyboardInterrupt(f"the same command{words} resumes from the last checkpoint") from None
+
+
+def _folder_words(settings: RunConfig, *, needs_folder: bool) -> str:
+    from tinsmith.rl.run import folder_path
+
+    return f" with folder={folder_path(settings)} resume=true" if needs_folder else ""

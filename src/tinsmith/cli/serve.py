@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from tinsmith.engine.cluster.config import ClusterConfig
 from tinsmith.engine_options import Device, Dtype, Recompute, Sampler, Sharing, VllmConfig
 from tinsmith.service.config import ServeConfig
 from tinsmith.settings import COMMAND_LINE, Settings, build, read_values
@@ -41,6 +42,9 @@ def serve(
     sampler: Annotated[Sampler | None, option("sampler")] = None,
     vllm_python: Annotated[Path | None, option("python", VllmConfig)] = None,
     threads: Annotated[int | None, option("threads")] = None,
+    cluster: Annotated[str | None, option("address", ClusterConfig)] = None,
+    trainers: Annotated[int | None, option("trainers", ClusterConfig)] = None,
+    samplers: Annotated[int | None, option("samplers", ClusterConfig)] = None,
     sharing: Annotated[Sharing | None, option("sharing")] = None,
     recompute: Annotated[Recompute | None, option("recompute")] = None,
     log_format: Annotated[Literal["text", "json"] | None, option("log_format")] = None,
@@ -53,7 +57,11 @@ def serve(
         "dtype": dtype, "device": device, "threads": threads, "sharing": sharing, "sampler": sampler,
         "recompute": recompute, "log_format": log_format,
     }  # fmt: skip
-    overrides = (*overrides, f"vllm.python={vllm_python}") if vllm_python else overrides
+    nested = {
+        "vllm.python": vllm_python, "cluster.address": cluster, "cluster.trainers": trainers,
+        "cluster.samplers": samplers,
+    }  # fmt: skip
+    overrides += tuple(f"{name}={value}" for name, value in nested.items() if value is not None)
     settings = read_service_settings(config, overrides, options)
     serve_until_signal(settings, on_ready=_print_key if settings.makes_key else None)
 

@@ -1,0 +1,73 @@
+"""The checks of `tinsmith doctor --cluster`: machines, versions, shared folder and network of a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+
+from tinsmith.cli.doctor import GIB, Finding
+from tinsmith.engine.cluster.config import ClusterConfig
+from tinsmith.engine.cluster.machines.plan import check_folder
+from tinsmith.errors import TinsmithError
+from tinsmith.service.config import ServeConfig
+from tinsmith.service.engines.clusters import connect_places
+
+ROOM_S = 60.0
+"""Time to get a free core of each machine."""
+SAMPLE_BYTES = 64 << 20
+"""Bytes sent between two machines to measure the network."""
+SLOW_BYTES_S = 1e9
+"""An exchange of the gradients of a 4B model's adapter (264 MB) takes half a second at this."""
+
+
+def run_cluster_checks(config: ServeConfig) -> list[Finding]:
+    """Run the checks in order; those after one that fails need it, and are left out."""
+    return asyncio.run(_collect(config))
+
+
+async def _collect(config: ServeConfig) -> list[Finding]:
+    findings = []
+    try:
+        async for finding in _checks(config.cluster, config.data):
+            findings.append(finding)
+    except TinsmithError as error:
+        findings.append(Finding("fail", "cluster", error.message, error.hint))
+    except TimeoutError:
+        findings.append(
+            Finding(
+                "warn", "seats", f"no free core on each machine within {ROOM_S:g} s", "`ray status` says who has them."
+            )
+        )
+    return findings
+
+
+async def _checks(cluster: ClusterConfig, data: Path) -> AsyncIterator[Finding]:
+    from tinsmith.engine.cluster.machines.ray_places import RayPlaces
+
+    places = await connect_places(cluster)
+    assert isinstance(places, RayPlaces)
+    yield Finding("ok", "cluster", f"{cluster.address}, with token authentication")
+    try:
+        for machine in await places.machines():
+            kind = f", {len(machine.gpus)} x {machine.gpus[0]}" if machine.gpus else ""
+            size = f"{machine.cpus} cores for processes, {machine.memory_bytes / GIB:.0f} GiB{kind}"
+            yield Finding("ok", "machine", f"{machine.name} at {machine.host}: {size}")
+        async with asyncio.timeout(ROOM_S):
+            seats = await places.seat_on_each()
+        if not seats:
+            yield Finding("fail", "seats", "no machine has cores for processes", "ray start without --num-cpus 0")
+            return
+        installed = ", ".join(f"{name} {version}" for name, version in seats[0].place.machine.versions.items())
+        yield Finding("ok", "versions", f"the same on {len(seats)} machines: {installed}")
+        data.mkdir(parents=True, exist_ok=True)
+        await check_folder(seats, data)
+        yield Finding("ok", "folder", f"all machines see {data}")
+        for first, second in pairwise(seats):
+            rate = await first.bandwidth(second, SAMPLE_BYTES)
+            text = f"{first.machine} to {second.machine}: {rate / 1e9:.1f} GB/s"
+            slow = "Training processes exchange gradients slowly: keep them on one machine."
+            yield Finding("warn", "network", text, slow) if rate < SLOW_BYTES_S else Finding("ok", "network", text)
+    finally:
+        await places.close()
