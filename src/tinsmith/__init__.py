@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tinsmith.rl.config import RunConfig
+    from tinsmith.rl.environments.base import EnvironmentOptions
     from tinsmith.rl.monitors.jsonl import read_metrics
-    from tinsmith.rl.plugins import advantage, reward, workflow
+    from tinsmith.rl.plugins import advantage, environment, reward, workflow
     from tinsmith.rl.rewards import make_reward
     from tinsmith.rl.rewards.base import Reward, Score
     from tinsmith.rl.run import Run
@@ -28,6 +29,7 @@ __all__ = [
     "Answer",
     "Conversation",
     "Environment",
+    "EnvironmentOptions",
     "Group",
     "Message",
     "Reward",
@@ -45,6 +47,7 @@ __all__ = [
     "WorkflowPolicy",
     "advantage",
     "embedded",
+    "environment",
     "make_reward",
     "open_run",
     "read_metrics",
@@ -57,6 +60,7 @@ _MODULES = {
     "Answer": "tinsmith.rl.workflows.multi_turn",
     "Conversation": "tinsmith.rl.workflows.conversation",
     "Environment": "tinsmith.rl.workflows.multi_turn",
+    "EnvironmentOptions": "tinsmith.rl.environments.base",
     "Group": "tinsmith.rl.types",
     "Message": "tinsmith.rl.types",
     "Reward": "tinsmith.rl.rewards.base",
@@ -74,6 +78,7 @@ _MODULES = {
     "WorkflowPolicy": "tinsmith.rl.workflows.conversation",
     "advantage": "tinsmith.rl.plugins",
     "embedded": "tinsmith.service.embedded",
+    "environment": "tinsmith.rl.plugins",
     "make_reward": "tinsmith.rl.rewards",
     "open_run": "tinsmith.runner",
     "read_metrics": "tinsmith.rl.monitors.jsonl",

@@ -42,14 +42,28 @@ class EngineError(TinsmithError):
 
 
 class EngineDied(EngineError):
-    """The engine process exited; its in-memory state is lost."""
+    """The engine process exited; its in-memory state is lost.
+
+    `from_outside`: someone ended the process, so no request that ran is the cause.
+    """
+
+    life = 0
+    """Number of the process among those of a sampler pool; 0 for one that belongs to none."""
+
+    def __init__(self, message: str, hint: str = "", *, from_outside: bool = False) -> None:
+        super().__init__(message, hint)
+        self.from_outside = from_outside
 
 
 class UserError(TinsmithError):
-    """An error the caller can fix."""
+    """An error the caller can fix. `field` is the field of the request that it concerns."""
 
     status = 400
     category = "user"
+
+    def __init__(self, message: str, hint: str = "", *, field: str | None = None) -> None:
+        super().__init__(message, hint)
+        self.field = field
 
 
 class ConfigError(UserError):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -20,12 +21,16 @@ from tinsmith.engine_options import DeviceOptions
 from tinsmith.errors import ConfigError
 from tinsmith.rl import train as training
 from tinsmith.rl.config import RunConfig
+from tinsmith.rl.ending.stop import StopSignal
+from tinsmith.rl.guards import event_loop
+from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.rl.policy.tinker import TinkerPolicy
 from tinsmith.rl.run import Connect, Run, folder_path, with_fresh_folder
 from tinsmith.rl.run_folder import State
 from tinsmith.rl.stages import run_stages
 from tinsmith.service.config import ServeConfig
-from tinsmith.service.embedded import embedded
+from tinsmith.service.embedded import END_S, embedded
+from tinsmith.service.storage.folder_lock import is_locked
 from tinsmith.settings import changed_keys
 
 
@@ -42,7 +47,9 @@ class TrainResult:
     state_path: str
     """Checkpoint with optimizer state, to continue training from."""
     sampling_path: str
-    """Checkpoint to sample from."""
+    """Checkpoint to sample from; empty if the run stopped early."""
+    stopped_by: str = ""
+    """Why the run stopped early, to be continued: `its time limit`, `SIGTERM` or `Ctrl-C`. Empty: it is finished."""
 
 
 def train(run: RunConfig | Path | str, *overrides: str) -> TrainResult:
@@ -53,16 +60,27 @@ def train(run: RunConfig | Path | str, *overrides: str) -> TrainResult:
 
     Example: train("addition.yaml", "steps=20").sampling_path
     """
-    config, state = run_to_end(_config(run, overrides), _console())
+    return train_config(_config(run, overrides), _console())
+
+
+def train_config(config: RunConfig, console: Console) -> TrainResult:
+    """Train a run to its end, or resume it, and say where it ended."""
+    stop = stop_signal(config)
+    settings, state = run_to_end(config, console, stop)
     return TrainResult(
-        folder=folder_path(config), step=state.step, state_path=state.path, sampling_path=state.sampling_path
+        folder=folder_path(settings),
+        step=state.step,
+        state_path=state.path,
+        sampling_path=state.sampling_path,
+        stopped_by=stop.reason if stop.stopped_at else "",
     )
 
 
 @asynccontextmanager
 async def open_run(run: RunConfig | Path | str, *overrides: str) -> AsyncIterator[Run]:
     """A run that is ready for its next step, for a training loop of one's own. Arguments as of `train`; a run in stages
-    has no single loop and is refused.
+    has no single loop and is refused. At `time_limit`, `run.next_batch` raises StopRequested; `run.stop_after(step)`
+    then saves a checkpoint.
 
     Example: async with open_run("addition.yaml") as run: ...
     """
@@ -70,8 +88,9 @@ async def open_run(run: RunConfig | Path | str, *overrides: str) -> AsyncIterato
     if config.stages:
         raise ConfigError("A run in stages cannot be opened as one run.", "Use train, or a file without stages.")
     with ExitStack() as stack:
-        connect = connecting_to(config, stack, console)(config)
-        async with training.open_run(config, connect, console) as opened:
+        watch = ServerWatch(config.model.wait)
+        connect = connecting_to(config, stack, console, watch)(config)
+        async with training.open_run(config, connect, console, stop_signal(config)) as opened, watch.watching():
             yield opened
 
 
@@ -89,10 +108,24 @@ def _config(run: RunConfig | Path | str, overrides: tuple[str, ...]) -> RunConfi
     return with_fresh_folder(config)
 
 
-def run_to_end(config: RunConfig, console: Console) -> tuple[RunConfig, State]:
-    """Run all remaining steps, of all stages. Returns settings and final state of the last stage that trains."""
-    with ExitStack() as stack:
-        return asyncio.run(run_stages(config, connecting_to(config, stack, console), console))
+def stop_signal(config: RunConfig) -> StopSignal:
+    """The time limit and grace period of a run that starts now."""
+    return StopSignal(config.time_limit, config.grace_period)
+
+
+def run_to_end(config: RunConfig, console: Console, stop: StopSignal) -> tuple[RunConfig, State]:
+    """Run all remaining steps, of all stages. Returns settings and final state of the last stage that trained.
+
+    At `stop`, SIGTERM or Ctrl-C, the run saves a checkpoint to resume from, and `stop.stopped_at` says where.
+    """
+
+    async def run() -> tuple[RunConfig, State]:
+        watch = ServerWatch(config.model.wait)
+        async with watch.watching():
+            return await run_stages(config, connecting_to(config, stack, console, watch), console, stop)
+
+    with ExitStack() as stack, stop.at_signals():
+        return event_loop.run(run())
 
 
 def _console() -> Console:
@@ -100,8 +133,10 @@ def _console() -> Console:
     return Console(quiet=not sys.stdout.isatty())
 
 
-def connecting_to(settings: RunConfig, stack: ExitStack, console: Console) -> Callable[[RunConfig], Connect]:
-    """A function from the settings of a stage to its connection. All stages share one server.
+def connecting_to(
+    settings: RunConfig, stack: ExitStack, console: Console, watch: ServerWatch | None = None
+) -> Callable[[RunConfig], Connect]:
+    """A function from the settings of a stage to its connection. All stages share one server, which `watch` watches.
 
     A server that is started for the run stops when the stack closes.
     """
@@ -114,7 +149,7 @@ def connecting_to(settings: RunConfig, stack: ExitStack, console: Console) -> Ca
                     addresses.append(await asyncio.to_thread(stack.enter_context, server(settings)))
                 base_url, api_key = addresses[0]
                 return await TinkerPolicy.connect(
-                    stage.model, base_url, api_key, seed=stage.seed, state=state, version=version
+                    stage.model, base_url, api_key, seed=stage.seed, state=state, version=version, watch=watch
                 )
 
         return connect
@@ -130,7 +165,7 @@ def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
         if unused := changed_keys(settings.service):
             keys = f"service.{', service.'.join(unused)}"
             sys.stderr.write(f"note: {keys}: not used, because the run connects to {base_url}\n")
-        yield base_url, api_key(base_url)
+        yield base_url, api_key(base_url, settings.model.api_key_env)
         return
     if settings.shares_a_run:
         raise ConfigError(
@@ -139,7 +174,11 @@ def server(settings: RunConfig) -> Iterator[tuple[str, str]]:
         )
     if settings.service.engine == "fake":
         sys.stderr.write("note: service.engine is fake: a dry run without a model; its replies are random tokens\n")
-    with embedded(own_service(settings)) as (url, key):
+    service = own_service(settings)
+    deadline = time.monotonic() + END_S
+    while is_locked(service.data) and time.monotonic() < deadline:
+        time.sleep(0.1)  # the service of a run that was killed has noticed it, and is ending
+    with embedded(service) as (url, key):
         yield url, key
 
 
@@ -154,17 +193,17 @@ def own_service(settings: RunConfig) -> ServeConfig:
     )
 
 
-def api_key(base_url: str) -> str:
-    """The API key in the environment: TINKER_API_KEY, or else TRINITY_API_KEY, as Trinity-RFT documents it."""
-    tinker, trinity = os.environ.get("TINKER_API_KEY", ""), os.environ.get("TRINITY_API_KEY", "")
+def api_key(base_url: str, variable: str = "TINKER_API_KEY") -> str:
+    """The API key in the environment variable, or else in TRINITY_API_KEY, as Trinity-RFT documents it."""
+    tinker, trinity = os.environ.get(variable, ""), os.environ.get("TRINITY_API_KEY", "")
     if not (tinker or trinity):
-        raise ConfigError(f"There is no API key for {base_url}.", "Set TINKER_API_KEY.")
+        raise ConfigError(f"There is no API key for {base_url}.", f"Set {variable}.")
     if tinker and trinity and tinker != trinity:
-        sys.stderr.write("note: TINKER_API_KEY and TRINITY_API_KEY differ; TINKER_API_KEY is used\n")
+        sys.stderr.write(f"note: {variable} and TRINITY_API_KEY differ; {variable} is used\n")
     key = tinker or trinity
     if not key.startswith("tml-"):
         raise ConfigError(
             f"The API key for {base_url} does not begin with tml-, and the SDK sends no other.",
-            "Set TINKER_API_KEY to a key of that server.",
+            f"Set {variable} to a key of that server.",
         )
     return key
