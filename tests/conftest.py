@@ -28,11 +28,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["sqlite", "postgresql"],
         help="database of all service tests; by default SQLite, and both in tests of the database itself",
     )
+    faults = parser.getgroup("faults", "the long tests of make test-faults")
+    faults.addoption("--faults", type=int, default=1600, help="faults of the long run: about two of three are kills")
+    faults.addoption("--cuts", type=int, default=400, help="power cuts that are tried")
+    faults.addoption("--seed", type=int, default=16, help="seed of both plans")
+
+
+UNLIMITED = {"slow", "faults", "gpu", "cluster"}
+"""Markers of tests that may take longer than `timeout` in pyproject.toml."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run pyright first: a minute in one process would otherwise come last, with nothing to run beside it."""
     items.sort(key=lambda item: item.path.name != "test_check.py")
+    for item in items:
+        if any(marker.name in UNLIMITED for marker in item.iter_markers()):
+            item.add_marker(pytest.mark.timeout(0))
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ CODE = ["src", "tests", "benchmarks", "examples", "tools"]
     ],
     ids=lambda command: " ".join(command[:2]),
 )
+@pytest.mark.timeout(900)
 def test_check_passes(command: list[str]) -> None:
     done = subprocess.run([BIN / command[0], *command[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -8,6 +8,7 @@ import re
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -45,7 +46,7 @@ PRIVATE_WORDS = frozenset(
     re.findall(
         r"\w+",
         """slope slopes steep chances spread told tell heard asked asks crowd becoming honoured behind aftermath remains
-        suspects turnstile chronicle aside bend deck lane lesson lessons experts tries supply bell anew afresh""",
+        suspects turnstile chronicle aside bend deck lane lesson lessons tries supply bell anew afresh""",
     )
 )
 VAGUE_NAMES = frozenset(("one", "found", "asked", "told", "given", "known", "kept", "mine", "both", "what"))
@@ -110,7 +111,7 @@ def test_attributes_are_not_probed() -> None:
 
 
 def test_words_of_other_systems_stay_in_dialects() -> None:
-    files = [file for file in SOURCE if not {"dialects", "rllm"} & set(file.parts)]
+    files = [file for file in SOURCE if not {"dialects", "rllm", "verifiers"} & set(file.parts)]
     names = {(_name(file), word) for file in files for name in _own_names(file) for word in _words(name)}
     prose = {(_name(file), word) for file in files for text in _comments(file) for word in _words(text)}
     assert sorted(place for place in names | prose if FOREIGN_WORDS.fullmatch(place[1])) == []
@@ -189,6 +190,9 @@ def _name(file: Path) -> str:
 
 @cache
 def _tree(file: Path) -> ast.Module:
+    for _ in range(5):
+        with suppress(SystemError):  # Python 3.11 fails if another thread builds a tree meanwhile
+            return ast.parse(file.read_text())
     return ast.parse(file.read_text())
 
 

@@ -73,13 +73,12 @@ async def _train_by_hand(run_file: Path) -> list[float]:
     async with tinsmith.open_run(run_file, "folder=by-hand") as run:
         await run.evaluate_before_training()
         for step in run.steps():
-            batch = await run.batches.next(step)
+            batch = await run.next_batch(step)
             groups = run.filtered_groups(batch.groups)
             update = await run.algorithm.score(step, groups, run.next_demonstrations())
             await run.update(step, update)
-            await run.batches.mark_trained(step)
             rewards.append(sum(map(sum, (group.rewards for group in groups))))
-            await run.save_and_evaluate(step)
+            await run.finish_step(step)
     return rewards
 
 

@@ -1,20 +1,9 @@
-"""Unmodified tinker-cookbook recipes against `tinsmith serve`: RL on arithmetic, fine-tuning on the bundled chats.
-
-The cookbook is installed from the package registry into a venv that also sees the packages of the test venv, so only
-missing packages are downloaded. `tml-renderers` is left out, since these recipes do not use it.
-"""
+"""Unmodified tinker-cookbook recipes against `tinsmith serve`: RL on arithmetic, fine-tuning on the bundled chats."""
 
 from __future__ import annotations
 
-import json
 import os
-import socket
 import subprocess
-import sys
-import sysconfig
-import time
-import urllib.request
-import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,45 +14,16 @@ import tinker
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.end_to_end.conftest import run_recipe, serving
 from tests.service.conftest import datum
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
 pytestmark = pytest.mark.slow
 
-COOKBOOK = "tinker-cookbook==0.6.1"
-ITS_NEEDS = (
-    "aiohttp==3.14.5",
-    "blobfile==3.3.0",
-    "chz==0.4.0",
-    "cloudpickle==3.1.2",
-    "pylatexenc==2.11",
-    "pyrage==1.4.0",
-    "termcolor==3.3.0",
-    "tiktoken==0.14.0",
-)
 MODEL = "local/smollm2"  # a folder with the tokenizer where recipe and server run
-KEY = "tml-cookbook"
 
 Recipe = Callable[..., list[dict[str, Any]]]
-
-
-@pytest.fixture(scope="module")
-def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of a venv with the cookbook."""
-    folder = tmp_path_factory.mktemp("cookbook") / "venv"
-    venv.create(folder, with_pip=True)
-    python = folder / "bin" / "python"
-    inside = subprocess.run(
-        [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    (Path(inside.stdout.strip()) / "ours.pth").write_text(sysconfig.get_path("purelib"))
-    for arguments in (["--no-deps", COOKBOOK], [*ITS_NEEDS]):
-        subprocess.run([python, "-m", "pip", "install", "--quiet", *arguments], check=True)
-    return python
 
 
 @pytest.fixture(scope="module")
@@ -77,20 +37,9 @@ def workplace(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(workplace: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Address of `tinsmith serve`, which must end within ten seconds of SIGTERM."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "tinsmith", "serve", "--model", MODEL, "--dtype", "float32", "--api-key", KEY]
-    command += ["--port", str(port), "--data", str(tmp_path_factory.mktemp("data"))]
-    server = subprocess.Popen(command, cwd=workplace)
-    address = f"http://127.0.0.1:{port}"
-    try:
-        _wait_until_healthy(server, f"{address}/api/v1/healthz")
+    """Address of `tinsmith serve`."""
+    with serving(workplace, tmp_path_factory.mktemp("data"), [MODEL]) as address:
         yield address
-    finally:
-        server.terminate()
-        assert server.wait(timeout=10) == 0
 
 
 @pytest.fixture
@@ -98,27 +47,8 @@ def recipe(python: Path, workplace: Path, url: str, tmp_path: Path) -> Recipe:
     """A function that runs a recipe and returns the lines of its metrics."""
 
     def run(name: str, folder: str, **settings: object) -> list[dict[str, Any]]:
-        log = tmp_path / folder
-        settings = {
-            "model_name": MODEL,
-            "renderer_name": "qwen3_instruct",
-            "base_url": url,
-            "log_path": log,
-            **settings,
-        }
-        command = [python, "-m", f"tinker_cookbook.recipes.{name}.train", *(f"{k}={v}" for k, v in settings.items())]
-        surroundings = {
-            **os.environ,
-            "TINKER_API_KEY": KEY,
-            "TINKER_BASE_URL": url,
-            "HF_HUB_OFFLINE": "1",
-            "HF_DATASETS_OFFLINE": "1",
-            "HF_HOME": str(tmp_path / "hf"),
-            "WANDB_MODE": "disabled",
-        }
-        done = subprocess.run(command, cwd=workplace, env=surroundings, capture_output=True, text=True, timeout=900)
-        assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-        return [json.loads(line) for line in (log / "metrics.jsonl").read_text().splitlines()]
+        fixed = {"model_name": MODEL, "renderer_name": "qwen3_instruct", "log_path": tmp_path / folder}
+        return run_recipe(python, workplace, url, name, {**fixed, **settings})
 
     return run
 
@@ -185,14 +115,3 @@ def test_weights_are_downloaded_decrypted_and_merged(python: Path, tiny: Callabl
     with torch.no_grad():
         logprobs = merged(torch.tensor([tokens[:-1]])).logits.log_softmax(-1)
     np.testing.assert_allclose(logprobs[0, range(5), tokens[1:]].numpy(), ours, atol=1e-3)
-
-
-def _wait_until_healthy(server: subprocess.Popen[bytes], url: str) -> None:
-    for _ in range(600):
-        assert server.poll() is None, "the server ended before it was ready"
-        try:
-            with urllib.request.urlopen(url, timeout=2):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise TimeoutError(f"nothing healthy at {url}")

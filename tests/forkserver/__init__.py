@@ -8,6 +8,7 @@ looks at the process itself (its imports, memory or children) or sets variables 
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,7 +23,10 @@ def python(folder: Path) -> Iterator[str]:
     client.write_text(f"#!{sys.executable} -IS\n" + Path(__file__).with_name("client.py").read_text())
     client.chmod(0o755)
     command = [sys.executable, "-m", f"{__name__}.server", str(folder / "socket"), str(client)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True) as process:
+    one_thread = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # numpy's threads would not survive a fork
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True, env=one_thread
+    ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
         try:

@@ -28,7 +28,8 @@ def main() -> None:
     answer = link.recv(4)
     status = int.from_bytes(answer, "little", signed=True) if answer else 1
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status != signal.SIGKILL:  # which has no handler
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
 

@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def serve(listener: socket.socket) -> Callable[[], None]:
-    """Serve clients until the parent ends (tinsmith/parent_process.py). Returns in a forked process, with the program
+    """Serve clients until the parent ends, which closes standard input. Returns in a forked process, with the program
     to run."""
     with selectors.DefaultSelector() as selector:
         selector.register(listener, selectors.EVENT_READ)

@@ -7,9 +7,12 @@ script imports nothing of Tinsmith, because it runs in a venv with only the SDK 
 from __future__ import annotations
 
 import concurrent.futures
+import io
 import json
 import logging
 import sys
+import tarfile
+import urllib.request
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -115,7 +118,12 @@ class Script:
     def load(self) -> None:
         made = settled(self.client.create_lora_training_client("tiny", rank=4, seed=2))
         settled(made.load_state(self.path))
-        settled(made.load_state_with_optimizer(self.path))
+        saved = self.loss(made)
+        settled(made.forward_backward(DATA, "cross_entropy"))
+        settled(made.optim_step(types.AdamParams(learning_rate=0.02)))
+        assert self.loss(made) < saved
+        settled(made.load_state_with_optimizer(self.path))  # into a model that was trained
+        assert abs(self.loss(made) - saved) < 1e-4
 
     def manage(self) -> None:
         rest = self.client.create_rest_client()
@@ -127,6 +135,17 @@ class Script:
         assert self.path in [checkpoint.tinker_path for checkpoint in settled(rest.list_user_checkpoints()).checkpoints]
         assert run in [run.training_run_id for run in settled(rest.list_training_runs()).training_runs]
         settled(rest.delete_checkpoint_from_tinker_path(self.path))
+
+    def archive(self) -> None:
+        """SDKs before 0.36 download a checkpoint as one file."""
+        rest = self.client.create_rest_client()
+        url = settled(rest.get_checkpoint_archive_url_from_tinker_path(self.path)).url
+        with urllib.request.urlopen(url, timeout=TIMEOUT_S) as response:
+            content = response.read()
+            assert len(content) == int(response.headers["Content-Length"])
+        with tarfile.open(fileobj=io.BytesIO(content)) as tar:
+            names = set(tar.getnames())
+        assert names >= {"adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"}, names
 
     def unload(self) -> None:
         """SDKs before 0.26 have unload_model in their internal client only."""
@@ -149,10 +168,12 @@ class Script:
             "capabilities": self.capabilities, "create": self.create, "train": self.train, "RL losses": self.reinforce,
             "custom loss": self.custom, "save": self.save, "sample": self.sample, "sample unnamed": self.snapshot,
             "resume": self.resume, "resume with optimizer": self.resume_with_optimizer, "load": self.load,
-            "manage checkpoints": self.manage,
         }  # fmt: skip
         for name, run in steps.items():
             self.step(name, run)
+        if "get_checkpoint_archive_url_from_tinker_path" in dir(self.client.create_rest_client()):
+            self.step("archive", self.archive)
+        self.step("manage checkpoints", self.manage)
         if "unload" in dir(tinker.resources.AsyncModelsResource):
             self.step("unload", self.unload)
         if "close" in dir(self.client):
