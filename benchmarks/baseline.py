@@ -27,9 +27,9 @@ def load(setting: Setting) -> PreTrainedModel:
 class Baseline:
     """A base model with a PEFT LoRA adapter, which has the base's dtype."""
 
-    def __init__(self, base: PreTrainedModel, rank: int) -> None:
+    def __init__(self, base: PreTrainedModel, rank: int, targets: Sequence[str] = TARGETS) -> None:
         self.device = base.device
-        config = LoraConfig(r=rank, lora_alpha=32, target_modules=TARGETS)
+        config = LoraConfig(r=rank, lora_alpha=32, target_modules=list(targets))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")
             self.model = get_peft_model(base, config, autocast_adapter_dtype=False)

@@ -11,7 +11,7 @@ import numpy as np
 from benchmarks.comparison import Setting
 from tinsmith.engine.base import AdamParams, LoraSpec, Pass, PassResult, SampleRequest, SampleResult, SequenceDelta
 from tinsmith.engine.config import EngineConfig
-from tinsmith.engine.model.loading import BaseModel
+from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.torch_engine import TorchEngine
 
 OnDelta = Callable[[SequenceDelta], None]

@@ -36,6 +36,9 @@ PARTS = {
     "memory": "benchmarks.parts.memory",
     "agreement": "benchmarks.parts.agreement",
     "sharing": "benchmarks.parts.sharing",
+    "shadow": "benchmarks.parts.shadow",
+    "hybrids": "benchmarks.parts.hybrids",
+    "mixtures": "benchmarks.parts.mixtures.measurement",
 }
 PART_S = 1800.0
 """Time limit of a part."""

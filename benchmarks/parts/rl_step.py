@@ -95,10 +95,10 @@ class Watched(TinkerPolicy):
         self.sampled = 0.0
         return WatchedSnapshot(await super().snapshot(), self)
 
-    async def update(self, *arguments: Any) -> Any:
+    async def train(self, *arguments: Any) -> Any:
         """Record the times of the finished step."""
         start = time.perf_counter()
-        updated = await super().update(*arguments)
+        updated = await super().train(*arguments)
         self.shares.append((self.sampled, time.perf_counter() - start))
         return updated
 

@@ -27,10 +27,10 @@ from benchmarks.baseline import Baseline, load
 from benchmarks.comparison import Comparison, Line, Setting, in_turns, rotate, timed
 from benchmarks.engine_driver import EngineDriver
 from benchmarks.workloads import Batch, grpo
-from tinsmith.engine.lora.adapter import HEAD
 from tinsmith.engine.lora.linear import LoraLinear
 from tinsmith.engine.lora.matmul import FrozenLinear
 from tinsmith.engine.model import packing
+from tinsmith.engine.model_parts import HEAD
 
 RANK = 32
 HEIGHT = 1024

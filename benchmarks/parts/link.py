@@ -1,0 +1,66 @@
+"""The connection to an engine: a socket pair to a child process, against TCP to a process in a seat.
+
+`python -m benchmarks.parts.link` starts a fake engine in both ways and prints a table: the time of a call that does
+nothing, and of a pass with 256 rows. It needs no GPU and takes half a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from statistics import median, quantiles
+
+import numpy as np
+
+from tinsmith.engine.base import Datum, LoraSpec, Pass
+from tinsmith.engine.cluster.placement import Subprocesses
+from tinsmith.engine.cluster.worker import start_engine
+from tinsmith.engine.config import EngineConfig
+from tinsmith.engine.remote import RemoteEngine
+
+CONFIG = EngineConfig(source="fake", kind="fake")
+CALLS, ROUNDS, PASSES, ROWS = 1000, 5, 10, 256
+
+
+async def main() -> None:
+    """Print a row for each way. The ways alternate, so that other work on the machine meets both."""
+    places = Subprocesses()
+    (seat,) = await places.seats(1, name="worker")
+    engines = {"socket pair": await RemoteEngine.start(CONFIG), "TCP": await start_engine(seat, CONFIG, "fake", 1)}
+    calls: dict[str, list[float]] = {name: [] for name in engines}
+    passes: dict[str, list[float]] = {name: [] for name in engines}
+    for engine in engines.values():
+        await engine.create("m", LoraSpec(rank=4, seed=1))
+    for _ in range(ROUNDS):
+        for name, engine in engines.items():
+            calls[name] += await timed(CALLS, lambda engine=engine: engine.cancel("nothing"))
+            passes[name] += await timed(PASSES, lambda engine=engine: engine.run([request()]))
+    print("| connection | call, median | p90 | pass of 256 rows |\n|---|---|---|---|")
+    for name, engine in engines.items():
+        p90 = quantiles(calls[name], n=10)[-1]
+        print(f"| {name} | {median(calls[name]):.3f} ms | {p90:.3f} ms | {median(passes[name]):.1f} ms |")
+        await engine.close()
+    await places.close()
+
+
+async def timed(count: int, call: Callable[[], Awaitable[object]]) -> list[float]:
+    """Milliseconds of each of a number of calls, one after another."""
+    times = []
+    for _ in range(count):
+        began = time.perf_counter()
+        await call()
+        times.append((time.perf_counter() - began) * 1000)
+    return times
+
+
+def request() -> Pass:
+    """A forward pass of 256 short rows."""
+    row = np.arange(3, 35, dtype=np.int32)
+    weights = {"weights": np.ones(len(row), np.float32)}
+    datum = Datum(tokens=row, targets=row.astype(np.int64), inputs=weights)
+    return Pass(model_id="m", data=(datum,) * ROWS, loss_fn="cross_entropy", forward_only=True)
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
