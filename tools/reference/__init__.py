@@ -1,4 +1,4 @@
-"""The generated parts of the documentation: settings, commands, losses, routes and the Python API.
+"""The generated parts of the documentation: settings, commands, losses, routes, the Python API, and measurements.
 
 A page holds blocks between two marks, `<!-- generated: NAME -->` and `<!-- end of NAME -->`. `BLOCKS` maps each NAME to
 the function that writes the text of the block. `python -m tools.reference` (or `make docs`) rewrites all blocks of all
@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
-from tools.reference import api, commands, dialects, http, losses, metrics, settings
+from tools.reference import api, architectures, commands, dialects, http, losses, metrics, results, settings
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -22,13 +23,16 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "serve-settings": settings.serve,
     "commands": commands.page,
     "server-losses": losses.table,
+    "architectures": architectures.table,
     "run-metrics-trinity": metrics.trinity_names,
     "trinity-keys": dialects.trinity,
+    "minds-keys": dialects.minds,
     "rllm-keys": dialects.rllm_tinker,
     "rllm-unified-keys": dialects.rllm_unified,
     "http-routes": http.routes,
     "http-bodies": http.bodies,
     "python-api": api.page,
+    **{f"measured-{name}": partial(results.measured, name) for name in ("faults", "power-cuts", "load", "soak")},
 }
 
 _BLOCK = re.compile(r"(<!-- generated: (?P<name>[\w-]+) -->\n).*?(<!-- end of (?P=name) -->)", re.DOTALL)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from pydantic_core import PydanticUndefined
+
 from tinsmith.dialects.base import Copied, Fate, Ignored, Key, Refused, Translated
+from tinsmith.dialects.minds import translate as minds_files
 from tinsmith.dialects.rllm import dialect as rllm
 from tinsmith.dialects.trinity.translate import file_keys
 
@@ -12,6 +15,11 @@ from tinsmith.dialects.trinity.translate import file_keys
 def trinity() -> str:
     """Every key of a file of Trinity-RFT."""
     return _page(file_keys(), "##")
+
+
+def minds() -> str:
+    """Every key of a file of minds_RL."""
+    return _page(minds_files.file_keys(), "##")
 
 
 def rllm_tinker() -> str:
@@ -49,6 +57,8 @@ def _section(head: str, entries: list[Key], level: str) -> str:
 
 def _default(key: Key) -> str:
     value = key.default
+    if value is PydanticUndefined:
+        return "required"
     if value is None or value in ("", (), {}):
         return ""
     text = str(value).lower() if isinstance(value, bool) else str(list(value) if isinstance(value, tuple) else value)

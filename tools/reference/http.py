@@ -12,6 +12,7 @@ from fastapi.routing import iter_route_contexts
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from tinsmith.service import frequent_routes
 from tinsmith.service.app import create_app
 from tools.reference.settings import values_of
 
@@ -34,7 +35,9 @@ def bodies() -> str:
 
 def _routes() -> Iterator[Any]:
     app = create_app(SimpleNamespace(telemetry=None, drain=None))  # type: ignore[arg-type]
-    return (route for route in iter_route_contexts(app.routes) if not route.path.startswith("/oai"))
+    routes: Iterator[Any] = iter_route_contexts(app.routes)
+    own = (route for route in routes if route.endpoint.__module__ != frequent_routes.__name__)
+    return (route for route in own if not route.path.startswith("/oai"))
 
 
 def _module_table(module: str, routes: list[Any]) -> str:

@@ -98,6 +98,7 @@ def _classes_of(key: str, places: Mapping[Kind, list[str]]) -> list[Kind]:
 def _sections(kinds: list[Kind], places: Mapping[Kind, list[str]], page: str = "") -> str:
     """A section for each class; a base class with keys that several share stands before the first of them."""
     ordered = dict.fromkeys(part for kind in kinds for part in (*_bases(kind)[::-1], kind))
+    ordered = [kind for kind in ordered if kind in kinds or kind not in places]  # else its section is under another key
     return "\n\n".join(_section(kind, kinds, places, page) for kind in ordered)
 
 
@@ -207,7 +208,7 @@ def _default(field: FieldInfo, kinds: list[Kind]) -> str:
         return ""
     if isinstance(default, Settings):
         return f"`type: {tag_of(type(default))}`" if len(kinds) > 1 and tag_of(type(default)) else ""
-    if kinds:
+    if kinds and not isinstance(default, str):
         return ", ".join(f"`{tag_of(type(part))}`" for part in default)
     return f"`{json.dumps(default) if isinstance(default, bool | int | float) else _text(default)}`"
 
