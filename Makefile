@@ -7,8 +7,9 @@ INSTALLED := $(VENV)/.installed
 CODE := src tests benchmarks examples tools
 
 VLLM := .venv-vllm
+AUDIT := .venv-audit
 
-.PHONY: help install vllm demo gsm8k test test-all check bench bench-growth bench-service gpu-check docs site clean
+.PHONY: help install vllm demo gsm8k test test-all test-faults test-cluster check audit bench bench-growth bench-service bench-scale gpu-check docs site clean
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -46,7 +47,13 @@ test: install  ## tests of seconds each, one process per core, at most 4
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 test-all: install  ## also the slow tests: real models, whole runs, an unmodified cookbook
-	$(BIN)/python -m pytest -m 'not gpu'
+	$(BIN)/python -m pytest -m 'not gpu and not faults and not cluster'
+
+test-faults: install  ## a thousand kills and more, and power cuts: up to an hour; FAULTS=COUNT
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m faults $(if $(FAULTS),--faults $(FAULTS)) tests/faults
+
+test-cluster: install  ## the tests that start many processes; with the extra `cluster` also those on Ray
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m cluster
 
 check: install  ## style, types, import contracts, and the rules of tests/test_gates.py
 	$(BIN)/ruff format --check $(CODE)
@@ -54,6 +61,13 @@ check: install  ## style, types, import contracts, and the rules of tests/test_g
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/test_gates.py
+
+# In a venv of its own: pip-audit is no part of the project.
+audit:  ## known vulnerabilities of the exact versions in constraints.txt; needs the network
+	@test -x $(AUDIT)/bin/pip-audit || { $(PYTHON) -m venv $(AUDIT) && $(AUDIT)/bin/python -m pip install --quiet pip-audit; }
+	@$(AUDIT)/bin/python -c 'import socket; socket.create_connection(("api.osv.dev", 443), 10).close()' 2>/dev/null || { \
+	    echo "The vulnerability service api.osv.dev cannot be reached from here, so nothing was audited."; exit 1; }
+	$(AUDIT)/bin/pip-audit --vulnerability-service osv --no-deps --disable-pip --requirement constraints.txt
 
 docs: install  ## rewrite the generated parts of docs/ from the sources
 	$(BIN)/python -m tools.reference
@@ -70,6 +84,13 @@ bench-growth: install  ## cost against tenants, rank, length, group size, batch 
 bench-service: install  ## overhead of the service, into benchmarks/results
 	$(BIN)/python -m benchmarks.service
 
+bench-scale: install  ## many GPUs in simulated time, checked against processes
+	$(BIN)/python -m benchmarks.scale.replicas
+	$(BIN)/python -m benchmarks.scale.check
+	$(BIN)/python -m benchmarks.scale.check --torch --counts 1 2
+	$(BIN)/python -m benchmarks.scale.experiments
+	$(BIN)/python -m benchmarks.scale.report
+
 gpu-check: install  ## tests and benchmarks that need a GPU; without one, print what would run
 	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then \
 	    $(BIN)/python -m pytest -m gpu && $(BIN)/python -m benchmarks.gpu; \
@@ -81,5 +102,5 @@ gpu-check: install  ## tests and benchmarks that need a GPU; without one, print 
 	fi
 
 clean:  ## remove everything that the other targets made, including the venv
-	rm -rf $(VENV) $(VLLM) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist site
+	rm -rf $(VENV) $(VLLM) $(AUDIT) .pytest_cache .ruff_cache .import_linter_cache .hypothesis dist site
 	find $(CODE) -name __pycache__ -type d -prune -exec rm -rf {} +
