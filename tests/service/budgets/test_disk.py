@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from sqlalchemy import event
 
-from tests.service.support.inprocess import Api, api, loss_in, pass_body, until
+from tests.service.support.inprocess import api, pass_body, trained, until
 from tinsmith.errors import Busy
 from tinsmith.service.budgets.disk import DiskMonitor, display_bytes
 from tinsmith.service.storage.records import Checkpoint, Model
@@ -122,16 +122,6 @@ def fill(folder: Path) -> Path:
                 continue
     assert shutil.disk_usage(folder).free == 0
     return ballast
-
-
-async def trained(app: Api, model: str, seq: int, steps: int) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        promise = (await app.post("forward_backward", pass_body(model, seq))).json()
-        losses.append(loss_in(await app.result(promise)))
-        await app.step(model, seq + 1)
-        seq += 2
-    return losses
 
 
 def test_full_disk_is_emptied_by_deleting_and_finishing(

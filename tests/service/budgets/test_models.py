@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.service.support.inprocess import Api, Factory, MortalEngine, api, loss_in, pass_body, until
+from tests.service.support.inprocess import Api, Factory, MortalEngine, api, pass_body, trained, until
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.fake.engine import FakeEngine
@@ -97,16 +97,6 @@ def test_new_models_need_room_beside_those_in_use() -> None:
         check_new_model(models, 41, 100)
     with pytest.raises(Busy):
         check_new_model([use("b", 60, unused_s=200, is_queued=True)], 41, 100)
-
-
-async def trained(app: Api, model: str, seq: int, steps: int = 1) -> list[float]:
-    losses = []
-    for _ in range(steps):
-        promise = (await app.post("forward_backward", pass_body(model, seq))).json()
-        losses.append(loss_in(await app.result(promise)))
-        await app.step(model, seq + 1)
-        seq += 2
-    return losses
 
 
 def loaded(start: Factory) -> set[str]:

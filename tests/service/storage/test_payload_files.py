@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +12,13 @@ import pytest
 from sqlalchemy import event
 
 from tests.service.storage.test_store import MODEL
+from tests.service.support.databases import opened
 from tests.service.support.inprocess import pass_body
 from tinsmith.service.storage import payload_files
 from tinsmith.service.storage.payload_files import INLINE_BYTES, held
 from tinsmith.service.storage.payloads import decode_operation, queued_request
 from tinsmith.service.storage.records import FutureResult, QueuedRequest
-from tinsmith.service.storage.store import FinishedRequest, Store, open_store
+from tinsmith.service.storage.store import FinishedRequest, Store
 
 pytestmark = pytest.mark.only_on("sqlite")
 DONE = FutureResult(body=b"x")
@@ -40,15 +39,6 @@ def request(seq: int, body: bytes) -> QueuedRequest:
 
 def segments(data: Path) -> list[Path]:
     return sorted((data / "payloads").glob("*.payloads"))
-
-
-@asynccontextmanager
-async def opened(data: Path) -> AsyncIterator[Store]:
-    store = await open_store(data)
-    try:
-        yield store
-    finally:
-        await store.close()
 
 
 async def accept(store: Store, *seqs: int, **options) -> dict[int, QueuedRequest]:

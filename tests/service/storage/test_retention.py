@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import random
 import sqlite3
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,26 +13,17 @@ from sqlalchemy import func, select
 
 from tests.service.storage.test_database import REVISION_0005
 from tests.service.storage.test_store import CHECKPOINT, MODEL, SAMPLER, SESSION, WORKS
-from tests.service.support.databases import url_of
+from tests.service.support.databases import opened
 from tinsmith.service.storage.compaction import SPARE_PAGES
 from tinsmith.service.storage.payloads import encode_operation, queued_request
 from tinsmith.service.storage.records import Checkpoint, FutureResult, Model, QueuedRequest, SamplingSession, Session
 from tinsmith.service.storage.retention import UNFETCHED_S, Retention, prune, remove_ended
-from tinsmith.service.storage.store import FinishedRequest, Store, open_store
+from tinsmith.service.storage.store import FinishedRequest, Store
 from tinsmith.service.storage.tables import REQUESTS
 
 HOUR = 3600.0
 RETENTION = Retention(fetched_s=HOUR, ended_s=100 * HOUR)
 DONE = FutureResult(body=b"x")
-
-
-@asynccontextmanager
-async def opened(data: Path) -> AsyncIterator[Store]:
-    store = await open_store(data, url_of(data))
-    try:
-        yield store
-    finally:
-        await store.close()
 
 
 async def finished(store: Store, model: Model, *seqs: int) -> list[QueuedRequest]:

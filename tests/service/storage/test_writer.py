@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,12 +14,12 @@ from sqlalchemy import Connection, event, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
 from tests.service.storage.test_store import MODEL, SESSION, WORKS
-from tests.service.support.databases import url_of
+from tests.service.support.databases import opened
 from tests.service.support.inprocess import until
 from tinsmith.service.storage import writer
 from tinsmith.service.storage.payloads import encode_operation, queued_request
 from tinsmith.service.storage.records import FutureResult, QueuedRequest, Session
-from tinsmith.service.storage.store import FinishedRequest, Store, open_store
+from tinsmith.service.storage.store import FinishedRequest, Store
 
 PAYLOAD = encode_operation(WORKS[0])
 
@@ -31,15 +30,6 @@ def request(seq: int) -> QueuedRequest:
 
 def session(name: str) -> Session:
     return replace(SESSION, id=name)
-
-
-@asynccontextmanager
-async def opened(data: Path) -> AsyncIterator[Store]:
-    store = await open_store(data, url_of(data))
-    try:
-        yield store
-    finally:
-        await store.close()
 
 
 def count_commits(store: Store) -> Callable[[], int]:

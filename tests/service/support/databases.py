@@ -1,6 +1,7 @@
 """Databases of the service tests: SQLite in the data folder, or one PostgreSQL database for each data folder.
 
-`postgres` runs a PostgreSQL server, `url_of` is the `database` setting of a data folder, `beside` opens its database.
+`postgres` runs a PostgreSQL server, `url_of` is the `database` setting of a data folder, `opened` opens its store and
+`beside` a second connection.
 """
 
 from __future__ import annotations
@@ -11,13 +12,15 @@ import socket
 import subprocess
 import tempfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
 import psycopg
 import pytest
 from sqlalchemy import Engine, create_engine
+
+from tinsmith.service.storage.store import Store, open_store
 
 SERVER = "TINSMITH_TEST_POSTGRES"
 """Environment variable with the port of the PostgreSQL server; tests use SQLite if it is not set."""
@@ -38,6 +41,16 @@ def url_of(data: Path) -> str | None:
         if not db.execute("select 1 from pg_database where datname = %s", [name]).fetchall():
             db.execute(f"create database {name}")  # type: ignore[call-overload]
     return f"postgresql+psycopg://postgres@127.0.0.1:{port}/{name}"
+
+
+@asynccontextmanager
+async def opened(data: Path) -> AsyncIterator[Store]:
+    """The store of a data folder."""
+    store = await open_store(data, url_of(data))
+    try:
+        yield store
+    finally:
+        await store.close()
 
 
 @contextmanager

@@ -184,3 +184,14 @@ async def until(holds: Callable[[], bool]) -> None:
             return
         await asyncio.sleep(0.01)
     raise AssertionError("The condition did not become true within 5 seconds.")
+
+
+async def trained(app: Api, model: str, seq: int, steps: int = 1) -> list[float]:
+    """Losses of `steps` forward_backward requests, each before an optimizer step, from number `seq` on."""
+    losses = []
+    for _ in range(steps):
+        promise = (await app.post("forward_backward", pass_body(model, seq))).json()
+        losses.append(loss_in(await app.result(promise)))
+        await app.step(model, seq + 1)
+        seq += 2
+    return losses
