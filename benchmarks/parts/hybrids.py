@@ -9,7 +9,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -18,7 +17,8 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 from benchmarks.baseline import TARGETS, Baseline, load
 from benchmarks.comparison import Line, Setting, in_turns
 from benchmarks.engine_driver import EngineDriver
-from benchmarks.workloads import grpo, questions
+from benchmarks.parts.sampling import against_generate
+from benchmarks.workloads import grpo
 
 RANK = 16
 PROMPTS, SAMPLES, TOKENS = 8, 8, 32
@@ -61,7 +61,7 @@ def save_hybrid(folder: Path, tokenizer: Path) -> Path:
 def _lines(setting: Setting) -> list[Line]:
     ours = EngineDriver(setting)
     theirs = Baseline(load(setting), RANK, [*TARGETS, *RECURRENT_TARGETS])
-    batch, seeds = grpo(groups=4), count(1)
+    batch = grpo(groups=4)
     ours.create("bench", RANK)
 
     def train() -> None:
@@ -70,14 +70,7 @@ def _lines(setting: Setting) -> list[Line]:
 
     training = in_turns(train, lambda: theirs.train(batch.rows, batch.prompts), setting.turns)
     ours.capture("bench", "version")
-    prompts = questions(PROMPTS)
-    ours.sample(prompts[:1], "version", SAMPLES, 4)
-    sampling = in_turns(
-        lambda: ours.sample(questions(PROMPTS, seed=next(seeds)), "version", SAMPLES, TOKENS),
-        lambda: theirs.sample(prompts, SAMPLES, TOKENS),
-        setting.turns,
-        warm_up=0,
-    )
+    sampling = against_generate(ours, theirs, setting, PROMPTS, SAMPLES, TOKENS)
     ours.close()
     tokens, name = PROMPTS * SAMPLES * TOKENS, "hybrid (Gated DeltaNet)"
     return [

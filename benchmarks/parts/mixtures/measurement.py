@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +22,7 @@ from transformers.models.qwen3_moe import Qwen3MoeConfig
 from benchmarks.baseline import Baseline, load
 from benchmarks.comparison import Line, Setting, in_turns, rotate
 from benchmarks.engine_driver import EngineDriver
+from benchmarks.parts.sampling import against_generate
 from benchmarks.workloads import grpo, questions
 from tinsmith.engine.base import Datum, LoraSpec, Pass, SampleResult
 from tinsmith.engine.lora import experts
@@ -79,7 +79,7 @@ def save_mixture(folder: Path, tokenizer: Path) -> Path:
 
 def _speed(setting: Setting) -> list[Line]:
     fast, general = EngineDriver(setting), EngineDriver(setting, path="general")
-    batch, seeds = grpo(groups=4), count(1)
+    batch = grpo(groups=4)
 
     def train(driver: EngineDriver) -> Callable[[], None]:
         driver.create("bench", RANK)
@@ -93,15 +93,8 @@ def _speed(setting: Setting) -> list[Line]:
     training = in_turns(train(fast), train(general), setting.turns)
     theirs = Baseline(load(setting), RANK, ["q_proj", "k_proj", "v_proj", "o_proj"])
     fast.capture("bench", "version")
-    prompts = questions(PROMPTS)
-    fast.sample(prompts[:1], "version", SAMPLES, 4)
-    sampling = in_turns(
-        lambda: fast.sample(questions(PROMPTS, seed=next(seeds)), "version", SAMPLES, TOKENS),
-        lambda: theirs.sample(prompts, SAMPLES, TOKENS),
-        setting.turns,
-        warm_up=0,
-    )
-    routing = _routing(fast, prompts)
+    sampling = against_generate(fast, theirs, setting, PROMPTS, SAMPLES, TOKENS)
+    routing = _routing(fast, questions(PROMPTS))
     fast.close()
     general.close()
     name = "mixture (32 experts, 4 for each token)"
