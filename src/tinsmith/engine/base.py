@@ -77,6 +77,8 @@ class ModelCard:
     """Packed tokens in a training micro-batch; 0 for an engine that does not pack."""
     parameters_per_rank: Mapping[str, int] = field(default_factory=dict)
     """Parameters of an adapter of rank 1 by part: attn, mlp, unembed."""
+    separate_mlp_per_rank: int = 0
+    """Those of mlp where each expert has both matrices of its own."""
     adapted_modules: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of the modules that adapters reach by part: attn, mlp, unembed."""
     context_limit: str = ""

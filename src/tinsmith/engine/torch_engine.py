@@ -120,6 +120,7 @@ class TorchEngine:
             base.card,
             pass_tokens=training_tokens,
             parameters_per_rank={part: _parameters(base, part) for part in ("attn", "mlp", "unembed")},
+            separate_mlp_per_rank=_parameters(base, "mlp", separate_experts=True),
             adapted_modules={**targets.module_names(linear.adapted_targets(base.model)), "unembed": (HEAD,)},
             state_tokens=0 if isinstance(base, GeneralModel) else self.sampler.batch.state_tokens,
             free_bytes=torch.cuda.mem_get_info()[0] if base.device.type == "cuda" else free_bytes(),
@@ -199,7 +200,7 @@ class TorchEngine:
             return error
 
 
-def _parameters(base: BaseModel, part: str) -> int:
+def _parameters(base: BaseModel, part: str, *, separate_experts: bool = False) -> int:
     """Parameters of an adapter of rank 1 on one part of the model."""
     trained = {f"train_{name}": name == part for name in ("attn", "mlp", "unembed")}
-    return linear.layout_for(base, LoraSpec(rank=1, seed=0, **trained)).size
+    return linear.layout_for(base, LoraSpec(rank=1, seed=0, separate_experts=separate_experts, **trained)).size

@@ -1,4 +1,4 @@
-"""Adapters in and out without a service: partial adapters, rsLoRA, merged models in shards, mixtures, GGUF."""
+"""Adapters in and out without a service: partial adapters, rsLoRA, refusals, archives, GGUF."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.architectures import save_tiny
 from tests.engine.reference import plain_model, tied_embeddings_are_meant, write_adapter
 from tinsmith.engine.base import LoraSpec
 from tinsmith.engine.exchange import gguf
-from tinsmith.engine.exchange.adapters import make_readable, write
-from tinsmith.engine.exchange.archive import WEIGHTS, pack, unpack
-from tinsmith.engine.exchange.merge import INDEX, merge
+from tinsmith.engine.exchange.adapters import make_readable
+from tinsmith.engine.exchange.archive import pack, unpack
 from tinsmith.errors import BadRequest, ConfigError, Unsupported
 
 TOKENS = torch.tensor([[5, 17, 30, 8, 44, 61, 9, 2]])
@@ -44,85 +41,6 @@ def write_peft(base: Path, folder: Path, **settings: Any) -> Path:
     with warnings.catch_warnings(action="ignore"):  # beside an adapter of the head PEFT saves the frozen weights
         model.save_pretrained(str(folder))
     return folder
-
-
-@pytest.mark.parametrize("kind", ["llama", "qwen2"])
-def test_merged_model_in_shards_equals_adapter(kind: str, tiny, tmp_path: Path):
-    base = tiny(kind)
-    adapter = write_adapter(base, tmp_path / "adapter", LoraSpec(rank=5, seed=1), size=0.2)
-    changed = merge(adapter, base, tmp_path / "merged", shard_bytes=300_000)
-    assert len(json.loads((tmp_path / "merged" / INDEX).read_text())["weight_map"]) > changed
-    expected = logits(base, adapter)
-    assert (expected - logits(base)).abs().max() > 0.1
-    difference = logits(tmp_path / "merged") - expected
-    assert difference.abs().max() < 1e-4 * expected.std()
-    text = "a smith of tin"
-    assert (
-        AutoTokenizer.from_pretrained(tmp_path / "merged")
-        .decode(AutoTokenizer.from_pretrained(base)(text).input_ids)
-        .endswith(text)
-    )
-
-
-def test_merged_model_keeps_dtype_of_base(tiny_llama: Path, tmp_path: Path):
-    model = AutoModelForCausalLM.from_pretrained(tiny_llama, dtype=torch.bfloat16)
-    model.save_pretrained(tmp_path / "base")
-    adapter = write_adapter(tiny_llama, tmp_path / "adapter", LoraSpec(rank=5, seed=1, train_unembed=False), size=0.2)
-    merge(adapter, tmp_path / "base", tmp_path / "merged")
-    base, merged = (load_file(tmp_path / name / "model.safetensors") for name in ("base", "merged"))
-    assert {tensor.dtype for tensor in merged.values()} == {torch.bfloat16}
-    name, pair = "model.layers.1.mlp.down_proj", load_file(adapter / "adapter_model.safetensors")
-    a, b = (pair[f"base_model.model.{name}.lora_{matrix}.weight"] for matrix in "AB")
-    expected = (base[f"{name}.weight"].float() + 32 / 5 * b @ a).bfloat16()
-    torch.testing.assert_close(merged[f"{name}.weight"], expected, atol=0, rtol=0.01)
-    assert torch.equal(merged["model.norm.weight"], base["model.norm.weight"])
-
-
-def test_expert_adapter_in_tinkers_form_is_merged(tmp_path: Path):
-    save_tiny("qwen3_moe", tmp_path / "base")
-    weights = load_file(tmp_path / "base" / "model.safetensors")
-    stem, count, rank = "model.layers.1.mlp.experts", 8, 3
-    out, width = weights[f"{stem}.0.gate_proj.weight"].shape
-    torch.manual_seed(0)
-    pairs = {
-        "w1": (torch.randn(1, rank, width), torch.randn(count, out, rank)),
-        "w2": (torch.randn(count, rank, out), torch.randn(1, width, rank)),
-    }
-    adapter = tmp_path / "adapter"
-    adapter.mkdir()
-    (adapter / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": 32}))
-    keys = {
-        f"base_model.model.{stem}.{name}.lora_{m}.weight": p[i] for name, p in pairs.items() for i, m in enumerate("AB")
-    }
-    save_file(keys, adapter / "adapter_model.safetensors")
-    assert merge(adapter, tmp_path / "base", tmp_path / "merged") == 2 * count
-    merged = load_file(tmp_path / "merged" / "model.safetensors")
-    for expert in range(count):
-        (a1, b1), (a2, b2) = pairs["w1"], pairs["w2"]
-        for name, change in (("gate_proj", b1[expert] @ a1[0]), ("down_proj", b2[0] @ a2[expert])):
-            key = f"{stem}.{expert}.{name}.weight"
-            torch.testing.assert_close(merged[key], weights[key] + 32 / rank * change, atol=1e-5, rtol=1e-5)
-    assert torch.equal(merged[f"{stem}.0.up_proj.weight"], weights[f"{stem}.0.up_proj.weight"])
-
-
-def test_slices_of_fused_projection_are_merged(tmp_path: Path):
-    stem, rank, heights, width = "model.layers.0.linear_attn", 2, {"q": 6, "k": 4, "v": 8}, 5
-    torch.manual_seed(0)
-    pairs = {name: (torch.randn(rank, width), torch.randn(height, rank)) for name, height in heights.items()}
-    weight = torch.randn(sum(heights.values()), width)
-    for folder in ("adapter", "base"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps({"r": rank, "lora_alpha": 32}))
-    keys = {f"{stem}.in_proj_{n}.lora_{m}.weight": pair[i] for n, pair in pairs.items() for i, m in enumerate("AB")}
-    save_file({f"base_model.model.{key}": tensor for key, tensor in keys.items()}, tmp_path / "adapter" / WEIGHTS)
-    (tmp_path / "base" / "config.json").write_text("{}")
-    save_file({f"{stem}.in_proj_qkv.weight": weight}, tmp_path / "base" / "model.safetensors")
-    merge(tmp_path / "adapter", tmp_path / "base", tmp_path / "merged")
-    (merged,) = load_file(tmp_path / "merged" / "model.safetensors").values()
-    expected = weight + 32 / rank * torch.cat([b @ a for a, b in pairs.values()])
-    torch.testing.assert_close(merged, expected, atol=1e-5, rtol=1e-5)
-    write(tmp_path / "adapter", tmp_path / "vllm", "vllm")
-    assert load_file(tmp_path / "vllm" / WEIGHTS).keys() == load_file(tmp_path / "adapter" / WEIGHTS).keys()
 
 
 def test_partial_adapter_starts_the_rest_at_zero(engine, tiny_llama: Path, wait, model_id: str, tmp_path: Path):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
+from transformers.pytorch_utils import Conv1D
 
 from tests.architectures import save_tiny, tiny_model
 from tinsmith.engine.base import LoraSpec
@@ -47,6 +48,7 @@ def merged(model: Any, layout: AdapterLayout, flat: Tensor, facts: forms.ModelFa
             continue
         if isinstance(target, LinearTarget):
             weight = weights[f"{target.name}.weight"]
+            weight = weight.T if isinstance(model.get_submodule(target.name), Conv1D) else weight
             if not target.slices:
                 weight += deltas[target.name]
             for rows in target.slices:
@@ -67,8 +69,8 @@ def merged(model: Any, layout: AdapterLayout, flat: Tensor, facts: forms.ModelFa
         else:
             up[:, ::2] += deltas[f"{target.name}.w1"]
             up[:, 1::2] += deltas[f"{target.name}.w3"]
-    if HEAD in pairs:
-        weights[f"{HEAD}.weight"] += deltas[HEAD]
+    if HEAD in pairs:  # also where it is tied, and has no name of its own
+        weights[f"{HEAD}.weight"] = model.get_output_embeddings().weight.detach() + deltas[HEAD]
     return weights
 
 

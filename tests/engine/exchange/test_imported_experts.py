@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from tests.architectures import save_tiny
 from tinsmith.engine.base import AdamParams, Datum, Pass, PassResult
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.exchange.adapters import make_readable, write
+from tinsmith.engine.lora.saved_spec import read_spec
 from tinsmith.engine.torch_engine import TorchEngine
 from tinsmith.errors import Unsupported
+from tinsmith.service.budgets.models import model_bytes
 
 TYPES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {},
@@ -191,3 +194,19 @@ def test_ranks_of_one_scale_are_padded(folder_of: Any, engine_of: Any, wait: Any
     write_peft(base, tmp_path / "other", target_modules=["q_proj", "v_proj"], rank_pattern={"q_proj": 5})
     with pytest.raises(Unsupported, match="scales q_proj"):
         imported(engine_of("qwen3_moe"), tmp_path / "other", tmp_path / "in2", wait)
+
+
+def test_memory_of_separate_experts_is_that_of_their_tensors(folder_of: Any, engine_of: Any, wait: Any, tmp_path: Path):
+    """Fails without `separate_mlp_per_rank` in `model_bytes`: eight experts would count as one on one side."""
+    engine = engine_of("qwen3_moe")
+    write_peft(folder_of("qwen3_moe"), tmp_path / "peft", target_parameters=PARAMETERS, target_modules=[])
+    imported(engine, tmp_path / "peft", tmp_path / "in", wait)
+    wait(engine.step("m", AdamParams()))
+    model = engine.trainer._models["m"]
+    moments = model.moments()
+    tensors = (model.master, model.gradient, moments.exp_avg, moments.exp_avg_sq)
+    wait(engine.save("m", tmp_path / "saved", optimizer=False))
+    lora = read_spec(tmp_path / "saved")
+    assert lora.separate_experts
+    assert model_bytes(lora, engine.card) == sum(tensor.nbytes for tensor in tensors)
+    assert model_bytes(replace(lora, separate_experts=False), engine.card) < model_bytes(lora, engine.card)

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
 
 from tests.architectures import tiny_config
+from tests.vision import save_vision_model
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.model import footprint, loading
 from tinsmith.errors import ConfigError
@@ -27,6 +28,26 @@ def test_weights_are_counted_to_the_byte(kind: str, dtype: torch.dtype) -> None:
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     stored = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     assert footprint.footprint(config, dtype, CPU, four_bit=False).weights == stored
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl", "qwen3_5"])
+def test_weights_of_a_vision_tower_are_counted(kind: str, tmp_path: Path) -> None:
+    """Fails without `with_tower`: qwen3_5's text model has a class of its own, which lacks the tower."""
+    folder = save_vision_model(tmp_path, kind)
+    loaded = loading.read(EngineConfig(source=str(folder), device="cpu", dtype="float32"))
+    assert loaded.vision is not None
+    stored = sum(parameter.nbytes for parameter in loaded.model.parameters()) + loaded.vision.weight_bytes
+    count = footprint.footprint(AutoConfig.from_pretrained(folder), torch.float32, CPU, four_bit=False, with_tower=True)
+    assert count.weights == stored
+
+
+def test_a_model_is_refused_with_its_vision_tower(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails without `with_tower` in `loading.read`."""
+    folder = save_vision_model(tmp_path, "qwen3_5")
+    text = footprint.footprint(AutoConfig.from_pretrained(folder), torch.float32, CPU, four_bit=False).peak
+    monkeypatch.setattr(footprint, "device_free_bytes", lambda _: text)
+    with pytest.raises(ConfigError, match="does not fit"):
+        loading.load(EngineConfig(source=str(folder), device="cpu", dtype="float32"))
 
 
 def test_tied_embeddings_count_once() -> None:

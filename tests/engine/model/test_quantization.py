@@ -35,20 +35,25 @@ def declare(folder: Path, settings: dict[str, Any]) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
 
 
-def test_mxfp4_is_converted_exactly(tmp_path: Path) -> None:
-    """As a checkpoint of gpt-oss: blocks of 32 values, two in a byte, the low half first, one scale for each block."""
-    save_tiny("gpt_oss", tmp_path)
-    tensors, draw, expected = load_file(tmp_path / "model.safetensors"), torch.Generator().manual_seed(0), {}
+def quantize_experts(folder: Path) -> dict[str, torch.Tensor]:
+    """Give a saved gpt_oss drawn experts in MXFP4, as its checkpoint has them: blocks of 32 values, two in a byte, the
+    low half first, one scale for each block. Returns the experts' values."""
+    tensors, draw, values = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0), {}
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         experts, inputs, outputs = tensors.pop(name).shape
         blocks = torch.randint(0, 256, (experts, outputs, inputs // 32, 16), generator=draw, dtype=torch.uint8)
         scales = torch.randint(110, 135, blocks.shape[:3], generator=draw, dtype=torch.uint8)
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         nibbles = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
-        values = FP4[nibbles.long()] * torch.exp2(scales[..., None].float() - 127)
-        expected[name] = values.flatten(2).transpose(1, 2).to(BF16)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    declare(tmp_path, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens"]})
+        wide = FP4[nibbles.long()] * torch.exp2(scales[..., None].float() - 127)
+        values[name] = wide.flatten(2).transpose(1, 2).to(BF16)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    declare(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head", "model.embed_tokens"]})
+    return values
+
+
+def test_mxfp4_is_converted_exactly(tmp_path: Path) -> None:
+    expected = quantize_experts(save_tiny("gpt_oss", tmp_path))
     loaded = read(tmp_path)
     assert len(expected) == 8
     for name, values in expected.items():

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers import AutoModelForImageTextToText, PreTrainedConfig
 
 from tinsmith.engine.images import tower
 from tinsmith.engine.model.memory import free_bytes
@@ -37,10 +37,13 @@ class Footprint:
         return self.weights + self.working
 
 
-def footprint(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, four_bit: bool) -> Footprint:
-    """The footprint of a model of this config."""
+def footprint(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, four_bit: bool, with_tower: bool = False
+) -> Footprint:
+    """The footprint of a model of this config; `with_tower` if its vision tower is loaded too."""
     with torch.device("meta"):
-        model = tower.auto_class(config).from_config(config, dtype=dtype)
+        auto = AutoModelForImageTextToText if with_tower else tower.auto_class(config)
+        model = auto.from_config(config, dtype=dtype)
     head = model.get_output_embeddings()
     weights, largest, seen = 0, 0, set[int]()
     for module in model.modules():
@@ -64,10 +67,17 @@ def device_free_bytes(device: torch.device) -> int:
 
 
 def check(
-    source: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, *, four_bit: bool, free: int
+    source: str,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    four_bit: bool,
+    free: int,
+    with_tower: bool = False,
 ) -> Footprint:
     """The model's footprint. Raises ConfigError with figures if it is larger than the `free` bytes."""
-    needed = footprint(config, dtype, device, four_bit=four_bit)
+    needed = footprint(config, dtype, device, four_bit=four_bit, with_tower=with_tower)
     if needed.peak <= free:
         return needed
     name = f"{str(dtype).removeprefix('torch.')}{' with 4-bit projections' if four_bit else ''}"
@@ -75,15 +85,20 @@ def check(
     raise ConfigError(
         f"{source} does not fit: its weights in {name} take {needed.weights / GB:.1f} GB and loading takes "
         f"{needed.working / GB:.1f} GB on top; {place} has {free / GB:.1f} GB free.",
-        _advice(config, dtype, device, needed.peak),
+        _advice(config, dtype, device, needed.peak, with_tower=with_tower),
     )
 
 
-def _advice(config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, needed: int) -> str:
+def _advice(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, needed: int, *, with_tower: bool
+) -> str:
     """What would take clearly less memory, with figures."""
     gpu, narrow = torch.device("cuda"), torch.bfloat16
+    is_wide = dtype == torch.float32
     sizes = {
-        "dtype=bfloat16": footprint(config, narrow, device, four_bit=False).peak if dtype == torch.float32 else needed,
+        "dtype=bfloat16": footprint(config, narrow, device, four_bit=False, with_tower=with_tower).peak
+        if is_wide
+        else needed,
         "quantize=4bit on a GPU": footprint(config, narrow, gpu, four_bit=True).peak,
     }
     ways = [f"{way} ({size / GB:.1f} GB)" for way, size in sizes.items() if size < 0.9 * needed]

@@ -63,17 +63,20 @@ def read(config: EngineConfig) -> LoadedModel:
     with load_errors(config.source):
         tokenizer = AutoTokenizer.from_pretrained(located.folder)
         settings = AutoConfig.from_pretrained(located.folder)
+        # A tower in 4-bit blocks, or one without the files of its processor, stays unused.
+        processor = None if config.quantize == "4bit" else tower.processor_of(located.folder, settings)
     options = quantization.load_options(config.source, settings, config.quantize, device, dtype)
     scarce = False
     if config.check_memory:
         free = footprint.device_free_bytes(device)
-        four_bit = config.quantize == "4bit"
-        scarce = 2 * footprint.check(config.source, settings, dtype, device, four_bit=four_bit, free=free).peak > free
+        four_bit, with_tower = config.quantize == "4bit", processor is not None
+        needed = footprint.check(
+            config.source, settings, dtype, device, four_bit=four_bit, free=free, with_tower=with_tower
+        )
+        scarce = 2 * needed.peak > free
     if device.type != "cpu":
         options["device_map"] = {"": device}
     with load_errors(config.source), _one_tensor_at_a_time(scarce):
-        # A tower in 4-bit blocks, or one without the files of its processor, stays unused.
-        processor = None if config.quantize == "4bit" else tower.processor_of(located.folder, settings)
         auto = AutoModelForImageTextToText if processor is not None else tower.auto_class(settings)
         model = auto.from_pretrained(located.folder, dtype=dtype, attn_implementation="eager", **options)
         vision = None

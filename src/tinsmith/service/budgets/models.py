@@ -53,8 +53,10 @@ class MemoryUse:
 def model_bytes(lora: LoraSpec, card: ModelCard) -> int:
     """Memory of a model after its first step; 0 if the engine does not say how many parameters it has."""
     trained = {"attn": lora.train_attn, "mlp": lora.train_mlp, "unembed": lora.train_unembed}
-    parameters = sum(count for part, count in card.parameters_per_rank.items() if trained[part])
-    return BYTES_PER_PARAMETER * lora.rank * parameters
+    counts = {part: count for part, count in card.parameters_per_rank.items() if trained[part]}
+    if lora.separate_experts and "mlp" in counts:
+        counts["mlp"] = card.separate_mlp_per_rank
+    return BYTES_PER_PARAMETER * lora.rank * sum(counts.values())
 
 
 def memory_limit(setting: int | None, card: ModelCard) -> int | None:
