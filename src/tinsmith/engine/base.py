@@ -83,6 +83,8 @@ class ModelCard:
     """Names of the modules that adapters reach by part: attn, mlp, unembed."""
     context_limit: str = ""
     """Why the context length is shorter than the model's own maximum; empty if it is not."""
+    original_context: int = 0
+    """Longer rows than this take other rotary embeddings at all their positions (longrope); 0 if none do."""
     images: ImageSupport | None = None
     """None for a model that takes no images."""
     path: Literal["fast", "general"] = "fast"

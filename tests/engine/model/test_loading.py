@@ -11,13 +11,11 @@ import pytest
 import torch
 import transformers
 
-from tests.engine.sampling.helpers import sample_request
 from tests.models import save_tokenizer
 from tinsmith.engine.base import Datum, LoraSpec, Pass
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.process import build
-from tinsmith.engine.validation import check_sample
-from tinsmith.errors import BadRequest, Unsupported
+from tinsmith.errors import Unsupported
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 512,
@@ -111,17 +109,6 @@ def test_window_longer_than_context_is_ignored(settings: Any, saved: Any) -> Non
 def test_unused_sliding_window_is_ignored(saved: Any) -> None:
     folder = saved("Qwen2", use_sliding_window=False, sliding_window=WINDOW)
     assert served(folder).card.context_length == 128
-
-
-def test_longrope_limits_context_length(saved: Any, wait: Any) -> None:
-    factors = {"short_factor": [1.0] * 12, "long_factor": [3.0] * 12, "factor": 2.0}
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64, **factors}
-    folder = saved("Llama", rope_parameters=rope)
-    engine = served(folder)
-    assert engine.card.context_length == 64
-    with pytest.raises(BadRequest, match=r"is 64 \(its maximum is 128, but longrope changes all rotations"):
-        check_sample(sample_request(range(65), num_samples=1, max_tokens=1), engine.card)
-    np.testing.assert_allclose(logprobs(engine, wait, 64), expected(folder, 64), atol=2e-5)
 
 
 REFUSED = {

@@ -66,8 +66,8 @@ def backward_rows(monkeypatch: pytest.MonkeyPatch, engine: Any, wait: Any, reque
 
     counted, rows_of = [], RunRows.of
 
-    def counting(passes: Sequence[Pass]) -> RunRows:
-        counted.append(len((rows := rows_of(passes)).rows[True]))
+    def counting(passes: Sequence[Pass], **settings: Any) -> RunRows:
+        counted.append(len((rows := rows_of(passes, **settings)).rows[True]))
         return rows
 
     with monkeypatch.context() as patch:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tinsmith.engine.base import LoraSpec
+from tinsmith.engine.base import LoraSpec, ModelCard
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.general import cache
 from tinsmith.engine.general.cache import CachedRows
@@ -25,7 +25,7 @@ from tinsmith.engine.images.tower import VisionTower
 from tinsmith.engine.lora import targets
 from tinsmith.engine.lora.linear import ActiveAdapters
 from tinsmith.engine.lora.lm_head import LMHead
-from tinsmith.engine.model import loading, packing
+from tinsmith.engine.model import loading, packing, support
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.logit_rule import logit_rule
 from tinsmith.engine.sampling.kv_cache import cache_shape
@@ -83,7 +83,7 @@ def prepare(
     if reason := _NO_CACHE.get(model.config.model_type):
         raise Unsupported(f"{name} {reason}.", _HINT)
     base = GeneralModel(
-        card=replace(loading.card_of(source, tokenizer_source, model, tokenizer), path="general"),
+        card=_card(loading.card_of(source, tokenizer_source, model, tokenizer)),
         model=model,
         body=_body(model),
         tokenizer=tokenizer,
@@ -94,6 +94,15 @@ def prepare(
         raise
     except Exception as error:
         raise Unsupported(f"{name} cannot be computed here: {type(error).__name__}: {error}.", _HINT) from error
+
+
+def _card(card: ModelCard) -> ModelCard:
+    """The card of a model on this path, where a pass has one kind of rotary embeddings: those of its longest row."""
+    if not card.original_context:
+        return replace(card, path="general")
+    limit = support.limit_of_longrope(card.context_length, card.original_context)
+    log.warning("%s is served up to %d tokens: %s.", card.source, card.original_context, limit)
+    return replace(card, path="general", context_length=card.original_context, context_limit=limit, original_context=0)
 
 
 def _body(model: PreTrainedModel) -> nn.Module:

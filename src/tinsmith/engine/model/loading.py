@@ -28,6 +28,7 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.images import tower
 from tinsmith.engine.images.tower import VisionTower
 from tinsmith.engine.model import footprint, quantization, self_check, support
+from tinsmith.engine.model.architectures import longrope
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.hybrid import gated_delta_net
 from tinsmith.engine.model.mixture import routing
@@ -117,6 +118,7 @@ def prepare(
     support.check(source, model)
     recurrent = gated_delta_net.install(model)
     card = card_of(source, tokenizer_source, model, tokenizer)
+    longrope.install(source, model, card.original_context)
     if vision is not None:
         card = replace(card, images=vision.support, weight_bytes=card.weight_bytes + vision.weight_bytes)
     body = model.base_model
@@ -165,6 +167,7 @@ def card_of(source: str, tokenizer_source: str, model: PreTrainedModel, tokenize
         vocab_size=model.config.get_text_config().vocab_size,
         context_length=context_length,
         context_limit=context_limit,
+        original_context=support.original_context(model.config),
         eos_token_ids=tuple(sorted(ids)),
         dtype=str(model.dtype).removeprefix("torch."),
         device=str(model.device),

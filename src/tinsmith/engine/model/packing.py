@@ -7,7 +7,8 @@ once, forward and backward, without padding. Rows of different adapters share no
 
 Example: rows [7 8 9] and [7 8 5 6] of one adapter pack to tokens [7 8 5 6 9] with index [0 1 4] and [0 1 2 3].
 
-Rows share an image only if it is the same: rows are compared by `images.rows.content_ids`.
+Rows share an image only if it is the same: rows are compared by `images.rows.content_ids`. A row with the long factors
+of `longrope` shares positions only with others that have them.
 
 Everything here is numpy, computed once for a pass and used by every layer.
 """
@@ -42,6 +43,8 @@ class PackedRow:
     images: tuple[InputImage, ...] = ()
     marks: np.ndarray | None = None
     """uint64 [N]: rows share a position only if their marks there are equal too. None: 0 everywhere."""
+    long_factors: bool = False
+    """Whether the row is longer than the base model's `original_context`."""
 
     @property
     def ids(self) -> np.ndarray:
@@ -93,7 +96,8 @@ class PackedTree:
     jobs: tuple[AttentionJob, ...]
     images: tuple[ImageTokens, ...] = ()
     rotary: np.ndarray | None = None
-    """int64 [3, T]: positions for rotary embeddings, if a row has images; else they are `positions`."""
+    """int64 [3, T] or [T]: positions for rotary embeddings, if a row has images or long factors; else they are
+    `positions`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +114,12 @@ class _Chunk:
 
 
 def sorted_for_packing(rows: Iterable[PackedRow]) -> list[PackedRow]:
-    """Rows by adapter, then by tokens, so that neighbours share the longest prefixes."""
+    """Rows by adapter and factors, then by tokens, so that neighbours share the longest prefixes."""
     rows = list(rows)
     if any(row.marks is not None for row in rows):
         rows = [row if row.marks is not None else _marked(row) for row in rows]
     wide = any(row.images for row in rows)
-    return sorted(rows, key=lambda row: (row.adapter, row.sort_key(wide=wide)))
+    return sorted(rows, key=lambda row: (row.adapter, row.long_factors, row.sort_key(wide=wide)))
 
 
 def take_rows(rows: deque[PackedRow], budget: int, used: int = 0) -> tuple[list[PackedRow], int]:
@@ -195,17 +199,19 @@ def _images(rows: Sequence[PackedRow], index: dict[int, np.ndarray]) -> Iterator
 
 
 def _rotary(rows: Sequence[PackedRow], index: dict[int, np.ndarray], positions: np.ndarray) -> np.ndarray | None:
-    if not any(row.images for row in rows):
+    with_images = any(row.images for row in rows)
+    if not with_images and not any(row.long_factors for row in rows):
         return None
-    rotary = np.broadcast_to(positions, (3, len(positions))).copy()
+    rotary = np.broadcast_to(positions, (3, len(positions)) if with_images else positions.shape).copy()
     for row in rows:
-        rotary[:, index[row.key]] = rotary_positions(len(row.tokens), row.images)
+        of_row = rotary_positions(len(row.tokens), row.images) if with_images else np.arange(len(row.tokens))
+        rotary[..., index[row.key]] = ~of_row if row.long_factors else of_row  # complements: see `longrope`
     return rotary
 
 
 def _common_prefix(left: PackedRow, right: PackedRow) -> int:
-    """Length of the common prefix; 0 for rows of different adapters."""
-    if left.adapter != right.adapter:
+    """Length of the common prefix; 0 for rows of different adapters or factors."""
+    if (left.adapter, left.long_factors) != (right.adapter, right.long_factors):
         return 0
     length = min(len(left.tokens), len(right.tokens))
     differs = left.ids[:length] != right.ids[:length]

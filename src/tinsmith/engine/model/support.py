@@ -1,7 +1,7 @@
 """Checks whether a model is supported, from its config and modules; `loading` checks the rest by computing.
 
-Rotary embeddings here are the same at every length, because rows of all lengths share a pass and keys stay in a cache.
-A model whose embeddings differ beyond some length is served up to that length.
+Rotary embeddings that depend on a row's length are those of `longrope`. Rope type `dynamic` changes them only beyond
+`max_position_embeddings`, which is the longest row that is served.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from tinsmith.engine.model.architectures import longrope
 from tinsmith.engine.model.hybrid import gated_delta_net
 from tinsmith.engine.model_parts import part_of, place
 from tinsmith.errors import Unsupported
@@ -42,20 +43,21 @@ def context_length(config: PreTrainedConfig) -> tuple[int, str]:
     settings = config.to_dict()
     names = ("max_position_embeddings", config.attribute_map.get("max_position_embeddings", ""), "model_max_length")
     maximum = next((int(settings[name]) for name in names if settings.get(name)), DEFAULT_CONTEXT)
-    rope = settings.get("rope_parameters") or {}
-    # One table, or one for each type of layer.
-    tables = (rope, *(value for value in rope.values() if isinstance(value, dict)))
-    bounds = {
-        int(table.get("original_max_position_embeddings") or maximum): kind
-        for table in tables
-        if (kind := table.get("rope_type")) in ("longrope", "dynamic")
-    }
-    length = min([maximum, *bounds])
-    if length == maximum:
+    lengths = longrope.original_contexts(config, maximum)
+    if len(lengths) <= 1:
         return maximum, ""
-    return length, (
-        f"its maximum is {maximum}, but {bounds[length]} changes all rotations of a row that is longer than {length}"
-    )
+    return lengths[0], limit_of_longrope(maximum, lengths[0])
+
+
+def limit_of_longrope(maximum: int, length: int) -> str:
+    """Why a model is served up to `length`, where the change of its rotary embeddings beyond it is not computed."""
+    return f"its maximum is {maximum}, but longrope changes all rotations of a row that is longer than {length}"
+
+
+def original_context(config: PreTrainedConfig) -> int:
+    """The length beyond which a row takes the long factors of longrope; 0 if none does."""
+    config = config.get_text_config()
+    return next(iter(longrope.original_contexts(config, context_length(config)[0])), 0)
 
 
 def check(source: str, model: PreTrainedModel) -> None:

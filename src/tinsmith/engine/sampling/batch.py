@@ -28,6 +28,7 @@ from tinsmith.engine.sampling.decode import DecodeAttention
 from tinsmith.engine.sampling.kv_cache import CacheRow, KVCache, cache_shape, state_bank
 from tinsmith.engine.sampling.prefill import PrefilledPrompt, Prompt, prefill_pass
 from tinsmith.engine.sampling.prefix_cache import KVReader, PrefixCache, PrefixMatch
+from tinsmith.engine.sampling.row_renewal import RowRenewal
 from tinsmith.engine.sampling.scheduler import JobSize, Load, Scheduler
 from tinsmith.engine.sampling.sequences import PromptKey, SampleJob, Sequence, completes_stop_string, jobs_of
 from tinsmith.engine.sampling.state_bank import DecodeStates, StateBank
@@ -120,6 +121,7 @@ class RunningBatch:
         self.state_tokens = states.row_tokens if states else 0
         """Cache tokens that the recurrent states of a sequence are worth."""
         self.prefix_cache = PrefixCache(self.state_tokens)
+        self._row_renewal = RowRenewal(base, active, self.kv_cache, self.prefix_cache, scheduler.pass_tokens)
         self.versions = AdapterVersions(base, self.prefix_cache.drop_version)
         self.sequences: list[Sequence] = []
 
@@ -162,6 +164,7 @@ class RunningBatch:
 
     def decode(self) -> None:
         """Sample one more token of every running sequence."""
+        self._row_renewal.renew([sequence for sequence in self.sequences if sequence.outgrows_factors])
         for sequence in reversed(self.sequences):  # the last rows of a bank first, so that no other row must move
             assert sequence.row is not None
             sequence.row = self.kv_cache.ensure_space(sequence.row, sequence.remaining)
@@ -221,6 +224,7 @@ class RunningBatch:
                             adapter=slots[_kind(job)],
                             tokens=job.request.prompt,
                             images=job.request.images,
+                            long_factors=job.has_long_factors(len(job.request.prompt)),
                         ),
                         match=matches[key],
                         first_hidden=prompt_logprobs.first_hidden(job.request),
@@ -330,9 +334,10 @@ class RunningBatch:
         """Add tokens, their experts and the state after them to the prefix cache, if the job's version still exists."""
         version = job.request.version
         if version is None or self.versions.generation(version) == job.generation:
-            self.prefix_cache.add(job.scope, tokens, read, experts)
+            scope = job.scope_of(len(tokens))
+            self.prefix_cache.add(scope, tokens, read, experts)
             if state is not None:
-                self.prefix_cache.add_state(job.scope, tokens, state)
+                self.prefix_cache.add_state(scope, tokens, state)
 
     def _free_row(self, sequence: Sequence) -> None:
         if sequence.row is not None:

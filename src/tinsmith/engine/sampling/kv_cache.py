@@ -211,9 +211,14 @@ class KVCache:
         prompt.write(*row.content())
         return row
 
-    def insert_after(self, shared_prefix: CacheRow, min_capacity: int) -> CacheRow:
-        """An empty row of a sequence that continues a shared prefix."""
-        row = self._add(RowKind(row_capacity(min_capacity), has_prefix=True), 0)
+    def insert_after(
+        self, shared_prefix: CacheRow, min_capacity: int, prompt: PrefilledPrompt | None = None
+    ) -> CacheRow:
+        """A row of a sequence that continues a shared prefix: empty, or with what `prompt` has after the prefix."""
+        length = 0 if prompt is None else prompt.length - shared_prefix.length
+        row = self._add(RowKind(row_capacity(max(min_capacity, length)), has_prefix=True), length)
+        if prompt is not None:
+            prompt.write(*row.content(), first=shared_prefix.length)
         return self._link(shared_prefix, row)
 
     def copy(self, source: CacheRow) -> CacheRow:

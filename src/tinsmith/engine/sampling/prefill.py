@@ -8,7 +8,7 @@ them in place, without a copy. Keys and values of the pass are kept, to fill the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -79,6 +79,16 @@ class PrefilledPrompt:
     def length(self) -> int:
         return sum(segment.length for segment in self.segments)
 
+    def head(self, length: int) -> PrefilledPrompt:
+        """The first tokens of the prompt, for their keys and values."""
+        segments, start = list[KVSegment](), 0
+        for segment in self.segments:
+            stop = min(segment.length, length - start)
+            if stop > 0:
+                segments.append(KVSegment(segment.node, segment.start, segment.start + stop))
+            start += segment.length
+        return replace(self, segments=tuple(segments), state=None)
+
     def routed_experts(self) -> np.ndarray | None:
         """The record [N, layers, k] of the prompt's experts, if all of it was recorded."""
         records = [
@@ -136,7 +146,7 @@ class PrefillPass:
     tokens: Tensor
     """int32 [C]."""
     positions: Tensor
-    """int64 [C], or [3, C] in a pass with images."""
+    """int64 [C], or [3, C] in a pass with images, for rotary embeddings."""
     spans: tuple[packing.AdapterSpan, ...]
     context: attention.PackedAttention | flex_attention.FlexAttention | PrefixAttention | HybridContext
     segments: dict[int, tuple[KVSegment, ...]]
@@ -173,7 +183,7 @@ def prefill_pass(prompts: Sequence[Prompt], base: BaseModel) -> PrefillPass:
     return PrefillPass(
         tokens=torch.as_tensor(tree.tokens[computed], device=device),
         positions=torch.as_tensor(
-            tree.positions[computed] if tree.rotary is None else tree.rotary[:, computed], device=device
+            tree.positions[computed] if tree.rotary is None else tree.rotary[..., computed], device=device
         ),
         spans=tuple(spans),
         context=context,

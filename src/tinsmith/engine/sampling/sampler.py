@@ -59,6 +59,13 @@ class TorchSampler:
         """Sample all sequences of a request, which joins the batch at the next step."""
         if request.routed_experts and self._card.router is None:
             raise Unsupported(f"{self._card.source} records no routed experts.", "Sample without them.")
+        longest = len(request.prompt) + (request.max_tokens or self._card.context_length) - 1
+        if request.routed_experts and len(request.prompt) <= self._card.original_context < longest:
+            raise Unsupported(
+                "Routed experts are not recorded for a sample that may become longer than "
+                f"{self._card.original_context} tokens: all of its tokens then choose other experts.",
+                "Lower max_tokens, or sample without them.",
+            )
         weights = None if request.version is None else self.versions.weights(request.version)
         generation = 0 if request.version is None else self.versions.generation(request.version)
         job = SampleJob.of(request, weights, generation, self._card, on_delta)

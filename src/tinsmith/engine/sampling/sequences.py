@@ -71,15 +71,21 @@ class Sequence:
         self.job.on_delta(delta)
 
     @property
+    def outgrows_factors(self) -> bool:
+        """Whether the next token makes the row too long for the rotary embeddings that its cached keys have."""
+        return self.row is not None and 0 < self.row.position == self.job.original_context
+
+    @property
     def remaining(self) -> int:
         """Tokens that may still be sampled."""
         return self.job.max_tokens - len(self.tokens)
 
     @property
     def position(self) -> int:
-        """Position of the next token for rotary embeddings."""
+        """Position of the next token for rotary embeddings; its complement with long factors (`longrope`)."""
         assert self.row is not None
-        return self.row.position + self.job.rotary_offset
+        position = self.row.position + self.job.rotary_offset
+        return ~position if self.job.has_long_factors(self.row.position + 1) else position
 
     def cached_tokens(self) -> np.ndarray:
         """Ids of the tokens whose keys and values the row holds: the prompt's and all samples but the last."""
@@ -127,6 +133,8 @@ class SampleJob:
     stop_tokens: frozenset[int]
     future: asyncio.Future[SampleResult]
     seed: int
+    original_context: int
+    """As in the base's card."""
     on_delta: OnDelta | None = None
     sequences: list[Sequence] = field(default_factory=list)
     prompt_results: PromptResults | None = None
@@ -162,6 +170,7 @@ class SampleJob:
             stop_tokens=frozenset(card.eos_token_ids if request.stop_tokens is None else request.stop_tokens),
             future=asyncio.get_running_loop().create_future(),
             seed=secrets.randbits(64) if request.seed is None else request.seed,
+            original_context=card.original_context,
             on_delta=on_delta,
         )
         numbers = range(request.first_sample, request.first_sample + request.num_samples)
@@ -170,9 +179,19 @@ class SampleJob:
 
     @property
     def scope(self) -> PrefixScope:
-        """The part of the prefix cache that this job may use. Jobs that record routed experts share only with others
-        that do, because the cache has no others' records."""
+        """The part of the prefix cache that the prompt may use."""
+        return self.scope_of(len(self.request.prompt))
+
+    def has_long_factors(self, length: int) -> bool:
+        """Whether a row of `length` tokens takes the long factors of `longrope`."""
+        return 0 < self.original_context < length
+
+    def scope_of(self, length: int) -> PrefixScope:
+        """The part of the prefix cache that a row of `length` tokens may use. Jobs that record routed experts share
+        only with others that do, because the cache has no others' records; rows with long factors share only with
+        each other."""
         space = f"{self.request.cache_scope}\nrouted" if self.request.routed_experts else self.request.cache_scope
+        space += "\nlong factors" if self.has_long_factors(length) else ""
         return (self.request.version or "", self.generation, space)
 
     @property

@@ -64,8 +64,8 @@ class RunRows:
     rows: Mapping[bool, Sequence[packing.PackedRow]]
 
     @classmethod
-    def of(cls, passes: Sequence[Pass], router: RouterShape | None = None) -> RunRows:
-        """All rows of the passes; `router` is the shape of the base's routers."""
+    def of(cls, passes: Sequence[Pass], router: RouterShape | None = None, original_context: int = 0) -> RunRows:
+        """All rows of the passes; `router` and `original_context` are those of the base's card."""
         items = [
             _item(pass_index, datum_index, request, router)
             for pass_index, request in enumerate(passes)
@@ -75,7 +75,14 @@ class RunRows:
         for key, item in enumerate(items):
             marks = None if item.replayed is None else routed_experts.marks(item.replayed)
             tokens, images = item.datum.tokens, item.datum.images
-            row = packing.PackedRow(key=key, adapter=0, tokens=tokens, images=images, marks=marks)
+            row = packing.PackedRow(
+                key=key,
+                adapter=0,
+                tokens=tokens,
+                images=images,
+                marks=marks,
+                long_factors=0 < original_context < len(tokens),
+            )
             rows[item.has_grad].append(row)
         return cls(items, {with_grad: packing.sorted_for_packing(some) for with_grad, some in rows.items()})
 

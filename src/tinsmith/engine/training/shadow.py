@@ -20,6 +20,7 @@ from tinsmith.engine.base import Datum, Pass, PassResult, ProbeChange
 from tinsmith.engine.lora import adapter, peft
 from tinsmith.engine.training import shadow_differences
 from tinsmith.engine.training.optimizer import AdapterSnapshot, GradientBuffer
+from tinsmith.engine.training.run_rows import RunRows
 from tinsmith.engine.training.shadow_plan import (
     ShadowPlan,
     ShadowSettings,
@@ -55,6 +56,8 @@ class Background:
     compute: Callable[[Sequence[TrainingRun]], Awaitable[list[list[PassResult]]]]
     turn: Callable[[], AbstractAsyncContextManager[None]]
     dtype: torch.dtype
+    original_context: int
+    """As in the base's card."""
 
 
 class _Slot:
@@ -240,10 +243,11 @@ class ShadowRun:
     async def _compute(
         self, slots: Sequence[_Slot], data: Sequence[Sequence[Datum]], *, forward_only: bool
     ) -> list[Sequence[np.ndarray]]:
-        runs = [
-            TrainingRun([self._pass(rows, forward_only)], slot, packing_group=self)
-            for slot, rows in zip(slots, data, strict=True)
-        ]
+        runs = []
+        for slot, rows in zip(slots, data, strict=True):
+            passes = [self._pass(rows, forward_only)]
+            share = RunRows.of(passes, original_context=self._background.original_context)
+            runs.append(TrainingRun(passes, slot, packing_group=self, share=share))
         return [result.logprobs for [result] in await self._background.compute(runs)]
 
     def _pass(self, data: Sequence[Datum], forward_only: bool) -> Pass:

@@ -215,7 +215,7 @@ class TorchTrainer:
         jobs: dict[str, Job] = {}
         for model_id, of_model in passes.items():
             with _caught(outcomes, model_id):
-                rows[model_id] = RunRows.of(of_model, self._base.card.router)
+                rows[model_id] = RunRows.of(of_model, self._base.card.router, self._base.card.original_context)
         for model_id, shares in self._exchange.shares(rows).items():
             with _caught(outcomes, model_id):
                 jobs[model_id] = self._job(self._model(model_id), passes[model_id], shares, alone=alone)
@@ -250,7 +250,8 @@ class TorchTrainer:
                 raise EngineError("A shadow pass runs on the rank that leads.")
             async with self._lock(request.model_id):
                 start = await self._shadow_start(request)
-            return await ShadowRun(request, start, Background(self._queue.run, self._turn, self._base.dtype)).run()
+            background = Background(self._queue.run, self._turn, self._base.dtype, self._base.card.original_context)
+            return await ShadowRun(request, start, background).run()
         except Exception as error:  # noqa: BLE001 - any error is this pass's fault
             return _failure(error)
 

@@ -73,7 +73,7 @@ def command_of(python: Path, config: VllmConfig, card: ModelCard, port: int) -> 
     return [
         *(str(python), str(GUARD), "-m", "vllm.entrypoints.openai.api_server"),
         *("--model", card.tokenizer, "--served-model-name", BASE, "--host", "127.0.0.1", "--port", str(port)),
-        *("--dtype", card.dtype, "--max-model-len", str(card.context_length), *head),
+        *("--dtype", card.dtype, "--max-model-len", str(card.original_context or card.context_length), *head),
         *("--generation-config", "vllm"),  # no sampling parameters out of the model's folder
         *("--logprobs-mode", "processed_logprobs", "--max-logprobs", "-1"),
         *("--enable-prefix-caching", "--enable-prompt-tokens-details"),

@@ -29,6 +29,7 @@ from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.lora import layers, linear
 from tinsmith.engine.lora.lm_head import LMHead
 from tinsmith.engine.model import attention, loading
+from tinsmith.engine.model.architectures import longrope
 from tinsmith.engine.model.base_model import BaseModel
 from tinsmith.engine.model.logit_rule import logit_rule
 from tinsmith.engine.model.sources import load_errors, locate
@@ -95,6 +96,7 @@ def prepare(config: EngineConfig, mesh: DeviceMesh) -> PreparedBase:
     model.set_attn_implementation(attention.register())
     with Weights(Path(located.folder)) as weights:
         _load_whole(model, weights, device)
+        longrope.install(config.source, model, probe.card.original_context)
         base = BaseModel(card=probe.card, model=model, body=model.base_model, tokenizer=tokenizer)
         active = linear.adapt(base)
         for module in _linears(model):
