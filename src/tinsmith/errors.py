@@ -48,7 +48,7 @@ class EngineDied(EngineError):
     """
 
     life = 0
-    """Number of the process among those of a sampler pool; 0 for one that belongs to none."""
+    """Number of the process among those of a sampler pool, or among the starts of a vLLM; 0 for an engine's own."""
 
     def __init__(self, message: str, hint: str = "", *, from_outside: bool = False) -> None:
         super().__init__(message, hint)

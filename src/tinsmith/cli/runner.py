@@ -29,7 +29,7 @@ def train(settings: RunConfig, console: Console, *, always_new_folder: bool = Fa
     settings = with_fresh_folder(settings)
     needs_folder = always_new_folder or settings.resume is not True
     stop = stop_signal(settings)
-    with _resume_hint(settings, needs_folder=needs_folder):
+    with _resume_hint(settings, "resumes from the last checkpoint", needs_folder=needs_folder):
         stage, state = run_to_end(settings, console, stop)
     if stop.stopped_at:
         raise StoppedEarly(
@@ -79,7 +79,8 @@ def sample(settings: RunConfig, console: Console) -> None:
             fresh = with_fresh_folder(settings, "bench")
             event_loop.run(watched(bench(fresh, connect, console, of=folder_path(settings), stop=stop)))
         else:
-            with _resume_hint(settings, needs_folder=settings.resume is not True):
+            where = "continues after the last batch in the buffer"
+            with _resume_hint(settings, where, needs_folder=settings.resume is not True):
                 count = event_loop.run(watched(explore(settings, connect, console, stop)))
             console.print(f"{escape(settings.name)}: sampled {count} batches", highlight=False)
     if stop.stopped_at:
@@ -92,13 +93,13 @@ def sample(settings: RunConfig, console: Console) -> None:
 
 
 @contextmanager
-def _resume_hint(settings: RunConfig, *, needs_folder: bool) -> Iterator[None]:
-    """Make an interruption say how to resume the run."""
+def _resume_hint(settings: RunConfig, where: str, *, needs_folder: bool) -> Iterator[None]:
+    """Make an interruption say how to resume the run, and where that is."""
     try:
         yield
     except KeyboardInterrupt:
         words = _folder_words(settings, needs_folder=needs_folder)
-        raise KeyboardInterrupt(f"the same command{words} resumes from the last checkpoint") from None
+        raise KeyboardInterrupt(f"the same command{words} {where}") from None
 
 
 def _folder_words(settings: RunConfig, *, needs_folder: bool) -> str:

@@ -71,7 +71,7 @@ async def bench(
             RunInfo(name=config.name, folder=path / "bench", steps=len(names), decode=clients.chat.decode)
         )
         clients.on_outage(runner.requests.suspend)
-        stop.begin()
+        stop.begin("the comparison stops after this model")
         try:
             for number, name in enumerate(names, 1):
                 with console.status(f"{number} of {len(names)}: {name}"):

@@ -107,7 +107,7 @@ class _Exploration:
 
     async def run(self, console: Console, stop: StopSignal) -> int:
         """Sample until all batches are done, training ends or `stop`. Returns the number of the last batch."""
-        stop.begin()
+        stop.begin("sampling stops after the batches in flight")
         steps = self._config.steps
         if 0 < (ended_before := (await self._notes.training()).ended_at) < steps:
             console.print(f"Training ended after step {ended_before}; start it with more steps too.", highlight=False)

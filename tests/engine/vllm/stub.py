@@ -1,7 +1,8 @@
 """A stub of vLLM's server with the paths in use. Token i of sample s is (last prompt token + s + i + 1) % 512.
 
 A prompt that begins with token 511 is answered slowly. Requests and closed connections are recorded in the file
---record, one per line. With --fail it prints an error and exits.
+--record, one per line. The file --faults is a JSON object: paths that answer with an error, or not at all (`hang`), as
+long as it says so; /metrics may be `frozen`. With --fail the stub prints an error and exits.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import select
 import sys
+import time
 from argparse import ArgumentParser
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,9 +24,10 @@ CHUNK = 2
 class Stub(ThreadingHTTPServer):
     """Records requests in a file and knows the loaded adapters."""
 
-    def __init__(self, port: int, record: Path) -> None:
+    def __init__(self, port: int, record: Path, faults: Path | None) -> None:
         super().__init__(("127.0.0.1", port), Handler)
-        self.record, self.loaded = record, {"base"}
+        self.record, self.loaded, self.faults = record, {"base"}, faults
+        self.steps = 0
 
     def record_event(self, event: str, value: Any) -> None:
         with self.record.open("a") as file:
@@ -40,11 +43,17 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self.respond(200, {})
+        if self.path == "/metrics":
+            self.server.steps += self.fault() != "frozen"
+            self.respond(200, f"vllm:num_requests_running 1.0\nvllm:generation_tokens_total {self.server.steps}.0\n")
+        elif not self.fails():
+            self.respond(200, {})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.server.record_event(self.path, body)
+        if self.fails():
+            return
         if self.path == "/v1/load_lora_adapter":
             assert (Path(body["lora_path"]) / "adapter_model.safetensors").is_file()
             self.server.loaded.add(body["lora_name"])
@@ -59,8 +68,20 @@ class Handler(BaseHTTPRequestHandler):
         elif body["prompt"][0] != SLOW or self.respond_slowly():
             self.respond(200, completion(body))
 
+    def fails(self) -> bool:
+        """Whether the request has been answered with an error. A path that hangs is answered once it no longer does."""
+        while (fault := self.fault()) == "hang":
+            time.sleep(0.05)
+        if fault:
+            self.respond(500, {"error": fault})
+        return bool(fault)
+
+    def fault(self) -> str:
+        faults = self.server.faults
+        return json.loads(faults.read_text()).get(self.path, "") if faults is not None and faults.exists() else ""
+
     def respond(self, status: int, body: Any) -> None:
-        data = json.dumps(body).encode()
+        data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
         self.send_response(status)
         self.send_header("content-length", str(len(data)))
         self.end_headers()
@@ -83,7 +104,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     parser = ArgumentParser()
-    for option in ("--port", "--record"):
+    for option in ("--port", "--record", "--faults"):
         parser.add_argument(option)
     parser.add_argument("--fail", action="store_true")
     options, _ = parser.parse_known_args()
@@ -91,7 +112,8 @@ def main() -> None:
         return  # the caller only checks that vLLM is installed
     if options.fail:
         sys.exit("ValueError: no memory left for the cache")
-    Stub(int(options.port), Path(options.record)).serve_forever()
+    faults = Path(options.faults) if options.faults else None
+    Stub(int(options.port), Path(options.record), faults).serve_forever()
 
 
 def choice_of(body: Any, sample: int) -> dict[str, Any]:

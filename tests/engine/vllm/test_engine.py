@@ -38,15 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def python(folder: Path) -> Path:
-    """A stand-in for the Python of vLLM's environment."""
-    script = folder / "python"
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} {vllm_stub.__file__} "$@"\n')
-    script.chmod(0o755)
-    return script
-
-
-@pytest.fixture(scope="module")
 def engine(tiny_llama: Path, python: Path, folder: Path, wait: Any) -> Iterator[VllmEngine]:
     settings = VllmConfig(python=python, rank=8, args=("--record", str(folder / "record")))
     config = EngineConfig(

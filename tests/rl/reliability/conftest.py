@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tinker._base_client import BaseClient
+from tinker.lib.internal_client_holder import InternalClientHolder
 
 from tests.rl.reliability.kills import RUN_FILE, SECONDS, Work, outcome, start
 from tests.rl.reliability.proxy import Action, Phase, proxied
+from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.service.config import ServeConfig
 from tinsmith.service.embedded import embedded
 
@@ -39,3 +43,17 @@ def work(forked_programs: str, tmp_path_factory: pytest.TempPathFactory, tiny_ll
 def in_folder(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the folder of `work` the working directory."""
     monkeypatch.chdir(work.folder)
+
+
+@pytest.fixture
+def impatient_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The SDK gives up after a few tenths of a second, instead of minutes; the watch looks more often."""
+
+    async def once(self: object, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return await function(*args, **kwargs)
+
+    monkeypatch.setattr(BaseClient, "_calculate_retry_timeout", lambda *_: 0.05)
+    monkeypatch.setattr(InternalClientHolder, "execute_with_retries", once)
+    assert ServerWatch.__init__.__kwdefaults__ is not None
+    monkeypatch.setitem(ServerWatch.__init__.__kwdefaults__, "ping", 0.3)
+    monkeypatch.setitem(ServerWatch.__init__.__kwdefaults__, "patience", 0.5)

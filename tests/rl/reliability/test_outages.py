@@ -9,15 +9,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console
-from tinker._base_client import BaseClient
-from tinker.lib.internal_client_holder import InternalClientHolder
 
 from tests.rl.reliability.kills import Work, outcome
 from tests.rl.reliability.proxy import Action, Phase, proxied
@@ -29,20 +25,6 @@ from tinsmith.rl.policy.server_watch import ServerWatch
 from tinsmith.runner import train_config
 
 OUTAGE_SECONDS = 2.5
-
-
-@pytest.fixture
-def impatient_sdk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The SDK gives up after a few tenths of a second, instead of minutes; the watch looks more often."""
-
-    async def once(self: object, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return await function(*args, **kwargs)
-
-    monkeypatch.setattr(BaseClient, "_calculate_retry_timeout", lambda *_: 0.05)
-    monkeypatch.setattr(InternalClientHolder, "execute_with_retries", once)
-    assert ServerWatch.__init__.__kwdefaults__ is not None
-    monkeypatch.setitem(ServerWatch.__init__.__kwdefaults__, "ping", 0.3)
-    monkeypatch.setitem(ServerWatch.__init__.__kwdefaults__, "patience", 0.5)
 
 
 def run(work: Work, name: str, url: str, monkeypatch: pytest.MonkeyPatch, *settings: str) -> Path:

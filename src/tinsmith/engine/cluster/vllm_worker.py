@@ -42,7 +42,7 @@ class ReplicaSampler(VllmSampler):
     """A sampler whose versions are folders, loaded at once: the pool attaches a version right before its samples."""
 
     def __init__(self, start: VllmStart) -> None:
-        super().__init__(_Folders(), start.config, start.card, restarts=False)
+        super().__init__(FolderVersions(), start.config, start.card, restarts=False)
 
     @override
     async def attach(self, version: str, source: Path) -> None:
@@ -63,7 +63,7 @@ class ReplicaSampler(VllmSampler):
             raise
 
 
-class _Folders:
+class FolderVersions:
     """Holder of versions that are folders only."""
 
     async def attach(self, version: str, source: Path) -> None:

@@ -194,7 +194,10 @@ class VllmVersions:
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _post(self, path: str, body: dict[str, str]) -> httpx.Response:
+        """Raises EngineDied if vLLM ends; it is killed if it does not answer."""
+        start = self._server.starts
         try:
-            return await self._client.post(self._server.url + path, json=body)
+            with self._server.answered_in_time(f"{path} ({body['lora_name']})"):
+                return await self._client.post(self._server.url + path, json=body)
         except httpx.TransportError as error:
-            raise await self._server.connection_lost() from error
+            raise await self._server.connection_lost(start) from error

@@ -100,6 +100,7 @@ class VllmSampler:
 
     async def _complete(self, request: SampleRequest, name: str, on_delta: OnDelta | None) -> SampleResult:
         await self.server.up.wait()
+        start = self.server.starts
         body = completions.request_body(request, self.card, name, stream=on_delta is not None)
         url, parser = f"{self.server.url}/v1/completions", CompletionParser(request)
         try:
@@ -110,7 +111,7 @@ class VllmSampler:
             else:
                 await self._stream(url, body, parser, on_delta)
         except httpx.TransportError as error:
-            raise await self.server.connection_lost() from error
+            raise await self.server.connection_lost(start) from error
         return parser.result()
 
     async def _stream(self, url: str, body: dict[str, Any], parser: CompletionParser, on_delta: OnDelta) -> None:
@@ -129,6 +130,6 @@ class VllmSampler:
 
 def _check(status: int, text: str) -> None:
     if status == 404:  # the adapter was loaded into a vLLM that has ended since
-        raise EngineDied("vLLM was restarted in the meantime.", "Submit the request again.")
+        raise EngineDied("vLLM was restarted in the meantime.", "Submit the request again.", from_outside=True)
     if status != 200:
         raise EngineError(f"vLLM responded with status {status}: {text[:500]}", "See vLLM's log.")

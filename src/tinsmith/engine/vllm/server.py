@@ -13,14 +13,15 @@ import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
 from tinsmith.engine.base import ModelCard
-from tinsmith.engine.liveness import process_end
+from tinsmith.engine.liveness import ProcessEnd, process_end
 from tinsmith.engine_options import VllmConfig
 from tinsmith.errors import ConfigError, EngineDied, EngineError, TinsmithError
 
@@ -99,6 +100,26 @@ def environment_of(config: VllmConfig, card: ModelCard, threads: int) -> dict[st
     return defaults | inherited | overrides
 
 
+@dataclass(eq=False, slots=True)
+class _Wait:
+    """For how long vLLM owes an answer, in ticks of this process's own life."""
+
+    fault: str
+    """Such as `/health has not answered`."""
+    seconds: float = 0.0
+
+
+class _Metrics:
+    """What /metrics says of vLLM's engine; nothing, if it keeps no statistics."""
+
+    def __init__(self, text: str) -> None:
+        self.lines = [line for line in text.splitlines() if line.startswith("vllm:")]
+        self.running = any(
+            line.startswith("vllm:num_requests_running") and not line.endswith((" 0", " 0.0")) for line in self.lines
+        )
+        """Whether a request runs."""
+
+
 class VllmServer:
     """The child process. `url` belongs to the current one; `up` is set while it responds."""
 
@@ -112,14 +133,20 @@ class VllmServer:
         timeout_s: float = 120.0,
         restarts: bool = True,
     ) -> None:
-        """`timeout_s`: time without an answer of /health after which vLLM is killed. `restarts`: whether a vLLM that
-        ends is started again; otherwise `ended` is set."""
+        """`timeout_s`: time without an answer of /health or of a call inside `answered_in_time`, or without progress of
+        the requests that run, after which vLLM is killed. `restarts`: whether a vLLM that ends is started again;
+        otherwise `ended` is set."""
         self._config, self._card, self._threads = config, card, threads
         self._timeout_s = timeout_s
         self._log = folder / "vllm.log"
         self._python: Path | None = None
         self._child: asyncio.subprocess.Process | None = None
         self._watch: asyncio.Task[None] | None = None
+        self._health = _Wait("/health has not answered with status 200")
+        self._progress = _Wait("requests run, and no metric of vLLM changes,")
+        self._calls = set[_Wait]()
+        self._stall: ProcessEnd | None = None
+        """Why the watch has killed the current process."""
         self.url = ""
         self.starts = 0
         """Number of successful starts. Adapters loaded into an earlier process are not in the current one."""
@@ -140,19 +167,33 @@ class VllmServer:
         """Process id of vLLM, 0 while there is none."""
         return self._child.pid if self._child is not None else 0
 
-    async def connection_lost(self) -> EngineDied:
-        """Error for a request whose connection broke. If vLLM ended, `up` is cleared before the next request."""
+    async def connection_lost(self, start: int) -> EngineDied:
+        """Error for a request to the vLLM of that start whose connection broke. If it ended, `up` is cleared before the
+        next request."""
         code = None
         if self._child is not None:
             with suppress(TimeoutError):
                 code = await asyncio.wait_for(self._child.wait(), EXIT_NOTICE_S)
                 self.up.clear()
-        end = process_end(code, memory_ran_out=True)
-        return EngineDied(
+        end = self._stall or process_end(code, memory_ran_out=True)
+        death = EngineDied(
             f"vLLM ended before the end of the response ({end.text}).",
             "It is being restarted: try again later.",
             from_outside=end.from_outside,
         )
+        death.life = start
+        return death
+
+    @contextmanager
+    def answered_in_time(self, call: str) -> Iterator[None]:
+        """Wait for the answer of a call inside the block. Without one for `timeout_s`, vLLM is killed, which breaks
+        the connection."""
+        wait = _Wait(f"{call} has not answered")
+        self._calls.add(wait)
+        try:
+            yield
+        finally:
+            self._calls.discard(wait)
 
     async def close(self) -> None:
         """End vLLM and all processes that it started."""
@@ -207,13 +248,14 @@ class VllmServer:
         """Restart vLLM whenever it ends or stops answering, with growing delays while starts fail."""
         while True:
             assert self._child is not None
-            watch = asyncio.create_task(self._kill_when_silent(self._child))
+            self._stall = None
+            watch = asyncio.create_task(self._kill_when_stalled(self._child))
             try:
                 code = await self._child.wait()
             finally:
                 watch.cancel()
             self.up.clear()
-            end = process_end(code, memory_ran_out=True)
+            end = self._stall or process_end(code, memory_ran_out=True)
             log.warning("vLLM for %s ended (%s).%s", self._card.source, end.text, self._log_tail(5))
             if not self._restarts:
                 self.ended.set()
@@ -228,21 +270,45 @@ class VllmServer:
                     await asyncio.sleep(delay)
                     delay = min(2 * delay, MAX_RETRY_DELAY_S)
 
-    async def _kill_when_silent(self, child: asyncio.subprocess.Process) -> None:
-        """Kill vLLM once /health has given no answer for `timeout_s`, in whole intervals of this process's own life."""
-        silent_s = 0.0
-        async with httpx.AsyncClient(base_url=self.url, timeout=HEALTH_TIMEOUT_S, trust_env=False) as client:
-            while silent_s < self._timeout_s:
-                await asyncio.sleep(HEALTH_INTERVAL_S)
-                try:
-                    is_healthy = (await client.get("/health")).status_code == 200
-                except httpx.TransportError:
-                    is_healthy = False
-                self.answers += is_healthy
-                silent_s = 0.0 if is_healthy else silent_s + HEALTH_INTERVAL_S
-        log.error("vLLM for %s is stalled and is killed: no answer for %g s.", self._card.source, self._timeout_s)
+    async def _kill_when_stalled(self, child: asyncio.subprocess.Process) -> None:
+        """Kill vLLM once /health or a call has had no answer, or running requests no progress, for `timeout_s`.
+
+        The time is counted in ticks: while this process cannot run, answers wait in the socket.
+        """
+        tick_s = min(HEALTH_INTERVAL_S, self._timeout_s / 8)
+        self._health.seconds = self._progress.seconds = 0.0
+        checks = asyncio.create_task(self._check_health(tick_s))
+        longest = self._health
+        try:
+            while longest.seconds < self._timeout_s:
+                await asyncio.sleep(tick_s)
+                waits = (self._health, self._progress, *self._calls)
+                for wait in waits:
+                    wait.seconds += tick_s
+                longest = max(waits, key=lambda wait: wait.seconds)
+        finally:
+            checks.cancel()
+        self._stall = ProcessEnd(f"stalled: {longest.fault} for {self._timeout_s:g} s", from_outside=False)
+        log.error("vLLM for %s is killed: %s.", self._card.source, self._stall.text)
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
+
+    async def _check_health(self, interval_s: float) -> None:
+        """Forever: note each answer of /health that is not an error, and each sign of progress.
+
+        /health of a vLLM whose GPU hangs answers 200, but then its metrics stand still.
+        """
+        metrics = _Metrics("")
+        async with httpx.AsyncClient(base_url=self.url, timeout=HEALTH_TIMEOUT_S, trust_env=False) as client:
+            while True:
+                with suppress(httpx.HTTPError):
+                    if (await client.get("/health")).status_code == 200:
+                        self.answers += 1
+                        self._health.seconds = 0.0
+                    before, metrics = metrics, _Metrics((await client.get("/metrics")).text)
+                    if not metrics.running or metrics.lines != before.lines:
+                        self._progress.seconds = 0.0
+                await asyncio.sleep(interval_s)
 
     async def _end(self) -> None:
         """End the whole process group: children of vLLM may outlive it."""

@@ -24,7 +24,6 @@ POLL_SECONDS = 0.2
 END_SECONDS = 5.0
 """How long the process may take to end after the second Ctrl-C."""
 CTRL_C = "Ctrl-C"
-_STOPPING = b"\nCtrl-C: the run stops after this step and saves a checkpoint; Ctrl-C again ends it at once\n"
 
 T = TypeVar("T")
 
@@ -49,6 +48,7 @@ class StopSignal:
         self._requested_at = 0.0
         self._begun = self._interrupted = self._terminated = False
         self._exit: threading.Timer | None = None
+        self._ending = ""
         self.reason = ""
         """Why the run stops; empty until a stop is requested."""
         self.stopped_at = ""
@@ -116,9 +116,10 @@ class StopSignal:
             for number, action in previous.items():
                 signal.signal(number, signal.SIG_DFL if action is None else action)
 
-    def begin(self) -> None:
-        """Report that there is something to save: from now on the first Ctrl-C is a request."""
-        self._begun = True
+    def begin(self, ending: str = "the run stops after this step and saves a checkpoint") -> None:
+        """Report that there is something to save: from now on the first Ctrl-C is a request, and prints how the command
+        ends."""
+        self._begun, self._ending = True, ending
 
     def _received(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGTERM:
@@ -129,7 +130,8 @@ class StopSignal:
             self.request("SIGTERM")
         elif self._begun and not self._interrupted:
             self.request(CTRL_C)
-            os.write(2, _STOPPING)  # sys.stderr cannot be used while the code that was interrupted uses it
+            message = f"\nCtrl-C: {self._ending}; Ctrl-C again ends it at once\n"
+            os.write(2, message.encode())  # sys.stderr cannot be used while the code that was interrupted uses it
         else:
             self._exit = threading.Timer(END_SECONDS, os._exit, [130])
             self._exit.daemon = True
