@@ -23,7 +23,6 @@ from tinsmith.routed_experts import RouterShape
 LORA_ALPHA = 32.0
 """Independent of the rank, as on the hosted service: W' = W + (alpha / rank) B A."""
 
-
 IMAGE_TOKEN = -1
 """Id at the positions of images in a request; the engine puts the placeholder id of its model there."""
 
@@ -110,8 +109,7 @@ class LoraSpec:
     train_mlp: bool = True
     train_unembed: bool = True
     separate_experts: bool = False
-    """Whether each expert has both matrices of its own, as in adapters that PEFT trains; otherwise all experts of a
-    layer share the one on the side of the hidden states."""
+    """Whether each expert has both matrices of its own, as PEFT's; else those on the hidden states' side are shared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
