@@ -1,7 +1,8 @@
 """What the engine makes of each architecture: its path, what adapters reach, and the error against transformers.
 
 For each type that the tests know, a tiny random model is served in float32 on a CPU. Compared with transformers' eager
-forward of the same files: the logprobs of two rows that share a prefix, scored in one pass, and 12 greedy tokens.
+forward of the same files: the logprobs of two rows that share a prefix, scored in one pass, and 12 greedy tokens. The
+rows of types with a vision tower hold an image.
 
     python -m benchmarks.architectures [TYPE ...]     rewrite benchmarks/results/architectures.json, or rows of it
 """
@@ -12,22 +13,25 @@ import asyncio
 import json
 import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from tests.architectures import TYPES, save_tiny
+from tests import architectures, vision
+from tests.architectures import save_tiny
+from tests.engine.images.conftest import row_of
 from tinsmith.engine.base import Datum, LoraSpec, Pass, PassResult, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.lora import targets
 from tinsmith.engine.torch_engine import TorchEngine
 from tinsmith.errors import TinsmithError
 
+TYPES = (*architectures.TYPES, *vision.TYPES)
 RESULTS = Path(__file__).parent / "results" / "architectures.json"
 LENGTH, SHARED, GREEDY = 40, 24, 12
 """Tokens of a row, of the prefix that both rows share, and of the greedy continuation."""
@@ -35,6 +39,8 @@ LENGTH, SHARED, GREEDY = 40, 24, 12
 
 def measure(model_type: str) -> dict[str, Any]:
     """The row of one type. `path` is fast, general or refused; a refused one has a `reason`."""
+    if model_type in vision.TYPES:
+        return _measure_with_images(model_type)
     with tempfile.TemporaryDirectory() as folder:
         save_tiny(model_type, Path(folder))
         plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
@@ -74,6 +80,59 @@ async def _errors(engine: TorchEngine, plain: PreTrainedModel, spec: LoraSpec) -
         return {"logprob_error": float(f"{error:.1e}"), "limit": length}
     [sequence] = (await engine.sample(request)).sequences
     return {"logprob_error": float(f"{error:.1e}"), "greedy": list(sequence.tokens) == _greedy(plain, rows[0, :SHARED])}
+
+
+def _measure_with_images(model_type: str) -> dict[str, Any]:
+    """The row of a type with a vision tower; `images` is its image processor."""
+    with tempfile.TemporaryDirectory() as folder:
+        vision.save_vision_model(Path(folder), model_type)
+        plain = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        engine = TorchEngine(EngineConfig(source=folder, device="cpu", dtype="float32", threads=1))
+        card = engine.card
+        names = {part: list(card.adapted_modules[part]) for part in ("attn", "mlp")}
+        row = {"type": model_type, **names, "path": card.path, "images": card.images and card.images.processor}
+        return {**row, **asyncio.run(_errors_with_images(engine, plain.eval()))}
+
+
+async def _errors_with_images(engine: TorchEngine, plain: PreTrainedModel) -> dict[str, Any]:
+    """Largest error of a logprob of text, and whether the greedy tokens agree."""
+    image, other = vision.picture(0), vision.picture(1, 64, 48)
+    before, after = [5, 6, vision.START], [vision.END, 8, 9, 40, 41]
+    rows = [[before, image, after], [before, image, [*after, vision.START], other, [vision.END, 7]]]
+    await engine.create("model", LoraSpec(rank=4, seed=0))
+    data = [row_of(row) for row in rows]
+    request = [
+        Datum(tokens=tokens, targets=np.append(np.maximum(tokens[1:], 0), 7).astype(np.int64),
+              inputs={"weights": np.append(tokens[1:] >= 0, True).astype(np.float32)}, images=images)
+        for tokens, images in data
+    ]  # fmt: skip
+    [result] = await engine.run([Pass(model_id="model", data=tuple(request), loss_fn="cross_entropy")])
+    if not isinstance(result, PassResult):
+        raise result
+    error = 0.0
+    for row, datum, logprobs in zip(rows, request, result.logprobs, strict=True):
+        expected = _logits_with_images(plain, row).log_softmax(-1)
+        chosen = expected.gather(1, torch.as_tensor(datum.targets)[:, None])[:, 0]
+        gaps = (torch.as_tensor(logprobs) - chosen).abs() * torch.as_tensor(datum.inputs["weights"])
+        error = max(error, float(gaps.max()))
+    tokens, images = data[0]
+    [sequence] = (
+        await engine.sample(
+            SampleRequest(
+                request_id="greedy", prompt=tokens, images=images, temperature=0.0, max_tokens=GREEDY, stop_tokens=()
+            )
+        )
+    ).sequences
+    greedy = list[int]()
+    for _ in range(GREEDY):
+        greedy.append(int(_logits_with_images(plain, [*rows[0], greedy])[-1].argmax()))
+    return {"logprob_error": float(f"{error:.1e}"), "greedy": list(sequence.tokens) == greedy}
+
+
+@torch.no_grad()
+def _logits_with_images(model: Any, row: Sequence[list[int] | bytes]) -> torch.Tensor:
+    model.model.rope_deltas = None
+    return model(**vision.plain_inputs(row)).logits[0].float()
 
 
 @torch.no_grad()

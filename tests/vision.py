@@ -59,19 +59,24 @@ _VISION: dict[str, Any] = {
     "out_hidden_size": 64,
     "num_position_embeddings": 36,
 }
+_EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_HYBRID: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "rope_parameters": {**_TEXT["rope_parameters"], "partial_rotary_factor": 1.0},
+}
 _TEXT_OF_TYPE: dict[str, dict[str, Any]] = {
     "qwen3_vl": {},
-    "qwen3_vl_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "decoder_sparse_step": 1},
-    "qwen3_5": {
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 16,
-        "linear_value_head_dim": 16,
-        "linear_conv_kernel_dim": 4,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "rope_parameters": {**_TEXT["rope_parameters"], "partial_rotary_factor": 1.0},
-    },
+    "qwen3_vl_moe": {**_EXPERTS, "decoder_sparse_step": 1},
+    "qwen3_5": _HYBRID,
+    "qwen3_5_moe": {**_HYBRID, **_EXPERTS, "shared_expert_intermediate_size": 32},
 }
+TYPES = tuple(_TEXT_OF_TYPE)
+"""Types of models with a vision tower."""
 
 
 def vision_model(model_type: str = "qwen3_vl", *, seed: int = 0) -> PreTrainedModel:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.service.support.process import child, free_port
-from tinsmith.cli.catalog import cached, served
+from tinsmith.cli.catalog import _details, cached, served
 from tinsmith.cli.doctor import Finding, run_checks
 from tinsmith.errors import ConfigError
 from tinsmith.service.config import ServeConfig
@@ -106,6 +106,13 @@ def test_models_lists_and_pulls_local_models(tmp_path: Path, tiny_llama: Path, m
     refused = tinsmith("models", "pull", str(tmp_path / "none"))
     assert refused.returncode == 2
     assert "There is no folder" in refused.stderr
+
+
+def test_models_say_that_they_take_images() -> None:
+    model = {"arch": "qwen3_vl", "path": "fast", "dtype": "float32", "device": "cpu", "weight_bytes": 0}
+    model |= {"context_limit": "", "parameters_per_rank": {}, "images": {"processor": "P", "token_id": 5}}
+    assert _details(model) == "qwen3_vl, fast path, float32 on cpu, takes images"
+    assert _details(model | {"images": None}) == "qwen3_vl, fast path, float32 on cpu"
 
 
 def test_models_are_loaded_into_a_running_server(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks.architectures import RESULTS, measure
-from tests.architectures import TYPES
+from benchmarks.architectures import RESULTS, TYPES, measure
+from tests import vision
 
 BOUND = 1e-3
 """Largest error of a logprob on tiny random models in float32, whose scans and routers amplify rounding."""
@@ -29,10 +29,14 @@ def test_served_types_are_exact(rows: dict[str, dict[str, Any]]) -> None:
     assert [row["type"] for row in served if row["logprob_error"] > BOUND or not row.get("greedy", True)] == []
 
 
-@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe"])
+def test_types_with_images_are_those_with_a_tower(rows: dict[str, dict[str, Any]]) -> None:
+    assert [row["type"] for row in rows.values() if row.get("images")] == list(vision.TYPES)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3_moe", "qwen3_vl"])
 def test_rows_are_those_of_today(model_type: str, rows: dict[str, dict[str, Any]]) -> None:
     today, stored = measure(model_type), rows[model_type]
-    for key in ("path", "attn", "mlp", "greedy"):
+    for key in ("path", "attn", "mlp", "greedy", "images"):
         assert today.get(key) == stored.get(key)
     assert today.get("logprob_error", 0) < BOUND
 

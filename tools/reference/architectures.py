@@ -9,14 +9,14 @@ from tools.reference.results import RESULTS
 
 
 def table() -> str:
-    """The served types with path, reach of adapters and error; then the refused ones with their reasons."""
+    """The served types with path, images, reach of adapters and error; then the refused ones with their reasons."""
     rows = json.loads((RESULTS / "architectures.json").read_text())
     served = [row for row in rows if row["path"] in ("fast", "general")]
     lines = [
         f"{len(served)} of {len(rows)} types are served.",
         "",
-        "| type | path | `train_attn` reaches | `train_mlp` reaches | error of logprobs | greedy tokens |",
-        "|---|---|---|---|---|---|",
+        "| type | path | images | `train_attn` reaches | `train_mlp` reaches | error of logprobs | greedy tokens |",
+        "|---|---|---|---|---|---|---|",
         *map(_served, served),
         "",
         "Not served:",
@@ -34,4 +34,5 @@ def _served(row: dict[str, Any]) -> str:
     attn, mlp = (" ".join(f"`{name}`" for name in row[part]) for part in ("attn", "mlp"))
     if unreached := row.get("unreached"):
         mlp = f"refused: adapters do not reach {' '.join(f'`{name}`' for name in unreached)}"
-    return f"| `{row['type']}` | {row['path']} | {attn} | {mlp} | {row['logprob_error']:.0e} | {greedy} |"
+    images = "yes" if row.get("images") else "no"
+    return f"| `{row['type']}` | {row['path']} | {images} | {attn} | {mlp} | {row['logprob_error']:.0e} | {greedy} |"

@@ -11,7 +11,7 @@ import pytest
 
 from tests.engine.conftest import Wait
 from tests.engine.images.conftest import Parts, row_of
-from tests.vision import END, IMAGE, START, picture, plain_inputs, vision_model
+from tests.vision import END, IMAGE, START, TYPES, picture, plain_inputs, vision_model
 from tinsmith.engine.base import EMPTY_LOGPROB, SampleRequest, SampleResult
 from tinsmith.errors import BadRequest
 
@@ -38,7 +38,7 @@ def sample(engine: Any, wait: Wait, *requests: SampleRequest) -> list[SampleResu
     return wait(together())
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
+@pytest.mark.parametrize("model_type", TYPES)
 def test_greedy_sampling_equals_generate(model_type: str, vision_engine: Callable[..., Any], wait: Wait) -> None:
     """All prompts at once; again from the prefix cache; without expected_tokens."""
     engine, reference = vision_engine(model_type), vision_model(model_type)

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.architectures import save_tiny
+from tests.engine.lora.merged import merged_weights
 from tinsmith.engine.base import AdamParams, Datum, LoraSpec, Pass, SampleRequest
 from tinsmith.engine.config import EngineConfig
 from tinsmith.engine.lora.adapter import LoraPair
@@ -55,15 +56,7 @@ def _data() -> tuple[Datum, ...]:
 
 def _logprobs(plain: Any, pairs: Mapping[str, LoraPair], scale: float) -> list[Tensor]:
     """The logprobs of the data's targets under the adapter."""
-    weights = dict(plain.named_parameters())
-    deltas = {name: scale * pair.b @ pair.a for name, pair in pairs.items()}
-    changed = {f"{name}.weight": weights[f"{name}.weight"] + delta for name, delta in deltas.items() if delta.ndim == 2}
-    for name in deltas:
-        if name.endswith(".w1"):
-            stack = name.removesuffix(".w1")
-            wide = torch.cat([deltas[name], deltas[f"{stack}.w3"]], 1)
-            changed[f"{stack}.gate_up_proj"] = weights[f"{stack}.gate_up_proj"] + wide
-            changed[f"{stack}.down_proj"] = weights[f"{stack}.down_proj"] + deltas[f"{stack}.w2"]
+    changed = merged_weights(dict(plain.named_parameters()), pairs, scale)
     results = []
     for datum in _data():
         inputs = {"input_ids": torch.as_tensor(datum.tokens).long()[None]}
