@@ -3,8 +3,8 @@
 A record is an array [tokens, layers, k] of uint8, or of uint16 for more than 255 experts. Its dtype's largest value
 marks tokens without a record, in all layers: their experts are not known.
 
-Records travel as text (base64 of a NumPy file, as vLLM and verifiers have them) from the sampler to the client, and as
-int64 words in `loss_fn_inputs`, whose tensors know no smaller integers. Imports no torch: the API process and the
+Records travel as text (base64 of a NumPy file) from the sampler to the client, or as vLLM's and verifiers' JSON, and
+as int64 words in `loss_fn_inputs`, whose tensors know no smaller integers. Imports no torch: the API process and the
 harness read records too.
 """
 
@@ -14,6 +14,7 @@ import base64
 import binascii
 import io
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -58,6 +59,13 @@ def to_text(record: np.ndarray) -> str:
     file = io.BytesIO()
     np.save(file, np.ascontiguousarray(record), allow_pickle=False)
     return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def to_payload(record: np.ndarray) -> dict[str, Any]:
+    """The record in JSON as verifiers and prime-rl read it: base64 of its bytes in C order, little-endian."""
+    plain = np.ascontiguousarray(record, record.dtype.newbyteorder("<"))
+    data = base64.b64encode(plain.tobytes()).decode("ascii")
+    return {"data": data, "dtype": record.dtype.name, "shape": list(record.shape)}
 
 
 def from_text(text: str) -> np.ndarray:

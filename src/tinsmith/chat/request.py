@@ -178,6 +178,7 @@ NO_OP_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "mm_processor_kwargs": ((), "Text only."),
     "priority": ((0,), "Only 0: requests have no priority."),
     "stream_interval": ((1,), _NOT_IMPLEMENTED),
+    "return_routed_experts": ((False,), "Use /inference/v1/generate, which returns them."),
     "routed_experts_prompt_start": ((_ANY_VALUE,), ""),
     "user": ((_ANY_VALUE,), ""),
     "safety_identifier": ((_ANY_VALUE,), ""),
@@ -189,7 +190,8 @@ NO_OP_FIELDS: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "request_id": ((_ANY_VALUE,), ""),
 }
 """Field -> (values accepted because they have no effect here, hint for all other values). `cache_salt` separates prefix
-caches, which never mix tenants or weights here; MoE routing does not apply to the served models."""
+caches, which never mix tenants or weights here; `routed_experts_prompt_start` is read only where experts are returned.
+"""
 
 
 def check_no_op(name: str, value: Any, where: str = "") -> None:

@@ -20,7 +20,7 @@ from tinsmith.service.concurrency import gather_or_cancel, run_in_thread_if_larg
 from tinsmith.service.engines.host import MAX_DEATH_POINTS, MAX_ENGINE_DEATHS, OWN_DEATH, EngineHost, death_points
 from tinsmith.service.observability.metrics import Telemetry
 from tinsmith.service.results.futures import Futures
-from tinsmith.service.results.sampled_experts import SampledExperts
+from tinsmith.service.results.routed_experts import RecentRoutedExperts
 from tinsmith.service.storage.records import JSON, PROTOBUF, Checkpoint, FutureResult, Model, SamplingSession, Session
 from tinsmith.service.storage.store import Store
 from tinsmith.service.tenancy.quotas import QuotaEnforcer
@@ -127,7 +127,7 @@ class Sampling:
         self._capacity = capacity
         self._telemetry = telemetry
         self._sequences = sequences
-        self.experts = SampledExperts(self._owner_of)
+        self.routed_experts = RecentRoutedExperts(self._owner_of)
         self._running: dict[str, asyncio.Task[None] | asyncio.Task[SampleResult]] = {}
         self._clients: Counter[str] = Counter()
         """Clients that joined each sampling session."""
@@ -244,7 +244,7 @@ class Sampling:
             result = FutureResult(body=body, media=PROTOBUF)
             lengths = [len(sequence.tokens) for sequence in sampled.sequences]
             self._sequences.record(request.request_id, sampled.prompt_tokens or len(request.prompt), lengths)
-            self.experts.add(request.request_id, sampled)
+            self.routed_experts.add(request.request_id, sampled)
         except EngineDied:
             result = LOST
         except TinsmithError as error:

@@ -183,7 +183,9 @@ class RunningBatch:
                 context,
             )
             if records:
-                _keep_experts(sequences, self._base.routing.record())
+                for sequence, experts in zip(sequences, self._base.routing.record(), strict=True):
+                    if sequence.job.request.routed_experts:
+                        sequence.routed_experts.append(experts)
         attention.advance()
         self._fail(self._token_sampler.next_tokens(sequences, hidden, spans))
         self._emit_and_retire(sequences)
@@ -260,9 +262,9 @@ class RunningBatch:
         groups = [[sequence for sequence in job.sequences if sequence.stop_reason is None] for job in jobs]
         for job, prompt, sequences in zip(jobs, prompts, groups, strict=True):
             if job.request.routed_experts:
-                job.prompt_experts = prompt.routed_experts()
+                job.prompt_routed_experts = prompt.routed_experts()
             if sequences:
-                self._cache_tokens(job, job.prompt_ids, prompt.copy_from, prompt.state, job.prompt_experts)
+                self._cache_tokens(job, job.prompt_ids, prompt.copy_from, prompt.state, job.prompt_routed_experts)
                 self.prefix_cache.add_last_hidden(job.scope, job.prompt_ids, prompt.last_hidden)
             self.sequences.extend(sequences)
         self._allocate_rows(jobs, prompts, groups)
@@ -309,7 +311,7 @@ class RunningBatch:
         for sequence in reversed(finished):  # the last rows of a bank first, so that no other row must move
             if sequence.row is not None:
                 state = self.kv_cache.state_of(sequence.row)
-                tokens, experts = sequence.cached_tokens(), sequence.cached_experts()
+                tokens, experts = sequence.cached_tokens(), sequence.cached_routed_experts()
                 self._cache_tokens(sequence.job, tokens, sequence.row.copy_from, state, experts)
                 self._free_row(sequence)
         self._shrink_prefix_cache()
@@ -356,13 +358,6 @@ class RunningBatch:
 def _kind(job: SampleJob) -> tuple[int, bool]:
     """Jobs of one kind share the positions of a prefill."""
     return id(job.weights), job.request.routed_experts
-
-
-def _keep_experts(sequences: list[Sequence], experts: np.ndarray) -> None:
-    """Keep the record [B, layers, k] of a decoding step."""
-    for sequence, row in zip(sequences, experts, strict=True):
-        if sequence.job.request.routed_experts:
-            sequence.routed_experts.append(row)
 
 
 def step_context(

@@ -65,7 +65,7 @@ class PrefilledPrompt:
     """Keys and values of the pass, layer by layer [1, heads, C, width]."""
     state: RecurrentState | None = None
     """State of the recurrent layers at its end, if the model has any."""
-    pass_experts: np.ndarray | None = None
+    pass_routed_experts: np.ndarray | None = None
     """The record [C, layers, k] of the pass's experts, if it was recorded."""
 
     @classmethod
@@ -92,7 +92,7 @@ class PrefilledPrompt:
     def routed_experts(self) -> np.ndarray | None:
         """The record [N, layers, k] of the prompt's experts, if all of it was recorded."""
         records = [
-            self.pass_experts if segment.node is None else segment.node.routed_experts for segment in self.segments
+            self.pass_routed_experts if part.node is None else part.node.routed_experts for part in self.segments
         ]
         parts = [
             record[segment.start : segment.stop]

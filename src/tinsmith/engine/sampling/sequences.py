@@ -91,9 +91,9 @@ class Sequence:
         """Ids of the tokens whose keys and values the row holds: the prompt's and all samples but the last."""
         return np.concatenate([self.job.prompt_ids, np.array(self.tokens[:-1], np.int32)])
 
-    def cached_experts(self) -> np.ndarray | None:
+    def cached_routed_experts(self) -> np.ndarray | None:
         """The record [N, layers, k] of the same tokens, if the request records it."""
-        prompt = self.job.prompt_experts
+        prompt = self.job.prompt_routed_experts
         return None if prompt is None else np.concatenate([prompt, _stacked(self.routed_experts, prompt)])
 
     def reset(self) -> None:
@@ -110,7 +110,7 @@ class Sequence:
             stop_reason=self.stop_reason or "length",
             topk=TopK.concatenate(self.top_logprobs) if self.top_logprobs else None,
             routed_experts=None
-            if (prompt := self.job.prompt_experts) is None
+            if (prompt := self.job.prompt_routed_experts) is None
             else _stacked(self.routed_experts, prompt),
         )
 
@@ -140,7 +140,7 @@ class SampleJob:
     prompt_results: PromptResults | None = None
     cached_tokens: int = 0
     """Tokens of the prompt that were in the prefix cache."""
-    prompt_experts: np.ndarray | None = None
+    prompt_routed_experts: np.ndarray | None = None
     """The record [N, layers, k] of the prompt's experts, if the request records it."""
     prompt_ids: np.ndarray = field(init=False)
     """[N]: the prompt's tokens, and ids of what its images show."""
@@ -235,7 +235,7 @@ class SampleJob:
             topk_prompt=prompt.topk if prompt else None,
             target_prompt_logprobs=prompt.targets if prompt else None,
             prompt_alt=prompt.alternatives if prompt else None,
-            prompt_routed_experts=self.prompt_experts,
+            prompt_routed_experts=self.prompt_routed_experts,
             prompt_tokens=len(self.request.prompt) if self.request.images else 0,
             prompt_cache_hit_tokens=self.cached_tokens,
         )

@@ -16,6 +16,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from tinsmith.engine.base import SampledSequence, SampleRequest, SampleResult
+from tinsmith.routed_experts import to_payload
 from tinsmith.service.dependencies import Service, ServiceDep
 from tinsmith.service.openai.requests import (
     ModelRef,
@@ -44,6 +45,7 @@ from tinsmith.service.openai.responses import (
 from tinsmith.service.openai.responses_api import ResponsesBody, naming_fields, response_events, whole_response
 from tinsmith.service.openai.sampling import SampleCalls, TextDelta, sample_all, stream_samples
 from tinsmith.service.openai.schemas import ChatBody, CompletionBody, GenerateBody, GenerateParams, naming, parse_exact
+from tinsmith.service.results.routed_experts import recorded_experts
 
 router = APIRouter()
 generate_router = APIRouter()
@@ -220,7 +222,9 @@ async def generate(http: Request, owner: Owner, service: ServiceDep, body: Promp
     """vLLM's generate: `sampling_params.n` continuations of `token_ids`, as tokens and logprobs.
 
     For clients that render prompts themselves, as verifiers and prime-rl do: sampled tokens are never re-encoded.
-    `weights` names the weights that answered.
+    `weights` names the weights that answered. With `sampling_params.return_routed_experts`, each choice of a mixture of
+    experts has `routed_experts`: {data, dtype, shape, start}, base64 of the experts [tokens, layers, k] of the prompt
+    from position `routed_experts_prompt_start` on and of all sampled tokens but the last.
     """
     request_body = await service.parsers.run(len(body), parse_exact, GenerateBody, body)
     params = parse_exact(GenerateParams, request_body.sampling_params, "sampling_params.")
@@ -237,13 +241,17 @@ async def generate(http: Request, owner: Owner, service: ServiceDep, body: Promp
         params.max_tokens,
         prompt_field="token_ids",
         topk_sample_logprobs=top_logprobs,
+        routed_experts=params.return_routed_experts,
     )
     calls = SampleCalls(owner=owner, base_model=ref.base_model, requests=[request])
     (sampled,) = await sample_all(http, service.sampling, calls)
     tokens = sampled_tokens([sampled])
     return {
         "request_id": new_id("generate"),
-        "choices": [_generate_choice(at, sequence, params.logprobs) for at, sequence in enumerate(sampled.sequences)],
+        "choices": [
+            _generate_choice(index, sequence, params) | experts
+            for index, (sequence, experts) in enumerate(zip(sampled.sequences, _experts(sampled, params), strict=True))
+        ],
         "prompt_token_ids": request_body.token_ids,
         "weights": ref.weights,
         "usage": {
@@ -255,13 +263,21 @@ async def generate(http: Request, owner: Owner, service: ServiceDep, body: Promp
     }
 
 
-def _generate_choice(index: int, sequence: SampledSequence, logprobs: int | None) -> dict[str, Any]:
+def _generate_choice(index: int, sequence: SampledSequence, params: GenerateParams) -> dict[str, Any]:
     return {
         "index": index,
         "token_ids": sequence.tokens.tolist(),
         "finish_reason": sequence.stop_reason,
-        "logprobs": _generate_logprobs(sequence) if logprobs is not None else None,
+        "logprobs": _generate_logprobs(sequence) if params.logprobs is not None else None,
     }
+
+
+def _experts(sampled: SampleResult, params: GenerateParams) -> list[dict[str, Any]]:
+    """The field `routed_experts` of each choice; empty fields unless the request has return_routed_experts."""
+    if not params.return_routed_experts:
+        return [{}] * len(sampled.sequences)
+    start = params.routed_experts_prompt_start
+    return [{"routed_experts": {**to_payload(record[start:]), "start": start}} for record in recorded_experts(sampled)]
 
 
 def _generate_logprobs(sequence: SampledSequence) -> dict[str, Any]:

@@ -95,6 +95,8 @@ class GenerateParams(SamplingOptions):
 
     max_tokens: int | None = 16
     logprobs: int | None = Field(None, ge=0)
+    return_routed_experts: bool = False
+    routed_experts_prompt_start: int = Field(0, ge=0)
 
 
 class GenerateBody(WireModel):

@@ -122,4 +122,4 @@ async def routed_experts(tenant: Tenant, service: ServiceDep, body: RawBody) -> 
     sessions whose user_metadata has `routed_experts: record`, on mixtures of experts.
     """
     ids = parse(RoutedExpertsBody, body).sequence_ids
-    return {"routed_experts": [service.sampling.experts.text(sequence_id, tenant) for sequence_id in ids]}
+    return {"routed_experts": [service.sampling.routed_experts.text(sequence_id, tenant) for sequence_id in ids]}
